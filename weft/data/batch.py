@@ -1,0 +1,36 @@
+"""What one rank computes on in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+#: Label of a token that has nothing to predict (last token of a document, padding).
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of packed documents, cut over ``cp`` (see :mod:`weft.layout.sequence`).
+
+    ``tokens``, ``labels``, ``positions``: int64 ``[rows, seq/cp]``; positions count from 0 in every document.
+    ``cu_seqlens``: int32 ``[segments + 1]``, on the CPU: document boundaries in the flattened ``rows * seq`` tokens
+    of the *whole* (padded) rows; every row boundary is also a document boundary.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of this batch that carry a loss."""
+        return int((self.labels != IGNORE).sum())
+
+    def to(self, device: torch.device) -> Batch:
+        if device.type == "cpu":
+            return self
+        moved = {k: getattr(self, k).to(device, non_blocking=True) for k in ("tokens", "labels", "positions")}
+        return replace(self, **moved)

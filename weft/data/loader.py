@@ -1,0 +1,121 @@
+"""The loader: the samples of a step, dealt out to the ranks and cut as the layout cuts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.data.batch import IGNORE, Batch
+from weft.data.cache import digest
+from weft.data.order import Order, Stream, held_out
+from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.data.tokens import Progress, open_source
+from weft.layout.layout import Layout
+from weft.layout.sequence import owned_ranges, padded_length
+from weft.recipe import Data
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run reads. ``fingerprint`` changes whenever the same position would mean other data."""
+
+    tokenizer: Tokenizer
+    train: Order
+    validation: Order | None
+    description: str
+    fingerprint: str
+
+
+def open_data(data: Data, progress: Progress | None = None) -> Corpus:
+    """Open every source, tokenizing what is not in the cache yet, and put its documents in order.
+
+    ``validation`` is one epoch of the documents held out, None if there are none. Raises :class:`WeftError` and
+    :class:`UsageError` as the sources and the tokenizer do.
+    """
+    tokenizer = load_tokenizer(data.tokenizer, data.sources, data.cache)
+    streams: dict[bool, list[Stream]] = {False: [], True: []}
+    weights: dict[bool, list[float]] = {False: [], True: []}
+    lines, seen = [], []
+    for number, source in enumerate(data.sources):
+        tokens = open_source(source, tokenizer, data.cache, progress)
+        starts, lengths = tokens.offsets[:-1], np.diff(tokens.offsets)
+        out = held_out(len(starts), data.validation, data.seed, number)
+        for side in (False, True):
+            chosen = out == side
+            if chosen.any():
+                stream = Stream(tokens.ids, starts[chosen], lengths[chosen], data.seq_len, data.seed, number)
+                streams[side].append(stream)
+                weights[side].append(source.weight)
+        lines.append(
+            f"{source.path or source.kind}: {len(starts):,} documents ({out.sum():,} for validation), "
+            f"{len(tokens.ids):,} tokens"
+        )
+        seen.append((tokens.fingerprint, source.weight))
+    train = Order(tuple(streams[False]), tuple(weights[False]), data.seed, data.epochs)
+    validation = Order(tuple(streams[True]), tuple(weights[True]), data.seed, 1) if streams[True] else None
+    identity = digest(seen, tokenizer.fingerprint, data.seq_len, data.seed, data.validation)
+    return Corpus(tokenizer, train, validation, "; ".join(lines), identity)
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Batches of one rank. ``batch`` counts global sequences per step; ``rows`` and ``passes`` are this rank's.
+
+    ``batch_rank`` is the rank's place among those that split the batch (``dp`` and ``shard``), ``cp_rank`` along ``cp``.
+    """
+
+    order: Order
+    layout: Layout
+    batch_rank: int
+    cp_rank: int
+    batch: int
+    rows: int
+    passes: int
+    seq_len: int
+
+    def step(self, position: int) -> list[Batch] | None:
+        """The passes of the step that begins after ``position`` global samples, or None (on all ranks) past the end.
+
+        Every rank takes ``ceil(batch / ranks)`` consecutive samples. What a rank has no sample for is a row of padding,
+        in which no label counts; a rank, and a pass, may consist of nothing else.
+        """
+        total = self.order.total
+        if total is not None and position >= total:
+            return None
+        end = position + self.batch if total is None else min(position + self.batch, total)
+        per_rank = -(-self.batch // self.layout.size("dp", "shard"))
+        first = position + self.batch_rank * per_rank
+        samples = [i if i < end else None for i in range(first, first + per_rank)]
+        samples += [None] * (self.rows * self.passes - per_rank)
+        return [self._assemble(samples[p * self.rows : (p + 1) * self.rows]) for p in range(self.passes)]
+
+    def _assemble(self, samples: list[int | None]) -> Batch:
+        length = padded_length(self.seq_len, self.layout)
+        tokens = np.zeros((len(samples), length), np.int64)
+        labels = np.full_like(tokens, IGNORE)
+        starts = []
+        for r, sample in enumerate(samples):
+            filled = 0
+            if sample is not None:
+                row = self.order.row(sample)
+                filled = len(row.tokens)
+                tokens[r, :filled] = row.tokens
+                labels[r, :filled] = row.labels
+                starts.append(row.starts + r * length)
+            if filled < length:  # the padding is a segment of its own: no document attends to it
+                starts.append(np.array([r * length + filled]))
+        edges = np.append(np.concatenate(starts), tokens.size)
+        positions = np.arange(tokens.size) - np.repeat(edges[:-1], np.diff(edges))
+        return Batch(
+            self._owned(tokens),
+            self._owned(labels),
+            self._owned(positions.reshape(tokens.shape)),
+            torch.from_numpy(edges.astype(np.int32)),
+        )
+
+    def _owned(self, whole: np.ndarray) -> torch.Tensor:
+        """The columns of ``whole`` ``[rows, seq]`` that this ``cp`` rank holds: ``[rows, seq/cp]``."""
+        ranges = owned_ranges(whole.shape[1], self.layout, self.cp_rank)
+        return torch.from_numpy(np.concatenate([whole[:, lo:hi] for lo, hi in ranges], axis=1))

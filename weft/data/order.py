@@ -1,0 +1,200 @@
+"""The order of the data: a pure function of the seed and the global sample index, so that one number resumes it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.data.batch import IGNORE
+from weft.errors import UsageError
+
+#: First keys that keep the uses of :func:`hashed` apart.
+_SPLIT, _DOCUMENTS, _ROWS, _BLOCK = range(4)
+
+
+def hashed(*keys: int | np.ndarray) -> np.ndarray:
+    """64 well-mixed bits per element of the last key; distinct keys give distinct bits.
+
+    SplitMix64 (Steele et al. 2014): unlike NumPy's generators it is the same in every version, and an order that is
+    stored as a position has to be.
+    """
+    state = np.zeros(1, np.uint64)
+    for key in keys:
+        state = state ^ (np.array([key % 2**64], np.uint64) if isinstance(key, int) else key.astype(np.uint64))
+        state = state + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    return state
+
+
+def shuffled(count: int, *keys: int) -> np.ndarray:
+    """Permutation of ``count`` things that ``keys`` choose."""
+    return np.argsort(hashed(*keys, np.arange(count)))
+
+
+def held_out(documents: int, fraction: float, seed: int, source: int = 0) -> np.ndarray:
+    """Boolean ``[documents]``: true for validation, about ``fraction`` of them.
+
+    With two documents or more and a fraction above 0 neither side is empty.
+    """
+    if documents < 2 or fraction == 0:
+        return np.zeros(documents, bool)
+    keys = hashed(_SPLIT, seed, source, np.arange(documents))
+    chosen = keys < np.uint64(fraction * 2**64)
+    chosen[keys.argmin()] = True
+    chosen[keys.argmax()] = False
+    return chosen
+
+
+class Row(NamedTuple):
+    """One sample without padding: ``tokens`` and ``labels`` int64 ``[n <= seq_len]``, ``starts`` of its segments."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    starts: np.ndarray
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Documents of one source. Every epoch shuffles them, joins them, cuts rows of ``seq_len`` and shuffles the rows.
+
+    ``ids`` ``[tokens]``; ``starts`` and ``lengths`` int64 ``[documents]`` say where in ``ids`` the documents are.
+    No label is lost: the last row of an epoch may be short, and what a row cuts off begins the next one.
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    seq_len: int
+    seed: int
+    source: int = 0
+
+    @cached_property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def rows(self) -> int:
+        """Rows per epoch. The very last token of an epoch has no label and needs no row of its own."""
+        return max(1, -(-(self.tokens - 1) // self.seq_len))
+
+    @cached_property
+    def _epoch(self):  # type: ignore[no-untyped-def]
+        """Tables of the two latest epochs; a step that crosses an epoch needs both."""
+        return lru_cache(maxsize=2)(self._tables)
+
+    def _tables(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``ends`` of the documents in the joined stream, ``shift`` from there to ``ids``, and the order of rows."""
+        order = shuffled(len(self.starts), _DOCUMENTS, self.seed, self.source, epoch)
+        ends = np.cumsum(self.lengths[order])
+        shift = self.starts[order] + self.lengths[order] - ends
+        return ends, shift, shuffled(self.rows, _ROWS, self.seed, self.source, epoch)
+
+    def row(self, index: int) -> Row:
+        """Row ``index``, counted over all epochs, in O(log documents)."""
+        epoch, index = divmod(index, self.rows)
+        ends, shift, order = self._epoch(epoch)
+        lo = int(order[index]) * self.seq_len
+        hi = min(lo + self.seq_len, self.tokens)
+        first, last = np.searchsorted(ends, (lo, hi - 1), side="right")
+        ends = ends[first : last + 1]
+        counts = np.diff(np.minimum(ends, hi), prepend=lo)
+        at = np.arange(lo, hi) + np.repeat(shift[first : last + 1], counts)
+        tokens = self.ids[at].astype(np.int64)
+        labels = np.empty_like(tokens)
+        labels[:-1] = tokens[1:]
+        labels[ends[:-1] - lo - 1] = IGNORE
+        labels[-1] = IGNORE if ends[-1] == hi else self.ids[at[-1] + 1]
+        return Row(tokens, labels, np.append(0, ends[:-1] - lo))
+
+
+@dataclass(frozen=True)
+class Order:
+    """Samples of one or several streams, mixed in proportion to ``weights``.
+
+    ``epochs = 0`` never ends. Otherwise a single stream ends after so many epochs; several end just before any of them
+    would begin one epoch more. After every block (1,024 samples, more if a weight is below 1/1024) each stream has
+    been drawn exactly as often as its weight asks, to less than one sample.
+    Raises :class:`UsageError` for a weight below a millionth of all.
+    """
+
+    streams: tuple[Stream, ...]
+    weights: tuple[float, ...]
+    seed: int
+    epochs: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block > 2**20:
+            raise UsageError(
+                f"source weight {min(self.weights)} is below a millionth of all; raise it or drop the source"
+            )
+
+    @cached_property
+    def _shares(self) -> list[int]:
+        """Weights as exact integers."""
+        exact = [Fraction(weight) for weight in self.weights]
+        scale = lcm(*(share.denominator for share in exact))
+        return [int(share * scale) for share in exact]
+
+    @cached_property
+    def block(self) -> int:
+        """Samples per block: enough that every stream is in every block, which keeps :meth:`_drawn` rising."""
+        block = 1024
+        while block * min(self._shares) < sum(self._shares):
+            block *= 2
+        return block
+
+    @cached_property
+    def total(self) -> int | None:
+        """Number of samples, None if there is no end."""
+        if not self.epochs:
+            return None
+        limits = [stream.rows * self.epochs for stream in self.streams]
+        if len(limits) == 1:
+            return limits[0]
+        enough = max(limits) * len(limits) + 1
+        over = lambda blocks: any(n > limit for n, limit in zip(self._drawn(blocks), limits, strict=True))  # noqa: E731
+        last = bisect_left(range(enough), True, key=over) - 1
+        source, index = self._block(last)
+        return last * self.block + int(np.argmax(index >= np.array(limits)[source]))
+
+    def _drawn(self, blocks: int) -> list[int]:
+        """Samples of each stream in the first ``blocks`` blocks, by largest remainder."""
+        samples, whole = blocks * self.block, sum(self._shares)
+        counts = [samples * share // whole for share in self._shares]
+        rest = sorted(range(len(counts)), key=lambda s: -(samples * self._shares[s] % whole))
+        for s in rest[: samples - sum(counts)]:
+            counts[s] += 1
+        return counts
+
+    @cached_property
+    def _block(self):  # type: ignore[no-untyped-def]
+        return lru_cache(maxsize=2)(self._mixed)
+
+    def _mixed(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Stream and index within the stream of each sample of a block: int64 ``[block]`` each."""
+        spans = list(zip(self._drawn(block), self._drawn(block + 1), strict=True))
+        source = np.repeat(np.arange(len(spans)), [hi - lo for lo, hi in spans])
+        source = source[shuffled(self.block, _BLOCK, self.seed, block)]
+        index = np.empty_like(source)
+        index[np.argsort(source, kind="stable")] = np.concatenate([np.arange(lo, hi) for lo, hi in spans])
+        return source, index
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """Stream of a global sample, and its index within that stream."""
+        if len(self.streams) == 1:
+            return 0, sample
+        block, within = divmod(sample, self.block)
+        source, index = self._block(block)
+        return int(source[within]), int(index[within])
+
+    def row(self, sample: int) -> Row:
+        source, index = self.locate(sample)
+        return self.streams[source].row(index)

@@ -1,0 +1,25 @@
+"""The two errors that reach a user as one line instead of a traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class WeftError(Exception):
+    """Something failed although the request was legal (missing file, damaged checkpoint). Exit code 1."""
+
+    exit_code = 1
+
+
+class UsageError(WeftError):
+    """The request itself cannot be met (unknown key, layout that does not divide). Exit code 2."""
+
+    exit_code = 2
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Phrase for an error line: the closest choice if there is one, else all of them."""
+    choices = list(choices)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(choices)}"

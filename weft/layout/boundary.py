@@ -1,0 +1,80 @@
+"""The few places where data changes hands inside a model, as typed differentiable collectives.
+
+Types are those of ``spmd_types``: per mesh axis a tensor is replicated (R: same value, gradient a partial sum),
+invariant (I: same value, same gradient), varying (V) or partial (P: a sum is pending). On an axis of size one every
+function here returns its input, so code on one device and on many is the same code.
+"""
+
+from __future__ import annotations
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from spmd_types import I, P, R, S, V
+
+from weft.layout.mesh import LIVE_AXES, Mesh
+
+__all__ = [
+    "I", "P", "R", "V", "declare", "gather_tokens", "gather_vocab", "own", "scatter_tokens", "share_of_sum", "sum_over_tp",
+    "world_sum",
+]  # fmt: skip
+
+
+def gather_tokens(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Leave a norm region: ``[batch, seq/tp, embed]`` varying to ``[batch, seq, embed]`` replicated on ``tp``."""
+    if mesh.size("tp") == 1:
+        return x
+    return spmd.all_gather(x, mesh.group("tp"), src=S(1), dst=R)
+
+
+def scatter_tokens(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Enter a norm region: sum the ranks' ``[batch, seq, embed]`` and keep ``[batch, seq/tp, embed]``."""
+    if mesh.size("tp") == 1:
+        return x
+    return spmd.reduce_scatter(x, mesh.group("tp"), src=V, dst=S(1))
+
+
+def gather_vocab(logits: torch.Tensor, sizes: list[int], mesh: Mesh) -> torch.Tensor:
+    """Whole logits ``[batch, seq, vocab]`` from vocabulary shares of (possibly unequal) ``sizes``."""
+    if mesh.size("tp") == 1:
+        return logits
+    return spmd.all_gather(logits, mesh.group("tp"), src=S(2), dst=R, split_sizes=sizes)
+
+
+def own(weight: torch.Tensor, start: int, stop: int, mesh: Mesh) -> torch.Tensor:
+    """Rows of a parameter that every ``tp`` rank holds whole; its gradient is then a sum over ``tp``."""
+    if mesh.size("tp") == 1:
+        return weight[start:stop]
+    return spmd.reinterpret(weight, mesh.group("tp"), src=R, dst=V)[start:stop]
+
+
+def share_of_sum(x: torch.Tensor, mesh: Mesh, **types: object) -> torch.Tensor:
+    """Turn ``x``, of the given type per axis, into a pending sum over all axes in which nothing is counted twice.
+
+    Where ranks hold the same value (R or I), all but the first contribute zero.
+    """
+    for axis, kind in types.items():
+        if mesh.size(axis) > 1 and kind is not P:
+            group = mesh.group(axis)
+            if kind is V:
+                x = spmd.reinterpret(x, group, src=V, dst=P)
+            else:  # "expert mode": zeroing all but the first rank is what is wanted here
+                x = spmd.convert(x, group, src=kind, dst=P, expert_mode=True)
+    return x
+
+
+def world_sum(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Finish a sum that is pending over all axes, in one all-reduce over the world."""
+    return spmd.all_reduce(x, dist.group.WORLD, dst=R) if mesh.layout.world > 1 else x
+
+
+def sum_over_tp(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Finish a sum that is pending over ``tp``; every rank gets it, as something to keep (invariant)."""
+    return spmd.all_reduce(x, mesh.group("tp"), dst=I) if mesh.size("tp") > 1 else x
+
+
+def declare(x: torch.Tensor, mesh: Mesh, **types: object) -> torch.Tensor:
+    """State the type of ``x`` per axis; checked under ``weft verify --types`` and free otherwise."""
+    if spmd.TYPE_CHECKING:
+        spmd.assert_type(x, {mesh.group(axis): types[axis] for axis in LIVE_AXES if mesh.size(axis) > 1 and axis in types})
+    return x

@@ -1,0 +1,77 @@
+"""A layout: how many ranks stand along each mesh axis, and which named dimension each axis cuts."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from weft.errors import UsageError, nearest
+
+#: Mesh axes from the slowest links to the fastest: neighbours along ``tp`` have consecutive ranks.
+AXES = ("pp", "dp", "shard", "cp", "ep", "tp")
+
+#: Which mesh axes cut which named dimension. Everything else (``embed``, ``head_dim``) stays whole.
+CUTS: dict[str, tuple[str, ...]] = {
+    "batch": ("dp", "shard"),
+    "seq": ("cp",),
+    "tokens": ("cp", "tp"),  # the norm regions: what is left of ``seq`` is cut again over ``tp``
+    "vocab": ("tp",),
+    "heads": ("tp",),
+    "kv_heads": ("tp",),
+    "ffn": ("tp",),
+    "layers": ("pp",),
+    "expert": ("ep",),
+}
+
+#: Axes whose ranks see different data, so that parameter gradients are summed over them.
+DATA_AXES = ("dp", "shard", "cp")
+
+
+class Layout(BaseModel):
+    """Ranks per mesh axis.
+
+    ``zero`` is the ZeRO stage (Rajbhandari et al. 2020) of the ``shard`` axis; ``context`` how attention crosses ``cp``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dp: int = Field(1, ge=1)
+    shard: int = Field(1, ge=1)
+    cp: int = Field(1, ge=1)
+    tp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1)
+    zero: Literal[1, 2, 3] = 3
+    context: Literal["ring", "ulysses"] = "ring"
+
+    def size(self, *axes: str) -> int:
+        return prod(getattr(self, axis) for axis in axes)
+
+    @property
+    def world(self) -> int:
+        return self.size(*AXES)
+
+    @classmethod
+    def parse(cls, text: str, base: dict[str, Any] | None = None) -> Self:
+        """Read ``"shard=2,tp=2"``. Axes that are not named are 1; ``zero`` and ``context`` come from ``base``."""
+        values: dict[str, Any] = {k: v for k, v in (base or {}).items() if k not in AXES}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, value = (part.strip() for part in item.partition("="))
+            if name not in cls.model_fields:
+                raise UsageError(f"layout {text!r}: unknown axis {name!r}; {nearest(name, cls.model_fields)}")
+            if not equals:
+                raise UsageError(f"layout {text!r}: {item!r} is not of the form axis=number")
+            values[name] = int(value) if value.lstrip("-").isdigit() else value
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UsageError(
+                f"layout {text!r}: {first['loc'][0]} = {first['input']!r} is not possible: {first['msg'].lower()}"
+            ) from None
+
+    def __str__(self) -> str:
+        axes = [f"{axis}={getattr(self, axis)}" for axis in reversed(AXES) if getattr(self, axis) > 1][::-1]
+        return ",".join(axes) or "one device"

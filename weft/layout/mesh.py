@@ -1,0 +1,106 @@
+"""The mesh: which rank stands where, and the process group of every axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.errors import UsageError
+from weft.layout.dims import Dim, Logical, part
+from weft.layout.layout import AXES, CUTS, Layout
+
+#: Axes that exist as process groups today; ``pp`` and ``ep`` are planned and must be 1.
+LIVE_AXES = ("dp", "shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A layout laid over the ranks of the default process group. ``device_mesh`` is None on a single device."""
+
+    layout: Layout
+    device: torch.device
+    device_mesh: DeviceMesh | None = None
+    data_mesh: DeviceMesh | None = None
+    _rank: dict[str, int] = field(default_factory=dict)
+    _group: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu", layout: Layout | None = None) -> Mesh:
+        """One device and no process group: every boundary is the identity."""
+        return cls(layout or Layout(), torch.device(device))
+
+    @classmethod
+    def create(cls, layout: Layout, device: torch.device | str) -> Mesh:
+        """Lay ``layout`` over the initialised default process group.
+
+        Raises :class:`UsageError` if the layout does not have exactly as many places as there are ranks.
+        """
+        device = torch.device(device)
+        check_live(layout)
+        if not dist.is_initialized():
+            if layout.world > 1:
+                raise UsageError(f"layout {layout} needs {layout.world} ranks but no process group is initialised")
+            return cls.single(device, layout)
+        if dist.get_world_size() != layout.world:
+            raise UsageError(
+                f"layout {layout} has {layout.world} places but {dist.get_world_size()} ranks were started; "
+                f"start {layout.world} ranks or change --layout"
+            )
+        shape = [layout.size(axis) for axis in LIVE_AXES]
+        ranks = torch.arange(layout.world)
+        device_mesh = DeviceMesh(device.type, ranks.view(shape), mesh_dim_names=LIVE_AXES)
+        # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
+        data_mesh = DeviceMesh(
+            device.type,
+            ranks.view(layout.dp, layout.shard * layout.cp, layout.tp),
+            mesh_dim_names=("replica", "state", "tp"),
+        )
+        return cls(
+            layout,
+            device,
+            device_mesh,
+            data_mesh,
+            {axis: device_mesh.get_local_rank(axis) for axis in LIVE_AXES},
+            {axis: device_mesh.get_group(axis) for axis in LIVE_AXES},
+        )
+
+    def size(self, *axes: str) -> int:
+        return self.layout.size(*axes)
+
+    def rank(self, axis: str) -> int:
+        """This rank's coordinate along ``axis``."""
+        return self._rank.get(axis, 0)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        return self._group[axis]
+
+    @property
+    def batch_rank(self) -> int:
+        """Coordinate among the ranks that split the batch (``dp`` and ``shard`` together)."""
+        return self.rank("dp") * self.size("shard") + self.rank("shard")
+
+    @property
+    def is_main(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def place(self, *dims: Dim, std: float | None, whole: bool = False) -> Logical:
+        """The logical parameter with these dimensions, and the part of it at this place on ``tp``.
+
+        ``whole=True`` keeps it whole although its dimensions could be cut (key/value heads fewer than ``tp``).
+        """
+        cut = [bool(CUTS.get(dim.name)) and not whole and self.size("tp") > 1 for dim in dims]
+        box = tuple(
+            tuple(i * dim.unit for i in part(dim.count, self.size("tp"), self.rank("tp"))) if c else (0, dim.size)
+            for dim, c in zip(dims, cut, strict=True)
+        )
+        return Logical(dims, std, box, whole=not any(cut))  # type: ignore[arg-type]
+
+
+def check_live(layout: Layout) -> None:
+    """Refuse axes that are not built yet, by name."""
+    for axis in AXES:
+        if axis not in LIVE_AXES and layout.size(axis) > 1:
+            raise UsageError(f"layout axis {axis!r} is not available yet; use {', '.join(LIVE_AXES)}")

@@ -1,0 +1,1 @@
+"""Single-device models that name their dimensions; see :mod:`weft.models.transformer`."""

@@ -1,0 +1,79 @@
+"""Output layer and cross entropy in one, cut over the vocabulary and chunked in time.
+
+No rank ever holds more than ``[chunk, vocab/tp]`` logits. The gradients of hidden states and output weight are computed
+with the loss, chunk by chunk, so that logits are neither stored nor computed twice.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from spmd_types import rules
+
+from weft.data.batch import IGNORE
+from weft.layout.boundary import I, V
+from weft.layout.mesh import Mesh
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first: int, chunk: int, mesh: Mesh
+) -> torch.Tensor:
+    """Sum of ``-log p(label)`` over all tokens that have a label.
+
+    ``hidden``: ``[tokens, embed]``; ``weight``: ``[vocab/tp, embed]``, the rows from ``first`` on; ``labels``: ``[tokens]``.
+    The scalar is invariant on ``tp`` and each data rank's own share elsewhere.
+    """
+    group = mesh.group("tp") if mesh.size("tp") > 1 else None
+    return _LinearCrossEntropy.apply(hidden, weight, labels, first, chunk, group)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def spmd_typecheck(*, hidden, weight, labels, group):  # type: ignore[no-untyped-def]
+        total = rules.einsum("te,ve,t->", hidden, weight, labels)
+        return total if group is None else rules.all_reduce(total, group, src=V, dst=I)
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, first, chunk, group):  # type: ignore[no-untyped-def]
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        with_grad = any(ctx.needs_input_grad[:2])
+        if with_grad:
+            d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide)
+        for start in range(0, len(hidden), chunk):
+            h, y = hidden[start : start + chunk], labels[start : start + chunk]
+            logits = (h @ weight.t()).to(wide)  # [chunk, vocab/tp]
+            top = logits.amax(-1, keepdim=True)
+            here = ((y >= first) & (y < first + len(weight)))[:, None]
+            index = torch.where(here, y[:, None] - first, 0)
+            target = torch.where(here, logits.gather(1, index), 0)
+            p = logits.sub_(top).exp_()
+            lse, target = _merge(top + p.sum(-1, keepdim=True).log(), target, group)
+            valid = (y != IGNORE)[:, None]
+            total += torch.where(valid, lse - target, 0).sum()
+            if with_grad:
+                # d loss / d logits = softmax - onehot, zero where there is no label.
+                p *= torch.where(valid, (top - lse).exp(), 0)
+                p.scatter_add_(1, index, -(here & valid).to(wide))
+                p = p.to(hidden.dtype)
+                torch.matmul(p, weight, out=d_hidden[start : start + chunk])
+                d_weight += p.t() @ h
+        if with_grad:
+            ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * grad.to(d_hidden.dtype), d_weight * grad.to(d_weight.dtype), None, None, None, None
+
+
+def _merge(lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Global log-sum-exp and target logit from those of each vocabulary share, each ``[chunk, 1]``."""
+    if group is None:
+        return lse, target
+    mine = torch.cat((lse, target), dim=1)  # [chunk, 2]
+    shares = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(shares, mine, group=group)
+    both = torch.stack(shares)  # [tp, chunk, 2]
+    return both[..., :1].logsumexp(0), both[..., 1:].sum(0)

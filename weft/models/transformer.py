@@ -1,0 +1,245 @@
+"""One decoder-only transformer (Llama 3, Qwen 2.5 and Qwen 3 are settings of it), written for one device.
+
+Modules name the dimensions of their parameters (:meth:`Module.weight`); the mesh decides which part of each this rank
+holds. Data changes hands only at ``gather_tokens`` / ``scatter_tokens`` (into and out of the norm regions) and inside
+``attend``; on one device these are identities. Shapes below are those of one rank: ``heads/tp`` etc. are whole on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from weft.layout.boundary import gather_tokens, gather_vocab, own, scatter_tokens
+from weft.layout.dims import Dim, Logical, part
+from weft.layout.mesh import Mesh
+from weft.models.attention import attention
+from weft.models.loss import linear_cross_entropy
+from weft.models.rope import angles, frequencies, rotate
+from weft.recipe import ModelShape
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Cache = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Module(nn.Module):
+    """A module whose parameters are created on the meta device with their logical description beside them."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.logical: dict[str, Logical] = {}
+
+    def weight(self, name: str, *dims: Dim, std: float | None, whole: bool = False) -> Logical:
+        """Register parameter ``name`` with this rank's part of the tensor that ``dims`` describe."""
+        self.logical[name] = logical = self.mesh.place(*dims, std=std, whole=whole)
+        self.register_parameter(name, nn.Parameter(torch.empty(logical.local_shape, device="meta")))
+        return logical
+
+
+class Norm(Module):
+    """RMSNorm (Zhang & Sennrich 2019)."""
+
+    def __init__(self, dim: Dim, eps: float, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.eps = eps
+        self.weight("scale", dim, std=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.scale, self.eps)
+
+
+class Embedding(Module):
+    def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        logical = self.weight("table", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
+        self.first, self.last = logical.box[0]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq]`` ids to ``[batch, seq/tp, embed]``: every rank looks up the ids it owns, the sum is scattered."""
+        if self.mesh.size("tp") == 1:
+            return F.embedding(tokens, self.table)
+        mine = (tokens >= self.first) & (tokens < self.last)
+        x = F.embedding(torch.where(mine, tokens - self.first, 0), self.table) * mine[..., None]
+        return scatter_tokens(x, self.mesh)
+
+
+class Attention(Module):
+    """Grouped-query attention (Ainslie et al. 2023) over packed documents."""
+
+    def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        assert shape.kv_heads and shape.head_dim
+        embed = Dim("embed", shape.embed)
+        heads = Dim("heads", shape.heads, shape.head_dim)
+        kv = Dim("kv_heads", shape.kv_heads, shape.head_dim)
+        # Query heads this rank computes, and the key/value heads they read. When these do not fall on equal cuts (fewer
+        # key/value heads than ranks, odd head counts), every rank holds wk and wv whole and uses the rows it needs.
+        tp = mesh.size("tp")
+        first, last = part(shape.heads, tp, mesh.rank("tp"))
+        group = shape.heads // shape.kv_heads
+        self.kv_first, self.kv_last = first // group, -(-last // group)
+        self.shared_kv = tp > 1 and bool(shape.heads % tp or shape.kv_heads % tp)
+        self.head_dim = shape.head_dim
+        needed = torch.arange(first, last) // group - self.kv_first
+        even = torch.arange(last - first) // max(1, (last - first) // (self.kv_last - self.kv_first))
+        self.kv_index = None if torch.equal(needed, even) else needed.tolist()
+        out_std = shape.init_std / (2 * shape.layers) ** 0.5
+        self.weight("wq", heads, embed, std=shape.init_std)
+        self.weight("wk", kv, embed, std=shape.init_std, whole=self.shared_kv)
+        self.weight("wv", kv, embed, std=shape.init_std, whole=self.shared_kv)
+        self.weight("wo", embed, heads, std=out_std)
+        self.bias = shape.qkv_bias
+        if self.bias:
+            self.weight("bq", heads, std=0)
+            self.weight("bk", kv, std=0, whole=self.shared_kv)
+            self.weight("bv", kv, std=0, whole=self.shared_kv)
+        self.q_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh) if shape.qk_norm else None
+        self.k_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh) if shape.qk_norm else None
+        self.attend: Attend = local_attention
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        cu_seqlens: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
+        q = F.linear(x, self.wq, self.bq if self.bias else None)
+        k = F.linear(x, self._kv(self.wk), self._kv(self.bk) if self.bias else None)
+        v = F.linear(x, self._kv(self.wv), self._kv(self.bv) if self.bias else None)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [batch, seq, heads/tp, head_dim]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rope), rotate(k, *rope)
+        if self.kv_index is not None:
+            k, v = k[:, :, self.kv_index], v[:, :, self.kv_index]
+        out = self.attend(q, k, v, cu_seqlens) if cache is None else _cached(q, k, v, cache)
+        return F.linear(out.flatten(-2), self.wo)
+
+    def _kv(self, weight: torch.Tensor) -> torch.Tensor:
+        if not self.shared_kv:
+            return weight
+        return own(weight, self.kv_first * self.head_dim, self.kv_last * self.head_dim, self.mesh)
+
+
+def local_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    return attention(q, k, v, cu_seqlens)[0]
+
+
+def _cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """Attention of new tokens to all earlier ones of their row (generation; one document per row)."""
+    if cache:
+        past_k, past_v = cache.pop()
+        k, v = torch.cat((past_k, k), dim=1), torch.cat((past_v, v), dim=1)
+    cache.append((k, v))
+    heads_first = (y.transpose(1, 2) for y in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, is_causal=q.shape[1] > 1, enable_gqa=True).transpose(1, 2)
+
+
+class FeedForward(Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        assert shape.ffn
+        embed, ffn = Dim("embed", shape.embed), Dim("ffn", shape.ffn)
+        self.weight("gate", ffn, embed, std=shape.init_std)
+        self.weight("up", ffn, embed, std=shape.init_std)
+        self.weight("down", embed, ffn, std=shape.init_std / (2 * shape.layers) ** 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
+        return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+
+
+class Block(Module):
+    """Pre-norm block. ``recompute`` is ``none``, ``full`` or ``selective`` (attention and its moves are kept)."""
+
+    def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        embed = Dim("embed", shape.embed)
+        self.attention_norm = Norm(embed, shape.norm_eps, mesh)
+        self.attention = Attention(shape, mesh)
+        self.ffn_norm = Norm(embed, shape.norm_eps, mesh)
+        self.ffn = FeedForward(shape, mesh)
+        self.recompute = "none"
+        self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        cu_seqlens: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """``[batch, seq/tp, embed]`` to the same."""
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self._body(x, rope, cu_seqlens, cache)
+        kept = {}
+        if self.recompute == "selective":
+            kept = {"context_fn": lambda: create_selective_checkpoint_contexts(self.kept_ops)}
+        return checkpoint(self._body, x, rope, cu_seqlens, use_reentrant=False, preserve_rng_state=False, **kept)
+
+    def _body(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        cu_seqlens: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        y = gather_tokens(self.attention_norm(x), self.mesh)
+        x = x + scatter_tokens(self.attention(y, rope, cu_seqlens, cache), self.mesh)
+        y = gather_tokens(self.ffn_norm(x), self.mesh)
+        return x + scatter_tokens(self.ffn(y), self.mesh)
+
+
+class Transformer(Module):
+    """``shape`` at this rank's place on ``mesh``. Parameters are on the meta device until they are filled."""
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024) -> None:
+        super().__init__(mesh)
+        self.shape, self.loss_chunk = shape, loss_chunk
+        self.freq = frequencies(shape)
+        self.embedding = Embedding(shape, mesh)
+        self.blocks = nn.ModuleList(Block(shape, mesh) for _ in range(shape.layers))
+        self.norm = Norm(Dim("embed", shape.embed), shape.norm_eps, mesh)
+        if not shape.tied:
+            self.weight("head", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        caches: list[Cache] | None = None,
+    ) -> torch.Tensor:
+        """Logits ``[batch, seq, vocab]``, or with ``labels`` the sum of the tokens' losses on this rank's data.
+
+        ``tokens, positions, labels``: ``[batch, seq]``; ``cu_seqlens`` as in :class:`weft.data.batch.Batch`.
+        """
+        x = self.embedding(tokens)  # [batch, seq/tp, embed]
+        rope = angles(positions, self.freq.to(positions.device), x.dtype)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope, cu_seqlens, caches[i] if caches is not None else None)
+        hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]
+        head = self.embedding.table if self.shape.tied else self.head
+        if labels is None:
+            sizes = [hi - lo for lo, hi in (part(self.shape.vocab, self.mesh.size("tp"), r) for r in range(self.mesh.size("tp")))]
+            return gather_vocab(F.linear(hidden, head), sizes, self.mesh)
+        return linear_cross_entropy(
+            hidden.flatten(0, 1), head, labels.flatten(), self.embedding.first, self.loss_chunk, self.mesh
+        )
+
+    def logical_parameters(self) -> Iterator[tuple[str, Logical]]:
+        """Every parameter's full name and description, in the order of :meth:`parameters`."""
+        for prefix, module in self.named_modules():
+            if isinstance(module, Module):
+                for name, logical in module.logical.items():
+                    yield f"{prefix}.{name}" if prefix else name, logical

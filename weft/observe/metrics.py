@@ -1,0 +1,111 @@
+"""The record of a run: ``metrics.jsonl`` in its folder, and the same numbers as TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from weft.errors import WeftError
+
+FILE = "metrics.jsonl"
+
+#: Kinds that are history: every record counts. Of all other kinds the latest record per step counts.
+HISTORY = ("run", "event")
+
+
+class Metrics:
+    """Appends records to ``run/metrics.jsonl``, one flushed line each; with ``run = None`` (other ranks) does nothing.
+
+    Opening an existing file continues it, without the line that a crash may have torn. A ``run`` record at step s
+    supersedes what was recorded for steps after s. NaN and infinity are written as ``null``.
+    """
+
+    def __init__(self, run: Path | None, tensorboard: bool = True) -> None:
+        self._run = run
+        self._tensorboard = tensorboard and run is not None
+        self._events: Any = None
+        if run is not None:
+            run.mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(run / FILE)
+            self._file = (run / FILE).open("a", encoding="utf-8")
+
+    def log(self, kind: str, step: int, **values: Any) -> None:
+        """Record ``values`` of ``kind`` after ``step`` finished steps."""
+        if self._run is None:
+            return
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(_finite(record), default=str) + "\n")
+        self._file.flush()
+        if self._tensorboard:
+            self._log_events(kind, step, values)
+
+    def close(self) -> None:
+        """Flush and close both files."""
+        if self._run is not None:
+            self._file.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def _log_events(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if self._events is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                self._tensorboard = False
+                logging.getLogger("weft").warning("no TensorBoard events: install the package 'tensorboard'")
+                return
+            # What a crashed attempt wrote after this step disappears from TensorBoard too.
+            self._events = SummaryWriter(str(self._run), purge_step=step + 1 if kind == "run" and step else None)
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self._events.add_scalar(f"{kind}/{name}", value, step)
+            else:
+                text = value if isinstance(value, str) else f"```\n{json.dumps(value, indent=2, default=str)}\n```"
+                self._events.add_text(f"{kind}/{name}", text, step)
+
+
+def read_metrics(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """Records of a run by kind; series in the order of their steps, ``run`` and ``event`` in the order of writing.
+
+    Raises :class:`WeftError` if there is no record, or naming the line if one is damaged. A last line that is not
+    complete (the run is writing it, or crashed) is left out.
+    """
+    path = run / FILE
+    if not path.is_file() or not (text := path.read_text(encoding="utf-8", errors="replace")).strip():
+        raise WeftError(f"{run} holds no {FILE} with records; give the folder of a run that was started")
+    history: dict[str, list[dict[str, Any]]] = {}
+    series: dict[str, dict[int, dict[str, Any]]] = {}
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            record = json.loads(line)
+            kind, step = record["kind"], int(record["step"])
+        except (ValueError, KeyError, TypeError):
+            raise WeftError(f"{path} line {number} is damaged; remove that line to read the rest") from None
+        if kind in HISTORY:
+            history.setdefault(kind, []).append(record)
+        else:
+            series.setdefault(kind, {})[step] = record
+        if kind == "run":
+            series = {k: {s: r for s, r in records.items() if s <= step} for k, records in series.items()}
+    return history | {kind: [records[s] for s in sorted(records)] for kind, records in series.items() if records}
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut the file after its last newline."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: what is not finite becomes None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,164 @@
+"""Where the time of one step goes: compute, exposed communication, data, optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+T = TypeVar("T")
+
+#: Operators of the main thread in which it issues a collective or waits for one.
+COLLECTIVES = ("c10d::", "_c10d_functional::", "gloo:", "weft:wait")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Seconds of one step; ``communication`` is only what is exposed (not hidden behind compute), the rest adds up.
+
+    ``compute`` is what remains of ``total``: forward, backward, the idle device, and the profiler's own overhead.
+    """
+
+    compute: float
+    communication: float
+    data: float
+    optimizer: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the split needs of one profiled event; times in seconds. ``span``: a ``record_function`` range."""
+
+    name: str
+    start: float
+    end: float
+    thread: int = 0
+    device: bool = False
+    span: bool = False
+
+
+def profile_step(fn: Callable[[], T]) -> tuple[T, Split]:
+    """Run ``fn`` under :mod:`torch.profiler` and say where its time went. Every rank must call it at the same step.
+
+    ``fn`` marks its phases with ``record_function("weft:data")`` and ``record_function("weft:optimizer")``. No other
+    profiler may be active (see :func:`trace`).
+    """
+    with _quiet_profile() as profiler, _marked_waits(), record_function("weft:step"):
+        result = fn()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    # The raw events: profiler.events() builds a tree that nobody reads, at twenty times the cost.
+    events = [
+        Event(
+            e.name(),
+            e.start_ns() / 1e9,
+            (e.start_ns() + e.duration_ns()) / 1e9,
+            e.start_thread_id(),
+            e.device_type() == torch.autograd.DeviceType.CUDA,
+            e.is_user_annotation(),
+        )
+        for e in profiler.profiler.kineto_results.events()
+    ]
+    return result, split_events(events)
+
+
+def split_events(events: Sequence[Event]) -> Split:
+    """The split of a step whose extent is the event ``weft:step``.
+
+    On the CPU communication is exposed while the main thread issues a collective or waits for it. On a GPU it is
+    exposed while a NCCL kernel runs and no other kernel does, and data while its phase lasts and no kernel runs.
+    """
+    step = next(e for e in events if e.name == "weft:step" and not e.device)
+    main = [e for e in events if e.thread == step.thread and not e.device]
+    kernels = [e for e in events if e.device and not e.span and not e.name.startswith(("Memcpy", "Memset"))]
+    nccl = [e for e in kernels if "nccl" in e.name.lower()]
+    work = [e for e in kernels if "nccl" not in e.name.lower()]
+    # Of a GPU the profiler also gives the phases as its stream sees them.
+    phases = [e for e in (events if kernels else main) if e.name == "weft:optimizer" and e.device == bool(kernels)]
+    update = [e for e in work if any(p.start <= e.start < p.end for p in phases)]
+    waiting = nccl if kernels else [e for e in main if e.name.startswith(COLLECTIVES)]
+    loading = [e for e in main if e.name == "weft:data"]
+    busy = claim(step, update, work, waiting, loading, phases)
+    total = step.end - step.start
+    communication, data, optimizer = busy[2], busy[3], busy[0] + busy[4]
+    return Split(max(0.0, total - communication - data - optimizer), communication, data, optimizer, total)
+
+
+def claim(step: Event, *layers: Sequence[Event]) -> list[float]:
+    """Seconds within ``step`` that each layer of events covers and no earlier layer does."""
+    edges = [
+        (min(max(t, step.start), step.end), change, layer)
+        for layer, events in enumerate(layers)
+        for e in events
+        for t, change in ((e.start, 1), (e.end, -1))
+    ]
+    open_events, claimed, last = [0] * len(layers), [0.0] * len(layers), step.start
+    for t, change, layer in sorted(edges):
+        if owner := next((i for i, n in enumerate(open_events, 1) if n), 0):
+            claimed[owner - 1] += t - last
+        open_events[layer] += change
+        last = t
+    return claimed
+
+
+@contextmanager
+def trace(path: Path | None, steps: int) -> Iterator[Callable[[], bool]]:
+    """Write a Chrome/Perfetto trace of ``steps`` steps; the body calls the yielded function after every step.
+
+    It returns True as long as the trace still records, so that the loop can leave :func:`profile_step` out. The first
+    step is skipped as warm-up; a run that ends early writes what it has. With ``path = None`` nothing happens.
+    """
+    if path is None or steps < 1:
+        yield lambda: False
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler, done = _quiet_profile(), 0
+
+    def step() -> bool:
+        nonlocal done
+        done += 1
+        if done == 1:
+            profiler.start()
+        elif done == steps + 1:
+            profiler.stop()
+            profiler.export_chrome_trace(str(path))
+        return done <= steps
+
+    try:
+        yield step
+    finally:
+        while 1 <= done <= steps:
+            step()
+
+
+def _quiet_profile() -> profile:
+    # The profiler's library otherwise writes two lines to stderr every time, into the middle of the display.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    devices = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return profile(activities=[ProfilerActivity.CPU, *devices])
+
+
+@contextmanager
+def _marked_waits() -> Iterator[None]:
+    """Make ``Work.wait`` visible: gloo's work runs in its own threads and leaves no mark on the one that waits."""
+    if not dist.is_available():
+        yield
+        return
+    wait = dist.Work.wait
+
+    def marked(self: dist.Work, *args: object, **kwargs: object) -> object:
+        with record_function("weft:wait"):
+            return wait(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    with mock.patch.object(dist.Work, "wait", marked):
+        yield

@@ -1,0 +1,1 @@
+"""Wrappers that realise a layout around single-device code."""

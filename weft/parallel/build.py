@@ -1,0 +1,96 @@
+"""``parallelize``: the one function that turns a model description and a mesh into a model that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.errors import UsageError
+from weft.layout.dims import Box, Logical, ceil_part
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh, check_live
+from weft.models.init import initial_values
+from weft.models.transformer import Block, Transformer
+from weft.parallel.context import check_ulysses, context_attention
+from weft.parallel.data import shard_data_parallel
+from weft.recipe import ModelShape, Train
+
+#: Gives the values of a part of a logical parameter.
+Values = Callable[[str, Logical, Box], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """One parameter as this rank stores it: ``local`` are the elements ``box`` of the logical tensor."""
+
+    name: str
+    logical: Logical
+    parameter: nn.Parameter
+    local: torch.Tensor
+    box: Box
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The local part of the gradient."""
+        grad = self.parameter.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def check_fits(shape: ModelShape, layout: Layout) -> None:
+    """Refuse, before anything starts, a layout that this model cannot be cut by."""
+    check_live(layout)
+    for name, count in (("heads", shape.heads), ("ffn", shape.ffn or 0), ("vocab", shape.vocab)):
+        if count < layout.tp:
+            raise UsageError(f"tp={layout.tp} is more than the model's {count} {name}; use tp <= {count}")
+    check_ulysses(layout, shape)
+
+
+def parallelize(shape: ModelShape, mesh: Mesh, train: Train, values: Values | None = None) -> Transformer:
+    """Build ``shape`` under ``mesh``: attention across ranks, recompute, compile, data parallelism, then values.
+
+    ``values`` default to the seeded initial values, which are the same under every layout.
+    """
+    check_fits(shape, mesh.layout)
+    model = Transformer(shape, mesh, train.loss_chunk)
+    attend = context_attention(mesh, shape)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attention.attend = attend
+        block.recompute = train.recompute
+        block.kept_ops = [torch.ops.weft.attention.default, torch.ops.weft.ring_attention.default]
+        if train.compile:
+            block.compile()
+    model.to(torch.float64 if train.dtype == "float64" else torch.float32)
+    shard_data_parallel(model, mesh, train.dtype)
+    model.to_empty(device=mesh.device)
+    model.freq = model.freq.to(mesh.device)
+    fill(model, mesh, values or (lambda name, logical, box: initial_values(name, logical, box, train.seed)))
+    return model
+
+
+def local_parts(model: Transformer, mesh: Mesh) -> list[LocalPart]:
+    """Every parameter's local storage and where it lies in the logical tensor."""
+    described = dict(model.logical_parameters())
+    state_size = mesh.size("shard", "cp")
+    state_rank = mesh.rank("shard") * mesh.size("cp") + mesh.rank("cp")
+    parts = []
+    for name, parameter in model.named_parameters():
+        logical = described[name]
+        if isinstance(parameter, DTensor):
+            rows = ceil_part(logical.local_shape[0], state_size, state_rank)
+            parts.append(LocalPart(name, logical, parameter, parameter.detach().to_local(), logical.rows(*rows)))
+        else:
+            parts.append(LocalPart(name, logical, parameter, parameter.detach(), logical.box))
+    return parts
+
+
+@torch.no_grad()
+def fill(model: Transformer, mesh: Mesh, values: Values) -> None:
+    """Write ``values`` into every local part."""
+    for p in local_parts(model, mesh):
+        if p.local.numel():
+            p.local.copy_(values(p.name, p.logical, p.box))

@@ -1,0 +1,55 @@
+"""Data parallelism on FSDP2: replicas (``dp``), sharded state (``shard``, which ``cp`` joins), ZeRO stages as a table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
+from weft.recipe import Dtype
+
+
+class Stage(NamedTuple):
+    """What a ZeRO stage (Rajbhandari et al. 2020) keeps whole between its uses."""
+
+    keep_parameters: bool  # gather once per step instead of once per forward and backward of every pass
+    keep_gradients: bool  # reduce once per step instead of once per pass
+
+
+STAGES: dict[int, Stage] = {1: Stage(True, True), 2: Stage(True, False), 3: Stage(False, False)}
+
+
+def shard_data_parallel(model: Transformer, mesh: Mesh, dtype: Dtype) -> None:
+    """Hand parameters, gradients and their reduction over the data axes to FSDP2, one group per block.
+
+    Gradients become *sums* over ``dp``, ``shard`` and ``cp`` (the loss is already divided by the global token count).
+    With ``bfloat16`` the groups also compute in bf16 from fp32 parameters and reduce in fp32.
+    """
+    if mesh.data_mesh is None or (mesh.size("dp", "shard", "cp") == 1 and dtype != "bfloat16"):
+        return
+    data_mesh = mesh.data_mesh["replica", "state"] if mesh.size("dp") > 1 else mesh.data_mesh["state"]
+    policy = MixedPrecisionPolicy()
+    if dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    keep = STAGES[mesh.layout.zero].keep_parameters
+    for block in model.blocks:
+        fully_shard(block, mesh=data_mesh, reshard_after_forward=not keep, mp_policy=policy)
+    # The root group (embedding, norm, head) is needed at both ends of a pass: it stays gathered in between.
+    fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+def begin_pass(model: Transformer, mesh: Mesh, last: bool) -> None:
+    """Tell FSDP2 what the coming pass of a step may postpone."""
+    if not isinstance(model, FSDPModule):
+        return
+    stage = STAGES[mesh.layout.zero]
+    model.set_requires_gradient_sync(last or not stage.keep_gradients)
+    model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(last or not stage.keep_parameters)
+    model.set_is_last_backward(last)

@@ -1,0 +1,261 @@
+"""The typed recipe: a TOML file plus ``section.key=value`` overrides becomes validated, frozen objects.
+
+The same classes build a recipe in Python::
+
+    Recipe(model=ModelShape(layers=4), layout=Layout(shard=2, tp=2), train=Train(steps=100))
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from weft.errors import UsageError, WeftError, nearest
+from weft.layout.layout import Layout
+
+Dtype = Literal["float64", "float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors and values never change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RopeScaling(Section):
+    """Llama-3 frequency scaling (Llama 3.1 report, section 3.4); ``factor`` 1 is plain RoPE."""
+
+    factor: PositiveFloat = 1.0
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_position: PositiveInt = 8192
+
+
+class ModelShape(Section):
+    """A decoder-only transformer. ``config`` takes every field from a Hugging Face ``config.json`` instead.
+
+    ``vocab = 0`` means "as large as the tokenizer's". ``weights`` names a folder with safetensors to start from.
+    """
+
+    config: Path | None = None
+    weights: Path | None = None
+    vocab: int = Field(0, ge=0)
+    layers: PositiveInt = 4
+    embed: PositiveInt = 256
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    ffn: PositiveInt | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    tied: bool = False
+    norm_eps: PositiveFloat = 1e-5
+    rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    init_std: PositiveFloat = 0.02
+
+    @model_validator(mode="after")
+    def _fill(self) -> Self:
+        """Derive what was left out, once, so that no reader has to."""
+        derived = {
+            "kv_heads": self.kv_heads or self.heads,
+            "head_dim": self.head_dim or max(1, self.embed // self.heads),
+            # SwiGLU at 8/3 of the width, rounded up to a multiple of 32.
+            "ffn": self.ffn or -(-8 * self.embed // 3 // 32) * 32,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        if self.heads % derived["kv_heads"]:
+            raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {derived['kv_heads']}")
+        if derived["head_dim"] % 2:
+            raise ValueError(f"head_dim = {derived['head_dim']} must be even for rotary position embedding")
+        return self
+
+
+class Source(Section):
+    """One corpus. ``kind`` says how to read ``path`` (a file, a folder or a glob; none for ``stdlib``).
+
+    ``tokens`` reads memory-mapped token ids (see ``weft.data.tokens``); ``huggingface`` a dataset saved to disk.
+    """
+
+    kind: Literal["stdlib", "text", "jsonl", "parquet", "huggingface", "tokens"] = "stdlib"
+    path: str | None = None
+    field: str = "text"
+    weight: PositiveFloat = 1.0
+
+    @model_validator(mode="after")
+    def _path(self) -> Self:
+        if self.kind != "stdlib" and not self.path:
+            raise ValueError(f"a source of kind {self.kind!r} needs 'path'")
+        return self
+
+
+class Data(Section):
+    """What is read and in which order. ``epochs = 0`` repeats for ever; otherwise the run ends with the data.
+
+    ``tokenizer`` is ``bytes``, a path to a ``tokenizer.json`` (or a folder with one), or ``train:N``: a byte-level
+    BPE of N entries trained on the corpus itself.
+    """
+
+    sources: tuple[Source, ...] = Field((Source(),), min_length=1)
+    tokenizer: str = "bytes"
+    seq_len: PositiveInt = 256
+    seed: int = 0
+    epochs: int = Field(0, ge=0)
+    validation: float = Field(0.02, ge=0, lt=1)
+    cache: Path | None = None
+
+
+class Optimizer(Section):
+    """AdamW (Loshchilov & Hutter 2019) with warm-up and a cosine or warm-up-stable-decay schedule."""
+
+    lr: PositiveFloat = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: float = Field(0.1, ge=0)
+    clip: float = Field(1.0, ge=0, description="global gradient norm; 0 turns clipping off")
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: int = Field(100, ge=0)
+    decay: int = Field(0, ge=0, description="steps of the final decay of 'wsd'; 0 means a fifth of the run")
+    min_lr: float = Field(0.1, ge=0, le=1, description="floor as a fraction of lr")
+
+
+class Train(Section):
+    """One training run. ``batch`` counts sequences per step over all ranks; ``micro_batch`` per rank and pass."""
+
+    steps: PositiveInt = 100
+    batch: PositiveInt = 8
+    micro_batch: PositiveInt | None = None
+    dtype: Dtype = "float32"
+    recompute: Literal["none", "selective", "full"] = "none"
+    compile: bool = False
+    loss_chunk: PositiveInt = 1024
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(0, ge=0, description="threads per rank; 0 divides the cores among the local ranks")
+    timeout: PositiveInt = Field(600, description="seconds a rank waits for the others in a collective")
+
+
+class Validation(Section):
+    every: int = Field(50, ge=0, description="steps between validations; 0 turns them off")
+    batches: PositiveInt = 4
+
+
+class Checkpoint(Section):
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves only at the end")
+    keep: PositiveInt = 2
+
+
+class Observe(Section):
+    every: PositiveInt = 1
+    tensorboard: bool = True
+    split_every: int = Field(25, ge=0, description="steps between profiled steps for the time split; 0 turns it off")
+    trace: int = Field(0, ge=0, description="number of steps to write as a Chrome/Perfetto trace")
+
+
+class Generate(Section):
+    prompt: str = "def "
+    tokens: PositiveInt = 120
+    temperature: float = Field(0.8, ge=0)
+    top_k: int = Field(40, ge=0)
+
+
+class Recipe(Section):
+    """Everything one run needs."""
+
+    name: str = "run"
+    model: ModelShape = ModelShape()
+    data: Data = Data()
+    layout: Layout = Layout()
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    validation: Validation = Validation()
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()
+    generate: Generate | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        self.rows_per_pass()
+        return self
+
+    def rows_per_pass(self) -> tuple[int, int]:
+        """``(rows, passes)``: sequences per rank and pass, and gradient-accumulation passes per step."""
+        ranks = self.layout.dp * self.layout.shard
+        per_rank = -(-self.train.batch // ranks)
+        rows = min(self.train.micro_batch or per_rank, per_rank)
+        return rows, -(-per_rank // rows)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), layout: str | None = None) -> Recipe:
+    """Read a TOML recipe. Raises :class:`UsageError` with one line that names the nearest valid choice."""
+    path = Path(path)
+    if not path.is_file():
+        known = ", ".join(sorted(str(p) for p in Path("recipes").glob("*.toml"))) or "none in ./recipes"
+        raise WeftError(f"recipe {path} does not exist; recipes here: {known}")
+    try:
+        tree = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    for item in overrides:
+        _override(tree, item)
+    if layout is not None:
+        tree["layout"] = Layout.parse(layout, tree.get("layout", {})).model_dump()
+    tree.setdefault("name", path.stem)
+    return build_recipe(tree, str(path))
+
+
+def build_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
+    """Validate a nested dictionary into a :class:`Recipe`; one line per :class:`UsageError`."""
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise UsageError(f"{origin}: {explain(error, Recipe)}") from None
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """First problem of a pydantic error as one line: key, cause, remedy."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    key = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key!r}; {nearest(path[-1], _fields_at(model, path[:-1]))}"
+    if first["type"] == "literal_error":
+        expected = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        return f"{key} = {first['input']!r} is not possible; {nearest(str(first['input']), expected)}"
+    message = first["msg"].removeprefix("Value error, ")
+    more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
+    where = f"{key} = {first['input']!r}: " if path and not isinstance(first["input"], dict) else f"{key}: " * bool(key)
+    return f"{where}{message}{more}"
+
+
+def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    """Field names of the (nested) section that ``path`` leads to."""
+    for part in path:
+        if part.isdigit():
+            continue
+        annotation = model.model_fields[part].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        model = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), model)
+    return list(model.model_fields)
+
+
+def _override(tree: dict[str, Any], item: str) -> None:
+    """Apply one ``section.key=value``; the value is read as TOML and falls back to a plain string."""
+    key, equals, text = item.partition("=")
+    if not equals or not key.strip():
+        raise UsageError(f"--set {item!r} is not of the form section.key=value")
+    try:
+        value = tomllib.loads(f"v = {text.strip()}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    *sections, leaf = key.strip().split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UsageError(f"--set {item!r}: {section!r} is a value, not a section")
+    tree[leaf] = value

@@ -1,0 +1,1 @@
+"""One training step for every layout, and the loop around it."""

@@ -1,0 +1,124 @@
+"""The training step: the same lines for one device and for every layout.
+
+Gradients are reduced in two places only, and both end before clipping: FSDP2 sums over the data axes while backward runs
+(:mod:`weft.parallel.data`), and :func:`reduce_over_tp` sums what every ``tp`` rank computed a share of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.profiler import record_function
+
+from weft.data.batch import Batch
+from weft.layout.boundary import I, R, V, declare, share_of_sum, sum_over_tp, world_sum
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
+from weft.parallel.build import LocalPart
+from weft.parallel.data import begin_pass
+from weft.train.optim import set_gradients
+
+
+class StepResult(NamedTuple):
+    """``loss`` is the mean over the step's real tokens; a skipped step changed nothing."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    skipped: bool
+    stop: bool
+
+
+def collect(parts: Sequence[LocalPart]) -> dict[str, torch.Tensor]:
+    """The gradients that backward left on this rank. A parameter without one has gradient zero."""
+    return {p.name: p.grad if p.grad is not None else torch.zeros_like(p.local) for p in parts}
+
+
+def count_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
+    """Real tokens of the whole step, over all ranks: the one denominator of the loss. Scalar, float64."""
+    mine = torch.tensor(float(sum(b.real_tokens for b in batches)), dtype=torch.float64, device=mesh.device)
+    types = {"dp": V, "shard": V, "cp": V, "tp": R}
+    return world_sum(share_of_sum(declare(mine, mesh, **types), mesh, **types), mesh)
+
+
+def pass_loss(model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """This rank's share of the step's mean loss, equal on ``tp``. ``total``: the step's real tokens."""
+    loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)
+    return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / total.to(loss.dtype)
+
+
+def accumulate(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward and backward of every pass. Returns this rank's share of the loss and the step's real tokens."""
+    total = count_tokens(batches, mesh)
+    shares = []
+    for i, batch in enumerate(batches):
+        begin_pass(model, mesh, last=i == len(batches) - 1)
+        share = pass_loss(model, batch.to(mesh.device), total.clamp(min=1), mesh)
+        share.backward()
+        shares.append(share.detach())
+    return torch.stack(shares).sum(), total
+
+
+@torch.no_grad()
+def reduce_over_tp(grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Sum the gradients of parameters that every ``tp`` rank holds whole (norms, shared key/value heads), in one call."""
+    whole = [p.name for p in parts if p.logical.whole]
+    if mesh.size("tp") == 1 or not whole:
+        return grads
+    flat = sum_over_tp(torch.cat([grads[name].flatten() for name in whole]), mesh)
+    shares = flat.split([grads[name].numel() for name in whole])
+    return grads | {name: share.view_as(grads[name]) for name, share in zip(whole, shares, strict=True)}
+
+
+@torch.no_grad()
+def square_norm(grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], mesh: Mesh) -> torch.Tensor:
+    """This rank's share of the squared global gradient norm. Every element of the model counts once in the world."""
+    data = {"dp": I, "shard": V, "cp": V}  # FSDP2 leaves each state rank its rows, the same on every replica
+    shares = []
+    for whole, tp in ((True, I), (False, V)):
+        tensors = [grads[p.name] for p in parts if p.logical.whole is whole and grads[p.name].numel()]
+        if tensors:
+            norm = torch.nn.utils.get_total_norm([declare(g, mesh, **data, tp=tp) for g in tensors])
+            shares.append(share_of_sum(norm.double().square(), mesh, **data, tp=tp))
+    return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=mesh.device)
+
+
+def train_step(
+    model: Transformer,
+    parts: Sequence[LocalPart],
+    batches: Sequence[Batch],
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    *,
+    lr: float,
+    clip: float,
+    stop: bool = False,
+) -> StepResult:
+    """One optimizer step. ``stop`` is this rank's wish to end the run; the result says whether any rank has it."""
+    loss, total = accumulate(model, batches, mesh)
+    with record_function("weft:optimizer"):
+        grads = reduce_over_tp(collect(parts), parts, mesh)
+        wish = declare(torch.tensor(float(stop), dtype=torch.float64, device=mesh.device), mesh, dp=V, shard=V, cp=V, tp=V)
+        sums = torch.stack(
+            (
+                share_of_sum(loss.double(), mesh, tp=I),
+                square_norm(grads, parts, mesh),
+                share_of_sum(wish, mesh, dp=V, shard=V, cp=V, tp=V),
+            )
+        )
+        mean_loss, square, stops = world_sum(sums, mesh).tolist()
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        skipped = not (math.isfinite(norm) and math.isfinite(mean_loss))
+        if not skipped:
+            if clip and norm > clip:
+                torch._foreach_mul_(list(grads.values()), clip / (norm + 1e-6))
+            set_gradients(optimizer, grads, parts)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        model.zero_grad()
+        optimizer.zero_grad()
+    return StepResult(mean_loss, norm, int(total), skipped, stops > 0)
