@@ -1,4 +1,4 @@
-"""The cache folder: things that are expensive to make are made once, by one process, and never seen half-written."""
+"""The cache folder: what is expensive to make is made once, by one process, and never seen half-written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cache_root(chosen: Path | None = None) -> Path:
 
 def digest(*parts: Any) -> str:
     """Short hexadecimal digest of JSON-able values."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
@@ -30,24 +30,20 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     ``build`` works in a sibling that is renamed when complete, so an interrupted build leaves nothing to be mistaken
     for a result. Raises :class:`WeftError` if the folder cannot be written.
     """
-    if folder.exists():
-        return folder
     making = folder.with_name(f".{folder.name}.making")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if folder.exists():
-                return folder
-            shutil.rmtree(making, ignore_errors=True)  # left by a killed process: nobody else can hold the lock
-            making.mkdir()
-            try:
-                build(making)
-                os.rename(making, folder)
-            finally:
-                shutil.rmtree(making, ignore_errors=True)
+            if not folder.exists():
+                shutil.rmtree(making, ignore_errors=True)  # left by a killed process: nobody else holds the lock
+                making.mkdir()
+                try:
+                    build(making)
+                    os.rename(making, folder)
+                finally:
+                    shutil.rmtree(making, ignore_errors=True)
     except OSError as error:
-        raise WeftError(
-            f"cannot write {folder}: {error.strerror or error}; set data.cache or WEFT_CACHE to a folder with space"
-        ) from None
+        reason = error.strerror or error
+        raise WeftError(f"cannot write {folder}: {reason}; set data.cache to a folder with space") from None
     return folder

@@ -9,7 +9,7 @@ import torch
 
 from weft.data.batch import IGNORE, Batch
 from weft.data.cache import digest
-from weft.data.order import Order, Stream, held_out
+from weft.data.order import Order, Stream, hashed, held_out
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import Progress, open_source
 from weft.layout.layout import Layout
@@ -35,26 +35,23 @@ def open_data(data: Data, progress: Progress | None = None) -> Corpus:
     :class:`UsageError` as the sources and the tokenizer do.
     """
     tokenizer = load_tokenizer(data.tokenizer, data.sources, data.cache)
-    streams: dict[bool, list[Stream]] = {False: [], True: []}
-    weights: dict[bool, list[float]] = {False: [], True: []}
+    sides: list[list[Stream]] = [[], []]
+    weights: list[list[float]] = [[], []]
     lines, seen = [], []
     for number, source in enumerate(data.sources):
         tokens = open_source(source, tokenizer, data.cache, progress)
         starts, lengths = tokens.offsets[:-1], np.diff(tokens.offsets)
-        out = held_out(len(starts), data.validation, data.seed, number)
-        for side in (False, True):
-            chosen = out == side
+        seed = int(hashed(data.seed, number)[0])
+        out = held_out(len(starts), data.validation, seed)
+        for side, chosen in enumerate((~out, out)):
             if chosen.any():
-                stream = Stream(tokens.ids, starts[chosen], lengths[chosen], data.seq_len, data.seed, number)
-                streams[side].append(stream)
+                sides[side].append(Stream(tokens.ids, starts[chosen], lengths[chosen], data.seq_len, seed))
                 weights[side].append(source.weight)
-        lines.append(
-            f"{source.path or source.kind}: {len(starts):,} documents ({out.sum():,} for validation), "
-            f"{len(tokens.ids):,} tokens"
-        )
+        size = f"{len(starts):,} documents ({out.sum():,} for validation), {len(tokens.ids):,} tokens"
+        lines.append(f"{source.path or source.kind}: {size}")
         seen.append((tokens.fingerprint, source.weight))
-    train = Order(tuple(streams[False]), tuple(weights[False]), data.seed, data.epochs)
-    validation = Order(tuple(streams[True]), tuple(weights[True]), data.seed, 1) if streams[True] else None
+    train = Order(tuple(sides[0]), tuple(weights[0]), data.seed, data.epochs)
+    validation = Order(tuple(sides[1]), tuple(weights[1]), data.seed, epochs=1) if sides[1] else None
     identity = digest(seen, tokenizer.fingerprint, data.seq_len, data.seed, data.validation)
     return Corpus(tokenizer, train, validation, "; ".join(lines), identity)
 
@@ -99,11 +96,10 @@ class Loader:
         for r, sample in enumerate(samples):
             filled = 0
             if sample is not None:
-                row = self.order.row(sample)
-                filled = len(row.tokens)
-                tokens[r, :filled] = row.tokens
-                labels[r, :filled] = row.labels
-                starts.append(row.starts + r * length)
+                row_tokens, row_labels, row_starts = self.order.row(sample)
+                filled = len(row_tokens)
+                tokens[r, :filled], labels[r, :filled] = row_tokens, row_labels
+                starts.append(r * length + row_starts)
             if filled < length:  # the padding is a segment of its own: no document attends to it
                 starts.append(np.array([r * length + filled]))
         edges = np.append(np.concatenate(starts), tokens.size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import lcm
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,26 +39,17 @@ def shuffled(count: int, *keys: int) -> np.ndarray:
     return np.argsort(hashed(*keys, np.arange(count)))
 
 
-def held_out(documents: int, fraction: float, seed: int, source: int = 0) -> np.ndarray:
+def held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
     """Boolean ``[documents]``: true for validation, about ``fraction`` of them.
 
     With two documents or more and a fraction above 0 neither side is empty.
     """
     if documents < 2 or fraction == 0:
         return np.zeros(documents, bool)
-    keys = hashed(_SPLIT, seed, source, np.arange(documents))
+    keys = hashed(_SPLIT, seed, np.arange(documents))
     chosen = keys < np.uint64(fraction * 2**64)
-    chosen[keys.argmin()] = True
-    chosen[keys.argmax()] = False
+    chosen[keys.argmin()], chosen[keys.argmax()] = True, False
     return chosen
-
-
-class Row(NamedTuple):
-    """One sample without padding: ``tokens`` and ``labels`` int64 ``[n <= seq_len]``, ``starts`` of its segments."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    starts: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -66,7 +57,7 @@ class Stream:
     """Documents of one source. Every epoch shuffles them, joins them, cuts rows of ``seq_len`` and shuffles the rows.
 
     ``ids`` ``[tokens]``; ``starts`` and ``lengths`` int64 ``[documents]`` say where in ``ids`` the documents are.
-    No label is lost: the last row of an epoch may be short, and what a row cuts off begins the next one.
+    No label is lost: the last row cut in an epoch may be short, and a document that a row cuts goes on in another.
     """
 
     ids: np.ndarray
@@ -74,7 +65,6 @@ class Stream:
     lengths: np.ndarray
     seq_len: int
     seed: int
-    source: int = 0
 
     @cached_property
     def tokens(self) -> int:
@@ -86,19 +76,21 @@ class Stream:
         return max(1, -(-(self.tokens - 1) // self.seq_len))
 
     @cached_property
-    def _epoch(self):  # type: ignore[no-untyped-def]
-        """Tables of the two latest epochs; a step that crosses an epoch needs both."""
+    def _epoch(self) -> Any:  # the two latest: a step that crosses an epoch needs both
         return lru_cache(maxsize=2)(self._tables)
 
     def _tables(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """``ends`` of the documents in the joined stream, ``shift`` from there to ``ids``, and the order of rows."""
-        order = shuffled(len(self.starts), _DOCUMENTS, self.seed, self.source, epoch)
+        order = shuffled(len(self.starts), _DOCUMENTS, self.seed, epoch)
         ends = np.cumsum(self.lengths[order])
         shift = self.starts[order] + self.lengths[order] - ends
-        return ends, shift, shuffled(self.rows, _ROWS, self.seed, self.source, epoch)
+        return ends, shift, shuffled(self.rows, _ROWS, self.seed, epoch)
 
-    def row(self, index: int) -> Row:
-        """Row ``index``, counted over all epochs, in O(log documents)."""
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Row ``index``, counted over all epochs, in O(log documents).
+
+        Returns ``tokens`` and ``labels`` int64 ``[n <= seq_len]`` and the ``starts`` of the documents among them.
+        """
         epoch, index = divmod(index, self.rows)
         ends, shift, order = self._epoch(epoch)
         lo = int(order[index]) * self.seq_len
@@ -108,20 +100,19 @@ class Stream:
         counts = np.diff(np.minimum(ends, hi), prepend=lo)
         at = np.arange(lo, hi) + np.repeat(shift[first : last + 1], counts)
         tokens = self.ids[at].astype(np.int64)
-        labels = np.empty_like(tokens)
-        labels[:-1] = tokens[1:]
+        labels = np.roll(tokens, -1)
         labels[ends[:-1] - lo - 1] = IGNORE
         labels[-1] = IGNORE if ends[-1] == hi else self.ids[at[-1] + 1]
-        return Row(tokens, labels, np.append(0, ends[:-1] - lo))
+        return tokens, labels, np.append(0, ends[:-1] - lo)
 
 
 @dataclass(frozen=True)
 class Order:
     """Samples of one or several streams, mixed in proportion to ``weights``.
 
-    ``epochs = 0`` never ends. Otherwise a single stream ends after so many epochs; several end just before any of them
-    would begin one epoch more. After every block (1,024 samples, more if a weight is below 1/1024) each stream has
-    been drawn exactly as often as its weight asks, to less than one sample.
+    ``epochs = 0`` never ends. Otherwise a single stream ends after so many epochs; several end just before the first of
+    them would begin one epoch more. After every block of samples (1,024, or more if a weight is below 1/1024) each
+    stream has been drawn as often as its weight asks, to less than one sample.
     Raises :class:`UsageError` for a weight below a millionth of all.
     """
 
@@ -140,28 +131,25 @@ class Order:
     def _shares(self) -> list[int]:
         """Weights as exact integers."""
         exact = [Fraction(weight) for weight in self.weights]
-        scale = lcm(*(share.denominator for share in exact))
-        return [int(share * scale) for share in exact]
+        return [int(share * lcm(*(share.denominator for share in exact))) for share in exact]
 
     @cached_property
     def block(self) -> int:
         """Samples per block: enough that every stream is in every block, which keeps :meth:`_drawn` rising."""
-        block = 1024
-        while block * min(self._shares) < sum(self._shares):
-            block *= 2
-        return block
+        least = -(-sum(self._shares) // min(self._shares))
+        return max(1024, 1 << (least - 1).bit_length())
 
     @cached_property
     def total(self) -> int | None:
         """Number of samples, None if there is no end."""
-        if not self.epochs:
-            return None
         limits = [stream.rows * self.epochs for stream in self.streams]
-        if len(limits) == 1:
-            return limits[0]
-        enough = max(limits) * len(limits) + 1
-        over = lambda blocks: any(n > limit for n, limit in zip(self._drawn(blocks), limits, strict=True))  # noqa: E731
-        last = bisect_left(range(enough), True, key=over) - 1
+        if not self.epochs or len(limits) == 1:
+            return limits[0] if self.epochs else None
+
+        def over(blocks: int) -> bool:
+            return any(drawn > limit for drawn, limit in zip(self._drawn(blocks), limits, strict=True))
+
+        last = bisect_left(range(sum(limits) + 1), True, key=over) - 1
         source, index = self._block(last)
         return last * self.block + int(np.argmax(index >= np.array(limits)[source]))
 
@@ -175,26 +163,26 @@ class Order:
         return counts
 
     @cached_property
-    def _block(self):  # type: ignore[no-untyped-def]
+    def _block(self) -> Any:
         return lru_cache(maxsize=2)(self._mixed)
 
     def _mixed(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Stream and index within the stream of each sample of a block: int64 ``[block]`` each."""
-        spans = list(zip(self._drawn(block), self._drawn(block + 1), strict=True))
-        source = np.repeat(np.arange(len(spans)), [hi - lo for lo, hi in spans])
+        before, after = self._drawn(block), self._drawn(block + 1)
+        source = np.repeat(np.arange(len(before)), np.subtract(after, before))
         source = source[shuffled(self.block, _BLOCK, self.seed, block)]
         index = np.empty_like(source)
-        index[np.argsort(source, kind="stable")] = np.concatenate([np.arange(lo, hi) for lo, hi in spans])
+        index[np.argsort(source, kind="stable")] = np.concatenate([*map(np.arange, before, after)])
         return source, index
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Stream of a global sample, and its index within that stream."""
         if len(self.streams) == 1:
             return 0, sample
-        block, within = divmod(sample, self.block)
-        source, index = self._block(block)
-        return int(source[within]), int(index[within])
+        source, index = self._block(sample // self.block)
+        return int(source[sample % self.block]), int(index[sample % self.block])
 
-    def row(self, sample: int) -> Row:
+    def row(self, sample: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The row of a global sample, as :meth:`Stream.row` gives it."""
         source, index = self.locate(sample)
         return self.streams[source].row(index)

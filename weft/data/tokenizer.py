@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,10 +16,9 @@ from weft.data.corpora import documents, fingerprint
 from weft.errors import UsageError, WeftError
 from weft.recipe import Source
 
-EOS = "<|endoftext|>"
-_EOS_NAMES = (EOS, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eos|>", "[EOS]")
+_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[EOS]")
 
-#: Training text of ``train:N``: at most this many characters, taken in pieces spread over the whole corpus.
+#: Training text of ``train:N``: at most this many characters, in pieces spread over the whole corpus.
 _SAMPLE, _PIECE = 8_000_000, 8192
 
 
@@ -45,10 +44,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ``ids``; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
-        ids = [int(i) for i in ids]
         if self._model is None:
-            return bytes(i for i in ids if i < 256).decode(errors="replace")
-        return self._model.decode(ids, skip_special_tokens=True)
+            return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def save(self, folder: str | Path) -> None:
         """Write ``tokenizer.json`` (and the name of ``eos``), which :func:`load_tokenizer` and transformers read."""
@@ -70,83 +68,69 @@ def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None
     """
     if spec == "bytes":
         return Tokenizer(257, 256, "bytes")
-    kind, _, size = spec.partition(":")
-    if kind == "train":
-        return _trained(size, [s for s in sources if s.kind != "tokens"], cache_root(cache))
+    if spec.startswith("train:"):
+        texts = [source for source in sources if source.kind != "tokens"]
+        return load_tokenizer(str(_trained(spec.removeprefix("train:"), texts, cache_root(cache))))
     path = Path(spec).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise WeftError(f"tokenizer {spec!r}: {path} does not exist; use 'bytes', 'train:N' or a tokenizer.json")
+        raise WeftError(f"tokenizer {spec!r}: no file {path}; use 'bytes', 'train:N' or a tokenizer.json")
+    config = path.with_name("tokenizer_config.json")
     try:
         text = path.read_text(encoding="utf-8")
         if json.loads(text) == {"kind": "bytes"}:
             return load_tokenizer("bytes")
         model = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exception
-        raise WeftError(f"{path} is not a tokenizer.json: {str(error).splitlines()[0]}") from None
+        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+        named = named["content"] if isinstance(named, dict) else named
+    except Exception as error:  # noqa: BLE001  (the library raises nothing narrower)
+        raise WeftError(f"{path} or its tokenizer_config.json is damaged: {str(error).splitlines()[0]}") from None
     model.no_padding()
     model.no_truncation()
     model.encode_special_tokens = True  # "<|endoftext|>" within a document must not end it
     ids = model.get_vocab(with_added_tokens=True)
-    names = [name for name in (_configured_eos(path.parent), *_EOS_NAMES) if name in ids]
-    if not names:
-        raise WeftError(
-            f"{path} has no end-of-document token; name one as 'eos_token' in tokenizer_config.json beside it"
-        )
-    eos = ids[names[0]]
+    eos = next((ids[name] for name in (named, *_EOS) if name in ids), None)
+    if eos is None:
+        raise WeftError(f"{path} has no end-of-document token; name one as 'eos_token' in {config.name} beside it")
     return Tokenizer(max(ids.values()) + 1, eos, digest(model.to_str(), eos), model)
 
 
-def _configured_eos(folder: Path) -> str | None:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).is_file():
-            try:
-                token = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
-            except (ValueError, AttributeError):
-                raise WeftError(f"{folder / name} is not a JSON object") from None
-            if token:
-                return str(token["content"] if isinstance(token, dict) else token)
-    return None
-
-
-def _trained(size: str, sources: Sequence[Source], root: Path) -> Tokenizer:
+def _trained(size: str, sources: Sequence[Source], root: Path) -> Path:
+    """Folder of the byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) trained on ``sources``."""
     if not size.isdecimal() or int(size) < 257:
-        raise UsageError(f"tokenizer 'train:{size}': N must be a number of at least 257 (256 bytes and {EOS})")
+        raise UsageError(f"tokenizer 'train:{size}': N must be a number of at least 257 (256 bytes and {_EOS[0]})")
     if not sources:
-        raise UsageError("tokenizer 'train:N' needs a source of text; for pre-tokenized sources name their tokenizer")
+        raise UsageError(
+            "tokenizer 'train:N' needs a source of text; for kind 'tokens' name the tokenizer that made it"
+        )
 
     def train(folder: Path) -> None:
         model = tokenizers.Tokenizer(models.BPE())
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = decoders.ByteLevel()
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         trainer = trainers.BpeTrainer(
-            vocab_size=int(size),
-            special_tokens=[EOS],
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
+            vocab_size=int(size), special_tokens=[_EOS[0]], initial_alphabet=alphabet, show_progress=False
         )
         model.train_from_iterator(sample(sources), trainer)
         model.save(str(folder / "tokenizer.json"))
 
-    name = f"tokenizer-{digest(size, _SAMPLE, _PIECE, [fingerprint(s) for s in sources])}"
-    return load_tokenizer(str(build_once(root / name, train)))
+    key = digest(size, _SAMPLE, _PIECE, [fingerprint(source) for source in sources])
+    return build_once(root / f"tokenizer-{key}", train)
 
 
 def sample(sources: Sequence[Source], size: int = _SAMPLE) -> list[str]:
     """At most ``size`` characters of text, as pieces evenly spaced over all documents, in one pass."""
     kept: list[str] = []
-    held, stride = 0, 1
-    for number, piece in enumerate(_pieces(sources)):
+    stride = 1
+    texts = (text for source in sources for text in documents(source))
+    pieces = (text[at : at + _PIECE] for text in texts for at in range(0, len(text), _PIECE))
+    held = 0
+    for number, piece in enumerate(pieces):
         if number % stride == 0:
             kept.append(piece)
             held += len(piece)
-        while held > size and len(kept) > 1:  # too much: from now on (and so far) only every other piece
-            kept, stride = kept[::2], stride * 2
+        if held > size and len(kept) > 1:  # too much: from now on, and so far, only every other piece
+            kept, stride = kept[::2], 2 * stride
             held = sum(map(len, kept))
     return kept
-
-
-def _pieces(sources: Sequence[Source]) -> Iterator[str]:
-    for source in sources:
-        for text in documents(source):
-            yield from (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))

@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]
 class Tokens:
     """Tokenized documents: ``ids`` uint16 or uint32 ``[tokens]`` (memory-mapped), ``offsets`` int64 ``[documents + 1]``.
 
-    ``vocab`` is None where no ``meta.json`` says it; ``fingerprint`` changes with the content.
+    ``vocab`` and ``eos`` are None where no ``meta.json`` says them; ``fingerprint`` changes with the content.
     """
 
     ids: np.ndarray
@@ -45,12 +45,11 @@ def write_tokens(
     """Write documents (arrays of ids below ``vocab``) as a stream into a new ``folder``, adding ``eos`` where missing.
 
     Documents without a token are left out. Raises :class:`WeftError` if the folder exists, an id is out of range or
-    there is no document.
+    nothing is left.
     """
-    folder = Path(folder)
-    if folder.exists():
+    if Path(folder).exists():
         raise WeftError(f"{folder} exists already; remove it or choose another folder")
-    build_once(folder, lambda making: _write(making, docs, vocab, eos, progress))
+    build_once(Path(folder), lambda making: _write(making, docs, vocab, eos, str(folder), progress))
 
 
 def read_tokens(path: str | Path) -> Tokens:
@@ -60,31 +59,29 @@ def read_tokens(path: str | Path) -> Tokens:
     """
     path = Path(path).expanduser()
     binary = path / "tokens.bin" if path.is_dir() else path
-    named = binary.with_suffix(".offsets.npy")
-    index = named if named.is_file() else binary.with_name("offsets.npy")
+    index = binary.with_suffix(".offsets.npy")
+    index = index if index.is_file() else binary.with_name("offsets.npy")
     about = binary.with_name("meta.json")
-    for file in (binary, index, *([about] if path.is_dir() else [])):
-        if not file.is_file():
-            raise WeftError(f"{file} does not exist; weft.data.tokens.write_tokens makes the files of kind 'tokens'")
+    file = index
     try:
         offsets = np.load(index)
-        assert offsets.dtype == np.int64 and offsets.ndim == 1 and len(offsets) > 1 and offsets[0] == 0
-        assert (np.diff(offsets) > 0).all()
-    except (ValueError, OSError, EOFError, AssertionError):
-        raise WeftError(f"{index} is damaged: expected int64 offsets, rising from 0, one more than documents") from None
-    meta = {}
-    if about.is_file():
-        try:
-            meta = json.loads(about.read_text())
-            meta = {"vocab": int(meta["vocab"]), "eos": int(meta["eos"]), "fingerprint": str(meta["fingerprint"])}
-        except (ValueError, KeyError, TypeError):
-            raise WeftError(f"{about} is damaged: expected an object with vocab, eos and fingerprint") from None
-    count, size = int(offsets[-1]), binary.stat().st_size
-    if size not in (2 * count, 4 * count):
-        raise WeftError(f"{binary} is damaged: {size} bytes for the {count} tokens of {index.name}; make it again")
-    ids = np.asarray(np.memmap(binary, f"<u{size // count}", "r"))
-    seen = meta.get("fingerprint") or digest(size, hashlib.sha256(offsets.tobytes()).hexdigest())
-    return Tokens(ids, offsets, meta.get("vocab"), meta.get("eos"), seen)
+        if offsets.dtype != np.int64 or len(offsets) < 2 or offsets[0] != 0 or (np.diff(offsets) < 1).any():
+            raise ValueError("expected int64 offsets that rise from 0")
+        file = about
+        meta = json.loads(about.read_text()) if path.is_dir() or about.is_file() else {}
+        vocab, eos, seen = (meta[key] for key in ("vocab", "eos", "fingerprint")) if meta else (None, None, None)
+        file = binary
+        count, size = int(offsets[-1]), binary.stat().st_size
+        if size not in (2 * count, 4 * count):
+            raise ValueError(f"{size} bytes for the {count} tokens of {index.name}")
+        ids = np.asarray(np.memmap(binary, f"<u{size // count}", "r"))
+    except FileNotFoundError:
+        raise WeftError(
+            f"{file} does not exist; weft.data.tokens.write_tokens makes what kind 'tokens' reads"
+        ) from None
+    except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
+        raise WeftError(f"{file} is damaged ({error}); remove it and make it again") from None
+    return Tokens(ids, offsets, vocab, eos, seen or digest(size, hashlib.sha256(offsets.tobytes()).hexdigest()))
 
 
 def open_source(
@@ -95,40 +92,33 @@ def open_source(
     Raises :class:`WeftError` if the source is empty, or was tokenized with another tokenizer.
     """
     if source.kind != "tokens":
-        folder = cache_root(cache) / f"tokens-{digest(1, fingerprint(source), tokenizer.fingerprint)}"
 
         def build(making: Path) -> None:
             tokenizer.save(making)
-            docs = _encoded(documents(source), tokenizer)
-            try:
-                _write(making, docs, tokenizer.vocab, tokenizer.eos, progress)
-            except _EmptyError:
-                raise WeftError(f"data source {source.path or source.kind} holds no text; check 'path'") from None
+            docs, name = _encoded(documents(source), tokenizer), f"data source {source.path or source.kind}"
+            _write(making, docs, tokenizer.vocab, tokenizer.eos, name, progress)
 
-        return read_tokens(build_once(folder, build))
+        key = digest(1, fingerprint(source), tokenizer.fingerprint)
+        return read_tokens(build_once(cache_root(cache) / f"tokens-{key}", build))
     path = Path(source.path or "").expanduser()
     if not path.is_dir():
-        matches = files(source)
-        if len(matches) > 1:
-            raise WeftError(f"data source {path} matches {len(matches)} files; give each its own source")
-        path = matches[0]
+        path, *more = files(source)
+        if more:
+            raise WeftError(f"data source {source.path} matches {1 + len(more)} files; give each its own source")
     tokens = read_tokens(path)
     # Without meta.json only the ids themselves can tell whether they fit.
     vocab = tokens.vocab or 1 + max(int(tokens.ids[at : at + 2**24].max()) for at in range(0, len(tokens.ids), 2**24))
     if vocab > tokenizer.vocab or tokens.eos not in (None, tokenizer.eos):
-        eos = "" if tokens.eos is None else f" and eos {tokens.eos}"
         raise WeftError(
-            f"{path} has vocab {vocab}{eos} but the tokenizer has vocab {tokenizer.vocab} and eos {tokenizer.eos}; "
-            "set data.tokenizer to the one that made the tokens"
+            f"{path} has vocab {vocab}, eos {tokens.eos}, but the tokenizer has vocab {tokenizer.vocab}, "
+            f"eos {tokenizer.eos}; set data.tokenizer to the one that made the tokens"
         )
     return tokens
 
 
-class _EmptyError(WeftError):
-    """There was no document to write."""
-
-
-def _write(folder: Path, docs: Iterable[np.ndarray], vocab: int, eos: int, progress: Progress | None) -> None:
+def _write(
+    folder: Path, docs: Iterable[np.ndarray], vocab: int, eos: int, name: str, progress: Progress | None
+) -> None:
     dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
     offsets, content = array("q", [0]), hashlib.sha256()
     with open(folder / "tokens.bin", "wb", buffering=2**20) as out:
@@ -137,32 +127,30 @@ def _write(folder: Path, docs: Iterable[np.ndarray], vocab: int, eos: int, progr
             if len(doc) == 0 or (len(doc) == 1 and doc[0] == eos):
                 continue
             if doc.min() < 0 or doc.max() >= vocab:
-                raise WeftError(f"document {number} holds token id {doc.max()}, outside 0..{vocab - 1}; check 'vocab'")
-            if doc[-1] != eos:
-                doc = np.append(doc, eos)
-            data = doc.astype(dtype).tobytes()
+                raise WeftError(f"document {number} holds a token id outside 0..{vocab - 1}; check the vocabulary")
+            data = (doc if doc[-1] == eos else np.append(doc, eos)).astype(dtype).tobytes()
             out.write(data)
             content.update(data)
-            offsets.append(offsets[-1] + len(doc))
+            offsets.append(offsets[-1] + len(data) // dtype.itemsize)
             if progress and len(offsets) % 256 == 0:
                 progress(len(offsets) - 1, offsets[-1])
     if len(offsets) == 1:
-        raise _EmptyError(f"no document to write into {folder}")
+        raise WeftError(f"{name} holds no document with a token in it; check where it comes from")
     if progress:
         progress(len(offsets) - 1, offsets[-1])
-    index = np.array(offsets, np.int64)
-    content.update(index.tobytes())
-    np.save(folder / "offsets.npy", index)
+    content.update(offsets.tobytes())
+    np.save(folder / "offsets.npy", np.array(offsets, np.int64))
     meta = {"dtype": dtype.name, "vocab": vocab, "eos": eos, "count": offsets[-1], "fingerprint": content.hexdigest()}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
 def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Encode about a million characters at a time: enough to occupy all cores, little enough to stream."""
-    group: list[str] = []
+    group, held = [], 0
     for text in texts:
         group.append(text)
-        if sum(map(len, group)) > 2**20 or len(group) == 256:
+        held += len(text)
+        if held > 2**20:
             yield from tokenizer.encode_many(group)
-            group = []
+            group, held = [], 0
     yield from tokenizer.encode_many(group)

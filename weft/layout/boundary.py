@@ -15,7 +15,7 @@ from spmd_types import I, P, R, S, V
 from weft.layout.mesh import LIVE_AXES, Mesh
 
 __all__ = [
-    "I", "P", "R", "V", "declare", "gather_tokens", "gather_vocab", "own", "scatter_tokens", "share_of_sum", "sum_over_tp",
+    "I", "P", "R", "V", "declare", "gather_tokens", "gather_vocab", "own", "own_number", "scatter_tokens", "share_of_sum", "sum_over_tp",
     "world_sum",
 ]  # fmt: skip
 
@@ -45,7 +45,8 @@ def own(weight: torch.Tensor, start: int, stop: int, mesh: Mesh) -> torch.Tensor
     """Rows of a parameter that every ``tp`` rank holds whole; its gradient is then a sum over ``tp``."""
     if mesh.size("tp") == 1:
         return weight[start:stop]
-    return spmd.reinterpret(weight, mesh.group("tp"), src=R, dst=V)[start:stop]
+    # "expert mode": every rank reading its own rows of one copy is what is wanted here.
+    return spmd.reinterpret(weight, mesh.group("tp"), src=R, dst=V, expert_mode=True)[start:stop]
 
 
 def share_of_sum(x: torch.Tensor, mesh: Mesh, **types: object) -> torch.Tensor:
@@ -73,8 +74,16 @@ def sum_over_tp(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return spmd.all_reduce(x, mesh.group("tp"), dst=I) if mesh.size("tp") > 1 else x
 
 
+def own_number(value: float, mesh: Mesh, **types: object) -> torch.Tensor:
+    """A float64 scalar from a number that this rank alone knows, of the given type per axis."""
+    with spmd.no_typecheck():
+        x = torch.tensor(value, dtype=torch.float64, device=mesh.device)
+    return declare(x, mesh, **types)
+
+
 def declare(x: torch.Tensor, mesh: Mesh, **types: object) -> torch.Tensor:
     """State the type of ``x`` per axis; checked under ``weft verify --types`` and free otherwise."""
     if spmd.TYPE_CHECKING:
-        spmd.assert_type(x, {mesh.group(axis): types[axis] for axis in LIVE_AXES if mesh.size(axis) > 1 and axis in types})
+        live = [axis for axis in LIVE_AXES if mesh.size(axis) > 1 and axis in types]
+        spmd.assert_type(x, {mesh.group(axis): types[axis] for axis in live})
     return x

@@ -21,7 +21,7 @@ def linear_cross_entropy(
     """Sum of ``-log p(label)`` over all tokens that have a label.
 
     ``hidden``: ``[tokens, embed]``; ``weight``: ``[vocab/tp, embed]``, the rows from ``first`` on; ``labels``: ``[tokens]``.
-    The scalar is invariant on ``tp`` and each data rank's own share elsewhere.
+    The float64 scalar is invariant on ``tp`` and each data rank's own share elsewhere.
     """
     group = mesh.group("tp") if mesh.size("tp") > 1 else None
     return _LinearCrossEntropy.apply(hidden, weight, labels, first, chunk, group)
@@ -36,7 +36,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, first, chunk, group):  # type: ignore[no-untyped-def]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        total = torch.zeros((), dtype=wide, device=hidden.device)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with_grad = any(ctx.needs_input_grad[:2])
         if with_grad:
             d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide)

@@ -225,7 +225,7 @@ class Transformer(Module):
         ``tokens, positions, labels``: ``[batch, seq]``; ``cu_seqlens`` as in :class:`weft.data.batch.Batch`.
         """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
-        rope = angles(positions, self.freq.to(positions.device), x.dtype)
+        rope = angles(positions, self.freq, x.dtype)
         for i, block in enumerate(self.blocks):
             x = block(x, rope, cu_seqlens, caches[i] if caches is not None else None)
         hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]

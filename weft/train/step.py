@@ -7,14 +7,14 @@ Gradients are reduced in two places only, and both end before clipping: FSDP2 su
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.profiler import record_function
 
 from weft.data.batch import Batch
-from weft.layout.boundary import I, R, V, declare, share_of_sum, sum_over_tp, world_sum
+from weft.layout.boundary import I, R, V, declare, own_number, share_of_sum, sum_over_tp, world_sum
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.build import LocalPart
@@ -39,15 +39,15 @@ def collect(parts: Sequence[LocalPart]) -> dict[str, torch.Tensor]:
 
 def count_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """Real tokens of the whole step, over all ranks: the one denominator of the loss. Scalar, float64."""
-    mine = torch.tensor(float(sum(b.real_tokens for b in batches)), dtype=torch.float64, device=mesh.device)
     types = {"dp": V, "shard": V, "cp": V, "tp": R}
-    return world_sum(share_of_sum(declare(mine, mesh, **types), mesh, **types), mesh)
+    mine = own_number(sum(b.real_tokens for b in batches), mesh, **types)
+    return world_sum(share_of_sum(mine, mesh, **types), mesh)
 
 
 def pass_loss(model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """This rank's share of the step's mean loss, equal on ``tp``. ``total``: the step's real tokens."""
     loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)
-    return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / total.to(loss.dtype)
+    return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / total
 
 
 def accumulate(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +70,7 @@ def reduce_over_tp(grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], m
         return grads
     flat = sum_over_tp(torch.cat([grads[name].flatten() for name in whole]), mesh)
     shares = flat.split([grads[name].numel() for name in whole])
-    return grads | {name: share.view_as(grads[name]) for name, share in zip(whole, shares, strict=True)}
+    return grads | {name: share.view(grads[name].shape) for name, share in zip(whole, shares, strict=True)}
 
 
 @torch.no_grad()
@@ -86,6 +86,27 @@ def square_norm(grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], mesh
     return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=mesh.device)
 
 
+def gradients(
+    model: Transformer, parts: Sequence[LocalPart], batches: Sequence[Batch], mesh: Mesh, stop: bool = False
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Everything of a step up to the clip: reduced local gradients, and the world's sums.
+
+    The sums are one vector of float64 from one all-reduce: mean loss, squared gradient norm, ranks that wish to stop,
+    real tokens.
+    """
+    loss, total = accumulate(model, batches, mesh)
+    with record_function("weft:optimizer"):
+        grads = reduce_over_tp(collect(parts), parts, mesh)
+        everywhere = {"dp": V, "shard": V, "cp": V, "tp": V}
+        shares = (
+            share_of_sum(loss, mesh, tp=I),
+            square_norm(grads, parts, mesh),
+            share_of_sum(own_number(stop, mesh, **everywhere), mesh, **everywhere),
+            share_of_sum(total, mesh, dp=R, shard=R, cp=R, tp=R),
+        )
+        return grads, world_sum(torch.stack(shares), mesh)
+
+
 def train_step(
     model: Transformer,
     parts: Sequence[LocalPart],
@@ -96,22 +117,20 @@ def train_step(
     lr: float,
     clip: float,
     stop: bool = False,
+    inspect: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> StepResult:
-    """One optimizer step. ``stop`` is this rank's wish to end the run; the result says whether any rank has it."""
-    loss, total = accumulate(model, batches, mesh)
+    """One optimizer step. ``stop`` is this rank's wish to end the run; the result says whether any rank has it.
+
+    A loss or gradient norm that is not finite skips the update, on all ranks alike. ``inspect`` sees the reduced,
+    unclipped local gradients.
+    """
+    grads, sums = gradients(model, parts, batches, mesh, stop)
     with record_function("weft:optimizer"):
-        grads = reduce_over_tp(collect(parts), parts, mesh)
-        wish = declare(torch.tensor(float(stop), dtype=torch.float64, device=mesh.device), mesh, dp=V, shard=V, cp=V, tp=V)
-        sums = torch.stack(
-            (
-                share_of_sum(loss.double(), mesh, tp=I),
-                square_norm(grads, parts, mesh),
-                share_of_sum(wish, mesh, dp=V, shard=V, cp=V, tp=V),
-            )
-        )
-        mean_loss, square, stops = world_sum(sums, mesh).tolist()
+        loss, square, stops, tokens = sums.tolist()
         norm = math.sqrt(square) if square >= 0 else math.nan
-        skipped = not (math.isfinite(norm) and math.isfinite(mean_loss))
+        skipped = not (math.isfinite(norm) and math.isfinite(loss))
+        if inspect is not None:
+            inspect(grads)
         if not skipped:
             if clip and norm > clip:
                 torch._foreach_mul_(list(grads.values()), clip / (norm + 1e-6))
@@ -121,4 +140,17 @@ def train_step(
             optimizer.step()
         model.zero_grad()
         optimizer.zero_grad()
-    return StepResult(mean_loss, norm, int(total), skipped, stops > 0)
+    return StepResult(loss, norm, round(tokens), skipped, stops > 0)
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
+    """Mean loss per real token over some steps' batches, the same on all ranks."""
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    for batches in steps:
+        for batch in batches:
+            batch = batch.to(mesh.device)
+            loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)
+            sums += torch.stack((loss, own_number(batch.real_tokens, mesh)))
+    loss, tokens = world_sum(share_of_sum(sums, mesh, dp=V, shard=V, cp=V, tp=R), mesh).tolist()
+    return loss / max(1.0, tokens)

@@ -1,0 +1,141 @@
+"""Every kind of source on small files, and the one line that each mistake gives."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from weft.data.corpora import documents, files
+from weft.errors import WeftError
+from weft.recipe import Source
+
+TEXTS = ["first document", "zweites Dokument: ä €", "", "last"]
+
+
+def read(kind: str, path: Path | str, **more: str) -> list[str]:
+    return list(documents(Source.model_validate({"kind": kind, "path": str(path), **more})))
+
+
+def lines(path: Path, records: list[object]) -> Path:
+    path.write_text("\n".join(json.dumps(record) for record in records))
+    return path
+
+
+def one_line(error: pytest.ExceptionInfo[WeftError], *words: str) -> None:
+    text = str(error.value)
+    assert "\n" not in text
+    assert all(word in text for word in words), text
+
+
+def test_stdlib_is_source_code_without_tests() -> None:
+    names = {str(file) for file in files(Source())}
+    assert any(name.endswith("/dataclasses.py") for name in names)
+    assert not any("/site-packages/" in name or "/test/" in name or "/tests/" in name for name in names)
+    assert next(documents(Source()))
+
+
+def test_text_file_folder_and_glob_are_sorted(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name, text in (("b.txt", "B"), ("a.txt", "A"), ("sub/c.txt", "C"), (".hidden", "no"), ("d.md", "D")):
+        (tmp_path / name).write_text(text)
+    assert read("text", tmp_path / "b.txt") == ["B"]
+    assert read("text", tmp_path) == ["A", "B", "D", "C"]
+    assert read("text", tmp_path / "*.txt") == ["A", "B"]
+    assert read("text", tmp_path / "**/*.txt") == ["A", "B", "C"]
+
+
+def test_jsonl_plain_and_compressed(tmp_path: Path) -> None:
+    plain = lines(tmp_path / "a.jsonl", [{"body": text} for text in TEXTS])
+    with gzip.open(tmp_path / "b.jsonl.gz", "wb") as out:
+        out.write(plain.read_bytes())
+    (tmp_path / "notes.txt").write_text("not read")
+    assert read("jsonl", tmp_path, field="body") == TEXTS * 2
+
+
+def test_jsonl_skips_blank_lines_and_nulls_and_mends_surrogates(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n\n{"text": null}\n{"text": "\\ud800b"}\n')
+    assert read("jsonl", file) == ["a", "?b"]
+
+
+def test_parquet_streams_row_groups(tmp_path: Path) -> None:
+    table = pa.table({"text": [*TEXTS, None], "other": list(range(5))})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    assert read("parquet", tmp_path) == TEXTS
+
+
+def test_huggingface_dataset_and_dataset_dict(tmp_path: Path) -> None:
+    import datasets
+
+    data = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(4))})
+    data.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(tmp_path / "dict")
+    datasets.DatasetDict({"test": data}).save_to_disk(tmp_path / "no_train")
+    assert read("huggingface", tmp_path / "one") == TEXTS
+    assert read("huggingface", tmp_path / "dict") == TEXTS
+    for path, words in (("none", "not a dataset"), ("no_train", "'train'")):
+        with pytest.raises(WeftError) as error:
+            read("huggingface", tmp_path / path)
+        one_line(error, words)
+    with pytest.raises(WeftError) as error:
+        read("huggingface", tmp_path / "one", field="txt")
+    one_line(error, "did you mean 'text'")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"text": "a"}\n{"text": \n', ["a.jsonl:2", "JSON"]),
+        (b'{"txt": "a"}\n', ["a.jsonl:1", "'text'", "did you mean 'txt'"]),
+        (b'{"text": "a"}\n[1]\n', ["a.jsonl:2", "list"]),
+        (b'{"text": 3}\n', ["a.jsonl:1", "int"]),
+        (b'{"text": "\xff"}\n', ["a.jsonl:1"]),
+    ],
+)
+def test_jsonl_errors_name_file_and_line(tmp_path: Path, content: bytes, words: list[str]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(WeftError) as error:
+        read("jsonl", tmp_path / "a.jsonl")
+    one_line(error, *words)
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "tokens"])
+def test_missing_and_empty_sources(tmp_path: Path, kind: str) -> None:
+    for path in ("missing", "*.nothing", ""):
+        with pytest.raises(WeftError) as error:
+            files(Source.model_validate({"kind": kind, "path": str(tmp_path / path)}))
+        one_line(error, str(tmp_path), "'path'")
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ok \xff")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 nonsense")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:40])
+    (tmp_path / "d.jsonl.gz").write_bytes(b"not compressed")
+    for kind, name in (("text", "a.txt"), ("parquet", "b.parquet"), ("jsonl", "c.jsonl.gz"), ("jsonl", "d.jsonl.gz")):
+        with pytest.raises(WeftError) as error:
+            read(kind, tmp_path / name)
+        one_line(error, name)
+
+
+def test_parquet_without_the_column(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"content": ["a"], "n": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(WeftError) as error:
+        read("parquet", tmp_path / "a.parquet", field="contents")
+    one_line(error, "a.parquet", "did you mean 'content'")
+    with pytest.raises(WeftError) as error:
+        read("parquet", tmp_path / "a.parquet", field="n")
+    one_line(error, "a.parquet", "int")
+
+
+def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(WeftError) as error:
+        read("parquet", tmp_path / "a.parquet")
+    one_line(error, "pyarrow", "weft[data]")

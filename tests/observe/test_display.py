@@ -1,0 +1,70 @@
+"""What a person sees while a run goes on."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from unittest import mock
+
+import pytest
+from rich.console import Console
+
+from weft.observe.display import Display, clock, compact
+
+
+def test_plain_lines_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(1000, "run [x] · tp=2", interval=0.0) as display:
+        for step in (1, 2, 999):
+            display.update(
+                step, loss=5.0 / step, grad_norm=0.5, tokens_per_s=1e5 * step, mfu=0.4, memory_gib=3.0, ignored=1
+            )
+            display.note(f"step {step} [done]")
+        display.update(1000, loss=None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run [x] · tp=2" and "· step 2 [done]" in lines
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len({line.index("memory") for line in steps}) == 1
+    assert re.fullmatch(
+        r"step 1000/1000  loss  0\.0050  grad    0\.5  tok/s  99\.9M  MFU 40\.0%  memory 3\.00 GiB", steps[-1]
+    )
+
+
+def test_plain_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(500, "run", interval=60) as display:
+        for step in range(1, 501):
+            display.update(step, loss=1.0)
+    assert [line[:12] for line in capsys.readouterr().out.splitlines()] == ["run", "step   1/500", "step 500/500"]
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(5, "run", enabled=False) as display:
+        display.update(5, loss=1.0)
+        display.note("hello")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("width", [44, 120])
+def test_terminal_is_left_as_it_was(width: int) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, highlight=False)
+    environment = mock.patch.dict(os.environ, {"TERM": "xterm"})
+    with environment, mock.patch("weft.observe.display.Console", lambda **kwargs: console):
+        with pytest.raises(KeyboardInterrupt), Display(10, "run") as display:
+            display.update(1, loss=3.0)
+            display.update(
+                2, loss=2.5, validation=2.6, tokens_per_s=12_345, mfu=0.3, memory_gib=1.5, grad_norm=1, lr=1e-3
+            )
+            display.note("checkpoint saved")
+            raise KeyboardInterrupt
+    text = screen.getvalue()
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is hidden"
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    for part in ("2/10", "loss 2.5000", "validation 2.6000", "12.3k", "30.0%", "1.50 GiB", "· checkpoint saved"):
+        assert part in plain
+    assert all(len(line) <= width for line in plain.replace("\r", "\n").splitlines())
+
+
+def test_numbers() -> None:
+    assert [compact(n) for n in (0, 950, 12_345, 4.56e6, 7e9)] == ["0", "950", "12.3k", "4.56M", "7B"]
+    assert [clock(s) for s in (-1, 9, 61, 3661, 200_000)] == ["0:00", "0:09", "1:01", "1:01:01", "2d 7:33"]

@@ -1,0 +1,104 @@
+"""The record of a run survives crashes and resumes."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import logging
+import math
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from weft.errors import WeftError
+from weft.observe.metrics import FILE, Metrics, read_metrics
+
+
+def test_records_come_back(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "run", tensorboard=False)
+    metrics.log("run", 0, recipe={"name": "x"}, layout="tp=2")
+    metrics.log("train", 1, loss=2.5, lr=math.nan, nested={"inf": [math.inf]})
+    # Readable while the run still has the file open.
+    records = read_metrics(tmp_path / "run")
+    assert records["run"][0]["recipe"] == {"name": "x"}
+    assert records["train"][0] | {"time": 0} == {
+        "kind": "train", "step": 1, "time": 0, "loss": 2.5, "lr": None, "nested": {"inf": [None]}
+    }  # fmt: skip
+    metrics.close()
+    for line in (tmp_path / "run" / FILE).read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_resume_supersedes_what_came_after(tmp_path: Path) -> None:
+    for begin, end, loss in ((0, 7, 1.0), (4, 6, 2.0)):
+        metrics = Metrics(tmp_path, tensorboard=False)
+        metrics.log("run", begin)
+        metrics.log("event", begin, message="a")
+        metrics.log("event", begin, message="b")
+        for step in range(begin + 1, end + 1):
+            metrics.log("train", step, loss=loss)
+        metrics.close()
+    records = read_metrics(tmp_path)
+    assert [(r["step"], r["loss"]) for r in records["train"]] == [(s, 1.0 if s <= 4 else 2.0) for s in range(1, 7)]
+    assert [r["step"] for r in records["run"]] == [0, 4] and len(records["event"]) == 4
+
+
+@pytest.mark.parametrize("torn", ['{"kind": "tra', '{"kind": "train", "step": 3, "loss": 1.0}'])
+def test_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
+    with_two = Metrics(tmp_path, tensorboard=False)
+    with_two.log("train", 1, loss=1.0)
+    with_two.log("train", 2, loss=1.0)
+    with_two.close()
+    with (tmp_path / FILE).open("a") as file:
+        file.write(torn)
+    assert [r["step"] for r in read_metrics(tmp_path)["train"]] == [1, 2]
+    again = Metrics(tmp_path, tensorboard=False)
+    again.log("train", 3, loss=0.5)
+    again.close()
+    assert [r["loss"] for r in read_metrics(tmp_path)["train"]] == [1.0, 1.0, 0.5]
+
+
+def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"kind": "train", "step": 1}\nrubbish\n{"kind": "train", "step": 2}\n')
+    with pytest.raises(WeftError, match="line 2 is damaged"):
+        read_metrics(tmp_path)
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    metrics = Metrics(None)
+    metrics.log("train", 1, loss=1.0)
+    metrics.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensorboard_forgets_what_a_resume_supersedes(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for begin, end, loss in ((0, 7, 1.0), (4, 6, 2.0)):
+        metrics = Metrics(tmp_path)
+        metrics.log("run", begin, layout="tp=2", recipe={"name": "x"})
+        for step in range(begin + 1, end + 1):
+            metrics.log("train", step, loss=loss, mfu=None)
+        metrics.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (s, 1.0 if s <= 4 else 2.0) for s in range(1, 7)
+    ]
+
+
+def test_missing_tensorboard_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: object, **kwargs: object) -> object:
+        if "tensorboard" in name:
+            raise ImportError(name)
+        return real(name, *args, **kwargs)  # type: ignore[arg-type]
+
+    metrics = Metrics(tmp_path)
+    with mock.patch("builtins.__import__", without), caplog.at_level(logging.WARNING):
+        metrics.log("train", 1, loss=1.0)
+        metrics.log("train", 2, loss=1.0)
+    metrics.close()
+    assert len(caplog.records) == 1 and len(read_metrics(tmp_path)["train"]) == 2

@@ -1,0 +1,149 @@
+"""The report page: its numbers, and that a browser without a network really draws it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from weft.errors import WeftError
+from weft.observe.metrics import FILE, Metrics, read_metrics
+from weft.observe.report import POINTS, charts, running_mean, thin, tiles, toml, write_report
+from weft.recipe import Recipe, build_recipe
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+TITLES = [
+    "Loss",
+    "Throughput",
+    "Model flops utilisation",
+    "Step time",
+    "Gradient norm",
+    "Memory",
+    "Learning rate",
+]
+
+
+def fake_run(
+    run: Path, steps: int = 400, resume_at: int | None = 250, validation: bool = True, split: bool = True
+) -> Path:
+    """Write ``steps`` steps; with ``resume_at`` the run crashes 17 steps later and starts again from there."""
+    rng, clock = random.Random(0), [1.7e9]
+    recipe = Recipe(name="llama-tiny <zigzag>").model_dump(mode="json")
+    recipe["train"]["steps"] = steps
+    head = {"recipe": recipe, "layout": "shard=2,cp=2", "world": 4, "device": "NVIDIA H200", "parameters": 12_345_678,
+            "flops_per_token": 8.1e7, "peak_flops": 9.89e14, "started": "2026-01-02T03:04:05"}  # fmt: skip
+    attempts = [(0, steps)] if resume_at is None else [(0, min(steps, resume_at + 17)), (resume_at, steps)]
+    for begin, end in attempts:
+        with mock.patch("weft.observe.metrics.time.time", lambda: clock[0]):
+            metrics = Metrics(run, tensorboard=False)
+            metrics.log("run", begin, **head)
+            if begin:
+                metrics.log("event", begin, message=f"resumed from checkpoint step-{begin}")
+            for step in range(begin + 1, end + 1):
+                clock[0] += 0.4
+                loss = 1.5 + 4 * math.exp(-step / steps * 6) + rng.gauss(0, 0.06)
+                skipped = int(step == 90)
+                rate = 1.2e5 * rng.uniform(0.93, 1.0) * (0.2 if step == 1 else 1)
+                metrics.log(
+                    "train", step, loss=math.nan if skipped else loss, grad_norm=rng.lognormvariate(-0.5, 0.35) + (step % 173 == 0) * 3,
+                    lr=3e-4 * min(step / 40, 0.55 + 0.45 * math.cos(math.pi * step / steps)), tokens=step * 8192, tokens_per_s=rate,
+                    mfu=rate * 3.3e-6, memory_gib=11.2 + 0.3 * (step > 3), step_s=0.4, data_s=0.004, skipped=skipped,
+                )  # fmt: skip
+                if validation and step % 50 == 0:
+                    metrics.log("validation", step, loss=1.56 + 4.1 * math.exp(-step / steps * 6))
+                if split and step % 25 == 0:
+                    metrics.log(
+                        "split", step, compute=0.25 + rng.random() / 50, communication=0.06, data=0.004, optimizer=0.03
+                    )
+                if step % 100 == 0:
+                    metrics.log("event", step, message=f"checkpoint saved to {run.name}/step-{step}")
+            metrics.close()
+        clock[0] += 3600
+    return run
+
+
+def dumped_dom(page: Path, profile: Path) -> str:
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync --virtual-time-budget=6000 --window-size=1400,900"
+    command = [CHROMIUM, *flags.split(), "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}"]
+    done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60)
+    assert "<html" in done.stdout, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@pytest.mark.parametrize("complete", [True, False])
+def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> None:
+    run = fake_run(tmp_path / "run-7", **({} if complete else {"steps": 5, "resume_at": None, "split": False}))
+    dom = dumped_dom(write_report(run), tmp_path / "profile")
+    assert "data-error" not in re.search(r"<html[^>]*>", dom)[0]
+    body = re.sub(r"<script.*?</script>", "", dom, flags=re.S)
+    for chart in body.split('class="chart')[1:]:
+        title = re.search(r'aria-label="([^"]+)"', chart)[1]
+        marks = r'<g class="point"><path' if title == "Step time" else r'class="js-line"[^>]* d="M'
+        assert re.search(marks, chart), f"{title} is empty"
+    drawn = re.findall(r'aria-label="([^"]+)"', body)
+    assert drawn == (TITLES if complete else [t for t in TITLES if t != "Step time"])
+    for text in ("llama-tiny &lt;zigzag&gt;", "shard=2,cp=2", "4 ranks", "NVIDIA H200", "12.3M (12,345,678)", "run-7"):
+        assert text in body
+    if complete:
+        for text in ("400 of 400", "3.28M (3,276,800)", "resumed from checkpoint step-250", "2:46 in 2 attempts"):
+            assert text in body
+        loss = [r["loss"] for r in read_metrics(run)["train"]]
+        assert f"{loss[0]:.3f} → {loss[-1]:.3f}" in body and f"ratio {loss[-1] / loss[0]:.3f}" in body
+
+
+def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+    page = write_report(fake_run(tmp_path / "run", steps=3, resume_at=None), tmp_path / "elsewhere" / "page.html")
+    text = page.read_text()
+    assert page == tmp_path / "elsewhere" / "page.html"
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text.replace("plotly", ""))
+    assert text.count("plotly.js v") == 1
+    assert "{{" not in re.sub(r"<script>.*?</script>", "", text, flags=re.S)
+
+
+def test_no_run_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / FILE).touch()
+    for run in (tmp_path / "missing", tmp_path / "empty"):
+        with pytest.raises(WeftError, match="holds no metrics.jsonl") as caught:
+            write_report(run)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(WeftError, match="cannot write the report"):
+        write_report(fake_run(tmp_path / "run", steps=2, resume_at=None), tmp_path)
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    Metrics(run, tensorboard=False).log("run", 0)
+    assert write_report(run).is_file()
+    assert charts(read_metrics(run)) == [] and tiles(read_metrics(run)) == []
+
+
+def test_toml_reads_back_as_the_recipe() -> None:
+    tree = {"data": {"sources": [{"kind": "text", "path": 'a"b\\c'}, {"weight": 2.0}]}, "generate": {"top_k": 3}}
+    recipe = build_recipe(tree | {"name": "é <x>", "layout": {"tp": 2}})
+    assert build_recipe(tomllib.loads("\n".join(toml(recipe.model_dump(mode="json"))))) == recipe
+
+
+def test_long_runs_are_thinned_but_keep_their_spikes() -> None:
+    values = [1.0] * 50_000
+    values[31_415] = 9.0
+    thinned = thin(list(range(len(values))), values)
+    assert len(thinned["x"]) <= POINTS + 2 and max(thinned["y"]) == 9.0 and thinned["x"][-1] == len(values) - 1
+    steps = charts({"train": [{"step": i, "loss": v} for i, v in enumerate(values)]})
+    assert len(json.dumps(steps)) < 200_000
+
+
+def test_running_mean_keeps_a_straight_line_straight() -> None:
+    values = [5.0 - 0.01 * i for i in range(500)]
+    smooth = running_mean(values)
+    assert smooth[:490] == pytest.approx(values[:490]) and smooth[-1] == pytest.approx(values[-1], abs=0.05)

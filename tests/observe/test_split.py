@@ -1,0 +1,146 @@
+"""The time split of a step, on events made by hand and on two real ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.profiler import record_function
+
+from weft.observe.split import Event, Split, profile_step, split_events, trace
+
+
+def work(size: int = 300, times: int = 1) -> None:
+    a = torch.rand(size, size)
+    for _ in range(times):
+        a = torch.tanh(a @ a)
+
+
+def test_phases_of_one_process() -> None:
+    def step() -> str:
+        with record_function("weft:data"):
+            time.sleep(0.05)
+        work(times=3)
+        with record_function("weft:optimizer"):
+            time.sleep(0.10)
+        return "result"
+
+    result, split = profile_step(step)
+    assert result == "result" and split.communication == 0
+    assert split.data == pytest.approx(0.05, abs=0.03) and split.optimizer == pytest.approx(0.10, abs=0.04)
+    assert sum((split.compute, split.communication, split.data, split.optimizer)) == pytest.approx(split.total)
+
+
+def test_cpu_events_count_once_and_on_the_main_thread_only() -> None:
+    events = [
+        Event("weft:step", 0, 10),
+        Event("c10d::allreduce_", 1, 2),
+        Event("gloo:all_reduce", 1, 9, thread=2),
+        Event("_c10d_functional::wait_tensor", 4, 6),
+        Event("weft:wait", 4.5, 5.5),
+        Event("weft:data", 0, 0.5),
+        Event("weft:optimizer", 5, 8, span=True),
+        Event("weft:wait", 9, 12),
+    ]
+    assert split_events(events) == Split(compute=3.5, communication=4, data=0.5, optimizer=2, total=10)
+
+
+def test_cuda_events_count_what_no_other_kernel_hides() -> None:
+    events = [
+        Event("weft:step", 0, 20),
+        Event("weft:data", 0, 2),
+        Event("weft:optimizer", 3, 4),  # the host is ahead of the device
+        Event("gemm", 1, 6, device=True),
+        Event("ncclDevKernel_AllGather", 4, 9, device=True),
+        Event("Memcpy HtoD", 6, 9, device=True),
+        Event("gemm", 10, 12, device=True),
+        Event("weft:optimizer", 12, 16, device=True, span=True),
+        Event("adam", 12, 14, device=True),
+        Event("ncclDevKernel_AllReduce", 13.5, 15, device=True),
+        Event("adam", 15, 17, device=True),
+    ]
+    split = split_events(events)
+    assert split == Split(compute=20 - 4 - 1 - 4, communication=4, data=1, optimizer=4, total=20)
+
+
+def _rank(rank: int, rendezvous: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    large, small = torch.rand(4_000_000), torch.rand(8)
+
+    def talk() -> None:
+        for _ in range(4):
+            dist.all_reduce(large)
+
+    def talk_functionally() -> None:
+        from torch.distributed import _functional_collectives as functional
+
+        for _ in range(4):
+            functional.wait_tensor(functional.all_reduce(large, "sum", dist.group.WORLD))
+
+    def compute() -> None:
+        work(400, times=20)
+        dist.all_reduce(small)
+
+    def wait_for_a_slow_rank() -> None:
+        if rank == 1:
+            time.sleep(0.3)
+        dist.barrier()
+
+    def update() -> None:
+        with record_function("weft:optimizer"):
+            dist.all_reduce(large)
+            time.sleep(0.2)
+
+    splits = {}
+    for step in (talk, talk_functionally, compute, wait_for_a_slow_rank, update):
+        dist.barrier()
+        split = profile_step(step)[1]
+        splits[step.__name__] = vars(split)
+    assert dist.Work.wait.__name__ == "wait", "the mark on Work.wait stayed"
+    Path(out, f"{rank}.json").write_text(json.dumps(splits))
+    dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    mp.spawn(_rank, (str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    for splits in (first, second):
+        share = {name: split["communication"] / split["total"] for name, split in splits.items()}
+        assert share["talk"] > 0.8 and share["talk_functionally"] > 0.6 and share["compute"] < 0.4
+        assert splits["update"]["optimizer"] == pytest.approx(0.2, abs=0.1) and splits["update"]["communication"] > 0
+        for split in splits.values():
+            assert sum(split[k] for k in ("compute", "communication", "data", "optimizer")) == pytest.approx(
+                split["total"]
+            )
+    assert first["wait_for_a_slow_rank"]["communication"] > 0.2 > second["wait_for_a_slow_rank"]["communication"]
+    assert "USDT" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("loop", [2, 6])
+def test_trace_holds_the_asked_steps(tmp_path: Path, loop: int) -> None:
+    path = tmp_path / "deep" / "trace.json"
+    active = []
+    with trace(path, steps=3) as step:
+        for i in range(loop):
+            with record_function(f"step-{i}"):
+                work(8)
+            active.append(step())
+    names = {e.get("name") for e in json.loads(path.read_text())["traceEvents"]}
+    assert {f"step-{i}" for i in range(6)} & names == {f"step-{i}" for i in range(1, min(loop, 4))}
+    assert active == [True, True, True, False, False, False][:loop]
+    work()
+    assert profile_step(work)[1].total > 0
+
+
+def test_no_trace(tmp_path: Path) -> None:
+    with trace(None, 3) as step:
+        assert step() is False
+    with trace(tmp_path / "x.json", 0) as step:
+        assert step() is False
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,218 @@
+"""One self-contained HTML page about a run, from nothing but its metrics."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from datetime import datetime
+from importlib import resources
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from weft.errors import WeftError
+from weft.observe.display import clock, compact
+from weft.observe.metrics import read_metrics
+
+Record = dict[str, Any]
+#: Series longer than this are drawn faint, with a smoothed line on top.
+SMOOTH_FROM = 60
+#: Points a line is thinned to; every bucket keeps its smallest and largest value, so that spikes survive.
+POINTS = 2000
+
+
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """Write the page (default ``run/report.html``) and return its path; a run that is still going is fine.
+
+    Raises :class:`WeftError` if the folder holds no records or the page cannot be written.
+    """
+    from plotly.offline import get_plotlyjs
+
+    records = read_metrics(run)
+    head: Record = records.get("run", [{}])[-1]
+    recipe = head.get("recipe") or {}
+    facts = run_facts(records, head)
+    subtitle = [facts[k] for k in ("Layout", "Ranks", "Device") if k in facts] + [f"{run.name}"]
+    page = {
+        "title": html.escape(str(recipe.get("name", run.name))),
+        "subtitle": html.escape(" · ".join(subtitle)),
+        "tiles": "".join(
+            f'<div class="card"><span>{name}</span><b>{value}</b><span>{note}</span></div>'
+            for name, value, note in tiles(records)
+        ),
+        "facts": rows(facts.items()),
+        "events": rows((f"step {e['step']:,}", e.get("message", "")) for e in records.get("event", [])),
+        "recipe": html.escape("\n".join(toml(recipe)).strip() or "not recorded"),
+        "plotly": get_plotlyjs(),
+        "charts": json.dumps(charts(records)).replace("<", "\\u003c"),
+    }
+    template = resources.files("weft.observe").joinpath("report.html").read_text(encoding="utf-8")
+    text = re.sub(r"\{\{(\w+)\}\}", lambda match: page[match[1]], template)
+    out = out or run / "report.html"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WeftError(f"cannot write the report to {out}: {error.strerror}; name another file") from None
+    return out
+
+
+def column(records: list[Record], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the records that have a (finite) value."""
+    found = [(r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))]
+    return [s for s, _ in found], [v for _, v in found]
+
+
+def tiles(records: dict[str, list[Record]]) -> list[tuple[str, str, str]]:
+    """The headline numbers: name, value, explanation."""
+    found = []
+    for kind, title in (("train", "Loss"), ("validation", "Validation loss")):
+        steps, values = column(records.get(kind, []), "loss")
+        if values:
+            ratio = f"ratio {values[-1] / values[0]:.3f} · " if len(values) > 1 and values[0] else ""
+            span = f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+            found.append((title, span, f"{ratio}steps {steps[0]:,} – {steps[-1]:,}"))
+    train = records.get("train", [])
+    for name, title, show, pick in (
+        ("tokens_per_s", "Tokens per second", compact, median),
+        ("mfu", "MFU", lambda v: f"{v:.1%}", median),
+        ("memory_gib", "Memory", lambda v: f"{v:.2f} GiB", max),
+    ):
+        if values := column(train, name)[1]:
+            found.append(
+                (title, show(pick(values)), "peak, main rank" if pick is max else f"median · last {show(values[-1])}")
+            )
+    if split := records.get("split"):
+        share = sum(r["communication"] for r in split) / (sum(map(step_seconds, split)) or 1)
+        found.append(("Exposed communication", f"{share:.1%}", f"of the step · {len(split)} profiled"))
+    return found
+
+
+def run_facts(records: dict[str, list[Record]], head: Record) -> dict[str, str]:
+    """What is fixed about a run, and how far it came."""
+    runs, train = records.get("run", []), records.get("train", [])
+    every = sorted(r["time"] for kind in records.values() for r in kind if "time" in r)
+    # A pause between two attempts is no time of the run: each attempt lasts until its last record.
+    starts = [r["time"] for r in runs if "time" in r] + [float("inf")]
+    spent = sum(max((t for t in every if a <= t < b), default=a) - a for a, b in pairwise(starts))
+    planned = (head.get("recipe") or {}).get("train", {}).get("steps")
+    skipped = sum(bool(r.get("skipped")) for r in train)
+    facts = {
+        "Recipe": (head.get("recipe") or {}).get("name"),
+        "Layout": head.get("layout"),
+        "Ranks": (n := head.get("world")) and f"{n} rank{'s' * (n != 1)}",
+        "Device": head.get("device"),
+        "Parameters": (n := head.get("parameters")) and f"{compact(n)} ({n:,})",
+        "Model flops per token": (n := head.get("flops_per_token")) and compact(n),
+        "Peak of one device": (n := head.get("peak_flops")) and f"{n / 1e12:,.4g} TFLOP/s",
+        "Steps": train and f"{train[-1]['step']:,}" + (f" of {planned:,}" if planned else ""),
+        "Tokens seen": train and (n := train[-1].get("tokens")) and f"{compact(n)} ({n:,})",
+        "Skipped steps": skipped and f"{skipped} (loss or gradient not finite)",
+        "Started": runs and runs[0].get("started"),
+        "Wall time": spent and clock(spent) + (f" in {len(runs)} attempts" if len(runs) > 1 else ""),
+        "Last record": every and datetime.fromtimestamp(every[-1]).strftime("%Y-%m-%d %H:%M:%S"),
+    }
+    return {name: str(value) for name, value in facts.items() if value}
+
+
+def charts(records: dict[str, list[Record]]) -> list[Record]:
+    """Plotly figures as plain JSON; a chart without data is left out. Colors are names of CSS variables."""
+    train, split = records.get("train", []), records.get("split", [])
+    loss = [
+        *line(train, "loss", "--c1", ".4f", "training"),
+        *line(records.get("validation", []), "loss", "--c2", ".4f", "validation", smooth=False),
+    ]
+    figures: list[tuple[str, str, list[Record], Record]] = [
+        ("Loss", "Cross-entropy per real token", loss, {}),
+        ("Throughput", "Real tokens per second, all ranks", line(train, "tokens_per_s", "--c1", ".4s"), {}),
+        ("Model flops utilisation", "Model flops over the peak of the devices", line(train, "mfu", "--c3", ".1%"), {}),
+        ("Step time", "Seconds of profiled steps", bars(split), {"barmode": "stack", "bargap": 0.25}),
+        ("Gradient norm", "Before clipping, over all parameters", line(train, "grad_norm", "--c4", ".4g"), {}),
+        ("Memory", "Peak of the main rank, GiB", line(train, "memory_gib", "--c3", ".3f", smooth=False), {}),
+        ("Learning rate", "As scheduled", line(train, "lr", "--c5", ".2e", smooth=False), {}),
+    ]
+    resumed = [r["step"] for r in records.get("run", []) if r["step"]]
+    for title, _, traces, layout in figures:
+        if title == "Step time":
+            layout["xaxis"] = {"type": "category", "nticks": 12}
+        else:
+            steps = [step for trace in traces for step in (trace["x"][0], trace["x"][-1])]
+            layout["xaxis"] = {"range": [min(steps, default=0), max(steps, default=0)]}
+            layout["shapes"] = [{"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1} for x in resumed]
+        formats = {"Model flops utilisation": ".0%", "Learning rate": ".1e"}
+        zero = "normal" if title == "Loss" else "tozero"
+        layout["yaxis"] = {"rangemode": zero, "tickformat": formats.get(title, "")}
+    return [{"title": t, "note": n, "traces": traces, "layout": layout} for t, n, traces, layout in figures if traces]
+
+
+def line(
+    records: list[Record], name: str, color: str, form: str, label: str | None = None, smooth: bool = True
+) -> list[Record]:
+    """A line; a long noisy one becomes faint and gets a bold running mean on top."""
+    steps, values = column(records, name)
+    if not values:
+        return []
+    trace: Record = {"type": "scatter", "mode": "lines" if len(values) > 30 else "lines+markers", "name": label or name}
+    trace |= {"hovertemplate": f"%{{y:{form}}}", "cliponaxis": len(values) > 30, "showlegend": bool(label)}
+    if not smooth or len(values) < SMOOTH_FROM:
+        return [{**trace, **thin(steps, values), "line": {"color": color, "width": 2}}]
+    faint = {"line": {"color": color, "width": 1}, "opacity": 0.35, "showlegend": False, "hoverinfo": "skip"}
+    bold = {**trace, **thin(steps, running_mean(values)), "line": {"color": color, "width": 2.5}}
+    return [{**trace, **thin(steps, values), "hovertemplate": None, **faint}, bold]
+
+
+def running_mean(values: list[float]) -> list[float]:
+    """Centered mean over about a fiftieth of the series; narrower at the start, so that a steep fall is not blurred."""
+    sums, last = [0.0, *accumulate(values)], len(values) - 1
+    half = [min(len(values) // 100 + 1, i) for i in range(len(values))]
+    return [(sums[min(i + h, last) + 1] - sums[i - h]) / (min(i + h, last) + 1 - i + h) for i, h in enumerate(half)]
+
+
+def thin(steps: list[int], values: list[float]) -> Record:
+    """At most :data:`POINTS` points: the smallest and the largest of every bucket, and the last."""
+    size = -(-2 * len(values) // POINTS)
+    keep = {0, len(values) - 1}
+    for start in range(0, len(values), size):
+        bucket = range(start, min(start + size, len(values)))
+        keep |= {min(bucket, key=values.__getitem__), max(bucket, key=values.__getitem__)}
+    return {"x": [steps[i] for i in sorted(keep)], "y": [float(f"{values[i]:.6g}") for i in sorted(keep)]}
+
+
+PARTS = {"compute": "--c1", "communication": "--c2", "data": "--c5", "optimizer": "--c4"}
+
+
+def step_seconds(record: Record) -> float:
+    return sum(record.get(part) or 0.0 for part in PARTS)
+
+
+def bars(split: list[Record]) -> list[Record]:
+    """Stacked bars of the last sixty profiled steps."""
+    shown = split[-60:]
+    traces = []
+    for part, color in PARTS.items() if shown else ():
+        seconds = [r.get(part) or 0.0 for r in shown]
+        share = [s / (step_seconds(r) or 1) for s, r in zip(seconds, shown, strict=True)]
+        label = "exposed communication" if part == "communication" else part
+        trace = {"type": "bar", "name": label, "x": [str(r["step"]) for r in shown], "y": seconds, "customdata": share}
+        traces.append(trace | {"marker": {"color": color}, "hovertemplate": "%{y:.3~s}s  %{customdata:.1%}"})
+    return traces
+
+
+def rows(items: Any) -> str:
+    """Table rows of pairs, escaped."""
+    return "".join(f"<tr><td>{html.escape(str(k))}</td><td>{html.escape(str(v))}</td></tr>" for k, v in items)
+
+
+def toml(tree: Record, prefix: str = "") -> list[str]:
+    """A recipe as the TOML it can be read back from: values first, then sections; what is None is left out."""
+    nested = {
+        k: v for k, v in tree.items() if isinstance(v, dict) or (isinstance(v, list) and v and isinstance(v[0], dict))
+    }
+    lines = [f"{k} = {json.dumps(v, default=str)}" for k, v in tree.items() if k not in nested and v is not None]
+    for name, value in nested.items():
+        mark = "[[%s]]" if isinstance(value, list) else "[%s]"
+        for section in value if isinstance(value, list) else [value]:
+            lines += ["", mark % (prefix + name), *toml(section, f"{prefix}{name}.")]
+    return lines

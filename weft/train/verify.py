@@ -1,0 +1,233 @@
+"""Proof that a layout computes what one device computes: by numbers, and by types without any device."""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from spmd_types.checker import typecheck
+
+from weft.data.batch import Batch
+from weft.layout import boundary
+from weft.layout.boundary import I, P, R, V, declare
+from weft.layout.dims import Box
+from weft.layout.layout import DATA_AXES, Layout
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Block, Transformer
+from weft.parallel.build import LocalPart, check_fits, local_parts, parallelize
+from weft.parallel.context import context_attention
+from weft.recipe import ModelShape, Recipe, Train
+from weft.train.optim import build_optimizer
+from weft.train.step import gradients, train_step
+
+#: Largest relative difference that rounding explains.
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+
+#: Batches of one step for this rank, by step number.
+Steps = Callable[[int], Sequence[Batch]]
+Piece = tuple[str, Box, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences to one device: loss and norm per step, gradients and parameters per tensor."""
+
+    ok: bool
+    loss: float
+    grad: float
+    grad_norm: float
+    param: float
+    worst_grad: str = ""
+    worst_param: str = ""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run of some steps produced on this rank."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: list[list[Piece]]  # per step
+    params: list[Piece]  # at the end
+
+
+def run(shape: ModelShape, recipe: Recipe, mesh: Mesh, data: Steps, steps: int) -> Trace:
+    """Train ``steps`` steps from the seeded initial values and keep what there is to compare."""
+    model = parallelize(shape, mesh, recipe.train)
+    parts = local_parts(model, mesh)
+    optimizer = build_optimizer(parts, recipe.optimizer)
+    trace = Trace([], [], [], [])
+
+    def keep(grads: dict[str, torch.Tensor]) -> None:
+        trace.grads.append([(p.name, p.box, grads[p.name].clone().cpu()) for p in parts])
+
+    for step in range(steps):
+        result = train_step(
+            model, parts, data(step), optimizer, mesh, lr=recipe.optimizer.lr, clip=recipe.optimizer.clip, inspect=keep
+        )
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+    trace.params.extend((p.name, p.box, p.local.clone().cpu()) for p in parts)
+    return trace
+
+
+def compare(mine: Trace, reference: Trace | None, dtype: str, mesh: Mesh) -> Difference | None:
+    """Compare every rank's trace with the reference that rank 0 holds. Collective; the answer is on rank 0."""
+    traces: list[Trace] = [mine]
+    if mesh.layout.world > 1:
+        traces = [mine] * mesh.layout.world
+        dist.gather_object(mine, traces if mesh.is_main else None)
+    if reference is None:
+        return None
+
+    def relative(a: float, b: float) -> float:
+        return abs(a - b) / max(abs(b), 1e-300) if a == a and b == b else float("inf")
+
+    loss = max(relative(a, b) for t in traces for a, b in zip(t.losses, reference.losses, strict=True))
+    norm = max(relative(a, b) for t in traces for a, b in zip(t.norms, reference.norms, strict=True))
+    grad = max(_worst([t.grads[i] for t in traces], whole) for i, whole in enumerate(reference.grads))
+    param = _worst([t.params for t in traces], reference.params)
+    limit = TOLERANCE[dtype]
+    ok = max(loss, norm, grad[0], param[0]) <= limit
+    return Difference(ok, loss, grad[0], norm, param[0], grad[1], param[1])
+
+
+def _worst(ranks: list[list[Piece]], reference: list[Piece]) -> tuple[float, str]:
+    """Largest relative difference (2-norm) of any copy of any tensor, and that tensor's name; inf if a part is missing."""
+    worst = (0.0, "")
+    for name, _, whole in reference:
+        covered: dict[Box, int] = {}
+        square: dict[Box, float] = {}
+        for pieces in ranks:
+            for other, box, values in pieces:
+                if other == name:
+                    diff = (values - whole[tuple(slice(lo, hi) for lo, hi in box)]).double().square().sum().item()
+                    square[box] = max(square.get(box, 0.0), diff)
+                    covered[box] = values.numel()
+        size = whole.double().norm().item()
+        value = sum(square.values()) ** 0.5 / max(size, 1e-300)
+        if sum(covered.values()) != whole.numel() or value != value:
+            value = float("inf")
+        worst = max(worst, (value, name))
+    return worst
+
+
+@dataclass(frozen=True)
+class TypeFault:
+    """Where the types do not fit: the innermost line outside the type checker, and why."""
+
+    file: str
+    line: int
+    code: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.code}\n    {self.message}"
+
+
+def check_types(shape: ModelShape, layout: Layout, train: Train) -> TypeFault | None:
+    """Type-check one whole training step of ``layout`` on this process alone, whatever its world size.
+
+    Tensors live on the meta device and collectives in a fake process group, so neither memory nor ranks are needed.
+    FSDP2 is represented by its contract: gradients are partial sums over the data axes before it, and rows of the sum after.
+    """
+    check_fits(shape, layout)
+    with fake_ranks(layout.world):
+        mesh = dataclasses.replace(Mesh.create(layout, "cpu"), device=torch.device("meta"))
+        model = Transformer(shape, mesh, train.loss_chunk)
+        model.freq = model.freq.to("meta")
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            block.attention.attend = context_attention(mesh, shape)
+            block.recompute = train.recompute
+        try:
+            parts, batch = local_parts(model, mesh), _meta_batch(mesh)
+            if mesh.device_mesh is None:
+                gradients(model, parts, [batch], mesh)
+                return None
+            with spmd.set_current_mesh(mesh.device_mesh), typecheck():
+                for ids in (batch.tokens, batch.labels, batch.positions):
+                    declare(ids, mesh, dp=V, shard=V, cp=V, tp=R)
+                declare(model.freq, mesh, dp=R, shard=R, cp=R, tp=R)
+                declare(batch.cu_seqlens, mesh, dp=V, shard=V, cp=R, tp=R)
+                gradients(model, _typed(parts, mesh), [batch], mesh)
+        except spmd.SpmdTypeError as error:
+            return _locate(error)
+    return None
+
+
+@contextmanager
+def fake_ranks(world: int) -> Iterator[None]:
+    """A default process group of ``world`` ranks in which collectives do nothing. Replaces none that exists."""
+    # The fake group lives in torch.testing: there is no public spelling of it.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if world == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _TypedPart(LocalPart):
+    """A part whose gradient carries its type, and has been through FSDP2's contract."""
+
+    mesh: Mesh
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        mesh, grad = self.mesh, self.parameter.grad
+        if grad is None:
+            return None
+        declare(grad, mesh, dp=P, shard=P, cp=P, tp=P if self.logical.whole else V)
+        for axis in DATA_AXES:
+            if mesh.size(axis) > 1:
+                grad = spmd.all_reduce(grad, mesh.group(axis), dst=I)
+                if axis != "dp":
+                    grad = spmd.mutate_type(grad, mesh.group(axis), src=I, dst=V)
+        return grad
+
+
+def _typed(untyped: Sequence[LocalPart], mesh: Mesh) -> list[LocalPart]:
+    parts: list[LocalPart] = []
+    for p in untyped:
+        declare(p.parameter, mesh, dp=R, shard=R, cp=R, tp=R if p.logical.whole else V)
+        typed = _TypedPart(p.name, p.logical, p.parameter, p.local, p.box)
+        object.__setattr__(typed, "mesh", mesh)
+        parts.append(typed)
+    return parts
+
+
+def _meta_batch(mesh: Mesh) -> Batch:
+    """A batch of the right shapes: two rows, of which each rank holds its share of the tokens."""
+    local = 2 * mesh.size("tp") * (2 if mesh.size("cp") > 1 else 1)
+    length = local * mesh.size("cp")
+    tokens, labels, positions = torch.empty(3, 2, local, dtype=torch.long, device="meta").unbind()
+    return _MetaBatch(tokens, labels, positions, torch.tensor([0, length, 2 * length], dtype=torch.int32))
+
+
+class _MetaBatch(Batch):
+    @property
+    def real_tokens(self) -> int:
+        return self.labels.numel()
+
+
+def _locate(error: BaseException) -> TypeFault:
+    """The innermost frame that is neither the type checker's, PyTorch's nor a boundary's (whose caller is meant)."""
+    libraries = (str(Path(spmd.__file__).parent), str(Path(torch.__file__).parent), boundary.__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+    frame = frames[-1]
+    code = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    message = str(error).strip().splitlines()[0]
+    return TypeFault(frame.filename, frame.lineno or 0, code, message)
