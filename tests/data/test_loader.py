@@ -108,9 +108,8 @@ def test_documents_cut_by_a_row_go_on_with_position_zero() -> None:
     order = Order((stream([10], 4),), (1.0,), 0, epochs=1)
     loader = loaders(order, Recipe(train=Train(batch=3), data=Data(seq_len=4)))[0]
     (batch,) = loader.step(0) or []
-    rows = {
-        int(t[0]): (t.tolist(), l.tolist(), p.tolist()) for t, l, p in zip(batch.tokens, batch.labels, batch.positions)
-    }
+    whole = torch.stack([batch.tokens, batch.labels, batch.positions], 1).tolist()
+    rows = {row[0][0]: tuple(row) for row in whole}
     assert rows[0] == ([0, 1, 2, 3], [1, 2, 3, 4], [0, 1, 2, 3])
     assert rows[8] == ([8, 9, 0, 0], [9, IGNORE, IGNORE, IGNORE], [0, 1, 0, 1])
     assert batch.real_tokens == 9

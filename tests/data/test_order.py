@@ -29,7 +29,10 @@ def test_an_epoch_holds_every_label_once(sizes: list[int], seq_len: int, seed: i
     last = set(np.cumsum(sizes) - 1)
     assert sorted(labels[labels != IGNORE]) == sorted(set(range(sum(sizes))) - set(np.cumsum([0, *sizes[:-1]])))
     assert len(set(tokens)) == len(tokens) >= sum(sizes) - 1
-    assert all((label == IGNORE) if token in last else (label == token + 1) for token, label in zip(tokens, labels))
+    assert all(
+        (label == IGNORE) if token in last else (label == token + 1)
+        for token, label in zip(tokens, labels, strict=True)
+    )
     assert sum(len(r[0]) < seq_len for r in rows) <= 1
     for row_tokens, _, starts in rows:
         jumps = [i for i in range(1, len(row_tokens)) if row_tokens[i - 1] in last]
@@ -110,7 +113,7 @@ def test_one_source_ends_after_its_epochs() -> None:
 @given(st.integers(2, 500), st.floats(0, 0.999), st.integers())
 def test_neither_side_of_the_split_is_empty(documents: int, fraction: float, seed: int) -> None:
     out = held_out(documents, fraction, seed)
-    assert 0 < (~out).sum() and (out.any() == (fraction > 0))
+    assert (~out).any() and (out.any() == (fraction > 0))
     assert not held_out(1, fraction, seed).any()
 
 

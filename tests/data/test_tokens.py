@@ -115,12 +115,12 @@ def test_tokenizer_mistakes_are_one_line(tmp_path: Path, corpus: Source, spec: s
 
 def test_the_training_sample_is_bounded_and_spread_out(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps({"text": f"{i:05d}" * 4000}) + "\n" for i in range(100)))
+    file.write_text("".join(json.dumps({"text": chr(0x4E00 + i) * 20_000}) + "\n" for i in range(100)))
     source = Source(kind="jsonl", path=str(file))
     pieces = sample([source], 200_000)
     assert 90_000 < sum(map(len, pieces)) <= 200_000
-    seen = {int(piece[5:10]) for piece in pieces if piece[5:10].isdigit()}
-    assert min(seen) < 10 and max(seen) > 90
+    seen = [ord(piece[0]) - 0x4E00 for piece in pieces]
+    assert seen[0] == 0 and seen[-1] > 90 and set(np.diff(seen)) <= {5, 6}
     assert sample([source], 10**9) == [text[i : i + 8192] for text in documents(source) for i in range(0, 20_000, 8192)]
 
 
@@ -182,13 +182,18 @@ def test_damaged_token_files_are_named(tmp_path: Path) -> None:
 
 
 def test_cache_is_used_and_renewed(tmp_path: Path, corpus: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, built = load_tokenizer("bytes"), []
+    tokenizer = load_tokenizer("bytes")
+    built: list[Source] = []
     real = tokens_module.documents
-    monkeypatch.setattr(tokens_module, "documents", lambda source: built.append(1) or real(source))
+
+    def counted(source: Source) -> Iterator[str]:
+        built.append(source)
+        return real(source)
+
+    monkeypatch.setattr(tokens_module, "documents", counted)
     first = open_source(corpus, tokenizer, tmp_path / "cache")
-    assert [
-        bytes(first.ids[a : b - 1].astype(np.uint8)).decode() for a, b in zip(first.offsets, first.offsets[1:])
-    ] == (TEXTS)
+    spans = zip(first.offsets[:-1], first.offsets[1:] - 1, strict=True)
+    assert [tokenizer.decode(first.ids[lo:hi]) for lo, hi in spans] == TEXTS
     assert (first.ids[first.offsets[1:] - 1] == tokenizer.eos).all()
     assert open_source(corpus, tokenizer, tmp_path / "cache").fingerprint == first.fingerprint and len(built) == 1
     (Path(corpus.path or "") / "0.txt").write_text("changed")

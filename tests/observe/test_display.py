@@ -48,15 +48,16 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 def test_terminal_is_left_as_it_was(width: int) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width, highlight=False)
-    environment = mock.patch.dict(os.environ, {"TERM": "xterm"})
-    with environment, mock.patch("weft.observe.display.Console", lambda **kwargs: console):
-        with pytest.raises(KeyboardInterrupt), Display(10, "run") as display:
-            display.update(1, loss=3.0)
-            display.update(
-                2, loss=2.5, validation=2.6, tokens_per_s=12_345, mfu=0.3, memory_gib=1.5, grad_norm=1, lr=1e-3
-            )
-            display.note("checkpoint saved")
-            raise KeyboardInterrupt
+    with (
+        mock.patch.dict(os.environ, {"TERM": "xterm"}),
+        mock.patch("weft.observe.display.Console", lambda **kwargs: console),
+        pytest.raises(KeyboardInterrupt),
+        Display(10, "run") as display,
+    ):
+        display.update(1, loss=3.0)
+        display.update(2, loss=2.5, validation=2.6, tokens_per_s=12_345, mfu=0.3, memory_gib=1.5, grad_norm=1, lr=1e-3)
+        display.note("checkpoint saved")
+        raise KeyboardInterrupt
     text = screen.getvalue()
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is hidden"
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

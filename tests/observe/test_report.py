@@ -53,10 +53,19 @@ def fake_run(
                 skipped = int(step == 90)
                 rate = 1.2e5 * rng.uniform(0.93, 1.0) * (0.2 if step == 1 else 1)
                 metrics.log(
-                    "train", step, loss=math.nan if skipped else loss, grad_norm=rng.lognormvariate(-0.5, 0.35) + (step % 173 == 0) * 3,
-                    lr=3e-4 * min(step / 40, 0.55 + 0.45 * math.cos(math.pi * step / steps)), tokens=step * 8192, tokens_per_s=rate,
-                    mfu=rate * 3.3e-6, memory_gib=11.2 + 0.3 * (step > 3), step_s=0.4, data_s=0.004, skipped=skipped,
-                )  # fmt: skip
+                    "train",
+                    step,
+                    loss=math.nan if skipped else loss,
+                    grad_norm=rng.lognormvariate(-0.5, 0.35) + (step % 173 == 0) * 3,
+                    lr=3e-4 * min(step / 40, 0.55 + 0.45 * math.cos(math.pi * step / steps)),
+                    tokens=step * 8192,
+                    tokens_per_s=rate,
+                    mfu=rate * 3.3e-6,
+                    memory_gib=11.2 + 0.3 * (step > 3),
+                    step_s=0.4,
+                    data_s=0.004,
+                    skipped=skipped,
+                )
                 if validation and step % 50 == 0:
                     metrics.log("validation", step, loss=1.56 + 4.1 * math.exp(-step / steps * 6))
                 if split and step % 25 == 0:
@@ -74,7 +83,9 @@ def dumped_dom(page: Path, profile: Path) -> str:
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
     flags += " --disable-component-update --disable-sync --virtual-time-budget=6000 --window-size=1400,900"
     command = [CHROMIUM, *flags.split(), "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}"]
-    done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60, check=False
+    )
     assert "<html" in done.stdout, done.stderr[-2000:]
     return done.stdout
 
@@ -85,7 +96,7 @@ def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> No
     run = fake_run(tmp_path / "run-7", **({} if complete else {"steps": 5, "resume_at": None, "split": False}))
     dom = dumped_dom(write_report(run), tmp_path / "profile")
     assert "data-error" not in re.search(r"<html[^>]*>", dom)[0]
-    body = re.sub(r"<script.*?</script>", "", dom, flags=re.S)
+    body = re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
     for chart in body.split('class="chart')[1:]:
         title = re.search(r'aria-label="([^"]+)"', chart)[1]
         marks = r'<g class="point"><path' if title == "Step time" else r'class="js-line"[^>]* d="M'
@@ -95,7 +106,7 @@ def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> No
     for text in ("llama-tiny &lt;zigzag&gt;", "shard=2,cp=2", "4 ranks", "NVIDIA H200", "12.3M (12,345,678)", "run-7"):
         assert text in body
     if complete:
-        for text in ("400 of 400", "3.28M (3,276,800)", "resumed from checkpoint step-250", "2:46 in 2 attempts"):
+        for text in ("400 of 400", "3.28M (3,276,800)", "resumed from checkpoint step-250", "2:40 in 2 attempts"):
             assert text in body
         loss = [r["loss"] for r in read_metrics(run)["train"]]
         assert f"{loss[0]:.3f} → {loss[-1]:.3f}" in body and f"ratio {loss[-1] / loss[0]:.3f}" in body
@@ -107,14 +118,14 @@ def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     assert page == tmp_path / "elsewhere" / "page.html"
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text.replace("plotly", ""))
     assert text.count("plotly.js v") == 1
-    assert "{{" not in re.sub(r"<script>.*?</script>", "", text, flags=re.S)
+    assert "{{" not in re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
 
 
 def test_no_run_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / FILE).touch()
     for run in (tmp_path / "missing", tmp_path / "empty"):
-        with pytest.raises(WeftError, match="holds no metrics.jsonl") as caught:
+        with pytest.raises(WeftError, match="holds no metrics") as caught:
             write_report(run)
         assert "\n" not in str(caught.value)
     with pytest.raises(WeftError, match="cannot write the report"):

@@ -44,7 +44,7 @@ def test_cpu_events_count_once_and_on_the_main_thread_only() -> None:
         Event("_c10d_functional::wait_tensor", 4, 6),
         Event("weft:wait", 4.5, 5.5),
         Event("weft:data", 0, 0.5),
-        Event("weft:optimizer", 5, 8, span=True),
+        Event("weft:optimizer", 5, 8),
         Event("weft:wait", 9, 12),
     ]
     assert split_events(events) == Split(compute=3.5, communication=4, data=0.5, optimizer=2, total=10)
@@ -55,14 +55,15 @@ def test_cuda_events_count_what_no_other_kernel_hides() -> None:
         Event("weft:step", 0, 20),
         Event("weft:data", 0, 2),
         Event("weft:optimizer", 3, 4),  # the host is ahead of the device
-        Event("gemm", 1, 6, device=True),
-        Event("ncclDevKernel_AllGather", 4, 9, device=True),
-        Event("Memcpy HtoD", 6, 9, device=True),
-        Event("gemm", 10, 12, device=True),
-        Event("weft:optimizer", 12, 16, device=True, span=True),
-        Event("adam", 12, 14, device=True),
-        Event("ncclDevKernel_AllReduce", 13.5, 15, device=True),
-        Event("adam", 15, 17, device=True),
+        Event("gemm", 1, 6, kind="kernel"),
+        Event("ncclDevKernel_AllGather", 4, 9, kind="kernel"),
+        Event("Memcpy HtoD", 6, 9, kind="gpu_memcpy"),
+        Event("nccl:all_gather", 4, 16, kind="gpu_user_annotation"),
+        Event("gemm", 10, 12, kind="kernel"),
+        Event("weft:optimizer", 12, 16, kind="gpu_user_annotation"),
+        Event("adam", 12, 14, kind="kernel"),
+        Event("ncclDevKernel_AllReduce", 13.5, 15, kind="kernel"),
+        Event("adam", 15, 17, kind="kernel"),
     ]
     split = split_events(events)
     assert split == Split(compute=20 - 4 - 1 - 4, communication=4, data=1, optimizer=4, total=20)

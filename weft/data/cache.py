@@ -30,6 +30,8 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     ``build`` works in a sibling that is renamed when complete, so an interrupted build leaves nothing to be mistaken
     for a result. Raises :class:`WeftError` if the folder cannot be written.
     """
+    if folder.exists():  # also where the cache is read-only
+        return folder
     making = folder.with_name(f".{folder.name}.making")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ def open_data(data: Data, progress: Progress | None = None) -> Corpus:
 class Loader:
     """Batches of one rank. ``batch`` counts global sequences per step; ``rows`` and ``passes`` are this rank's.
 
-    ``batch_rank`` is the rank's place among those that split the batch (``dp`` and ``shard``), ``cp_rank`` along ``cp``.
+    ``batch_rank`` is the rank's place among those that split the batch (``dp``, ``shard``), ``cp_rank`` along ``cp``.
     """
 
     order: Order

@@ -83,7 +83,7 @@ def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None
         model = tokenizers.Tokenizer.from_str(text)
         named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
         named = named["content"] if isinstance(named, dict) else named
-    except Exception as error:  # noqa: BLE001  (the library raises nothing narrower)
+    except Exception as error:  # the library raises nothing narrower
         raise WeftError(f"{path} or its tokenizer_config.json is damaged: {str(error).splitlines()[0]}") from None
     model.no_padding()
     model.no_truncation()
@@ -122,10 +122,9 @@ def _trained(size: str, sources: Sequence[Source], root: Path) -> Path:
 def sample(sources: Sequence[Source], size: int = _SAMPLE) -> list[str]:
     """At most ``size`` characters of text, as pieces evenly spaced over all documents, in one pass."""
     kept: list[str] = []
-    stride = 1
+    held, stride = 0, 1
     texts = (text for source in sources for text in documents(source))
     pieces = (text[at : at + _PIECE] for text in texts for at in range(0, len(text), _PIECE))
-    held = 0
     for number, piece in enumerate(pieces):
         if number % stride == 0:
             kept.append(piece)

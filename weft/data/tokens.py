@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokenized documents: ``ids`` uint16 or uint32 ``[tokens]`` (memory-mapped), ``offsets`` int64 ``[documents + 1]``.
+    """Tokenized documents: memory-mapped ``ids`` uint16 or uint32 ``[tokens]``, ``offsets`` int64 ``[documents + 1]``.
 
     ``vocab`` and ``eos`` are None where no ``meta.json`` says them; ``fingerprint`` changes with the content.
     """

@@ -73,7 +73,7 @@ def tiles(records: dict[str, list[Record]]) -> list[tuple[str, str, str]]:
         if values:
             ratio = f"ratio {values[-1] / values[0]:.3f} · " if len(values) > 1 and values[0] else ""
             span = f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}"
-            found.append((title, span, f"{ratio}steps {steps[0]:,} – {steps[-1]:,}"))
+            found.append((title, span, f"{ratio}steps {steps[0]:,} to {steps[-1]:,}"))
     train = records.get("train", [])
     for name, title, show, pick in (
         ("tokens_per_s", "Tokens per second", compact, median),
@@ -94,7 +94,7 @@ def run_facts(records: dict[str, list[Record]], head: Record) -> dict[str, str]:
     """What is fixed about a run, and how far it came."""
     runs, train = records.get("run", []), records.get("train", [])
     every = sorted(r["time"] for kind in records.values() for r in kind if "time" in r)
-    # A pause between two attempts is no time of the run: each attempt lasts until its last record.
+    # A pause between two attempts is no time of the run: each attempt lasts until its last record that counts.
     starts = [r["time"] for r in runs if "time" in r] + [float("inf")]
     spent = sum(max((t for t in every if a <= t < b), default=a) - a for a, b in pairwise(starts))
     planned = (head.get("recipe") or {}).get("train", {}).get("steps")

@@ -36,14 +36,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Event:
-    """What the split needs of one profiled event; times in seconds. ``span``: a ``record_function`` range."""
+    """What the split needs of one profiled event: times in seconds, ``kind`` as the profiler names activities."""
 
     name: str
     start: float
     end: float
     thread: int = 0
-    device: bool = False
-    span: bool = False
+    kind: str = "cpu_op"
 
 
 def profile_step(fn: Callable[[], T]) -> tuple[T, Split]:
@@ -54,7 +53,7 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, Split]:
     """
     with _quiet_profile() as profiler, _marked_waits(), record_function("weft:step"):
         result = fn()
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     # The raw events: profiler.events() builds a tree that nobody reads, at twenty times the cost.
@@ -64,8 +63,7 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, Split]:
             e.start_ns() / 1e9,
             (e.start_ns() + e.duration_ns()) / 1e9,
             e.start_thread_id(),
-            e.device_type() == torch.autograd.DeviceType.CUDA,
-            e.is_user_annotation(),
+            e.activity_type(),
         )
         for e in profiler.profiler.kineto_results.events()
     ]
@@ -78,13 +76,15 @@ def split_events(events: Sequence[Event]) -> Split:
     On the CPU communication is exposed while the main thread issues a collective or waits for it. On a GPU it is
     exposed while a NCCL kernel runs and no other kernel does, and data while its phase lasts and no kernel runs.
     """
-    step = next(e for e in events if e.name == "weft:step" and not e.device)
-    main = [e for e in events if e.thread == step.thread and not e.device]
-    kernels = [e for e in events if e.device and not e.span and not e.name.startswith(("Memcpy", "Memset"))]
+    host = [e for e in events if e.kind != "kernel" and not e.kind.startswith("gpu_")]
+    step = next(e for e in host if e.name == "weft:step")
+    main = [e for e in host if e.thread == step.thread]
+    kernels = [e for e in events if e.kind == "kernel"]
     nccl = [e for e in kernels if "nccl" in e.name.lower()]
     work = [e for e in kernels if "nccl" not in e.name.lower()]
     # Of a GPU the profiler also gives the phases as its stream sees them.
-    phases = [e for e in (events if kernels else main) if e.name == "weft:optimizer" and e.device == bool(kernels)]
+    seen = [e for e in events if e.kind == "gpu_user_annotation"] if kernels else main
+    phases = [e for e in seen if e.name == "weft:optimizer"]
     update = [e for e in work if any(p.start <= e.start < p.end for p in phases)]
     waiting = nccl if kernels else [e for e in main if e.name.startswith(COLLECTIVES)]
     loading = [e for e in main if e.name == "weft:data"]
@@ -144,7 +144,7 @@ def trace(path: Path | None, steps: int) -> Iterator[Callable[[], bool]]:
 def _quiet_profile() -> profile:
     # The profiler's library otherwise writes two lines to stderr every time, into the middle of the display.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    devices = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    devices = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []
     return profile(activities=[ProfilerActivity.CPU, *devices])
 
 

@@ -24,9 +24,13 @@ def build_optimizer(parts: Sequence[LocalPart], settings: Optimizer) -> torch.op
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
     )
+    for tensor in matrices + vectors:  # from the start, so that loading has somewhere to write
+        moments = {"exp_avg": torch.zeros_like(tensor.data), "exp_avg_sq": torch.zeros_like(tensor.data)}
+        optimizer.state[tensor] = {"step": torch.zeros((), device=tensor.device), **moments}
+    return optimizer
 
 
 def optimizer_order(parts: Sequence[LocalPart]) -> list[LocalPart]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from spmd_types.checker import typecheck
 
 from weft.data.batch import Batch
+from weft.errors import WeftError
 from weft.layout import boundary
 from weft.layout.boundary import I, P, R, V, declare
 from weft.layout.dims import Box
@@ -25,6 +26,7 @@ from weft.models.transformer import Block, Transformer
 from weft.parallel.build import LocalPart, check_fits, local_parts, parallelize
 from weft.parallel.context import context_attention
 from weft.recipe import ModelShape, Recipe, Train
+from weft.train.setup import Job
 from weft.train.optim import build_optimizer
 from weft.train.step import gradients, train_step
 
@@ -77,6 +79,20 @@ def run(shape: ModelShape, recipe: Recipe, mesh: Mesh, data: Steps, steps: int) 
         trace.norms.append(result.grad_norm)
     trace.params.extend((p.name, p.box, p.local.clone().cpu()) for p in parts)
     return trace
+
+
+def run_layout(job: Job, mesh: Mesh, steps: int) -> Trace:
+    """:func:`run` on a job's own data, from its first sample on."""
+    loader = job.loader(job.corpus.train, mesh)
+    batch = job.recipe.train.batch
+
+    def data(step: int) -> Sequence[Batch]:
+        found = loader.step(step * batch)
+        if found is None:
+            raise WeftError(f"the data ends after {step} steps; use fewer --steps or a smaller train.batch")
+        return found
+
+    return run(job.shape, job.recipe, mesh, data, steps)
 
 
 def compare(mine: Trace, reference: Trace | None, dtype: str, mesh: Mesh) -> Difference | None:

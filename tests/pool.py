@@ -1,0 +1,202 @@
+"""One pool of worker processes for the whole test session, so that PyTorch is imported once and not per test.
+
+``pool.run(world, fn, *args)`` runs ``fn(*args)`` on ``world`` ranks of a fresh gloo process group and returns the results
+in rank order. ``fn`` is a top-level function of a test module; arguments and results are pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+MAX_WORLD = 8
+START_S = 120  # importing PyTorch on a busy machine
+AFTERMATH_S = 5  # what the other ranks get to notice that one has failed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank sends back: a pickled value, or a pickled exception (None if it cannot be pickled) and its trace."""
+
+    ok: bool
+    payload: bytes | None
+    trace: str = ""
+    secondary: bool = False
+
+
+@dataclass(frozen=True)
+class Worker:
+    process: mp.process.BaseProcess
+    conn: Connection
+    stacks: Path
+
+
+class Pool:
+    """Up to :data:`MAX_WORLD` processes, started when first needed and replaced when they die."""
+
+    def __init__(self) -> None:
+        # Forking from a server that has imported PyTorch starts a worker in milliseconds.
+        self._context = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        if sys.platform == "linux":
+            self._context.set_forkserver_preload(["torch", "torch.distributed.tensor", "pytest"])
+        self._folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
+        self._workers: list[Worker] = []
+        self._calls = 0
+
+    def pids(self) -> list[int]:
+        return [worker.process.pid or 0 for worker in self._workers]
+
+    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+        """Results of ``fn(*args)`` in rank order.
+
+        An exception of a rank is raised here, with its traceback as a note. Ranks that do not answer within ``timeout``
+        seconds are killed and named in a :class:`TimeoutError` that shows where they stood.
+        """
+        workers = self._ready(world)
+        self._calls += 1
+        task = pickle.dumps((fn, args))
+        for rank, worker in enumerate(workers):
+            worker.conn.send((rank, world, str(self._folder / f"store-{self._calls}"), timeout, task))
+        answers = self._collect(workers, timeout)
+        obituary = self._bury({rank: worker for rank, worker in enumerate(workers) if rank not in answers}, timeout)
+        failures = [(o.secondary, rank, o) for rank, o in answers.items() if not o.ok]
+        secondary, rank, worst = min(failures, key=lambda item: item[:2], default=(True, 0, None))
+        if obituary and secondary:
+            raise TimeoutError(obituary)
+        if worst:
+            error = pickle.loads(worst.payload) if worst.payload else RuntimeError("the error cannot be pickled")
+            error.add_note(f"on rank {rank} of {world}:\n{worst.trace}")
+            raise error
+        return [pickle.loads(answers[rank].payload or b"") for rank in range(world)]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.conn.close()  # an idle worker leaves at the end of its input
+        for worker in self._workers:
+            worker.process.join(2)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self._workers = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _ready(self, world: int) -> list[Worker]:
+        """The first ``world`` workers, all alive."""
+        if world > MAX_WORLD:
+            raise ValueError(f"world = {world}, but the pool has {MAX_WORLD} workers")
+        self._workers = [w for w in self._workers if w.process.is_alive()]
+        fresh = [self._start() for _ in range(world - len(self._workers))]
+        for worker in fresh:
+            if not worker.conn.poll(START_S) or worker.conn.recv() != "ready":
+                raise RuntimeError("a test worker did not start")
+        self._workers += fresh
+        return self._workers[:world]
+
+    def _start(self) -> Worker:
+        ours, theirs = self._context.Pipe()
+        stacks = Path(tempfile.mkstemp(prefix="stacks-", dir=self._folder)[1])
+        process = self._context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
+        process.start()
+        theirs.close()
+        return Worker(process, ours, stacks)
+
+    def _collect(self, workers: list[Worker], timeout: float) -> dict[int, Outcome]:
+        """Answers by rank, until all are in, or the time is up, or a rank has failed and the others had time to notice."""
+        answers: dict[int, Outcome] = {}
+        waiting = {worker.conn: rank for rank, worker in enumerate(workers)}
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for conn in wait(list(waiting), left):
+                rank = waiting.pop(conn)
+                with contextlib.suppress(EOFError, ConnectionError):
+                    answers[rank] = conn.recv()
+                if rank not in answers or not answers[rank].ok:
+                    deadline = min(deadline, time.monotonic() + AFTERMATH_S)
+        return answers
+
+    def _bury(self, silent: dict[int, Worker], timeout: float) -> str:
+        """Kill workers that did not answer; the message says how each ended or where its threads stood."""
+        lines: list[str] = []
+        for rank, worker in silent.items():
+            worker.process.join(0.2)
+            if worker.process.exitcode is not None:
+                lines.append(f"rank {rank} died with exit code {worker.process.exitcode}")
+                continue
+            os.kill(worker.process.pid or 0, signal.SIGUSR1)
+            time.sleep(0.2)
+            lines.append(f"rank {rank} did not answer within {timeout:g} s; it stood at\n{worker.stacks.read_text()}")
+            worker.process.kill()
+            worker.process.join()
+        self._workers = [w for w in self._workers if w.process.is_alive()]
+        # Those who died are named first: they are why the others hang.
+        return "\n".join(sorted(lines, key=lambda line: "died" not in line))
+
+
+def _serve(conn: Connection, stacks: str) -> None:
+    """Life of a worker: one call after another until the pool hangs up."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the session, however that ends
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then hangs up
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)\w* is deprecated", FutureWarning)
+    conn.send("ready")
+    while True:
+        try:
+            rank, world, store, timeout, task = conn.recv()
+        except (EOFError, ConnectionError):
+            return
+        conn.send(_call(rank, world, store, timeout, task))
+
+
+def _call(rank: int, world: int, store: str, timeout: float, task: bytes) -> Outcome:
+    """One call inside its own process group."""
+    import torch
+    import torch.distributed as dist
+
+    from weft.cli.launch import is_secondary
+
+    torch.manual_seed(0)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout + 10),  # the pool notices a hang first
+        )
+        fn, args = pickle.loads(task)
+        return Outcome(True, pickle.dumps(fn(*args)))
+    except BaseException as error:
+        trace = "".join(traceback.format_exception(error))
+        try:
+            payload = pickle.dumps(error)
+            pickle.loads(payload)
+        except Exception:
+            payload = None
+        return Outcome(False, payload, trace, is_secondary(error))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        if dist.is_initialized():
+            dist.destroy_process_group()

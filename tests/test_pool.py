@@ -1,0 +1,122 @@
+"""The pool that all multi-rank tests stand on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool
+from weft.errors import UsageError
+
+
+def rank_sum(offset: int) -> tuple[int, float, int]:
+    total = torch.tensor([float(dist.get_rank() + offset)])
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item(), os.getpid()
+
+
+def fail_on(rank: int, kind: str) -> None:
+    if dist.get_rank() == rank:
+        if kind == "usage":
+            raise UsageError("axis 'tq' is unknown")
+        if kind == "local":
+
+            class Local(Exception):
+                pass
+
+            raise Local("out of reach")
+        assert dist.get_world_size() == 1, "an assertion of the test"
+    dist.barrier()
+
+
+def hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        threading.Event().wait()
+
+
+def fail_beside_a_hang(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise UsageError("the cause")
+    threading.Event().wait()
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def leave_marks() -> tuple[torch.dtype, float]:
+    seen = torch.get_default_dtype(), torch.rand(()).item()
+    torch.set_default_dtype(torch.float64)
+    return seen
+
+
+def test_results_come_in_rank_order_from_the_same_processes(pool: Pool) -> None:
+    results = pool.run(4, rank_sum, 10)
+    assert [(rank, total) for rank, total, _ in results] == [(r, 46.0) for r in range(4)]
+    pids = [pid for *_, pid in results]
+    assert pool.pids()[:4] == pids
+    assert [pid for *_, pid in pool.run(2, rank_sum, 0)] == pids[:2]
+    assert pool.run(1, rank_sum, 5) == [(0, 5.0, pids[0])]
+
+
+def test_calls_are_quick(pool: Pool) -> None:
+    pool.run(4, rank_sum, 0)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        pool.run(4, rank_sum, 0)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.3, f"a call on 4 ranks takes {min(times):.3f} s at best"
+
+
+@pytest.mark.parametrize(("kind", "error"), [("usage", UsageError), ("assert", AssertionError), ("local", RuntimeError)])
+def test_an_exception_reaches_the_test_with_its_trace(pool: Pool, kind: str, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        pool.run(3, fail_on, 1, kind)
+    assert "on rank 1 of 3" in caught.value.__notes__[0]
+    assert "in fail_on" in caught.value.__notes__[0]
+    assert len(pool.run(3, rank_sum, 0)) == 3
+
+
+def test_a_hang_names_the_ranks_and_the_pool_recovers(pool: Pool) -> None:
+    before = [pid for *_, pid in pool.run(3, rank_sum, 0)]
+    with pytest.raises(TimeoutError, match="rank 2 did not answer within 1 s(?s:.)*in hang_on"):
+        pool.run(3, hang_on, 2, timeout=1)
+    after = [pid for *_, pid in pool.run(3, rank_sum, 0)]
+    assert before[2] not in after
+    assert set(before[:2]) <= set(after)
+    assert not psutil.pid_exists(before[2])
+
+
+def test_an_error_is_not_hidden_by_the_hang_it_causes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.pool.AFTERMATH_S", 0.5)
+    with pytest.raises(UsageError, match="the cause"):
+        pool.run(2, fail_beside_a_hang, 1)
+    assert len(pool.run(2, rank_sum, 0)) == 2
+
+
+def test_a_death_is_named_and_the_worker_replaced(pool: Pool) -> None:
+    with pytest.raises((TimeoutError, RuntimeError), match="rank 1 died with exit code 7"):
+        pool.run(2, die_on, 1)
+    assert len(pool.run(2, rank_sum, 0)) == 2
+
+
+def test_a_call_leaves_no_marks(pool: Pool) -> None:
+    first, second = pool.run(1, leave_marks), pool.run(1, leave_marks)
+    assert first == second
+    assert first[0][0] == torch.float32
+
+
+def test_closing_ends_all_processes() -> None:
+    pool = Pool()
+    pids = [pid for *_, pid in pool.run(2, rank_sum, 0)]
+    pool.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)

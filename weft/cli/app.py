@@ -1,0 +1,117 @@
+"""The typer application: what each command takes. What it does stands in the file named after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import weft
+
+app = typer.Typer(
+    name="weft",
+    help="Train large models on whatever devices there are, under any layout, proved equal to one device.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML recipe, e.g. recipes/quickstart.toml.")]
+LayoutText = Annotated[
+    str | None, typer.Option("--layout", help='Ranks per axis, e.g. "shard=2,tp=2". Axes: dp, shard, cp, tp; also zero, context.')
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a recipe value; may be repeated.")
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"weft {weft.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    layout: LayoutText = None,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; runs/NAME by default.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="auto|DIR", help="Continue a run or checkpoint, under any layout.")] = None,
+) -> int:
+    """Train a model. Starts one process per rank, or joins those of torchrun or Slurm."""
+    from weft.cli.train import run
+
+    return run(recipe, layout, overrides or [], out, resume)
+
+
+@app.command()
+def verify(
+    recipe: RecipeFile,
+    layout: LayoutText = None,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    types: Annotated[bool, typer.Option("--types", help="Type-check the step instead: no devices, any world size.")] = False,
+    dtype: Annotated[str, typer.Option(help="float64 (to 1e-10) or float32 (to 1e-5).")] = "float64",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> int:
+    """Prove that a layout computes what one device computes. Exit code 0: equal, 1: not."""
+    from weft.cli.verify import run
+
+    return run(recipe, layout, overrides or [], steps, types, dtype, as_json)
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Option(help="A run folder, a checkpoint, or a Hugging Face model folder.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 120,
+    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among this many; 0 means all.")] = 40,
+    seed: int = 0,
+) -> int:
+    """Continue a text with a trained model."""
+    from weft.cli.generate import run
+
+    return run(checkpoint, prompt, tokens, temperature, top_k, seed)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write; RUN/report.html by default.")] = None,
+) -> int:
+    """Write a run's report: one HTML page that works offline."""
+    from weft.observe.report import write_report
+
+    typer.echo(write_report(run, out))
+    return 0
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Option(help="A run folder or a checkpoint.")],
+    out: Annotated[Path, typer.Option(help="The folder to make.")],
+) -> int:
+    """Write a checkpoint as a Hugging Face model: safetensors, config and tokenizer."""
+    from weft.cli.generate import export_model
+
+    typer.echo(export_model(checkpoint, out))
+    return 0
+
+
+@app.command()
+def techniques() -> int:
+    """List the published techniques in Weft, with recipe, proof and measured figure."""
+    from weft.cli.techniques import run
+
+    return run()

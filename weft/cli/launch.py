@@ -1,0 +1,273 @@
+"""Start the ranks of one machine, end them together, and turn what went wrong in any of them into one line.
+
+``launch`` runs this command again as several processes under ``torch.distributed.elastic``. A rank that fails leaves a
+record (:func:`report_failure`); the parent picks the root cause from all records and exit codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UsageError, WeftError
+
+#: Seconds that ranks get, after Ctrl-C or SIGTERM, to save and stop before they are killed.
+GRACE_S = 60
+
+# What a rank runs before the command proper: the kernel is told to kill it when the launcher dies, whatever the cause
+# (PR_SET_PDEATHSIG survives exec). Elsewhere than on Linux, ranks of a killed launcher end with their next collective.
+_ENTRY = """
+import ctypes, json, os, sys
+parent, env, *command = sys.argv[1:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(parent):
+    sys.exit(1)
+os.execve(command[0], command, {**os.environ, **json.loads(env)})
+"""
+
+# All ranks are on this machine: gloo needs no network, nor a host name that resolves.
+_LOOPBACK = {"linux": "lo", "darwin": "lo0"}.get(sys.platform, "")
+
+# How gloo, NCCL and the rendezvous store put it that *another* rank is gone or late.
+_PEER_LOST = re.compile(
+    r"gloo/|NCCL|by peer|Broken pipe|Timed out waiting|wait timeout|Connection (was )?(refused|closed)|ProcessGroup", re.I
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one rank ended. ``grade`` orders candidates for the root cause, then ``when`` (seconds since the epoch).
+
+    Grades: 0 a :class:`WeftError`; 1 anything unexpected; 2 the loss of another rank; 3 a rank that was told to stop.
+    """
+
+    rank: int
+    message: str
+    exit_code: int
+    grade: int
+    when: float
+    trace: str = ""
+
+
+def in_ranks() -> bool:
+    """Whether this process is one of several ranks already (ours, torchrun's or Slurm's).
+
+    Under ``srun`` with several tasks the variables that ``torch.distributed`` reads are set from Slurm's.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return True
+    derived = slurm_ranks(os.environ)
+    os.environ.update(derived)
+    return bool(derived)
+
+
+def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
+    """``torch.distributed``'s variables from those of a Slurm job step; empty outside of one.
+
+    A batch script has ``SLURM_PROCID`` and ``SLURM_NTASKS`` too, although it is no rank: only steps have ``SLURM_STEP_*``.
+    """
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2 or "SLURM_PROCID" not in env:
+        return {}
+    per_node: list[str] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1")):
+        per_node += [count] * int(times or 1)
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "localhost")
+    first = re.match(r"(\[[^]]*]|[^],[])+", nodes)  # up to the first comma outside brackets
+    host = re.sub(r"\[(\d+)[^]]*]", r"\1", first[0] if first else nodes)
+    return {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": per_node[min(int(env.get("SLURM_NODEID", "0")), len(per_node) - 1)],
+        "MASTER_ADDR": env.get("MASTER_ADDR", host),
+        "MASTER_PORT": env.get("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000)),
+    }
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_threads(requested: int, local_world: int) -> None:
+    """Give PyTorch ``requested`` threads, or with 0 this rank's share of the cores."""
+    import torch
+
+    torch.set_num_threads(requested or max(1, cores() // local_world))
+
+
+def init_ranks(device: str, timeout_s: int) -> None:
+    """Join the default process group: gloo on ``"cpu"``, NCCL on ``"cuda"`` with one GPU per local rank.
+
+    Raises :class:`UsageError` if this machine has fewer GPUs than ranks, :class:`WeftError` if other ranks do not come.
+    """
+    import torch
+    import torch.distributed as dist
+
+    # spmd_types calls these under the names that PyTorch is about to drop.
+    warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)\w* is deprecated", FutureWarning)
+    backend, index = "gloo", None
+    if device == "cuda":
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if gpus == 1 and "SLURM_PROCID" in os.environ:
+            local = 0  # Slurm can show each task its own GPU only
+        if local >= gpus:
+            ranks = os.environ.get("LOCAL_WORLD_SIZE", "more")
+            raise UsageError(f"{ranks} ranks on this machine but {gpus} GPUs; start fewer ranks or set train.device=cpu")
+        backend, index = "nccl", torch.device("cuda", local)
+        torch.cuda.set_device(index)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=index)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise WeftError(
+            f"rank {os.environ['RANK']} did not meet all {os.environ['WORLD_SIZE']} ranks at {where} within {timeout_s} s; "
+            "check that all were started and can reach that port"
+        ) from error
+
+
+def launch(argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0) -> int:
+    """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes and return the exit code.
+
+    Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on; ranks then have :data:`GRACE_S` seconds to stop, a second signal
+    ends them at once, and the code is 128 + signal. If a rank fails the others are stopped and the root cause is printed.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is reported here, once
+    # A run under nohup has SIGHUP ignored and must outlive its terminal.
+    signals = [s for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if s != signal.SIGHUP or _heeds(s)]
+    handlers = {s: signal.getsignal(s) for s in signals}
+    defaults = {"OMP_NUM_THREADS": str(threads or max(1, cores() // ranks)), "GLOO_SOCKET_IFNAME": _LOOPBACK}
+    env = {"WEFT_LAUNCHED": "1", **{key: value for key, value in defaults.items() if value and key not in os.environ}}
+    entry = ["-I", "-S", "-c", _ENTRY, str(os.getpid()), json.dumps(env)]
+    with tempfile.TemporaryDirectory(prefix="weft-ranks-", ignore_cleanup_errors=True) as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            rdzv_backend="c10d",  # on a port that the store itself picks, so that no other run can have it
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            run_id=uuid.uuid4().hex,
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(folder),
+            signals_to_handle=",".join(s.name for s in signals),
+            shutdown_timeout=GRACE_S,
+        )
+        # The agent expands ${...} in arguments, but these are the user's.
+        words = [a.replace("$", "$$") for a in [*entry, *(command or [sys.executable, "-m", "weft", *argv])]]
+        code, failed = 0, {}
+        try:
+            launch_agent(config, sys.executable, words)
+        except ChildFailedError as error:
+            code, failed = 1, {rank: (f.exitcode, float(f.timestamp)) for rank, f in error.failures.items()}
+        except (SignalException, KeyboardInterrupt) as error:
+            code = 128 + getattr(error, "sigval", signal.SIGINT)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        cause = root_cause(_records(Path(folder)), failed)
+    if code == 0 or cause is None or (code > 128 and cause.grade > 1):
+        return code
+    _show(cause, debug="--debug" in argv)
+    return code if code > 128 else cause.exit_code
+
+
+def report_failure(error: BaseException) -> int:
+    """Record why this process fails and return its exit code.
+
+    In a rank that ``launch`` started, the record goes to the launcher, which prints one line for all ranks. Otherwise
+    (one process, or ranks of torchrun or Slurm) the line is printed here. ``WEFT_DEBUG=1`` adds the traceback.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, WeftError):
+        failure = Failure(rank, str(error), error.exit_code, 0, time.time(), trace)
+    else:
+        first = next(iter(str(error).strip().splitlines()), "")
+        message = f"{type(error).__name__}: {first}" if first else type(error).__name__
+        failure = Failure(rank, message, 1, 2 if is_secondary(error) else 1, time.time(), trace)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": trace, "timestamp": str(int(failure.when))}  # the form torchrun reads
+        record = {"message": {"message": failure.message, "extraInfo": extra}, "weft": asdict(failure)}
+        with contextlib.suppress(OSError):  # an earlier error matters more than a full disk
+            Path(path).write_text(json.dumps(record))
+    if "WEFT_LAUNCHED" not in os.environ:
+        _show(failure, name_rank=int(os.environ.get("WORLD_SIZE", "1")) > 1)
+    return failure.exit_code
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether ``error`` only says that another rank is gone, late, or that this one was told to stop."""
+    if isinstance(error, WeftError):
+        return False
+    names = {cls.__name__ for cls in type(error).__mro__}  # by name: a typo must not cost an import of torch
+    if names & {"DistError", "KeyboardInterrupt", "SystemExit"}:
+        return True
+    return isinstance(error, RuntimeError | OSError) and bool(_PEER_LOST.search(str(error)))
+
+
+def root_cause(records: list[Failure], failed: Mapping[int, tuple[int, float]]) -> Failure | None:
+    """The failure that explains the others, from ranks' records and ``{rank: (exit code, time)}``."""
+    spoke = {record.rank for record in records}
+    silent = [_silent(rank, code, when) for rank, (code, when) in failed.items() if rank not in spoke]
+    return min([*records, *silent], key=lambda failure: (failure.grade, failure.when), default=None)
+
+
+def _silent(rank: int, code: int, when: float) -> Failure:
+    """Failure of a rank that left no record."""
+    if code >= 0:
+        told = code - 128 in (signal.SIGTERM, signal.SIGINT)
+        message = f"rank {rank} ended with exit code {code}; its last output above says more"
+        return Failure(rank, message, 1, 3 if told else 1, when)
+    number = signal.Signals(-code)
+    message = f"rank {rank} was killed by {number.name}"
+    if number == signal.SIGKILL:
+        message += ', probably out of memory: try a smaller train.micro_batch or train.recompute = "full"'
+    return Failure(rank, message, 1, 3 if number in (signal.SIGTERM, signal.SIGINT) else 1, when)
+
+
+def _records(folder: Path) -> list[Failure]:
+    found = []
+    for path in sorted(folder.glob("*/attempt_*/*/error.json")):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short: the exit code still counts
+            fields: dict[str, Any] = json.loads(path.read_text())["weft"]
+            found.append(Failure(**fields))
+    return found
+
+
+def _show(failure: Failure, name_rank: bool = True, debug: bool = False) -> None:
+    """Print the one line; what Weft did not foresee also leaves its traceback in a file."""
+    line = failure.message
+    if failure.trace and failure.grade > 0:
+        with tempfile.NamedTemporaryFile("w", prefix="weft-error-", suffix=".log", delete=False) as log:
+            log.write(failure.trace)
+        line = f"rank {failure.rank}: {line}" if name_rank else line
+        line += f" (traceback in {log.name})"
+    if failure.trace and (debug or os.environ.get("WEFT_DEBUG", "0") not in ("", "0")):
+        print(failure.trace.rstrip(), file=sys.stderr)
+    print(f"weft: error: {line}", file=sys.stderr, flush=True)
+
+
+def _heeds(number: signal.Signals) -> bool:
+    return signal.getsignal(number) is not signal.SIG_IGN

@@ -1,0 +1,85 @@
+"""``weft train``: prepare, start the ranks (or be one), and say at the end what there is to see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from weft.cli.launch import in_ranks, init_ranks, launch, set_threads
+from weft.errors import WeftError
+from weft.recipe import Recipe, load_recipe
+
+
+def run(path: Path, layout: str | None, overrides: list[str], out: Path | None, resume: str | None) -> int:
+    recipe = load_recipe(path, overrides, layout)
+    if not in_ranks():
+        from weft.train.setup import local_ranks, prepare
+
+        with Console(stderr=True).status("preparing the data"):
+            prepare(recipe)
+        if recipe.layout.world > 1:
+            return launch(sys.argv[1:], local_ranks(recipe), threads=recipe.train.threads)
+    return be_rank(recipe, out, resume)
+
+
+def be_rank(recipe: Recipe, out: Path | None, resume: str | None) -> int:
+    """One rank's whole life."""
+    import torch
+    import torch.distributed as dist
+
+    from weft.layout.mesh import Mesh
+    from weft.observe.report import write_report
+    from weft.train.loop import train
+    from weft.train.setup import device_type, prepare
+
+    set_threads(recipe.train.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    device = device_type(recipe)
+    join(device, recipe.train.timeout)
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    mesh = Mesh.create(recipe.layout, torch.device(device, torch.cuda.current_device()) if device == "cuda" else device)
+    try:
+        outcome = train(prepare(recipe), mesh, out, resume)
+    except torch.OutOfMemoryError as error:
+        raise WeftError(
+            f"out of memory on {mesh.device}: {str(error).splitlines()[0]}; lower train.micro_batch, set train.recompute = "
+            "'selective' or 'full', or raise layout.shard"
+        ) from None
+    main = mesh.is_main
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if main:
+        report = write_report(outcome.run)
+        _conclude(recipe, outcome, report)
+    launched = "WEFT_LAUNCHED" in os.environ
+    return 0 if launched or not outcome.interrupted else 128 + outcome.interrupted
+
+
+def join(device: str, timeout: int) -> None:
+    """Join the ranks that were started; a lone process is a world of one."""
+    if "RANK" not in os.environ:
+        import torch.distributed as dist
+
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    init_ranks(device, timeout)
+
+
+def _conclude(recipe: Recipe, outcome, report: Path) -> None:  # type: ignore[no-untyped-def]
+    say = Console(highlight=False, soft_wrap=True).print
+    if outcome.interrupted:
+        name = signal.Signals(outcome.interrupted).name
+        say(f"stopped by {name} after step {outcome.progress.step}; continue with: --resume {outcome.run}")
+    elif outcome.first_validation and outcome.last_validation:
+        first, last = outcome.first_validation, outcome.last_validation
+        say(f"validation loss {first:.3f} -> {last:.3f} ({last / first:.0%} of its first value)")
+    if recipe.generate and outcome.checkpoint and not outcome.interrupted:
+        from weft.cli.generate import say_sample
+
+        say_sample(outcome.checkpoint, recipe.generate)
+    say(f"checkpoint  {outcome.checkpoint}\nreport      {report}")

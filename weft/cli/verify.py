@@ -1,0 +1,94 @@
+"""``weft verify``: the layout against one device, by numbers or by types."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import typer
+
+from weft.cli.launch import in_ranks, launch, set_threads
+from weft.cli.train import join
+from weft.errors import UsageError, WeftError, nearest
+from weft.recipe import Recipe, load_recipe
+
+
+def run(
+    path: Path, layout: str | None, overrides: list[str], steps: int, types: bool, dtype: str, as_json: bool
+) -> int:
+    from weft.train.verify import TOLERANCE
+
+    if dtype not in TOLERANCE:
+        raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, TOLERANCE)}")
+    recipe = load_recipe(path, overrides, layout)
+    # What is proved is the arithmetic of the layout, in a precision in which rounding cannot hide a mistake.
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"dtype": dtype})})
+    if types:
+        return _types(recipe, as_json)
+    if not in_ranks():
+        from weft.train.setup import prepare
+
+        prepare(recipe)
+        if recipe.layout.world > 1:
+            return launch(sys.argv[1:], recipe.layout.world, threads=recipe.train.threads)
+    return _numbers(recipe, steps, as_json)
+
+
+def _types(recipe: Recipe, as_json: bool) -> int:
+    from weft.train.setup import model_shape
+    from weft.train.verify import check_types
+
+    shape = model_shape(recipe)
+    shape = shape.model_copy(update={"vocab": shape.vocab or 257, "layers": min(shape.layers, 2)})  # layers are alike
+    fault = check_types(shape, recipe.layout, recipe.train)
+    if as_json:
+        print(json.dumps({"ok": fault is None, "layout": str(recipe.layout), "world": recipe.layout.world,
+                          "fault": asdict(fault) if fault else None}))  # fmt: skip
+    elif fault:
+        typer.echo(f"the types of {recipe.layout} do not fit:\n{fault}")
+    else:
+        typer.echo(f"the types of one step under {recipe.layout} fit ({recipe.layout.world} ranks, none started)")
+    return 0 if fault is None else 1
+
+
+def _numbers(recipe: Recipe, steps: int, as_json: bool) -> int:
+    import torch.distributed as dist
+
+    from weft.layout.layout import Layout
+    from weft.layout.mesh import Mesh
+    from weft.train.setup import device_type, prepare
+    from weft.train.verify import TOLERANCE, compare, run_layout
+
+    set_threads(recipe.train.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    device = device_type(recipe)
+    join(device, recipe.train.timeout)
+    mesh = Mesh.create(recipe.layout, device)
+    job = prepare(recipe)
+    mine = run_layout(job, mesh, steps)
+    reference = None
+    if mesh.is_main:
+        alone = replace(job, recipe=recipe.model_copy(update={"layout": Layout()}))
+        reference = run_layout(alone, Mesh.single(device), steps)
+    difference = compare(mine, reference, recipe.train.dtype, mesh)
+    dist.destroy_process_group()
+    if difference is None:
+        return 0
+    if as_json:
+        print(json.dumps({**asdict(difference), "layout": str(recipe.layout), "steps": steps, "dtype": recipe.train.dtype}))
+    else:
+        limit = TOLERANCE[recipe.train.dtype]
+        typer.echo(f"{recipe.layout} against one device, {steps} steps in {recipe.train.dtype} (limit {limit:.0e}):")
+        for what, value, where in (
+            ("loss", difference.loss, ""),
+            ("gradients", difference.grad, difference.worst_grad),
+            ("gradient norm", difference.grad_norm, ""),
+            ("parameters", difference.param, difference.worst_param),
+        ):
+            verdict = "equal" if value <= limit else "DIFFERENT"
+            typer.echo(f"  {what:<14} {value:9.2e}  {verdict}" + (f"  (worst: {where})" if where else ""))
+    if not difference.ok:
+        raise WeftError(f"{recipe.layout} does not compute what one device computes")
+    return 0

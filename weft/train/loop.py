@@ -1,0 +1,260 @@
+"""The run: everything between ``weft train`` and its last checkpoint, on every rank."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from weft.checkpoint.state import Progress, check_same_data, load_state, save_state
+from weft.checkpoint.store import find
+from weft.errors import UsageError, WeftError
+from weft.layout.mesh import Mesh
+from weft.models.hf import hf_values
+from weft.observe.display import Display
+from weft.observe.flops import flops_per_token, memory_gib, parameter_count, peak_flops
+from weft.observe.metrics import Metrics
+from weft.observe.split import profile_step, trace
+from weft.parallel.build import local_parts, parallelize
+from weft.train.optim import build_optimizer, learning_rate
+from weft.train.setup import Job
+from weft.train.step import StepResult, evaluate, train_step
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. ``interrupted`` is the signal that stopped it, 0 if it finished."""
+
+    run: Path
+    checkpoint: Path | None
+    progress: Progress
+    first_validation: float | None
+    last_validation: float | None
+    interrupted: int
+
+
+@dataclass
+class _Signals:
+    """SIGINT and SIGTERM ask the run to stop after the current step; a second SIGINT ends it at once."""
+
+    received: int = 0
+    _before: dict[int, object] = field(default_factory=dict)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+    @contextmanager
+    def watch(self) -> Iterator[_Signals]:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {n: signal.signal(n, self._handle) for n in numbers}
+        try:
+            yield self
+        finally:
+            for n in numbers:
+                signal.signal(n, before[n])
+
+
+def choose_run(name: str, out: Path | None, resume: str | None, main: bool) -> tuple[Path, Path | None]:
+    """The run folder, and the checkpoint path to resume from if any. The same on all ranks: rank 0 decides."""
+    chosen: list[tuple[Path, Path | None] | str | None] = [None]
+    if main:
+        try:
+            chosen[0] = _choose(name, out, resume)
+        except WeftError as error:
+            chosen[0] = f"{error.exit_code}{error}"
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(chosen, src=0)
+    if isinstance(chosen[0], str):
+        raise (UsageError if chosen[0][0] == "2" else WeftError)(chosen[0][1:])
+    assert chosen[0] is not None
+    return chosen[0]
+
+
+def _choose(name: str, out: Path | None, resume: str | None) -> tuple[Path, Path | None]:
+    if resume and resume != "auto":
+        path = Path(resume)
+        if not path.exists():
+            raise WeftError(f"--resume {resume} does not exist; give a run folder, a checkpoint or 'auto'")
+        inside = path.parent.parent if path.parent.name == "checkpoints" else path
+        return out or inside, path
+    if resume == "auto":
+        run = out or _latest(name) or Path("runs") / name
+        return run, run if (run / "checkpoints").is_dir() else None
+    if out is not None:
+        if out.exists() and any(out.iterdir()):
+            raise UsageError(f"--out {out} already holds something; choose another folder or add --resume auto")
+        return out, None
+    run, number = Path("runs") / name, 1
+    while run.exists():
+        number += 1
+        run = Path("runs") / f"{name}-{number}"
+    return run, None
+
+
+def _latest(name: str) -> Path | None:
+    """The most recent run of this name that has a checkpoint."""
+    runs = [p for p in Path("runs").glob(f"{name}*") if (p / "checkpoints").is_dir()]
+    return max(runs, key=lambda p: p.stat().st_mtime, default=None)
+
+
+def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = None) -> Outcome:
+    """Train to the end of the recipe, of the data, or to a signal; save, and say how it went. Runs on every rank."""
+    recipe, shape = job.recipe, job.shape
+    settings = recipe.train
+    notes: list[str] = []
+    run, source = choose_run(recipe.name, out, resume, mesh.is_main)
+    found = find(source, notes.append) if source else None
+    model = parallelize(shape, mesh, settings, hf_values(recipe.model.weights) if recipe.model.weights else None)
+    parts = local_parts(model, mesh)
+    optimizer = build_optimizer(parts, recipe.optimizer)
+    progress = Progress()
+    if found:
+        check_same_data(found[1], job.corpus.fingerprint, found[0])
+        progress = load_state(*found, parts, optimizer)
+        notes.append(f"resumed from {found[0]} at step {progress.step}")
+    loader = job.loader(job.corpus.train, mesh)
+    held_out = job.loader(job.corpus.validation, mesh) if job.corpus.validation else None
+    root = run / "checkpoints"
+    about = {
+        "recipe": recipe.model_copy(update={"model": shape}).model_dump(mode="json"),
+        "layout": str(mesh.layout),
+        "world": mesh.layout.world,
+        "data": job.corpus.fingerprint,
+    }
+
+    metrics = Metrics(run if mesh.is_main else None, recipe.observe.tensorboard)
+    per_token = flops_per_token(shape, shape.vocab, recipe.data.seq_len)
+    peak = _peak(mesh, DTYPES[settings.dtype])
+    metrics.log(
+        "run", progress.step, **about, device=_device_name(mesh), parameters=parameter_count(shape, shape.vocab),
+        flops_per_token=per_token, peak_flops=peak, started=datetime.datetime.now().isoformat(timespec="seconds"),
+    )  # fmt: skip
+    title = f"{recipe.name}: {parameter_count(shape, shape.vocab) / 1e6:.1f}M parameters on {mesh.layout}, {_device_name(mesh)}"
+    tracing = run / "trace" / f"rank-{dist.get_rank() if dist.is_initialized() else 0}.json" if recipe.observe.trace else None
+    saved: Path | None = None
+    validations: list[float] = []
+
+    with (
+        _Signals().watch() as signals,
+        Display(settings.steps, title, enabled=mesh.is_main) as display,
+        trace(tracing, recipe.observe.trace) as traced,
+    ):
+
+        def event(text: str) -> None:
+            display.note(text)
+            metrics.log("event", progress.step, message=text)
+
+        def checkpoint() -> Path:
+            path = save_state(root, parts, optimizer, progress, about, recipe.checkpoint.keep, job.corpus.tokenizer)
+            event(f"checkpoint {path}")
+            return path
+
+        def validate() -> None:
+            if held_out is None or not recipe.validation.every:
+                return
+            steps = (held_out.step(i * settings.batch) for i in range(recipe.validation.batches))
+            validations.append(evaluate(model, (s for s in steps if s), mesh))
+            metrics.log("validation", progress.step, loss=validations[-1])
+            display.update(progress.step, validation=validations[-1])
+
+        def one_step(lr: float) -> tuple[StepResult, float] | None:
+            begun = time.perf_counter()
+            with record_function("weft:data"):
+                batches = loader.step(progress.position)
+            waited = time.perf_counter() - begun
+            if batches is None:
+                return None
+            stop = signals.received > 0
+            result = train_step(model, parts, batches, optimizer, mesh, lr=lr, clip=recipe.optimizer.clip, stop=stop)
+            return result, waited
+
+        for text in notes:
+            event(text)
+        if not progress.step:
+            validate()
+        stopped = False
+        while progress.step < settings.steps and not stopped:
+            lr = learning_rate(recipe.optimizer, progress.step, settings.steps)
+            begun = time.perf_counter()
+            every = recipe.observe.split_every
+            profiled = bool(every) and progress.step % every == min(2, every - 1) and not tracing
+            if profiled:
+                done, split = profile_step(lambda lr=lr: one_step(lr))  # type: ignore[misc]
+            else:
+                done, split = one_step(lr), None
+            if done is None:
+                event(f"the data ended after {progress.position:,} samples")
+                break
+            result, waited = done
+            seconds = time.perf_counter() - begun
+            progress.step += 1
+            progress.position += settings.batch
+            progress.tokens += result.tokens
+            progress.updates += not result.skipped
+            stopped = result.stop
+            rate = result.tokens / seconds
+            seen = {
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": lr,
+                "tokens_per_s": rate,
+                "mfu": rate * per_token / peak,
+                "memory_gib": memory_gib(mesh.device),
+            }
+            if result.skipped:
+                event(f"step {progress.step}: loss or gradient norm is not finite; the update was skipped on all ranks")
+            if split is not None:  # a profiled step's own speed means nothing
+                metrics.log("split", progress.step, **{k: v for k, v in asdict(split).items() if k != "total"})
+                seen = {k: seen[k] for k in ("loss", "grad_norm", "lr", "memory_gib")}
+            else:
+                seen |= {"step_s": seconds, "data_s": waited}
+            if progress.step % recipe.observe.every == 0:
+                metrics.log("train", progress.step, **seen, tokens=progress.tokens, skipped=int(result.skipped))
+            display.update(progress.step, **seen)
+            traced()
+            if recipe.validation.every and progress.step % recipe.validation.every == 0:
+                validate()
+            if recipe.checkpoint.every and progress.step % recipe.checkpoint.every == 0 and not stopped:
+                saved = checkpoint()
+        if stopped:
+            event(f"stopped by {signal.Signals(signals.received).name if signals.received else 'another rank'}")
+        elif recipe.validation.every and progress.step % recipe.validation.every:
+            validate()
+        if saved is None or saved.name != f"step-{progress.step:06d}":
+            saved = checkpoint()
+    metrics.close()
+    code = (signals.received or signal.SIGTERM) if stopped else 0
+    first, last = (validations[0], validations[-1]) if validations else (None, None)
+    return Outcome(run, saved, progress, first, last, code)
+
+
+def _peak(mesh: Mesh, dtype: torch.dtype) -> float:
+    """Peak flop/s of all ranks together; ranks that share a CPU's cores do not add up beyond them."""
+    one = peak_flops(mesh.device, dtype)
+    ranks = float(mesh.layout.world)
+    if mesh.device.type == "cpu":
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.layout.world))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ranks *= min(1.0, cores / (here * torch.get_num_threads()))
+    return one * ranks
+
+
+def _device_name(mesh: Mesh) -> str:
+    world, hosts = mesh.layout.world, int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    kind = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
+    ranks = f"{world} ranks" if world > 1 else "1 rank"
+    return f"{kind}, {ranks}" + (f" on {hosts} hosts" if hosts > 1 else "")

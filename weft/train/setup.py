@@ -1,0 +1,91 @@
+"""What must be known, and can be refused, before a rank starts or a folder is made."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from weft.data.loader import Corpus, Loader, open_data
+from weft.data.order import Order
+from weft.data.tokens import Progress
+from weft.errors import UsageError, WeftError
+from weft.layout.mesh import Mesh
+from weft.models.hf import shape_from_config
+from weft.observe.flops import parameter_count
+from weft.parallel.build import check_fits
+from weft.recipe import ModelShape, Recipe
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe with everything looked up: the data is open and the model's shape is complete."""
+
+    recipe: Recipe
+    shape: ModelShape
+    corpus: Corpus
+
+    def loader(self, order: Order, mesh: Mesh) -> Loader:
+        rows, passes = self.recipe.rows_per_pass()
+        data = self.recipe.data
+        return Loader(
+            order, mesh.layout, mesh.batch_rank, mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len
+        )
+
+
+def device_type(recipe: Recipe) -> str:
+    """``cpu`` or ``cuda``, as the recipe asks or the machine offers."""
+    wanted = recipe.train.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UsageError("train.device = 'cuda' but PyTorch sees no GPU; use device = 'cpu' or 'auto'")
+    return wanted if wanted != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
+    """Open the data, complete the model's shape and check that layout, model, data and memory go together."""
+    shape = model_shape(recipe)
+    check_fits(shape.model_copy(update={"vocab": shape.vocab or 1 << 20}), recipe.layout)
+    corpus = open_data(recipe.data, progress)
+    vocab = corpus.tokenizer.vocab
+    if shape.vocab and vocab > shape.vocab:
+        raise UsageError(
+            f"tokenizer {recipe.data.tokenizer!r} has {vocab} entries but the model's vocabulary is {shape.vocab}; "
+            "set model.vocab = 0 to take the tokenizer's size, or use the model's own tokenizer"
+        )
+    shape = shape.model_copy(update={"vocab": shape.vocab or vocab})
+    check_fits(shape, recipe.layout)
+    _check_memory(recipe, shape)
+    return Job(recipe, shape, corpus)
+
+
+def model_shape(recipe: Recipe) -> ModelShape:
+    """The model section, with ``config`` (or the config beside ``weights``) read if it is given."""
+    given = recipe.model
+    source = given.config or given.weights
+    if source is None:
+        return given
+    return shape_from_config(source).model_copy(update={"config": given.config, "weights": given.weights})
+
+
+def local_ranks(recipe: Recipe) -> int:
+    """Ranks that this machine will hold: what the launcher says, else all of them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world))
+
+
+def _check_memory(recipe: Recipe, shape: ModelShape) -> None:
+    """Refuse what cannot even hold its own state: parameters, gradients and two moments, before any activation."""
+    width = 8 if recipe.train.dtype == "float64" else 4
+    parameters = parameter_count(shape, shape.vocab)
+    need = 4 * width * parameters / recipe.layout.size("tp", "shard", "cp")
+    if device_type(recipe) == "cuda":
+        free, ranks = torch.cuda.get_device_properties(0).total_memory, 1
+    else:
+        free, ranks = psutil.virtual_memory().available, local_ranks(recipe)
+    if need * ranks > free:
+        raise WeftError(
+            f"too little memory: {parameters / 1e9:.2f}B parameters need {need * ranks / 2**30:.1f} GiB for weights, gradients "
+            f"and optimizer state on this {'device' if ranks == 1 else 'machine'}, {free / 2**30:.1f} GiB are there; "
+            "raise layout.shard or layout.tp, or choose a smaller model"
+        )
