@@ -1,7 +1,7 @@
 """One pool of worker processes for the whole test session, so that PyTorch is imported once and not per test.
 
-``pool.run(world, fn, *args)`` runs ``fn(*args)`` on ``world`` ranks of a fresh gloo process group and returns the results
-in rank order. ``fn`` is a top-level function of a test module; arguments and results are pickled.
+``pool.run(world, fn, *args)`` runs ``fn(*args)`` on ``world`` ranks of a fresh gloo process group and returns the
+results in rank order. ``fn`` is a top-level function of a test module; arguments and results are pickled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AFTERMATH_S = 5  # what the other ranks get to notice that one has failed
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank sends back: a pickled value, or a pickled exception (None if it cannot be pickled) and its trace."""
+    """What one rank sends back: a pickled value, or a pickled exception (None if that cannot be) and its trace."""
 
     ok: bool
     payload: bytes | None
@@ -52,11 +52,14 @@ class Pool:
     """Up to :data:`MAX_WORLD` processes, started when first needed and replaced when they die."""
 
     def __init__(self) -> None:
+        import torch.distributed as dist
+
         # Forking from a server that has imported PyTorch starts a worker in milliseconds.
         self._context = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
             self._context.set_forkserver_preload(["torch", "torch.distributed.tensor", "pytest"])
         self._folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[Worker] = []
         self._calls = 0
 
@@ -73,7 +76,7 @@ class Pool:
         self._calls += 1
         task = pickle.dumps((fn, args))
         for rank, worker in enumerate(workers):
-            worker.conn.send((rank, world, str(self._folder / f"store-{self._calls}"), timeout, task))
+            worker.conn.send((rank, world, f"call-{self._calls}", timeout, task))
         answers = self._collect(workers, timeout)
         obituary = self._bury({rank: worker for rank, worker in enumerate(workers) if rank not in answers}, timeout)
         failures = [(o.secondary, rank, o) for rank, o in answers.items() if not o.ok]
@@ -112,13 +115,13 @@ class Pool:
     def _start(self) -> Worker:
         ours, theirs = self._context.Pipe()
         stacks = Path(tempfile.mkstemp(prefix="stacks-", dir=self._folder)[1])
-        process = self._context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs, str(stacks), self._store.port), daemon=True)
         process.start()
         theirs.close()
         return Worker(process, ours, stacks)
 
     def _collect(self, workers: list[Worker], timeout: float) -> dict[int, Outcome]:
-        """Answers by rank, until all are in, or the time is up, or a rank has failed and the others had time to notice."""
+        """Answers by rank, until all are in, the time is up, or a rank failed and the others had time to notice."""
         answers: dict[int, Outcome] = {}
         waiting = {worker.conn: rank for rank, worker in enumerate(workers)}
         deadline = time.monotonic() + timeout
@@ -149,7 +152,7 @@ class Pool:
         return "\n".join(sorted(lines, key=lambda line: "died" not in line))
 
 
-def _serve(conn: Connection, stacks: str) -> None:
+def _serve(conn: Connection, stacks: str, port: int) -> None:
     """Life of a worker: one call after another until the pool hangs up."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the session, however that ends
@@ -157,34 +160,38 @@ def _serve(conn: Connection, stacks: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then hangs up
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)\w* is deprecated", FutureWarning)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     conn.send("ready")
     while True:
         try:
-            rank, world, store, timeout, task = conn.recv()
+            rank, world, prefix, timeout, task = conn.recv()
         except (EOFError, ConnectionError):
             return
-        conn.send(_call(rank, world, store, timeout, task))
+        try:
+            conn.send(_call(rank, world, dist.PrefixStore(prefix, store), timeout, task))
+        finally:  # after the answer: gloo takes some 20 ms to close
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
-def _call(rank: int, world: int, store: str, timeout: float, task: bytes) -> Outcome:
-    """One call inside its own process group."""
+def _call(rank: int, world: int, store: Any, timeout: float, task: bytes) -> Outcome:
+    """One call inside its own process group, and under settings that no earlier call has left."""
     import torch
     import torch.distributed as dist
 
     from weft.cli.launch import is_secondary
 
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, world),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=timeout + 10),  # the pool notices a hang first
-        )
+        # The longer timeout lets the pool notice a hang first.
+        limit = timedelta(seconds=timeout + 10)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         fn, args = pickle.loads(task)
         return Outcome(True, pickle.dumps(fn(*args)))
     except BaseException as error:
@@ -195,8 +202,3 @@ def _call(rank: int, world: int, store: str, timeout: float, task: bytes) -> Out
         except Exception:
             payload = None
         return Outcome(False, payload, trace, is_secondary(error))
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_grad_enabled(True)
-        if dist.is_initialized():
-            dist.destroy_process_group()

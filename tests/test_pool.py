@@ -77,7 +77,9 @@ def test_calls_are_quick(pool: Pool) -> None:
     assert min(times) < 0.3, f"a call on 4 ranks takes {min(times):.3f} s at best"
 
 
-@pytest.mark.parametrize(("kind", "error"), [("usage", UsageError), ("assert", AssertionError), ("local", RuntimeError)])
+@pytest.mark.parametrize(
+    ("kind", "error"), [("usage", UsageError), ("assert", AssertionError), ("local", RuntimeError)]
+)
 def test_an_exception_reaches_the_test_with_its_trace(pool: Pool, kind: str, error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         pool.run(3, fail_on, 1, kind)
@@ -88,7 +90,7 @@ def test_an_exception_reaches_the_test_with_its_trace(pool: Pool, kind: str, err
 
 def test_a_hang_names_the_ranks_and_the_pool_recovers(pool: Pool) -> None:
     before = [pid for *_, pid in pool.run(3, rank_sum, 0)]
-    with pytest.raises(TimeoutError, match="rank 2 did not answer within 1 s(?s:.)*in hang_on"):
+    with pytest.raises(TimeoutError, match=r"rank 2 did not answer within 1 s(?s:.)*in hang_on"):
         pool.run(3, hang_on, 2, timeout=1)
     after = [pid for *_, pid in pool.run(3, rank_sum, 0)]
     assert before[2] not in after

@@ -178,14 +178,9 @@ class Recipe(Section):
     observe: Observe = Observe()
     generate: Generate | None = None
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        self.rows_per_pass()
-        return self
-
-    def rows_per_pass(self) -> tuple[int, int]:
+    def rows_per_pass(self, layout: Layout) -> tuple[int, int]:
         """``(rows, passes)``: sequences per rank and pass, and gradient-accumulation passes per step."""
-        ranks = self.layout.dp * self.layout.shard
+        ranks = layout.size("dp", "shard")
         per_rank = -(-self.train.batch // ranks)
         rows = min(self.train.micro_batch or per_rank, per_rank)
         return rows, -(-per_rank // rows)

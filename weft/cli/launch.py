@@ -18,11 +18,14 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import psutil
 
 from weft.errors import UsageError, WeftError
 
@@ -46,7 +49,8 @@ _LOOPBACK = {"linux": "lo", "darwin": "lo0"}.get(sys.platform, "")
 
 # How gloo, NCCL and the rendezvous store put it that *another* rank is gone or late.
 _PEER_LOST = re.compile(
-    r"gloo/|NCCL|by peer|Broken pipe|Timed out waiting|wait timeout|Connection (was )?(refused|closed)|ProcessGroup", re.I
+    r"gloo/|NCCL|by peer|Broken pipe|Timed out waiting|wait timeout|Connection (was )?(refused|closed)|ProcessGroup",
+    re.I,
 )
 
 
@@ -80,7 +84,7 @@ def in_ranks() -> bool:
 def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
     """``torch.distributed``'s variables from those of a Slurm job step; empty outside of one.
 
-    A batch script has ``SLURM_PROCID`` and ``SLURM_NTASKS`` too, although it is no rank: only steps have ``SLURM_STEP_*``.
+    A batch script has ``SLURM_PROCID`` and ``SLURM_NTASKS`` too but is no rank: only steps have ``SLURM_STEP_*``.
     """
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2 or "SLURM_PROCID" not in env:
         return {}
@@ -129,7 +133,9 @@ def init_ranks(device: str, timeout_s: int) -> None:
             local = 0  # Slurm can show each task its own GPU only
         if local >= gpus:
             ranks = os.environ.get("LOCAL_WORLD_SIZE", "more")
-            raise UsageError(f"{ranks} ranks on this machine but {gpus} GPUs; start fewer ranks or set train.device=cpu")
+            raise UsageError(
+                f"{ranks} ranks on this machine but {gpus} GPUs; start fewer ranks or set train.device=cpu"
+            )
         backend, index = "nccl", torch.device("cuda", local)
         torch.cuda.set_device(index)
     try:
@@ -137,16 +143,16 @@ def init_ranks(device: str, timeout_s: int) -> None:
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise WeftError(
-            f"rank {os.environ['RANK']} did not meet all {os.environ['WORLD_SIZE']} ranks at {where} within {timeout_s} s; "
-            "check that all were started and can reach that port"
+            f"rank {os.environ['RANK']} did not meet all {os.environ['WORLD_SIZE']} ranks at {where} "
+            f"within {timeout_s} s; check that all were started and can reach that port"
         ) from error
 
 
 def launch(argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0) -> int:
     """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes and return the exit code.
 
-    Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on; ranks then have :data:`GRACE_S` seconds to stop, a second signal
-    ends them at once, and the code is 128 + signal. If a rank fails the others are stopped and the root cause is printed.
+    Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop, a second signal
+    ends them at once, and the code is 128 + signal. If a rank fails the others are stopped and the root cause printed.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -154,9 +160,6 @@ def launch(argv: list[str], ranks: int, command: list[str] | None = None, thread
 
     for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is reported here, once
-    # A run under nohup has SIGHUP ignored and must outlive its terminal.
-    signals = [s for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if s != signal.SIGHUP or _heeds(s)]
-    handlers = {s: signal.getsignal(s) for s in signals}
     defaults = {"OMP_NUM_THREADS": str(threads or max(1, cores() // ranks)), "GLOO_SOCKET_IFNAME": _LOOPBACK}
     env = {"WEFT_LAUNCHED": "1", **{key: value for key, value in defaults.items() if value and key not in os.environ}}
     entry = ["-I", "-S", "-c", _ENTRY, str(os.getpid()), json.dumps(env)]
@@ -171,21 +174,19 @@ def launch(argv: list[str], ranks: int, command: list[str] | None = None, thread
             run_id=uuid.uuid4().hex,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(folder),
-            signals_to_handle=",".join(s.name for s in signals),
+            signals_to_handle="SIGQUIT",  # the others are _forwarded, which knows about second signals
             shutdown_timeout=GRACE_S,
         )
         # The agent expands ${...} in arguments, but these are the user's.
         words = [a.replace("$", "$$") for a in [*entry, *(command or [sys.executable, "-m", "weft", *argv])]]
         code, failed = 0, {}
         try:
-            launch_agent(config, sys.executable, words)
+            with _forwarded(SignalException):
+                launch_agent(config, sys.executable, words)
         except ChildFailedError as error:
             code, failed = 1, {rank: (f.exitcode, float(f.timestamp)) for rank, f in error.failures.items()}
         except (SignalException, KeyboardInterrupt) as error:
             code = 128 + getattr(error, "sigval", signal.SIGINT)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
         cause = root_cause(_records(Path(folder)), failed)
     if code == 0 or cause is None or (code > 128 and cause.grade > 1):
         return code
@@ -269,5 +270,25 @@ def _show(failure: Failure, name_rank: bool = True, debug: bool = False) -> None
     print(f"weft: error: {line}", file=sys.stderr, flush=True)
 
 
-def _heeds(number: signal.Signals) -> bool:
-    return signal.getsignal(number) is not signal.SIG_IGN
+@contextlib.contextmanager
+def _forwarded(stop: type[Exception]) -> Iterator[None]:
+    """Let the first signal raise ``stop``, which makes the agent forward it and wait, and later ones kill the ranks."""
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:
+            raise stop("stopped", signal.Signals(number))
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    for number, handler in before.items():
+        if number != signal.SIGHUP or handler is not signal.SIG_IGN:  # under nohup a run outlives its terminal
+            signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import typer
@@ -57,7 +57,6 @@ def _types(recipe: Recipe, as_json: bool) -> int:
 def _numbers(recipe: Recipe, steps: int, as_json: bool) -> int:
     import torch.distributed as dist
 
-    from weft.layout.layout import Layout
     from weft.layout.mesh import Mesh
     from weft.train.setup import device_type, prepare
     from weft.train.verify import TOLERANCE, compare, run_layout
@@ -70,8 +69,7 @@ def _numbers(recipe: Recipe, steps: int, as_json: bool) -> int:
     mine = run_layout(job, mesh, steps)
     reference = None
     if mesh.is_main:
-        alone = replace(job, recipe=recipe.model_copy(update={"layout": Layout()}))
-        reference = run_layout(alone, Mesh.single(device), steps)
+        reference = run_layout(job, Mesh.single(device), steps)
     difference = compare(mine, reference, recipe.train.dtype, mesh)
     dist.destroy_process_group()
     if difference is None:

@@ -42,6 +42,7 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, dtype: Dtype) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo knows as well
 
 
 def begin_pass(model: Transformer, mesh: Mesh, last: bool) -> None:

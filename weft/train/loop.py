@@ -20,7 +20,6 @@ from weft.checkpoint.state import Progress, check_same_data, load_state, save_st
 from weft.checkpoint.store import find
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
-from weft.models.hf import hf_values
 from weft.observe.display import Display
 from weft.observe.flops import flops_per_token, memory_gib, parameter_count, peak_flops
 from weft.observe.metrics import Metrics
@@ -118,7 +117,12 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
     notes: list[str] = []
     run, source = choose_run(recipe.name, out, resume, mesh.is_main)
     found = find(source, notes.append) if source else None
-    model = parallelize(shape, mesh, settings, hf_values(recipe.model.weights) if recipe.model.weights else None)
+    values = None
+    if recipe.model.weights and not found:
+        from weft.models.hf import hf_values
+
+        values = hf_values(recipe.model.weights)
+    model = parallelize(shape, mesh, settings, values)
     parts = local_parts(model, mesh)
     optimizer = build_optimizer(parts, recipe.optimizer)
     progress = Progress()

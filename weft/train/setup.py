@@ -13,7 +13,6 @@ from weft.data.order import Order
 from weft.data.tokens import Progress
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
-from weft.models.hf import shape_from_config
 from weft.observe.flops import parameter_count
 from weft.parallel.build import check_fits
 from weft.recipe import ModelShape, Recipe
@@ -28,7 +27,7 @@ class Job:
     corpus: Corpus
 
     def loader(self, order: Order, mesh: Mesh) -> Loader:
-        rows, passes = self.recipe.rows_per_pass()
+        rows, passes = self.recipe.rows_per_pass(mesh.layout)
         data = self.recipe.data
         return Loader(
             order, mesh.layout, mesh.batch_rank, mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len
@@ -66,6 +65,8 @@ def model_shape(recipe: Recipe) -> ModelShape:
     source = given.config or given.weights
     if source is None:
         return given
+    from weft.models.hf import shape_from_config
+
     return shape_from_config(source).model_copy(update={"config": given.config, "weights": given.weights})
 
 

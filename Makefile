@@ -1,0 +1,45 @@
+# Everything starts from `make install`, which the other targets run when it is due.
+# PYTHON picks the interpreter (3.11 or newer); PIP_ARGS is handed to pip, for instance
+#   make install PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
+
+.PHONY: install train test test-quick lint bench clean
+
+install: $(STAMP)
+
+# PyTorch goes first and alone: nothing that follows can then pull in another version of it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "weft needs Python 3.11 or newer; try: make install PYTHON=python3.12"; exit 1; }
+	@echo "[1/3] virtual environment in .venv"
+	@$(PYTHON) -m venv .venv
+	@echo "[2/3] PyTorch ($$(grep '^torch==' constraints.txt))"
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@echo "[3/3] weft and its tools"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+train: install
+	$(BIN)/weft train recipes/quickstart.toml
+
+test: install
+	$(BIN)/python -m pytest tests -q
+
+test-quick: install
+	$(BIN)/python -m pytest tests -q -m "not slow"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy weft
+
+bench: install
+	@for file in bench/*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find weft tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,239 @@
+"""Starting ranks, ending them, and the one line that says why they failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from weft.cli.launch import Failure, in_ranks, is_secondary, launch, report_failure, root_cause, slurm_ranks
+from weft.errors import UsageError, WeftError
+
+ROOT = Path(__file__).parents[2]
+
+# A rank that joins the others, notes its pid and then does as it is told.
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from weft.cli.launch import init_ranks, report_failure
+from weft.errors import UsageError
+
+folder, deed = Path(sys.argv[1]), sys.argv[2]
+try:
+    init_ranks("cpu", 60)
+    import torch, torch.distributed as dist
+    rank, total = dist.get_rank(), torch.ones(1)
+    dist.all_reduce(total)
+    stopped = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stopped.append(number))
+    (folder / f"pid-{{rank}}").write_text(str(os.getpid()))
+    if deed == "print":
+        print(rank, total.item(), os.environ["OMP_NUM_THREADS"], *sys.argv[3:], flush=True)
+    if rank == 1 and deed == "usage":
+        raise UsageError("layout axis 'tq' is unknown")
+    if rank == 1 and deed == "bug":
+        raise ValueError("an oversight\\nwith details")
+    if rank == 1 and deed == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while deed == "stubborn" or (deed == "wait" and not stopped):
+        time.sleep(0.05)
+    if stopped:
+        time.sleep(0.5)
+        (folder / f"saved-{{rank}}").write_text(signal.Signals(stopped[0]).name)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+except BaseException as error:
+    sys.exit(report_failure(error))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> list[str]:
+    path = tmp_path / "rank.py"
+    path.write_text(RANK.format(root=str(ROOT)))
+    return [sys.executable, str(path), str(tmp_path)]
+
+
+def start_parent(command: list[str], ranks: int) -> subprocess.Popen[str]:
+    code = f"import sys; from weft.cli.launch import launch; sys.exit(launch([], {ranks}, {command!r}))"
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(folder: Path, pattern: str, count: int) -> list[str]:
+    """Contents of files that ranks write when they are ready."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        texts = [path.read_text() for path in sorted(folder.glob(pattern))]
+        if len(texts) == count and all(texts):
+            return texts
+        time.sleep(0.05)
+    raise AssertionError(f"{count} files {pattern} did not appear in {folder}")
+
+
+def assert_gone(pids: list[str]) -> None:
+    deadline = time.monotonic() + 5
+    while left := [p for p in pids if psutil.pid_exists(int(p)) and psutil.Process(int(p)).status() != "zombie"]:
+        assert time.monotonic() < deadline, f"orphans: {left}"
+        time.sleep(0.05)
+
+
+def test_ranks_run_and_get_their_arguments_as_written(script: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert launch([], 2, [*script, "print", "$$ ${local_rank}"], threads=3) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == [f"{rank} 2.0 3 $$ ${{local_rank}}" for rank in (0, 1)]
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("deed", "code", "line"),
+    [
+        ("usage", 2, "weft: error: layout axis 'tq' is unknown\n"),
+        ("killed", 1, "weft: error: rank 1 was killed by SIGKILL, probably out of memory"),
+        ("bug", 1, "weft: error: rank 1: ValueError: an oversight (traceback in "),
+    ],
+)
+def test_one_failing_rank_ends_all_with_one_line(
+    script: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], deed: str, code: int, line: str
+) -> None:
+    start = time.monotonic()
+    assert launch([], 2, [*script, deed]) == code
+    assert time.monotonic() - start < 20
+    err = capfd.readouterr().err
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+    if deed == "bug":
+        log = Path(err.split("traceback in ")[1].rstrip(")\n"))
+        assert "with details" in log.read_text()
+        log.unlink()
+    assert_gone(wait_for(tmp_path, "pid-*", 2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_ranks_finish(script: list[str], tmp_path: Path, number: signal.Signals) -> None:
+    parent = start_parent([*script, "wait"], 2)
+    pids = wait_for(tmp_path, "pid-*", 2)
+    parent.send_signal(number)
+    _, err = parent.communicate(timeout=30)
+    assert (parent.returncode, err) == (128 + number, "")
+    assert wait_for(tmp_path, "saved-*", 2) == [number.name] * 2
+    assert_gone(pids)
+
+
+def test_a_second_signal_ends_ranks_at_once(script: list[str], tmp_path: Path) -> None:
+    parent = start_parent([*script, "stubborn"], 2)
+    pids = wait_for(tmp_path, "pid-*", 2)
+    for _ in range(2):
+        parent.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    parent.communicate(timeout=10)
+    assert parent.returncode == 130
+    assert_gone(pids)
+
+
+def test_killing_the_launcher_leaves_no_orphans(script: list[str], tmp_path: Path) -> None:
+    parent = start_parent([*script, "wait"], 2)
+    pids = wait_for(tmp_path, "pid-*", 2)
+    parent.kill()
+    parent.communicate()
+    assert_gone(pids)
+
+
+def test_two_launches_do_not_meet(script: list[str], tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    parents = [start_parent([*script[:2], str(folder), "wait"], 2) for folder in folders]
+    pids = [pid for folder in folders for pid in wait_for(folder, "pid-*", 2)]
+    for parent in parents:
+        parent.terminate()
+    assert [parent.wait(30) for parent in parents] == [143, 143]
+    assert_gone(pids)
+
+
+def test_root_cause_is_the_error_that_explains_the_others() -> None:
+    peer = Failure(0, "Connection closed by peer", 1, 2, when=1.0)
+    bug = Failure(1, "KeyError: 'x'", 1, 1, when=3.0)
+    wish = Failure(2, "no such file", 1, 0, when=5.0)
+    assert root_cause([peer, bug, wish], {}) == wish
+    assert root_cause([peer, bug], {2: (-signal.SIGTERM, 0.0)}) == bug
+    killed = root_cause([peer], {0: (1, 2.0), 1: (-signal.SIGKILL, 2.0), 2: (-signal.SIGTERM, 1.0)})
+    assert killed is not None
+    assert killed.rank == 1
+    assert root_cause([peer], {}) == peer
+    assert root_cause([], {}) is None
+
+
+def test_errors_of_other_ranks_are_secondary() -> None:
+    gloo = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4")
+    assert is_secondary(gloo)
+    assert is_secondary(KeyboardInterrupt())
+    assert not is_secondary(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_secondary(ValueError("gloo/ is in this text, but it is no runtime error"))
+    assert not is_secondary(WeftError("Connection closed by peer"))
+
+
+def test_report_outside_of_launch_prints_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key in ("RANK", "WORLD_SIZE", "WEFT_LAUNCHED", "TORCHELASTIC_ERROR_FILE", "WEFT_DEBUG"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert report_failure(UsageError("unknown key 'lr_rate'")) == 2
+    assert capsys.readouterr().err == "weft: error: unknown key 'lr_rate'\n"
+    monkeypatch.setenv("WEFT_DEBUG", "1")
+    assert report_failure(ZeroDivisionError()) == 1
+    assert "weft: error: ZeroDivisionError (traceback in" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "3")
+    assert report_failure(WeftError("disk full")) == 1
+    record = json.loads((tmp_path / "error.json").read_text())
+    assert record["message"]["message"] == record["weft"]["message"] == "disk full"
+    assert record["weft"]["rank"] == 3
+
+
+def slurm(text: str) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in textwrap.dedent(text).split())
+
+
+def test_slurm_steps_are_ranks_and_batch_scripts_are_not() -> None:
+    batch = slurm(
+        "SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=5 SLURM_JOB_NODELIST=gpu[007-009,12] SLURM_JOB_ID=123456"
+    )
+    assert slurm_ranks(batch) == {}
+    step = batch | slurm("SLURM_PROCID=4 SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_STEP_NUM_TASKS=5")
+    step |= slurm("SLURM_STEP_TASKS_PER_NODE=1(x1),2(x2) SLURM_STEP_NODELIST=gpu[007-009,12]-ib,old3")
+    assert slurm_ranks(step) == {
+        "RANK": "4",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "gpu007-ib",
+        "MASTER_PORT": "23456",
+    }
+    assert slurm_ranks(step | {"SLURM_STEP_NODELIST": "a1,a2"})["MASTER_ADDR"] == "a1"
+    assert slurm_ranks(step | {"SLURM_STEP_NUM_TASKS": "1"}) == {}
+
+
+def test_torchrun_and_slurm_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(key, "")  # so that what in_ranks sets is undone
+        monkeypatch.delenv(key)
+    assert not in_ranks()
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert in_ranks()
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
+    monkeypatch.delenv("SLURM_PROCID")
+    assert in_ranks()

@@ -1,0 +1,107 @@
+"""Every layout equals one device: loss, each gradient, the gradient norm, parameters after three steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.cases import Case, pairwise, recipe, write_corpus
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.recipe import build_recipe
+from weft.train.setup import prepare
+from weft.train.verify import Difference, compare, run_layout
+
+AXES = ("dp", "shard", "cp", "tp")
+#: Every combination of the axes in {1, 2} with at most 8 ranks, and each axis alone at 4.
+LAYOUTS = [dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=4) if sum(sizes) < 8]
+LAYOUTS += [{axis: 4} for axis in AXES]
+
+FACTORS: dict[str, list[Any]] = {
+    "layout": LAYOUTS,
+    "zero": [1, 2, 3],
+    "recompute": ["none", "selective", "full"],
+    "context": ["ring", "ulysses"],
+    "kv_heads": [4, 2, 1],
+    "vocab": [0, 260],  # 257, which nothing divides, and an even one
+    "micro_batch": [None, 1],  # one pass, and several
+    "tied": [False, True],
+    "extras": [False, True],  # qk-norm and biases
+    "dtype": ["float64", "float32"],
+}
+CASES = list(pairwise(**FACTORS))
+QUICK = 12
+
+
+def name(case: Case) -> str:
+    return "-".join(str(Layout(**v)).replace(" ", "_") if k == "layout" else f"{k}:{v}" for k, v in case.items())
+
+
+def tree(corpus: str, case: Case) -> dict[str, Any]:
+    extras = case.get("extras", False)
+    return recipe(
+        corpus,
+        layout__zero=case.get("zero", 3),
+        layout__context=case.get("context", "ring"),
+        train__recompute=case.get("recompute", "none"),
+        train__micro_batch=case.get("micro_batch"),
+        train__dtype=case.get("dtype", "float64"),
+        model__kv_heads=case.get("kv_heads", 2),
+        model__heads=case.get("heads", 4),
+        model__vocab=case.get("vocab", 0),
+        model__tied=case.get("tied", False),
+        model__qk_norm=extras,
+        model__qkv_bias=extras,
+        **{f"layout__{axis}": size for axis, size in case["layout"].items()},
+    ).model_dump(mode="json")
+
+
+def difference(values: dict[str, Any], fault: Callable[..., Any] | None = None, target: str = "") -> Difference | None:
+    """Runs on every rank: the layout, with ``fault`` in the place of ``weft.train.step.target``, and on rank 0 the reference."""
+    settings = build_recipe(values)
+    mesh = Mesh.create(settings.layout, "cpu")
+    job = prepare(settings)
+    if fault is None:
+        mine = run_layout(job, mesh, steps=3)
+    else:
+        with mock.patch(f"weft.train.step.{target}", fault):
+            mine = run_layout(job, mesh, steps=3)
+    reference = run_layout(job, Mesh.single(), steps=3) if mesh.is_main else None
+    return compare(mine, reference, settings.train.dtype, mesh)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK)) for i, c in enumerate(CASES)])
+def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
+    world = Layout(**case["layout"]).world
+    found = pool.run(world, difference, tree(corpus, case))[0]
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("case", [
+    {"layout": {"tp": 3}},
+    {"layout": {"cp": 3}},
+    {"layout": {"tp": 4}, "heads": 6, "kv_heads": 3},
+    {"layout": {"tp": 4}, "heads": 5, "kv_heads": 1},
+    {"layout": {"shard": 3, "tp": 2}, "zero": 2, "micro_batch": 1},
+    {"layout": {"dp": 3, "cp": 2}, "context": "ulysses"},
+], ids=name)  # fmt: skip
+def test_odd_sizes(pool: Any, corpus: str, case: Case) -> None:
+    found = pool.run(Layout(**case["layout"]).world, difference, tree(corpus, case))[0]
+    assert found.ok, found
+
+
+def test_all_layouts_and_pairs_are_covered() -> None:
+    assert len(LAYOUTS) == 19
+    assert {repr(c["layout"]) for c in CASES} == {repr(v) for v in LAYOUTS}
+    seen = {(a, repr(c[a]), b, repr(c[b])) for c in CASES for a in FACTORS for b in FACTORS}
+    assert all((a, repr(x), b, repr(y)) in seen for a in FACTORS for b in FACTORS if a != b for x in FACTORS[a] for y in FACTORS[b])
