@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from tests.cases import Case, pairwise, recipe, write_corpus
+from tests.faults import FAULTS
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.recipe import build_recipe
@@ -105,3 +106,12 @@ def test_all_layouts_and_pairs_are_covered() -> None:
     assert {repr(c["layout"]) for c in CASES} == {repr(v) for v in LAYOUTS}
     seen = {(a, repr(c[a]), b, repr(c[b])) for c in CASES for a in FACTORS for b in FACTORS}
     assert all((a, repr(x), b, repr(y)) in seen for a in FACTORS for b in FACTORS if a != b for x in FACTORS[a] for y in FACTORS[b])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("layout", [{"shard": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 2}], ids=str)
+def test_planted_faults_are_found(pool: Any, corpus: str, fault: str, layout: dict[str, int]) -> None:
+    planted, target, _ = FAULTS[fault]
+    found = pool.run(Layout(**layout).world, difference, tree(corpus, {"layout": layout}), planted, target)[0]
+    assert not found.ok
+    assert max(found.grad, found.loss) > 1e-3

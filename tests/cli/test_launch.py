@@ -19,7 +19,7 @@ from weft.errors import UsageError, WeftError
 
 ROOT = Path(__file__).parents[2]
 
-# A rank that joins the others, notes its pid and then does as it is told.
+# A rank that joins the others (unless it only waits), notes its pid and then does as it is told.
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
@@ -29,29 +29,32 @@ from weft.errors import UsageError
 
 folder, deed = Path(sys.argv[1]), sys.argv[2]
 try:
-    init_ranks("cpu", 60)
-    import torch, torch.distributed as dist
-    rank, total = dist.get_rank(), torch.ones(1)
-    dist.all_reduce(total)
+    rank = int(os.environ["RANK"])
+    if deed not in ("wait", "stubborn"):
+        init_ranks("cpu", 60)
+        import torch, torch.distributed as dist
+        total = torch.ones(1)
+        dist.all_reduce(total)
     stopped = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopped.append(number))
     (folder / f"pid-{{rank}}").write_text(str(os.getpid()))
     if deed == "print":
-        print(rank, total.item(), os.environ["OMP_NUM_THREADS"], *sys.argv[3:], flush=True)
+        sys.stdout.write(f"{{rank}} {{total.item()}} {{os.environ['OMP_NUM_THREADS']}} {{sys.argv[3]}}\\n")
     if rank == 1 and deed == "usage":
         raise UsageError("layout axis 'tq' is unknown")
     if rank == 1 and deed == "bug":
         raise ValueError("an oversight\\nwith details")
     if rank == 1 and deed == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    while deed == "stubborn" or (deed == "wait" and not stopped):
+    while deed == "stubborn" or (deed in ("wait", "meet") and not stopped):
         time.sleep(0.05)
     if stopped:
         time.sleep(0.5)
         (folder / f"saved-{{rank}}").write_text(signal.Signals(stopped[0]).name)
-    dist.all_reduce(total)
-    dist.destroy_process_group()
+    elif deed != "wait":
+        dist.all_reduce(total)
+        dist.destroy_process_group()
 except BaseException as error:
     sys.exit(report_failure(error))
 """
@@ -66,7 +69,8 @@ def script(tmp_path: Path) -> list[str]:
 
 def start_parent(command: list[str], ranks: int) -> subprocess.Popen[str]:
     code = f"import sys; from weft.cli.launch import launch; sys.exit(launch([], {ranks}, {command!r}))"
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    env = os.environ | {"TMPDIR": command[2]}  # a launcher that is killed leaves its folder behind
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for(folder: Path, pattern: str, count: int) -> list[str]:
@@ -120,6 +124,7 @@ def test_one_failing_rank_ends_all_with_one_line(
     assert_gone(wait_for(tmp_path, "pid-*", 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_ranks_finish(script: list[str], tmp_path: Path, number: signal.Signals) -> None:
     parent = start_parent([*script, "wait"], 2)
@@ -131,6 +136,7 @@ def test_a_signal_lets_ranks_finish(script: list[str], tmp_path: Path, number: s
     assert_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_ranks_at_once(script: list[str], tmp_path: Path) -> None:
     parent = start_parent([*script, "stubborn"], 2)
     pids = wait_for(tmp_path, "pid-*", 2)
@@ -142,6 +148,7 @@ def test_a_second_signal_ends_ranks_at_once(script: list[str], tmp_path: Path) -
     assert_gone(pids)
 
 
+@pytest.mark.slow
 def test_killing_the_launcher_leaves_no_orphans(script: list[str], tmp_path: Path) -> None:
     parent = start_parent([*script, "wait"], 2)
     pids = wait_for(tmp_path, "pid-*", 2)
@@ -150,11 +157,12 @@ def test_killing_the_launcher_leaves_no_orphans(script: list[str], tmp_path: Pat
     assert_gone(pids)
 
 
+@pytest.mark.slow
 def test_two_launches_do_not_meet(script: list[str], tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    parents = [start_parent([*script[:2], str(folder), "wait"], 2) for folder in folders]
+    parents = [start_parent([*script[:2], str(folder), "meet"], 2) for folder in folders]
     pids = [pid for folder in folders for pid in wait_for(folder, "pid-*", 2)]
     for parent in parents:
         parent.terminate()

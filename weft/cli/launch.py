@@ -195,7 +195,7 @@ def launch(argv: list[str], ranks: int, command: list[str] | None = None, thread
 
 
 def report_failure(error: BaseException) -> int:
-    """Record why this process fails and return its exit code.
+    """Record why this process fails and return its exit code; a rank among others ends here, at once.
 
     In a rank that ``launch`` started, the record goes to the launcher, which prints one line for all ranks. Otherwise
     (one process, or ranks of torchrun or Slurm) the line is printed here. ``WEFT_DEBUG=1`` adds the traceback.
@@ -215,6 +215,12 @@ def report_failure(error: BaseException) -> int:
             Path(path).write_text(json.dumps(record))
     if "WEFT_LAUNCHED" not in os.environ:
         _show(failure, name_rank=int(os.environ.get("WORLD_SIZE", "1")) > 1)
+    dist = sys.modules.get("torch.distributed")
+    if dist and dist.is_initialized() and dist.get_world_size() > 1:
+        # Taking the interpreter down around a broken process group can hang, or abort with noise of its own.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failure.exit_code)
     return failure.exit_code
 
 
