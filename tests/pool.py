@@ -7,7 +7,6 @@ results in rank order. ``fn`` is a top-level function of a test module; argument
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import multiprocessing as mp
 import os
@@ -16,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -154,8 +154,8 @@ class Pool:
 
 def _serve(conn: Connection, stacks: str, port: int) -> None:
     """Life of a worker: one call after another until the pool hangs up."""
+    threading.Thread(target=_end_with_session, daemon=True).start()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the session, however that ends
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then hangs up
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
@@ -176,6 +176,13 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
         finally:  # after the answer: gloo takes some 20 ms to close
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _end_with_session() -> None:
+    """Leave when pytest does, however it ends and whatever this worker is stuck in."""
+    if session := mp.parent_process():
+        session.join()
+        os._exit(1)
 
 
 def _call(rank: int, world: int, store: Any, timeout: float, task: bytes) -> Outcome:

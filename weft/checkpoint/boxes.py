@@ -30,6 +30,10 @@ class BoxTensor(torch.Tensor):
         tensor.box, tensor.logical_shape = box, torch.Size(shape)
         return tensor
 
+    def size(self, *dim: Any) -> Any:
+        """The logical size: DCP compares it with what is stored."""
+        return torch.Tensor.size(self, *dim) if dim else self.logical_shape
+
     def _chunk(self) -> ChunkStorageMetadata:
         offsets = torch.Size(lo for lo, _ in self.box)
         return ChunkStorageMetadata(offsets, torch.Size(hi - lo for lo, hi in self.box))

@@ -7,12 +7,17 @@ function here returns its input, so code on one device and on many is the same c
 
 from __future__ import annotations
 
+import warnings
+
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from spmd_types import I, P, R, S, V
 
 from weft.layout.mesh import LIVE_AXES, Mesh
+
+# spmd_types calls two functional collectives by the names they had before PyTorch 2.13.
+warnings.filterwarnings("ignore", r".*is deprecated", FutureWarning, module="spmd_types")
 
 __all__ = [
     "I", "P", "R", "V", "declare", "gather_tokens", "gather_vocab", "own", "own_number", "scatter_tokens", "share_of_sum", "sum_over_tp",

@@ -1,0 +1,324 @@
+"""One training step, side by side: tokens per second of Weft, of a hand-written PyTorch loop, of ``transformers``, and on four
+ranks (``shard=2,tp=2``) of the hand-written model under PyTorch's own FSDP2 and ``parallelize_module``.
+
+All sides start from the same weights, see the same rows (one document each, so that all do the same work) and must report
+the same losses. They take turns, a few steps at a time, and the ratio is that of the medians.
+
+    python bench/step.py [--rounds 10] [--only single|ranks] [--json bench/results/step.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import socket
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from weft.data.batch import Batch
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.models.rope import angles, frequencies
+from weft.observe.flops import parameter_count
+from weft.parallel.build import local_parts, parallelize
+from weft.recipe import ModelShape, Optimizer, Train
+from weft.train.optim import build_optimizer
+from weft.train.step import train_step
+
+SETTINGS = Optimizer(lr=1e-3, weight_decay=0.1, clip=1.0)
+RESULTS = Path(__file__).parent / "results" / "step.json"
+TOLERANCE = 1e-4  # of losses between the sides, in float32
+
+#: One optimizer step; returns the mean loss.
+Step = Callable[[], float]
+
+
+class Job(NamedTuple):
+    shape: ModelShape
+    rows: int  # per step, over all ranks
+    length: int
+
+
+JOBS = {
+    "small": Job(ModelShape(vocab=4096, layers=6, embed=384, heads=6, kv_heads=2, ffn=1024), 8, 512),
+    "quickstart": Job(ModelShape(vocab=2048, layers=4, embed=192, heads=6, kv_heads=2, qk_norm=True, tied=True), 16, 256),
+    "smoke": Job(ModelShape(vocab=64, layers=1, embed=32, heads=2, kv_heads=2), 2, 16),
+}
+
+
+def tokens_of(job: Job) -> torch.Tensor:
+    """``[rows, length + 1]`` random ids, the same on every rank."""
+    return torch.randint(job.shape.vocab, (job.rows, job.length + 1), generator=torch.Generator().manual_seed(0))
+
+
+# --- ours ---------------------------------------------------------------------------------------------------------------
+
+
+def weft_step(job: Job, mesh: Mesh) -> tuple[Step, dict[str, torch.Tensor]]:
+    """Weft's step under ``mesh``, and on one device its initial weights by name."""
+    train = Train(dtype="float32", batch=job.rows)
+    model = parallelize(job.shape, mesh, train)
+    parts = local_parts(model, mesh)
+    optimizer = build_optimizer(parts, SETTINGS)
+    mine = tokens_of(job).chunk(mesh.size("dp", "shard"))[mesh.batch_rank]
+    rows = len(mine)
+    positions = torch.arange(job.length).repeat(rows, 1)
+    cu_seqlens = torch.arange(0, rows * job.length + 1, job.length, dtype=torch.int32)
+    batch = Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), positions, cu_seqlens)
+
+    def step() -> float:
+        return train_step(model, parts, [batch], optimizer, mesh, lr=SETTINGS.lr, clip=SETTINGS.clip).loss
+
+    return step, {p.name: p.local.clone() for p in parts}
+
+
+# --- the hand-written loop ----------------------------------------------------------------------------------------------
+
+
+class PlainAttention(nn.Module):
+    def __init__(self, s: ModelShape) -> None:
+        super().__init__()
+        self.head_dim = s.head_dim
+        self.wq = nn.Linear(s.embed, s.heads * s.head_dim, bias=False)
+        self.wk = nn.Linear(s.embed, s.kv_heads * s.head_dim, bias=False)
+        self.wv = nn.Linear(s.embed, s.kv_heads * s.head_dim, bias=False)
+        self.wo = nn.Linear(s.heads * s.head_dim, s.embed, bias=False)
+        self.q_norm = nn.RMSNorm(s.head_dim, s.norm_eps) if s.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(s.head_dim, s.norm_eps) if s.qk_norm else nn.Identity()
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k = rotated(self.q_norm(q), cos, sin), rotated(self.k_norm(k), cos, sin)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class PlainFeedForward(nn.Module):
+    def __init__(self, s: ModelShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(s.embed, s.ffn, bias=False)
+        self.up = nn.Linear(s.embed, s.ffn, bias=False)
+        self.down = nn.Linear(s.ffn, s.embed, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, s: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(s.embed, s.norm_eps)
+        self.attention = PlainAttention(s)
+        self.ffn_norm = nn.RMSNorm(s.embed, s.norm_eps)
+        self.ffn = PlainFeedForward(s)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class PlainModel(nn.Module):
+    """Llama (or Qwen 3, with ``qk_norm``) as one would write it by hand for one device."""
+
+    def __init__(self, s: ModelShape, length: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(s.vocab, s.embed)
+        self.blocks = nn.ModuleList(PlainBlock(s) for _ in range(s.layers))
+        self.norm = nn.RMSNorm(s.embed, s.norm_eps)
+        self.head = nn.Linear(s.embed, s.vocab, bias=False)
+        if s.tied:
+            self.head.weight = self.embedding.weight
+        self.cos, self.sin = angles(torch.arange(length)[None], frequencies(s), torch.float32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(self.norm(x))
+
+
+def plain_model(job: Job, weights: dict[str, torch.Tensor]) -> PlainModel:
+    model = PlainModel(job.shape, job.length)
+    modules = {"table": "weight", "scale": "weight"}  # our parameters that are a module of their own there
+    renamed = {}
+    for name, value in weights.items():
+        *path, leaf = name.split(".")
+        renamed[".".join([*path, modules.get(leaf, f"{leaf}.weight")])] = value
+    if job.shape.tied:
+        renamed["head.weight"] = renamed["embedding.weight"]
+    model.load_state_dict(renamed)
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": SETTINGS.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, fused=True)
+
+
+def plain_step(job: Job, model: nn.Module, logits: Callable[[torch.Tensor], torch.Tensor]) -> Step:
+    """The loop everybody writes first. ``logits`` calls the model."""
+    rows, optimizer = tokens_of(job), adamw(model)
+    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous().flatten()
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(logits(tokens).flatten(0, 1), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def transformers_model(job: Job, plain: PlainModel) -> nn.Module:
+    """``transformers``' Llama (Qwen 3 for shapes with qk-norm) with the weights of ``plain``."""
+    import transformers
+
+    s = job.shape
+    family = "Qwen3" if s.qk_norm else "Llama"
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=s.vocab, hidden_size=s.embed, intermediate_size=s.ffn, num_hidden_layers=s.layers, head_dim=s.head_dim,
+        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, rms_norm_eps=s.norm_eps, tie_word_embeddings=s.tied,
+        max_position_embeddings=job.length, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    theirs = {"embedding": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head"}
+    inner = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attention": "self_attn"}
+    inner |= {"ffn": "mlp", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+    inner |= {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    renamed = {}
+    for name, value in plain.state_dict().items():
+        first, *path = name.split(".")
+        renamed[".".join([theirs[first], *(inner.get(p, p) for p in path)])] = value
+    model.load_state_dict(renamed)
+    return model.train()
+
+
+# --- PyTorch's own parallelism ------------------------------------------------------------------------------------------
+
+
+def torch_parallel_step(job: Job, model: PlainModel) -> Step:
+    """The hand-written model under ``parallelize_module`` (the plan of torchtitan's Llama) and FSDP2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {
+            "attention_norm": SequenceParallel(),
+            "attention": PrepareModuleInput(
+                input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+            ),
+            "attention.wq": ColwiseParallel(),
+            "attention.wk": ColwiseParallel(),
+            "attention.wv": ColwiseParallel(),
+            "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+            "ffn_norm": SequenceParallel(),
+            "ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            "ffn.gate": ColwiseParallel(),
+            "ffn.up": ColwiseParallel(),
+            "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
+        })  # fmt: skip
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"], reshard_after_forward=False)
+    optimizer = adamw(model)
+    rows = tokens_of(job).chunk(2)[mesh.get_local_rank("shard")]
+    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous().flatten()
+
+    def step() -> float:
+        optimizer.zero_grad()
+        with loss_parallel():
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), labels)
+            loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        nn.utils.clip_grads_with_norm_(model.parameters(), SETTINGS.clip, norm.full_tensor())  # type: ignore[attr-defined]
+        optimizer.step()
+        local = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        mean = local.detach().clone() / 2
+        dist.all_reduce(mean, group=mesh.get_group("shard"))
+        return mean.item()
+
+    return step
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------------
+
+
+def race(sides: dict[str, Step], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds per step of each side in each round; the sides take turns and the order turns round every time."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(rounds):
+        for name in list(sides)[:: 1 if i % 2 else -1]:
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                sides[name]()
+            seconds[name].append((time.perf_counter() - start) / steps)
+    return seconds
+
+
+def measure(job: Job, sides: dict[str, Step], rounds: int, steps: int, flops: float) -> dict[str, Any]:
+    """Check that the sides compute the same, let them race, and put ratios of medians into a table."""
+    warm = {name: [step() for _ in range(3)] for name, step in sides.items()}
+    for name, losses in warm.items():
+        for ours, theirs in zip(warm["weft"], losses, strict=True):
+            if abs(ours - theirs) > TOLERANCE * abs(theirs):
+                raise SystemExit(f"{name} does not compute what weft computes: losses {losses} against {warm['weft']}")
+    seconds = race(sides, rounds, steps)
+    tokens = job.rows * job.length
+    table: dict[str, Any] = {}
+    for name, times in seconds.items():
+        middle = statistics.median(times)
+        row = {"tokens_per_s": round(tokens / middle), "share_of_peak": round(flops * tokens / middle / peak_flops(), 3)}
+        if name != "weft":
+            pairs = sorted(theirs / ours for ours, theirs in zip(seconds["weft"], times, strict=True))
+            row["ratio"] = round(middle / statistics.median(seconds["weft"]), 3)
+            row["ratio_quartiles"] = [round(pairs[len(pairs) // 4], 3), round(pairs[-1 - len(pairs) // 4], 3)]
+        table[name] = row
+    return table
+
+
+def peak_flops() -> float:
+    """Float32 flops per second of one large matrix product on this process's threads: what a step could at most reach."""
+    if not hasattr(peak_flops, "value"):
+        a, b = torch.randn(2, 1024, 1024)
+        best = min(_seconds(lambda: a @ b) for _ in range(20))
+        peak_flops.value = 2 * 1024**3 / best  # type: ignore[attr-defined]
+    return peak_flops.value  # type: ignore[attr-defined]
