@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import re
 import socket
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -42,7 +45,7 @@ from weft.data.batch import Batch
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.rope import angles, frequencies
-from weft.observe.flops import parameter_count
+from weft.observe.flops import flops_per_token, measured_flops, parameter_count
 from weft.parallel.build import local_parts, parallelize
 from weft.recipe import ModelShape, Optimizer, Train
 from weft.train.optim import build_optimizer
@@ -64,7 +67,9 @@ class Job(NamedTuple):
 
 JOBS = {
     "small": Job(ModelShape(vocab=4096, layers=6, embed=384, heads=6, kv_heads=2, ffn=1024), 8, 512),
-    "quickstart": Job(ModelShape(vocab=2048, layers=4, embed=192, heads=6, kv_heads=2, qk_norm=True, tied=True), 16, 256),
+    "quickstart": Job(
+        ModelShape(vocab=2048, layers=4, embed=192, heads=6, kv_heads=2, qk_norm=True, tied=True), 16, 256
+    ),
     "smoke": Job(ModelShape(vocab=64, layers=1, embed=32, heads=2, kv_heads=2), 2, 16),
 }
 
@@ -294,31 +299,121 @@ def race(sides: dict[str, Step], rounds: int, steps: int) -> dict[str, list[floa
     return seconds
 
 
-def measure(job: Job, sides: dict[str, Step], rounds: int, steps: int, flops: float) -> dict[str, Any]:
-    """Check that the sides compute the same, let them race, and put ratios of medians into a table."""
-    warm = {name: [step() for _ in range(3)] for name, step in sides.items()}
-    for name, losses in warm.items():
-        for ours, theirs in zip(warm["weft"], losses, strict=True):
-            if abs(ours - theirs) > TOLERANCE * abs(theirs):
-                raise SystemExit(f"{name} does not compute what weft computes: losses {losses} against {warm['weft']}")
+def measure(job: Job, sides: dict[str, Step], rounds: int, steps: int, ranks: int = 1) -> dict[str, Any]:
+    """Check that the sides compute the same, let them race, and put speeds and ratios of medians into a table."""
+    losses = {name: [step() for _ in range(3)] for name, step in sides.items()}  # which also warms them up
+    for name, theirs in losses.items():
+        if max(abs(a - b) / b for a, b in zip(losses["weft"], theirs, strict=True)) > TOLERANCE:
+            raise SystemExit(f"{name} and weft compute different losses: {theirs} and {losses['weft']}")
     seconds = race(sides, rounds, steps)
     tokens = job.rows * job.length
+    flops = tokens * flops_per_token(job.shape, job.shape.vocab, job.length)
+    peak = measured_flops(torch.device("cpu"), torch.float32) * (1 if ranks == 1 else os.cpu_count() or 1)
+    ours = statistics.median(seconds["weft"])
     table: dict[str, Any] = {}
     for name, times in seconds.items():
         middle = statistics.median(times)
-        row = {"tokens_per_s": round(tokens / middle), "share_of_peak": round(flops * tokens / middle / peak_flops(), 3)}
+        table[name] = {"tokens_per_s": round(tokens / middle), "flops_utilisation": round(flops / middle / peak, 3)}
         if name != "weft":
-            pairs = sorted(theirs / ours for ours, theirs in zip(seconds["weft"], times, strict=True))
-            row["ratio"] = round(middle / statistics.median(seconds["weft"]), 3)
-            row["ratio_quartiles"] = [round(pairs[len(pairs) // 4], 3), round(pairs[-1 - len(pairs) // 4], 3)]
-        table[name] = row
+            paired = [theirs / mine for mine, theirs in zip(seconds["weft"], times, strict=True)]
+            low, _, high = statistics.quantiles(paired, n=4)
+            table[name] |= {"ratio": round(middle / ours, 3), "ratio_quartiles": [round(low, 3), round(high, 3)]}
     return table
 
 
-def peak_flops() -> float:
-    """Float32 flops per second of one large matrix product on this process's threads: what a step could at most reach."""
-    if not hasattr(peak_flops, "value"):
-        a, b = torch.randn(2, 1024, 1024)
-        best = min(_seconds(lambda: a @ b) for _ in range(20))
-        peak_flops.value = 2 * 1024**3 / best  # type: ignore[attr-defined]
-    return peak_flops.value  # type: ignore[attr-defined]
+def single(job: Job, rounds: int, steps: int) -> dict[str, Any]:
+    """One process: Weft, the hand-written loop, ``transformers``."""
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    step, weights = weft_step(job, Mesh.single())
+    plain = plain_model(job, weights)
+    theirs = transformers_model(job, plain)
+    sides = {
+        "weft": step,
+        "hand-written": plain_step(job, plain, plain),
+        "transformers": plain_step(job, theirs, lambda tokens: theirs(tokens).logits),
+    }
+    return measure(job, sides, rounds, steps)
+
+
+def on_rank(rank: int, port: int, job: Job, rounds: int, steps: int, path: str) -> None:
+    """One of four ranks: Weft's ``shard=2,tp=2`` and PyTorch's own, in the same processes."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
+    plain = plain_model(job, weft_step(job, Mesh.single())[1])
+    sides = {
+        "weft": weft_step(job, Mesh.create(Layout(shard=2, tp=2), "cpu"))[0],
+        "FSDP2 + parallelize_module": torch_parallel_step(job, plain),
+    }
+    table = measure(job, sides, rounds, steps, ranks=4)
+    if rank == 0:
+        Path(path).write_text(json.dumps(table))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def four_ranks(job: Job, rounds: int, steps: int) -> dict[str, Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/table.json"
+        mp.spawn(on_rank, (port, job, rounds, steps, path), nprocs=4)  # type: ignore[no-untyped-call]
+        return json.loads(Path(path).read_text())
+
+
+def machine() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        cpu = names[0] if names else cpu
+    return {"date": f"{datetime.now():%Y-%m-%d %H:%M}", "torch": torch.__version__, "cpu": cpu, "cores": os.cpu_count()}
+
+
+def show(title: str, table: dict[str, Any]) -> None:
+    print(f"\n{title}\n  {'':28}{'tokens/s':>10}{'of peak':>9}{'weft is':>10}   quartiles")
+    for name, row in table.items():
+        line = f"  {name:28}{row['tokens_per_s']:>10,}{row['flops_utilisation']:>9.0%}"
+        if "ratio" in row:
+            low, high = row["ratio_quartiles"]
+            line += f"{row['ratio']:>9.2f}x   {low:.2f} - {high:.2f}"
+        print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=10, help="turns of every side")
+    parser.add_argument("--steps", type=int, default=2, help="steps per turn")
+    parser.add_argument("--only", choices=["single", "ranks"])
+    parser.add_argument("--job", choices=list(JOBS), help="default: small and quickstart")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    results: dict[str, Any] = {
+        "machine": machine(),
+        "rounds": options.rounds,
+        "steps_per_round": options.steps,
+        "jobs": {},
+    }
+    for name in [options.job] if options.job else ["small", "quickstart"]:
+        job = JOBS[name]
+        s = job.shape
+        found = results["jobs"][name] = {
+            "shape": s.model_dump(exclude_defaults=True),
+            "rows": job.rows,
+            "length": job.length,
+        }
+        title = f"{name}: {parameter_count(s, s.vocab) / 1e6:.1f}M parameters, {job.rows} x {job.length} tokens per step, float32"
+        if options.only != "ranks":
+            found["single"] = single(job, options.rounds, options.steps)
+            show(f"{title}, one process", found["single"])
+        if options.only != "single":
+            found["ranks"] = four_ranks(job, options.rounds, options.steps)
+            show(f"{title}, 4 ranks shard=2,tp=2", found["ranks"])
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"\nwritten to {options.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -163,7 +163,7 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)\w* is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)\w*` is deprecated", FutureWarning)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     conn.send("ready")
     while True:

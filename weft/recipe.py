@@ -222,7 +222,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     if first["type"] == "literal_error":
         expected = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         return f"{key} = {first['input']!r} is not possible; {nearest(str(first['input']), expected)}"
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
     where = f"{key} = {first['input']!r}: " if path and not isinstance(first["input"], dict) else f"{key}: " * bool(key)
     return f"{where}{message}{more}"

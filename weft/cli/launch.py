@@ -125,7 +125,7 @@ def init_ranks(device: str, timeout_s: int) -> None:
     import torch.distributed as dist
 
     # spmd_types calls these under the names that PyTorch is about to drop.
-    warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)\w* is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)\w*` is deprecated", FutureWarning)
     backend, index = "gloo", None
     if device == "cuda":
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from weft.layout.boundary import gather_tokens, gather_vocab, own, scatter_tokens
@@ -139,7 +140,9 @@ def _cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache) -> 
         k, v = torch.cat((past_k, k), dim=1), torch.cat((past_v, v), dim=1)
     cache.append((k, v))
     heads_first = (y.transpose(1, 2) for y in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, is_causal=q.shape[1] > 1, enable_gqa=True).transpose(1, 2)
+    # Aligned at the last key: `is_causal` would align at the first one, and hide the past from several new tokens.
+    mask = causal_lower_right(q.shape[1], k.shape[1]) if q.shape[1] > 1 else None
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 class FeedForward(Module):

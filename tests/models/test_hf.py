@@ -1,0 +1,345 @@
+"""Hugging Face folders in and out, against transformers itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from weft.errors import WeftError
+from weft.layout.dims import Dim
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.models.hf import INDEX, SINGLE, config_from_shape, export, hf_name, hf_values, shape_from_config
+from weft.models.transformer import Transformer
+from weft.parallel.build import local_parts, parallelize
+from weft.recipe import ModelShape, RopeScaling, Train
+
+transformers = pytest.importorskip("transformers")
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 128,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rope_parameters": {"rope_theta": 5e3, **LLAMA3}}),
+    "llama tied": ("llama", {"tie_word_embeddings": True, "head_dim": 12, "num_key_value_heads": 4}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
+    "qwen3": ("qwen3", {"head_dim": 24, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+    "qwen3 tied": ("qwen3", {"head_dim": 6, "tie_word_embeddings": True, "num_hidden_layers": 3}),
+}
+IDS = torch.randint(0, 61, (2, 33), generator=torch.Generator().manual_seed(0))
+
+
+def theirs(name: str, folder: Path) -> Any:
+    """A random model of transformers, saved in ``folder``. Norm scales and biases are not left at one and zero."""
+    kind, change = CASES[name]
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **COMMON | change))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    model.eval().save_pretrained(folder)
+    return model
+
+
+def ours(folder: Path, mesh: Mesh | None = None) -> Transformer:
+    return parallelize(shape_from_config(folder), mesh or Mesh.single(), Train(), hf_values(folder))
+
+
+def whole(model: Transformer) -> dict[str, torch.Tensor]:
+    return {p.name: p.local for p in local_parts(model, model.mesh)}
+
+
+@torch.no_grad()
+def logits(model: Transformer, ids: torch.Tensor = IDS) -> torch.Tensor:
+    rows, seq = ids.shape
+    positions = torch.arange(seq).expand(rows, seq)
+    return model(ids, positions, torch.arange(rows + 1, dtype=torch.int32) * seq)
+
+
+@torch.no_grad()
+def their_logits(model: Any) -> torch.Tensor:
+    return model(IDS).logits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers_in_and_out(name: str, tmp_path: Path) -> None:
+    reference = theirs(name, tmp_path / "in")
+    expected = their_logits(reference)
+    assert expected.std() > 0.5
+    model = ours(tmp_path / "in")
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=2e-5)
+
+    export(whole(model), model.shape, tmp_path / "out", eos=7)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert type(loaded) is type(reference)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert torch.equal(their_logits(loaded.eval()), expected)
+    assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == 7 and loaded.dtype == torch.float32
+    before, after = load_file(tmp_path / "in" / SINGLE), load_file(tmp_path / "out" / SINGLE)
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    assert shape_from_config(tmp_path / "out") == model.shape
+
+
+def test_packed_documents_are_apart_as_in_separate_calls(tmp_path: Path) -> None:
+    reference = theirs("qwen3", tmp_path)
+    model, (a, b) = ours(tmp_path), (IDS[:1, :20], IDS[1:, :13])
+    positions = torch.cat((torch.arange(20), torch.arange(13)))[None]
+    with torch.no_grad():
+        packed = model(torch.cat((a, b), 1), positions, torch.tensor([0, 20, 33], dtype=torch.int32))
+        expected = torch.cat((reference(a).logits, reference(b).logits), 1)
+    torch.testing.assert_close(packed, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_several_files_and_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs("qwen2", tmp_path / "in")
+    model = ours(tmp_path / "in")
+    values = whole(model)
+    asked: list[str] = []
+
+    def get(name: str) -> torch.Tensor:
+        asked.append(name)
+        return values[name]
+
+    export(get, model.shape, tmp_path / "out", dtype, max_file_bytes=9000)
+    assert sorted(asked) == sorted(values)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 3 and files == sorted(f.name for f in (tmp_path / "out").glob("*.safetensors"))
+    width = torch.empty(0, dtype=dtype).element_size()
+    assert index["metadata"]["total_size"] == width * sum(v.numel() for v in values.values())
+    for file in files:
+        held = load_file(tmp_path / "out" / file)
+        assert len(held) == 1 or sum(t.nbytes for t in held.values()) <= 9000
+    again = whole(ours(tmp_path / "out"))
+    for name, value in values.items():
+        assert torch.equal(again[name], value.to(dtype).float()), name
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == dtype
+    assert torch.equal(loaded.model.layers[1].self_attn.k_proj.bias, values["blocks.1.attention.bk"].to(dtype))
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_every_rank_reads_its_box(tp: int, tmp_path: Path) -> None:
+    theirs("qwen3", tmp_path)
+    values = hf_values(tmp_path)
+    stored = load_file(tmp_path / SINGLE)
+    for rank in range(tp):
+        mesh = Mesh(Layout(tp=tp), torch.device("cpu"), _rank={"tp": rank})
+        for name, logical in Transformer(shape_from_config(tmp_path), mesh).logical_parameters():
+            box = logical.rows(0, max(1, logical.local_shape[0] - rank))
+            expected = stored[hf_name(name)][tuple(slice(lo, hi) for lo, hi in box)]
+            assert torch.equal(values(name, logical, box), expected), name
+
+
+def test_names_are_unique_and_complete() -> None:
+    shape = ModelShape(vocab=9, layers=12, qk_norm=True, qkv_bias=True)
+    names = [hf_name(name) for name, _ in Transformer(shape, Mesh.single()).logical_parameters()]
+    assert len(set(names)) == len(names) == 12 * 14 + 3
+    assert "model.layers.11.self_attn.q_proj.bias" in names
+
+
+def write_config(folder: Path, **change: Any) -> Path:
+    config = {"architectures": ["Qwen3ForCausalLM"], **COMMON, **change}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+    return folder
+
+
+def test_configs_of_published_models(tmp_path: Path) -> None:
+    llama = {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}, "rope_theta": 500000.0,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    expected = ModelShape(
+        vocab=128256, layers=32, embed=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, rope_theta=5e5,
+        rope_scaling=RopeScaling(factor=8.0),
+    )  # fmt: skip
+    assert shape_from_config(tmp_path) == shape_from_config(tmp_path / "config.json") == expected
+    qwen = {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864,
+        "max_window_layers": 21, "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(qwen))
+    expected = ModelShape(
+        vocab=151936, layers=24, embed=896, heads=14, kv_heads=2, ffn=4864, qkv_bias=True, tied=True, norm_eps=1e-6, rope_theta=1e6
+    )
+    assert shape_from_config(tmp_path) == expected
+
+
+def test_old_and_new_keys_mean_the_same(tmp_path: Path) -> None:
+    old = write_config(tmp_path / "old", rope_theta=3e4, rope_scaling=LLAMA3)
+    new = write_config(tmp_path / "new", rope_parameters={"rope_theta": 3e4, **LLAMA3})
+    older = {"type": "llama3", **{k: v for k, v in LLAMA3.items() if k != "rope_type"}}
+    older = write_config(tmp_path / "older", architectures="absent", model_type="qwen3", rope_theta=3e4, rope_scaling=older)
+    assert shape_from_config(old) == shape_from_config(new) == shape_from_config(older)
+    assert shape_from_config(old).rope_scaling == RopeScaling(factor=8, original_max_position=16)
+    assert shape_from_config(write_config(tmp_path / "plain")).head_dim == 128
+    assert shape_from_config(write_config(tmp_path / "null", head_dim=None, rope_scaling=None)).rope_theta == 1e4
+
+
+@pytest.mark.parametrize("shape", [
+    ModelShape(vocab=99, rope_scaling=RopeScaling(factor=4, original_max_position=64), tied=True, head_dim=20),
+    ModelShape(vocab=99, qkv_bias=True, kv_heads=2),
+    ModelShape(vocab=99, qk_norm=True, rope_theta=7e5, norm_eps=3e-6, init_std=0.1),
+])  # fmt: skip
+def test_shapes_survive(shape: ModelShape, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_from_shape(shape)))
+    assert shape_from_config(tmp_path) == shape
+    loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert loaded.rope_parameters["rope_theta"] == shape.rope_theta
+    loaded.save_pretrained(tmp_path / "again")
+    assert shape_from_config(tmp_path / "again") == shape
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"architectures": ["MistralForCausalLM"]}, ["architectures", "Mistral", "LlamaForCausalLM, Qwen2"]),
+    ({"architectures": "absent"}, ["architectures", "LlamaForCausalLM"]),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_type", "yarn", "llama3"]),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_type", "linear"]),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope_parameters", "all layers"]),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor"]),
+    ({"use_sliding_window": True, "sliding_window": 64}, ["use_sliding_window"]),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
+    ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+    ({"attention_bias": True}, ["attention_bias", "True", "False"]),
+    ({"mlp_bias": True}, ["mlp_bias"]),
+    ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
+    ({"vocab_size": "absent", "hidden_size": None}, ["vocab_size, hidden_size"]),
+    ({"hidden_size": "wide"}, ["hidden_size", "wide"]),
+    ({"num_key_value_heads": 3}, ["heads = 4", "kv_heads = 3"]),
+])  # fmt: skip
+def test_what_weft_would_compute_differently_is_refused(change: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(WeftError) as caught:
+        shape_from_config(write_config(tmp_path, **change))
+    assert all(word in str(caught.value) for word in [str(tmp_path), *words]), caught.value
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"a": ', b"\xff\xfe", b"[1]"])
+def test_unreadable_configs(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(WeftError, match=r"config\.json") as caught:
+        shape_from_config(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    shape = ModelShape(vocab=40, layers=2, embed=16, heads=2, ffn=24)
+    export(whole(parallelize(shape, Mesh.single(), Train())), shape, folder, max_file_bytes=4000)
+    return folder
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+def test_damaged_weights_are_named(exported: Path, tmp_path: Path) -> None:
+    folder = copy_of(exported, tmp_path)
+    file = folder / json.loads((folder / INDEX).read_text())["weight_map"]["model.norm.weight"]
+    whole_file = file.read_bytes()
+    for content in (whole_file[: len(whole_file) // 2], whole_file[:5], b"", b"\xff" * 100, None):
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(WeftError, match="missing or damaged") as caught:
+            ours(folder)
+        assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+    for content in ("{", "{}", "[]"):
+        (folder / INDEX).write_text(content)
+        with pytest.raises(WeftError, match=INDEX) as caught:
+            ours(folder)
+        assert "\n" not in str(caught.value)
+    (folder / INDEX).unlink()
+    with pytest.raises(WeftError, match="neither model.safetensors nor"):
+        ours(folder)
+
+
+def test_missing_and_misshapen_tensors_are_named(exported: Path) -> None:
+    shape = shape_from_config(exported)
+
+    def build(**change: Any) -> str:
+        with pytest.raises(WeftError) as caught:
+            parallelize(shape.model_copy(update=change), Mesh.single(), Train(), hf_values(exported))
+        return str(caught.value)
+
+    assert "no tensor model.layers.2." in build(layers=3)
+    assert "model.layers.0.self_attn.q_proj.bias" in build(qkv_bias=True)
+    assert "model.embed_tokens.weight has shape [40, 16] but the model needs [41, 16]" in build(vocab=41)
+
+
+def test_other_contents_are_refused(tmp_path: Path) -> None:
+    logical = Mesh.single().place(Dim("vocab", 4), Dim("embed", 2), std=1.0)
+    save_file({"model.embed_tokens.weight": torch.zeros(4, 2, dtype=torch.int8)}, tmp_path / SINGLE)
+    with pytest.raises(WeftError, match="stored as I8"):
+        hf_values(tmp_path)("embedding.table", logical, logical.box)
+    with pytest.raises(WeftError, match=r"no tensor lm_head\.weight; set model\.tied = true"):
+        hf_values(tmp_path)("head", logical, logical.box)
+
+
+def test_export_is_whole_or_absent(exported: Path, tmp_path: Path) -> None:
+    shape = shape_from_config(exported)
+    values = whole(ours(exported))
+
+    def fails_late(name: str) -> torch.Tensor:
+        if name == "norm.scale":
+            raise KeyboardInterrupt
+        return values[name]
+
+    with pytest.raises(KeyboardInterrupt):
+        export(fails_late, shape, tmp_path / "out", max_file_bytes=4000)
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(WeftError, match=r"norm\.scale: it has shape \[3\]"):
+        export(values | {"norm.scale": torch.ones(3)}, shape, tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeftError, match="cannot write"):
+        export(values, shape, tmp_path / "file" / "out")
+    with pytest.raises(WeftError, match="exists already"):
+        export(values, shape, tmp_path)
+    with pytest.raises(WeftError, match="no Hugging Face architecture"):
+        export(values, shape.model_copy(update={"qk_norm": True, "qkv_bias": True}), tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_tokenizer_goes_along(exported: Path, tmp_path: Path) -> None:
+    source = tmp_path / "from"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "weft.json"):
+        (source / name).write_text(name)
+    export(whole(ours(exported)), shape_from_config(exported), tmp_path / "out", tokenizer_folder=source)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        SINGLE, "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt"
+    }  # fmt: skip

@@ -1,0 +1,79 @@
+"""Token by token generation on one device, with key/value caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from weft.errors import UsageError
+from weft.models.transformer import Cache, Transformer
+
+
+class Decoder(Protocol):
+    def decode(self, ids: Sequence[int], /) -> str: ...
+
+
+@torch.inference_mode()
+def generate(
+    model: Transformer,
+    prompt_ids: list[int],
+    max_new: int,
+    eos: int | None,
+    temperature: float,
+    top_k: int,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Yield up to ``max_new`` ids that continue ``prompt_ids``, as they come; ends at ``eos``, which is not yielded.
+
+    ``temperature`` 0 takes the likeliest id; ``top_k`` 0 samples from the whole vocabulary. The same seed gives the same ids.
+    """
+    if not prompt_ids:
+        raise UsageError("the prompt is empty; give at least one token")
+    if max(prompt_ids) >= model.shape.vocab or min(prompt_ids) < 0:
+        raise UsageError(
+            f"the prompt has ids outside the model's vocabulary of {model.shape.vocab}; use its own tokenizer"
+        )
+    device = model.mesh.device
+    generator = torch.Generator(device).manual_seed(seed)
+    caches: list[Cache] = [[] for _ in model.blocks]
+    ids, past = prompt_ids, 0
+    for _ in range(max_new):
+        tokens = torch.tensor([ids], device=device)
+        positions = torch.arange(past, past + len(ids), device=device)[None]
+        logits = model(tokens, positions, torch.tensor([0, len(ids)], dtype=torch.int32), caches=caches)[0, -1]
+        past += len(ids)
+        chosen = choose(logits, temperature, top_k, generator)
+        if chosen == eos:
+            return
+        yield chosen
+        ids = [chosen]
+
+
+def choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """One id drawn from ``logits`` ``[vocab]``."""
+    if temperature == 0:
+        return int(logits.argmax())
+    best, index = logits.float().topk(min(top_k or len(logits), len(logits)))
+    # Largest logit 0 first: dividing by a tiny temperature then gives -inf at worst, never inf - inf.
+    weights = ((best - best[0]) / temperature).softmax(-1)
+    return int(index[torch.multinomial(weights, 1, generator=generator)])
+
+
+def stream_text(tokenizer: Decoder, ids: Iterable[int]) -> Iterator[str]:
+    """Text of ``ids`` piece by piece, whole characters only; the pieces add up to the text of all ids.
+
+    A piece is what new ids add to the text of the ones just before: tokenizers may drop the space of a first token.
+    """
+    shown: list[int] = []
+    fresh: list[int] = []
+    for i in ids:
+        fresh.append(i)
+        before, text = tokenizer.decode(shown), tokenizer.decode(shown + fresh)
+        # U+FFFD at the end: some bytes of the last character are still to come.
+        if len(text) > len(before) and not text.endswith("\ufffd"):
+            yield text[len(before) :]
+            shown, fresh = fresh, []
+    if rest := tokenizer.decode(shown + fresh)[len(tokenizer.decode(shown)) :]:
+        yield rest

@@ -1,0 +1,292 @@
+"""Hugging Face folders in and out: ``config.json`` and safetensors of Llama 3, Qwen 2.5 and Qwen 3 (dense)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from weft.errors import WeftError
+from weft.layout.dims import Box, Logical
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
+from weft.recipe import ModelShape, explain
+
+#: Fields of :class:`ModelShape` and what ``config.json`` calls them.
+FIELDS = {
+    "vocab": "vocab_size", "layers": "num_hidden_layers", "embed": "hidden_size", "heads": "num_attention_heads",
+    "ffn": "intermediate_size", "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "tied": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
+}  # fmt: skip
+REQUIRED = ("vocab", "layers", "embed", "heads", "ffn")
+
+#: Architecture: its ``model_type``, and the settings of :class:`ModelShape` that it stands for.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": ("llama", {}),
+    "Qwen2ForCausalLM": ("qwen2", {"qkv_bias": True}),
+    "Qwen3ForCausalLM": ("qwen3", {"qk_norm": True, "head_dim": 128}),
+}
+
+#: Fields that change the arithmetic, and the one value that Weft computes with.
+ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1,
+    "quantization_config": None,
+}
+
+#: Weft's parameter names and Hugging Face's; ``{}`` is the number of the block.
+NAMES = {
+    "embedding.table": "model.embed_tokens.weight",
+    "blocks.{}.attention_norm.scale": "model.layers.{}.input_layernorm.weight",
+    **{f"blocks.{{}}.attention.w{x}": f"model.layers.{{}}.self_attn.{x}_proj.weight" for x in "qkvo"},
+    **{f"blocks.{{}}.attention.b{x}": f"model.layers.{{}}.self_attn.{x}_proj.bias" for x in "qkv"},
+    **{f"blocks.{{}}.attention.{x}_norm.scale": f"model.layers.{{}}.self_attn.{x}_norm.weight" for x in "qk"},
+    "blocks.{}.ffn_norm.scale": "model.layers.{}.post_attention_layernorm.weight",
+    **{f"blocks.{{}}.ffn.{x}": f"model.layers.{{}}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+    "norm.scale": "model.norm.weight",
+    "head": "lm_head.weight",
+}  # fmt: skip
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
+    "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+
+
+def hf_name(name: str) -> str:
+    """What Hugging Face calls the parameter that Weft calls ``name``."""
+    number = re.search(r"\d+", name)
+    if number is None:
+        return NAMES[name]
+    return NAMES[name.replace(number[0], "{}", 1)].format(number[0])
+
+
+def shape_from_config(path: Path) -> ModelShape:
+    """The model that a ``config.json`` (or the folder it is in) describes; reads transformers 4 and 5 alike.
+
+    Raises :class:`WeftError` naming the field if the file asks for anything that Weft would compute differently.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    config = _read_json(path, "give a Hugging Face config.json or a folder with one")
+    name = next(iter(config.get("architectures") or ()), None)
+    name = name or next((a for a, (kind, _) in ARCHITECTURES.items() if kind == config.get("model_type")), None)
+    if name not in ARCHITECTURES:
+        _refuse(path, "architectures", name or config.get("model_type"), ", ".join(ARCHITECTURES))
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        _refuse(path, "rope_parameters", rope, "one set of values for all layers")
+    for field, supported in ONLY.items():
+        value = {**config, **rope}.get(field)
+        if value not in (None, supported):
+            _refuse(path, field, value, repr(supported))
+    kinds = config.get("layer_types") or ()
+    if any(kind != "full_attention" for kind in kinds):
+        _refuse(path, "layer_types", sorted(set(kinds)), "'full_attention'")
+    if not kinds and config.get("use_sliding_window") and config.get("sliding_window"):
+        _refuse(path, "use_sliding_window", True, "False")
+    found = {ours: config[theirs] for ours, theirs in FIELDS.items() if config.get(theirs) is not None}
+    missing = [FIELDS[ours] for ours in REQUIRED if ours not in found]
+    tree = {
+        "norm_eps": 1e-6,
+        **ARCHITECTURES[name][1],
+        **found,
+        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 1e4)),
+    }
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        scaling = {key: rope.get(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        holders = ((config, "original_max_position_embeddings"), (rope, "original_max_position_embeddings"))
+        lengths = (held.get(key) for held, key in (*holders, (config, "max_position_embeddings")))
+        scaling["original_max_position"] = next((length for length in lengths if length is not None), None)
+        missing += [f"rope_scaling.{key}" for key, value in scaling.items() if value is None]
+        tree["rope_scaling"] = scaling
+    elif kind != "default":
+        _refuse(path, "rope_type", kind, "'default' and 'llama3'")
+    if missing:
+        raise WeftError(f"{path} has no {', '.join(missing)}; it is not a complete config.json")
+    try:
+        return ModelShape.model_validate(tree)
+    except ValidationError as error:
+        text, key = explain(error, ModelShape), next(iter(error.errors()[0]["loc"]), "")
+        raise WeftError(f"{path}: {text.replace(str(key), FIELDS.get(str(key), str(key)), 1)}") from None
+
+
+def config_from_shape(
+    shape: ModelShape, dtype: torch.dtype = torch.float32, eos: int | None = None, max_positions: int = 8192
+) -> dict[str, Any]:
+    """The ``config.json`` with which transformers (4 and 5) computes the same model.
+
+    ``max_positions`` is informative: the context length that other software offers.
+    """
+    if shape.qkv_bias and shape.qk_norm:
+        raise WeftError(
+            "a model with both qkv_bias and qk_norm has no Hugging Face architecture; only a checkpoint can hold it"
+        )
+    name = "Qwen2ForCausalLM" if shape.qkv_bias else "Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"
+    scaling = None
+    if given := shape.rope_scaling:
+        scaling = given.model_dump(exclude={"original_max_position"}) | {"rope_type": "llama3"}
+        scaling["original_max_position_embeddings"] = given.original_max_position
+        max_positions = round(given.factor * given.original_max_position)
+    precision = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": [name],
+        "model_type": ARCHITECTURES[name][0],
+        **{theirs: getattr(shape, ours) for ours, theirs in FIELDS.items()},
+        "hidden_act": ONLY["hidden_act"],
+        "max_position_embeddings": max_positions,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": shape.rope_theta},
+        "bos_token_id": None,  # named although unknown: Llama's default would be token 1, and 2 for the end
+        "eos_token_id": eos,
+        "dtype": precision,
+        "torch_dtype": precision,
+    }
+
+
+def hf_values(folder: Path) -> Callable[[str, Logical, Box], torch.Tensor]:
+    """Values for :func:`weft.parallel.build.parallelize` from safetensors; reads no more than the box that is asked for.
+
+    Raises :class:`WeftError` naming file and tensor when one is missing, damaged or of another shape.
+    """
+    folder = Path(folder)
+    shards: dict[str, str] | None = None
+    if (folder / INDEX).is_file():
+        shards = _read_json(folder / INDEX, "").get("weight_map")
+        if not isinstance(shards, dict):
+            raise WeftError(f"{folder / INDEX} is damaged: it has no weight_map; download or export the model again")
+    elif not (folder / SINGLE).is_file():
+        raise WeftError(
+            f"{folder} has neither {SINGLE} nor {INDEX}; give a Hugging Face folder with safetensors weights"
+        )
+
+    @cache
+    def reader(file: Path) -> Any:
+        try:
+            return safe_open(file, "pt")
+        except (OSError, SafetensorError) as error:
+            cause = str(error).splitlines()[0]
+            raise WeftError(f"{file} is missing or damaged ({cause}); download or export the model again") from None
+
+    def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
+        wanted = hf_name(name)
+        file = folder / (shards.get(wanted, INDEX) if shards is not None else SINGLE)
+        if file.name == INDEX or wanted not in reader(file).keys():  # noqa: SIM118 (not a dictionary)
+            hint = "set model.tied = true" if name == "head" else "the model section is not of the model stored there"
+            raise WeftError(f"{file} has no tensor {wanted}; {hint}")
+        tensor = reader(file).get_slice(wanted)
+        if tuple(tensor.get_shape()) != logical.shape:
+            raise WeftError(
+                f"{file}: {wanted} has shape {tensor.get_shape()} but the model needs {list(logical.shape)}"
+            )
+        if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            raise WeftError(f"{file}: {wanted} is stored as {tensor.get_dtype()}; quantized weights are not supported")
+        return tensor[tuple(slice(lo, hi) for lo, hi in box)]
+
+    return values
+
+
+def export(
+    values: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor],
+    shape: ModelShape,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    tokenizer_folder: Path | None = None,
+    eos: int | None = None,
+    max_file_bytes: int = 4 << 30,
+) -> None:
+    """Write ``folder`` (new or empty) as transformers reads it; it appears when complete, or not at all.
+
+    ``values`` gives whole tensors by Weft's names; ``dtype`` None keeps theirs. At most ``max_file_bytes`` (and one tensor)
+    are held at a time. Raises :class:`WeftError` if the folder cannot be written.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WeftError(f"{folder} exists already; choose another folder")
+    get = values.__getitem__ if isinstance(values, Mapping) else values
+    config_from_shape(shape)  # refuse before anything is written
+    draft = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        stored = _write_tensors(get, shape, draft, dtype, max_file_bytes)
+        ends = {"bos_token_id": None, "eos_token_id": eos}
+        for name, content in (("config.json", config_from_shape(shape, stored, eos)), ("generation_config.json", ends)):
+            (draft / name).write_text(json.dumps(content, indent=2) + "\n")
+        for name in TOKENIZER_FILES if tokenizer_folder else ():
+            if (source := Path(tokenizer_folder or "") / name).is_file():
+                shutil.copyfile(source, draft / name)
+        for file in draft.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        draft.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise WeftError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write_tensors(
+    get: Callable[[str], torch.Tensor], shape: ModelShape, folder: Path, dtype: torch.dtype | None, limit: int
+) -> torch.dtype:
+    """Write all tensors in files of at most ``limit`` bytes, with an index if there are several; returns the dtype."""
+    held: dict[str, torch.Tensor] = {}
+    files: list[list[str]] = []
+    total = size = 0
+
+    def flush() -> None:
+        save_file(held, folder / str(len(files)), metadata={"format": "pt"})
+        files.append(list(held))
+        held.clear()
+
+    for name, logical in Transformer(shape, Mesh.single()).logical_parameters():
+        tensor = get(name).detach().to("cpu", dtype).contiguous()
+        if tuple(tensor.shape) != logical.shape:
+            raise WeftError(f"cannot export {name}: it has shape {list(tensor.shape)}, not {list(logical.shape)}")
+        if held and size + tensor.nbytes > limit:
+            flush()
+            size = 0
+        held[hf_name(name)] = tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    flush()
+    if len(files) == 1:
+        (folder / "0").rename(folder / SINGLE)
+        return tensor.dtype
+    index: dict[str, str] = {}
+    for i, names in enumerate(files):
+        file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / str(i)).rename(folder / file)
+        index.update(dict.fromkeys(names, file))
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n")
+    return tensor.dtype
+
+
+def _read_json(path: Path, hint: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WeftError(f"cannot read {path}: {error.strerror}; {hint}") from None
+    except ValueError as error:
+        raise WeftError(f"{path} is not valid JSON ({error}); download or export it again") from None
+    if not isinstance(content, dict):
+        raise WeftError(f"{path} is not a JSON object; download or export it again")
+    return content
+
+
+def _refuse(path: Path, field: str, value: Any, supported: str) -> None:
+    raise WeftError(f"{path}: {field} = {str(value)[:60]!r} is not supported; Weft supports {supported}")
