@@ -1,6 +1,6 @@
 # Everything starts from `make install`, which the other targets run when it is due.
-# PYTHON picks the interpreter (3.11 or newer); PIP_ARGS is handed to pip, for instance
-#   make install PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# PYTHON picks the interpreter (3.11 or newer); PIP_ARGS is handed to pip, for instance --extra-index-url with the index
+# of PyTorch's CPU builds on a machine without a GPU, which saves gigabytes.
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin

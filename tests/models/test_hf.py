@@ -87,7 +87,9 @@ def test_logits_equal_transformers_in_and_out(name: str, tmp_path: Path) -> None
     expected = their_logits(reference)
     assert expected.std() > 0.5
     model = ours(tmp_path / "in")
-    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=2e-5)
+    # Logits reach 7. What is left is float32 rounding: theirs is as far from our float64.
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(model.freq.float(), reference.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
 
     export(whole(model), model.shape, tmp_path / "out", eos=7)
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -122,7 +124,7 @@ def test_several_files_and_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> N
         return values[name]
 
     export(get, model.shape, tmp_path / "out", dtype, max_file_bytes=9000)
-    assert sorted(asked) == sorted(values)
+    assert sorted(set(asked)) == sorted(values)
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 3 and files == sorted(f.name for f in (tmp_path / "out").glob("*.safetensors"))
@@ -171,8 +173,8 @@ def test_configs_of_published_models(tmp_path: Path) -> None:
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
         "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
         "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05, "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}, "rope_theta": 500000.0,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
+        "rms_norm_eps": 1e-05, "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192},
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(llama))
     expected = ModelShape(
@@ -188,7 +190,16 @@ def test_configs_of_published_models(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(qwen))
     expected = ModelShape(
-        vocab=151936, layers=24, embed=896, heads=14, kv_heads=2, ffn=4864, qkv_bias=True, tied=True, norm_eps=1e-6, rope_theta=1e6
+        vocab=151936,
+        layers=24,
+        embed=896,
+        heads=14,
+        kv_heads=2,
+        ffn=4864,
+        qkv_bias=True,
+        tied=True,
+        norm_eps=1e-6,
+        rope_theta=1e6,
     )
     assert shape_from_config(tmp_path) == expected
 
@@ -197,7 +208,9 @@ def test_old_and_new_keys_mean_the_same(tmp_path: Path) -> None:
     old = write_config(tmp_path / "old", rope_theta=3e4, rope_scaling=LLAMA3)
     new = write_config(tmp_path / "new", rope_parameters={"rope_theta": 3e4, **LLAMA3})
     older = {"type": "llama3", **{k: v for k, v in LLAMA3.items() if k != "rope_type"}}
-    older = write_config(tmp_path / "older", architectures="absent", model_type="qwen3", rope_theta=3e4, rope_scaling=older)
+    older = write_config(
+        tmp_path / "older", architectures="absent", model_type="qwen3", rope_theta=3e4, rope_scaling=older
+    )
     assert shape_from_config(old) == shape_from_config(new) == shape_from_config(older)
     assert shape_from_config(old).rope_scaling == RopeScaling(factor=8, original_max_position=16)
     assert shape_from_config(write_config(tmp_path / "plain")).head_dim == 128
@@ -225,7 +238,7 @@ def test_shapes_survive(shape: ModelShape, tmp_path: Path) -> None:
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_type", "linear"]),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope_parameters", "all layers"]),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor"]),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor, rope_scaling.high"]),
     ({"use_sliding_window": True, "sliding_window": 64}, ["use_sliding_window"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
     ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
@@ -236,7 +249,9 @@ def test_shapes_survive(shape: ModelShape, tmp_path: Path) -> None:
     ({"hidden_size": "wide"}, ["hidden_size", "wide"]),
     ({"num_key_value_heads": 3}, ["heads = 4", "kv_heads = 3"]),
 ])  # fmt: skip
-def test_what_weft_would_compute_differently_is_refused(change: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+def test_what_weft_would_compute_differently_is_refused(
+    change: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
     with pytest.raises(WeftError) as caught:
         shape_from_config(write_config(tmp_path, **change))
     assert all(word in str(caught.value) for word in [str(tmp_path), *words]), caught.value
@@ -284,7 +299,7 @@ def test_damaged_weights_are_named(exported: Path, tmp_path: Path) -> None:
             ours(folder)
         assert "\n" not in str(caught.value)
     (folder / INDEX).unlink()
-    with pytest.raises(WeftError, match="neither model.safetensors nor"):
+    with pytest.raises(WeftError, match=r"neither model\.safetensors nor"):
         ours(folder)
 
 
@@ -298,7 +313,7 @@ def test_missing_and_misshapen_tensors_are_named(exported: Path) -> None:
 
     assert "no tensor model.layers.2." in build(layers=3)
     assert "model.layers.0.self_attn.q_proj.bias" in build(qkv_bias=True)
-    assert "model.embed_tokens.weight has shape [40, 16] but the model needs [41, 16]" in build(vocab=41)
+    assert "lm_head.weight has shape [40, 16] but the model needs [41, 16]" in build(vocab=41)
 
 
 def test_other_contents_are_refused(tmp_path: Path) -> None:
@@ -315,14 +330,14 @@ def test_export_is_whole_or_absent(exported: Path, tmp_path: Path) -> None:
     values = whole(ours(exported))
 
     def fails_late(name: str) -> torch.Tensor:
-        if name == "norm.scale":
+        if name == "blocks.1.ffn.down":
             raise KeyboardInterrupt
         return values[name]
 
     with pytest.raises(KeyboardInterrupt):
         export(fails_late, shape, tmp_path / "out", max_file_bytes=4000)
     assert not any(tmp_path.iterdir())
-    with pytest.raises(WeftError, match=r"norm\.scale: it has shape \[3\]"):
+    with pytest.raises(WeftError, match=r"norm\.scale: shape \[3\]"):
         export(values | {"norm.scale": torch.ones(3)}, shape, tmp_path / "out")
     (tmp_path / "file").write_text("")
     with pytest.raises(WeftError, match="cannot write"):

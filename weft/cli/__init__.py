@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from weft.errors import WeftError
@@ -17,7 +18,8 @@ def main() -> None:
     except WeftError as error:
         sys.exit(report_failure(error))
     except (KeyboardInterrupt, EOFError):
-        print("weft: interrupted", file=sys.stderr)
+        if "RANK" not in os.environ:  # of several ranks, the launcher says it once
+            print("weft: interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 from weft.models.transformer import Cache, Transformer
-
-
-class Decoder(Protocol):
-    def decode(self, ids: Sequence[int], /) -> str: ...
 
 
 @torch.inference_mode()
@@ -27,14 +23,10 @@ def generate(
 ) -> Iterator[int]:
     """Yield up to ``max_new`` ids that continue ``prompt_ids``, as they come; ends at ``eos``, which is not yielded.
 
-    ``temperature`` 0 takes the likeliest id; ``top_k`` 0 samples from the whole vocabulary. The same seed gives the same ids.
+    ``temperature`` 0 takes the likeliest id; ``top_k`` 0 samples from all; the same ``seed`` gives the same ids.
     """
-    if not prompt_ids:
-        raise UsageError("the prompt is empty; give at least one token")
-    if max(prompt_ids) >= model.shape.vocab or min(prompt_ids) < 0:
-        raise UsageError(
-            f"the prompt has ids outside the model's vocabulary of {model.shape.vocab}; use its own tokenizer"
-        )
+    if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= model.shape.vocab:
+        raise UsageError(f"the prompt must be at least one token, of ids below the model's {model.shape.vocab}")
     device = model.mesh.device
     generator = torch.Generator(device).manual_seed(seed)
     caches: list[Cache] = [[] for _ in model.blocks]
@@ -61,7 +53,7 @@ def choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torc
     return int(index[torch.multinomial(weights, 1, generator=generator)])
 
 
-def stream_text(tokenizer: Decoder, ids: Iterable[int]) -> Iterator[str]:
+def stream_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     """Text of ``ids`` piece by piece, whole characters only; the pieces add up to the text of all ids.
 
     A piece is what new ids add to the text of the ones just before: tokenizers may drop the space of a first token.

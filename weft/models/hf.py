@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from pydantic import ValidationError
@@ -25,8 +25,8 @@ from weft.recipe import ModelShape, explain
 #: Fields of :class:`ModelShape` and what ``config.json`` calls them.
 FIELDS = {
     "vocab": "vocab_size", "layers": "num_hidden_layers", "embed": "hidden_size", "heads": "num_attention_heads",
-    "ffn": "intermediate_size", "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "tied": "tie_word_embeddings",
-    "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
+    "ffn": "intermediate_size", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+    "tied": "tie_word_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
 }  # fmt: skip
 REQUIRED = ("vocab", "layers", "embed", "heads", "ffn")
 
@@ -39,12 +39,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 #: Fields that change the arithmetic, and the one value that Weft computes with.
 ONLY = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1,
-    "quantization_config": None,
-}
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1,
+    "quantization_config": None, "use_sliding_window": False,
+}  # fmt: skip
 
 #: Weft's parameter names and Hugging Face's; ``{}`` is the number of the block.
 NAMES = {
@@ -59,19 +56,14 @@ NAMES = {
     "head": "lm_head.weight",
 }  # fmt: skip
 
+AGAIN = "download or export the model again"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
-    "merges.txt", "chat_template.jinja",
-)  # fmt: skip
+TOKENIZER_FILES = ("*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 
 
 def hf_name(name: str) -> str:
     """What Hugging Face calls the parameter that Weft calls ``name``."""
-    number = re.search(r"\d+", name)
-    if number is None:
-        return NAMES[name]
-    return NAMES[name.replace(number[0], "{}", 1)].format(number[0])
+    return NAMES[re.sub(r"\d+", "{}", name)].format(*re.findall(r"\d+", name))
 
 
 def shape_from_config(path: Path) -> ModelShape:
@@ -79,7 +71,6 @@ def shape_from_config(path: Path) -> ModelShape:
 
     Raises :class:`WeftError` naming the field if the file asks for anything that Weft would compute differently.
     """
-    path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     config = _read_json(path, "give a Hugging Face config.json or a folder with one")
     name = next(iter(config.get("architectures") or ()), None)
@@ -93,25 +84,18 @@ def shape_from_config(path: Path) -> ModelShape:
         value = {**config, **rope}.get(field)
         if value not in (None, supported):
             _refuse(path, field, value, repr(supported))
-    kinds = config.get("layer_types") or ()
-    if any(kind != "full_attention" for kind in kinds):
-        _refuse(path, "layer_types", sorted(set(kinds)), "'full_attention'")
-    if not kinds and config.get("use_sliding_window") and config.get("sliding_window"):
-        _refuse(path, "use_sliding_window", True, "False")
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        _refuse(path, "layer_types", config["layer_types"], "'full_attention'")
     found = {ours: config[theirs] for ours, theirs in FIELDS.items() if config.get(theirs) is not None}
     missing = [FIELDS[ours] for ours in REQUIRED if ours not in found]
-    tree = {
-        "norm_eps": 1e-6,
-        **ARCHITECTURES[name][1],
-        **found,
-        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 1e4)),
-    }
+    theta = rope.get("rope_theta", config.get("rope_theta", 1e4))
+    tree = {"norm_eps": 1e-6, "rope_theta": theta, **ARCHITECTURES[name][1], **found}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
-        scaling = {key: rope.get(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        holders = ((config, "original_max_position_embeddings"), (rope, "original_max_position_embeddings"))
-        lengths = (held.get(key) for held, key in (*holders, (config, "max_position_embeddings")))
-        scaling["original_max_position"] = next((length for length in lengths if length is not None), None)
+        original = "original_max_position_embeddings"
+        length = config.get(original) or rope.get(original) or config.get("max_position_embeddings")
+        keys = ("factor", "low_freq_factor", "high_freq_factor", original)
+        scaling = {key.removesuffix("_embeddings"): {**rope, original: length}.get(key) for key in keys}
         missing += [f"rope_scaling.{key}" for key, value in scaling.items() if value is None]
         tree["rope_scaling"] = scaling
     elif kind != "default":
@@ -121,8 +105,8 @@ def shape_from_config(path: Path) -> ModelShape:
     try:
         return ModelShape.model_validate(tree)
     except ValidationError as error:
-        text, key = explain(error, ModelShape), next(iter(error.errors()[0]["loc"]), "")
-        raise WeftError(f"{path}: {text.replace(str(key), FIELDS.get(str(key), str(key)), 1)}") from None
+        key = str(next(iter(error.errors()[0]["loc"]), ""))
+        raise WeftError(f"{path}: {explain(error, ModelShape).replace(key, FIELDS.get(key, key), 1)}") from None
 
 
 def config_from_shape(
@@ -133,9 +117,7 @@ def config_from_shape(
     ``max_positions`` is informative: the context length that other software offers.
     """
     if shape.qkv_bias and shape.qk_norm:
-        raise WeftError(
-            "a model with both qkv_bias and qk_norm has no Hugging Face architecture; only a checkpoint can hold it"
-        )
+        raise WeftError("no Hugging Face architecture has both qkv_bias and qk_norm; keep this model as a checkpoint")
     name = "Qwen2ForCausalLM" if shape.qkv_bias else "Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"
     scaling = None
     if given := shape.rope_scaling:
@@ -160,28 +142,24 @@ def config_from_shape(
 
 
 def hf_values(folder: Path) -> Callable[[str, Logical, Box], torch.Tensor]:
-    """Values for :func:`weft.parallel.build.parallelize` from safetensors; reads no more than the box that is asked for.
+    """Values for :func:`weft.parallel.build.parallelize` from safetensors; reads just the box that is asked for.
 
     Raises :class:`WeftError` naming file and tensor when one is missing, damaged or of another shape.
     """
-    folder = Path(folder)
     shards: dict[str, str] | None = None
     if (folder / INDEX).is_file():
-        shards = _read_json(folder / INDEX, "").get("weight_map")
+        shards = _read_json(folder / INDEX, AGAIN).get("weight_map")
         if not isinstance(shards, dict):
-            raise WeftError(f"{folder / INDEX} is damaged: it has no weight_map; download or export the model again")
+            raise WeftError(f"{folder / INDEX} is damaged: it has no weight_map; {AGAIN}")
     elif not (folder / SINGLE).is_file():
-        raise WeftError(
-            f"{folder} has neither {SINGLE} nor {INDEX}; give a Hugging Face folder with safetensors weights"
-        )
+        raise WeftError(f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights")
 
     @cache
     def reader(file: Path) -> Any:
         try:
             return safe_open(file, "pt")
         except (OSError, SafetensorError) as error:
-            cause = str(error).splitlines()[0]
-            raise WeftError(f"{file} is missing or damaged ({cause}); download or export the model again") from None
+            raise WeftError(f"{file} is missing or damaged ({error}); {AGAIN}") from None
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
         wanted = hf_name(name)
@@ -191,9 +169,8 @@ def hf_values(folder: Path) -> Callable[[str, Logical, Box], torch.Tensor]:
             raise WeftError(f"{file} has no tensor {wanted}; {hint}")
         tensor = reader(file).get_slice(wanted)
         if tuple(tensor.get_shape()) != logical.shape:
-            raise WeftError(
-                f"{file}: {wanted} has shape {tensor.get_shape()} but the model needs {list(logical.shape)}"
-            )
+            needed = list(logical.shape)
+            raise WeftError(f"{file}: {wanted} has shape {tensor.get_shape()} but the model needs {needed}")
         if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
             raise WeftError(f"{file}: {wanted} is stored as {tensor.get_dtype()}; quantized weights are not supported")
         return tensor[tuple(slice(lo, hi) for lo, hi in box)]
@@ -208,29 +185,29 @@ def export(
     dtype: torch.dtype | None = None,
     tokenizer_folder: Path | None = None,
     eos: int | None = None,
+    max_positions: int = 8192,
     max_file_bytes: int = 4 << 30,
 ) -> None:
     """Write ``folder`` (new or empty) as transformers reads it; it appears when complete, or not at all.
 
-    ``values`` gives whole tensors by Weft's names; ``dtype`` None keeps theirs. At most ``max_file_bytes`` (and one tensor)
-    are held at a time. Raises :class:`WeftError` if the folder cannot be written.
+    ``values`` gives whole tensors by Weft's names; ``dtype`` None keeps theirs. Tensors of one
+    file (``max_file_bytes``) are held at a time. Raises :class:`WeftError` if the folder cannot be written.
     """
-    folder = Path(folder).absolute()
+    folder = folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise WeftError(f"{folder} exists already; choose another folder")
     get = values.__getitem__ if isinstance(values, Mapping) else values
-    config_from_shape(shape)  # refuse before anything is written
+    config = config_from_shape(shape, dtype or get("norm.scale").dtype, eos, max_positions)
     draft = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
-        stored = _write_tensors(get, shape, draft, dtype, max_file_bytes)
-        ends = {"bos_token_id": None, "eos_token_id": eos}
-        for name, content in (("config.json", config_from_shape(shape, stored, eos)), ("generation_config.json", ends)):
+        _write_tensors(get, shape, draft, dtype, max_file_bytes)
+        for name, content in (("config.json", config), ("generation_config.json", {"eos_token_id": eos})):
             (draft / name).write_text(json.dumps(content, indent=2) + "\n")
-        for name in TOKENIZER_FILES if tokenizer_folder else ():
-            if (source := Path(tokenizer_folder or "") / name).is_file():
-                shutil.copyfile(source, draft / name)
+        for pattern in TOKENIZER_FILES if tokenizer_folder else ():
+            for source in (tokenizer_folder or Path()).glob(pattern):
+                shutil.copyfile(source, draft / source.name)
         for file in draft.iterdir():
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
@@ -243,50 +220,41 @@ def export(
 
 def _write_tensors(
     get: Callable[[str], torch.Tensor], shape: ModelShape, folder: Path, dtype: torch.dtype | None, limit: int
-) -> torch.dtype:
-    """Write all tensors in files of at most ``limit`` bytes, with an index if there are several; returns the dtype."""
-    held: dict[str, torch.Tensor] = {}
-    files: list[list[str]] = []
-    total = size = 0
-
-    def flush() -> None:
-        save_file(held, folder / str(len(files)), metadata={"format": "pt"})
-        files.append(list(held))
-        held.clear()
-
-    for name, logical in Transformer(shape, Mesh.single()).logical_parameters():
-        tensor = get(name).detach().to("cpu", dtype).contiguous()
-        if tuple(tensor.shape) != logical.shape:
-            raise WeftError(f"cannot export {name}: it has shape {list(tensor.shape)}, not {list(logical.shape)}")
-        if held and size + tensor.nbytes > limit:
-            flush()
-            size = 0
-        held[hf_name(name)] = tensor
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    flush()
-    if len(files) == 1:
-        (folder / "0").rename(folder / SINGLE)
-        return tensor.dtype
+) -> None:
+    """Write all tensors, in files of at most ``limit`` bytes with an index if one file cannot hold them."""
+    logical = dict(Transformer(shape, Mesh.single()).logical_parameters())
+    width, room = (dtype or get("norm.scale").dtype).itemsize, limit
+    groups: list[list[str]] = [[]]
+    for name in logical:
+        if groups[-1] and logical[name].numel * width > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= logical[name].numel * width
     index: dict[str, str] = {}
-    for i, names in enumerate(files):
-        file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        (folder / str(i)).rename(folder / file)
-        index.update(dict.fromkeys(names, file))
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n")
-    return tensor.dtype
+    for i, names in enumerate(groups):
+        tensors = {hf_name(name): get(name).detach().to("cpu", dtype).contiguous() for name in names}
+        for name, tensor in zip(names, tensors.values(), strict=True):
+            if tensor.shape != logical[name].shape:
+                raise WeftError(f"cannot export {name}: shape {list(tensor.shape)} is not {list(logical[name].shape)}")
+        file = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else SINGLE
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(tensors, file))
+        del tensors, tensor  # before the next file's are made
+    if len(groups) > 1:
+        about = {"total_size": width * sum(one.numel for one in logical.values())}
+        (folder / INDEX).write_text(json.dumps({"metadata": about, "weight_map": index}, indent=2) + "\n")
 
 
 def _read_json(path: Path, hint: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise WeftError(f"cannot read {path}: {error.strerror}; {hint}") from None
-    except ValueError as error:
-        raise WeftError(f"{path} is not valid JSON ({error}); download or export it again") from None
-    if not isinstance(content, dict):
-        raise WeftError(f"{path} is not a JSON object; download or export it again")
-    return content
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+        return content
+    except (OSError, ValueError) as error:
+        raise WeftError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {hint}") from None
 
 
-def _refuse(path: Path, field: str, value: Any, supported: str) -> None:
+def _refuse(path: Path, field: str, value: Any, supported: str) -> NoReturn:
     raise WeftError(f"{path}: {field} = {str(value)[:60]!r} is not supported; Weft supports {supported}")

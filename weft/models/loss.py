@@ -64,7 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        # In at least float32: 1 / tokens rounded to bfloat16 would scale every gradient by up to 0.4 % too much or too little.
+        # In at least float32: 1 / tokens rounded to bfloat16 would make every gradient up to 0.4 % too large or small.
         wide = torch.promote_types(ctx.saved_tensors[0].dtype, torch.float32)
         d_hidden, d_weight = ((d.to(wide) * grad.to(wide)).to(d.dtype) for d in ctx.saved_tensors)
         return d_hidden, d_weight, None, None, None, None

@@ -1,0 +1,138 @@
+"""Generation with caches against generation without, and against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.errors import UsageError
+from weft.generate.engine import choose, generate, stream_text
+from weft.layout.mesh import Mesh
+from weft.models.hf import export
+from weft.models.transformer import Transformer
+from weft.parallel.build import local_parts, parallelize
+from weft.recipe import ModelShape, RopeScaling, Source, Train
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": RopeScaling(factor=8, original_max_position=16)},
+    "qwen2": {"qkv_bias": True, "tied": True},
+    "qwen3": {"qk_norm": True, "head_dim": 12},
+}
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def build(name: str = "llama") -> Transformer:
+    shape = ModelShape(vocab=61, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5, **SHAPES[name])
+    return parallelize(shape, Mesh.single(), Train(seed=2))
+
+
+@torch.no_grad()
+def without_cache(model: Transformer, ids: list[int], count: int) -> list[int]:
+    ids = list(ids)
+    for _ in range(count):
+        n = len(ids)
+        logits = model(torch.tensor([ids]), torch.arange(n)[None], torch.tensor([0, n], dtype=torch.int32))
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[-count:]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("prompt", [PROMPT, [7]])
+def test_greedy_equals_no_cache_and_transformers(name: str, prompt: list[int], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = build(name)
+    ids = list(generate(model, prompt, 24, None, 0.0, 0))
+    assert ids == without_cache(model, prompt, 24)
+    assert len(set(ids)) > 3
+    export({p.name: p.local for p in local_parts(model, model.mesh)}, model.shape, tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    out = theirs.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=24, do_sample=False
+    )
+    assert out[0, len(prompt) :].tolist() == ids
+
+
+def test_it_ends_at_eos_and_yields_as_it_goes() -> None:
+    model = build()
+    ids = list(generate(model, PROMPT, 24, None, 0.0, 0))
+    eos = ids[5]
+    assert list(generate(model, PROMPT, 24, eos, 0.0, 0)) == ids[: ids.index(eos)]
+    steps = generate(model, PROMPT, 10**9, None, 0.0, 0)
+    assert [next(steps) for _ in range(3)] == ids[:3]
+    assert not torch.is_inference_mode_enabled()  # not between two ids
+    assert list(generate(model, PROMPT, 0, None, 0.0, 0)) == []
+
+
+def test_sampling_follows_the_seed_and_top_k() -> None:
+    model = build()
+    draw = [list(generate(model, PROMPT, 12, None, 1.0, 0, seed)) for seed in (1, 1, 2)]
+    assert draw[0] == draw[1] != draw[2]
+    greedy = list(generate(model, PROMPT, 12, None, 0.0, 0))
+    assert list(generate(model, PROMPT, 12, None, 5.0, 1)) == greedy
+    assert list(generate(model, PROMPT, 12, None, 1e-30, 0)) == greedy
+    assert len(list(generate(model, PROMPT, 3, None, 1.0, 10**6))) == 3
+
+
+def test_choice_has_the_right_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5])
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.bincount(torch.tensor([choose(logits, 0.7, 3, generator) for _ in range(4000)]), minlength=5) / 4000
+    kept = torch.where(torch.tensor([False, True, True, False, True]), logits / 0.7, -torch.inf)
+    torch.testing.assert_close(drawn, kept.softmax(0), rtol=0, atol=0.03)
+    assert drawn[0] == drawn[3] == 0
+
+
+@pytest.mark.parametrize("prompt", [[], [61], [-1]])
+def test_impossible_prompts(prompt: list[int]) -> None:
+    with pytest.raises(UsageError, match="at least one token, of ids below the model's 61"):
+        next(generate(build(), prompt, 1, None, 0.0, 0))
+
+
+TEXT = "naïve café: 日本語 🙂🙂 שלום\n  spaces, €5 �"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "text.txt").write_text("some plain words, and a few more plain words\n" * 20)
+    return load_tokenizer("train:280", [Source(kind="text", path=str(folder / "text.txt"))], folder / "cache")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "trained"])
+def test_streamed_text_is_the_text_in_whole_characters(kind: str, trained: Tokenizer) -> None:
+    tokenizer = trained if kind == "trained" else load_tokenizer("bytes")
+    ids = tokenizer.encode(TEXT).tolist()
+    pieces = list(stream_text(tokenizer, ids))
+    assert "".join(pieces) == tokenizer.decode(ids) == TEXT
+    assert sum("\ufffd" in piece for piece in pieces) == 1 and len(pieces) > len(TEXT) / 2
+    cut = list(stream_text(tokenizer, tokenizer.encode("a🙂").tolist()[:-1]))
+    assert cut[0] == "a" and set(cut[1]) == {"\ufffd"}
+    assert "".join(stream_text(tokenizer, [*ids, tokenizer.eos])) == TEXT
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=30))
+def test_any_bytes(data: bytes) -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert "".join(stream_text(tokenizer, list(data))) == tokenizer.decode(list(data))
+
+
+def test_spaces_that_a_tokenizer_drops_in_front_stay_within() -> None:
+    class Words:
+        def decode(self, ids: Any) -> str:
+            return " ".join("abc"[i] for i in ids)
+
+    assert list(stream_text(Words(), [0, 1, 2])) == ["a", " b", " c"]
+
+
+def test_time_per_token_does_not_need_the_past_again() -> None:
+    model, seen = build(), []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
+    list(generate(model, PROMPT, 4, None, 0.0, 0))
+    assert seen == [(1, 5), (1, 1), (1, 1), (1, 1)]

@@ -1,0 +1,128 @@
+"""The attention kernels against a dense masked softmax in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.models.attention import Segment, attend_backward, attend_forward, attention, document_segments
+from weft.models.transformer import Cache, _cached
+
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+
+
+def inputs(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
+    """q, k, v and a gradient of the output, ``[tokens, heads, head_dim]``."""
+    generator = torch.Generator().manual_seed(tokens)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    return [torch.randn(tokens, n, head_dim, generator=generator, dtype=torch.float64).to(dtype) for n in sizes]
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: list[Segment]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every query to every key, what lies outside the segments masked; float64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    seen = torch.zeros(len(q), len(k), dtype=torch.bool)
+    for s in segments:
+        block = torch.ones(s.q1 - s.q0, s.k1 - s.k0, dtype=torch.bool)
+        seen[s.q0 : s.q1, s.k0 : s.k1] = block.tril() if s.causal else block
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0)  # rows that see nothing
+    return torch.einsum("hqk,khd->qhd", weights, v), scores.logsumexp(-1).T
+
+
+def check(lengths: list[int], rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Forward and backward of the operator on ``rows`` rows, each of documents of these ``lengths``."""
+    bounds = torch.tensor([0, *lengths * rows]).cumsum(0).to(torch.int32)
+    tokens = sum(lengths) * rows
+    *qkv, grad = inputs(tokens, heads, kv_heads, head_dim, dtype)
+    mine = [x.unflatten(0, (rows, -1)).clone().requires_grad_() for x in qkv]
+    reference = [x.double().requires_grad_() for x in qkv]
+    out, lse = attention(*mine, bounds)
+    assert out.shape == mine[0].shape and lse.shape == (tokens, heads)
+    out.backward(grad.view(out.shape))
+    expected, expected_lse = dense(*reference, document_segments(bounds))
+    expected.backward(grad.double())
+    near = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(out.flatten(0, 1).double(), expected, **near)
+    torch.testing.assert_close(lse.double(), expected_lse, **near)
+    for a, b in zip(mine, reference, strict=True):
+        assert a.grad is not None and b.grad is not None and a.grad.dtype == dtype
+        torch.testing.assert_close(a.grad.flatten(0, 1).double(), b.grad, **near)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.integers(1, 2),
+    st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 1), (4, 4)]),
+    st.sampled_from([2, 6, 16]),
+)
+def test_packed_documents(lengths: list[int], rows: int, heads: tuple[int, int], head_dim: int) -> None:
+    check(lengths, rows, *heads, head_dim, torch.float64)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 3), st.sampled_from([(2, 2), (4, 2)]))
+def test_documents_of_one_length_are_one_batch(length: int, count: int, rows: int, heads: tuple[int, int]) -> None:
+    check([length] * count, rows, *heads, 8, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 7, 30], [19, 19], [130, 1, 66]])
+def test_other_dtypes(lengths: list[int], dtype: torch.dtype) -> None:
+    check(lengths, 1, 4, 2, 16, dtype)
+
+
+def test_empty_documents_are_nothing() -> None:
+    assert document_segments(torch.tensor([0, 0, 3, 3, 4])) == [Segment(0, 3, 0, 3, True), Segment(3, 4, 3, 4, True)]
+
+
+def test_a_changed_document_changes_no_other() -> None:
+    q, k, v, _ = (x[None] for x in inputs(20, 2, 2, 8))
+    bounds = torch.tensor([0, 7, 8, 20], dtype=torch.int32)
+    before = attention(q, k, v, bounds)[0]
+    k[:, 7], v[:, 7] = 100, -100
+    after = attention(q, k, v, bounds)[0]
+    same = (before == after).all(-1).all(-1)[0]
+    assert same.tolist() == [i != 7 for i in range(20)]
+
+
+def test_segments_that_merge_give_the_whole() -> None:
+    """What ring attention does: parts of a document merged by log-sum-exp, with global statistics in backward."""
+    q, k, v, grad = inputs(24, 4, 2, 8)
+    whole = [Segment(0, 24, 0, 24, True)]
+    out, lse = attend_forward(q, k, v, whole)
+    steps = [[Segment(0, 10, 0, 10, True), Segment(10, 24, 10, 24, True)], [Segment(10, 24, 0, 10, False)]]
+    parts = [attend_forward(q, k, v, step) for step in steps]
+    assert (parts[1][0][:10] == 0).all() and (parts[1][1][:10] == -torch.inf).all()
+    merged = torch.logaddexp(parts[0][1], parts[1][1])
+    total = sum((l - merged)[..., None].exp() * o for o, l in parts)
+    torch.testing.assert_close(merged, lse)
+    torch.testing.assert_close(total, out)
+    grads = [attend_backward(grad, q, k, v, out, lse, step) for step in steps]
+    for i, expected in enumerate(attend_backward(grad, q, k, v, out, lse, whole)):
+        torch.testing.assert_close(grads[0][i] + grads[1][i], expected)
+
+
+def test_the_operator_is_described_for_compilation() -> None:
+    q, k, v, _ = (x[None].float().requires_grad_() for x in inputs(9, 4, 2, 8, torch.float32))
+    torch.library.opcheck(attention, (q, k, v, torch.tensor([0, 4, 9], dtype=torch.int32)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 6], [1, 11]])
+def test_a_cache_continues_where_it_stopped(pieces: list[int]) -> None:
+    q, k, v, _ = (x[None] for x in inputs(12, 4, 2, 8))
+    cache: Cache = []
+    outs = [_cached(*part, cache) for part in zip(*(x.split(pieces, 1) for x in (q, k, v)), strict=True)]
+    expected, _ = attention(q, k, v, torch.tensor([0, 12], dtype=torch.int32))
+    torch.testing.assert_close(torch.cat(outs, 1), expected)
+    assert len(cache) == 1 and torch.equal(cache[0][0], k) and torch.equal(cache[0][1], v)
