@@ -28,8 +28,8 @@ def write_corpus(folder: Path) -> str:
 def recipe(corpus: str, **change: Any) -> Recipe:
     """A tiny recipe: odd sequence length, batch that no rank count divides, vocabulary of 257."""
     tree: dict[str, Any] = {
-        # init_std makes activations of this narrow model as large as they are in wide ones; at the usual 0.02 attention has
-        # hardly a gradient, and float32 rounding alone moves Adam's direction.
+        # init_std makes activations of this narrow model as large as they are in wide ones; at the usual 0.02 attention
+        # has hardly a gradient, and float32 rounding alone moves Adam's direction.
         "model": {"layers": 2, "embed": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 41, "init_std": 0.1},
         "data": {
             "sources": [{"kind": "jsonl", "path": corpus}],
@@ -49,7 +49,7 @@ def recipe(corpus: str, **change: Any) -> Recipe:
 
 
 def pairwise(**factors: list[Any]) -> Iterator[Case]:
-    """Cases such that every pair of values of any two factors occurs together in at least one (greedy, deterministic)."""
+    """Cases such that every pair of values of any two factors occurs together in at least one. Deterministic."""
     names = list(factors)
     missing = {
         ((a, va), (b, vb))
@@ -62,7 +62,10 @@ def pairwise(**factors: list[Any]) -> Iterator[Case]:
         seed = dict(min(missing))
         best: tuple[int, Case] | None = None
         for _ in range(40):
-            case = {n: next(v for v in factors[n] if _key(v) == seed[n]) if n in seed else rng.choice(factors[n]) for n in names}
+            case = {
+                n: next(v for v in factors[n] if _key(v) == seed[n]) if n in seed else rng.choice(factors[n])
+                for n in names
+            }
             gain = len(_pairs(case) & missing)
             if best is None or gain > best[0]:
                 best = (gain, case)

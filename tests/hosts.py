@@ -33,7 +33,21 @@ def two_hosts(rate: str = "1gbit") -> Iterator[tuple[list[str], list[str]]]:
             _ip("-n", name, "link", "set", f"weftv{i}", "name", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            shape = [
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                "eth0",
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "256kb",
+                "latency",
+                "50ms",
+            ]
             subprocess.run(["ip", "netns", "exec", name, *shape], check=True, capture_output=True)
         yield tuple(["ip", "netns", "exec", n, "env", "GLOO_SOCKET_IFNAME=eth0"] for n in names)  # type: ignore[misc]
     finally:

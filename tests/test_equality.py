@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -63,7 +62,7 @@ def tree(corpus: str, case: Case) -> dict[str, Any]:
 
 
 def difference(values: dict[str, Any], fault: Callable[..., Any] | None = None, target: str = "") -> Difference | None:
-    """Runs on every rank: the layout, with ``fault`` in the place of ``weft.train.step.target``, and on rank 0 the reference."""
+    """On every rank: the layout, with ``fault`` in the place of ``weft.train.step.target``; on rank 0 the reference."""
     settings = build_recipe(values)
     mesh = Mesh.create(settings.layout, "cpu")
     job = prepare(settings)
@@ -81,7 +80,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK)) for i, c in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK)) for i, c in enumerate(CASES)]
+)
 def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     world = Layout(**case["layout"]).world
     found = pool.run(world, difference, tree(corpus, case))[0]
@@ -105,7 +106,14 @@ def test_all_layouts_and_pairs_are_covered() -> None:
     assert len(LAYOUTS) == 19
     assert {repr(c["layout"]) for c in CASES} == {repr(v) for v in LAYOUTS}
     seen = {(a, repr(c[a]), b, repr(c[b])) for c in CASES for a in FACTORS for b in FACTORS}
-    assert all((a, repr(x), b, repr(y)) in seen for a in FACTORS for b in FACTORS if a != b for x in FACTORS[a] for y in FACTORS[b])
+    assert all(
+        (a, repr(x), b, repr(y)) in seen
+        for a in FACTORS
+        for b in FACTORS
+        if a != b
+        for x in FACTORS[a]
+        for y in FACTORS[b]
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,4 +1,4 @@
-"""The step is well typed under every layout, at any world size, and each planted fault is a type error with its line."""
+"""The step is well typed under every layout and world size, and each planted fault is a type error with its line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_accepts_large_worlds_quickly(layout: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("layout", [v for v in [*LAYOUTS, LARGE[0]] if v.get("tp", 1) > 1 and v.get("shard", 1) > 1], ids=str)
+@pytest.mark.parametrize(
+    "layout", [v for v in [*LAYOUTS, LARGE[0]] if v.get("tp", 1) > 1 and v.get("shard", 1) > 1], ids=str
+)
 def test_rejects_planted_faults_with_the_line(fault: str, layout: dict[str, int]) -> None:
     planted, target, line = FAULTS[fault]
     with mock.patch(f"weft.train.step.{target}", planted):

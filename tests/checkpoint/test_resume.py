@@ -1,4 +1,4 @@
-"""A run picked up under the same layout goes on bit by bit; under another one, with the same tokens and the same losses."""
+"""A run picked up under the same layout goes on bit by bit; under another one, with the same tokens and losses."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def whole_run(pool: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
 def test_same_layout_is_bit_exact(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
     pool.run(4, go, tree(corpus, HOME), str(tmp_path / "again"), str(whole_run / "checkpoints/step-000003"))
     assert series(tmp_path / "again") == {s: v for s, v in series(whole_run).items() if s > 3}
-    assert series(tmp_path / "again", "validation") == {s: v for s, v in series(whole_run, "validation").items() if s > 3}
+    assert series(tmp_path / "again", "validation") == {
+        s: v for s, v in series(whole_run, "validation").items() if s > 3
+    }
     mine = state_of(tmp_path / "again/checkpoints/step-000006", tree(corpus, HOME))
     reference = state_of(whole_run / "checkpoints/step-000006", tree(corpus, HOME))
     assert all(torch.equal(mine[name], reference[name]) for name in reference)
@@ -117,7 +119,9 @@ def test_auto_resume_takes_the_last_whole_checkpoint(pool: Any, corpus: str, who
     assert any("damaged" in e for e in events) and any("resumed from" in e and "step-000003" in e for e in events)
 
 
-def test_other_model_other_data_and_no_checkpoint_are_refused(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
+def test_other_model_other_data_and_no_checkpoint_are_refused(
+    pool: Any, corpus: str, whole_run: Path, tmp_path: Path
+) -> None:
     source = str(whole_run / "checkpoints/step-000003")
     with pytest.raises(WeftError, match="has shape"):
         pool.run(4, go, tree(corpus, HOME, model__ffn=48), str(tmp_path / "a"), source)
@@ -154,7 +158,9 @@ def unwritable(values: dict[str, Any], out: str) -> str:
     return ""
 
 
-def test_full_disk_stops_all_ranks_and_keeps_the_last_checkpoint(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
+def test_full_disk_stops_all_ranks_and_keeps_the_last_checkpoint(
+    pool: Any, corpus: str, whole_run: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)
     shutil.rmtree(run / "checkpoints/step-000006")

@@ -16,7 +16,14 @@ from weft.errors import WeftError
 from weft.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["train.steps=12", "model.embed=64", "data.seq_len=64", "validation.every=0", "observe.split_every=0", "checkpoint.every=100"]
+SMALL = [
+    "train.steps=12",
+    "model.embed=64",
+    "data.seq_len=64",
+    "validation.every=0",
+    "observe.split_every=0",
+    "checkpoint.every=100",
+]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hosts.available(), reason="needs root and network namespaces")]
 

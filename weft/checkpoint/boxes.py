@@ -18,9 +18,9 @@ from weft.layout.dims import Box
 
 
 class BoxTensor(torch.Tensor):
-    """Local elements that are ``box`` of a logical tensor of ``logical_shape``; it shares the given tensor's storage."""
+    """Local elements that are ``box`` of a logical tensor of ``logical_shape``; the storage is shared."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     box: Box
     logical_shape: torch.Size
 

@@ -73,6 +73,6 @@ def check_same_data(meta: dict[str, Any], fingerprint: str, checkpoint: Path) ->
     """Refuse to resume on other data, where the same position would mean other tokens."""
     if meta.get("data") != fingerprint:
         raise WeftError(
-            f"{checkpoint} was trained on other data (sources, tokenizer, seq_len or seed differ), so its position has no "
-            "meaning here; restore them, or start a new run with model.weights"
+            f"{checkpoint} was trained on other data (sources, tokenizer, seq_len or seed differ), so its position "
+            "means nothing here; restore them, or start a new run with model.weights"
         )

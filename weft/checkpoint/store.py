@@ -1,8 +1,8 @@
 """The small interface through which a run saves and loads. DCP is behind it; a commit is one rename.
 
-A checkpoint is a folder ``step-000200`` with DCP's files and ``weft.json``: step, data position, recipe, layout, and size
-and CRC-32 of every other file. It is written under another name and renamed when everything is on disk, so a folder of
-that name is whole unless its disk failed, which loading detects.
+A checkpoint is a folder ``step-000200`` with DCP's files and ``weft.json``: step, data position, recipe, layout, and
+size and CRC-32 of every other file. It is written under another name and renamed when everything is on disk, so a
+folder of that name is whole unless its disk failed, which loading detects.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
             if not file.is_file():
                 raise WeftError(f"checkpoint {checkpoint} is damaged: {name} is missing")
             if file.stat().st_size != size or _crc(file) != crc:
-                raise WeftError(f"checkpoint {checkpoint} is damaged: {name} is not what was saved (CRC-32 or size differs)")
+                raise WeftError(
+                    f"checkpoint {checkpoint} is damaged: {name} is not what was saved (CRC-32 or size differs)"
+                )
     except FileNotFoundError:
         raise WeftError(f"{checkpoint} is not a checkpoint: it has no {META}") from None
     except (ValueError, KeyError, TypeError):
@@ -121,7 +123,7 @@ def find(path: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]]
 
 
 def load(checkpoint: Path, tensors: Mapping[str, BoxTensor]) -> None:
-    """Fill the boxes in place. Collective if a process group exists. Raises :class:`WeftError` naming what does not fit."""
+    """Fill the boxes in place; collective. Raises :class:`WeftError` naming what does not fit."""
     reader = dcp.FileSystemReader(checkpoint)
     try:
         stored = reader.read_metadata().state_dict_metadata
@@ -133,7 +135,7 @@ def load(checkpoint: Path, tensors: Mapping[str, BoxTensor]) -> None:
         size = getattr(stored[name], "size", None)
         if size != box.logical_shape:
             raise WeftError(
-                f"checkpoint {checkpoint}: {name} has shape {list(size or ())} but the model needs {list(box.logical_shape)}"
+                f"checkpoint {checkpoint}: {name} is {list(size or ())}, the model needs {list(box.logical_shape)}"
             )
     try:
         _quietly(lambda: dcp.load(dict(tensors), storage_reader=reader))

@@ -20,10 +20,12 @@ app = typer.Typer(
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML recipe, e.g. recipes/quickstart.toml.")]
 LayoutText = Annotated[
-    str | None, typer.Option("--layout", help='Ranks per axis, e.g. "shard=2,tp=2". Axes: dp, shard, cp, tp; also zero, context.')
+    str | None,
+    typer.Option("--layout", help='Ranks per axis, e.g. "shard=2,tp=2". Axes: dp, shard, cp, tp; also zero, context.'),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a recipe value; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a recipe value; may be repeated."),
 ]
 
 
@@ -35,7 +37,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -46,7 +50,9 @@ def train(
     layout: LayoutText = None,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/NAME by default.")] = None,
-    resume: Annotated[str | None, typer.Option(metavar="auto|DIR", help="Continue a run or checkpoint, under any layout.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="auto|DIR", help="Continue a run or checkpoint, under any layout.")
+    ] = None,
 ) -> int:
     """Train a model. Starts one process per rank, or joins those of torchrun or Slurm."""
     from weft.cli.train import run
@@ -60,7 +66,9 @@ def verify(
     layout: LayoutText = None,
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
-    types: Annotated[bool, typer.Option("--types", help="Type-check the step instead: no devices, any world size.")] = False,
+    types: Annotated[
+        bool, typer.Option("--types", help="Type-check the step instead: no devices, any world size.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="float64 (to 1e-10) or float32 (to 1e-5).")] = "float64",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:

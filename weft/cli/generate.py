@@ -65,7 +65,7 @@ def export_model(checkpoint: Path, out: Path) -> Path:
     """Write the model under Hugging Face names into the new folder ``out``."""
     if out.exists():
         raise WeftError(f"--out {out} exists already; choose another folder")
-    model, _, folder = open_model(checkpoint, "cpu")
+    model, tokenizer, folder = open_model(checkpoint, "cpu")
     values = {p.name: p.local for p in local_parts(model, model.mesh)}
-    export(values, model.shape, out, tokenizer_folder=folder)
+    export(values, model.shape, out, tokenizer_folder=folder, eos=tokenizer.eos)
     return out

@@ -46,8 +46,8 @@ def be_rank(recipe: Recipe, out: Path | None, resume: str | None) -> int:
         outcome = train(prepare(recipe), mesh, out, resume)
     except torch.OutOfMemoryError as error:
         raise WeftError(
-            f"out of memory on {mesh.device}: {str(error).splitlines()[0]}; lower train.micro_batch, set train.recompute = "
-            "'selective' or 'full', or raise layout.shard"
+            f"out of memory on {mesh.device}: {str(error).splitlines()[0]}; lower train.micro_batch, "
+            "set train.recompute = 'selective' or 'full', or raise layout.shard"
         ) from None
     main = mesh.is_main
     if dist.is_initialized():

@@ -75,7 +75,11 @@ def _numbers(recipe: Recipe, steps: int, as_json: bool) -> int:
     if difference is None:
         return 0
     if as_json:
-        print(json.dumps({**asdict(difference), "layout": str(recipe.layout), "steps": steps, "dtype": recipe.train.dtype}))
+        print(
+            json.dumps(
+                {**asdict(difference), "layout": str(recipe.layout), "steps": steps, "dtype": recipe.train.dtype}
+            )
+        )
     else:
         limit = TOLERANCE[recipe.train.dtype]
         typer.echo(f"{recipe.layout} against one device, {steps} steps in {recipe.train.dtype} (limit {limit:.0e}):")

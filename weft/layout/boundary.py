@@ -8,6 +8,7 @@ function here returns its input, so code on one device and on many is the same c
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import spmd_types as spmd
 import torch
@@ -16,27 +17,35 @@ from spmd_types import I, P, R, S, V
 
 from weft.layout.mesh import LIVE_AXES, Mesh
 
+#: A type on one mesh axis.
+Kind = spmd.PerMeshAxisLocalSpmdType
+
 # spmd_types calls two functional collectives by the names they had before PyTorch 2.13.
 warnings.filterwarnings("ignore", r".*is deprecated", FutureWarning, module="spmd_types")
 
 __all__ = [
-    "I", "P", "R", "V", "declare", "gather_tokens", "gather_vocab", "own", "own_number", "scatter_tokens", "share_of_sum", "sum_over_tp",
-    "world_sum",
-]  # fmt: skip
+    *("I", "P", "R", "V", "declare", "gather_tokens", "gather_vocab", "own", "own_number", "scatter_tokens"),
+    *("share_of_sum", "sum_over_tp", "world_sum"),
+]
 
 
 def gather_tokens(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Leave a norm region: ``[batch, seq/tp, embed]`` varying to ``[batch, seq, embed]`` replicated on ``tp``."""
     if mesh.size("tp") == 1:
         return x
-    return spmd.all_gather(x, mesh.group("tp"), src=S(1), dst=R)
+    return spmd.all_gather(x, mesh.group("tp"), src=S(1), dst=R, **_as_is(x))
 
 
 def scatter_tokens(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Enter a norm region: sum the ranks' ``[batch, seq, embed]`` and keep ``[batch, seq/tp, embed]``."""
     if mesh.size("tp") == 1:
         return x
-    return spmd.reduce_scatter(x, mesh.group("tp"), src=V, dst=S(1))
+    return spmd.reduce_scatter(x, mesh.group("tp"), src=V, dst=S(1), **_as_is(x))
+
+
+def _as_is(x: torch.Tensor) -> dict[str, Any]:
+    """Activations and their gradients travel in the precision they are computed in, forward and backward."""
+    return {"op_dtype": x.dtype, "backward_options": {"op_dtype": x.dtype}}
 
 
 def gather_vocab(logits: torch.Tensor, sizes: list[int], mesh: Mesh) -> torch.Tensor:
@@ -54,7 +63,7 @@ def own(weight: torch.Tensor, start: int, stop: int, mesh: Mesh) -> torch.Tensor
     return spmd.reinterpret(weight, mesh.group("tp"), src=R, dst=V, expert_mode=True)[start:stop]
 
 
-def share_of_sum(x: torch.Tensor, mesh: Mesh, **types: object) -> torch.Tensor:
+def share_of_sum(x: torch.Tensor, mesh: Mesh, **types: Kind) -> torch.Tensor:
     """Turn ``x``, of the given type per axis, into a pending sum over all axes in which nothing is counted twice.
 
     Where ranks hold the same value (R or I), all but the first contribute zero.
@@ -79,14 +88,14 @@ def sum_over_tp(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return spmd.all_reduce(x, mesh.group("tp"), dst=I) if mesh.size("tp") > 1 else x
 
 
-def own_number(value: float, mesh: Mesh, **types: object) -> torch.Tensor:
+def own_number(value: float, mesh: Mesh, **types: Kind) -> torch.Tensor:
     """A float64 scalar from a number that this rank alone knows, of the given type per axis."""
     with spmd.no_typecheck():
         x = torch.tensor(value, dtype=torch.float64, device=mesh.device)
     return declare(x, mesh, **types)
 
 
-def declare(x: torch.Tensor, mesh: Mesh, **types: object) -> torch.Tensor:
+def declare(x: torch.Tensor, mesh: Mesh, **types: Kind) -> torch.Tensor:
     """State the type of ``x`` per axis; checked under ``weft verify --types`` and free otherwise."""
     if spmd.TYPE_CHECKING:
         live = [axis for axis in LIVE_AXES if mesh.size(axis) > 1 and axis in types]

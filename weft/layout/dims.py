@@ -39,8 +39,8 @@ class Dim:
 class Logical:
     """A parameter as one device sees it.
 
-    ``dims`` name its dimensions, ``std`` is its initial standard deviation (``None``: all ones, 0: all zeros), ``box`` the
-    part that this rank's place on ``tp`` holds. ``whole`` is true if every ``tp`` rank holds all of it, so that its
+    ``dims`` name its dimensions, ``std`` is its initial standard deviation (``None``: all ones, 0: all zeros), ``box``
+    the part that this rank's place on ``tp`` holds. ``whole`` is true if every ``tp`` rank holds all of it, so that its
     gradient is a sum over ``tp``.
     """
 

@@ -32,7 +32,7 @@ DATA_AXES = ("dp", "shard", "cp")
 class Layout(BaseModel):
     """Ranks per mesh axis.
 
-    ``zero`` is the ZeRO stage (Rajbhandari et al. 2020) of the ``shard`` axis; ``context`` how attention crosses ``cp``.
+    ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``; ``context``: how attention crosses ``cp``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

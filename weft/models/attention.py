@@ -11,11 +11,14 @@ kill the process) cannot occur here: a segment is never empty and a causal one h
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 aten = torch.ops.aten
+
+#: Side of the smallest causal squares that longer documents are cut into on the CPU.
+SQUARE = 64
 
 
 class Segment(NamedTuple):
@@ -24,6 +27,7 @@ class Segment(NamedTuple):
     k0: int
     k1: int
     causal: bool
+    joins: bool = False  # its queries have met other keys before
 
 
 def document_segments(cu_seqlens: torch.Tensor) -> list[Segment]:
@@ -39,19 +43,25 @@ def attend_forward(
 
     Returns ``out`` like ``q`` (zeros where no segment reaches) and ``lse`` ``[tokens, heads]`` (-inf there).
     """
-    whole = _uniform(segments, len(q))
-    if whole:  # documents of equal length are one batch
-        out, lse = _forward(*(x.unflatten(0, (-1, whole)) for x in (q, k, v)), causal=True)
-        return out.flatten(0, 1), lse.flatten(0, 1)
-    if q.is_cuda and q.dtype != torch.float32 and q.dtype != torch.float64 and all(s.causal for s in segments):
+    if _varlen(q, segments):
         return _varlen_forward(q, k, v, segments)
-    covered = sum(s.q1 - s.q0 for s in segments) == len(q)
+    q, k, v, pieces = _pieces(segments, q, k, v)
+    if len(pieces) == 1 and pieces[0].q1 - pieces[0].q0 == q.shape[1]:
+        out, lse = _forward(q, k, v, pieces[0].causal)
+        return out.flatten(0, 1), lse.flatten(0, 1)
+    covered = sum(s.q1 - s.q0 for s in segments) == q.shape[0] * q.shape[1]
     out = torch.empty_like(q) if covered else torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=_wide(q.dtype), device=q.device)
-    for s in segments:
-        o, l = _forward(q[None, s.q0 : s.q1], k[None, s.k0 : s.k1], v[None, s.k0 : s.k1], s.causal)
-        out[s.q0 : s.q1], lse[s.q0 : s.q1] = o[0], l[0]
-    return out, lse
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q.dtype), device=q.device)
+    for s in pieces:
+        rows, cols = (slice(None), slice(s.q0, s.q1)), (slice(None), slice(s.k0, s.k1))
+        o, l = _forward(q[rows], k[cols], v[cols], s.causal)
+        if s.joins:
+            old, both = lse[rows], torch.logaddexp(lse[rows], l)
+            out[rows].mul_((old - both).exp_()[..., None]).addcmul_(o, (l - both).exp_()[..., None])
+            lse[rows] = both
+        else:
+            out[rows], lse[rows] = o, l
+    return out.flatten(0, 1), lse.flatten(0, 1)
 
 
 def attend_backward(
@@ -64,20 +74,47 @@ def attend_backward(
     segments: list[Segment],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v for these segments, given the *global* ``out`` and ``lse`` of their queries."""
-    whole = _uniform(segments, len(q))
-    if whole:
-        grads = _backward(*(x.unflatten(0, (-1, whole)) for x in (grad, q, k, v, out, lse)), causal=True)
-        return tuple(g.flatten(0, 1) for g in grads)  # type: ignore[return-value]
-    if q.is_cuda and q.dtype != torch.float32 and q.dtype != torch.float64 and all(s.causal for s in segments):
+    if _varlen(q, segments):
         return _varlen_backward(grad, q, k, v, out, lse, segments)
+    grad, q, k, v, out, lse, pieces = _pieces(segments, grad, q, k, v, out, lse)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for s in segments:
-        rows, cols = slice(s.q0, s.q1), slice(s.k0, s.k1)
-        parts = _backward(*(x[None, rows] for x in (grad, q)), *(x[None, cols] for x in (k, v)), out[None, rows],
-                          lse[None, rows], s.causal)  # fmt: skip
+    for s in pieces:
+        rows, cols = (slice(None), slice(s.q0, s.q1)), (slice(None), slice(s.k0, s.k1))
+        parts = _backward(grad[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], s.causal)
         for total, share, where in zip((dq, dk, dv), parts, (rows, cols, cols), strict=True):
-            total[where] += share[0]
-    return dq, dk, dv
+            total[where] += share
+    return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
+
+
+def _varlen(q: torch.Tensor, segments: list[Segment]) -> bool:
+    """Whether one call of a GPU kernel can take all segments."""
+    whole = _uniform(segments, len(q))
+    return q.is_cuda and q.dtype not in (torch.float32, torch.float64) and not whole and all(s.causal for s in segments)
+
+
+def _pieces(segments: list[Segment], q: torch.Tensor, *others: torch.Tensor) -> tuple[Any, ...]:
+    """The tensors as ``[batch, tokens, ...]`` and what is to be computed in every row of that batch.
+
+    Documents of equal length that tile all tokens are one batch. On the CPU causal squares are cut: the kernel there
+    takes 512 keys at a time and computes with all of them, also with those that no query sees.
+    """
+    whole = _uniform(segments, len(q))
+    batched = tuple(x.unflatten(0, (-1, whole)) if whole else x[None] for x in (q, *others))
+    if whole:
+        segments = [Segment(0, whole, 0, whole, True)]
+    if q.device.type == "cpu" and q.dtype != torch.bfloat16:  # whose results are too coarse to be joined
+        segments = [piece for s in segments for piece in _cut(s)]
+    return *batched, segments
+
+
+def _cut(s: Segment) -> list[Segment]:
+    """A causal square as small causal squares and full rectangles that join their rows; a rectangle as it is."""
+    half = (s.q1 - s.q0) // 2
+    if not s.causal or half < SQUARE:
+        return [s]
+    q, k = s.q0 + half, s.k0 + half
+    upper, lower = Segment(s.q0, q, s.k0, k, True), Segment(q, s.q1, k, s.k1, True)
+    return [*_cut(upper), *_cut(lower), Segment(q, s.q1, s.k0, k, False, joins=True)]
 
 
 def _uniform(segments: list[Segment], tokens: int) -> int:
@@ -97,7 +134,7 @@ def _heads_first(*xs: torch.Tensor) -> list[torch.Tensor]:
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """``[batch, seq, heads, head_dim]`` each; returns out alike and lse ``[batch, seq, heads]``."""
-    group = q.shape[2] // k.shape[2]
+    group = q.shape[2] // k.shape[2] if q.is_cuda else 1  # the CPU's kernel lets query heads share key/value heads
     q, k, v = _heads_first(q, _spread(k, group), _spread(v, group))
     if not q.is_cuda:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
@@ -113,7 +150,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) ->
 def _backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
+    kv_heads, group = k.shape[2], q.shape[2] // k.shape[2] if q.is_cuda else 1
     grad, q, k, v, out, lse = _heads_first(grad, q, _spread(k, group), _spread(v, group), out, lse)
     if not q.is_cuda:
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)

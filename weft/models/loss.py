@@ -13,6 +13,7 @@ from spmd_types import rules
 from weft.data.batch import IGNORE
 from weft.layout.boundary import I, V
 from weft.layout.mesh import Mesh
+from weft.models.fused import times
 
 
 def linear_cross_entropy(
@@ -42,7 +43,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide)
         for start in range(0, len(hidden), chunk):
             h, y = hidden[start : start + chunk], labels[start : start + chunk]
-            logits = (h @ weight.t()).to(wide)  # [chunk, vocab/tp]
+            logits = times(h, weight).to(wide)  # [chunk, vocab/tp]
             top = logits.amax(-1, keepdim=True)
             here = ((y >= first) & (y < first + len(weight)))[:, None]
             index = torch.where(here, y[:, None] - first, 0)
@@ -56,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 p *= torch.where(valid, (top - lse).exp(), 0)
                 p.scatter_add_(1, index, -(here & valid).to(wide))
                 p = p.to(hidden.dtype)
-                torch.matmul(p, weight, out=d_hidden[start : start + chunk])
+                d_hidden[start : start + chunk] = times(p, weight.t())
                 d_weight += p.t() @ h
         if with_grad:
             ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))

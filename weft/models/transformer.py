@@ -8,6 +8,7 @@ holds. Data changes hands only at ``gather_tokens`` / ``scatter_tokens`` (into a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,9 @@ from weft.layout.boundary import gather_tokens, gather_vocab, own, scatter_token
 from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
 from weft.models.attention import attention
+from weft.models.fused import project, rms_norm, rotate
 from weft.models.loss import linear_cross_entropy
-from weft.models.rope import angles, frequencies, rotate
+from weft.models.rope import angles, frequencies
 from weft.recipe import ModelShape
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -51,7 +53,7 @@ class Norm(Module):
         self.weight("scale", dim, std=None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.scale, self.eps)
+        return rms_norm(x, self.scale, self.eps)
 
 
 class Embedding(Module):
@@ -111,9 +113,9 @@ class Attention(Module):
         cache: Cache | None = None,
     ) -> torch.Tensor:
         """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
-        q = F.linear(x, self.wq, self.bq if self.bias else None)
-        k = F.linear(x, self._kv(self.wk), self._kv(self.bk) if self.bias else None)
-        v = F.linear(x, self._kv(self.wv), self._kv(self.bv) if self.bias else None)
+        q, k, v = project(x, self.wq, self._kv(self.wk), self._kv(self.wv))
+        if self.bias:
+            q, k, v = q + self.bq, k + self._kv(self.bk), v + self._kv(self.bv)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [batch, seq, heads/tp, head_dim]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -121,7 +123,7 @@ class Attention(Module):
         if self.kv_index is not None:
             k, v = k[:, :, self.kv_index], v[:, :, self.kv_index]
         out = self.attend(q, k, v, cu_seqlens) if cache is None else _cached(q, k, v, cache)
-        return F.linear(out.flatten(-2), self.wo)
+        return project(out.flatten(-2), self.wo)[0]
 
     def _kv(self, weight: torch.Tensor) -> torch.Tensor:
         if not self.shared_kv:
@@ -158,7 +160,8 @@ class FeedForward(Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
-        return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+        gate, up = project(x, self.gate, self.up)  # [batch, seq, ffn/tp]
+        return project(F.silu(gate) * up, self.down)[0]
 
 
 class Block(Module):
@@ -186,7 +189,7 @@ class Block(Module):
             return self._body(x, rope, cu_seqlens, cache)
         kept = {}
         if self.recompute == "selective":
-            kept = {"context_fn": lambda: create_selective_checkpoint_contexts(self.kept_ops)}
+            kept = {"context_fn": partial(create_selective_checkpoint_contexts, self.kept_ops)}
         return checkpoint(self._body, x, rope, cu_seqlens, use_reentrant=False, preserve_rng_state=False, **kept)
 
     def _body(

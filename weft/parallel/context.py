@@ -27,8 +27,7 @@ from weft.recipe import ModelShape
 
 def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
     """The attention that the layout asks for. Raises :class:`UsageError` for head counts Ulysses cannot split."""
-    cp, tp = mesh.size("cp"), mesh.size("tp")
-    if cp == 1:
+    if mesh.size("cp") == 1:
         return local_attention
     if mesh.layout.context == "ulysses":
         check_ulysses(mesh.layout, shape)
@@ -56,7 +55,9 @@ def ulysses_attention(
     return spmd.all_to_all(local_attention(q, k, v, cu_seqlens), group, src=S(2), dst=S(1))
 
 
-def tile_segments(cu: Sequence[int], length: int, owners: list[tuple[int, ...]], q_rank: int, k_rank: int) -> list[Segment]:
+def tile_segments(
+    cu: Sequence[int], length: int, owners: list[tuple[int, ...]], q_rank: int, k_rank: int
+) -> list[Segment]:
     """Work of ``q_rank``'s queries against ``k_rank``'s keys, in the flattened local coordinates of each.
 
     ``cu``: document boundaries in flattened rows of ``length`` tokens. A chunk meets itself in one causal segment per
@@ -134,7 +135,7 @@ def ring_attention(
         for s in ring.segments(step):
             # Own keys come first, so every later merge meets a finite lse.
             piece = Segment(0, s.q1 - s.q0, 0, s.k1 - s.k0, s.causal)
-            o, l = attend_forward(queries[s.q0 : s.q1], *(x[s.k0 : s.k1] for x in block), [piece])
+            o, l = attend_forward(queries[s.q0 : s.q1], block[0][s.k0 : s.k1], block[1][s.k0 : s.k1], [piece])
             old = lse[s.q0 : s.q1]
             new = torch.logaddexp(old, l)
             out[s.q0 : s.q1] = out[s.q0 : s.q1] * (old - new).exp()[..., None] + o * (l - new).exp()[..., None]

@@ -1,4 +1,4 @@
-"""Data parallelism on FSDP2: replicas (``dp``), sharded state (``shard``, which ``cp`` joins), ZeRO stages as a table."""
+"""Data parallelism on FSDP2: replicas (``dp``), sharded state (``shard`` and ``cp``), ZeRO stages as a table."""
 
 from __future__ import annotations
 

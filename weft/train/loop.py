@@ -147,8 +147,11 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         "run", progress.step, **about, device=_device_name(mesh), parameters=parameter_count(shape, shape.vocab),
         flops_per_token=per_token, peak_flops=peak, started=datetime.datetime.now().isoformat(timespec="seconds"),
     )  # fmt: skip
-    title = f"{recipe.name}: {parameter_count(shape, shape.vocab) / 1e6:.1f}M parameters on {mesh.layout}, {_device_name(mesh)}"
-    tracing = run / "trace" / f"rank-{dist.get_rank() if dist.is_initialized() else 0}.json" if recipe.observe.trace else None
+    millions = parameter_count(shape, shape.vocab) / 1e6
+    title = f"{recipe.name}: {millions:.1f}M parameters on {mesh.layout}, {_device_name(mesh)}"
+    tracing = (
+        run / "trace" / f"rank-{dist.get_rank() if dist.is_initialized() else 0}.json" if recipe.observe.trace else None
+    )
     saved: Path | None = None
     validations: list[float] = []
 

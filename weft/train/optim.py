@@ -46,7 +46,7 @@ def set_gradients(optimizer: torch.optim.Optimizer, grads: dict[str, torch.Tenso
 
 
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
-    """Rate of step ``step`` (from 0) in a run of ``steps``: linear warm-up, then cosine, constant, or stable and decay."""
+    """Rate of step ``step`` (from 0) of ``steps``: linear warm-up, then cosine, constant, or stable and decay."""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
     floor = settings.lr * settings.min_lr

@@ -86,7 +86,7 @@ def _check_memory(recipe: Recipe, shape: ModelShape) -> None:
         free, ranks = psutil.virtual_memory().available, local_ranks(recipe)
     if need * ranks > free:
         raise WeftError(
-            f"too little memory: {parameters / 1e9:.2f}B parameters need {need * ranks / 2**30:.1f} GiB for weights, gradients "
-            f"and optimizer state on this {'device' if ranks == 1 else 'machine'}, {free / 2**30:.1f} GiB are there; "
+            f"too little memory: {parameters / 1e9:.2f}B parameters need {need * ranks / 2**30:.1f} GiB for weights, "
+            f"gradients and optimizer state, and this {'device' if ranks == 1 else 'machine'} has {free / 2**30:.1f}; "
             "raise layout.shard or layout.tp, or choose a smaller model"
         )

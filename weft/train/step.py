@@ -1,6 +1,6 @@
 """The training step: the same lines for one device and for every layout.
 
-Gradients are reduced in two places only, and both end before clipping: FSDP2 sums over the data axes while backward runs
+Gradients are reduced in two places only, both before clipping: FSDP2 sums over the data axes while backward runs
 (:mod:`weft.parallel.data`), and :func:`reduce_over_tp` sums what every ``tp`` rank computed a share of.
 """
 
@@ -64,7 +64,7 @@ def accumulate(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> tupl
 
 @torch.no_grad()
 def reduce_over_tp(grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Sum the gradients of parameters that every ``tp`` rank holds whole (norms, shared key/value heads), in one call."""
+    """Sum, in one call, the gradients of what every ``tp`` rank holds whole (norms, shared key/value heads)."""
     whole = [p.name for p in parts if p.logical.whole]
     if mesh.size("tp") == 1 or not whole:
         return grads

@@ -26,8 +26,8 @@ from weft.models.transformer import Block, Transformer
 from weft.parallel.build import LocalPart, check_fits, local_parts, parallelize
 from weft.parallel.context import context_attention
 from weft.recipe import ModelShape, Recipe, Train
-from weft.train.setup import Job
 from weft.train.optim import build_optimizer
+from weft.train.setup import Job
 from weft.train.step import gradients, train_step
 
 #: Largest relative difference that rounding explains.
@@ -117,7 +117,7 @@ def compare(mine: Trace, reference: Trace | None, dtype: str, mesh: Mesh) -> Dif
 
 
 def _worst(ranks: list[list[Piece]], reference: list[Piece]) -> tuple[float, str]:
-    """Largest relative difference (2-norm) of any copy of any tensor, and that tensor's name; inf if a part is missing."""
+    """Largest relative difference (2-norm) of any copy of any tensor, and its name; inf if a part is missing."""
     worst = (0.0, "")
     for name, _, whole in reference:
         covered: dict[Box, int] = {}
@@ -153,7 +153,7 @@ def check_types(shape: ModelShape, layout: Layout, train: Train) -> TypeFault | 
     """Type-check one whole training step of ``layout`` on this process alone, whatever its world size.
 
     Tensors live on the meta device and collectives in a fake process group, so neither memory nor ranks are needed.
-    FSDP2 is represented by its contract: gradients are partial sums over the data axes before it, and rows of the sum after.
+    FSDP2 is represented by its contract: gradients are partial sums over the data axes before, rows of the sum after.
     """
     check_fits(shape, layout)
     with fake_ranks(layout.world):

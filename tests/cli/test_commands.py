@@ -1,0 +1,189 @@
+"""Commands as a user types them: what they print, where they exit, and that mistakes cost one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cases import write_corpus
+from weft.checkpoint.store import committed
+from weft.cli import main
+from weft.observe.metrics import read_metrics
+from weft.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "recipes/quickstart.toml")
+
+TINY = """
+[model]
+layers = 2
+embed = 24
+heads = 4
+kv_heads = 2
+head_dim = 6
+ffn = 40
+[data]
+sources = [{{ kind = "jsonl", path = "{corpus}" }}]
+seq_len = 16
+cache = "{cache}"
+validation = 0.1
+[train]
+steps = 5
+batch = 4
+[validation]
+every = 2
+[observe]
+split_every = 3
+[generate]
+prompt = "ab"
+tokens = 5
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A recipe of a job that takes a second, in an empty working folder."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY.format(corpus=write_corpus(tmp_path), cache=tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return str(path)
+
+
+def weft(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "weft", *words], capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (["train", "nope.toml"], 1, r"recipe nope\.toml does not exist"),
+    (["train"], 2, r"Missing argument 'RECIPE'"),
+    (["trian", "x"], 2, r"No such command 'trian'"),
+    (["train", QUICKSTART, "--layuot", "tp=2"], 2, r"No such option: --layuot"),
+    (["train", QUICKSTART, "--layout", "tq=2"], 2, r"unknown axis 'tq'; did you mean 'tp'\?"),
+    (["train", QUICKSTART, "--layout", "tp=x"], 2, r"tp = 'x' is not possible"),
+    (["train", QUICKSTART, "--layout", "tp=0"], 2, r"tp = 0 is not possible"),
+    (["train", QUICKSTART, "--layout", "tp=16"], 2, r"tp=16 is more than the model's \d+ heads; use tp <= \d+"),
+    (["train", QUICKSTART, "--layout", "cp=5,context=ulysses"], 2, r"Ulysses cannot split"),
+    (["train", QUICKSTART, "--layout", "pp=2"], 2, r"'pp' is not available yet"),
+    (["train", QUICKSTART, "--set", "model.layrs=2"], 2, r"unknown key 'model\.layrs'; did you mean 'layers'\?"),
+    (["train", QUICKSTART, "--set", "modle.layers=2"], 2, r"unknown key 'modle'; did you mean 'model'\?"),
+    (["train", QUICKSTART, "--set", "train.dtype=flot32"], 2, r"did you mean 'float32'\?"),
+    (["train", QUICKSTART, "--set", "train.steps=-1"], 2, r"train\.steps = -1: it should be greater than 0"),
+    (["train", QUICKSTART, "--set", "train.steps=many"], 2, r"train\.steps = 'many': it should be a valid integer"),
+    (["train", QUICKSTART, "--set", "train.steps"], 2, r"not of the form section\.key=value"),
+    (["train", QUICKSTART, "--set", "model.heads=5", "--set", "model.kv_heads=2"], 2, r"multiple of kv_heads"),
+    (["train", QUICKSTART, "--set", 'data.sources=[{kind="text"}]'], 2, r"needs 'path'"),
+    (["train", QUICKSTART, "--set", 'data.sources=[{kind="text",path="none/*.txt"}]'], 1, r"none/\*\.txt"),
+    (["train", QUICKSTART, "--set", "data.tokenizer=missing.json"], 1, r"missing\.json"),
+    (["train", QUICKSTART, "--set", "model.vocab=100"], 2, r"tokenizer .* the model's vocabulary is 100"),
+    (["train", QUICKSTART, "--set", "model.config=none.json"], 1, r"none\.json"),
+    (["train", QUICKSTART, "--set", "model.embed=300000", "--set", "model.layers=99"], 1, r"too little memory"),
+    (["train", QUICKSTART, "--resume", "nowhere"], 1, r"--resume nowhere does not exist"),
+    (["verify", QUICKSTART, "--dtype", "float8"], 2, r"--dtype 'float8' is not possible"),
+    (["report", "nowhere"], 1, r"nowhere"),
+    (["generate", "--checkpoint", "nowhere", "--prompt", "x"], 1, r"nowhere does not exist"),
+])  # fmt: skip
+def test_mistakes_cost_one_line(
+    words: list[str],
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["weft", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == code, err
+    line = err.strip()
+    assert re.search(said, line), line
+    assert "\n" not in line and line.startswith("weft: error: ") and "Traceback" not in out + err
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_report_generate_resume(tiny: str, tmp_path: Path) -> None:
+    done = weft("train", tiny, "--layout", "shard=2", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    assert "validation loss" in done.stdout and "report      run/report.html" in done.stdout
+    assert "the model writes" in done.stdout
+    records = read_metrics(tmp_path / "run")
+    assert [r["step"] for r in records["train"]] == [1, 2, 3, 4, 5]
+    assert records["split"] and records["run"][0]["layout"] == "shard=2"
+    assert (tmp_path / "run/report.html").stat().st_size > 1_000_000
+    assert "already holds something" in weft("train", tiny, "--layout", "shard=2", "--out", "run").stderr
+
+    more = weft("train", tiny, "--layout", "tp=2", "--out", "run", "--resume", "auto", "--set", "train.steps=7")
+    assert more.returncode == 0, more.stderr
+    assert "resumed from run/checkpoints/step-000005" in more.stdout
+    assert [r["step"] for r in read_metrics(tmp_path / "run")["train"]] == list(range(1, 8))
+    text = weft("generate", "--checkpoint", "run", "--prompt", "abc", "--tokens", "4", "--temperature", "0")
+    assert text.returncode == 0 and text.stdout.startswith("abc")
+    exported = weft("export", "--checkpoint", "run", "--out", "hf")
+    assert exported.returncode == 0, exported.stderr
+    again = weft("generate", "--checkpoint", "hf", "--prompt", "abc", "--tokens", "4", "--temperature", "0")
+    assert again.stdout == text.stdout
+
+
+@pytest.mark.parametrize("layout", ["", "shard=2"])
+def test_ctrl_c_saves_and_resume_goes_on(tiny: str, tmp_path: Path, layout: str) -> None:
+    run = ["train", tiny, "--layout", layout, "--out", "run", "--set", "validation.every=0"]
+    words = [sys.executable, "-m", "weft", *run, "--set", "train.steps=100000"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    metrics = tmp_path / "run/metrics.jsonl"
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not (metrics.exists() and '"kind": "train"' in metrics.read_text()):
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, (out, err)
+    assert "stopped by SIGINT" in out and "Traceback" not in out + err
+    assert len(committed(tmp_path / "run/checkpoints")) == 1
+    assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
+    step = int(committed(tmp_path / "run/checkpoints")[0].name.split("-")[1])
+    more = weft(*run, "--resume", "auto", "--set", f"train.steps={step + 2}")
+    assert more.returncode == 0, more.stderr
+    assert max(r["step"] for r in read_metrics(tmp_path / "run")["train"]) == step + 2
+
+
+def test_failure_in_a_rank_leaves_no_run_folder(tiny: str, tmp_path: Path) -> None:
+    failed = weft("train", tiny, "--layout", "shard=2", "--out", "run", "--resume", str(tmp_path))
+    assert failed.returncode == 1
+    assert failed.stderr.strip().startswith("weft: error: no checkpoint in") and "\n" not in failed.stderr.strip()
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_ends_stops_all_ranks(tiny: str, tmp_path: Path) -> None:
+    done = weft(
+        "train", tiny, "--layout", "shard=2", "--out", "run", "--set", "data.epochs=1", "--set", "train.steps=1000"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the data ended after" in done.stdout
+
+
+def test_verify_prints_and_exits(tiny: str) -> None:
+    done = weft("verify", tiny, "--layout", "tp=2", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"] and all(found[k] <= 1e-10 for k in ("loss", "grad", "grad_norm", "param"))
+    typed = weft("verify", tiny, "--layout", "dp=16,shard=32,tp=2", "--types", "--json")
+    assert typed.returncode == 0 and json.loads(typed.stdout) == {
+        "ok": True, "layout": "dp=16,shard=32,tp=2", "world": 1024, "fault": None,
+    }  # fmt: skip
+
+
+def test_every_recipe_is_valid() -> None:
+    recipes = sorted((ROOT / "recipes").glob("*.toml"))
+    assert recipes
+    for path in recipes:
+        load_recipe(path)

@@ -1,0 +1,137 @@
+"""Calls and bytes of a technique are those of its formula, so that none can pass as another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.cases import recipe, write_corpus
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.layout.sequence import padded_length
+from weft.parallel.build import local_parts, parallelize
+from weft.recipe import build_recipe
+from weft.train.optim import build_optimizer
+from weft.train.setup import prepare
+from weft.train.step import train_step
+
+LAYERS, HEADS, KV, DIM, EMBED = 2, 4, 2, 6, 24
+
+
+class Recorder(TorchDispatchMode):
+    """Counts operators by name, and the bytes of their first tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")[0] + "." + str(func).split(".")[1]
+        self.calls[name] += 1
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor):
+            self.elements[name] += first.numel()
+        return func(*args, **(kwargs or {}))
+
+
+def counted(values: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int]:
+    """On every rank: operators of one step after a warm-up step, their elements, and elements sent point to point."""
+    settings = build_recipe(values)
+    mesh = Mesh.create(settings.layout, "cpu")
+    job = prepare(settings)
+    model = parallelize(job.shape, mesh, settings.train)
+    parts = local_parts(model, mesh)
+    optimizer = build_optimizer(parts, settings.optimizer)
+    loader = job.loader(job.corpus.train, mesh)
+    train_step(model, parts, loader.step(0) or [], optimizer, mesh, lr=1e-3, clip=1.0)
+    sent = 0
+    real = dist.P2POp
+
+    def note(op: Any, tensor: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += tensor.numel() if op is dist.isend else 0
+        return real(op, tensor, *rest, **kwargs)
+
+    with Recorder() as seen, mock.patch("torch.distributed.P2POp", note):
+        train_step(model, parts, loader.step(5) or [], optimizer, mesh, lr=1e-3, clip=1.0)
+    return dict(seen.calls), dict(seen.elements), sent
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def run(pool: Any, corpus: str, layout: dict[str, Any], **change: Any) -> tuple[dict[str, int], dict[str, int], int]:
+    axes = {f"layout__{k}": v for k, v in layout.items()}
+    values = recipe(corpus, train__batch=4, **axes, **change).model_dump(mode="json")
+    return pool.run(Layout(**layout).world, counted, values)[0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ring_sends_what_its_formula_says(pool: Any, corpus: str, size: int) -> None:
+    layout = {"cp": size}
+    _, _, sent = run(pool, corpus, layout)
+    tokens = 4 * padded_length(19, Layout(**layout)) // size  # rows x tokens per rank
+    block = 2 * tokens * KV * DIM  # keys and values
+    assert sent == LAYERS * block * ((size - 1) + (size - 1) + size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ulysses_exchanges_what_its_formula_says(pool: Any, corpus: str, size: int) -> None:
+    layout = {"cp": size, "context": "ulysses"}
+    calls, _, sent = run(pool, corpus, layout)
+    assert sent == 0
+    assert calls["c10d.alltoall_"] == LAYERS * 8
+
+
+def test_tensor_parallel_calls(pool: Any, corpus: str) -> None:
+    calls, elements, _ = run(pool, corpus, {"tp": 2})
+    # Per layer two regions each way, and the head's gather and the embedding's scatter.
+    assert calls["_c10d_functional.all_gather_into_tensor"] == LAYERS * 4 + 2
+    assert calls["_c10d_functional.reduce_scatter_tensor"] == LAYERS * 4 + 2
+    tokens = 4 * padded_length(19, Layout(tp=2))
+    assert elements["_c10d_functional.reduce_scatter_tensor"] == (LAYERS * 4 + 2) * tokens * EMBED
+    # Token count, the step's sums, and one for all gradients of norms.
+    assert calls["_c10d_functional.all_reduce"] == 3
+
+
+@pytest.mark.parametrize(("stage", "gathers", "scatters"), [(1, 1, 1), (2, 1, 2), (3, 4, 2)])
+def test_zero_stages_differ_in_traffic(pool: Any, corpus: str, stage: int, gathers: int, scatters: int) -> None:
+    """Two passes; ``gathers`` per block and step. The root group is gathered once per pass under stage 3."""
+    calls, _, _ = run(pool, corpus, {"shard": 2, "zero": stage}, train__micro_batch=1)
+    root = 2 if stage == 3 else 1
+    assert calls["c10d._allgather_base_"] == LAYERS * gathers + root
+    assert calls["c10d._reduce_scatter_base_"] == (LAYERS + 1) * scatters
+
+
+@pytest.mark.parametrize(("mode", "runs"), [("none", 1), ("selective", 1), ("full", 2)])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}], ids=str)
+def test_selective_recompute_skips_attention_and_its_sends(
+    pool: Any, corpus: str, mode: str, runs: int, layout: dict[str, Any]
+) -> None:
+    calls, _, sent = run(pool, corpus, layout, train__recompute=mode)
+    ring = "cp" in layout
+    assert calls["weft.ring_attention" if ring else "weft.attention"] == LAYERS * runs
+    block = 2 * 2 * padded_length(19, Layout(**layout)) * KV * DIM
+    assert sent == (LAYERS * block * (3 + runs) if ring else 0)
+
+
+def test_catalogue_names_what_exists() -> None:
+    from weft.cli.techniques import rows
+
+    root = Path(__file__).parents[1]
+    for row in rows():
+        for path in [*row[2].split(", "), *row[4].split(", ")]:
+            path = path.strip("`")
+            assert "/" not in path or (root / path).exists(), path
+        name = row[3].strip("`").split()[0].rstrip(",")
+        assert name == "any" or (root / "recipes" / name).is_file(), name

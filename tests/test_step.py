@@ -1,0 +1,105 @@
+"""What a step does besides being equal: schedules, mixed precision, compile, steps that are not finite."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import recipe, write_corpus
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.parallel.build import local_parts, parallelize
+from weft.recipe import Optimizer, build_recipe
+from weft.train.optim import build_optimizer, learning_rate
+from weft.train.setup import prepare
+from weft.train.step import StepResult, train_step
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def steps(values: dict[str, Any], count: int, poison: int = -1) -> list[StepResult]:
+    """On every rank: some steps; before step ``poison`` one rank's part of a parameter becomes infinite, after it heals."""
+    settings = build_recipe(values)
+    mesh = Mesh.create(settings.layout, "cpu")
+    job = prepare(settings)
+    model = parallelize(job.shape, mesh, settings.train)
+    parts = local_parts(model, mesh)
+    optimizer = build_optimizer(parts, settings.optimizer)
+    loader = job.loader(job.corpus.train, mesh)
+    victim = next(p.local for p in parts if p.name == "norm.scale")
+    results = []
+    for step in range(count):
+        kept = victim.clone()
+        if step == poison and mesh.is_main:
+            victim[0] = math.inf
+        results.append(
+            train_step(model, parts, loader.step(step * 5) or [], optimizer, mesh, lr=1e-2, clip=1.0, stop=step == 2)
+        )
+        if step == poison:
+            if mesh.is_main:
+                assert torch.isinf(victim).any()  # nothing was updated
+            victim.copy_(kept)
+    return results
+
+
+def tree(corpus: str, layout: dict[str, Any], **change: Any) -> dict[str, Any]:
+    axes = {f"layout__{axis}": size for axis, size in layout.items()}
+    return recipe(corpus, **axes, **change).model_dump(mode="json")
+
+
+@pytest.mark.parametrize("layout", [{"shard": 2, "tp": 2}, {"dp": 2}, {"cp": 2}], ids=str)
+def test_non_finite_step_is_skipped_on_all_ranks_alike(pool: Any, corpus: str, layout: dict[str, Any]) -> None:
+    ranks = pool.run(Layout(**layout).world, steps, tree(corpus, layout), 4, 1)
+    for results in ranks:
+        assert [r.skipped for r in results] == [False, True, False, False]
+        assert [r.stop for r in results] == [False, False, True, False]
+        assert [r.loss for r in results if not r.skipped] == [r.loss for r in ranks[0] if not r.skipped]
+
+
+@pytest.mark.parametrize("layout", [{}, {"shard": 2}, {"tp": 2}, {"dp": 2, "shard": 2}, {"cp": 2, "tp": 2}], ids=str)
+def test_bf16_stays_near_fp32(pool: Any, corpus: str, layout: dict[str, Any]) -> None:
+    world = Layout(**layout).world
+    wide = pool.run(world, steps, tree(corpus, layout, train__dtype="float32"), 6)[0]
+    narrow = pool.run(world, steps, tree(corpus, layout, train__dtype="bfloat16"), 6)[0]
+    assert [r.loss for r in narrow] == pytest.approx([r.loss for r in wide], rel=0.01)
+    assert [r.loss for r in narrow] != [r.loss for r in wide]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"shard": 2, "tp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_compiled_equals_eager(pool: Any, corpus: str, layout: dict[str, Any], recompute: str) -> None:
+    world = Layout(**layout).world
+    eager = pool.run(world, steps, tree(corpus, layout, train__dtype="float32"), 3)[0]
+    values = tree(corpus, layout, train__dtype="float32", train__compile=True, train__recompute=recompute)
+    compiled = pool.run(world, steps, values, 3, timeout=400)[0]
+    assert [r.loss for r in compiled] == pytest.approx([r.loss for r in eager], rel=1e-5)
+    assert [r.grad_norm for r in compiled] == pytest.approx([r.grad_norm for r in eager], rel=1e-4)
+
+
+def test_schedules() -> None:
+    cosine = Optimizer(lr=1.0, warmup=10, min_lr=0.1)
+    rates = [learning_rate(cosine, s, 100) for s in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False)) and 0.1 < rates[-1] < 0.11
+    wsd = Optimizer(lr=1.0, warmup=10, min_lr=0, schedule="wsd", decay=20)
+    rates = [learning_rate(wsd, s, 100) for s in range(100)]
+    assert set(rates[10:81]) == {1.0} and rates[90] == pytest.approx(0.5) and rates[-1] == pytest.approx(0.05)
+    assert {learning_rate(Optimizer(lr=1.0, warmup=0, schedule="constant"), s, 9) for s in range(9)} == {1.0}
+
+
+def test_decay_is_for_matrices_only(corpus: str, tmp_path: Path) -> None:
+    settings = recipe(corpus)
+    job = prepare(settings)
+    mesh = Mesh.single()
+    parts = local_parts(parallelize(job.shape, mesh, settings.train), mesh)
+    groups = build_optimizer(parts, settings.optimizer).param_groups
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert {p.dim() for p in groups[0]["params"]} == {2} and {p.dim() for p in groups[1]["params"]} == {1}
