@@ -1,8 +1,8 @@
-"""One training step, side by side: tokens per second of Weft, of a hand-written PyTorch loop, of ``transformers``, and on four
-ranks (``shard=2,tp=2``) of the hand-written model under PyTorch's own FSDP2 and ``parallelize_module``.
+"""One training step, side by side: tokens per second of Weft, of a hand-written PyTorch loop and of ``transformers``.
 
-All sides start from the same weights, see the same rows (one document each, so that all do the same work) and must report
-the same losses. They take turns, a few steps at a time, and the ratio is that of the medians.
+On four ranks (``shard=2,tp=2``) the peer is the hand-written model under PyTorch's FSDP2 and ``parallelize_module``.
+All sides start from the same weights, see the same rows (one document each, so that all do the same work) and must
+report the same losses. They take turns, a few steps at a time, and the ratio is that of the medians.
 
     python bench/step.py [--rounds 10] [--only single|ranks] [--json bench/results/step.json]
 """
@@ -79,7 +79,7 @@ def tokens_of(job: Job) -> torch.Tensor:
     return torch.randint(job.shape.vocab, (job.rows, job.length + 1), generator=torch.Generator().manual_seed(0))
 
 
-# --- ours ---------------------------------------------------------------------------------------------------------------
+# --- ours ---
 
 
 def weft_step(job: Job, mesh: Mesh) -> tuple[Step, dict[str, torch.Tensor]]:
@@ -100,7 +100,7 @@ def weft_step(job: Job, mesh: Mesh) -> tuple[Step, dict[str, torch.Tensor]]:
     return step, {p.name: p.local.clone() for p in parts}
 
 
-# --- the hand-written loop ----------------------------------------------------------------------------------------------
+# --- the hand-written loop ---
 
 
 class PlainAttention(nn.Module):
@@ -214,9 +214,9 @@ def transformers_model(job: Job, plain: PlainModel) -> nn.Module:
     s = job.shape
     family = "Qwen3" if s.qk_norm else "Llama"
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=s.vocab, hidden_size=s.embed, intermediate_size=s.ffn, num_hidden_layers=s.layers, head_dim=s.head_dim,
-        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, rms_norm_eps=s.norm_eps, tie_word_embeddings=s.tied,
-        max_position_embeddings=job.length, use_cache=False, attn_implementation="sdpa",
+        vocab_size=s.vocab, hidden_size=s.embed, intermediate_size=s.ffn, num_hidden_layers=s.layers,
+        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, head_dim=s.head_dim, rms_norm_eps=s.norm_eps,
+        tie_word_embeddings=s.tied, max_position_embeddings=job.length, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     theirs = {"embedding": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head"}
@@ -231,18 +231,22 @@ def transformers_model(job: Job, plain: PlainModel) -> nn.Module:
     return model.train()
 
 
-# --- PyTorch's own parallelism ------------------------------------------------------------------------------------------
+# --- PyTorch's own parallelism ---
 
 
 def torch_parallel_step(job: Job, model: PlainModel) -> Step:
-    """The hand-written model under ``parallelize_module`` (the plan of torchtitan's Llama) and FSDP2."""
+    """The hand-written model under ``parallelize_module`` (the plan of torchtitan's Llama and Qwen 3) and FSDP2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    mesh._flatten("world")  # lets DTensor reduce over both dimensions at once
     plan: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(model, mesh["tp"], plan)
+    if job.shape.tied:  # parallelize_module has replaced both
+        model.head.weight = model.embedding.weight
+    norms = {f"attention.{n}_norm": SequenceParallel(sequence_dim=2, use_local_output=True) for n in "qk"}
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {
             "attention_norm": SequenceParallel(),
@@ -258,6 +262,7 @@ def torch_parallel_step(job: Job, model: PlainModel) -> Step:
             "ffn.gate": ColwiseParallel(),
             "ffn.up": ColwiseParallel(),
             "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
+            **(norms if job.shape.qk_norm else {}),
         })  # fmt: skip
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"], reshard_after_forward=False)
@@ -282,7 +287,7 @@ def torch_parallel_step(job: Job, model: PlainModel) -> Step:
     return step
 
 
-# --- measuring ----------------------------------------------------------------------------------------------------------
+# --- measuring ---
 
 
 def race(sides: dict[str, Step], rounds: int, steps: int) -> dict[str, list[float]]:
@@ -403,7 +408,8 @@ def main() -> None:
             "rows": job.rows,
             "length": job.length,
         }
-        title = f"{name}: {parameter_count(s, s.vocab) / 1e6:.1f}M parameters, {job.rows} x {job.length} tokens per step, float32"
+        parameters = parameter_count(s, s.vocab) / 1e6
+        title = f"{name}: {parameters:.1f}M parameters, {job.rows} x {job.length} tokens per step, float32"
         if options.only != "ranks":
             found["single"] = single(job, options.rounds, options.steps)
             show(f"{title}, one process", found["single"])

@@ -76,6 +76,11 @@ def test_documents_of_one_length_are_one_batch(length: int, count: int, rows: in
     check([length] * count, rows, *heads, 8, torch.float64)
 
 
+@pytest.mark.parametrize("lengths", [[128], [127, 257, 1], [301, 301], [512]], ids=str)
+def test_long_documents_that_are_cut_into_squares_and_rectangles(lengths: list[int]) -> None:
+    check(lengths, 2, 4, 2, 6, torch.float64)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 7, 30], [19, 19], [130, 1, 66]])
 def test_other_dtypes(lengths: list[int], dtype: torch.dtype) -> None:

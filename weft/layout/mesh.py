@@ -24,8 +24,12 @@ class Mesh:
     device: torch.device
     device_mesh: DeviceMesh | None = None
     data_mesh: DeviceMesh | None = None
+    _size: dict[str, int] = field(init=False)
     _rank: dict[str, int] = field(default_factory=dict)
     _group: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_size", {axis: self.layout.size(axis) for axis in AXES})
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu", layout: Layout | None = None) -> Mesh:
@@ -68,7 +72,11 @@ class Mesh:
         )
 
     def size(self, *axes: str) -> int:
-        return self.layout.size(*axes)
+        """Places along ``axes`` together. Plain integers from a dictionary, which ``torch.compile`` can read."""
+        product = 1
+        for axis in axes:
+            product *= self._size[axis]
+        return product
 
     def rank(self, axis: str) -> int:
         """This rank's coordinate along ``axis``."""

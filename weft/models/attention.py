@@ -1,16 +1,18 @@
 """Causal attention over packed documents: local kernels, and the operator that autograd and recompute see.
 
-A *segment* is one rectangle of work: queries ``q0:q1`` against keys ``k0:k1`` of flattened token rows, causal (a document
-against itself) or full (a later part of a document against an earlier one). One device needs only causal segments; ring
-attention (:mod:`weft.parallel.context`) runs both kinds through the same kernels and merges by log-sum-exp.
+A *segment* is one rectangle of work: queries ``q0:q1`` against keys ``k0:k1`` of flattened token rows, causal (a
+document against itself) or full (a later part of a document against an earlier one). One device is given only causal
+segments; ring attention (:mod:`weft.parallel.context`) runs both kinds through the same kernels and merges by
+log-sum-exp.
 
 The kernels are aten's flash attention ops: private names, used because they are the only ones that return the
-log-sum-exp and accept a global one in backward. Traps they have on the CPU (rows without keys give lse = 0, empty blocks
-kill the process) cannot occur here: a segment is never empty and a causal one has equal query and key ranges.
+log-sum-exp and accept a global one in backward. Traps they have on the CPU (rows without keys give lse = 0, empty
+blocks kill the process) cannot occur here: a segment is never empty and a causal one has equal query and key ranges.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +35,7 @@ class Segment(NamedTuple):
 def document_segments(cu_seqlens: torch.Tensor) -> list[Segment]:
     """One causal segment per document."""
     bounds = cu_seqlens.tolist()
-    return [Segment(a, b, a, b, True) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    return [Segment(a, b, a, b, True) for a, b in pairwise(bounds) if b > a]
 
 
 def attend_forward(
@@ -148,7 +150,13 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) ->
 
 
 def _backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2] if q.is_cuda else 1
     grad, q, k, v, out, lse = _heads_first(grad, q, _spread(k, group), _spread(v, group), out, lse)
@@ -222,17 +230,15 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-document causal attention on one device, opaque to ``torch.compile`` and kept whole by selective recompute.
 
-    ``q``: ``[batch, seq, heads, head_dim]``; ``k, v`` with ``kv_heads``; ``cu_seqlens`` as in :class:`weft.data.batch.Batch`.
-    Returns ``out`` like ``q`` and ``lse`` ``[batch * seq, heads]``.
+    ``q``: ``[batch, seq, heads, head_dim]``; ``k, v`` with ``kv_heads``; ``cu_seqlens`` as in
+    :class:`weft.data.batch.Batch`. Returns ``out`` like ``q`` and ``lse`` ``[batch * seq, heads]``.
     """
-    out, lse = attend_forward(*(x.flatten(0, 1) for x in (q, k, v)), document_segments(cu_seqlens))
+    out, lse = attend_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), document_segments(cu_seqlens))
     return out.view(q.shape), lse.contiguous()
 
 
 @attention.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=_wide(q.dtype))
 
 
@@ -246,9 +252,9 @@ def attention_backward(
     lse: torch.Tensor,
     cu_seqlens: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    flat = [x.flatten(0, 1) for x in (grad, q, k, v, out)]
-    dq, dk, dv = attend_backward(*flat, lse, document_segments(cu_seqlens))
-    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+    g, fq, fk, fv, o = (x.flatten(0, 1) for x in (grad, q, k, v, out))
+    dq, dk, dv = attend_backward(g, fq, fk, fv, o, lse, document_segments(cu_seqlens))
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
 @attention_backward.register_fake

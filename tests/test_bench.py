@@ -1,0 +1,24 @@
+"""The benchmarks run, and what they compare computes the same. Their figures are not tested here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_step(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "bench" / "step.py"
+    path = tmp_path / "step.json"
+    command = [sys.executable, str(script), "--job", "smoke", "--rounds", "2", "--steps", "1", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    job = json.loads(path.read_text())["jobs"]["smoke"]
+    assert set(job["single"]) == {"weft", "hand-written", "transformers"}
+    assert all(
+        row["ratio"] > 0 for table in (job["single"], job["ranks"]) for name, row in table.items() if name != "weft"
+    )
