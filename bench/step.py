@@ -66,7 +66,7 @@ class Job(NamedTuple):
 
 
 JOBS = {
-    "small": Job(ModelShape(vocab=4096, layers=6, embed=384, heads=6, kv_heads=2, ffn=1024), 8, 512),
+    "small": Job(ModelShape(vocab=4096, layers=6, embed=384, heads=6, kv_heads=2, ffn=1024), 4, 512),
     "quickstart": Job(
         ModelShape(vocab=2048, layers=4, embed=192, heads=6, kv_heads=2, qk_norm=True, tied=True), 16, 256
     ),
@@ -389,7 +389,7 @@ def show(title: str, table: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=10, help="turns of every side")
-    parser.add_argument("--steps", type=int, default=2, help="steps per turn")
+    parser.add_argument("--steps", type=int, default=1, help="steps per turn")
     parser.add_argument("--only", choices=["single", "ranks"])
     parser.add_argument("--job", choices=list(JOBS), help="default: small and quickstart")
     parser.add_argument("--json", type=Path, default=RESULTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def steps(values: dict[str, Any], count: int, poison: int = -1) -> list[StepResult]:
-    """On every rank: some steps; before step ``poison`` one rank's part of a parameter becomes infinite, after it heals."""
+    """On every rank: some steps; for step ``poison`` one rank's part of a parameter is infinite."""
     settings = build_recipe(values)
     mesh = Mesh.create(settings.layout, "cpu")
     job = prepare(settings)
@@ -88,7 +89,7 @@ def test_schedules() -> None:
     cosine = Optimizer(lr=1.0, warmup=10, min_lr=0.1)
     rates = [learning_rate(cosine, s, 100) for s in range(100)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False)) and 0.1 < rates[-1] < 0.11
+    assert all(a >= b for a, b in pairwise(rates[10:])) and 0.1 < rates[-1] < 0.11
     wsd = Optimizer(lr=1.0, warmup=10, min_lr=0, schedule="wsd", decay=20)
     rates = [learning_rate(wsd, s, 100) for s in range(100)]
     assert set(rates[10:81]) == {1.0} and rates[90] == pytest.approx(0.5) and rates[-1] == pytest.approx(0.05)

@@ -20,7 +20,7 @@ import torch
 aten = torch.ops.aten
 
 #: Side of the smallest causal squares that longer documents are cut into on the CPU.
-SQUARE = 64
+SQUARE = 256
 
 
 class Segment(NamedTuple):

@@ -21,7 +21,7 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Sum of ``-log p(label)`` over all tokens that have a label.
 
-    ``hidden``: ``[tokens, embed]``; ``weight``: ``[vocab/tp, embed]``, the rows from ``first`` on; ``labels``: ``[tokens]``.
+    ``hidden``: ``[tokens, embed]``; ``weight``: ``[vocab/tp, embed]``, from row ``first``; ``labels``: ``[tokens]``.
     The float64 scalar is invariant on ``tp`` and each data rank's own share elsewhere.
     """
     group = mesh.group("tp") if mesh.size("tp") > 1 else None
@@ -71,12 +71,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None
 
 
-def _merge(lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _merge(lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """Global log-sum-exp and target logit from those of each vocabulary share, each ``[chunk, 1]``."""
     if group is None:
-        return lse, target
+        return [lse, target]
     mine = torch.cat((lse, target), dim=1)  # [chunk, 2]
     shares = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(shares, mine, group=group)
     both = torch.stack(shares)  # [tp, chunk, 2]
-    return both[..., :1].logsumexp(0), both[..., 1:].sum(0)
+    return [both[..., :1].logsumexp(0), both[..., 1:].sum(0)]

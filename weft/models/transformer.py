@@ -2,13 +2,14 @@
 
 Modules name the dimensions of their parameters (:meth:`Module.weight`); the mesh decides which part of each this rank
 holds. Data changes hands only at ``gather_tokens`` / ``scatter_tokens`` (into and out of the norm regions) and inside
-``attend``; on one device these are identities. Shapes below are those of one rank: ``heads/tp`` etc. are whole on one device.
+``attend``; on one device these are identities. Shapes below are those of one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,10 @@ class Module(nn.Module):
         self.mesh = mesh
         self.logical: dict[str, Logical] = {}
 
+    if TYPE_CHECKING:  # registered parameters are tensors
+
+        def __getattr__(self, name: str) -> Any: ...
+
     def weight(self, name: str, *dims: Dim, std: float | None, whole: bool = False) -> Logical:
         """Register parameter ``name`` with this rank's part of the tensor that ``dims`` describe."""
         self.logical[name] = logical = self.mesh.place(*dims, std=std, whole=whole)
@@ -63,7 +68,7 @@ class Embedding(Module):
         self.first, self.last = logical.box[0]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[batch, seq]`` ids to ``[batch, seq/tp, embed]``: every rank looks up the ids it owns, the sum is scattered."""
+        """``[batch, seq]`` ids to ``[batch, seq/tp, embed]``: ranks look up the ids they own, the sum is scattered."""
         if self.mesh.size("tp") == 1:
             return F.embedding(tokens, self.table)
         mine = (tokens >= self.first) & (tokens < self.last)
@@ -141,10 +146,10 @@ def _cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache) -> 
         past_k, past_v = cache.pop()
         k, v = torch.cat((past_k, k), dim=1), torch.cat((past_v, v), dim=1)
     cache.append((k, v))
-    heads_first = (y.transpose(1, 2) for y in (q, k, v))
     # Aligned at the last key: `is_causal` would align at the first one, and hide the past from several new tokens.
     mask = causal_lower_right(q.shape[1], k.shape[1]) if q.shape[1] > 1 else None
-    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 class FeedForward(Module):
@@ -187,7 +192,7 @@ class Block(Module):
         """``[batch, seq/tp, embed]`` to the same."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._body(x, rope, cu_seqlens, cache)
-        kept = {}
+        kept: dict[str, Any] = {}
         if self.recompute == "selective":
             kept = {"context_fn": partial(create_selective_checkpoint_contexts, self.kept_ops)}
         return checkpoint(self._body, x, rope, cu_seqlens, use_reentrant=False, preserve_rng_state=False, **kept)
@@ -237,7 +242,8 @@ class Transformer(Module):
         hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]
         head = self.embedding.table if self.shape.tied else self.head
         if labels is None:
-            sizes = [hi - lo for lo, hi in (part(self.shape.vocab, self.mesh.size("tp"), r) for r in range(self.mesh.size("tp")))]
+            tp = self.mesh.size("tp")
+            sizes = [hi - lo for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))]
             return gather_vocab(F.linear(hidden, head), sizes, self.mesh)
         return linear_cross_entropy(
             hidden.flatten(0, 1), head, labels.flatten(), self.embedding.first, self.loss_chunk, self.mesh
