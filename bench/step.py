@@ -304,7 +304,7 @@ def race(sides: dict[str, Step], rounds: int, steps: int) -> dict[str, list[floa
     return seconds
 
 
-def measure(job: Job, sides: dict[str, Step], rounds: int, steps: int, ranks: int = 1) -> dict[str, Any]:
+def measure(job: Job, sides: dict[str, Step], rounds: int, steps: int, peak: float) -> dict[str, Any]:
     """Check that the sides compute the same, let them race, and put speeds and ratios of medians into a table."""
     losses = {name: [step() for _ in range(3)] for name, step in sides.items()}  # which also warms them up
     for name, theirs in losses.items():
@@ -313,7 +313,6 @@ def measure(job: Job, sides: dict[str, Step], rounds: int, steps: int, ranks: in
     seconds = race(sides, rounds, steps)
     tokens = job.rows * job.length
     flops = tokens * flops_per_token(job.shape, job.shape.vocab, job.length)
-    peak = measured_flops(torch.device("cpu"), torch.float32) * (1 if ranks == 1 else os.cpu_count() or 1)
     ours = statistics.median(seconds["weft"])
     table: dict[str, Any] = {}
     for name, times in seconds.items():
@@ -326,7 +325,7 @@ def measure(job: Job, sides: dict[str, Step], rounds: int, steps: int, ranks: in
     return table
 
 
-def single(job: Job, rounds: int, steps: int) -> dict[str, Any]:
+def single(job: Job, rounds: int, steps: int, peak: float) -> dict[str, Any]:
     """One process: Weft, the hand-written loop, ``transformers``."""
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     step, weights = weft_step(job, Mesh.single())
@@ -337,10 +336,10 @@ def single(job: Job, rounds: int, steps: int) -> dict[str, Any]:
         "hand-written": plain_step(job, plain, plain),
         "transformers": plain_step(job, theirs, lambda tokens: theirs(tokens).logits),
     }
-    return measure(job, sides, rounds, steps)
+    return measure(job, sides, rounds, steps, min(2, os.cpu_count() or 1) * peak)
 
 
-def on_rank(rank: int, port: int, job: Job, rounds: int, steps: int, path: str) -> None:
+def on_rank(rank: int, port: int, job: Job, rounds: int, steps: int, peak: float, path: str) -> None:
     """One of four ranks: Weft's ``shard=2,tp=2`` and PyTorch's own, in the same processes."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -351,20 +350,20 @@ def on_rank(rank: int, port: int, job: Job, rounds: int, steps: int, path: str) 
         "weft": weft_step(job, Mesh.create(Layout(shard=2, tp=2), "cpu"))[0],
         "FSDP2 + parallelize_module": torch_parallel_step(job, plain),
     }
-    table = measure(job, sides, rounds, steps, ranks=4)
+    table = measure(job, sides, rounds, steps, min(4, os.cpu_count() or 1) * peak)
     if rank == 0:
         Path(path).write_text(json.dumps(table))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def four_ranks(job: Job, rounds: int, steps: int) -> dict[str, Any]:
+def four_ranks(job: Job, rounds: int, steps: int, peak: float) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/table.json"
-        mp.spawn(on_rank, (port, job, rounds, steps, path), nprocs=4)  # type: ignore[no-untyped-call]
+        mp.spawn(on_rank, (port, job, rounds, steps, peak, path), nprocs=4)  # type: ignore[no-untyped-call]
         return json.loads(Path(path).read_text())
 
 
@@ -373,7 +372,13 @@ def machine() -> dict[str, Any]:
     if Path("/proc/cpuinfo").exists():
         names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
         cpu = names[0] if names else cpu
-    return {"date": f"{datetime.now():%Y-%m-%d %H:%M}", "torch": torch.__version__, "cpu": cpu, "cores": os.cpu_count()}
+    return {
+        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "torch": torch.__version__,
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 1),  # what others keep busy: should be well below one core
+    }
 
 
 def show(title: str, table: dict[str, Any]) -> None:
@@ -400,6 +405,8 @@ def main() -> None:
         "steps_per_round": options.steps,
         "jobs": {},
     }
+    torch.set_num_threads(1)
+    peak = measured_flops(torch.device("cpu"), torch.float32)  # of one core
     for name in [options.job] if options.job else ["small", "quickstart"]:
         job = JOBS[name]
         s = job.shape
@@ -411,10 +418,10 @@ def main() -> None:
         parameters = parameter_count(s, s.vocab) / 1e6
         title = f"{name}: {parameters:.1f}M parameters, {job.rows} x {job.length} tokens per step, float32"
         if options.only != "ranks":
-            found["single"] = single(job, options.rounds, options.steps)
+            found["single"] = single(job, options.rounds, options.steps, peak)
             show(f"{title}, one process", found["single"])
         if options.only != "single":
-            found["ranks"] = four_ranks(job, options.rounds, options.steps)
+            found["ranks"] = four_ranks(job, options.rounds, options.steps, peak)
             show(f"{title}, 4 ranks shard=2,tp=2", found["ranks"])
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -123,7 +123,7 @@ def test_other_model_other_data_and_no_checkpoint_are_refused(
     pool: Any, corpus: str, whole_run: Path, tmp_path: Path
 ) -> None:
     source = str(whole_run / "checkpoints/step-000003")
-    with pytest.raises(WeftError, match="has shape"):
+    with pytest.raises(WeftError, match=r"is \[41, 24\], the model needs \[48, 24\]"):
         pool.run(4, go, tree(corpus, HOME, model__ffn=48), str(tmp_path / "a"), source)
     with pytest.raises(WeftError, match="other model"):
         pool.run(4, go, tree(corpus, HOME, model__qk_norm=True), str(tmp_path / "a"), source)

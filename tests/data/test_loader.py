@@ -29,7 +29,7 @@ def stream(sizes: list[int], seq_len: int, seed: int = 0) -> Stream:
 
 def loaders(order: Order, recipe: Recipe, cp_rank: int = 0) -> list[Loader]:
     """One loader per batch rank."""
-    rows, passes = recipe.rows_per_pass()
+    rows, passes = recipe.rows_per_pass(recipe.layout)
     layout, batch, seq_len = recipe.layout, recipe.train.batch, recipe.data.seq_len
     ranks = layout.size("dp", "shard")
     return [Loader(order, layout, rank, cp_rank, batch, rows, passes, seq_len) for rank in range(ranks)]

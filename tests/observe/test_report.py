@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import random
 import re
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +16,7 @@ import pytest
 
 from weft.errors import WeftError
 from weft.observe.metrics import FILE, Metrics, read_metrics
-from weft.observe.report import POINTS, charts, running_mean, thin, tiles, toml, write_report
+from weft.observe.report import POINTS, charts, running_mean, thin, tiles, write_report
 from weft.recipe import Recipe, build_recipe
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -139,10 +139,11 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     assert charts(read_metrics(run)) == [] and tiles(read_metrics(run)) == []
 
 
-def test_toml_reads_back_as_the_recipe() -> None:
-    tree = {"data": {"sources": [{"kind": "text", "path": 'a"b\\c'}, {"weight": 2.0}]}, "generate": {"top_k": 3}}
-    recipe = build_recipe(tree | {"name": "é <x>", "layout": {"tp": 2}})
-    assert build_recipe(tomllib.loads("\n".join(toml(recipe.model_dump(mode="json"))))) == recipe
+def test_the_recipe_is_on_the_page(tmp_path: Path) -> None:
+    page = write_report(fake_run(tmp_path / "run", steps=2, resume_at=None)).read_text()
+    shown = html.unescape(re.search(r"<pre>(.*?)</pre>", page, flags=re.DOTALL)[1])
+    recipe = build_recipe(json.loads(shown))
+    assert recipe.name == "llama-tiny <zigzag>" and recipe.train.steps == 2
 
 
 def test_long_runs_are_thinned_but_keep_their_spikes() -> None:

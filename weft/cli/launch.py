@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -35,23 +35,20 @@ GRACE_S = 60
 # What a rank runs before the command proper: the kernel is told to kill it when the launcher dies, whatever the cause
 # (PR_SET_PDEATHSIG survives exec). Elsewhere than on Linux, ranks of a killed launcher end with their next collective.
 _ENTRY = """
-import ctypes, json, os, sys
-parent, env, *command = sys.argv[1:]
+import ctypes, os, sys
+parent, *command = sys.argv[1:]
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() != int(parent):
     sys.exit(1)
-os.execve(command[0], command, {**os.environ, **json.loads(env)})
+os.execv(command[0], command)
 """
 
 # All ranks are on this machine: gloo needs no network, nor a host name that resolves.
-_LOOPBACK = {"linux": "lo", "darwin": "lo0"}.get(sys.platform, "")
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 # How gloo, NCCL and the rendezvous store put it that *another* rank is gone or late.
-_PEER_LOST = re.compile(
-    r"gloo/|NCCL|by peer|Broken pipe|Timed out waiting|wait timeout|Connection (was )?(refused|closed)|ProcessGroup",
-    re.I,
-)
+_PEER_LOST = r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|Connection (refused|closed)|ProcessGroup"
 
 
 @dataclass(frozen=True)
@@ -74,11 +71,9 @@ def in_ranks() -> bool:
 
     Under ``srun`` with several tasks the variables that ``torch.distributed`` reads are set from Slurm's.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return True
-    derived = slurm_ranks(os.environ)
-    os.environ.update(derived)
-    return bool(derived)
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        os.environ.update(slurm_ranks(os.environ))
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
@@ -88,32 +83,32 @@ def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
     """
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2 or "SLURM_PROCID" not in env:
         return {}
-    per_node: list[str] = []
+    per_node: list[str] = []  # of "1(x1),2(x2)": 1, 2, 2
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1")):
         per_node += [count] * int(times or 1)
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "localhost")
-    first = re.match(r"(\[[^]]*]|[^],[])+", nodes)  # up to the first comma outside brackets
-    host = re.sub(r"\[(\d+)[^]]*]", r"\1", first[0] if first else nodes)
+    # Of "gpu[007-009,12]-ib,old3" the first is gpu007-ib.
+    nodes = re.sub(r"\[(\d+)[^]]*]", r"\1", env.get("SLURM_STEP_NODELIST", "localhost"))
     return {
         "RANK": env["SLURM_PROCID"],
         "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": per_node[min(int(env.get("SLURM_NODEID", "0")), len(per_node) - 1)],
-        "MASTER_ADDR": env.get("MASTER_ADDR", host),
+        "MASTER_ADDR": env.get("MASTER_ADDR", nodes.partition(",")[0]),
         "MASTER_PORT": env.get("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000)),
     }
 
 
-def cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def threads_per_rank(requested: int, local_world: int) -> int:
+    """``requested`` threads, or with 0 one rank's share of the cores that this process may run on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return requested or max(1, cores // local_world)
 
 
 def set_threads(requested: int, local_world: int) -> None:
     """Give PyTorch ``requested`` threads, or with 0 this rank's share of the cores."""
     import torch
 
-    torch.set_num_threads(requested or max(1, cores() // local_world))
+    torch.set_num_threads(threads_per_rank(requested, local_world))
 
 
 def init_ranks(device: str, timeout_s: int) -> None:
@@ -133,19 +128,14 @@ def init_ranks(device: str, timeout_s: int) -> None:
             local = 0  # Slurm can show each task its own GPU only
         if local >= gpus:
             ranks = os.environ.get("LOCAL_WORLD_SIZE", "more")
-            raise UsageError(
-                f"{ranks} ranks on this machine but {gpus} GPUs; start fewer ranks or set train.device=cpu"
-            )
+            raise UsageError(f"{ranks} ranks on this machine, {gpus} GPUs; start fewer ranks or set train.device=cpu")
         backend, index = "nccl", torch.device("cuda", local)
         torch.cuda.set_device(index)
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=index)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise WeftError(
-            f"rank {os.environ['RANK']} did not meet all {os.environ['WORLD_SIZE']} ranks at {where} "
-            f"within {timeout_s} s; check that all were started and can reach that port"
-        ) from error
+        given = "rank {RANK} did not meet all {WORLD_SIZE} ranks at {MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+        raise WeftError(f"{given} in {timeout_s} s; check that all were started and can reach that port") from error
 
 
 def launch(argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0) -> int:
@@ -160,10 +150,11 @@ def launch(argv: list[str], ranks: int, command: list[str] | None = None, thread
 
     for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is reported here, once
-    defaults = {"OMP_NUM_THREADS": str(threads or max(1, cores() // ranks)), "GLOO_SOCKET_IFNAME": _LOOPBACK}
-    env = {"WEFT_LAUNCHED": "1", **{key: value for key, value in defaults.items() if value and key not in os.environ}}
-    entry = ["-I", "-S", "-c", _ENTRY, str(os.getpid()), json.dumps(env)]
-    with tempfile.TemporaryDirectory(prefix="weft-ranks-", ignore_cleanup_errors=True) as folder:
+    defaults = {"OMP_NUM_THREADS": str(threads_per_rank(threads, ranks)), "GLOO_SOCKET_IFNAME": _LOOPBACK}
+    env = {"WEFT_LAUNCHED": "1", **defaults, **os.environ}
+    entry = ["-I", "-S", "-c", _ENTRY, str(os.getpid())]
+    folders = tempfile.TemporaryDirectory(prefix="weft-ranks-", ignore_cleanup_errors=True)
+    with folders as folder, mock.patch.dict(os.environ, env):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -187,10 +178,14 @@ def launch(argv: list[str], ranks: int, command: list[str] | None = None, thread
             code, failed = 1, {rank: (f.exitcode, float(f.timestamp)) for rank, f in error.failures.items()}
         except (SignalException, KeyboardInterrupt) as error:
             code = 128 + getattr(error, "sigval", signal.SIGINT)
-        cause = root_cause(_records(Path(folder)), failed)
+        records = []
+        for path in Path(folder).glob("*/attempt_*/*/error.json"):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short: the exit code still counts
+                records.append(Failure(**json.loads(path.read_text())["weft"]))
+        cause = root_cause(records, failed)
     if code == 0 or cause is None or (code > 128 and cause.grade > 1):
         return code
-    _show(cause, debug="--debug" in argv)
+    _show(cause)
     return code if code > 128 else cause.exit_code
 
 
@@ -200,17 +195,16 @@ def report_failure(error: BaseException) -> int:
     In a rank that ``launch`` started, the record goes to the launcher, which prints one line for all ranks. Otherwise
     (one process, or ranks of torchrun or Slurm) the line is printed here. ``WEFT_DEBUG=1`` adds the traceback.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    trace = "".join(traceback.format_exception(error))
     if isinstance(error, WeftError):
-        failure = Failure(rank, str(error), error.exit_code, 0, time.time(), trace)
+        message, code, grade = str(error), error.exit_code, 0
     else:
-        first = next(iter(str(error).strip().splitlines()), "")
-        message = f"{type(error).__name__}: {first}" if first else type(error).__name__
-        failure = Failure(rank, message, 1, 2 if is_secondary(error) else 1, time.time(), trace)
+        message = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
+        code, grade = 1, 2 if is_secondary(error) else 1
+    trace = "".join(traceback.format_exception(error))
+    failure = Failure(int(os.environ.get("RANK", "0")), message, code, grade, time.time(), trace)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": trace, "timestamp": str(int(failure.when))}  # the form torchrun reads
-        record = {"message": {"message": failure.message, "extraInfo": extra}, "weft": asdict(failure)}
+        record = {"message": {"message": message, "extraInfo": extra}, "weft": asdict(failure)}
         with contextlib.suppress(OSError):  # an earlier error matters more than a full disk
             Path(path).write_text(json.dumps(record))
     if "WEFT_LAUNCHED" not in os.environ:
@@ -220,58 +214,41 @@ def report_failure(error: BaseException) -> int:
         # Taking the interpreter down around a broken process group can hang, or abort with noise of its own.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(failure.exit_code)
-    return failure.exit_code
+        os._exit(code)
+    return code
 
 
 def is_secondary(error: BaseException) -> bool:
     """Whether ``error`` only says that another rank is gone, late, or that this one was told to stop."""
-    if isinstance(error, WeftError):
-        return False
     names = {cls.__name__ for cls in type(error).__mro__}  # by name: a typo must not cost an import of torch
     if names & {"DistError", "KeyboardInterrupt", "SystemExit"}:
         return True
-    return isinstance(error, RuntimeError | OSError) and bool(_PEER_LOST.search(str(error)))
+    return isinstance(error, RuntimeError | OSError) and bool(re.search(_PEER_LOST, str(error)))
 
 
 def root_cause(records: list[Failure], failed: Mapping[int, tuple[int, float]]) -> Failure | None:
     """The failure that explains the others, from ranks' records and ``{rank: (exit code, time)}``."""
-    spoke = {record.rank for record in records}
-    silent = [_silent(rank, code, when) for rank, (code, when) in failed.items() if rank not in spoke]
-    return min([*records, *silent], key=lambda failure: (failure.grade, failure.when), default=None)
-
-
-def _silent(rank: int, code: int, when: float) -> Failure:
-    """Failure of a rank that left no record."""
-    if code >= 0:
-        told = code - 128 in (signal.SIGTERM, signal.SIGINT)
+    candidates = list(records)
+    for rank in failed.keys() - {record.rank for record in records}:
+        code, when = failed[rank]
         message = f"rank {rank} ended with exit code {code}; its last output above says more"
-        return Failure(rank, message, 1, 3 if told else 1, when)
-    number = signal.Signals(-code)
-    message = f"rank {rank} was killed by {number.name}"
-    if number == signal.SIGKILL:
-        message += ', probably out of memory: try a smaller train.micro_batch or train.recompute = "full"'
-    return Failure(rank, message, 1, 3 if number in (signal.SIGTERM, signal.SIGINT) else 1, when)
+        if code < 0:
+            message = f"rank {rank} was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            message += ', probably out of memory: try a smaller train.micro_batch or train.recompute = "full"'
+        told = {-code, code - 128} & {signal.SIGTERM, signal.SIGINT}
+        candidates.append(Failure(rank, message, 1, 3 if told else 1, when))
+    return min(candidates, key=lambda failure: (failure.grade, failure.when), default=None)
 
 
-def _records(folder: Path) -> list[Failure]:
-    found = []
-    for path in sorted(folder.glob("*/attempt_*/*/error.json")):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short: the exit code still counts
-            fields: dict[str, Any] = json.loads(path.read_text())["weft"]
-            found.append(Failure(**fields))
-    return found
-
-
-def _show(failure: Failure, name_rank: bool = True, debug: bool = False) -> None:
+def _show(failure: Failure, name_rank: bool = True) -> None:
     """Print the one line; what Weft did not foresee also leaves its traceback in a file."""
     line = failure.message
     if failure.trace and failure.grade > 0:
         with tempfile.NamedTemporaryFile("w", prefix="weft-error-", suffix=".log", delete=False) as log:
             log.write(failure.trace)
-        line = f"rank {failure.rank}: {line}" if name_rank else line
-        line += f" (traceback in {log.name})"
-    if failure.trace and (debug or os.environ.get("WEFT_DEBUG", "0") not in ("", "0")):
+        line = f"{f'rank {failure.rank}: ' if name_rank else ''}{line} (traceback in {log.name})"
+    if os.environ.get("WEFT_DEBUG", "0") not in ("", "0"):
         print(failure.trace.rstrip(), file=sys.stderr)
     print(f"weft: error: {line}", file=sys.stderr, flush=True)
 
@@ -290,9 +267,10 @@ def _forwarded(stop: type[Exception]) -> Iterator[None]:
                 child.kill()
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    for number, handler in before.items():
-        if number != signal.SIGHUP or handler is not signal.SIG_IGN:  # under nohup a run outlives its terminal
-            signal.signal(number, handle)
+    if before[signal.SIGHUP] is signal.SIG_IGN:  # under nohup a run outlives its terminal
+        del before[signal.SIGHUP]
+    for number in before:
+        signal.signal(number, handle)
     try:
         yield
     finally:

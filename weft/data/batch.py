@@ -30,7 +30,5 @@ class Batch:
         return int((self.labels != IGNORE).sum())
 
     def to(self, device: torch.device) -> Batch:
-        if device.type == "cpu":
-            return self
         moved = {k: getattr(self, k).to(device, non_blocking=True) for k in ("tokens", "labels", "positions")}
         return replace(self, **moved)

@@ -27,8 +27,7 @@ def digest(*parts: Any) -> str:
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Have ``build`` fill ``folder`` unless it exists; processes that ask at the same time wait for the first.
 
-    ``build`` works in a sibling that is renamed when complete, so an interrupted build leaves nothing to be mistaken
-    for a result. Raises :class:`WeftError` if the folder cannot be written.
+    An interrupted build leaves nothing to be mistaken for a result. Raises :class:`WeftError` if it cannot be written.
     """
     if folder.exists():  # also where the cache is read-only
         return folder
@@ -46,6 +45,5 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                 finally:
                     shutil.rmtree(making, ignore_errors=True)
     except OSError as error:
-        reason = error.strerror or error
-        raise WeftError(f"cannot write {folder}: {reason}; set data.cache to a folder with space") from None
+        raise WeftError(f"cannot write {folder}: {error.strerror or error}; set data.cache to another folder") from None
     return folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import gzip
-import importlib
 import json
 import os
 import sysconfig
@@ -30,28 +29,28 @@ def documents(source: Source) -> Iterator[str]:
     for path in [Path(source.path or "").expanduser()] if source.kind == "huggingface" else files(source):
         try:
             yield from readers[source.kind](path, source)
-        except (OSError, EOFError) as error:
-            raise WeftError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        except ImportError as error:
+            missing = f"{source.kind} needs {error.name}, which is not installed"
+            raise WeftError(f"{missing}; pip install 'weft[data]'") from None
+        except (OSError, EOFError, ValueError) as error:
+            reason = str(getattr(error, "strerror", None) or error).partition("\n")[0]
+            raise WeftError(f"cannot read {path} as {source.kind}: {reason}; check 'path' and 'kind'") from None
 
 
 def files(source: Source) -> list[Path]:
     """The files of ``source``, sorted: ``path`` is a file, a folder (searched through) or a glob."""
     stdlib, suffixes = source.kind == "stdlib", _SUFFIXES.get(source.kind, ("",))
     path = Path(sysconfig.get_paths()["stdlib"] if stdlib else source.path or "").expanduser()
-    found = []
+    found = [path] if path.is_file() else [Path(name) for name in glob.glob(str(path), recursive=True)]
     if path.is_dir():
+        found = []
         for folder, below, names in os.walk(path):
             below[:] = [name for name in below if not name.startswith(".") and not (stdlib and name in _NOT_STDLIB)]
             found += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
-    else:
-        found = [Path(p) for p in ([path] if path.is_file() else glob.glob(str(path), recursive=True))]
-    if found := sorted(file for file in found if file.is_file()):
-        return found
-    if not path.is_dir() and not glob.has_magic(str(path)):
-        raise WeftError(f"data source {path} does not exist; set 'path' to a file, a folder or a glob")
-    raise WeftError(
-        f"data source {path} matches no {' or '.join(suffixes) or source.kind} file; check 'path' and 'kind'"
-    )
+    if not (found := sorted(file for file in found if file.is_file())):
+        wanted = " or ".join(suffixes) or source.kind
+        raise WeftError(f"no {wanted} file at data source {path}; set 'path' to a file, a folder or a glob")
+    return found
 
 
 def fingerprint(source: Source) -> str:
@@ -61,46 +60,42 @@ def fingerprint(source: Source) -> str:
 
 
 def _text(file: Path, source: Source) -> Iterator[str]:
-    try:
-        yield file.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        if source.kind != "stdlib":  # where a few modules declare another encoding
-            raise WeftError(f"{file} is not UTF-8 (at byte {error.start}); leave it out by a glob in 'path'") from None
+    # A few modules of the standard library declare another encoding.
+    yield file.read_bytes().decode(errors="replace" if source.kind == "stdlib" else "strict")
 
 
 def _jsonl(file: Path, source: Source) -> Iterator[str]:
     with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            where = f"{file}:{number}"
-            try:
-                record = json.loads(line) if line.strip() else {source.field: None}
-            except ValueError as error:
-                raise WeftError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from None
-            if not isinstance(record, dict):
-                raise WeftError(f"{where}: expected a JSON object, got {type(record).__name__}")
-            _has(where, source.field, list(record))
-            # JSON may hold lone surrogates, which no tokenizer can encode.
-            for text in _strings([record[source.field]], where, source.field):
-                yield text.encode(errors="replace").decode()
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except ValueError as error:
+                    raise WeftError(f"{file}:{number}: not valid JSON ({error})") from None
+                if not isinstance(record, dict):
+                    raise WeftError(f"{file}:{number}: expected a JSON object, got {type(record).__name__}")
+                _has(f"{file}:{number}", source.field, list(record))
+                # JSON may hold lone surrogates, which no tokenizer can encode.
+                for text in _strings([record[source.field]], f"{file}:{number}", source.field):
+                    yield text.encode(errors="replace").decode()
 
 
 def _parquet(file: Path, source: Source) -> Iterator[str]:
-    arrow = _extra("pyarrow")
-    try:
-        with _extra("pyarrow.parquet").ParquetFile(file) as table:
-            _has(str(file), source.field, table.schema_arrow.names)
-            for batch in table.iter_batches(batch_size=1024, columns=[source.field]):
-                yield from _strings(batch.column(0).to_pylist(), str(file), source.field)
-    except arrow.ArrowException as error:
-        raise WeftError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as table:
+        _has(str(file), source.field, table.schema_arrow.names)
+        for batch in table.iter_batches(batch_size=1024, columns=[source.field]):
+            yield from _strings(batch.column(0).to_pylist(), str(file), source.field)
 
 
 def _huggingface(folder: Path, source: Source) -> Iterator[str]:
-    datasets = _extra("datasets")
+    import datasets
+
     try:
         data = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError) as error:
-        raise WeftError(f"{folder} is not a dataset from save_to_disk: {str(error).splitlines()[0]}") from None
+    except FileNotFoundError:
+        raise WeftError(f"{folder} is not a dataset from save_to_disk; set 'path' to the folder of one") from None
     if isinstance(data, datasets.DatasetDict):
         if "train" not in data:
             raise WeftError(f"{folder} has no split 'train'; set 'path' to one of its folders: {', '.join(data)}")
@@ -120,15 +115,5 @@ def _strings(values: list[Any], where: str, field: str) -> Iterator[str]:
         if isinstance(value, str):
             yield value
         elif value is not None:
-            raise WeftError(
-                f"{where}: field {field!r} holds {type(value).__name__}, not text; set the source's 'field'"
-            )
-
-
-def _extra(module: str) -> Any:
-    """Import a heavy optional dependency only when a source needs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        name = module.partition(".")[0]
-        raise WeftError(f"this source needs {name}, which is not installed; pip install 'weft[data]'") from None
+            kind = type(value).__name__
+            raise WeftError(f"{where}: field {field!r} holds {kind}, not text; set the source's 'field'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,13 +76,13 @@ class Loader:
     def step(self, position: int) -> list[Batch] | None:
         """The passes of the step that begins after ``position`` global samples, or None (on all ranks) past the end.
 
-        Every rank takes ``ceil(batch / ranks)`` consecutive samples. What a rank has no sample for is a row of padding,
-        in which no label counts; a rank, and a pass, may consist of nothing else.
+        Every rank takes ``ceil(batch / ranks)`` consecutive samples; what it has no sample for is a row of padding, in
+        which no label counts.
         """
         total = self.order.total
         if total is not None and position >= total:
             return None
-        end = position + self.batch if total is None else min(position + self.batch, total)
+        end = min(position + self.batch, total or sys.maxsize)
         per_rank = -(-self.batch // self.layout.size("dp", "shard"))
         first = position + self.batch_rank * per_rank
         samples = [i if i < end else None for i in range(first, first + per_rank)]
@@ -99,19 +100,14 @@ class Loader:
                 row_tokens, row_labels, row_starts = self.order.row(sample)
                 filled = len(row_tokens)
                 tokens[r, :filled], labels[r, :filled] = row_tokens, row_labels
-                starts.append(r * length + row_starts)
+                starts += [r * length + row_starts]
             if filled < length:  # the padding is a segment of its own: no document attends to it
-                starts.append(np.array([r * length + filled]))
+                starts += [np.array([r * length + filled])]
         edges = np.append(np.concatenate(starts), tokens.size)
         positions = np.arange(tokens.size) - np.repeat(edges[:-1], np.diff(edges))
-        return Batch(
-            self._owned(tokens),
-            self._owned(labels),
-            self._owned(positions.reshape(tokens.shape)),
-            torch.from_numpy(edges.astype(np.int32)),
-        )
+        columns = np.concatenate([np.arange(*owned) for owned in owned_ranges(length, self.layout, self.cp_rank)])
 
-    def _owned(self, whole: np.ndarray) -> torch.Tensor:
-        """The columns of ``whole`` ``[rows, seq]`` that this ``cp`` rank holds: ``[rows, seq/cp]``."""
-        ranges = owned_ranges(whole.shape[1], self.layout, self.cp_rank)
-        return torch.from_numpy(np.concatenate([whole[:, lo:hi] for lo, hi in ranges], axis=1))
+        def mine(whole: np.ndarray) -> torch.Tensor:  # [rows, seq] -> [rows, seq/cp]
+            return torch.from_numpy(whole.reshape(tokens.shape).take(columns, axis=1))
+
+        return Batch(mine(tokens), mine(labels), mine(positions), torch.from_numpy(edges.astype(np.int32)))

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from math import lcm
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,7 @@ _SPLIT, _DOCUMENTS, _ROWS, _BLOCK = range(4)
 def hashed(*keys: int | np.ndarray) -> np.ndarray:
     """64 well-mixed bits per element of the last key; distinct keys give distinct bits.
 
-    SplitMix64 (Steele et al. 2014): unlike NumPy's generators it is the same in every version, and an order that is
-    stored as a position has to be.
+    SplitMix64 (Steele et al. 2014): the same in every version, unlike NumPy's generators; stored positions need that.
     """
     state = np.zeros(1, np.uint64)
     for key in keys:
@@ -40,10 +39,7 @@ def shuffled(count: int, *keys: int) -> np.ndarray:
 
 
 def held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
-    """Boolean ``[documents]``: true for validation, about ``fraction`` of them.
-
-    With two documents or more and a fraction above 0 neither side is empty.
-    """
+    """Boolean ``[documents]``: true for validation, about ``fraction``; of two or more neither side is empty."""
     if documents < 2 or fraction == 0:
         return np.zeros(documents, bool)
     keys = hashed(_SPLIT, seed, np.arange(documents))
@@ -110,9 +106,8 @@ class Stream:
 class Order:
     """Samples of one or several streams, mixed in proportion to ``weights``.
 
-    ``epochs = 0`` never ends. Otherwise a single stream ends after so many epochs; several end just before the first of
-    them would begin one epoch more. After every block of samples (1,024, or more if a weight is below 1/1024) each
-    stream has been drawn as often as its weight asks, to less than one sample.
+    ``epochs = 0`` never ends; otherwise the end is just before the first stream would begin one epoch more. After every
+    block of samples each stream has been drawn as often as its weight asks, to less than one sample.
     Raises :class:`UsageError` for a weight below a millionth of all.
     """
 
@@ -123,28 +118,26 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.block > 2**20:
-            raise UsageError(
-                f"source weight {min(self.weights)} is below a millionth of all; raise it or drop the source"
-            )
+            least = min(self.weights)
+            raise UsageError(f"source weight {least} is below a millionth of all; raise it or drop the source")
 
     @cached_property
-    def _shares(self) -> list[int]:
-        """Weights as exact integers."""
-        exact = [Fraction(weight) for weight in self.weights]
-        return [int(share * lcm(*(share.denominator for share in exact))) for share in exact]
+    def _edges(self) -> list[Fraction]:
+        """Running sum of the weights, exactly."""
+        return [*accumulate(map(Fraction, self.weights))]
 
     @cached_property
     def block(self) -> int:
-        """Samples per block: enough that every stream is in every block, which keeps :meth:`_drawn` rising."""
-        least = -(-sum(self._shares) // min(self._shares))
+        """Samples per block, 1,024 or more: every stream is in every block, which keeps :meth:`_drawn` rising."""
+        least = -(-self._edges[-1] // Fraction(min(self.weights)))
         return max(1024, 1 << (least - 1).bit_length())
 
     @cached_property
     def total(self) -> int | None:
         """Number of samples, None if there is no end."""
+        if not self.epochs:
+            return None
         limits = [stream.rows * self.epochs for stream in self.streams]
-        if not self.epochs or len(limits) == 1:
-            return limits[0] if self.epochs else None
 
         def over(blocks: int) -> bool:
             return any(drawn > limit for drawn, limit in zip(self._drawn(blocks), limits, strict=True))
@@ -154,13 +147,9 @@ class Order:
         return last * self.block + int(np.argmax(index >= np.array(limits)[source]))
 
     def _drawn(self, blocks: int) -> list[int]:
-        """Samples of each stream in the first ``blocks`` blocks, by largest remainder."""
-        samples, whole = blocks * self.block, sum(self._shares)
-        counts = [samples * share // whole for share in self._shares]
-        rest = sorted(range(len(counts)), key=lambda s: -(samples * self._shares[s] % whole))
-        for s in rest[: samples - sum(counts)]:
-            counts[s] += 1
-        return counts
+        """Samples of each stream in the first ``blocks`` blocks: its interval of the weights, rounded to samples."""
+        ends = [blocks * self.block * edge // self._edges[-1] for edge in self._edges]
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
     @cached_property
     def _block(self) -> Any:
@@ -177,7 +166,7 @@ class Order:
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Stream of a global sample, and its index within that stream."""
-        if len(self.streams) == 1:
+        if len(self.streams) == 1:  # saves the shuffle
             return 0, sample
         source, index = self._block(sample // self.block)
         return int(source[sample % self.block]), int(index[sample % self.block])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.corpora import documents, fingerprint
@@ -35,11 +34,11 @@ class Tokenizer:
         """int64 ids of ``text``, without ``eos``. The names of special tokens in ``text`` are plain text."""
         return self.encode_many([text])[0]
 
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_many(self, texts: list[str]) -> list[np.ndarray]:
         """:meth:`encode` for several texts, on all cores."""
         if self._model is None:
             return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
-        encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        encoded = self._model.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.int64) for one in encoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -52,12 +51,11 @@ class Tokenizer:
         """Write ``tokenizer.json`` (and the name of ``eos``), which :func:`load_tokenizer` and transformers read."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if self._model is None:
-            (folder / "tokenizer.json").write_text('{"kind": "bytes"}\n')
-            return
-        (folder / "tokenizer.json").write_text(self._model.to_str(), encoding="utf-8")
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._model.id_to_token(self.eos)}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        content = self._model.to_str() if self._model else '{"kind": "bytes"}\n'
+        (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+        if self._model:
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._model.id_to_token(self.eos)}
+            (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None = None) -> Tokenizer:
@@ -69,8 +67,7 @@ def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None
     if spec == "bytes":
         return Tokenizer(257, 256, "bytes")
     if spec.startswith("train:"):
-        texts = [source for source in sources if source.kind != "tokens"]
-        return load_tokenizer(str(_trained(spec.removeprefix("train:"), texts, cache_root(cache))))
+        spec = str(_trained(spec, [source for source in sources if source.kind != "tokens"], cache_root(cache)))
     path = Path(spec).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
@@ -95,24 +92,18 @@ def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None
     return Tokenizer(max(ids.values()) + 1, eos, digest(model.to_str(), eos), model)
 
 
-def _trained(size: str, sources: Sequence[Source], root: Path) -> Path:
+def _trained(spec: str, sources: Sequence[Source], root: Path) -> Path:
     """Folder of the byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) trained on ``sources``."""
+    size = spec.removeprefix("train:")
     if not size.isdecimal() or int(size) < 257:
-        raise UsageError(f"tokenizer 'train:{size}': N must be a number of at least 257 (256 bytes and {_EOS[0]})")
+        raise UsageError(f"tokenizer {spec!r}: N must be a number of at least 257 (256 bytes and {_EOS[0]})")
     if not sources:
-        raise UsageError(
-            "tokenizer 'train:N' needs a source of text; for kind 'tokens' name the tokenizer that made it"
-        )
+        raise UsageError(f"tokenizer {spec!r} needs a source of text; name the tokenizer that made the 'tokens'")
 
     def train(folder: Path) -> None:
-        model = tokenizers.Tokenizer(models.BPE())
-        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        model.decoder = decoders.ByteLevel()
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        trainer = trainers.BpeTrainer(
-            vocab_size=int(size), special_tokens=[_EOS[0]], initial_alphabet=alphabet, show_progress=False
-        )
-        model.train_from_iterator(sample(sources), trainer)
+        model = tokenizers.ByteLevelBPETokenizer()
+        special = [_EOS[0]]
+        model.train_from_iterator(sample(sources), int(size), 1, show_progress=False, special_tokens=special)
         model.save(str(folder / "tokenizer.json"))
 
     key = digest(size, _SAMPLE, _PIECE, [fingerprint(source) for source in sources])

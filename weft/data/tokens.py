@@ -44,8 +44,7 @@ def write_tokens(
 ) -> None:
     """Write documents (arrays of ids below ``vocab``) as a stream into a new ``folder``, adding ``eos`` where missing.
 
-    Documents without a token are left out. Raises :class:`WeftError` if the folder exists, an id is out of range or
-    nothing is left.
+    Empty documents are left out. Raises :class:`WeftError` if the folder exists, an id is out of range or none is left.
     """
     if Path(folder).exists():
         raise WeftError(f"{folder} exists already; remove it or choose another folder")
@@ -75,12 +74,9 @@ def read_tokens(path: str | Path) -> Tokens:
         if size not in (2 * count, 4 * count):
             raise ValueError(f"{size} bytes for the {count} tokens of {index.name}")
         ids = np.asarray(np.memmap(binary, f"<u{size // count}", "r"))
-    except FileNotFoundError:
-        raise WeftError(
-            f"{file} does not exist; weft.data.tokens.write_tokens makes what kind 'tokens' reads"
-        ) from None
     except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
-        raise WeftError(f"{file} is damaged ({error}); remove it and make it again") from None
+        reason = getattr(error, "strerror", None) or error
+        raise WeftError(f"{file} is missing or damaged ({reason}); weft.data.tokens.write_tokens makes it") from None
     return Tokens(ids, offsets, vocab, eos, seen or digest(size, hashlib.sha256(offsets.tobytes()).hexdigest()))
 
 
@@ -107,11 +103,11 @@ def open_source(
             raise WeftError(f"data source {source.path} matches {1 + len(more)} files; give each its own source")
     tokens = read_tokens(path)
     # Without meta.json only the ids themselves can tell whether they fit.
-    vocab = tokens.vocab or 1 + max(int(tokens.ids[at : at + 2**24].max()) for at in range(0, len(tokens.ids), 2**24))
+    vocab = tokens.vocab or 1 + int(tokens.ids.max())
     if vocab > tokenizer.vocab or tokens.eos not in (None, tokenizer.eos):
+        mine, theirs = f"vocab {vocab}, eos {tokens.eos}", f"vocab {tokenizer.vocab}, eos {tokenizer.eos}"
         raise WeftError(
-            f"{path} has vocab {vocab}, eos {tokens.eos}, but the tokenizer has vocab {tokenizer.vocab}, "
-            f"eos {tokenizer.eos}; set data.tokenizer to the one that made the tokens"
+            f"{path} has {mine}, the tokenizer {theirs}; set data.tokenizer to the one that made the tokens"
         )
     return tokens
 

@@ -21,6 +21,7 @@ aten = torch.ops.aten
 
 #: Side of the smallest causal squares that longer documents are cut into on the CPU.
 SQUARE = 256
+T = torch.Tensor
 
 
 class Segment(NamedTuple):
@@ -32,15 +33,13 @@ class Segment(NamedTuple):
     joins: bool = False  # its queries have met other keys before
 
 
-def document_segments(cu_seqlens: torch.Tensor) -> list[Segment]:
+def document_segments(cu_seqlens: T) -> list[Segment]:
     """One causal segment per document."""
     bounds = cu_seqlens.tolist()
     return [Segment(a, b, a, b, True) for a, b in pairwise(bounds) if b > a]
 
 
-def attend_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: list[Segment]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
     """Attention of disjoint query ranges. ``q, k, v``: ``[tokens, heads, head_dim]``.
 
     Returns ``out`` like ``q`` (zeros where no segment reaches) and ``lse`` ``[tokens, heads]`` (-inf there).
@@ -66,15 +65,7 @@ def attend_forward(
     return out.flatten(0, 1), lse.flatten(0, 1)
 
 
-def attend_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    segments: list[Segment],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attend_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]) -> tuple[T, T, T]:
     """Gradients of q, k, v for these segments, given the *global* ``out`` and ``lse`` of their queries."""
     if _varlen(q, segments):
         return _varlen_backward(grad, q, k, v, out, lse, segments)
@@ -88,13 +79,13 @@ def attend_backward(
     return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
 
 
-def _varlen(q: torch.Tensor, segments: list[Segment]) -> bool:
+def _varlen(q: T, segments: list[Segment]) -> bool:
     """Whether one call of a GPU kernel can take all segments."""
     whole = _uniform(segments, len(q))
     return q.is_cuda and q.dtype not in (torch.float32, torch.float64) and not whole and all(s.causal for s in segments)
 
 
-def _pieces(segments: list[Segment], q: torch.Tensor, *others: torch.Tensor) -> tuple[Any, ...]:
+def _pieces(segments: list[Segment], q: T, *others: T) -> tuple[Any, ...]:
     """The tensors as ``[batch, tokens, ...]`` and what is to be computed in every row of that batch.
 
     Documents of equal length that tile all tokens are one batch. On the CPU causal squares are cut: the kernel there
@@ -130,11 +121,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _heads_first(*xs: torch.Tensor) -> list[torch.Tensor]:
+def _heads_first(*xs: T) -> list[T]:
     return [x.transpose(1, 2) for x in xs]
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(q: T, k: T, v: T, causal: bool) -> tuple[T, T]:
     """``[batch, seq, heads, head_dim]`` each; returns out alike and lse ``[batch, seq, heads]``."""
     group = q.shape[2] // k.shape[2] if q.is_cuda else 1  # the CPU's kernel lets query heads share key/value heads
     q, k, v = _heads_first(q, _spread(k, group), _spread(v, group))
@@ -149,15 +140,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) ->
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def _backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool) -> tuple[T, T, T]:
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2] if q.is_cuda else 1
     grad, q, k, v, out, lse = _heads_first(grad, q, _spread(k, group), _spread(v, group), out, lse)
     if not q.is_cuda:
@@ -176,23 +159,13 @@ def _backward(
     return dq, _fold(dk, kv_heads), _fold(dv, kv_heads)
 
 
-def _varlen_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: list[Segment]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _varlen_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
     cu, longest = _cu(segments, q.device)
     out, lse = aten._flash_attention_forward(q, k, v, cu, cu, longest, longest, 0.0, True, False)[:2]
     return out, lse.transpose(0, 1)
 
 
-def _varlen_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    segments: list[Segment],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _varlen_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]) -> tuple[T, T, T]:
     cu, longest = _cu(segments, q.device)
     zero = torch.zeros((), dtype=torch.uint64, device=q.device)
     return aten._flash_attention_backward(
@@ -200,23 +173,23 @@ def _varlen_backward(
     )
 
 
-def _cu(segments: list[Segment], device: torch.device) -> tuple[torch.Tensor, int]:
+def _cu(segments: list[Segment], device: torch.device) -> tuple[T, int]:
     bounds = [segments[0].q0, *(s.q1 for s in segments)]
     cu = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
     return cu, max(s.q1 - s.q0 for s in segments)
 
 
-def _spread(x: torch.Tensor, group: int) -> torch.Tensor:
+def _spread(x: T, group: int) -> T:
     """Repeat key/value heads so that every query head has its own: ``[b, s, kv_heads, d] -> [b, s, heads, d]``."""
     return x if group == 1 else x.repeat_interleave(group, dim=2)
 
 
-def _fold(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def _fold(grad: T, kv_heads: int) -> T:
     """Sum the gradients of the query heads that share a key/value head."""
     return grad if grad.shape[2] == kv_heads else grad.unflatten(2, (kv_heads, -1)).sum(3)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
+def _scores(q: T, k: T, causal: bool) -> T:
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if causal:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -225,9 +198,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
 
 
 @torch.library.custom_op("weft::attention", mutates_args=())
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(q: T, k: T, v: T, cu_seqlens: T) -> tuple[T, T]:
     """Per-document causal attention on one device, opaque to ``torch.compile`` and kept whole by selective recompute.
 
     ``q``: ``[batch, seq, heads, head_dim]``; ``k, v`` with ``kv_heads``; ``cu_seqlens`` as in
@@ -238,35 +209,19 @@ def attention(
 
 
 @attention.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: T, k: T, v: T, cu_seqlens: T) -> tuple[T, T]:
     return torch.empty_like(q), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=_wide(q.dtype))
 
 
 @torch.library.custom_op("weft::attention_backward", mutates_args=())
-def attention_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T) -> tuple[T, T, T]:
     g, fq, fk, fv, o = (x.flatten(0, 1) for x in (grad, q, k, v, out))
     dq, dk, dv = attend_backward(g, fq, fk, fv, o, lse, document_segments(cu_seqlens))
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
 @attention_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T) -> tuple[T, T, T]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

@@ -58,7 +58,7 @@ NAMES = {
 
 AGAIN = "download or export the model again"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = ("*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
+TOKENIZER_FILES = r".*token.*\.json|tokenizer\.model|vocab\.json|merges\.txt|chat_template\.jinja"
 
 
 def hf_name(name: str) -> str:
@@ -73,10 +73,10 @@ def shape_from_config(path: Path) -> ModelShape:
     """
     path = path / "config.json" if path.is_dir() else path
     config = _read_json(path, "give a Hugging Face config.json or a folder with one")
-    name = next(iter(config.get("architectures") or ()), None)
-    name = name or next((a for a, (kind, _) in ARCHITECTURES.items() if kind == config.get("model_type")), None)
+    kinds = {kind: architecture for architecture, (kind, _) in ARCHITECTURES.items()}
+    name = next(iter(config.get("architectures") or ()), kinds.get(config.get("model_type", "")))
     if name not in ARCHITECTURES:
-        _refuse(path, "architectures", name or config.get("model_type"), ", ".join(ARCHITECTURES))
+        _refuse(path, "architectures", name, ", ".join(ARCHITECTURES))
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         _refuse(path, "rope_parameters", rope, "one set of values for all layers")
@@ -112,19 +112,15 @@ def shape_from_config(path: Path) -> ModelShape:
 def config_from_shape(
     shape: ModelShape, dtype: torch.dtype = torch.float32, eos: int | None = None, max_positions: int = 8192
 ) -> dict[str, Any]:
-    """The ``config.json`` with which transformers (4 and 5) computes the same model.
-
-    ``max_positions`` is informative: the context length that other software offers.
-    """
+    """The ``config.json`` with which transformers (4 and 5) computes the same model; ``max_positions`` is a hint."""
     if shape.qkv_bias and shape.qk_norm:
         raise WeftError("no Hugging Face architecture has both qkv_bias and qk_norm; keep this model as a checkpoint")
     name = "Qwen2ForCausalLM" if shape.qkv_bias else "Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"
-    scaling = None
+    rope: dict[str, Any] = {"rope_type": "default"}
     if given := shape.rope_scaling:
-        scaling = given.model_dump(exclude={"original_max_position"}) | {"rope_type": "llama3"}
-        scaling["original_max_position_embeddings"] = given.original_max_position
+        rope = given.model_dump(exclude={"original_max_position"}) | {"rope_type": "llama3"}
+        rope["original_max_position_embeddings"] = given.original_max_position
         max_positions = round(given.factor * given.original_max_position)
-    precision = str(dtype).removeprefix("torch.")
     return {
         "architectures": [name],
         "model_type": ARCHITECTURES[name][0],
@@ -132,12 +128,11 @@ def config_from_shape(
         "hidden_act": ONLY["hidden_act"],
         "max_position_embeddings": max_positions,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": shape.rope_theta},
+        "rope_scaling": rope if given else None,
+        "rope_parameters": {**rope, "rope_theta": shape.rope_theta},
         "bos_token_id": None,  # named although unknown: Llama's default would be token 1, and 2 for the end
         "eos_token_id": eos,
-        "dtype": precision,
-        "torch_dtype": precision,
+        **dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch.")),
     }
 
 
@@ -146,11 +141,9 @@ def hf_values(folder: Path) -> Callable[[str, Logical, Box], torch.Tensor]:
 
     Raises :class:`WeftError` naming file and tensor when one is missing, damaged or of another shape.
     """
-    shards: dict[str, str] | None = None
+    shards: dict[str, str] = {}
     if (folder / INDEX).is_file():
-        shards = _read_json(folder / INDEX, AGAIN).get("weight_map")
-        if not isinstance(shards, dict):
-            raise WeftError(f"{folder / INDEX} is damaged: it has no weight_map; {AGAIN}")
+        shards = _read_json(folder / INDEX, AGAIN).get("weight_map") or {}
     elif not (folder / SINGLE).is_file():
         raise WeftError(f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights")
 
@@ -163,14 +156,14 @@ def hf_values(folder: Path) -> Callable[[str, Logical, Box], torch.Tensor]:
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
         wanted = hf_name(name)
-        file = folder / (shards.get(wanted, INDEX) if shards is not None else SINGLE)
+        file = folder / shards.get(wanted, INDEX if (folder / INDEX).is_file() else SINGLE)
         if file.name == INDEX or wanted not in reader(file).keys():  # noqa: SIM118 (not a dictionary)
             hint = "set model.tied = true" if name == "head" else "the model section is not of the model stored there"
             raise WeftError(f"{file} has no tensor {wanted}; {hint}")
         tensor = reader(file).get_slice(wanted)
         if tuple(tensor.get_shape()) != logical.shape:
-            needed = list(logical.shape)
-            raise WeftError(f"{file}: {wanted} has shape {tensor.get_shape()} but the model needs {needed}")
+            shapes = f"has shape {tensor.get_shape()} but the model needs {list(logical.shape)}"
+            raise WeftError(f"{file}: {wanted} {shapes}; the model section is not of the model stored there")
         if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
             raise WeftError(f"{file}: {wanted} is stored as {tensor.get_dtype()}; quantized weights are not supported")
         return tensor[tuple(slice(lo, hi) for lo, hi in box)]
@@ -190,8 +183,8 @@ def export(
 ) -> None:
     """Write ``folder`` (new or empty) as transformers reads it; it appears when complete, or not at all.
 
-    ``values`` gives whole tensors by Weft's names; ``dtype`` None keeps theirs. Tensors of one
-    file (``max_file_bytes``) are held at a time. Raises :class:`WeftError` if the folder cannot be written.
+    ``values`` gives whole tensors by Weft's names; ``dtype`` None keeps theirs. Tensors of one file
+    (``max_file_bytes``) are held at a time. Raises :class:`WeftError` if the folder cannot be written.
     """
     folder = folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -205,8 +198,8 @@ def export(
         _write_tensors(get, shape, draft, dtype, max_file_bytes)
         for name, content in (("config.json", config), ("generation_config.json", {"eos_token_id": eos})):
             (draft / name).write_text(json.dumps(content, indent=2) + "\n")
-        for pattern in TOKENIZER_FILES if tokenizer_folder else ():
-            for source in (tokenizer_folder or Path()).glob(pattern):
+        for source in tokenizer_folder.iterdir() if tokenizer_folder else ():
+            if re.fullmatch(TOKENIZER_FILES, source.name):
                 shutil.copyfile(source, draft / source.name)
         for file in draft.iterdir():
             with file.open("rb") as stream:
@@ -223,24 +216,22 @@ def _write_tensors(
 ) -> None:
     """Write all tensors, in files of at most ``limit`` bytes with an index if one file cannot hold them."""
     logical = dict(Transformer(shape, Mesh.single()).logical_parameters())
-    width, room = (dtype or get("norm.scale").dtype).itemsize, limit
+    width = (dtype or get("norm.scale").dtype).itemsize
     groups: list[list[str]] = [[]]
     for name in logical:
-        if groups[-1] and logical[name].numel * width > room:
+        if groups[-1] and width * sum(logical[n].numel for n in [*groups[-1], name]) > limit:
             groups.append([])
-            room = limit
         groups[-1].append(name)
-        room -= logical[name].numel * width
     index: dict[str, str] = {}
-    for i, names in enumerate(groups):
-        tensors = {hf_name(name): get(name).detach().to("cpu", dtype).contiguous() for name in names}
-        for name, tensor in zip(names, tensors.values(), strict=True):
+    for i, names in enumerate(groups, 1):
+        file = f"model-{i:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else SINGLE
+        tensors: dict[str, torch.Tensor] = {}  # here, so that the last file's are gone before these are made
+        for name in names:
+            tensors[hf_name(name)] = tensor = get(name).detach().to("cpu", dtype).contiguous()
             if tensor.shape != logical[name].shape:
                 raise WeftError(f"cannot export {name}: shape {list(tensor.shape)} is not {list(logical[name].shape)}")
-        file = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else SINGLE
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        index.update(dict.fromkeys(tensors, file))
-        del tensors, tensor  # before the next file's are made
+        index |= dict.fromkeys(tensors, file)
     if len(groups) > 1:
         about = {"total_size": width * sum(one.numel for one in logical.values())}
         (folder / INDEX).write_text(json.dumps({"metadata": about, "weight_map": index}, indent=2) + "\n")

@@ -26,8 +26,9 @@ from weft.models.loss import linear_cross_entropy
 from weft.models.rope import angles, frequencies
 from weft.recipe import ModelShape
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Cache = list[tuple[torch.Tensor, torch.Tensor]]
+T = torch.Tensor
+Attend = Callable[[T, T, T, T], T]
+Cache = list[tuple[T, T]]
 
 
 class Module(nn.Module):
@@ -57,7 +58,7 @@ class Norm(Module):
         self.eps = eps
         self.weight("scale", dim, std=None)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: T) -> T:
         return rms_norm(x, self.scale, self.eps)
 
 
@@ -67,7 +68,7 @@ class Embedding(Module):
         logical = self.weight("table", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
         self.first, self.last = logical.box[0]
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: T) -> T:
         """``[batch, seq]`` ids to ``[batch, seq/tp, embed]``: ranks look up the ids they own, the sum is scattered."""
         if self.mesh.size("tp") == 1:
             return F.embedding(tokens, self.table)
@@ -110,13 +111,7 @@ class Attention(Module):
         self.k_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh) if shape.qk_norm else None
         self.attend: Attend = local_attention
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        cu_seqlens: torch.Tensor,
-        cache: Cache | None = None,
-    ) -> torch.Tensor:
+    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T, cache: Cache | None = None) -> T:
         """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
         q, k, v = project(x, self.wq, self._kv(self.wk), self._kv(self.wv))
         if self.bias:
@@ -130,17 +125,17 @@ class Attention(Module):
         out = self.attend(q, k, v, cu_seqlens) if cache is None else _cached(q, k, v, cache)
         return project(out.flatten(-2), self.wo)[0]
 
-    def _kv(self, weight: torch.Tensor) -> torch.Tensor:
+    def _kv(self, weight: T) -> T:
         if not self.shared_kv:
             return weight
         return own(weight, self.kv_first * self.head_dim, self.kv_last * self.head_dim, self.mesh)
 
 
-def local_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+def local_attention(q: T, k: T, v: T, cu_seqlens: T) -> T:
     return attention(q, k, v, cu_seqlens)[0]
 
 
-def _cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache) -> torch.Tensor:
+def _cached(q: T, k: T, v: T, cache: Cache) -> T:
     """Attention of new tokens to all earlier ones of their row (generation; one document per row)."""
     if cache:
         past_k, past_v = cache.pop()
@@ -163,7 +158,7 @@ class FeedForward(Module):
         self.weight("up", ffn, embed, std=shape.init_std)
         self.weight("down", embed, ffn, std=shape.init_std / (2 * shape.layers) ** 0.5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: T) -> T:
         """``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
         gate, up = project(x, self.gate, self.up)  # [batch, seq, ffn/tp]
         return project(F.silu(gate) * up, self.down)[0]
@@ -182,13 +177,7 @@ class Block(Module):
         self.recompute = "none"
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        cu_seqlens: torch.Tensor,
-        cache: Cache | None = None,
-    ) -> torch.Tensor:
+    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T, cache: Cache | None = None) -> T:
         """``[batch, seq/tp, embed]`` to the same."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._body(x, rope, cu_seqlens, cache)
@@ -197,13 +186,7 @@ class Block(Module):
             kept = {"context_fn": partial(create_selective_checkpoint_contexts, self.kept_ops)}
         return checkpoint(self._body, x, rope, cu_seqlens, use_reentrant=False, preserve_rng_state=False, **kept)
 
-    def _body(
-        self,
-        x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        cu_seqlens: torch.Tensor,
-        cache: Cache | None = None,
-    ) -> torch.Tensor:
+    def _body(self, x: T, rope: tuple[T, T], cu_seqlens: T, cache: Cache | None = None) -> T:
         y = gather_tokens(self.attention_norm(x), self.mesh)
         x = x + scatter_tokens(self.attention(y, rope, cu_seqlens, cache), self.mesh)
         y = gather_tokens(self.ffn_norm(x), self.mesh)
@@ -224,13 +207,8 @@ class Transformer(Module):
             self.weight("head", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        caches: list[Cache] | None = None,
-    ) -> torch.Tensor:
+        self, tokens: T, positions: T, cu_seqlens: T, labels: T | None = None, caches: list[Cache] | None = None
+    ) -> T:
         """Logits ``[batch, seq, vocab]``, or with ``labels`` the sum of the tokens' losses on this rank's data.
 
         ``tokens, positions, labels``: ``[batch, seq]``; ``cu_seqlens`` as in :class:`weft.data.batch.Batch`.

@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
-import time
 
 import torch
+from torch.utils.benchmark import Timer
 
 from weft.recipe import ModelShape
 
 #: Dense peaks in TFLOP/s (bfloat16, float32 without tensor cores) from NVIDIA's data sheets, no sparsity. The first
-#: entry with a name that occurs in the device's name counts, so that longer names stand before shorter ones.
-PEAKS: tuple[tuple[tuple[str, ...], float, float], ...] = (
-    (("B200", "B300"), 2250, 75),
-    (("H100 PCIe",), 756, 51),
-    (("H100 NVL",), 835, 60),
-    (("H200", "H100", "H800"), 989, 67),
-    (("A100", "A800"), 312, 19.5),
-    (("A40 ", "RTX A6000"), 150, 37.4),
-    (("A30 ",), 165, 10.3),
-    (("A10G",), 70, 31.5),
-    (("A10 ",), 125, 31.2),
-    (("L40S", "RTX 6000 Ada"), 362, 91.6),
-    (("L40 ",), 181, 90.5),
-    (("L4 ",), 121, 30.3),
-    (("RTX 5090",), 209.5, 104.8),
-    (("RTX 4090",), 165.2, 82.6),
-    (("RTX 3090",), 71, 35.6),
-)
+#: that is a word of the device's name counts.
+PEAKS: dict[str, tuple[float, float]] = {
+    "B200": (2250, 75), "H100 PCIe": (756, 51), "H200": (989, 67), "H100": (989, 67), "A100": (312, 19.5),
+    "L40S": (362, 91.6), "L40": (181, 90.5), "L4": (121, 30.3), "A10G": (70, 31.5), "A10": (125, 31.2),
+    "RTX 4090": (165.2, 82.6),
+}  # fmt: skip
 
 
 def layer_matmuls(shape: ModelShape) -> int:
     """Weights of one layer that every token is multiplied with: query, key, value, output and SwiGLU."""
-    heads, kv_heads = shape.heads, shape.kv_heads or shape.heads
-    attention = 2 * (heads + kv_heads) * (shape.head_dim or 0) * shape.embed
+    attention = 2 * (shape.heads + (shape.kv_heads or 0)) * (shape.head_dim or 0) * shape.embed
     return attention + 3 * shape.embed * (shape.ffn or 0)
 
 
 def parameter_count(shape: ModelShape, vocab: int) -> int:
     """Number of parameters, tied embedding counted once."""
-    heads, kv_heads, head_dim = shape.heads, shape.kv_heads or shape.heads, shape.head_dim or 0
-    per_layer = layer_matmuls(shape) + 2 * shape.embed
-    per_layer += 2 * head_dim * shape.qk_norm + (heads + 2 * kv_heads) * head_dim * shape.qkv_bias
+    biases = (shape.heads + 2 * (shape.kv_heads or 0)) * shape.qkv_bias
+    per_layer = layer_matmuls(shape) + 2 * shape.embed + (2 * shape.qk_norm + biases) * (shape.head_dim or 0)
     return shape.layers * per_layer + shape.embed + (1 if shape.tied else 2) * vocab * shape.embed
 
 
@@ -53,10 +40,9 @@ def flops_per_token(shape: ModelShape, vocab: int, seq_len: int) -> float:
 
         layers * (2 * weights + 4 * heads * head_dim * s / 2) + 2 * embed * vocab
 
-    where ``weights`` are the projections and SwiGLU (:func:`layer_matmuls`), and attention's two products (QK^T and
-    AV, 2 * heads * head_dim * s each) count half, since a causal token sees s/2 others on average. Recomputation
-    does not count: these are *model*, not hardware flops (Chowdhery et al. 2022, appendix B). Packed documents
-    attend over less than the whole row, so that the figure is an upper bound there.
+    where ``weights`` are those of :func:`layer_matmuls`, and attention's two products (QK^T, AV) count half, since a
+    causal token sees s/2 others on average. Recomputation does not count: these are *model*, not hardware flops
+    (Chowdhery et al. 2022, appendix B). For packed documents, which attend over less, it is an upper bound.
     """
     attention = 4 * shape.heads * (shape.head_dim or 0) * seq_len / 2
     forward = shape.layers * (2 * layer_matmuls(shape) + attention) + 2 * shape.embed * vocab
@@ -65,10 +51,9 @@ def flops_per_token(shape: ModelShape, vocab: int, seq_len: int) -> float:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Dense peak of one device in flop/s: from :data:`PEAKS`, else measured by a matrix product (CPU, other GPUs)."""
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16, torch.float32):
-        name = f"{torch.cuda.get_device_name(device)} "
-        for names, half, single in PEAKS:
-            if any(key in name for key in names):
+    if device.type == "cuda" and dtype != torch.float64:
+        for name, (half, single) in PEAKS.items():
+            if re.search(rf"\b{name}\b", torch.cuda.get_device_name(device)):
                 tf32 = torch.get_float32_matmul_precision() != "highest"  # half the rate of bfloat16
                 return 1e12 * (half if dtype != torch.float32 else max(single, tf32 * half / 2))
     return measured_flops(device, dtype)
@@ -77,15 +62,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2, size: int = 1024) -> float:
     """Best rate of a square matrix product within about ``seconds``, in flop/s."""
     a = torch.rand(size, size, device=device, dtype=dtype)
-    out = torch.empty_like(a)
-    best, begin = float("inf"), time.perf_counter()
-    while time.perf_counter() - begin < seconds or best == float("inf"):
-        start = time.perf_counter()
-        torch.mm(a, a, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 / best
+    timer = Timer("torch.mm(a, a, out=out)", globals={"a": a, "out": a.clone()}, num_threads=torch.get_num_threads())
+    return 2.0 * size**3 / min(timer.blocked_autorange(min_run_time=seconds).times)
 
 
 def memory_gib(device: torch.device) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -31,15 +29,17 @@ class Metrics:
         self._events: Any = None
         if run is not None:
             run.mkdir(parents=True, exist_ok=True)
-            _drop_torn_line(run / FILE)
-            self._file = (run / FILE).open("a", encoding="utf-8")
+            self._file = (run / FILE).open("a+b")
+            self._file.seek(0)
+            self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
     def log(self, kind: str, step: int, **values: Any) -> None:
         """Record ``values`` of ``kind`` after ``step`` finished steps."""
         if self._run is None:
             return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(_finite(record), default=str) + "\n")
+        finite = json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)
+        self._file.write(json.dumps(finite).encode() + b"\n")
         self._file.flush()
         if self._tensorboard:
             self._log_events(kind, step, values)
@@ -50,7 +50,6 @@ class Metrics:
             self._file.close()
         if self._events is not None:
             self._events.close()
-            self._events = None
 
     def _log_events(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if self._events is None:
@@ -66,8 +65,7 @@ class Metrics:
             if isinstance(value, (int, float)):
                 self._events.add_scalar(f"{kind}/{name}", value, step)
             else:
-                text = value if isinstance(value, str) else f"```\n{json.dumps(value, indent=2, default=str)}\n```"
-                self._events.add_text(f"{kind}/{name}", text, step)
+                self._events.add_text(f"{kind}/{name}", f"```\n{json.dumps(value, indent=2, default=str)}\n```", step)
 
 
 def read_metrics(run: Path) -> dict[str, list[dict[str, Any]]]:
@@ -94,18 +92,3 @@ def read_metrics(run: Path) -> dict[str, list[dict[str, Any]]]:
         if kind == "run":
             series = {k: {s: r for s, r in records.items() if s <= step} for k, records in series.items()}
     return history | {kind: [records[s] for s in sorted(records)] for kind, records in series.items() if records}
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cut the file after its last newline."""
-    if path.exists():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: what is not finite becomes None, at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value

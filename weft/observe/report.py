@@ -34,17 +34,15 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     head: Record = records.get("run", [{}])[-1]
     recipe = head.get("recipe") or {}
     facts = run_facts(records, head)
-    subtitle = [facts[k] for k in ("Layout", "Ranks", "Device") if k in facts] + [f"{run.name}"]
+    subtitle = [facts[k] for k in ("Layout", "Ranks", "Device") if k in facts] + [run.name]
+    card = '<div class="card"><span>{}</span><b>{}</b><span>{}</span></div>'
     page = {
         "title": html.escape(str(recipe.get("name", run.name))),
         "subtitle": html.escape(" · ".join(subtitle)),
-        "tiles": "".join(
-            f'<div class="card"><span>{name}</span><b>{value}</b><span>{note}</span></div>'
-            for name, value, note in tiles(records)
-        ),
+        "tiles": "".join(card.format(*tile) for tile in tiles(records)),
         "facts": rows(facts.items()),
         "events": rows((f"step {e['step']:,}", e.get("message", "")) for e in records.get("event", [])),
-        "recipe": html.escape("\n".join(toml(recipe)).strip() or "not recorded"),
+        "recipe": html.escape(json.dumps(recipe, indent=2)),
         "plotly": get_plotlyjs(),
         "charts": json.dumps(charts(records)).replace("<", "\\u003c"),
     }
@@ -71,19 +69,13 @@ def tiles(records: dict[str, list[Record]]) -> list[tuple[str, str, str]]:
     for kind, title in (("train", "Loss"), ("validation", "Validation loss")):
         steps, values = column(records.get(kind, []), "loss")
         if values:
-            ratio = f"ratio {values[-1] / values[0]:.3f} · " if len(values) > 1 and values[0] else ""
-            span = f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}"
-            found.append((title, span, f"{ratio}steps {steps[0]:,} to {steps[-1]:,}"))
-    train = records.get("train", [])
-    for name, title, show, pick in (
-        ("tokens_per_s", "Tokens per second", compact, median),
-        ("mfu", "MFU", lambda v: f"{v:.1%}", median),
-        ("memory_gib", "Memory", lambda v: f"{v:.2f} GiB", max),
-    ):
-        if values := column(train, name)[1]:
-            found.append(
-                (title, show(pick(values)), "peak, main rank" if pick is max else f"median · last {show(values[-1])}")
-            )
+            ratio = f"ratio {values[-1] / values[0]:.3f} · " if values[0] else ""
+            found.append((title, f"{values[0]:.3f} → {values[-1]:.3f}", f"{ratio}steps {steps[0]:,} to {steps[-1]:,}"))
+    for name, title, show in (("tokens_per_s", "Tokens per second", compact), ("mfu", "MFU", "{:.1%}".format)):
+        if values := column(records.get("train", []), name)[1]:
+            found.append((title, show(median(values)), f"median · last {show(values[-1])}"))
+    if values := column(records.get("train", []), "memory_gib")[1]:
+        found.append(("Memory", f"{max(values):.2f} GiB", "peak, main rank"))
     if split := records.get("split"):
         share = sum(r["communication"] for r in split) / (sum(map(step_seconds, split)) or 1)
         found.append(("Exposed communication", f"{share:.1%}", f"of the step · {len(split)} profiled"))
@@ -120,31 +112,35 @@ def run_facts(records: dict[str, list[Record]], head: Record) -> dict[str, str]:
 def charts(records: dict[str, list[Record]]) -> list[Record]:
     """Plotly figures as plain JSON; a chart without data is left out. Colors are names of CSS variables."""
     train, split = records.get("train", []), records.get("split", [])
-    loss = [
-        *line(train, "loss", "--c1", ".4f", "training"),
-        *line(records.get("validation", []), "loss", "--c2", ".4f", "validation", smooth=False),
-    ]
-    figures: list[tuple[str, str, list[Record], Record]] = [
-        ("Loss", "Cross-entropy per real token", loss, {}),
-        ("Throughput", "Real tokens per second, all ranks", line(train, "tokens_per_s", "--c1", ".4s"), {}),
-        ("Model flops utilisation", "Model flops over the peak of the devices", line(train, "mfu", "--c3", ".1%"), {}),
-        ("Step time", "Seconds of profiled steps", bars(split), {"barmode": "stack", "bargap": 0.25}),
-        ("Gradient norm", "Before clipping, over all parameters", line(train, "grad_norm", "--c4", ".4g"), {}),
-        ("Memory", "Peak of the main rank, GiB", line(train, "memory_gib", "--c3", ".3f", smooth=False), {}),
-        ("Learning rate", "As scheduled", line(train, "lr", "--c5", ".2e", smooth=False), {}),
+    loss = line(train, "loss", "--c1", ".4f", "training")
+    loss += line(records.get("validation", []), "loss", "--c2", ".4f", "validation", smooth=False)
+    figures: list[tuple[str, str, str, list[Record]]] = [
+        ("Loss", "Cross-entropy per real token", "", loss),
+        ("Throughput", "Real tokens per second, all ranks", "", line(train, "tokens_per_s", "--c1", ".4s")),
+        (
+            "Model flops utilisation",
+            "Model flops over the peak of the devices",
+            ".0%",
+            line(train, "mfu", "--c3", ".1%"),
+        ),
+        ("Step time", "Seconds of profiled steps", "", bars(split)),
+        ("Gradient norm", "Before clipping, over all parameters", "", line(train, "grad_norm", "--c4", ".4g")),
+        ("Memory", "Peak of the main rank, GiB", "", line(train, "memory_gib", "--c3", ".3f", smooth=False)),
+        ("Learning rate", "As scheduled", ".1e", line(train, "lr", "--c5", ".2e", smooth=False)),
     ]
     resumed = [r["step"] for r in records.get("run", []) if r["step"]]
-    for title, _, traces, layout in figures:
+    found = []
+    for title, note, ticks, traces in figures:
+        if not traces:
+            continue
+        layout: Record = {"yaxis": {"rangemode": "normal" if title == "Loss" else "tozero", "tickformat": ticks}}
         if title == "Step time":
-            layout["xaxis"] = {"type": "category", "nticks": 12}
+            layout |= {"barmode": "stack", "bargap": 0.25, "xaxis": {"type": "category", "nticks": 12}}
         else:
-            steps = [step for trace in traces for step in (trace["x"][0], trace["x"][-1])]
-            layout["xaxis"] = {"range": [min(steps, default=0), max(steps, default=0)]}
+            layout["xaxis"] = {"range": [min(t["x"][0] for t in traces), max(t["x"][-1] for t in traces)]}
             layout["shapes"] = [{"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1} for x in resumed]
-        formats = {"Model flops utilisation": ".0%", "Learning rate": ".1e"}
-        zero = "normal" if title == "Loss" else "tozero"
-        layout["yaxis"] = {"rangemode": zero, "tickformat": formats.get(title, "")}
-    return [{"title": t, "note": n, "traces": traces, "layout": layout} for t, n, traces, layout in figures if traces]
+        found.append({"title": title, "note": note, "traces": traces, "layout": layout})
+    return found
 
 
 def line(
@@ -203,16 +199,3 @@ def bars(split: list[Record]) -> list[Record]:
 def rows(items: Any) -> str:
     """Table rows of pairs, escaped."""
     return "".join(f"<tr><td>{html.escape(str(k))}</td><td>{html.escape(str(v))}</td></tr>" for k, v in items)
-
-
-def toml(tree: Record, prefix: str = "") -> list[str]:
-    """A recipe as the TOML it can be read back from: values first, then sections; what is None is left out."""
-    nested = {
-        k: v for k, v in tree.items() if isinstance(v, dict) or (isinstance(v, list) and v and isinstance(v[0], dict))
-    }
-    lines = [f"{k} = {json.dumps(v, default=str)}" for k, v in tree.items() if k not in nested and v is not None]
-    for name, value in nested.items():
-        mark = "[[%s]]" if isinstance(value, list) else "[%s]"
-        for section in value if isinstance(value, list) else [value]:
-            lines += ["", mark % (prefix + name), *toml(section, f"{prefix}{name}.")]
-    return lines

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ COLLECTIVES = ("c10d::", "_c10d_functional::", "gloo:", "weft:wait")
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of one step; ``communication`` is only what is exposed (not hidden behind compute), the rest adds up.
+    """Seconds of one step; ``communication`` is only what is exposed (not hidden behind compute).
 
     ``compute`` is what remains of ``total``: forward, backward, the idle device, and the profiler's own overhead.
     """
@@ -51,23 +51,15 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, Split]:
     ``fn`` marks its phases with ``record_function("weft:data")`` and ``record_function("weft:optimizer")``. No other
     profiler may be active (see :func:`trace`).
     """
-    with _quiet_profile() as profiler, _marked_waits(), record_function("weft:step"):
+    with _profile() as profiler, _marked_waits(), record_function("weft:step"):
         result = fn()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     # The raw events: profiler.events() builds a tree that nobody reads, at twenty times the cost.
-    events = [
-        Event(
-            e.name(),
-            e.start_ns() / 1e9,
-            (e.start_ns() + e.duration_ns()) / 1e9,
-            e.start_thread_id(),
-            e.activity_type(),
-        )
-        for e in profiler.profiler.kineto_results.events()
-    ]
-    return result, split_events(events)
+    raw = profiler.profiler.kineto_results.events()
+    events = [(e.name(), e.start_ns() / 1e9, e.end_ns() / 1e9, e.start_thread_id(), e.activity_type()) for e in raw]
+    return result, split_events([Event(*event) for event in events])
 
 
 def split_events(events: Sequence[Event]) -> Split:
@@ -122,38 +114,31 @@ def trace(path: Path | None, steps: int) -> Iterator[Callable[[], bool]]:
         yield lambda: False
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    profiler, done = _quiet_profile(), 0
 
-    def step() -> bool:
-        nonlocal done
-        done += 1
-        if done == 1:
-            profiler.start()
-        elif done == steps + 1:
-            profiler.stop()
-            profiler.export_chrome_trace(str(path))
-        return done <= steps
+    def action(number: int) -> ProfilerAction:
+        if not 1 <= number <= steps:
+            return ProfilerAction.NONE
+        return ProfilerAction.RECORD if number < steps else ProfilerAction.RECORD_AND_SAVE
 
-    try:
+    with _profile(schedule=action, on_trace_ready=lambda done: done.export_chrome_trace(str(path))) as profiler:
+
+        def step() -> bool:
+            profiler.step()
+            return profiler.step_num <= steps
+
         yield step
-    finally:
-        while 1 <= done <= steps:
-            step()
 
 
-def _quiet_profile() -> profile:
+def _profile(**options: Any) -> profile:
     # The profiler's library otherwise writes two lines to stderr every time, into the middle of the display.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     devices = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []
-    return profile(activities=[ProfilerActivity.CPU, *devices])
+    return profile(activities=[ProfilerActivity.CPU, *devices], **options)
 
 
 @contextmanager
 def _marked_waits() -> Iterator[None]:
     """Make ``Work.wait`` visible: gloo's work runs in its own threads and leaves no mark on the one that waits."""
-    if not dist.is_available():
-        yield
-        return
     wait = dist.Work.wait
 
     def marked(self: dist.Work, *args: object, **kwargs: object) -> object:

@@ -24,6 +24,8 @@ from weft.models.attention import Segment, attend_backward, attend_forward
 from weft.models.transformer import Attend, local_attention
 from weft.recipe import ModelShape
 
+T = torch.Tensor
+
 
 def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
     """The attention that the layout asks for. Raises :class:`UsageError` for head counts Ulysses cannot split."""
@@ -44,9 +46,7 @@ def check_ulysses(layout: Layout, shape: ModelShape) -> None:
         )
 
 
-def ulysses_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, mesh: Mesh
-) -> torch.Tensor:
+def ulysses_attention(q: T, k: T, v: T, cu_seqlens: T, mesh: Mesh) -> T:
     """Exchange ``[batch, seq/cp, heads, head_dim]`` for ``[batch, seq, heads/cp, head_dim]``, attend, exchange back."""
     cp, group = mesh.size("cp"), mesh.group("cp")
     if k.shape[2] % cp:  # fewer key/value heads than ranks: give every query head its own
@@ -93,7 +93,7 @@ def tile_segments(
 class _Ring:
     """Geometry of one rank's trip round the ring."""
 
-    def __init__(self, q: torch.Tensor, cu_seqlens: torch.Tensor, ranks: Sequence[int], index: int) -> None:
+    def __init__(self, q: T, cu_seqlens: T, ranks: Sequence[int], index: int) -> None:
         self.cu, self.ranks, self.index, self.size = cu_seqlens.tolist(), ranks, index, len(ranks)
         self.owners = chunk_owners(Layout(cp=self.size))
         self.length = q.shape[1] * self.size
@@ -102,7 +102,7 @@ class _Ring:
         source = (self.index - step) % self.size
         return tile_segments(self.cu, self.length, self.owners, self.index, source)
 
-    def pass_on(self, *tensors: torch.Tensor, tag: int = 0) -> tuple[list[torch.Tensor], list[dist.Work]]:
+    def pass_on(self, *tensors: T, tag: int = 0) -> tuple[list[T], list[dist.Work]]:
         """Start sending to the next rank and receiving from the previous one."""
         arriving = [torch.empty_like(t) for t in tensors]
         following, previous = self.ranks[(self.index + 1) % self.size], self.ranks[(self.index - 1) % self.size]
@@ -117,9 +117,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 @torch.library.custom_op("weft::ring_attention", mutates_args=())
-def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, ranks: Sequence[int], index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def ring_attention(q: T, k: T, v: T, cu_seqlens: T, ranks: Sequence[int], index: int) -> tuple[T, T]:
     """``q, k, v``: ``[batch, seq/cp, heads, head_dim]`` of the chunks rank ``index`` owns; ``ranks`` are global.
 
     Returns ``out`` like ``q`` and ``lse`` ``[batch * seq/cp, heads]``. Sends ``cp - 1`` times ``k`` and ``v``.
@@ -146,25 +144,15 @@ def ring_attention(
 
 
 @ring_attention.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, ranks: Sequence[int], index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: T, k: T, v: T, cu_seqlens: T, ranks: Sequence[int], index: int) -> tuple[T, T]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return torch.empty_like(q), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=wide)
 
 
 @torch.library.custom_op("weft::ring_attention_backward", mutates_args=())
 def ring_attention_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    ranks: Sequence[int],
-    index: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, ranks: Sequence[int], index: int
+) -> tuple[T, T, T]:
     ring = _Ring(q, cu_seqlens, ranks, index)
     grad, queries, out = (x.flatten(0, 1) for x in (grad, q, out))
     block = [k.flatten(0, 1).contiguous(), v.flatten(0, 1).contiguous()]
@@ -189,17 +177,7 @@ def ring_attention_backward(
 
 
 @ring_attention_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    ranks: Sequence[int],
-    index: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, ranks: Sequence[int], index: int) -> tuple[T, T, T]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
