@@ -1,7 +1,5 @@
 """The two errors that reach a user as one line instead of a traceback."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

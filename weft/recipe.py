@@ -5,8 +5,6 @@ The same classes build a recipe in Python::
     Recipe(model=ModelShape(layers=4), layout=Layout(shard=2, tp=2), train=Train(steps=100))
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path

@@ -20,15 +20,7 @@ from weft.observe.report import POINTS, charts, running_mean, thin, tiles, write
 from weft.recipe import Recipe, build_recipe
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-TITLES = [
-    "Loss",
-    "Throughput",
-    "Model flops utilisation",
-    "Step time",
-    "Gradient norm",
-    "Memory",
-    "Learning rate",
-]
+TITLES = ["Loss", "Throughput", "Model flops utilisation", "Step time", "Gradient norm", "Memory", "Learning rate"]
 
 
 def fake_run(

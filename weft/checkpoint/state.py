@@ -1,7 +1,5 @@
 """What a run's state is: model, optimizer, position in the data, random state."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +10,7 @@ import torch
 
 from weft.checkpoint.boxes import BoxTensor
 from weft.checkpoint.store import load, save
+from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.parallel.build import LocalPart
 from weft.train.optim import optimizer_order
@@ -48,13 +47,12 @@ def save_state(
     progress: Progress,
     about: dict[str, Any],
     keep: int,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer,
 ) -> Path:
     """Save a checkpoint under ``root``. ``about``: recipe, layout and data fingerprint, kept for the reader."""
     rng = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
     meta = {"progress": asdict(progress), "rng": rng, **about}
-    extras = tokenizer.save if tokenizer is not None else None
-    return save(root, progress.step, boxes(parts, optimizer), meta, keep, extras)
+    return save(root, progress.step, boxes(parts, optimizer), meta, keep, tokenizer.save)
 
 
 def load_state(

@@ -5,8 +5,6 @@ size and CRC-32 of every other file. It is written under another name and rename
 folder of that name is whole unless its disk failed, which loading detects.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -27,17 +25,15 @@ FORMAT = 1
 META = "weft.json"
 
 
-def save(
-    root: Path,
-    step: int,
-    tensors: Mapping[str, BoxTensor],
-    meta: dict[str, Any],
-    keep: int,
-    extras: Callable[[Path], None] | None = None,
-) -> Path:
+#: A checkpoint's tensors by name, and what stands in its ``weft.json``.
+Boxes = Mapping[str, BoxTensor]
+Meta = dict[str, Any]
+
+
+def save(root: Path, step: int, tensors: Boxes, meta: Meta, keep: int, extras: Callable[[Path], None]) -> Path:
     """Write ``root/step-NNNNNN`` from all ranks' boxes, then drop all but the ``keep`` newest. Collective.
 
-    ``extras`` may add files (the tokenizer). Raises :class:`WeftError` on every rank if any rank could not write; the
+    ``extras`` adds files (the tokenizer). Raises :class:`WeftError` on every rank if any rank could not write; the
     checkpoints that were there before are then untouched.
     """
     final, draft = root / f"step-{step:06d}", root / f".step-{step:06d}.part"
@@ -57,8 +53,7 @@ def save(
     _agree(problem)
     if main:
         try:
-            if extras is not None:
-                extras(draft)
+            extras(draft)
             files = {f.name: [f.stat().st_size, _crc(f)] for f in sorted(draft.iterdir()) if f.is_file()}
             (draft / META).write_text(json.dumps({"format": FORMAT, "step": step, **meta, "files": files}, indent=1))
             for file in draft.iterdir():
@@ -92,9 +87,7 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
             if not file.is_file():
                 raise WeftError(f"checkpoint {checkpoint} is damaged: {name} is missing")
             if file.stat().st_size != size or _crc(file) != crc:
-                raise WeftError(
-                    f"checkpoint {checkpoint} is damaged: {name} is not what was saved (CRC-32 or size differs)"
-                )
+                raise WeftError(f"checkpoint {checkpoint} is damaged: {name} is not what was saved")
     except FileNotFoundError:
         raise WeftError(f"{checkpoint} is not a checkpoint: it has no {META}") from None
     except (ValueError, KeyError, TypeError):
@@ -102,24 +95,16 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
     return meta
 
 
-def newest(root: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """The last checkpoint under ``root`` that verifies; ``warn`` hears of those that do not."""
-    for checkpoint in reversed(committed(root)):
+def find(path: Path, warn: Callable[[str], None]) -> tuple[Path, Meta]:
+    """The checkpoint that ``path`` means: itself, or the last of a run that verifies; ``warn`` hears of others."""
+    if (path / META).is_file():
+        return path, read_meta(path)
+    for checkpoint in reversed(committed(path / "checkpoints") or committed(path)):
         try:
             return checkpoint, read_meta(checkpoint)
         except WeftError as error:
             warn(f"{error}; trying the one before")
-    return None
-
-
-def find(path: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint that ``path`` means: itself, or the newest whole one of a run folder."""
-    if (path / META).is_file():
-        return path, read_meta(path)
-    found = newest(path / "checkpoints", warn) or newest(path, warn)
-    if found is None:
-        raise WeftError(f"no checkpoint in {path}; give a run folder or a checkpoint (a folder with {META})")
-    return found
+    raise WeftError(f"no checkpoint in {path}; give a run folder or a checkpoint (a folder with {META})")
 
 
 def load(checkpoint: Path, tensors: Mapping[str, BoxTensor]) -> None:
@@ -134,9 +119,8 @@ def load(checkpoint: Path, tensors: Mapping[str, BoxTensor]) -> None:
             raise WeftError(f"checkpoint {checkpoint} has no tensor {name}: it is of another model")
         size = getattr(stored[name], "size", None)
         if size != box.logical_shape:
-            raise WeftError(
-                f"checkpoint {checkpoint}: {name} is {list(size or ())}, the model needs {list(box.logical_shape)}"
-            )
+            found = f"{name} is {list(size or ())}, the model needs {list(box.logical_shape)}"
+            raise WeftError(f"checkpoint {checkpoint}: {found}")
     try:
         _quietly(lambda: dcp.load(dict(tensors), storage_reader=reader))
     except (OSError, dcp.CheckpointException, RuntimeError) as error:

@@ -1,7 +1,5 @@
 """The typer application: what each command takes. What it does stands in the file named after it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -19,14 +17,14 @@ app = typer.Typer(
 )
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML recipe, e.g. recipes/quickstart.toml.")]
-LayoutText = Annotated[
-    str | None,
-    typer.Option("--layout", help='Ranks per axis, e.g. "shard=2,tp=2". Axes: dp, shard, cp, tp; also zero, context.'),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a recipe value; may be repeated."),
-]
+_layout = 'Ranks per axis, e.g. "shard=2,tp=2". Axes: dp, shard, cp, tp; also zero, context.'
+LayoutText = Annotated[str | None, typer.Option("--layout", help=_layout)]
+_set = typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a recipe value; may be repeated.")
+Overrides = Annotated[list[str] | None, _set]
+RunFolder = Annotated[Path | None, typer.Option(help="Run folder; runs/NAME by default.")]
+_resume = typer.Option(metavar="auto|DIR", help="Continue a run or checkpoint, under any layout.")
+Resume = Annotated[str | None, _resume]
+_types = typer.Option("--types", help="Type-check the step instead: no devices, any world size.")
 
 
 def _version(wanted: bool) -> None:
@@ -35,12 +33,11 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_show_version = typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+
+
 @app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
+def _root(version: Annotated[bool, _show_version] = False) -> None:
     pass
 
 
@@ -49,10 +46,8 @@ def train(
     recipe: RecipeFile,
     layout: LayoutText = None,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder; runs/NAME by default.")] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="auto|DIR", help="Continue a run or checkpoint, under any layout.")
-    ] = None,
+    out: RunFolder = None,
+    resume: Resume = None,
 ) -> int:
     """Train a model. Starts one process per rank, or joins those of torchrun or Slurm."""
     from weft.cli.train import run
@@ -66,9 +61,7 @@ def verify(
     layout: LayoutText = None,
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
-    types: Annotated[
-        bool, typer.Option("--types", help="Type-check the step instead: no devices, any world size.")
-    ] = False,
+    types: Annotated[bool, _types] = False,
     dtype: Annotated[str, typer.Option(help="float64 (to 1e-10) or float32 (to 1e-5).")] = "float64",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:

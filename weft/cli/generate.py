@@ -1,7 +1,5 @@
 """``weft generate`` and ``weft export``: use a checkpoint on one device."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 record (:func:`report_failure`); the parent picks the root cause from all records and exit codes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -16,8 +14,6 @@ import sys
 import tempfile
 import time
 import traceback
-import uuid
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -44,43 +40,31 @@ if os.getppid() != int(parent):
 os.execv(command[0], command)
 """
 
-# All ranks are on this machine: gloo needs no network, nor a host name that resolves.
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
 # How gloo, NCCL and the rendezvous store put it that *another* rank is gone or late.
 _PEER_LOST = r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|Connection (refused|closed)|ProcessGroup"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one rank ended. ``grade`` orders candidates for the root cause, then ``when`` (seconds since the epoch).
-
-    Grades: 0 a :class:`WeftError`; 1 anything unexpected; 2 the loss of another rank; 3 a rank that was told to stop.
-    """
+    """Why one rank ended; the root cause is that of the lowest grade, then the earliest."""
 
     rank: int
     message: str
     exit_code: int
-    grade: int
-    when: float
+    grade: int  # 0 a WeftError, 1 anything unexpected, 2 the loss of another rank, 3 a rank that was told to stop
+    when: float  # seconds since the epoch
     trace: str = ""
 
 
 def in_ranks() -> bool:
-    """Whether this process is one of several ranks already (ours, torchrun's or Slurm's).
-
-    Under ``srun`` with several tasks the variables that ``torch.distributed`` reads are set from Slurm's.
-    """
+    """Whether this process is a rank already: ours, torchrun's, or Slurm's (then sets what ``torch`` reads)."""
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         os.environ.update(slurm_ranks(os.environ))
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
-    """``torch.distributed``'s variables from those of a Slurm job step; empty outside of one.
-
-    A batch script has ``SLURM_PROCID`` and ``SLURM_NTASKS`` too but is no rank: only steps have ``SLURM_STEP_*``.
-    """
+    """``torch.distributed``'s variables from those of a Slurm job step; a batch script, not a step, is no rank."""
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2 or "SLURM_PROCID" not in env:
         return {}
     per_node: list[str] = []  # of "1(x1),2(x2)": 1, 2, 2
@@ -112,15 +96,10 @@ def set_threads(requested: int, local_world: int) -> None:
 
 
 def init_ranks(device: str, timeout_s: int) -> None:
-    """Join the default process group: gloo on ``"cpu"``, NCCL on ``"cuda"`` with one GPU per local rank.
-
-    Raises :class:`UsageError` if this machine has fewer GPUs than ranks, :class:`WeftError` if other ranks do not come.
-    """
+    """Join the default process group: gloo on ``"cpu"``, NCCL on ``"cuda"`` with one GPU per local rank."""
     import torch
     import torch.distributed as dist
 
-    # spmd_types calls these under the names that PyTorch is about to drop.
-    warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)\w*` is deprecated", FutureWarning)
     backend, index = "gloo", None
     if device == "cuda":
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -150,24 +129,18 @@ def launch(argv: list[str], ranks: int, command: list[str] | None = None, thread
 
     for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is reported here, once
-    defaults = {"OMP_NUM_THREADS": str(threads_per_rank(threads, ranks)), "GLOO_SOCKET_IFNAME": _LOOPBACK}
-    env = {"WEFT_LAUNCHED": "1", **defaults, **os.environ}
+    # All ranks are on this machine: gloo needs no network, nor a host name that resolves.
+    local = {"WEFT_LAUNCHED": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    env = {**local, "OMP_NUM_THREADS": str(threads_per_rank(threads, ranks)), **os.environ}
     entry = ["-I", "-S", "-c", _ENTRY, str(os.getpid())]
     folders = tempfile.TemporaryDirectory(prefix="weft-ranks-", ignore_cleanup_errors=True)
     with folders as folder, mock.patch.dict(os.environ, env):
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            rdzv_backend="c10d",  # on a port that the store itself picks, so that no other run can have it
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            run_id=uuid.uuid4().hex,
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(folder),
+            1, 1, ranks, logs_specs=DefaultLogsSpecs(folder), max_restarts=0, shutdown_timeout=GRACE_S,
+            # On a port that the store itself picks, so that no other run can have it.
+            rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
             signals_to_handle="SIGQUIT",  # the others are _forwarded, which knows about second signals
-            shutdown_timeout=GRACE_S,
-        )
+        )  # fmt: skip
         # The agent expands ${...} in arguments, but these are the user's.
         words = [a.replace("$", "$$") for a in [*entry, *(command or [sys.executable, "-m", "weft", *argv])]]
         code, failed = 0, {}

@@ -1,7 +1,5 @@
 """``weft techniques``: the catalogue, as docs/techniques.md has it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rich.console import Console

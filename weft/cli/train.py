@@ -1,7 +1,5 @@
 """``weft train``: prepare, start the ranks (or be one), and say at the end what there is to see."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -76,8 +74,8 @@ def _conclude(recipe: Recipe, outcome, report: Path) -> None:  # type: ignore[no
     if outcome.interrupted:
         name = signal.Signals(outcome.interrupted).name
         say(f"stopped by {name} after step {outcome.progress.step}; continue with: --resume {outcome.run}")
-    elif outcome.first_validation and outcome.last_validation:
-        first, last = outcome.first_validation, outcome.last_validation
+    elif outcome.validations:
+        first, last = outcome.validations[0], outcome.validations[-1]
         say(f"validation loss {first:.3f} -> {last:.3f} ({last / first:.0%} of its first value)")
     if recipe.generate and outcome.checkpoint and not outcome.interrupted:
         from weft.cli.generate import say_sample

@@ -1,7 +1,5 @@
 """``weft verify``: the layout against one device, by numbers or by types."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -62,27 +60,21 @@ def _numbers(recipe: Recipe, steps: int, as_json: bool) -> int:
     from weft.train.verify import TOLERANCE, compare, run_layout
 
     set_threads(recipe.train.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    device = device_type(recipe)
+    device, dtype = device_type(recipe), recipe.train.dtype
     join(device, recipe.train.timeout)
     mesh = Mesh.create(recipe.layout, device)
     job = prepare(recipe)
     mine = run_layout(job, mesh, steps)
-    reference = None
-    if mesh.is_main:
-        reference = run_layout(job, Mesh.single(device), steps)
-    difference = compare(mine, reference, recipe.train.dtype, mesh)
+    reference = run_layout(job, Mesh.single(device), steps) if mesh.is_main else None
+    difference = compare(mine, reference, dtype, mesh)
     dist.destroy_process_group()
     if difference is None:
         return 0
     if as_json:
-        print(
-            json.dumps(
-                {**asdict(difference), "layout": str(recipe.layout), "steps": steps, "dtype": recipe.train.dtype}
-            )
-        )
+        print(json.dumps(asdict(difference) | {"layout": str(recipe.layout), "steps": steps, "dtype": dtype}))
     else:
-        limit = TOLERANCE[recipe.train.dtype]
-        typer.echo(f"{recipe.layout} against one device, {steps} steps in {recipe.train.dtype} (limit {limit:.0e}):")
+        limit = TOLERANCE[dtype]
+        typer.echo(f"{recipe.layout} against one device, {steps} steps in {dtype} (limit {limit:.0e}):")
         for what, value, where in (
             ("loss", difference.loss, ""),
             ("gradients", difference.grad, difference.worst_grad),

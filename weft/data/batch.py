@@ -1,8 +1,7 @@
 """What one rank computes on in one pass."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -29,6 +28,6 @@ class Batch:
         """Tokens of this batch that carry a loss."""
         return int((self.labels != IGNORE).sum())
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Self:
         moved = {k: getattr(self, k).to(device, non_blocking=True) for k in ("tokens", "labels", "positions")}
         return replace(self, **moved)

@@ -1,7 +1,5 @@
 """The cache folder: what is expensive to make is made once, by one process, and never seen half-written."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

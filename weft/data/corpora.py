@@ -1,7 +1,5 @@
 """Corpora: every kind of source becomes one string per document, always in the same order."""
 
-from __future__ import annotations
-
 import glob
 import gzip
 import json
@@ -21,10 +19,7 @@ _SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",), "tokens
 
 
 def documents(source: Source) -> Iterator[str]:
-    """The documents of ``source`` in a deterministic order, read as a stream. Null fields are left out.
-
-    Raises :class:`WeftError` naming the file (and the line) that cannot be read.
-    """
+    """The documents of ``source`` as a stream, in a deterministic order; a file that cannot be read is named."""
     readers = {"stdlib": _text, "text": _text, "jsonl": _jsonl, "parquet": _parquet, "huggingface": _huggingface}
     for path in [Path(source.path or "").expanduser()] if source.kind == "huggingface" else files(source):
         try:

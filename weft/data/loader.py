@@ -1,7 +1,5 @@
 """The loader: the samples of a step, dealt out to the ranks and cut as the layout cuts them."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 
@@ -30,11 +28,7 @@ class Corpus:
 
 
 def open_data(data: Data, progress: Progress | None = None) -> Corpus:
-    """Open every source, tokenizing what is not in the cache yet, and put its documents in order.
-
-    ``validation`` is one epoch of the documents held out, None if there are none. Raises :class:`WeftError` and
-    :class:`UsageError` as the sources and the tokenizer do.
-    """
+    """Open every source, tokenizing what is not in the cache yet; ``validation`` is one epoch of what is held out."""
     tokenizer = load_tokenizer(data.tokenizer, data.sources, data.cache)
     sides: list[list[Stream]] = [[], []]
     weights: list[list[float]] = [[], []]
@@ -59,25 +53,21 @@ def open_data(data: Data, progress: Progress | None = None) -> Corpus:
 
 @dataclass(frozen=True)
 class Loader:
-    """Batches of one rank. ``batch`` counts global sequences per step; ``rows`` and ``passes`` are this rank's.
-
-    ``batch_rank`` is the rank's place among those that split the batch (``dp``, ``shard``), ``cp_rank`` along ``cp``.
-    """
+    """Batches of one rank."""
 
     order: Order
     layout: Layout
-    batch_rank: int
+    batch_rank: int  # among those that split the batch: dp and shard together
     cp_rank: int
-    batch: int
-    rows: int
+    batch: int  # global sequences per step
+    rows: int  # of this rank, per pass
     passes: int
     seq_len: int
 
     def step(self, position: int) -> list[Batch] | None:
         """The passes of the step that begins after ``position`` global samples, or None (on all ranks) past the end.
 
-        Every rank takes ``ceil(batch / ranks)`` consecutive samples; what it has no sample for is a row of padding, in
-        which no label counts.
+        Every rank takes ``ceil(batch / ranks)`` consecutive samples, and rows of padding where there are none.
         """
         total = self.order.total
         if total is not None and position >= total:
@@ -85,24 +75,23 @@ class Loader:
         end = min(position + self.batch, total or sys.maxsize)
         per_rank = -(-self.batch // self.layout.size("dp", "shard"))
         first = position + self.batch_rank * per_rank
-        samples = [i if i < end else None for i in range(first, first + per_rank)]
-        samples += [None] * (self.rows * self.passes - per_rank)
+        samples = range(first, min(first + per_rank, end))
         return [self._assemble(samples[p * self.rows : (p + 1) * self.rows]) for p in range(self.passes)]
 
-    def _assemble(self, samples: list[int | None]) -> Batch:
+    def _assemble(self, samples: range) -> Batch:
         length = padded_length(self.seq_len, self.layout)
-        tokens = np.zeros((len(samples), length), np.int64)
+        tokens = np.zeros((self.rows, length), np.int64)
         labels = np.full_like(tokens, IGNORE)
         starts = []
-        for r, sample in enumerate(samples):
+        for r in range(self.rows):
             filled = 0
-            if sample is not None:
-                row_tokens, row_labels, row_starts = self.order.row(sample)
+            if r < len(samples):
+                row_tokens, row_labels, row_starts = self.order.row(samples[r])
                 filled = len(row_tokens)
                 tokens[r, :filled], labels[r, :filled] = row_tokens, row_labels
-                starts += [r * length + row_starts]
+                starts.append(r * length + row_starts)
             if filled < length:  # the padding is a segment of its own: no document attends to it
-                starts += [np.array([r * length + filled])]
+                starts.append(np.array([r * length + filled]))
         edges = np.append(np.concatenate(starts), tokens.size)
         positions = np.arange(tokens.size) - np.repeat(edges[:-1], np.diff(edges))
         columns = np.concatenate([np.arange(*owned) for owned in owned_ranges(length, self.layout, self.cp_rank)])

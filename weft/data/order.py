@@ -1,7 +1,5 @@
 """The order of the data: a pure function of the seed and the global sample index, so that one number resumes it."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,10 +17,7 @@ _SPLIT, _DOCUMENTS, _ROWS, _BLOCK = range(4)
 
 
 def hashed(*keys: int | np.ndarray) -> np.ndarray:
-    """64 well-mixed bits per element of the last key; distinct keys give distinct bits.
-
-    SplitMix64 (Steele et al. 2014): the same in every version, unlike NumPy's generators; stored positions need that.
-    """
+    """64 well-mixed bits per element of the last key: SplitMix64 (Steele et al. 2014), the same in every version."""
     state = np.zeros(1, np.uint64)
     for key in keys:
         state = state ^ (np.array([key % 2**64], np.uint64) if isinstance(key, int) else key.astype(np.uint64))
@@ -52,13 +47,12 @@ def held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
 class Stream:
     """Documents of one source. Every epoch shuffles them, joins them, cuts rows of ``seq_len`` and shuffles the rows.
 
-    ``ids`` ``[tokens]``; ``starts`` and ``lengths`` int64 ``[documents]`` say where in ``ids`` the documents are.
     No label is lost: the last row cut in an epoch may be short, and a document that a row cuts goes on in another.
     """
 
-    ids: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
+    ids: np.ndarray  # [tokens]
+    starts: np.ndarray  # int64 [documents], in ids
+    lengths: np.ndarray  # int64 [documents]
     seq_len: int
     seed: int
 
@@ -83,10 +77,7 @@ class Stream:
         return ends, shift, shuffled(self.rows, _ROWS, self.seed, epoch)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Row ``index``, counted over all epochs, in O(log documents).
-
-        Returns ``tokens`` and ``labels`` int64 ``[n <= seq_len]`` and the ``starts`` of the documents among them.
-        """
+        """Row ``index``, over all epochs: tokens and labels int64 ``[n <= seq_len]``, starts of documents in them."""
         epoch, index = divmod(index, self.rows)
         ends, shift, order = self._epoch(epoch)
         lo = int(order[index]) * self.seq_len
@@ -108,7 +99,6 @@ class Order:
 
     ``epochs = 0`` never ends; otherwise the end is just before the first stream would begin one epoch more. After every
     block of samples each stream has been drawn as often as its weight asks, to less than one sample.
-    Raises :class:`UsageError` for a weight below a millionth of all.
     """
 
     streams: tuple[Stream, ...]
@@ -122,8 +112,7 @@ class Order:
             raise UsageError(f"source weight {least} is below a millionth of all; raise it or drop the source")
 
     @cached_property
-    def _edges(self) -> list[Fraction]:
-        """Running sum of the weights, exactly."""
+    def _edges(self) -> list[Fraction]:  # exact running sum of the weights
         return [*accumulate(map(Fraction, self.weights))]
 
     @cached_property

@@ -1,7 +1,5 @@
 """Tokenizers: plain bytes, a Hugging Face ``tokenizer.json``, or a byte-level BPE trained on the corpus itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -62,7 +60,6 @@ def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None
     """The tokenizer that ``spec`` names: ``bytes``, ``train:N``, or a ``tokenizer.json`` or folder that holds one.
 
     ``sources`` are what ``train:N`` trains on, once per corpus; the result is kept in ``cache``.
-    Raises :class:`UsageError` for a spec that cannot be, :class:`WeftError` for a file that cannot be read.
     """
     if spec == "bytes":
         return Tokenizer(257, 256, "bytes")
@@ -81,7 +78,7 @@ def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None
         named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
         named = named["content"] if isinstance(named, dict) else named
     except Exception as error:  # the library raises nothing narrower
-        raise WeftError(f"{path} or its tokenizer_config.json is damaged: {str(error).splitlines()[0]}") from None
+        raise WeftError(f"{path} or its {config.name} is damaged: {str(error).splitlines()[0]}") from None
     model.no_padding()
     model.no_truncation()
     model.encode_special_tokens = True  # "<|endoftext|>" within a document must not end it
@@ -102,8 +99,7 @@ def _trained(spec: str, sources: Sequence[Source], root: Path) -> Path:
 
     def train(folder: Path) -> None:
         model = tokenizers.ByteLevelBPETokenizer()
-        special = [_EOS[0]]
-        model.train_from_iterator(sample(sources), int(size), 1, show_progress=False, special_tokens=special)
+        model.train_from_iterator(sample(sources), int(size), 1, show_progress=False, special_tokens=[_EOS[0]])
         model.save(str(folder / "tokenizer.json"))
 
     key = digest(size, _SAMPLE, _PIECE, [fingerprint(source) for source in sources])

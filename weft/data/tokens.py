@@ -4,8 +4,6 @@ A folder holds ``tokens.bin`` (little-endian uint16, or uint32 if the vocabulary
 ``[documents + 1]``: document ``i`` is ``tokens[offsets[i] : offsets[i + 1]]``) and ``meta.json``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from array import array
@@ -27,14 +25,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokenized documents: memory-mapped ``ids`` uint16 or uint32 ``[tokens]``, ``offsets`` int64 ``[documents + 1]``.
-
-    ``vocab`` and ``eos`` are None where no ``meta.json`` says them; ``fingerprint`` changes with the content.
-    """
+    """Tokenized documents as the module's docstring has them; ``fingerprint`` changes with the content."""
 
     ids: np.ndarray
     offsets: np.ndarray
-    vocab: int | None
+    vocab: int | None  # these two are None where no meta.json says them
     eos: int | None
     fingerprint: str
 
@@ -42,20 +37,14 @@ class Tokens:
 def write_tokens(
     folder: str | Path, docs: Iterable[np.ndarray], vocab: int, eos: int, progress: Progress | None = None
 ) -> None:
-    """Write documents (arrays of ids below ``vocab``) as a stream into a new ``folder``, adding ``eos`` where missing.
-
-    Empty documents are left out. Raises :class:`WeftError` if the folder exists, an id is out of range or none is left.
-    """
+    """Write documents (ids below ``vocab``) as a stream into a new ``folder``, ``eos`` after each; no empty ones."""
     if Path(folder).exists():
         raise WeftError(f"{folder} exists already; remove it or choose another folder")
     build_once(Path(folder), lambda making: _write(making, docs, vocab, eos, str(folder), progress))
 
 
 def read_tokens(path: str | Path) -> Tokens:
-    """Open a folder of :func:`write_tokens`, or a bare ``X.bin`` beside ``X.offsets.npy`` or ``offsets.npy``.
-
-    Raises :class:`WeftError` naming the file that is missing or damaged.
-    """
+    """Open a folder of :func:`write_tokens`, or a bare ``X.bin`` beside ``X.offsets.npy`` or ``offsets.npy``."""
     path = Path(path).expanduser()
     binary = path / "tokens.bin" if path.is_dir() else path
     index = binary.with_suffix(".offsets.npy")
@@ -66,9 +55,10 @@ def read_tokens(path: str | Path) -> Tokens:
         offsets = np.load(index)
         if offsets.dtype != np.int64 or len(offsets) < 2 or offsets[0] != 0 or (np.diff(offsets) < 1).any():
             raise ValueError("expected int64 offsets that rise from 0")
-        file = about
-        meta = json.loads(about.read_text()) if path.is_dir() or about.is_file() else {}
-        vocab, eos, seen = (meta[key] for key in ("vocab", "eos", "fingerprint")) if meta else (None, None, None)
+        file, vocab, eos, seen = about, None, None, None
+        if path.is_dir() or about.is_file():
+            meta = json.loads(about.read_text())
+            vocab, eos, seen = meta["vocab"], meta["eos"], meta["fingerprint"]
         file = binary
         count, size = int(offsets[-1]), binary.stat().st_size
         if size not in (2 * count, 4 * count):
@@ -83,10 +73,7 @@ def read_tokens(path: str | Path) -> Tokens:
 def open_source(
     source: Source, tokenizer: Tokenizer, cache: Path | None = None, progress: Progress | None = None
 ) -> Tokens:
-    """The tokens of any source; text is tokenized on first use, into the cache, by one process for all.
-
-    Raises :class:`WeftError` if the source is empty, or was tokenized with another tokenizer.
-    """
+    """The tokens of any source; text is tokenized on first use, into the cache, by one process for all."""
     if source.kind != "tokens":
 
         def build(making: Path) -> None:
@@ -106,9 +93,7 @@ def open_source(
     vocab = tokens.vocab or 1 + int(tokens.ids.max())
     if vocab > tokenizer.vocab or tokens.eos not in (None, tokenizer.eos):
         mine, theirs = f"vocab {vocab}, eos {tokens.eos}", f"vocab {tokenizer.vocab}, eos {tokenizer.eos}"
-        raise WeftError(
-            f"{path} has {mine}, the tokenizer {theirs}; set data.tokenizer to the one that made the tokens"
-        )
+        raise WeftError(f"{path} has {mine}, not {theirs}; set data.tokenizer to the one that made the tokens")
     return tokens
 
 

@@ -1,7 +1,5 @@
 """Token by token generation on one device, with key/value caches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -54,14 +52,12 @@ def choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torc
 
 
 def stream_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Text of ``ids`` piece by piece, whole characters only; the pieces add up to the text of all ids.
-
-    A piece is what new ids add to the text of the ones just before: tokenizers may drop the space of a first token.
-    """
+    """Text of ``ids`` piece by piece, whole characters only; the pieces add up to the text of all ids."""
     shown: list[int] = []
     fresh: list[int] = []
     for i in ids:
         fresh.append(i)
+        # What new ids add to the text of the ones just before: tokenizers may drop the space of a first token.
         before, text = tokenizer.decode(shown), tokenizer.decode(shown + fresh)
         # U+FFFD at the end: some bytes of the last character are still to come.
         if len(text) > len(before) and not text.endswith("\ufffd"):

@@ -5,8 +5,6 @@ invariant (I: same value, same gradient), varying (V) or partial (P: a sum is pe
 function here returns its input, so code on one device and on many is the same code.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

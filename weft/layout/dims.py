@@ -1,7 +1,5 @@
 """Named dimensions and the slice of a logical tensor that a rank owns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

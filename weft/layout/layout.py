@@ -1,7 +1,5 @@
 """A layout: how many ranks stand along each mesh axis, and which named dimension each axis cuts."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any, Literal, Self
 

@@ -57,19 +57,11 @@ class Mesh:
         ranks = torch.arange(layout.world)
         device_mesh = DeviceMesh(device.type, ranks.view(shape), mesh_dim_names=LIVE_AXES)
         # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
-        data_mesh = DeviceMesh(
-            device.type,
-            ranks.view(layout.dp, layout.shard * layout.cp, layout.tp),
-            mesh_dim_names=("replica", "state", "tp"),
-        )
-        return cls(
-            layout,
-            device,
-            device_mesh,
-            data_mesh,
-            {axis: device_mesh.get_local_rank(axis) for axis in LIVE_AXES},
-            {axis: device_mesh.get_group(axis) for axis in LIVE_AXES},
-        )
+        places = ranks.view(layout.dp, layout.shard * layout.cp, layout.tp)
+        data_mesh = DeviceMesh(device.type, places, mesh_dim_names=("replica", "state", "tp"))
+        own = {axis: device_mesh.get_local_rank(axis) for axis in LIVE_AXES}
+        groups = {axis: device_mesh.get_group(axis) for axis in LIVE_AXES}
+        return cls(layout, device, device_mesh, data_mesh, own, groups)
 
     def size(self, *axes: str) -> int:
         """Places along ``axes`` together. Plain integers from a dictionary, which ``torch.compile`` can read."""

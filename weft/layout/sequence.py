@@ -1,7 +1,5 @@
 """How a sequence is cut over ``cp``: the loader slices by this rule and attention reads it back."""
 
-from __future__ import annotations
-
 from weft.layout.layout import Layout
 
 

@@ -10,8 +10,6 @@ log-sum-exp and accept a global one in backward. Traps they have on the CPU (row
 blocks kill the process) cannot occur here: a segment is never empty and a causal one has equal query and key ranges.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -52,7 +50,7 @@ def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
         return out.flatten(0, 1), lse.flatten(0, 1)
     covered = sum(s.q1 - s.q0 for s in segments) == q.shape[0] * q.shape[1]
     out = torch.empty_like(q) if covered else torch.zeros_like(q)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q.dtype), device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device)
     for s in pieces:
         rows, cols = (slice(None), slice(s.q0, s.q1)), (slice(None), slice(s.k0, s.k1))
         o, l = _forward(q[rows], k[cols], v[cols], s.causal)
@@ -117,7 +115,8 @@ def _uniform(segments: list[Segment], tokens: int) -> int:
     return length if same else 0
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which log-sum-exps are kept and joined."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -210,7 +209,7 @@ def attention(q: T, k: T, v: T, cu_seqlens: T) -> tuple[T, T]:
 
 @attention.register_fake
 def _(q: T, k: T, v: T, cu_seqlens: T) -> tuple[T, T]:
-    return torch.empty_like(q), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=_wide(q.dtype))
+    return torch.empty_like(q), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=wide(q.dtype))
 
 
 @torch.library.custom_op("weft::attention_backward", mutates_args=())

@@ -4,8 +4,6 @@ PyTorch composes these of smaller operations, each of which writes a temporary a
 projections of one input each write a gradient that is then added to the others. Here results go where they are wanted.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from spmd_types import rules

@@ -1,7 +1,5 @@
 """Hugging Face folders in and out: ``config.json`` and safetensors of Llama 3, Qwen 2.5 and Qwen 3 (dense)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -28,7 +26,6 @@ FIELDS = {
     "ffn": "intermediate_size", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
     "tied": "tie_word_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
 }  # fmt: skip
-REQUIRED = ("vocab", "layers", "embed", "heads", "ffn")
 
 #: Architecture: its ``model_type``, and the settings of :class:`ModelShape` that it stands for.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,10 +64,7 @@ def hf_name(name: str) -> str:
 
 
 def shape_from_config(path: Path) -> ModelShape:
-    """The model that a ``config.json`` (or the folder it is in) describes; reads transformers 4 and 5 alike.
-
-    Raises :class:`WeftError` naming the field if the file asks for anything that Weft would compute differently.
-    """
+    """The model that a ``config.json`` (or its folder) describes; refuses what Weft would compute differently."""
     path = path / "config.json" if path.is_dir() else path
     config = _read_json(path, "give a Hugging Face config.json or a folder with one")
     kinds = {kind: architecture for architecture, (kind, _) in ARCHITECTURES.items()}
@@ -87,17 +81,16 @@ def shape_from_config(path: Path) -> ModelShape:
     if set(config.get("layer_types") or ()) - {"full_attention"}:
         _refuse(path, "layer_types", config["layer_types"], "'full_attention'")
     found = {ours: config[theirs] for ours, theirs in FIELDS.items() if config.get(theirs) is not None}
-    missing = [FIELDS[ours] for ours in REQUIRED if ours not in found]
+    missing = [FIELDS[ours] for ours in ("vocab", "layers", "embed", "heads", "ffn") if ours not in found]
     theta = rope.get("rope_theta", config.get("rope_theta", 1e4))
     tree = {"norm_eps": 1e-6, "rope_theta": theta, **ARCHITECTURES[name][1], **found}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
         original = "original_max_position_embeddings"
         length = config.get(original) or rope.get(original) or config.get("max_position_embeddings")
-        keys = ("factor", "low_freq_factor", "high_freq_factor", original)
-        scaling = {key.removesuffix("_embeddings"): {**rope, original: length}.get(key) for key in keys}
-        missing += [f"rope_scaling.{key}" for key, value in scaling.items() if value is None]
-        tree["rope_scaling"] = scaling
+        keys = ("factor", "low_freq_factor", "high_freq_factor")
+        missing += [f"rope_scaling.{key}" for key in keys if key not in rope]
+        tree["rope_scaling"] = {key: rope.get(key) for key in keys} | {"original_max_position": length}
     elif kind != "default":
         _refuse(path, "rope_type", kind, "'default' and 'llama3'")
     if missing:
@@ -137,10 +130,7 @@ def config_from_shape(
 
 
 def hf_values(folder: Path) -> Callable[[str, Logical, Box], torch.Tensor]:
-    """Values for :func:`weft.parallel.build.parallelize` from safetensors; reads just the box that is asked for.
-
-    Raises :class:`WeftError` naming file and tensor when one is missing, damaged or of another shape.
-    """
+    """Values for :func:`weft.parallel.build.parallelize` from safetensors; reads just the box that is asked for."""
     shards: dict[str, str] = {}
     if (folder / INDEX).is_file():
         shards = _read_json(folder / INDEX, AGAIN).get("weight_map") or {}
@@ -172,22 +162,17 @@ def hf_values(folder: Path) -> Callable[[str, Logical, Box], torch.Tensor]:
 
 
 def export(
-    values: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor],
-    shape: ModelShape,
-    folder: Path,
-    dtype: torch.dtype | None = None,
-    tokenizer_folder: Path | None = None,
-    eos: int | None = None,
-    max_positions: int = 8192,
-    max_file_bytes: int = 4 << 30,
-) -> None:
+    values: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor], shape: ModelShape, folder: Path,
+    dtype: torch.dtype | None = None, tokenizer_folder: Path | None = None, eos: int | None = None,
+    max_positions: int = 8192, max_file_bytes: int = 4 << 30,
+) -> None:  # fmt: skip
     """Write ``folder`` (new or empty) as transformers reads it; it appears when complete, or not at all.
 
     ``values`` gives whole tensors by Weft's names; ``dtype`` None keeps theirs. Tensors of one file
     (``max_file_bytes``) are held at a time. Raises :class:`WeftError` if the folder cannot be written.
     """
     folder = folder.absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.is_dir() and any(folder.iterdir()):
         raise WeftError(f"{folder} exists already; choose another folder")
     get = values.__getitem__ if isinstance(values, Mapping) else values
     config = config_from_shape(shape, dtype or get("norm.scale").dtype, eos, max_positions)

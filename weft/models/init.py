@@ -1,7 +1,5 @@
 """Initial values that do not depend on the layout: every rank draws just the rows it owns, always the same numbers."""
 
-from __future__ import annotations
-
 import zlib
 
 import torch

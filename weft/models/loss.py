@@ -4,8 +4,6 @@ No rank ever holds more than ``[chunk, vocab/tp]`` logits. The gradients of hidd
 with the loss, chunk by chunk, so that logits are neither stored nor computed twice.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from spmd_types import rules

@@ -1,9 +1,6 @@
 """Progress of a run for a person: a live panel on a terminal, aligned lines everywhere else."""
 
-from __future__ import annotations
-
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.columns import Columns
@@ -49,7 +46,7 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live:
             self._live.stop()
         elif self._news:
@@ -59,9 +56,8 @@ class Display:
         """``step`` steps are done; values are keyed as in :data:`CELLS` and stay until they are replaced."""
         self._values |= {name: v for name, v in values.items() if v is not None and name in CELLS}
         self._progress.update(self._task.id, completed=step)
-        left = self._task.time_remaining
-        self._progress.update(self._task.id, eta=f"eta {clock(left)}" if left else "")
-        self._news = True
+        left, self._news = self._task.time_remaining, True
+        self._task.fields["eta"] = f"eta {clock(left)}" if left else ""
         if not self._live and time.monotonic() - self._shown_at >= self._interval:
             self._line()
 

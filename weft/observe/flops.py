@@ -1,7 +1,5 @@
 """What a step costs and what the device could do: the two sides of model flops utilisation (MFU)."""
 
-from __future__ import annotations
-
 import re
 import resource
 import sys

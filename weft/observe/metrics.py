@@ -1,7 +1,5 @@
 """The record of a run: ``metrics.jsonl`` in its folder, and the same numbers as TensorBoard events."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -69,11 +67,7 @@ class Metrics:
 
 
 def read_metrics(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """Records of a run by kind; series in the order of their steps, ``run`` and ``event`` in the order of writing.
-
-    Raises :class:`WeftError` if there is no record, or naming the line if one is damaged. A last line that is not
-    complete (the run is writing it, or crashed) is left out.
-    """
+    """Records of a run by kind, series in the order of their steps; a last line that is not complete is left out."""
     path = run / FILE
     if not path.is_file() or not (text := path.read_text(encoding="utf-8", errors="replace")).strip():
         raise WeftError(f"{run} holds no {FILE} with records; give the folder of a run that was started")

@@ -1,11 +1,8 @@
 """One self-contained HTML page about a run, from nothing but its metrics."""
 
-from __future__ import annotations
-
 import html
 import json
 import re
-from datetime import datetime
 from importlib import resources
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,6 +14,8 @@ from weft.observe.display import clock, compact
 from weft.observe.metrics import read_metrics
 
 Record = dict[str, Any]
+#: Parts of a step and their colors.
+PARTS = {"compute": "--c1", "communication": "--c2", "data": "--c5", "optimizer": "--c4"}
 #: Series longer than this are drawn faint, with a smoothed line on top.
 SMOOTH_FROM = 60
 #: Points a line is thinned to; every bucket keeps its smallest and largest value, so that spikes survive.
@@ -24,10 +23,7 @@ POINTS = 2000
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Write the page (default ``run/report.html``) and return its path; a run that is still going is fine.
-
-    Raises :class:`WeftError` if the folder holds no records or the page cannot be written.
-    """
+    """Write the page (default ``run/report.html``) and return its path; a run that is still going is fine."""
     from plotly.offline import get_plotlyjs
 
     records = read_metrics(run)
@@ -77,7 +73,7 @@ def tiles(records: dict[str, list[Record]]) -> list[tuple[str, str, str]]:
     if values := column(records.get("train", []), "memory_gib")[1]:
         found.append(("Memory", f"{max(values):.2f} GiB", "peak, main rank"))
     if split := records.get("split"):
-        share = sum(r["communication"] for r in split) / (sum(map(step_seconds, split)) or 1)
+        share = sum(r["communication"] for r in split) / (sum(r[part] for r in split for part in PARTS) or 1)
         found.append(("Exposed communication", f"{share:.1%}", f"of the step · {len(split)} profiled"))
     return found
 
@@ -85,26 +81,24 @@ def tiles(records: dict[str, list[Record]]) -> list[tuple[str, str, str]]:
 def run_facts(records: dict[str, list[Record]], head: Record) -> dict[str, str]:
     """What is fixed about a run, and how far it came."""
     runs, train = records.get("run", []), records.get("train", [])
-    every = sorted(r["time"] for kind in records.values() for r in kind if "time" in r)
+    every = [r["time"] for kind in records.values() for r in kind if "time" in r]
     # A pause between two attempts is no time of the run: each attempt lasts until its last record that counts.
     starts = [r["time"] for r in runs if "time" in r] + [float("inf")]
     spent = sum(max((t for t in every if a <= t < b), default=a) - a for a, b in pairwise(starts))
     planned = (head.get("recipe") or {}).get("train", {}).get("steps")
     skipped = sum(bool(r.get("skipped")) for r in train)
     facts = {
-        "Recipe": (head.get("recipe") or {}).get("name"),
         "Layout": head.get("layout"),
         "Ranks": (n := head.get("world")) and f"{n} rank{'s' * (n != 1)}",
         "Device": head.get("device"),
         "Parameters": (n := head.get("parameters")) and f"{compact(n)} ({n:,})",
         "Model flops per token": (n := head.get("flops_per_token")) and compact(n),
-        "Peak of one device": (n := head.get("peak_flops")) and f"{n / 1e12:,.4g} TFLOP/s",
+        "Peak of one device": (n := head.get("peak_flops")) and f"{compact(n)}FLOP/s",
         "Steps": train and f"{train[-1]['step']:,}" + (f" of {planned:,}" if planned else ""),
         "Tokens seen": train and (n := train[-1].get("tokens")) and f"{compact(n)} ({n:,})",
         "Skipped steps": skipped and f"{skipped} (loss or gradient not finite)",
         "Started": runs and runs[0].get("started"),
         "Wall time": spent and clock(spent) + (f" in {len(runs)} attempts" if len(runs) > 1 else ""),
-        "Last record": every and datetime.fromtimestamp(every[-1]).strftime("%Y-%m-%d %H:%M:%S"),
     }
     return {name: str(value) for name, value in facts.items() if value}
 
@@ -117,12 +111,7 @@ def charts(records: dict[str, list[Record]]) -> list[Record]:
     figures: list[tuple[str, str, str, list[Record]]] = [
         ("Loss", "Cross-entropy per real token", "", loss),
         ("Throughput", "Real tokens per second, all ranks", "", line(train, "tokens_per_s", "--c1", ".4s")),
-        (
-            "Model flops utilisation",
-            "Model flops over the peak of the devices",
-            ".0%",
-            line(train, "mfu", "--c3", ".1%"),
-        ),
+        ("Model flops utilisation", "Of the peak of the devices", ".0%", line(train, "mfu", "--c3", ".1%")),
         ("Step time", "Seconds of profiled steps", "", bars(split)),
         ("Gradient norm", "Before clipping, over all parameters", "", line(train, "grad_norm", "--c4", ".4g")),
         ("Memory", "Peak of the main rank, GiB", "", line(train, "memory_gib", "--c3", ".3f", smooth=False)),
@@ -143,20 +132,17 @@ def charts(records: dict[str, list[Record]]) -> list[Record]:
     return found
 
 
-def line(
-    records: list[Record], name: str, color: str, form: str, label: str | None = None, smooth: bool = True
-) -> list[Record]:
+def line(records: list[Record], name: str, color: str, form: str, label: str = "", smooth: bool = True) -> list[Record]:
     """A line; a long noisy one becomes faint and gets a bold running mean on top."""
     steps, values = column(records, name)
     if not values:
         return []
     trace: Record = {"type": "scatter", "mode": "lines" if len(values) > 30 else "lines+markers", "name": label or name}
-    trace |= {"hovertemplate": f"%{{y:{form}}}", "cliponaxis": len(values) > 30, "showlegend": bool(label)}
+    trace |= {"hovertemplate": f"%{{y:{form}}}", "showlegend": bool(label), "line": {"color": color, "width": 2}}
     if not smooth or len(values) < SMOOTH_FROM:
-        return [{**trace, **thin(steps, values), "line": {"color": color, "width": 2}}]
-    faint = {"line": {"color": color, "width": 1}, "opacity": 0.35, "showlegend": False, "hoverinfo": "skip"}
-    bold = {**trace, **thin(steps, running_mean(values)), "line": {"color": color, "width": 2.5}}
-    return [{**trace, **thin(steps, values), "hovertemplate": None, **faint}, bold]
+        return [trace | thin(steps, values)]
+    faint = {"opacity": 0.35, "showlegend": False, "hoverinfo": "skip", "hovertemplate": None}
+    return [trace | thin(steps, values) | faint, trace | thin(steps, running_mean(values))]
 
 
 def running_mean(values: list[float]) -> list[float]:
@@ -176,23 +162,13 @@ def thin(steps: list[int], values: list[float]) -> Record:
     return {"x": [steps[i] for i in sorted(keep)], "y": [float(f"{values[i]:.6g}") for i in sorted(keep)]}
 
 
-PARTS = {"compute": "--c1", "communication": "--c2", "data": "--c5", "optimizer": "--c4"}
-
-
-def step_seconds(record: Record) -> float:
-    return sum(record.get(part) or 0.0 for part in PARTS)
-
-
 def bars(split: list[Record]) -> list[Record]:
     """Stacked bars of the last sixty profiled steps."""
-    shown = split[-60:]
     traces = []
-    for part, color in PARTS.items() if shown else ():
-        seconds = [r.get(part) or 0.0 for r in shown]
-        share = [s / (step_seconds(r) or 1) for s, r in zip(seconds, shown, strict=True)]
+    for part, color in PARTS.items() if split else ():
         label = "exposed communication" if part == "communication" else part
-        trace = {"type": "bar", "name": label, "x": [str(r["step"]) for r in shown], "y": seconds, "customdata": share}
-        traces.append(trace | {"marker": {"color": color}, "hovertemplate": "%{y:.3~s}s  %{customdata:.1%}"})
+        trace = {"type": "bar", "name": label, "marker": {"color": color}, "hovertemplate": "%{y:.3~s}s"}
+        traces.append(trace | {"x": [str(r["step"]) for r in split[-60:]], "y": [r[part] for r in split[-60:]]})
     return traces
 
 

@@ -1,7 +1,5 @@
 """Where the time of one step goes: compute, exposed communication, data, optimizer."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +20,10 @@ COLLECTIVES = ("c10d::", "_c10d_functional::", "gloo:", "weft:wait")
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of one step; ``communication`` is only what is exposed (not hidden behind compute).
+    """Seconds of one step."""
 
-    ``compute`` is what remains of ``total``: forward, backward, the idle device, and the profiler's own overhead.
-    """
-
-    compute: float
-    communication: float
+    compute: float  # what remains of the total, the profiler's own overhead included
+    communication: float  # only what is exposed, not hidden behind compute
     data: float
     optimizer: float
     total: float
@@ -46,10 +41,9 @@ class Event:
 
 
 def profile_step(fn: Callable[[], T]) -> tuple[T, Split]:
-    """Run ``fn`` under :mod:`torch.profiler` and say where its time went. Every rank must call it at the same step.
+    """Run ``fn`` under :mod:`torch.profiler`, alone and on every rank at once, and say where its time went.
 
-    ``fn`` marks its phases with ``record_function("weft:data")`` and ``record_function("weft:optimizer")``. No other
-    profiler may be active (see :func:`trace`).
+    ``fn`` marks its phases with ``record_function("weft:data")`` and ``record_function("weft:optimizer")``.
     """
     with _profile() as profiler, _marked_waits(), record_function("weft:step"):
         result = fn()
@@ -107,20 +101,19 @@ def claim(step: Event, *layers: Sequence[Event]) -> list[float]:
 def trace(path: Path | None, steps: int) -> Iterator[Callable[[], bool]]:
     """Write a Chrome/Perfetto trace of ``steps`` steps; the body calls the yielded function after every step.
 
-    It returns True as long as the trace still records, so that the loop can leave :func:`profile_step` out. The first
-    step is skipped as warm-up; a run that ends early writes what it has. With ``path = None`` nothing happens.
+    It returns True as long as the trace records: until then no :func:`profile_step`. The first step is skipped as
+    warm-up; a run that ends early writes what it has. With ``path = None`` nothing happens.
     """
     if path is None or steps < 1:
         yield lambda: False
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    actions = [ProfilerAction.NONE, *[ProfilerAction.RECORD] * (steps - 1), ProfilerAction.RECORD_AND_SAVE]
 
-    def action(number: int) -> ProfilerAction:
-        if not 1 <= number <= steps:
-            return ProfilerAction.NONE
-        return ProfilerAction.RECORD if number < steps else ProfilerAction.RECORD_AND_SAVE
+    def schedule(number: int) -> ProfilerAction:
+        return actions[number] if number <= steps else ProfilerAction.NONE
 
-    with _profile(schedule=action, on_trace_ready=lambda done: done.export_chrome_trace(str(path))) as profiler:
+    with _profile(schedule=schedule, on_trace_ready=lambda done: done.export_chrome_trace(str(path))) as profiler:
 
         def step() -> bool:
             profiler.step()

@@ -1,7 +1,5 @@
 """``parallelize``: the one function that turns a model description and a mesh into a model that runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ riding along until they are home. Work is a list of segments per (query rank, ke
 long and a block that no query may see costs nothing.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -20,7 +18,7 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners
-from weft.models.attention import Segment, attend_backward, attend_forward
+from weft.models.attention import Segment, attend_backward, attend_forward, wide
 from weft.models.transformer import Attend, local_attention
 from weft.recipe import ModelShape
 
@@ -111,11 +109,6 @@ class _Ring:
         return arriving, dist.batch_isend_irecv(ops)
 
 
-def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
 @torch.library.custom_op("weft::ring_attention", mutates_args=())
 def ring_attention(q: T, k: T, v: T, cu_seqlens: T, ranks: Sequence[int], index: int) -> tuple[T, T]:
     """``q, k, v``: ``[batch, seq/cp, heads, head_dim]`` of the chunks rank ``index`` owns; ``ranks`` are global.
@@ -125,9 +118,8 @@ def ring_attention(q: T, k: T, v: T, cu_seqlens: T, ranks: Sequence[int], index:
     ring = _Ring(q, cu_seqlens, ranks, index)
     queries = q.flatten(0, 1)
     block = [k.flatten(0, 1).contiguous(), v.flatten(0, 1).contiguous()]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.zeros(queries.shape, dtype=wide, device=q.device)
-    lse = torch.full(queries.shape[:2], -torch.inf, dtype=wide, device=q.device)
+    out = torch.zeros(queries.shape, dtype=wide(q.dtype), device=q.device)
+    lse = torch.full(queries.shape[:2], -torch.inf, dtype=wide(q.dtype), device=q.device)
     for step in range(ring.size):
         arriving, works = ring.pass_on(*block) if step < ring.size - 1 else (block, [])
         for s in ring.segments(step):
@@ -138,15 +130,15 @@ def ring_attention(q: T, k: T, v: T, cu_seqlens: T, ranks: Sequence[int], index:
             new = torch.logaddexp(old, l)
             out[s.q0 : s.q1] = out[s.q0 : s.q1] * (old - new).exp()[..., None] + o * (l - new).exp()[..., None]
             lse[s.q0 : s.q1] = new
-        _wait(works)
+        for work in works:
+            work.wait()
         block = arriving
     return out.to(q.dtype).view(q.shape), lse
 
 
 @ring_attention.register_fake
 def _(q: T, k: T, v: T, cu_seqlens: T, ranks: Sequence[int], index: int) -> tuple[T, T]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.empty_like(q), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=wide)
+    return torch.empty_like(q), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=wide(q.dtype))
 
 
 @torch.library.custom_op("weft::ring_attention_backward", mutates_args=())
@@ -163,14 +155,14 @@ def ring_attention_backward(
         for s in ring.segments(step):
             rows, cols = slice(s.q0, s.q1), slice(s.k0, s.k1)
             piece = Segment(0, s.q1 - s.q0, 0, s.k1 - s.k0, s.causal)
-            shares = attend_backward(
-                grad[rows], queries[rows], block[0][cols], block[1][cols], out[rows], lse[rows], [piece]
-            )
+            own, passing = (grad[rows], queries[rows]), (block[0][cols], block[1][cols])
+            shares = attend_backward(*own, *passing, out[rows], lse[rows], [piece])
             for total, share, where in zip((dq, *d_block), shares, (rows, cols, cols), strict=True):
                 total[where] += share
         # Gradients follow their block; after the last step one more hop brings them home.
         d_arriving, d_works = ring.pass_on(*d_block, tag=len(block))
-        _wait(works + d_works)
+        for work in works + d_works:
+            work.wait()
         block, d_block = arriving, d_arriving
     dk, dv = (d.to(k.dtype).view(k.shape) for d in d_block)
     return dq.to(q.dtype).view(q.shape), dk, dv

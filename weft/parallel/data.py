@@ -1,7 +1,5 @@
 """Data parallelism on FSDP2: replicas (``dp``), sharded state (``shard`` and ``cp``), ZeRO stages as a table."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -39,8 +39,7 @@ class Outcome:
     run: Path
     checkpoint: Path | None
     progress: Progress
-    first_validation: float | None
-    last_validation: float | None
+    validations: list[float]
     interrupted: int
 
 
@@ -49,7 +48,6 @@ class _Signals:
     """SIGINT and SIGTERM ask the run to stop after the current step; a second SIGINT ends it at once."""
 
     received: int = 0
-    _before: dict[int, object] = field(default_factory=dict)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
@@ -58,13 +56,12 @@ class _Signals:
 
     @contextmanager
     def watch(self) -> Iterator[_Signals]:
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {n: signal.signal(n, self._handle) for n in numbers}
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self
         finally:
-            for n in numbers:
-                signal.signal(n, before[n])
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def choose_run(name: str, out: Path | None, resume: str | None, main: bool) -> tuple[Path, Path | None]:
@@ -91,7 +88,8 @@ def _choose(name: str, out: Path | None, resume: str | None) -> tuple[Path, Path
         inside = path.parent.parent if path.parent.name == "checkpoints" else path
         return out or inside, path
     if resume == "auto":
-        run = out or _latest(name) or Path("runs") / name
+        saved = [p for p in Path("runs").glob(f"{name}*") if (p / "checkpoints").is_dir()]
+        run = out or max(saved, key=lambda p: p.stat().st_mtime, default=Path("runs") / name)
         return run, run if (run / "checkpoints").is_dir() else None
     if out is not None:
         if out.exists() and any(out.iterdir()):
@@ -102,12 +100,6 @@ def _choose(name: str, out: Path | None, resume: str | None) -> tuple[Path, Path
         number += 1
         run = Path("runs") / f"{name}-{number}"
     return run, None
-
-
-def _latest(name: str) -> Path | None:
-    """The most recent run of this name that has a checkpoint."""
-    runs = [p for p in Path("runs").glob(f"{name}*") if (p / "checkpoints").is_dir()]
-    return max(runs, key=lambda p: p.stat().st_mtime, default=None)
 
 
 def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = None) -> Outcome:
@@ -141,17 +133,15 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
     }
 
     metrics = Metrics(run if mesh.is_main else None, recipe.observe.tensorboard)
+    parameters = parameter_count(shape, shape.vocab)
     per_token = flops_per_token(shape, shape.vocab, recipe.data.seq_len)
     peak = _peak(mesh, DTYPES[settings.dtype])
     metrics.log(
-        "run", progress.step, **about, device=_device_name(mesh), parameters=parameter_count(shape, shape.vocab),
-        flops_per_token=per_token, peak_flops=peak, started=datetime.datetime.now().isoformat(timespec="seconds"),
+        "run", progress.step, **about, device=_device_name(mesh), parameters=parameters, flops_per_token=per_token,
+        peak_flops=peak, started=datetime.datetime.now().isoformat(timespec="seconds"),
     )  # fmt: skip
-    millions = parameter_count(shape, shape.vocab) / 1e6
-    title = f"{recipe.name}: {millions:.1f}M parameters on {mesh.layout}, {_device_name(mesh)}"
-    tracing = (
-        run / "trace" / f"rank-{dist.get_rank() if dist.is_initialized() else 0}.json" if recipe.observe.trace else None
-    )
+    title = f"{recipe.name}: {parameters / 1e6:.1f}M parameters on {mesh.layout}, {_device_name(mesh)}"
+    tracing = run / f"trace/rank-{os.environ.get('RANK', 0)}.json" if recipe.observe.trace else None
     saved: Path | None = None
     validations: list[float] = []
 
@@ -185,9 +175,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             waited = time.perf_counter() - begun
             if batches is None:
                 return None
-            stop = signals.received > 0
-            result = train_step(model, parts, batches, optimizer, mesh, lr=lr, clip=recipe.optimizer.clip, stop=stop)
-            return result, waited
+            clip, stop = recipe.optimizer.clip, signals.received > 0
+            return train_step(model, parts, batches, optimizer, mesh, lr=lr, clip=clip, stop=stop), waited
 
         for text in notes:
             event(text)
@@ -214,21 +203,13 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             progress.updates += not result.skipped
             stopped = result.stop
             rate = result.tokens / seconds
-            seen = {
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "lr": lr,
-                "tokens_per_s": rate,
-                "mfu": rate * per_token / peak,
-                "memory_gib": memory_gib(mesh.device),
-            }
+            seen = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "memory_gib": memory_gib(mesh.device)}
             if result.skipped:
                 event(f"step {progress.step}: loss or gradient norm is not finite; the update was skipped on all ranks")
             if split is not None:  # a profiled step's own speed means nothing
                 metrics.log("split", progress.step, **{k: v for k, v in asdict(split).items() if k != "total"})
-                seen = {k: seen[k] for k in ("loss", "grad_norm", "lr", "memory_gib")}
             else:
-                seen |= {"step_s": seconds, "data_s": waited}
+                seen |= {"tokens_per_s": rate, "mfu": rate * per_token / peak, "step_s": seconds, "data_s": waited}
             if progress.step % recipe.observe.every == 0:
                 metrics.log("train", progress.step, **seen, tokens=progress.tokens, skipped=int(result.skipped))
             display.update(progress.step, **seen)
@@ -244,9 +225,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         if saved is None or saved.name != f"step-{progress.step:06d}":
             saved = checkpoint()
     metrics.close()
-    code = (signals.received or signal.SIGTERM) if stopped else 0
-    first, last = (validations[0], validations[-1]) if validations else (None, None)
-    return Outcome(run, saved, progress, first, last, code)
+    return Outcome(run, saved, progress, validations, (signals.received or signal.SIGTERM) if stopped else 0)
 
 
 def _peak(mesh: Mesh, dtype: torch.dtype) -> float:

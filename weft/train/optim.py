@@ -1,7 +1,5 @@
 """AdamW over each rank's own part of the parameters, and the learning rate of a step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -20,10 +18,7 @@ def build_optimizer(parts: Sequence[LocalPart], settings: Optimizer) -> torch.op
     storage = {p.name: nn.Parameter(p.local) for p in parts}
     matrices = [storage[p.name] for p in parts if len(p.logical.dims) > 1]
     vectors = [storage[p.name] for p in parts if len(p.logical.dims) == 1]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
     )

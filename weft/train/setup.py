@@ -1,7 +1,5 @@
 """What must be known, and can be refused, before a rank starts or a folder is made."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Gradients are reduced in two places only, both before clipping: FSDP2 sums over 
 (:mod:`weft.parallel.data`), and :func:`reduce_over_tp` sums what every ``tp`` rank computed a share of.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple

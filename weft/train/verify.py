@@ -1,11 +1,9 @@
 """Proof that a layout computes what one device computes: by numbers, and by types without any device."""
 
-from __future__ import annotations
-
 import dataclasses
 import linecache
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from weft.layout.mesh import Mesh
 from weft.models.transformer import Block, Transformer
 from weft.parallel.build import LocalPart, check_fits, local_parts, parallelize
 from weft.parallel.context import context_attention
-from weft.recipe import ModelShape, Recipe, Train
+from weft.recipe import ModelShape, Train
 from weft.train.optim import build_optimizer
 from weft.train.setup import Job
 from weft.train.step import gradients, train_step
@@ -33,8 +31,6 @@ from weft.train.step import gradients, train_step
 #: Largest relative difference that rounding explains.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 
-#: Batches of one step for this rank, by step number.
-Steps = Callable[[int], Sequence[Batch]]
 Piece = tuple[str, Box, torch.Tensor]
 
 
@@ -61,45 +57,32 @@ class Trace:
     params: list[Piece]  # at the end
 
 
-def run(shape: ModelShape, recipe: Recipe, mesh: Mesh, data: Steps, steps: int) -> Trace:
-    """Train ``steps`` steps from the seeded initial values and keep what there is to compare."""
-    model = parallelize(shape, mesh, recipe.train)
+def run_layout(job: Job, mesh: Mesh, steps: int) -> Trace:
+    """Train ``steps`` steps from the seeded initial values and the first sample; keep what there is to compare."""
+    model = parallelize(job.shape, mesh, job.recipe.train)
     parts = local_parts(model, mesh)
-    optimizer = build_optimizer(parts, recipe.optimizer)
+    settings, loader = job.recipe.optimizer, job.loader(job.corpus.train, mesh)
+    optimizer = build_optimizer(parts, settings)
     trace = Trace([], [], [], [])
 
     def keep(grads: dict[str, torch.Tensor]) -> None:
         trace.grads.append([(p.name, p.box, grads[p.name].clone().cpu()) for p in parts])
 
     for step in range(steps):
-        result = train_step(
-            model, parts, data(step), optimizer, mesh, lr=recipe.optimizer.lr, clip=recipe.optimizer.clip, inspect=keep
-        )
+        batches = loader.step(step * job.recipe.train.batch)
+        if batches is None:
+            raise WeftError(f"the data ends after {step} steps; use fewer --steps or a smaller train.batch")
+        result = train_step(model, parts, batches, optimizer, mesh, lr=settings.lr, clip=settings.clip, inspect=keep)
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
     trace.params.extend((p.name, p.box, p.local.clone().cpu()) for p in parts)
     return trace
 
 
-def run_layout(job: Job, mesh: Mesh, steps: int) -> Trace:
-    """:func:`run` on a job's own data, from its first sample on."""
-    loader = job.loader(job.corpus.train, mesh)
-    batch = job.recipe.train.batch
-
-    def data(step: int) -> Sequence[Batch]:
-        found = loader.step(step * batch)
-        if found is None:
-            raise WeftError(f"the data ends after {step} steps; use fewer --steps or a smaller train.batch")
-        return found
-
-    return run(job.shape, job.recipe, mesh, data, steps)
-
-
 def compare(mine: Trace, reference: Trace | None, dtype: str, mesh: Mesh) -> Difference | None:
     """Compare every rank's trace with the reference that rank 0 holds. Collective; the answer is on rank 0."""
-    traces: list[Trace] = [mine]
+    traces = [mine] * mesh.layout.world
     if mesh.layout.world > 1:
-        traces = [mine] * mesh.layout.world
         dist.gather_object(mine, traces if mesh.is_main else None)
     if reference is None:
         return None
@@ -111,8 +94,7 @@ def compare(mine: Trace, reference: Trace | None, dtype: str, mesh: Mesh) -> Dif
     norm = max(relative(a, b) for t in traces for a, b in zip(t.norms, reference.norms, strict=True))
     grad = max(_worst([t.grads[i] for t in traces], whole) for i, whole in enumerate(reference.grads))
     param = _worst([t.params for t in traces], reference.params)
-    limit = TOLERANCE[dtype]
-    ok = max(loss, norm, grad[0], param[0]) <= limit
+    ok = max(loss, norm, grad[0], param[0]) <= TOLERANCE[dtype]
     return Difference(ok, loss, grad[0], norm, param[0], grad[1], param[1])
 
 
@@ -128,8 +110,7 @@ def _worst(ranks: list[list[Piece]], reference: list[Piece]) -> tuple[float, str
                     diff = (values - whole[tuple(slice(lo, hi) for lo, hi in box)]).double().square().sum().item()
                     square[box] = max(square.get(box, 0.0), diff)
                     covered[box] = values.numel()
-        size = whole.double().norm().item()
-        value = sum(square.values()) ** 0.5 / max(size, 1e-300)
+        value = sum(square.values()) ** 0.5 / max(whole.double().norm().item(), 1e-300)
         if sum(covered.values()) != whole.numel() or value != value:
             value = float("inf")
         worst = max(worst, (value, name))
@@ -243,7 +224,5 @@ def _locate(error: BaseException) -> TypeFault:
     """The innermost frame that is neither the type checker's, PyTorch's nor a boundary's (whose caller is meant)."""
     libraries = (str(Path(spmd.__file__).parent), str(Path(torch.__file__).parent), boundary.__file__)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
-    frame = frames[-1]
-    code = linecache.getline(frame.filename, frame.lineno or 0).strip()
-    message = str(error).strip().splitlines()[0]
-    return TypeFault(frame.filename, frame.lineno or 0, code, message)
+    file, line = frames[-1].filename, frames[-1].lineno or 0
+    return TypeFault(file, line, linecache.getline(file, line).strip(), str(error).strip().splitlines()[0])
