@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from weft.models.fused import project, rms_norm, rotate, times
+from weft.models.fused import project, rms_norm, times
+from weft.models.rope import rotate
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:

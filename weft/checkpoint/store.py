@@ -1,16 +1,16 @@
 """The small interface through which a run saves and loads. DCP is behind it; a commit is one rename.
 
 A checkpoint is a folder ``step-000200`` with DCP's files and ``weft.json``: step, data position, recipe, layout, and
-size and CRC-32 of every other file. It is written under another name and renamed when everything is on disk, so a
+size and BLAKE2b of every other file. It is written under another name and renamed when everything is on disk, so a
 folder of that name is whole unless its disk failed, which loading detects.
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,15 @@ def save(root: Path, step: int, tensors: Boxes, meta: Meta, keep: int, extras: C
             problem = f"cannot create {draft}: {error.strerror}"
     _agree(problem)
     try:
-        _quietly(lambda: dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(draft, single_file_per_rank=True)))
+        with warnings.catch_warnings(action="ignore"):
+            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(draft, single_file_per_rank=True))
     except (OSError, dcp.CheckpointException, RuntimeError) as error:
         problem = f"checkpoint at step {step} could not be written to {root}: {_cause(error)}"
     _agree(problem)
     if main:
         try:
             extras(draft)
-            files = {f.name: [f.stat().st_size, _crc(f)] for f in sorted(draft.iterdir()) if f.is_file()}
+            files = {f.name: [f.stat().st_size, _digest(f)] for f in sorted(draft.iterdir()) if f.is_file()}
             (draft / META).write_text(json.dumps({"format": FORMAT, "step": step, **meta, "files": files}, indent=1))
             for file in draft.iterdir():
                 _sync(file)
@@ -82,11 +83,11 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
         meta = json.loads((checkpoint / META).read_text())
         if meta["format"] != FORMAT:
             raise WeftError(f"{checkpoint} has checkpoint format {meta['format']}; this Weft reads format {FORMAT}")
-        for name, (size, crc) in meta["files"].items():
+        for name, (size, digest) in meta["files"].items():
             file = checkpoint / name
             if not file.is_file():
                 raise WeftError(f"checkpoint {checkpoint} is damaged: {name} is missing")
-            if file.stat().st_size != size or _crc(file) != crc:
+            if file.stat().st_size != size or _digest(file) != digest:
                 raise WeftError(f"checkpoint {checkpoint} is damaged: {name} is not what was saved")
     except FileNotFoundError:
         raise WeftError(f"{checkpoint} is not a checkpoint: it has no {META}") from None
@@ -122,7 +123,8 @@ def load(checkpoint: Path, tensors: Mapping[str, BoxTensor]) -> None:
             found = f"{name} is {list(size or ())}, the model needs {list(box.logical_shape)}"
             raise WeftError(f"checkpoint {checkpoint}: {found}")
     try:
-        _quietly(lambda: dcp.load(dict(tensors), storage_reader=reader))
+        with warnings.catch_warnings(action="ignore"):
+            dcp.load(dict(tensors), storage_reader=reader)
     except (OSError, dcp.CheckpointException, RuntimeError) as error:
         raise WeftError(f"checkpoint {checkpoint} could not be read: {_cause(error)}") from None
 
@@ -133,15 +135,8 @@ def _agree(problem: str | None) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         problems = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
-    for text in problems:
-        if text:
-            raise WeftError(text)
-
-
-def _quietly(action: Callable[[], object]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        action()
+    for text in filter(None, problems):
+        raise WeftError(text)
 
 
 def _cause(error: BaseException) -> str:
@@ -151,12 +146,9 @@ def _cause(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _crc(file: Path) -> int:
-    value = 0
+def _digest(file: Path) -> str:
     with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
+        return hashlib.file_digest(stream, "blake2b").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -24,8 +24,6 @@ def main() -> None:
     except Exception as error:
         # typer's own errors (it carries a private click) know how to say what is wrong with a command line.
         say = getattr(error, "format_message", None)
-        if type(error).__name__ == "Abort":
-            sys.exit(130)
         if say is None:
             sys.exit(report_failure(error))
         text = say()

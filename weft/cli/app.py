@@ -22,8 +22,7 @@ LayoutText = Annotated[str | None, typer.Option("--layout", help=_layout)]
 _set = typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a recipe value; may be repeated.")
 Overrides = Annotated[list[str] | None, _set]
 RunFolder = Annotated[Path | None, typer.Option(help="Run folder; runs/NAME by default.")]
-_resume = typer.Option(metavar="auto|DIR", help="Continue a run or checkpoint, under any layout.")
-Resume = Annotated[str | None, _resume]
+Resume = Annotated[str | None, typer.Option(metavar="auto|DIR", help="Continue a run or checkpoint, under any layout.")]
 _types = typer.Option("--types", help="Type-check the step instead: no devices, any world size.")
 
 

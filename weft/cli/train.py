@@ -15,12 +15,12 @@ from weft.recipe import Recipe, load_recipe
 def run(path: Path, layout: str | None, overrides: list[str], out: Path | None, resume: str | None) -> int:
     recipe = load_recipe(path, overrides, layout)
     if not in_ranks():
-        from weft.train.setup import local_ranks, prepare
+        from weft.train.setup import prepare
 
         with Console(stderr=True).status("preparing the data"):
             prepare(recipe)
         if recipe.layout.world > 1:
-            return launch(sys.argv[1:], local_ranks(recipe), threads=recipe.train.threads)
+            return launch(sys.argv[1:], recipe.layout.world, threads=recipe.train.threads)
     return be_rank(recipe, out, resume)
 
 
@@ -48,14 +48,11 @@ def be_rank(recipe: Recipe, out: Path | None, resume: str | None) -> int:
             "set train.recompute = 'selective' or 'full', or raise layout.shard"
         ) from None
     main = mesh.is_main
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     if main:
-        report = write_report(outcome.run)
-        _conclude(recipe, outcome, report)
+        _conclude(recipe, outcome, write_report(outcome.run))
     # Of several ranks the launcher knows best what a signal means; each of them ended as it should.
-    alone = mesh.layout.world == 1
-    return 128 + outcome.interrupted if alone and outcome.interrupted else 0
+    return 128 + outcome.interrupted if mesh.layout.world == 1 and outcome.interrupted else 0
 
 
 def join(device: str, timeout: int) -> None:

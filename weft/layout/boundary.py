@@ -21,11 +21,6 @@ Kind = spmd.PerMeshAxisLocalSpmdType
 # spmd_types calls two functional collectives by the names they had before PyTorch 2.13.
 warnings.filterwarnings("ignore", r".*is deprecated", FutureWarning, module="spmd_types")
 
-__all__ = [
-    *("I", "P", "R", "V", "declare", "gather_tokens", "gather_vocab", "own", "own_number", "scatter_tokens"),
-    *("share_of_sum", "sum_over_tp", "world_sum"),
-]
-
 
 def gather_tokens(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Leave a norm region: ``[batch, seq/tp, embed]`` varying to ``[batch, seq, embed]`` replicated on ``tp``."""

@@ -71,5 +71,5 @@ class Layout(BaseModel):
             ) from None
 
     def __str__(self) -> str:
-        axes = [f"{axis}={getattr(self, axis)}" for axis in reversed(AXES) if getattr(self, axis) > 1][::-1]
+        axes = [f"{axis}={self.size(axis)}" for axis in AXES if self.size(axis) > 1]
         return ",".join(axes) or "one device"

@@ -1,9 +1,8 @@
 """Causal attention over packed documents: local kernels, and the operator that autograd and recompute see.
 
 A *segment* is one rectangle of work: queries ``q0:q1`` against keys ``k0:k1`` of flattened token rows, causal (a
-document against itself) or full (a later part of a document against an earlier one). One device is given only causal
-segments; ring attention (:mod:`weft.parallel.context`) runs both kinds through the same kernels and merges by
-log-sum-exp.
+document against itself) or full (a later part of a document against an earlier one). Ring attention
+(:mod:`weft.parallel.context`) runs both kinds through the same kernels and merges by log-sum-exp.
 
 The kernels are aten's flash attention ops: private names, used because they are the only ones that return the
 log-sum-exp and accept a global one in backward. Traps they have on the CPU (rows without keys give lse = 0, empty

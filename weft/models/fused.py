@@ -1,4 +1,4 @@
-"""Projections, RMSNorm and rotation with gradients written by hand.
+"""Projections and RMSNorm with gradients written by hand.
 
 PyTorch composes these of smaller operations, each of which writes a temporary as large as its input, and several
 projections of one input each write a gradient that is then added to the others. Here results go where they are wanted.
@@ -82,39 +82,3 @@ class _RmsNorm(torch.autograd.Function):
         d_scale = inverse.flatten() @ product
         pull = (product @ scale).view(inverse.shape).mul_(inverse.pow(3)).div_(-x.shape[-1])
         return (grad * scale).mul_(inverse).addcmul_(x, pull), d_scale, None
-
-
-def rotate(x: T, cos: T, sin: T) -> T:
-    """Rotate the pairs ``(x[i], x[i + head_dim / 2])`` of ``[batch, seq, heads, head_dim]``.
-
-    ``cos, sin``: ``[batch, seq, 1, head_dim / 2]`` in at least float32, and without a gradient.
-    """
-    if not by_hand(x):
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-    return _Rotate.apply(x, cos, sin)
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def spmd_typecheck(*, x, cos, sin):  # type: ignore[no-untyped-def]
-        return rules.einsum("bshd,bsod,bsod->bshd", x, cos, sin)
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
-
-
-def _turn(x: T, cos: T, sin: T) -> T:
-    a, b = x.chunk(2, dim=-1)
-    out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    left, right = out.chunk(2, dim=-1)
-    torch.mul(a, cos, out=left).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=right).addcmul_(a, sin)
-    return out.to(x.dtype)

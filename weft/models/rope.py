@@ -26,3 +26,9 @@ def angles(positions: torch.Tensor, freq: torch.Tensor, dtype: torch.dtype) -> t
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     theta = positions[..., None, None].to(wide) * freq.to(wide)
     return theta.cos(), theta.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs ``(x[i], x[i + head_dim / 2])`` of ``[batch, seq, heads, head_dim]``."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

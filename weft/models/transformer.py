@@ -19,9 +19,9 @@ from weft.layout.boundary import gather_tokens, gather_vocab, own, scatter_token
 from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
 from weft.models.attention import attention
-from weft.models.fused import project, rms_norm, rotate
+from weft.models.fused import project, rms_norm
 from weft.models.loss import linear_cross_entropy
-from weft.models.rope import angles, frequencies
+from weft.models.rope import angles, frequencies, rotate
 from weft.recipe import ModelShape
 
 T = torch.Tensor

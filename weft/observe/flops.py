@@ -32,15 +32,9 @@ def parameter_count(shape: ModelShape, vocab: int) -> int:
 
 
 def flops_per_token(shape: ModelShape, vocab: int, seq_len: int) -> float:
-    """Model flops of forward and backward per token: three times those of the forward's matrix products.
+    """Model flops of forward and backward per token (Chowdhery et al. 2022): three times the forward's products.
 
-    Forward, per token, with ``s`` the sequence length::
-
-        layers * (2 * weights + 4 * heads * head_dim * s / 2) + 2 * embed * vocab
-
-    where ``weights`` are those of :func:`layer_matmuls`, and attention's two products (QK^T, AV) count half, since a
-    causal token sees s/2 others on average. Recomputation does not count: these are *model*, not hardware flops
-    (Chowdhery et al. 2022, appendix B). For packed documents, which attend over less, it is an upper bound.
+    Attention's products count half (a causal token sees ``seq_len / 2`` others); recomputation does not count.
     """
     attention = 4 * shape.heads * (shape.head_dim or 0) * seq_len / 2
     forward = shape.layers * (2 * layer_matmuls(shape) + attention) + 2 * shape.embed * vocab

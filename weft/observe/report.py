@@ -93,7 +93,7 @@ def run_facts(records: dict[str, list[Record]], head: Record) -> dict[str, str]:
         "Device": head.get("device"),
         "Parameters": (n := head.get("parameters")) and f"{compact(n)} ({n:,})",
         "Model flops per token": (n := head.get("flops_per_token")) and compact(n),
-        "Peak of one device": (n := head.get("peak_flops")) and f"{compact(n)}FLOP/s",
+        "Peak of all devices": (n := head.get("peak_flops")) and f"{compact(n)}FLOP/s",
         "Steps": train and f"{train[-1]['step']:,}" + (f" of {planned:,}" if planned else ""),
         "Tokens seen": train and (n := train[-1].get("tokens")) and f"{compact(n)} ({n:,})",
         "Skipped steps": skipped and f"{skipped} (loss or gradient not finite)",

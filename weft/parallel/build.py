@@ -78,12 +78,10 @@ def local_parts(model: Transformer, mesh: Mesh) -> list[LocalPart]:
     parts = []
     for name, parameter in model.named_parameters():
         logical = described[name]
-        if isinstance(parameter, DTensor):
-            local: torch.Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
-            rows = ceil_part(logical.local_shape[0], state_size, state_rank)
-            parts.append(LocalPart(name, logical, parameter, local, logical.rows(*rows)))
-        else:
-            parts.append(LocalPart(name, logical, parameter, parameter.detach(), logical.box))
+        local, box = parameter.detach(), logical.box
+        if isinstance(local, DTensor):
+            local, box = local.to_local(), logical.rows(*ceil_part(logical.local_shape[0], state_size, state_rank))
+        parts.append(LocalPart(name, logical, parameter, local, box))
     return parts
 
 

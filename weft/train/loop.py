@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
@@ -28,8 +29,6 @@ from weft.parallel.build import local_parts, parallelize
 from weft.train.optim import build_optimizer, learning_rate
 from weft.train.setup import Job
 from weft.train.step import StepResult, evaluate, train_step
-
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -66,16 +65,16 @@ class _Signals:
 
 def choose_run(name: str, out: Path | None, resume: str | None, main: bool) -> tuple[Path, Path | None]:
     """The run folder, and the checkpoint path to resume from if any. The same on all ranks: rank 0 decides."""
-    chosen: list[tuple[Path, Path | None] | str | None] = [None]
+    chosen: list[tuple[Path, Path | None] | WeftError | None] = [None]
     if main:
         try:
             chosen[0] = _choose(name, out, resume)
         except WeftError as error:
-            chosen[0] = f"{error.exit_code}{error}"
+            chosen[0] = error
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(chosen, src=0)
-    if isinstance(chosen[0], str):
-        raise (UsageError if chosen[0][0] == "2" else WeftError)(chosen[0][1:])
+    if isinstance(chosen[0], WeftError):
+        raise chosen[0]
     assert chosen[0] is not None
     return chosen[0]
 
@@ -135,7 +134,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
     metrics = Metrics(run if mesh.is_main else None, recipe.observe.tensorboard)
     parameters = parameter_count(shape, shape.vocab)
     per_token = flops_per_token(shape, shape.vocab, recipe.data.seq_len)
-    peak = _peak(mesh, DTYPES[settings.dtype])
+    peak = _peak(mesh, getattr(torch, settings.dtype))
     metrics.log(
         "run", progress.step, **about, device=_device_name(mesh), parameters=parameters, flops_per_token=per_token,
         peak_flops=peak, started=datetime.datetime.now().isoformat(timespec="seconds"),
@@ -161,12 +160,11 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             return path
 
         def validate() -> None:
-            if held_out is None or not recipe.validation.every:
-                return
-            steps = (held_out.step(i * settings.batch) for i in range(recipe.validation.batches))
-            validations.append(evaluate(model, (s for s in steps if s), mesh))
-            metrics.log("validation", progress.step, loss=validations[-1])
-            display.update(progress.step, validation=validations[-1])
+            if held_out is not None and recipe.validation.every:
+                steps = (held_out.step(i * settings.batch) for i in range(recipe.validation.batches))
+                validations.append(evaluate(model, (s for s in steps if s), mesh))
+                metrics.log("validation", progress.step, loss=validations[-1])
+                display.update(progress.step, validation=validations[-1])
 
         def one_step(lr: float) -> tuple[StepResult, float] | None:
             begun = time.perf_counter()
@@ -230,17 +228,13 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
 
 def _peak(mesh: Mesh, dtype: torch.dtype) -> float:
     """Peak flop/s of all ranks together; ranks that share a CPU's cores do not add up beyond them."""
-    one = peak_flops(mesh.device, dtype)
-    ranks = float(mesh.layout.world)
+    share = 1.0
     if mesh.device.type == "cpu":
         here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.layout.world))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        ranks *= min(1.0, cores / (here * torch.get_num_threads()))
-    return one * ranks
+        share = min(1.0, psutil.cpu_count() / (here * torch.get_num_threads()))
+    return peak_flops(mesh.device, dtype) * mesh.layout.world * share
 
 
 def _device_name(mesh: Mesh) -> str:
-    world, hosts = mesh.layout.world, int(os.environ.get("GROUP_WORLD_SIZE", 1))
     kind = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
-    ranks = f"{world} ranks" if world > 1 else "1 rank"
-    return f"{kind}, {ranks}" + (f" on {hosts} hosts" if hosts > 1 else "")
+    return f"{mesh.layout.world} x {kind}"

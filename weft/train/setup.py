@@ -68,11 +68,6 @@ def model_shape(recipe: Recipe) -> ModelShape:
     return shape_from_config(source).model_copy(update={"config": given.config, "weights": given.weights})
 
 
-def local_ranks(recipe: Recipe) -> int:
-    """Ranks that this machine will hold: what the launcher says, else all of them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world))
-
-
 def _check_memory(recipe: Recipe, shape: ModelShape) -> None:
     """Refuse what cannot even hold its own state: parameters, gradients and two moments, before any activation."""
     width = 8 if recipe.train.dtype == "float64" else 4
@@ -80,8 +75,8 @@ def _check_memory(recipe: Recipe, shape: ModelShape) -> None:
     need = 4 * width * parameters / recipe.layout.size("tp", "shard", "cp")
     if device_type(recipe) == "cuda":
         free, ranks = torch.cuda.get_device_properties(0).total_memory, 1
-    else:
-        free, ranks = psutil.virtual_memory().available, local_ranks(recipe)
+    else:  # this machine holds as many ranks as the launcher says, else all
+        free, ranks = psutil.virtual_memory().available, int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world))
     if need * ranks > free:
         raise WeftError(
             f"too little memory: {parameters / 1e9:.2f}B parameters need {need * ranks / 2**30:.1f} GiB for weights, "

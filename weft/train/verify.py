@@ -177,6 +177,7 @@ def fake_ranks(world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@dataclass(frozen=True)
 class _TypedPart(LocalPart):
     """A part whose gradient carries its type, and has been through FSDP2's contract."""
 
@@ -185,8 +186,7 @@ class _TypedPart(LocalPart):
     @property
     def grad(self) -> torch.Tensor | None:
         mesh, grad = self.mesh, self.parameter.grad
-        if grad is None:
-            return None
+        assert grad is not None
         declare(grad, mesh, dp=P, shard=P, cp=P, tp=P if self.logical.whole else V)
         for axis in DATA_AXES:
             if mesh.size(axis) > 1:
@@ -197,13 +197,9 @@ class _TypedPart(LocalPart):
 
 
 def _typed(untyped: Sequence[LocalPart], mesh: Mesh) -> list[LocalPart]:
-    parts: list[LocalPart] = []
     for p in untyped:
         declare(p.parameter, mesh, dp=R, shard=R, cp=R, tp=R if p.logical.whole else V)
-        typed = _TypedPart(p.name, p.logical, p.parameter, p.local, p.box)
-        object.__setattr__(typed, "mesh", mesh)
-        parts.append(typed)
-    return parts
+    return [_TypedPart(**vars(p), mesh=mesh) for p in untyped]
 
 
 def _meta_batch(mesh: Mesh) -> Batch:
