@@ -38,7 +38,7 @@ def recipe(corpus: str, **change: Any) -> Recipe:
             "cache": str(Path(corpus).parent / "cache"),
         },
         "train": {"batch": 5, "dtype": "float64", "loss_chunk": 7, "steps": 6},
-        "optimizer": {"lr": 1e-3, "warmup": 2},
+        "optimizer": {"lr": 3e-4, "warmup": 2},
         "validation": {"every": 0},
         "observe": {"split_every": 0, "tensorboard": False},
     }

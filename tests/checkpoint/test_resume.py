@@ -84,7 +84,7 @@ def test_same_layout_is_bit_exact(pool: Any, corpus: str, whole_run: Path, tmp_p
     {}, {"tp": 4}, {"cp": 2}, {"dp": 2, "shard": 2, "zero": 1}, {"cp": 2, "tp": 2, "shard": 2, "context": "ulysses"},
     {"shard": 3}, {"tp": 3},
 ], ids=lambda v: str(Layout(**v)).replace(" ", "_"))  # fmt: skip
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 def test_other_layout_same_tokens_and_losses(
     pool: Any, corpus: str, whole_run: Path, tmp_path: Path, layout: dict[str, Any], dtype: str
 ) -> None:

@@ -111,6 +111,7 @@ def test_mistakes_cost_one_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_train_report_generate_resume(tiny: str, tmp_path: Path) -> None:
     done = weft("train", tiny, "--layout", "shard=2", "--out", "run")
     assert done.returncode == 0, done.stderr
@@ -134,6 +135,7 @@ def test_train_report_generate_resume(tiny: str, tmp_path: Path) -> None:
     assert again.stdout == text.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["", "shard=2"])
 def test_ctrl_c_saves_and_resume_goes_on(tiny: str, tmp_path: Path, layout: str) -> None:
     run = ["train", tiny, "--layout", layout, "--out", "run", "--set", "validation.every=0"]
@@ -156,6 +158,7 @@ def test_ctrl_c_saves_and_resume_goes_on(tiny: str, tmp_path: Path, layout: str)
     assert max(r["step"] for r in read_metrics(tmp_path / "run")["train"]) == step + 2
 
 
+@pytest.mark.slow
 def test_failure_in_a_rank_leaves_no_run_folder(tiny: str, tmp_path: Path) -> None:
     failed = weft("train", tiny, "--layout", "shard=2", "--out", "run", "--resume", str(tmp_path))
     assert failed.returncode == 1
@@ -163,6 +166,7 @@ def test_failure_in_a_rank_leaves_no_run_folder(tiny: str, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_data_that_ends_stops_all_ranks(tiny: str, tmp_path: Path) -> None:
     done = weft(
         "train", tiny, "--layout", "shard=2", "--out", "run", "--set", "data.epochs=1", "--set", "train.steps=1000"
@@ -171,6 +175,7 @@ def test_data_that_ends_stops_all_ranks(tiny: str, tmp_path: Path) -> None:
     assert "the data ended after" in done.stdout
 
 
+@pytest.mark.slow
 def test_verify_prints_and_exits(tiny: str) -> None:
     done = weft("verify", tiny, "--layout", "tp=2", "--steps", "2", "--json")
     assert done.returncode == 0, done.stderr
