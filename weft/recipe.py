@@ -180,7 +180,8 @@ class Recipe(Section):
         """``(rows, passes)``: sequences per rank and pass, and gradient-accumulation passes per step."""
         ranks = layout.size("dp", "shard")
         per_rank = -(-self.train.batch // ranks)
-        rows = min(self.train.micro_batch or per_rank, per_rank)
+        # A pipeline wants microbatches, about twice as many as it has ranks.
+        rows = min(self.train.micro_batch or max(1, per_rank // (2 * layout.pp if layout.pp > 1 else 1)), per_rank)
         return rows, -(-per_rank // rows)
 
 

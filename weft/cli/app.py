@@ -23,6 +23,7 @@ _set = typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a recip
 Overrides = Annotated[list[str] | None, _set]
 RunFolder = Annotated[Path | None, typer.Option(help="Run folder; runs/NAME by default.")]
 Resume = Annotated[str | None, typer.Option(metavar="auto|DIR", help="Continue a run or checkpoint, under any layout.")]
+_ms = "{} of a microbatch on a rank, all its stages."
 _types = typer.Option("--types", help="Type-check the step instead: no devices, any world size.")
 
 
@@ -107,6 +108,33 @@ def export(
 
     typer.echo(export_model(checkpoint, out))
     return 0
+
+
+@app.command()
+def schedule(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="e.g. 1f1b; without it, all are listed.")] = None,
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline ranks, P.")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per step, M.")] = 8,
+    virtual: Annotated[int | None, typer.Option(min=1, help="Stages per rank (looped schedules: 2).")] = None,
+    forward: Annotated[float, typer.Option(min=0, metavar="MS", help=_ms.format("Forward"))] = 1.0,
+    backward_input: Annotated[float, typer.Option(min=0, metavar="MS", help=_ms.format("Input gradient"))] = 1.0,
+    backward_weight: Annotated[float, typer.Option(min=0, metavar="MS", help=_ms.format("Weight gradient"))] = 1.0,
+    comm: Annotated[float, typer.Option(min=0, metavar="MS", help="A move between two ranks.")] = 0.0,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as a page to explore.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> int:
+    """Simulate and draw a pipeline schedule: makespan, bubble, peak activations. Needs no devices.
+
+    Makespan: the longest time from a rank's first action to its last, what a step takes in a run of many.
+    Activations are counted in microbatches: 1 is what all stages of a rank save of one microbatch.
+    """
+    from weft.cli.schedule import run
+    from weft.schedule.build import Times
+
+    times = Times(forward, backward_input, backward_weight, comm)
+    return run(name, stages, microbatches, virtual, times, {"svg": svg, "html": html, "trace": trace}, as_json)
 
 
 @app.command()

@@ -30,7 +30,10 @@ DATA_AXES = ("dp", "shard", "cp")
 class Layout(BaseModel):
     """Ranks per mesh axis.
 
-    ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``; ``context``: how attention crosses ``cp``.
+    ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``; ``context``: how attention crosses ``cp``. Of ``pp``:
+    ``schedule`` (see ``weft schedule``), ``virtual`` stages per rank where the schedule leaves that open,
+    ``vocab_barriers`` (1 or 2: embedding and output layer are cut over all pipeline ranks, with so many barriers between
+    the passes; 0: they are on the first and last stage) and ``skip``, the share of stages that a microbatch leaves out.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,6 +46,10 @@ class Layout(BaseModel):
     ep: int = Field(1, ge=1)
     zero: Literal[1, 2, 3] = 3
     context: Literal["ring", "ulysses"] = "ring"
+    schedule: str = "1f1b"
+    virtual: int | None = Field(None, ge=1)
+    vocab_barriers: Literal[0, 1, 2] = 0
+    skip: float = Field(0.0, ge=0, lt=1)
 
     def size(self, *axes: str) -> int:
         return prod(getattr(self, axis) for axis in axes)
@@ -61,7 +68,7 @@ class Layout(BaseModel):
                 raise UsageError(f"layout {text!r}: unknown axis {name!r}; {nearest(name, cls.model_fields)}")
             if not equals:
                 raise UsageError(f"layout {text!r}: {item!r} is not of the form axis=number")
-            values[name] = int(value) if value.lstrip("-").isdigit() else value
+            values[name] = int(value) if value.lstrip("-").isdigit() else value  # pydantic reads the fractions
         try:
             return cls.model_validate(values)
         except ValidationError as error:

@@ -12,8 +12,8 @@ from weft.errors import UsageError
 from weft.layout.dims import Dim, Logical, part
 from weft.layout.layout import AXES, CUTS, Layout
 
-#: Axes that exist as process groups today; ``pp`` and ``ep`` are planned and must be 1.
-LIVE_AXES = ("dp", "shard", "cp", "tp")
+#: Axes that exist as process groups today; ``ep`` is planned and must be 1.
+LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Mesh:
         ranks = torch.arange(layout.world)
         device_mesh = DeviceMesh(device.type, ranks.view(shape), mesh_dim_names=LIVE_AXES)
         # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
-        places = ranks.view(layout.dp, layout.shard * layout.cp, layout.tp)
-        data_mesh = DeviceMesh(device.type, places, mesh_dim_names=("replica", "state", "tp"))
+        places = ranks.view(layout.pp, layout.dp, layout.shard * layout.cp, layout.tp)
+        data_mesh = DeviceMesh(device.type, places, mesh_dim_names=("pp", "replica", "state", "tp"))
         own = {axis: device_mesh.get_local_rank(axis) for axis in LIVE_AXES}
         groups = {axis: device_mesh.get_group(axis) for axis in LIVE_AXES}
         return cls(layout, device, device_mesh, data_mesh, own, groups)
@@ -89,14 +89,24 @@ class Mesh:
     def place(self, *dims: Dim, std: float | None, whole: bool = False) -> Logical:
         """The logical parameter with these dimensions, and the part of it at this place on ``tp``.
 
-        ``whole=True`` keeps it whole although its dimensions could be cut (key/value heads fewer than ``tp``).
+        ``whole=True`` keeps it whole although its dimensions could be cut (key/value heads fewer than ``tp``). With
+        vocabulary passes the vocabulary is cut over ``pp`` too.
         """
         cut = [bool(CUTS.get(dim.name)) and not whole and self.size("tp") > 1 for dim in dims]
+        if self.layout.vocab_barriers and self.size("pp") > 1:
+            cut = [c or dim.name == "vocab" for c, dim in zip(cut, dims, strict=True)]
         box = tuple(
-            tuple(i * dim.unit for i in part(dim.count, self.size("tp"), self.rank("tp"))) if c else (0, dim.size)
+            tuple(i * dim.unit for i in part(dim.count, *self._cut_of(dim))) if c else (0, dim.size)
             for dim, c in zip(dims, cut, strict=True)
         )
         return Logical(dims, std, box, whole=not any(cut))  # type: ignore[arg-type]
+
+    def _cut_of(self, dim: Dim) -> tuple[int, int]:
+        """Into how many parts ``dim`` is cut and which of them is here."""
+        tp, rank = self.size("tp"), self.rank("tp")
+        if dim.name == "vocab" and self.layout.vocab_barriers:
+            return self.size("pp") * tp, self.rank("pp") * tp + rank
+        return tp, rank
 
 
 def check_live(layout: Layout) -> None:

@@ -4,6 +4,11 @@ PyTorch composes these of smaller operations, each of which writes a temporary a
 projections of one input each write a gradient that is then added to the others. Here results go where they are wanted.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from spmd_types import rules
@@ -13,6 +18,29 @@ from spmd_types import rules
 ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 T = torch.Tensor
+
+#: Weight gradients that backward left for later, as calls that add them to ``.grad``.
+Tape = list[Callable[[], object]]
+
+_tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
+
+
+@contextmanager
+def deferred(tape: Tape | None) -> Iterator[None]:
+    """Split backward (Qi et al. 2023): projections run in here put their weights' gradients on ``tape`` in backward.
+
+    The input's gradient is then there earlier, and the calls on the tape may run at any later time. With None, or
+    under ``torch.compile``, backward is whole.
+    """
+    token = _tape.set(tape)
+    try:
+        yield
+    finally:
+        _tape.reset(token)
+
+
+def current_tape() -> Tape | None:
+    return _tape.get()
 
 
 def by_hand(x: T) -> bool:
@@ -30,19 +58,22 @@ def times(x: T, weight: T, plus: T | None = None) -> T:
 
 def project(x: T, *weights: T) -> tuple[T, ...]:
     """``x @ weight.T`` for every weight: ``[batch, seq, in]`` and ``[out, in]`` each to ``[batch, seq, out]`` each."""
-    if not by_hand(x):
+    tape = _tape.get()
+    if torch.compiler.is_compiling() or (tape is None and not by_hand(x)):
         return tuple(F.linear(x, w) for w in weights)
-    return _Project.apply(x, *weights)
+    later = None if tape is None else (tape, weights)
+    return _Project.apply(x, later, *weights)
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def spmd_typecheck(*, x, weights):  # type: ignore[no-untyped-def]
+    def spmd_typecheck(*, x, later, weights):  # type: ignore[no-untyped-def]
         return tuple(rules.einsum("bsi,oi->bso", x, w) for w in weights)
 
     @staticmethod
-    def forward(ctx, x, *weights):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, later, *weights):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, *weights)
+        ctx.later = later  # the parameters themselves: what is saved for recompute is a copy without their .grad
         return tuple(times(x.flatten(0, 1), w).unflatten(0, x.shape[:2]) for w in weights)
 
     @staticmethod
@@ -52,7 +83,22 @@ class _Project(torch.autograd.Function):
         d_x = times(flat[0], weights[0].t())
         for g, w in zip(flat[1:], weights[1:], strict=True):
             d_x = times(g, w.t(), plus=d_x)
-        return d_x.view(x.shape), *(g.t() @ x.flatten(0, 1) for g in flat)
+        products = [(g, x.flatten(0, 1)) for g in flat]
+        if ctx.later is None:
+            return d_x.view(x.shape), None, *(g.t() @ x for g, x in products)
+        tape, parameters = ctx.later
+        # A weight that was computed from a parameter passes its gradient on, and that is the parameter's.
+        now = [None if p.is_leaf else g.t() @ x for p, (g, x) in zip(parameters, products, strict=True)]
+        tape += [partial(add_product, p, *pair) for p, pair in zip(parameters, products, strict=True) if p.is_leaf]
+        return d_x.view(x.shape), None, *now
+
+
+def add_product(weight: T, grad: T, x: T) -> None:
+    """``weight.grad += grad.T @ x``."""
+    if weight.grad is None:
+        weight.grad = grad.t() @ x
+    else:
+        weight.grad.addmm_(grad.t(), x)
 
 
 def rms_norm(x: T, scale: T, eps: float) -> T:

@@ -47,7 +47,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             index = torch.where(here, y[:, None] - first, 0)
             target = torch.where(here, logits.gather(1, index), 0)
             p = logits.sub_(top).exp_()
-            lse, target = _merge(top + p.sum(-1, keepdim=True).log(), target, group)
+            lse, target = merge(top + p.sum(-1, keepdim=True).log(), target, group)
             valid = (y != IGNORE)[:, None]
             total += torch.where(valid, lse - target, 0).sum()
             if with_grad:
@@ -69,7 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None
 
 
-def _merge(lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+def merge(lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """Global log-sum-exp and target logit from those of each vocabulary share, each ``[chunk, 1]``."""
     if group is None:
         return [lse, target]

@@ -5,7 +5,8 @@ holds. Data changes hands only at ``gather_tokens`` / ``scatter_tokens`` (into a
 ``attend``; on one device these are identities. Shapes below are those of one rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from weft.layout.boundary import gather_tokens, gather_vocab, own, scatter_token
 from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
 from weft.models.attention import attention
-from weft.models.fused import project, rms_norm
+from weft.models.fused import Tape, current_tape, deferred, project, rms_norm
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import angles, frequencies, rotate
 from weft.recipe import ModelShape
@@ -65,10 +66,11 @@ class Embedding(Module):
         super().__init__(mesh)
         logical = self.weight("table", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
         self.first, self.last = logical.box[0]
+        self.vocab = shape.vocab
 
     def forward(self, tokens: T) -> T:
         """``[batch, seq]`` ids to ``[batch, seq/tp, embed]``: ranks look up the ids they own, the sum is scattered."""
-        if self.mesh.size("tp") == 1:
+        if self.last - self.first == self.vocab:
             return F.embedding(tokens, self.table)
         mine = (tokens >= self.first) & (tokens < self.last)
         x = F.embedding(torch.where(mine, tokens - self.first, 0), self.table) * mine[..., None]
@@ -179,8 +181,13 @@ class Block(Module):
         """``[batch, seq/tp, embed]`` to the same."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._body(x, rope, cu_seqlens, cache)
+        tape = current_tape()
         kept: dict[str, Any] = {}
-        if self.recompute == "selective":
+        if tape is not None:
+            kept = {
+                "context_fn": partial(_recompute_with, tape, self.kept_ops if self.recompute == "selective" else [])
+            }
+        elif self.recompute == "selective":
             kept = {"context_fn": partial(create_selective_checkpoint_contexts, self.kept_ops)}
         return checkpoint(self._body, x, rope, cu_seqlens, use_reentrant=False, preserve_rng_state=False, **kept)
 
@@ -191,17 +198,43 @@ class Block(Module):
         return x + scatter_tokens(self.ffn(y), self.mesh)
 
 
-class Transformer(Module):
-    """``shape`` at this rank's place on ``mesh``. Parameters are on the meta device until they are filled."""
+def _recompute_with(tape: Tape, kept: list[torch._ops.OpOverload]) -> tuple[Any, Any]:
+    """What surrounds forward and recomputation, which may run in another thread, when backward is split."""
+    first, again = create_selective_checkpoint_contexts(kept) if kept else (nullcontext(), nullcontext())
 
-    def __init__(self, shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024) -> None:
+    @contextmanager
+    def recomputing() -> Iterator[None]:
+        with again, deferred(tape):
+            yield
+
+    return first, recomputing()
+
+
+class Transformer(Module):
+    """``shape`` at this rank's place on ``mesh``. Parameters are on the meta device until they are filled.
+
+    A pipeline rank makes the blocks ``layers`` only, and embedding, final norm or head only if ``ends`` names them.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        mesh: Mesh,
+        loss_chunk: int = 1024,
+        layers: Collection[int] | None = None,
+        ends: Collection[str] = ("embedding", "norm", "head"),
+    ) -> None:
         super().__init__(mesh)
         self.shape, self.loss_chunk = shape, loss_chunk
+        self.pipeline: Any = None  # what runs this rank's stages, if it has some only (weft.parallel.pipeline)
         self.freq = frequencies(shape)
-        self.embedding = Embedding(shape, mesh)
-        self.blocks = nn.ModuleList(Block(shape, mesh) for _ in range(shape.layers))
-        self.norm = Norm(Dim("embed", shape.embed), shape.norm_eps, mesh)
-        if not shape.tied:
+        if "embedding" in ends or (shape.tied and "head" in ends):
+            self.embedding = Embedding(shape, mesh)
+        held = range(shape.layers) if layers is None else sorted(layers)
+        self.blocks = nn.ModuleDict({str(i): Block(shape, mesh) for i in held})
+        if "norm" in ends:
+            self.norm = Norm(Dim("embed", shape.embed), shape.norm_eps, mesh)
+        if "head" in ends and not shape.tied:
             self.weight("head", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
 
     def forward(
@@ -213,17 +246,25 @@ class Transformer(Module):
         """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype)
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(self.blocks.values()):
             x = block(x, rope, cu_seqlens, caches[i] if caches is not None else None)
+        if labels is not None:
+            return self.loss(self.norm(x), labels)
         hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]
-        head = self.embedding.table if self.shape.tied else self.head
-        if labels is None:
-            tp = self.mesh.size("tp")
-            sizes = [hi - lo for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))]
-            return gather_vocab(F.linear(hidden, head), sizes, self.mesh)
-        return linear_cross_entropy(
-            hidden.flatten(0, 1), head, labels.flatten(), self.embedding.first, self.loss_chunk, self.mesh
-        )
+        tp = self.mesh.size("tp")
+        sizes = [hi - lo for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))]
+        return gather_vocab(F.linear(hidden, self.output), sizes, self.mesh)
+
+    @property
+    def output(self) -> T:
+        """The output layer's weight ``[vocab/tp, embed]``."""
+        return self.embedding.table if self.shape.tied else self.head
+
+    def loss(self, normed: T, labels: T) -> T:
+        """Sum of the tokens' losses, from the final norm's output ``[batch, seq/tp, embed]``."""
+        hidden = gather_tokens(normed, self.mesh).flatten(0, 1)  # [batch * seq, embed]
+        first = self.logical["head"].box[0][0] if not self.shape.tied else self.embedding.first
+        return linear_cross_entropy(hidden, self.output, labels.flatten(), first, self.loss_chunk, self.mesh)
 
     def logical_parameters(self) -> Iterator[tuple[str, Logical]]:
         """Every parameter's full name and description, in the order of :meth:`parameters`."""

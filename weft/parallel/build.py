@@ -15,6 +15,7 @@ from weft.models.init import initial_values
 from weft.models.transformer import Block, Transformer
 from weft.parallel.context import check_ulysses, context_attention
 from weft.parallel.data import shard_data_parallel
+from weft.parallel.pipeline import Pipeline, check_pipeline
 from weft.recipe import ModelShape, Train
 
 #: Gives the values of a part of a logical parameter.
@@ -23,13 +24,17 @@ Values = Callable[[str, Logical, Box], torch.Tensor]
 
 @dataclass(frozen=True)
 class LocalPart:
-    """One parameter as this rank stores it: ``local`` are the elements ``box`` of the logical tensor."""
+    """One parameter as this rank stores it: ``local`` are the elements ``box`` of the logical tensor.
+
+    ``counted``: this rank's copy is the one that counts where several ranks of the pipeline hold the parameter.
+    """
 
     name: str
     logical: Logical
     parameter: nn.Parameter
     local: torch.Tensor
     box: Box
+    counted: bool = True
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -45,17 +50,24 @@ def check_fits(shape: ModelShape, layout: Layout) -> None:
         if count < layout.tp:
             raise UsageError(f"tp={layout.tp} is more than the model's {count} {name}; use tp <= {count}")
     check_ulysses(layout, shape)
+    check_pipeline(shape, layout)
 
 
-def parallelize(shape: ModelShape, mesh: Mesh, train: Train, values: Values | None = None) -> Transformer:
-    """Build ``shape`` under ``mesh``: attention across ranks, recompute, compile, data parallelism, then values.
+def parallelize(
+    shape: ModelShape, mesh: Mesh, train: Train, values: Values | None = None, seq_len: int = 1024
+) -> Transformer:
+    """Build ``shape`` under ``mesh``: stages, attention across ranks, recompute, compile, data parallelism, values.
 
-    ``values`` default to the seeded initial values, which are the same under every layout.
+    ``values`` default to the seeded initial values, which are the same under every layout; ``seq_len`` weighs attention
+    where layers are dealt to stages.
     """
     check_fits(shape, mesh.layout)
-    model = Transformer(shape, mesh, train.loss_chunk)
+    pipeline = None
+    if mesh.size("pp") > 1:
+        pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)
+    model = pipeline.model if pipeline else Transformer(shape, mesh, train.loss_chunk)
     attend = context_attention(mesh, shape)
-    for block in model.blocks:
+    for block in model.blocks.values():
         assert isinstance(block, Block)
         block.attention.attend = attend
         block.recompute = train.recompute
@@ -63,15 +75,26 @@ def parallelize(shape: ModelShape, mesh: Mesh, train: Train, values: Values | No
         if train.compile:
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
-    shard_data_parallel(model, mesh, train.dtype)
+    if pipeline is None:
+        shard_data_parallel(model, mesh, train.dtype)
     model.to_empty(device=mesh.device)
     model.freq = model.freq.to(mesh.device)
+    if pipeline is not None:
+        pipeline.start(getattr(torch, train.dtype))
+        model.pipeline = pipeline
     fill(model, mesh, values or (lambda name, logical, box: initial_values(name, logical, box, train.seed)))
     return model
 
 
 def local_parts(model: Transformer, mesh: Mesh) -> list[LocalPart]:
     """Every parameter's local storage and where it lies in the logical tensor."""
+    if model.pipeline is not None:
+        rank, copies = mesh.rank("pp"), model.pipeline.copies
+        held = [h for unit in model.pipeline.units for h in unit.held]
+        return [
+            LocalPart(h.name, h.logical, h.shard, h.shard.detach(), h.logical.rows(*h.rows), copies[h.name][0] == rank)
+            for h in held
+        ]
     described = dict(model.logical_parameters())
     state_size = mesh.size("shard", "cp")
     state_rank = mesh.rank("shard") * mesh.size("cp") + mesh.rank("cp")

@@ -33,7 +33,7 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, dtype: Dtype) -> None:
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     keep = STAGES[mesh.layout.zero].keep_parameters
-    for block in model.blocks:
+    for block in model.blocks.values():
         fully_shard(block, mesh=data_mesh, reshard_after_forward=not keep, mp_policy=policy)
     # The root group (embedding, norm, head) is needed at both ends of a pass: it stays gathered in between.
     fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy)

@@ -113,7 +113,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         from weft.models.hf import hf_values
 
         values = hf_values(recipe.model.weights)
-    model = parallelize(shape, mesh, settings, values)
+    model = parallelize(shape, mesh, settings, values, recipe.data.seq_len)
     parts = local_parts(model, mesh)
     optimizer = build_optimizer(parts, recipe.optimizer)
     progress = Progress()

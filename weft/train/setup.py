@@ -72,7 +72,7 @@ def _check_memory(recipe: Recipe, shape: ModelShape) -> None:
     """Refuse what cannot even hold its own state: parameters, gradients and two moments, before any activation."""
     width = 8 if recipe.train.dtype == "float64" else 4
     parameters = parameter_count(shape, shape.vocab)
-    need = 4 * width * parameters / recipe.layout.size("tp", "shard", "cp")
+    need = 4 * width * parameters / recipe.layout.size("pp", "tp", "shard", "cp")
     if device_type(recipe) == "cuda":
         free, ranks = torch.cuda.get_device_properties(0).total_memory, 1
     else:  # this machine holds as many ranks as the launcher says, else all

@@ -37,7 +37,7 @@ def collect(parts: Sequence[LocalPart]) -> dict[str, torch.Tensor]:
 
 def count_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """Real tokens of the whole step, over all ranks: the one denominator of the loss. Scalar, float64."""
-    types = {"dp": V, "shard": V, "cp": V, "tp": R}
+    types = {"pp": R, "dp": V, "shard": V, "cp": V, "tp": R}
     mine = own_number(sum(b.real_tokens for b in batches), mesh, **types)
     return world_sum(share_of_sum(mine, mesh, **types), mesh)
 
@@ -51,6 +51,8 @@ def pass_loss(model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh)
 def accumulate(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward and backward of every pass. Returns this rank's share of the loss and the step's real tokens."""
     total = count_tokens(batches, mesh)
+    if model.pipeline is not None:
+        return model.pipeline.accumulate(batches, total.clamp(min=1)), total
     shares = []
     for i, batch in enumerate(batches):
         begin_pass(model, mesh, last=i == len(batches) - 1)
@@ -74,10 +76,12 @@ def reduce_over_tp(grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], m
 @torch.no_grad()
 def square_norm(grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], mesh: Mesh) -> torch.Tensor:
     """This rank's share of the squared global gradient norm. Every element of the model counts once in the world."""
-    data = {"dp": I, "shard": V, "cp": V}  # FSDP2 leaves each state rank its rows, the same on every replica
+    # FSDP2 leaves each state rank its rows, the same on every replica; stages hold different parameters.
+    data = {"pp": V, "dp": I, "shard": V, "cp": V}
     shares = []
     for whole, tp in ((True, I), (False, V)):
-        tensors = [grads[p.name] for p in parts if p.logical.whole is whole and grads[p.name].numel()]
+        mine = [p.name for p in parts if p.logical.whole is whole and p.counted]
+        tensors = [grads[name] for name in mine if grads[name].numel()]
         if tensors:
             norm = torch.nn.utils.get_total_norm([declare(g, mesh, **data, tp=tp) for g in tensors])
             shares.append(share_of_sum(norm.double().square(), mesh, **data, tp=tp))
@@ -95,12 +99,14 @@ def gradients(
     loss, total = accumulate(model, batches, mesh)
     with record_function("weft:optimizer"):
         grads = reduce_over_tp(collect(parts), parts, mesh)
-        everywhere = {"dp": V, "shard": V, "cp": V, "tp": V}
+        if model.pipeline is not None:
+            grads = model.pipeline.reduce_copies(grads)
+        everywhere = {"pp": V, "dp": V, "shard": V, "cp": V, "tp": V}
         shares = (
             share_of_sum(loss, mesh, tp=I),
             square_norm(grads, parts, mesh),
             share_of_sum(own_number(stop, mesh, **everywhere), mesh, **everywhere),
-            share_of_sum(total, mesh, dp=R, shard=R, cp=R, tp=R),
+            share_of_sum(total, mesh, pp=R, dp=R, shard=R, cp=R, tp=R),
         )
         return grads, world_sum(torch.stack(shares), mesh)
 
@@ -137,6 +143,8 @@ def train_step(
                 group["lr"] = lr
             optimizer.step()
         model.zero_grad()
+        for p in parts:
+            p.parameter.grad = None
         optimizer.zero_grad()
     return StepResult(loss, norm, round(tokens), skipped, stops > 0)
 
@@ -145,7 +153,12 @@ def train_step(
 def evaluate(model: Transformer, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
     """Mean loss per real token over some steps' batches, the same on all ranks."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    counted = mesh.rank("pp") == 0
     for batches in steps:
+        if model.pipeline is not None:
+            tokens = own_number(counted * sum(b.real_tokens for b in batches), mesh)
+            sums += torch.stack((model.pipeline.evaluate(batches), tokens))
+            continue
         for batch in batches:
             batch = batch.to(mesh.device)
             loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)

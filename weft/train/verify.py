@@ -3,9 +3,9 @@
 import dataclasses
 import linecache
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import spmd_types as spmd
@@ -57,9 +57,14 @@ class Trace:
     params: list[Piece]  # at the end
 
 
-def run_layout(job: Job, mesh: Mesh, steps: int) -> Trace:
-    """Train ``steps`` steps from the seeded initial values and the first sample; keep what there is to compare."""
-    model = parallelize(job.shape, mesh, job.recipe.train)
+def run_layout(job: Job, mesh: Mesh, steps: int, watch: Callable[[Transformer], object] | None = None) -> Trace:
+    """Train ``steps`` steps from the seeded initial values and the first sample; keep what there is to compare.
+
+    ``watch`` sees the model before the first step.
+    """
+    model = parallelize(job.shape, mesh, job.recipe.train, seq_len=job.recipe.data.seq_len)
+    if watch is not None:
+        watch(model)
     parts = local_parts(model, mesh)
     settings, loader = job.recipe.optimizer, job.loader(job.corpus.train, mesh)
     optimizer = build_optimizer(parts, settings)
@@ -135,13 +140,15 @@ def check_types(shape: ModelShape, layout: Layout, train: Train) -> TypeFault | 
 
     Tensors live on the meta device and collectives in a fake process group, so neither memory nor ranks are needed.
     FSDP2 is represented by its contract: gradients are partial sums over the data axes before, rows of the sum after.
+    Pipeline stages hand each other tensors of one and the same type, so one place along ``pp`` stands for all.
     """
     check_fits(shape, layout)
+    layout = layout.model_copy(update={"pp": 1})
     with fake_ranks(layout.world):
         mesh = dataclasses.replace(Mesh.create(layout, "cpu"), device=torch.device("meta"))
         model = Transformer(shape, mesh, train.loss_chunk)
         model.freq = model.freq.to("meta")
-        for block in model.blocks:
+        for block in model.blocks.values():
             assert isinstance(block, Block)
             block.attention.attend = context_attention(mesh, shape)
             block.recompute = train.recompute
@@ -181,7 +188,7 @@ def fake_ranks(world: int) -> Iterator[None]:
 class _TypedPart(LocalPart):
     """A part whose gradient carries its type, and has been through FSDP2's contract."""
 
-    mesh: Mesh
+    mesh: Mesh = field(default_factory=Mesh.single)
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -1,0 +1,186 @@
+"""Every builder gives a legal table for any size, and the bubble and the peak that its paper states."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from weft.errors import UsageError
+from weft.schedule.actions import Action
+from weft.schedule.build import BUILDERS, Times, build
+from weft.schedule.simulate import Costs, Simulation, simulate, uniform
+
+EQUAL = Times()
+UNEQUAL = Times(1.0, 1.2, 0.8, 0.1)
+
+
+def clock(
+    name: str, ranks: int, microbatches: int, virtual: int | None = None, times: Times = EQUAL, aware: bool = True
+) -> Simulation:
+    table = build(name, ranks, microbatches, virtual, times if aware else EQUAL)
+    return simulate(table, uniform(table, times.forward, times.backward_input, times.backward_weight, times.move))
+
+
+def bubble(name: str, ranks: int, microbatches: int, virtual: int | None = None) -> float:
+    """Idle time with F = I = W = 1."""
+    return clock(name, ranks, microbatches, virtual).makespan - 3 * microbatches
+
+
+SIZES = [
+    (name, ranks, virtual)
+    for name, builder in BUILDERS.items()
+    for ranks in (1, 2, 3, 4, 8)
+    for virtual in ((1, 2, 3) if builder.free else (None,))
+    if not (builder.twice and ranks % 2)
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "virtual"), SIZES)
+def test_every_size_is_legal(name: str, ranks: int, virtual: int | None) -> None:
+    counts = {1, 2, 3, 5, 8, 11, ranks - 1, ranks, 2 * ranks - 1, 2 * ranks, 3 * ranks} - {0}
+    builder = BUILDERS[name]
+    chunks = virtual or builder.chunks
+    for microbatches in sorted(counts):
+        for times in (EQUAL, UNEQUAL)[: 1 + (name[0] in "zv" and microbatches == 11)]:
+            table = build(name, ranks, microbatches, virtual, times)
+            result = simulate(table, uniform(table))  # raises if it blocks
+            kinds = Counter(a.key for a in table)
+            assert max(kinds.values()) == 1
+            for stage in range(table.stages):
+                for m in range(microbatches):
+                    assert kinds["F", stage, m] == 1
+                    backward = tuple(kinds[k, stage, m] for k in "BIW")
+                    assert backward == (1, 0, 0) or (builder.splits and backward == (0, 1, 1))
+            assert len(result.timeline) == ranks
+            for a in table:
+                where = a.stage % ranks if builder.free else min(a.stage, 2 * ranks - 1 - a.stage)
+                if builder.twice and a.microbatch >= (microbatches + 1) // 2:
+                    where = ranks - 1 - a.stage
+                assert a.rank == where
+            assert table.stages == (ranks if builder.twice else ranks * chunks)
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, 2), (3, 4), (4, 3), (5, 2), (8, 2), (9, 2)])
+def test_closed_forms_at_equal_times(ranks: int, rounds: int) -> None:
+    """Bubble and peak, in units of F = I = W = 1 and of one microbatch's activations on a rank."""
+    p, m = ranks, rounds * ranks
+    odd = p % 2
+    expected = {
+        "gpipe": (3 * (p - 1), m),
+        "1f1b": (3 * (p - 1), p),
+        "interleaved-1f1b": (1.5 * (p - 1), p + (p - 1) / 2),
+        "breadth-first": (1.5 * (p - 1), m),
+        "zb-h1": (p - 1, p),
+        "zb-h2": (0, 2 * p - 1),
+        "zb-v": (0, p),
+        # 1F1B's 3 (p - 1), halved; its peak p, halved, plus 1 or 3/2.
+        "v-half": (1.5 * p - (4 if odd else 3) if p > 2 else 0.5, (p + 3) / 2 if odd else p / 2 + 1),
+        "dualpipe-v": ((p - 1) / 2, p + 0.5),
+    }
+    if not odd:
+        expected["dualpipe"] = (p / 2 - 1, p + 1)
+    for name, (idle, peak) in expected.items():
+        result = clock(name, p, m)
+        assert result.makespan - 3 * m == pytest.approx(idle), name
+        assert max(result.peaks) == pytest.approx(peak), name
+    # Two thirds of 1F1B's bubble is 2 (p - 1); a third of its peak, plus at most 4/3.
+    result = clock("v-min", p, m)
+    assert result.makespan - 3 * m == pytest.approx(2 * p - 2.5)
+    assert p / 3 < max(result.peaks) <= (p + 4) / 3
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 4])
+def test_interleaving_divides_the_bubble(virtual: int) -> None:
+    result = clock("interleaved-1f1b", 4, 12, virtual)
+    assert result.makespan - 36 == pytest.approx(9 / virtual)
+    assert max(result.peaks) == pytest.approx(4 * (1 + 3 / (4 * virtual)) if virtual > 1 else 7)
+    assert bubble("breadth-first", 4, 12, virtual) == pytest.approx(9 / virtual)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("dualpipe", 4), ("dualpipe", 8), ("dualpipe-v", 2), ("dualpipe-v", 4)])
+def test_deepseeks_bubble_when_a_pair_is_one_action(name: str, ranks: int) -> None:
+    """(PP/2 - 1)(F&B + B - 3W), exact for F = I: a fused pair hands on both results at its end."""
+    table = build(name, ranks, 4 * ranks)
+    chunk = table.stages / ranks
+    forward, back_input, weight = 1.0, 1.0, 0.75
+    alone = {"F": forward, "I": back_input, "W": weight, "B": back_input + weight}
+    pairs = [(a, b) for actions in table.ranks for a, b in pairwise(actions) if (a.kind, b.kind) == ("F", "B")]
+    first, second = {a for a, _ in pairs}, {b for _, b in pairs}
+
+    def compute(action: Action) -> float:
+        pair = alone["F"] + alone["B"]
+        return (pair if action in first else 0.0 if action in second else alone[action.kind]) / chunk
+
+    formula = (table.stages // 2 - 1) * ((forward + alone["B"]) + alone["B"] - 3 * weight) / chunk
+    assert simulate(table, Costs(compute)).makespan - 4 * ranks * 2.75 == pytest.approx(formula)
+
+
+def test_one_forward_one_backward_with_few_microbatches() -> None:
+    result = clock("1f1b", 8, 3)
+    assert result.peaks == (3, 3, 3, 3, 3, 3, 2, 1)
+    assert result.elapsed == pytest.approx(3 * (8 - 1) + 3 * 3)
+
+
+#: (m, F, I, W, move, 1F1B, interleaved, its chunks, ZB-H1, ZB-H2) with 8 ranks: 2401.10241, tables 4, 5 and 9.
+PUBLISHED = [
+    (24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1055, 3, 0.1585, 0.1083),
+    (32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.0818, 3, 0.1242, 0.0837),
+    (64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0443, 3, 0.0674, 0.0444),
+    (24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.0808, 4, 0.1323, 0.0698),
+    (32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.0628, 4, 0.1045, 0.0559),
+    (64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0320, 4, 0.0554, 0.0294),
+]
+
+
+@pytest.mark.parametrize("row", PUBLISHED)
+def test_published_bubbles(row: tuple[float, ...]) -> None:
+    m, *measured, plain, interleaved, chunks, h1, h2 = row
+    times = Times(*measured)
+    for name, rate in (("1f1b", plain), ("zb-h1", h1), ("zb-h2", h2)):
+        assert clock(name, 8, int(m), times=times).bubble_rate == pytest.approx(rate, abs=6e-5), name
+    # A chunk is one layer. The published figure has `ranks` moves fewer on the critical path than ours.
+    result = clock("interleaved-1f1b", 8, int(m), int(chunks), times)
+    total = m * sum(measured[:3])
+    assert 1 - total / (result.makespan - 8 * times.move) == pytest.approx(interleaved, abs=1e-4)
+    assert result.bubble_rate == pytest.approx(interleaved, abs=4e-3)
+
+
+#: 2401.10241, table 8: 6.2B on 16 ranks. Its times are not stated; W / (F + I + W) = 0.2515 and move / (F + I + W) =
+#: 0.0209 follow from its figures for ZB-H1, ZB-H2 and 1F1B, which are linear in them.
+def test_published_bubbles_on_16_ranks() -> None:
+    times = Times(0.376, 0.3725, 0.2515, 0.0209)
+    rates = (("1f1b", 0.2668, 1e-3), ("zb-h1", 0.1536, 1e-3), ("zb-h2", 0.0823, 1e-3), ("zb-v", 0.0697, 4e-3))
+    for name, rate, within in rates:
+        assert clock(name, 16, 48, times=times).bubble_rate == pytest.approx(rate, abs=within), name
+
+
+def test_unequal_times_keep_the_ranking_and_the_peaks() -> None:
+    names = ("zb-v", "zb-h1", "v-half", "1f1b")
+    results = [clock(name, 8, 24, times=UNEQUAL) for name in names]
+    assert [r.makespan for r in results] == sorted(r.makespan for r in results)
+    assert [max(r.peaks) for r in results] == [8, 8, 5, 8]
+    # Knowing the times pays: the same schedule built for equal ones is no better.
+    for name in ("zb-v", "v-half"):
+        assert clock(name, 8, 24, times=UNEQUAL).makespan <= clock(name, 8, 24, times=UNEQUAL, aware=False).makespan
+
+
+def test_tables_do_not_depend_on_luck() -> None:
+    for name in BUILDERS:
+        assert build(name, 4, 9, times=UNEQUAL) == build(name, 4, 9, times=UNEQUAL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("zb-h3", 4, 8), "did you mean 'zb-h"),
+        (("1f1b", 0, 8), "at least 1 rank, got 0"),
+        (("1f1b", 4, 0), "at least 1 microbatch, got 0"),
+        (("dualpipe", 3, 8), "even number of ranks, got 3"),
+        (("zb-v", 4, 8, 3), "2 chunk.* per rank, got 3.*interleaved-1f1b"),
+        (("1f1b", 4, 8, 2), "1 chunk.* per rank, got 2"),
+        (("interleaved-1f1b", 4, 8, 0), "at least 1 chunk per rank, got 0"),
+    ],
+)
+def test_requests_that_cannot_be_met(arguments: tuple[str, int, int], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        build(*arguments)

@@ -1,0 +1,160 @@
+"""Pipelines equal one device, whatever the schedule, and use the memory that the simulator says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import recipe, write_corpus
+from weft.data.batch import Batch
+from weft.data.loader import Loader
+from weft.errors import UsageError
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.parallel.build import check_fits, local_parts, parallelize
+from weft.recipe import ModelShape, build_recipe
+from weft.schedule.build import BUILDERS
+from weft.schedule.simulate import simulate, uniform
+from weft.train.setup import Job, prepare
+from weft.train.step import evaluate, gradients
+from weft.train.verify import Difference, compare, run_layout
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def tree(corpus: str, layout: str, batch: int, **change: Any) -> dict[str, Any]:
+    base = {"model__layers": 8, "train__micro_batch": 1, "train__batch": batch, "model__embed": 16, "model__ffn": 21}
+    settings = recipe(corpus, **base | change)
+    return settings.model_copy(update={"layout": Layout.parse(layout)}).model_dump(mode="json")
+
+
+class Uneven(Loader):
+    """Microbatches of different lengths: each keeps another number of the first tokens of its row."""
+
+    def step(self, position: int) -> list[Batch] | None:
+        batches = super().step(position)
+        assert batches is not None
+        return [cut(b, 18 - 2 * (i % 5)) for i, b in enumerate(batches)]
+
+
+def cut(batch: Batch, length: int) -> Batch:
+    bounds = [0, *(c for c in batch.cu_seqlens.tolist() if 0 < c < length), length]
+    kept = (x[:, :length] for x in (batch.tokens, batch.labels, batch.positions))
+    return Batch(*kept, torch.tensor(bounds, dtype=torch.int32))
+
+
+class UnevenJob(Job):
+    def loader(self, order: Any, mesh: Mesh) -> Loader:
+        return Uneven(**vars(super().loader(order, mesh)))
+
+
+def differences(trees: list[dict[str, Any]], uneven: bool = False) -> list[tuple[Difference | None, bool]]:
+    """On every rank: each job against one device, and whether counted and simulated peak of activations agree."""
+    found = []
+    for values in trees:
+        settings = build_recipe(values)
+        mesh = Mesh.create(settings.layout, "cpu")
+        job = prepare(settings)
+        if uneven:
+            job = UnevenJob(**vars(job))
+        pipelines: list[Any] = []
+        mine = run_layout(job, mesh, steps=3, watch=lambda model, seen=pipelines: seen.append(model.pipeline))
+        reference = run_layout(job, Mesh.single(), steps=3) if mesh.is_main else None
+        pipeline = pipelines[0]
+        table = pipeline.built(len(pipeline.batches))
+        expected = simulate(table, uniform(table)).peaks[pipeline.rank] * table.stages / len(table.ranks)
+        found.append((compare(mine, reference, settings.train.dtype, mesh), pipeline.last.peak == expected))
+    return found
+
+
+def check(found: list[list[tuple[Difference | None, bool]]]) -> None:
+    for difference, _ in found[0]:
+        assert difference is not None and difference.ok, difference
+    assert all(same for rank in found for _, same in rank)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", BUILDERS)
+def test_every_schedule(pool: Any, corpus: str, schedule: str, ranks: int) -> None:
+    counts = sorted({1, ranks - 1, ranks, 2 * ranks, 8})
+    trees = [tree(corpus, f"pp={ranks},schedule={schedule}", count) for count in counts]
+    check(pool.run(ranks, differences, trees))
+
+
+@pytest.mark.parametrize("schedule", BUILDERS)
+def test_microbatches_of_different_lengths(pool: Any, corpus: str, schedule: str) -> None:
+    check(pool.run(4, differences, [tree(corpus, f"pp=4,schedule={schedule}", 7)], True))
+
+
+@pytest.mark.parametrize("schedule", BUILDERS)
+def test_composed_with_shard_and_tp(pool: Any, corpus: str, schedule: str) -> None:
+    layout = f"pp=2,shard=2,tp=2,schedule={schedule}"
+    check(pool.run(8, differences, [tree(corpus, layout, 5, model__tied=schedule < "h")]))
+
+
+@pytest.mark.parametrize("layout", [
+    "pp=2,dp=2,shard=2,zero=1,schedule=zb-v",
+    "pp=2,dp=2,shard=2,zero=2,schedule=1f1b",
+    "pp=2,cp=2,dp=2,schedule=zb-h1",
+    "pp=4,cp=2,context=ulysses,schedule=dualpipe",
+    "pp=3,tp=2,schedule=interleaved-1f1b",
+    "pp=2,virtual=3,schedule=interleaved-1f1b",
+    "pp=4,vocab_barriers=1,schedule=1f1b",
+    "pp=4,vocab_barriers=2,schedule=1f1b",
+    "pp=2,vocab_barriers=1,shard=2,tp=2,schedule=zb-v",
+    "pp=2,vocab_barriers=2,shard=2,zero=2,schedule=zb-h1",
+    "pp=2,vocab_barriers=1,cp=2,schedule=dualpipe",
+    "pp=2,vocab_barriers=2,tp=2,schedule=interleaved-1f1b",
+])  # fmt: skip
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_composed(pool: Any, corpus: str, layout: str, recompute: str) -> None:
+    world = Layout.parse(layout).world
+    change = {"train__recompute": recompute, "model__tied": "shard" in layout, "model__qkv_bias": True}
+    found = pool.run(world, differences, [tree(corpus, layout, 5, model__qk_norm=True, **change)])
+    assert found[0][0][0].ok, found[0][0][0]
+
+
+def evaluated(values: dict[str, Any]) -> float:
+    settings = build_recipe(values)
+    mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
+    model = parallelize(job.shape, mesh, settings.train)
+    loader = job.loader(job.corpus.validation, mesh)
+    steps = [loader.step(0), loader.step(settings.train.batch)]
+    return evaluate(model, [s for s in steps if s], mesh)
+
+
+@pytest.mark.parametrize("layout", ["pp=2,schedule=zb-v", "pp=2,schedule=dualpipe", "pp=2,vocab_barriers=1,tp=2"])
+def test_evaluation_is_that_of_one_device(pool: Any, corpus: str, layout: str) -> None:
+    found = pool.run(Layout.parse(layout).world, evaluated, tree(corpus, layout, 4))
+    alone = pool.run(1, evaluated, tree(corpus, "", 4))
+    assert all(loss == pytest.approx(alone[0], rel=1e-12) for loss in found)
+
+
+def bfloat16_norms(values: dict[str, Any]) -> tuple[float, float]:
+    settings = build_recipe(values)
+    mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
+    model = parallelize(job.shape, mesh, settings.train)
+    batches = job.loader(job.corpus.train, mesh).step(0)
+    assert batches is not None
+    _, sums = gradients(model, local_parts(model, mesh), batches, mesh)
+    return sums[0].item(), sums[1].item() ** 0.5
+
+
+def test_bfloat16_keeps_state_in_float32(pool: Any, corpus: str) -> None:
+    values = tree(corpus, "pp=2,shard=2,schedule=zb-h1", 4, train__dtype="bfloat16")
+    loss, norm = pool.run(4, bfloat16_norms, values)[0]
+    exact_loss, exact_norm = pool.run(1, bfloat16_norms, tree(corpus, "", 4, train__dtype="float32"))[0]
+    assert loss == pytest.approx(exact_loss, rel=0.01)
+    assert norm == pytest.approx(exact_norm, rel=0.05)
+
+
+def test_too_many_stages_is_refused() -> None:
+    with pytest.raises(UsageError, match="needs 6"):
+        check_fits(ModelShape(layers=4, vocab=257), Layout(pp=4, schedule="zb-v"))
+    with pytest.raises(UsageError, match="1f1b"):
+        check_fits(ModelShape(layers=4, vocab=257), Layout(pp=4, schedule="1f1c"))

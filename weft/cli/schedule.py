@@ -1,0 +1,148 @@
+"""``weft schedule``: the clock of a pipeline schedule before anything runs, as text, picture, page or trace."""
+
+import json
+import math
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from weft.errors import UsageError, WeftError
+from weft.schedule import draw
+from weft.schedule.build import BUILDERS, Times, build
+from weft.schedule.simulate import Simulation, simulate, uniform
+
+
+def run(
+    name: str | None,
+    stages: int,
+    microbatches: int,
+    virtual: int | None,
+    times: Times,
+    files: dict[str, Path | None],
+    as_json: bool,
+) -> int:
+    """``files``: where to write ``svg``, ``html`` and ``trace``. Raises :class:`UsageError` for what cannot be."""
+    if name is None:
+        return _list(files, as_json)
+    for option, value in zip(("forward", "backward-input", "backward-weight", "comm"), _tuple(times), strict=True):
+        if not math.isfinite(value):
+            raise UsageError(f"--{option} {value} is not possible; give a time in ms")
+    work = times.forward + times.backward_input + times.backward_weight
+    if work <= 0:
+        raise UsageError("nothing takes any time; give --forward, --backward-input or --backward-weight above 0")
+    table = build(name, stages, microbatches, virtual, times)
+    simulation = simulate(table, uniform(table, *_tuple(times)))
+    bubble = (simulation.makespan - microbatches * work) / simulation.makespan
+    note = f"{BUILDERS[name].about} · {_paper(name)}"
+    for kind, path in files.items():
+        if path is not None:
+            _write(path, kind, _content(kind, simulation, note))
+    if as_json:
+        record = {
+            "schedule": name,
+            "stages": stages,
+            "microbatches": microbatches,
+            "makespan": simulation.makespan,
+            "elapsed": simulation.elapsed,
+            "bubble_rate": bubble,
+            "peak_activations": list(simulation.peaks),
+        }
+        print(json.dumps(record))
+        return 0
+    console = Console(highlight=False)
+    console.print(f"[bold]{name}[/]  {note}", soft_wrap=True)
+    elapsed = f", first to last action {draw.number(simulation.elapsed)} ms"
+    facts = {
+        "table": f"{stages} ranks, {microbatches} microbatches, {table.stages} stages",
+        "makespan": f"{draw.number(simulation.makespan)} ms"
+        + (elapsed if simulation.elapsed > simulation.makespan * (1 + 1e-9) else ""),
+        "bubble rate": f"{bubble:z.2%}",
+        "peak activations": f"{_peaks(simulation.peaks)}  (in microbatches of a rank)",
+    } | {kind: str(path) for kind, path in files.items() if path is not None}
+    for key, fact in facts.items():
+        console.print(f"{key:<17} {fact}", soft_wrap=True, markup=False)
+    if lanes := timeline(simulation, console.width, console.color_system in ("256", "truecolor")):
+        console.print()
+        for lane in lanes:
+            console.print(lane, no_wrap=True, overflow="crop")
+    return 0
+
+
+def timeline(simulation: Simulation, width: int, colour: bool) -> list[Text]:
+    """A lane per rank with the microbatch (its last digit, where there is no room) in each action; none if too wide.
+
+    Without colour every action also carries its kind, and therefore needs more room.
+    """
+    kinds, (shade, shades, _) = draw.colours(simulation.table), draw.chunks(simulation.table)
+    gutter = len(f"rank {len(simulation.timeline) - 1}  ")
+    timed = [t for lane in simulation.timeline for t in lane if t.end > t.start]
+    shortest = min(t.end - t.start for t in timed)
+    digits = len(str(simulation.table.microbatches - 1))
+    wanted = (digits + 1, digits) if colour else (digits + max(map(len, kinds)),)
+    cells = next((c for c in (*wanted, 1) if gutter + simulation.elapsed / shortest * c <= width), 0)
+    if not cells or (cells < wanted[-1] and not colour):
+        return []
+    lanes = []
+    for rank, actions in enumerate(simulation.timeline):
+        lane, at = Text(f"rank {rank}".ljust(gutter)), 0
+        for t in actions:
+            begin, end = round(t.start / shortest * cells), round(t.end / shortest * cells)
+            if end <= begin:
+                continue
+            label = f"{t.action.microbatch}" if colour else f"{t.action.kind}{t.action.microbatch}"
+            fill, ink = draw.shaded(kinds[t.action.kind], shade[rank, t.action.stage, t.action.microbatch], shades)
+            lane.append(" " * (begin - at))
+            label = label[-(end - begin) :].ljust(end - begin, " " if colour else "-")
+            lane.append(label, style=f"{ink} on {fill}" if colour else "")
+            at = end
+        lanes.append(lane)
+    if not colour:
+        return lanes
+    legend = Text(" " * gutter)
+    for kind, fill in kinds.items():
+        legend.append(f" {kind} ", style=f"{draw.shaded(fill, 0, 1)[1]} on {fill}").append(" ")
+    return [*lanes, legend]
+
+
+def _tuple(times: Times) -> tuple[float, float, float, float]:
+    return times.forward, times.backward_input, times.backward_weight, times.move
+
+
+def _paper(name: str) -> str:
+    paper = BUILDERS[name].paper
+    return f"arXiv {paper}" if paper[:4].isdigit() else paper
+
+
+def _peaks(peaks: tuple[float, ...]) -> str:
+    """The peak of every rank, or once if they are alike."""
+    shown = [draw.number(peak) for peak in peaks]
+    return f"{shown[0]} on every rank" if len(shown) > 1 and len(set(shown)) == 1 else " ".join(shown)
+
+
+def _content(kind: str, simulation: Simulation, note: str) -> str:
+    if kind == "trace":
+        return json.dumps(draw.perfetto(simulation))
+    return (draw.svg if kind == "svg" else draw.html)(simulation, note=note, unit="ms")
+
+
+def _write(path: Path, kind: str, content: str) -> None:
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise WeftError(f"cannot write --{kind} {path}: {error.strerror}; name another file") from None
+
+
+def _list(files: dict[str, Path | None], as_json: bool) -> int:
+    given = [f"--{kind}" for kind, path in files.items() if path is not None]
+    if given:
+        raise UsageError(f"{given[0]} needs the name of a schedule; choose from: {', '.join(BUILDERS)}")
+    if as_json:
+        print(json.dumps([{"schedule": n, "about": b.about, "paper": b.paper} for n, b in BUILDERS.items()]))
+        return 0
+    grid = Grid("schedule", "what it does", "paper", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for name, builder in BUILDERS.items():
+        grid.add_row(name, builder.about, builder.paper)
+    Console(highlight=False).print(grid)
+    return 0

@@ -1,0 +1,320 @@
+"""A model over pipeline stages: which rank holds what, and the operations that a schedule's actions run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.data.batch import Batch
+from weft.errors import UsageError
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.models.fused import Tape, deferred
+from weft.models.rope import angles
+from weft.models.transformer import Transformer
+from weft.parallel.state import Unit, sum_over_replicas
+from weft.parallel.vocabulary import OutputShard
+from weft.recipe import ModelShape
+from weft.schedule.actions import Action, Table, Value
+from weft.schedule.build import build
+from weft.schedule.execute import Executed, Op, execute
+from weft.schedule.lower import lower
+from weft.schedule.partition import layer_costs, partition
+from weft.schedule.validate import validate
+from weft.schedule.vocab import with_vocabulary
+from weft.schedule.wire import Wire
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage computes: embedding (first), blocks, final norm and loss (last)."""
+
+    layers: tuple[int, ...]
+    embedding: bool
+    head: bool
+
+
+def make_table(layout: Layout, microbatches: int) -> Table:
+    """The schedule that ``layout`` asks for, as built."""
+    table = build(layout.schedule, layout.pp, microbatches, layout.virtual)
+    return with_vocabulary(table, layout.vocab_barriers) if layout.vocab_barriers else table
+
+
+def assign_stages(shape: ModelShape, layout: Layout, stages: int, seq_len: int) -> list[Stage]:
+    """Layers to stages by modelled cost; embedding and output layer weigh as work where a stage has them whole."""
+    first, layer, last = layer_costs(shape, seq_len)
+    ends = not layout.vocab_barriers
+    costs = [first, *[layer] * shape.layers, last] if ends else [layer] * shape.layers
+    cuts = partition(costs, stages)
+    return [
+        Stage(
+            tuple(i - ends for i in cut if ends <= i < shape.layers + ends),
+            embedding=ends and cut.start == 0,
+            head=ends and cut.stop == len(costs),
+        )
+        for cut in cuts
+    ]
+
+
+def check_pipeline(shape: ModelShape, layout: Layout) -> None:
+    """Refuse, before anything starts, a schedule that these stages cannot run."""
+    if layout.pp == 1:
+        return
+    table = make_table(layout, layout.pp)
+    least = table.stages - (0 if layout.vocab_barriers else 2)
+    if shape.layers < least:
+        raise UsageError(
+            f"schedule {layout.schedule} on pp={layout.pp} has {table.stages} stages, too many for a model of "
+            f"{shape.layers} layers; it needs {least}, so use fewer ranks, fewer virtual stages or more layers"
+        )
+
+
+class Pipeline:
+    """One rank's part of a pipelined model, and its schedules by number of microbatches."""
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, loss_chunk: int, seq_len: int, timeout: float) -> None:
+        self.mesh, self.layout, self.shape = mesh, mesh.layout, shape
+        self.rank = mesh.rank("pp")
+        table = self.built(2 * mesh.size("pp"))
+        self.stages = assign_stages(shape, mesh.layout, table.stages, seq_len)
+        self.held = table.held(self.rank)
+        self.holders = [table.holders(s) for s in range(table.stages)]
+        layers = {i for s in self.held for i in self.stages[s].layers}
+        self.model = Transformer(shape, mesh, loss_chunk, layers, self._ends(self.held))
+        self.timeout = timeout
+        self.units: list[Unit] = []
+        self.tables: dict[tuple[int, bool], Table] = {}
+        self.batches: Sequence[Batch] = ()
+        self.total = torch.ones(())
+        self.ropes: dict[int, tuple[T, T]] = {}
+        self.losses: list[T] = []
+        self.last: Executed | None = None
+        self.wire: Wire | None = None
+
+    def _ends(self, held: Sequence[int]) -> set[str]:
+        """The model's ends that a rank with these stages has."""
+        ends = {"embedding"} if any(self.stages[s].embedding for s in held) else set()
+        if any(self.stages[s].head for s in held):
+            ends |= {"norm", "head"}
+        if self.layout.vocab_barriers:
+            ends |= {"embedding", "head"} | ({"norm"} if len(self.stages) - 1 in held else set())
+        return ends
+
+    def start(self, compute: torch.dtype) -> None:
+        """Take over the model's parameters, which are on the device by now, and connect to the other ranks."""
+        described = dict(self.model.logical_parameters())
+        used: dict[frozenset[int], list[Any]] = {}
+        for name, parameter in self.model.named_parameters():
+            used.setdefault(frozenset(self._users(name)), []).append((name, described[name], parameter))
+        self.users = {stages: Unit(named, self.mesh, compute) for stages, named in used.items()}
+        self.units = list(self.users.values())
+        self.output = OutputShard(self.model, self.mesh) if self.layout.vocab_barriers else None
+        self.compute = compute
+        self.live: set[int] = set()
+        if self.mesh.size("pp") > 1:
+            self.wire = Wire(self.mesh.group("pp"), self.mesh.device, self.timeout, self._spec)
+        # Parameters on several ranks of the pipeline (tied embedding, DualPipe): their gradients are summed over them.
+        self.copies = {h.name: self._copies(h.name) for unit in self.units for h in unit.held}
+        mine = dist.get_process_group_ranks(self.mesh.group("pp")) if self.wire else [0]
+        self.groups = {
+            ranks: dist.new_group([mine[r] for r in ranks], use_local_synchronization=True)
+            for ranks in sorted(set(self.copies.values()))
+            if len(ranks) > 1
+        }
+
+    def _users(self, name: str) -> list[int]:
+        """The stages on this rank that compute with parameter ``name``; the last number stands for the vocabulary."""
+        kind, _, rest = name.partition(".")
+        if kind == "blocks":
+            return [s for s in self.held if int(rest.partition(".")[0]) in self.stages[s].layers]
+        if kind == "norm":
+            return [s for s in self.held if s == len(self.stages) - 1]
+        if self.layout.vocab_barriers:
+            return [len(self.stages) + self.rank]
+        table = kind == "embedding"
+        head = kind == "head" or self.shape.tied
+        return [s for s in self.held if (table and self.stages[s].embedding) or (head and self.stages[s].head)]
+
+    def _copies(self, name: str) -> tuple[int, ...]:
+        """The ranks along ``pp`` that hold parameter ``name``."""
+        kind, _, rest = name.partition(".")
+        if kind == "blocks":
+            stages = [s for s, stage in enumerate(self.stages) if int(rest.partition(".")[0]) in stage.layers]
+        elif kind == "norm":
+            stages = [len(self.stages) - 1]
+        elif self.layout.vocab_barriers:
+            return (self.rank,)
+        else:
+            tied = self.shape.tied
+            wanted = {"embedding": (True, tied), "head": (False, True)}[kind]
+            pairs = [(stage.embedding, stage.head) for stage in self.stages]
+            stages = [s for s, (e, h) in enumerate(pairs) if (e and wanted[0]) or (h and wanted[1])]
+        return tuple(sorted({r for s in stages for r in self.holders[s]}))
+
+    def built(self, microbatches: int) -> Table:
+        return make_table(self.layout, microbatches)
+
+    def table(self, microbatches: int, forward_only: bool = False) -> Table:
+        """The lowered schedule for this many microbatches, validated once."""
+        key = (microbatches, forward_only)
+        if key not in self.tables:
+            built = self.built(microbatches)
+            if forward_only:
+                built = only_forward(built)
+            validate(built)
+            self.tables[key] = lower(built, self.layout.zero)
+            if self.wire is not None:
+                self.wire.connect({(a.rank, a.peer) for a in self.tables[key] if a.kind == "SEND"})
+        return self.tables[key]
+
+    def accumulate(self, batches: Sequence[Batch], total: T) -> T:
+        """Forward and backward of every microbatch. Returns this rank's share of the mean loss, equal on ``tp``."""
+        self._run(self.table(len(batches)), batches, total)
+        sum_over_replicas(self.units, self.mesh)
+        return self._share()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> T:
+        """This rank's share of the sum of the losses of some microbatches."""
+        self._run(self.table(len(batches), forward_only=True), batches, torch.ones((), device=self.mesh.device))
+        return self._share()
+
+    def _share(self) -> T:
+        zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        return torch.stack([zero, *self.losses]).sum()
+
+    def _run(self, table: Table, batches: Sequence[Batch], total: T) -> None:
+        self.batches, self.total = [b.to(self.mesh.device) for b in batches], total
+        self.losses, self.ropes = [], {}
+        ops = self._ops(table)
+        self.last = execute(table, self.rank, ops, self.wire)
+
+    def _ops(self, table: Table) -> dict[str, Op]:
+        split = {(a.stage, a.microbatch) for a in table.ranks[self.rank] if a.kind == "W"}
+        ops: dict[str, Op] = {
+            "F": partial(self._forward, table, split),
+            "B": self._backward,
+            "I": self._backward,
+            "W": self._weights,
+            "GATHER": self._gather,
+            "RELEASE": self._release,
+            "REDUCE": self._reduce,
+        }
+        if self.output is not None:
+            ops |= self.output.ops(lambda m: self.batches[m], lambda: self.total, self.losses)
+            ops |= {kind: self._then_fold(ops[kind]) for kind in ("T", "D")}
+        return ops
+
+    def _forward(self, table: Table, split: set[tuple[int, int]], a: Action, reads: Sequence[Any]) -> list[Any]:
+        model, batch, path = self.model, self.batches[a.microbatch], table.paths[a.microbatch]
+        training = any(value.name == "saved" for value in a.writes) and torch.is_grad_enabled()
+        tape: Tape | None = [] if (a.stage, a.microbatch) in split and training else None
+        with deferred(tape):
+            if not reads:
+                x, leaf = model.embedding(batch.tokens), None
+            else:  # one tensor from the stage before, or the vocabulary shards' parts of the embedding
+                x = reads[0] if len(reads) == 1 else torch.stack(list(reads)).sum(0)
+                leaf = x = x.detach().requires_grad_(training)
+            rope = self._rope(a.microbatch, batch, x.dtype)
+            for i in self.stages[a.stage].layers:
+                x = model.blocks[str(i)](x, rope, batch.cu_seqlens)
+            if a.stage == path[-1]:
+                x = model.norm(x)
+                if self.output is None:
+                    x = model.loss(x, batch.labels) / self.total
+                    self.losses.append(x.detach())
+        made = {"act": x.detach(), "saved": (leaf, x, tape)}
+        return [made[value.name] for value in a.writes]
+
+    def _rope(self, microbatch: int, batch: Batch, dtype: torch.dtype) -> tuple[T, T]:
+        if microbatch not in self.ropes:
+            self.ropes[microbatch] = angles(batch.positions, self.model.freq, dtype)
+        return self.ropes[microbatch]
+
+    def _backward(self, a: Action, reads: Sequence[Any]) -> list[Any]:
+        *grads, (leaf, y, tape) = reads
+        torch.autograd.backward(y, grads[0] if grads else None)
+        if a.kind == "B":
+            self._finish(a.stage, tape)
+        made = {"grad": leaf.grad if leaf is not None else None, "tape": tape}
+        if a.kind == "I":
+            self._finish(a.stage, None)
+        return [made[value.name] for value in a.writes]
+
+    def _weights(self, a: Action, reads: Sequence[Any]) -> list[Any]:
+        self._finish(a.stage, reads[0])
+        return []
+
+    def _then_fold(self, op: Op) -> Op:
+        def folded(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
+            made = op(a, reads)
+            self._finish(a.stage, None)
+            return made
+
+        return folded
+
+    def _finish(self, stage: int, tape: Tape | None) -> None:
+        for add in tape or ():
+            add()
+        for stages, unit in self.users.items():
+            if stage in stages:
+                unit.fold()
+
+    def _gather(self, a: Action, reads: Sequence[Any]) -> list[Any]:
+        self.live.add(a.stage)
+        for stages, unit in self.users.items():
+            if a.stage in stages:
+                unit.gather()
+        return []
+
+    def _release(self, a: Action, reads: Sequence[Any]) -> list[Any]:
+        self.live.discard(a.stage)
+        for stages, unit in self.users.items():
+            if a.stage in stages and not stages & self.live:
+                unit.release(drop=self.layout.zero == 3)
+        return []
+
+    def _reduce(self, a: Action, reads: Sequence[Any]) -> list[Any]:
+        for stages, unit in self.users.items():
+            if a.stage in stages:
+                unit.reduce()
+        return []
+
+    def _spec(self, value: Value) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
+        """Activations and their gradients are ``[rows, seq/cp/tp, embed]``, which every rank of the pipeline knows."""
+        if value.name not in ("act", "grad"):
+            return None
+        rows, length = self.batches[value.microbatch].tokens.shape
+        return [((rows, length // self.mesh.size("tp"), self.shape.embed), self.compute)]
+
+    @torch.no_grad()
+    def reduce_copies(self, grads: dict[str, T]) -> dict[str, T]:
+        """Sum the gradients of parameters that several ranks of the pipeline hold, in one call per set of ranks."""
+        summed: dict[str, T] = {}
+        for ranks, group in self.groups.items():
+            names = sorted(name for name, copies in self.copies.items() if copies == ranks)
+            flat = torch.cat([grads[name].flatten() for name in names])
+            dist.all_reduce(flat, group=group)
+            pieces = flat.split([grads[name].numel() for name in names])
+            summed |= {name: piece.view(grads[name].shape) for name, piece in zip(names, pieces, strict=True)}
+        return grads | summed
+
+
+def only_forward(table: Table) -> Table:
+    """The forward half of a schedule, for evaluation: no backward actions, nothing saved for them."""
+    from dataclasses import replace
+
+    keep = ("F", "E", "S", "C")
+    made = {value for a in table if a.kind in keep for value in a.writes}
+    read = {value for a in table if a.kind in keep for value in a.reads}
+
+    def trim(a: Action) -> Action:
+        return replace(a, writes=tuple(v for v in a.writes if v in read), reads=tuple(v for v in a.reads if v in made))
+
+    ranks = tuple(tuple(trim(a) for a in actions if a.kind in keep) for actions in table.ranks)
+    return replace(table, ranks=ranks)

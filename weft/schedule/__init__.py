@@ -1,0 +1,1 @@
+"""Schedules as tables: built, validated, lowered, simulated, drawn and executed."""

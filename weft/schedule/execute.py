@@ -1,0 +1,147 @@
+"""Run one rank's part of a lowered table: compute through a dictionary of operations, move values behind its back."""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from weft.schedule.actions import Action, ScheduleError, Table, Value
+from weft.schedule.validate import WINDOW
+from weft.schedule.wire import Wire
+
+#: Computes one action: what it reads, in the order of ``action.reads``, to what it writes, in the order of ``writes``.
+Op = Callable[[Action, Sequence[Any]], Sequence[Any]]
+
+
+@dataclass
+class Executed:
+    """What a run saw. ``times``: ``(action, start, end)`` in seconds of ``time.perf_counter``, computing actions only.
+
+    ``peak``: most local values (``saved`` and ``tape``) alive at once, by the weight that :func:`execute` was given.
+    """
+
+    times: list[tuple[Action, float, float]] = field(default_factory=list)
+    peak: float = 0.0
+
+
+def execute(
+    table: Table,
+    rank: int,
+    ops: Mapping[str, Op],
+    wire: Wire | None,
+    *,
+    weigh: Callable[[Value], float] = lambda value: float(value.name in ("saved", "tape")),
+    window: int = WINDOW,
+) -> Executed:
+    """Run rank ``rank`` of a lowered ``table``; every rank of the pipeline calls this with its own number.
+
+    ``ops[kind]`` computes an action; ``GATHER``, ``RELEASE`` and ``REDUCE`` do nothing where ``ops`` has none. Values
+    that travel are tensors, tuples of tensors or None. Receives are posted up to ``window`` ahead, and a send waits
+    while ``window`` earlier ones to the same rank are under way, so buffers are bounded. A rank that does not deliver
+    within the wire's timeout is named in a :class:`weft.schedule.wire.PeerLost`. ``wire``: None on a single rank.
+    """
+    actions = table.ranks[rank]
+    unknown = {a.kind for a in actions if a.kind not in ops} - {"SEND", "RECV", "FREE", "GATHER", "RELEASE", "REDUCE"}
+    if unknown:
+        raise ScheduleError(f"schedule {table.name} has actions of kind {', '.join(sorted(unknown))}, which no op runs")
+    there: dict[Value, Any] = {}
+    run = Executed()
+    level = 0.0
+    expected: dict[int, deque[Value]] = defaultdict(deque)  # arrivals not yet asked for, per source
+    for a in actions:
+        if a.kind == "RECV":
+            expected[a.peer].append(a.writes[0])
+
+    def ask(source: int) -> None:
+        if wire is not None and expected[source]:
+            wire.ask(expected[source].popleft(), source)
+
+    for source in list(expected):
+        for _ in range(window):
+            ask(source)
+    for i, a in enumerate(actions):
+        match a.kind:
+            case "SEND":
+                assert wire is not None
+                wire.send(a.reads[0], there[a.reads[0]], a.peer, window)
+            case "RECV":
+                assert wire is not None
+                there[a.writes[0]] = wire.take(a.writes[0], a.peer, _next(actions, i))
+                ask(a.peer)
+            case "FREE":
+                for value in a.reads:
+                    level -= weigh(value)
+                    del there[value]
+            case _:
+                op = ops.get(a.kind)
+                if op is None:
+                    continue
+                # What a forward saves grows while it runs; what a backward leaves replaces what it has read.
+                run.peak = max(run.peak, level + sum(weigh(value) for value in a.writes if value.name == "saved"))
+                start = time.perf_counter()
+                with record_function(f"weft:{a.kind}"):
+                    results = op(a, [there[value] for value in a.reads if not _empty(value)])
+                for value, result in zip([v for v in a.writes if not _empty(v)], results or (), strict=True):
+                    there[value] = result
+                for value in a.writes:
+                    level += weigh(value)
+                    if _empty(value):
+                        there[value] = None
+                run.times.append((a, start, time.perf_counter()))
+    if wire is not None:
+        wire.flush()
+    return run
+
+
+def _empty(value: Value) -> bool:
+    """Values that only say that something has happened."""
+    return value.name.startswith("done:")
+
+
+def _next(actions: Sequence[Action], i: int) -> str:
+    return str(next((a for a in actions[i:] if a.peer < 0), actions[i]))
+
+
+def replay(table: Table, ops: Mapping[str, Op]) -> list[Executed]:
+    """Run all ranks of a table in this process, one action at a time: the same values, without any move.
+
+    ``table`` as built, not lowered. The reference for what ranks compute together.
+    """
+    there: dict[Value, Any] = {}
+    queues = [deque(actions) for actions in table.ranks]
+    runs = [Executed() for _ in queues]
+    done: set[Any] = set()
+    moved = True
+    while moved:
+        moved = False
+        for queue, run in zip(queues, runs, strict=True):
+            while queue and all(v in there for v in queue[0].reads) and done.issuperset(queue[0].deps):
+                a, moved = queue.popleft(), True
+                start = time.perf_counter()
+                results = ops[a.kind](a, [there[v] for v in a.reads])
+                there.update(zip(a.writes, results or (), strict=True))
+                run.times.append((a, start, time.perf_counter()))
+                done.add(a.key)
+    stuck = [queue[0] for queue in queues if queue]
+    if stuck:
+        raise ScheduleError(f"schedule {table.name} cannot go on at {', '.join(map(str, stuck))}")
+    return runs
+
+
+def seconds(run: Executed) -> float:
+    """From the first action's start to the last one's end."""
+    return run.times[-1][2] - run.times[0][1] if run.times else 0.0
+
+
+def sleeping(costs: Callable[[Action], float]) -> Mapping[str, Op]:
+    """Operations that take the modelled seconds and hand on an empty tensor: a rehearsal of a schedule."""
+
+    def op(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
+        time.sleep(costs(a))
+        return [torch.empty(1) for _ in a.writes if not _empty(_)]
+
+    return {kind: op for kind in ("F", "B", "I", "W", "S", "C", "T", "E", "D")}

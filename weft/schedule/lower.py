@@ -1,0 +1,123 @@
+"""From what is computed to what is run: sends, receives, gathers, reductions and frees follow from the table."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weft.schedule.actions import LOCAL, Action, Key, ScheduleError, Table, Value
+
+#: Kinds that leave gradients of parameters behind: whole and weight backward, and those of vocabulary shares.
+GRADIENTS = ("B", "W", "T", "D")
+
+
+def producers(table: Table) -> dict[Value, Action]:
+    """Who writes what. Raises :class:`ScheduleError` if two actions write the same."""
+    found: dict[Value, Action] = {}
+    for a in table:
+        for value in a.writes if a.kind != "RECV" else ():
+            if value in found:
+                raise ScheduleError(f"schedule {table.name}: both {found[value]} and {a} write {value}")
+            found[value] = a
+    return found
+
+
+def lower(table: Table, zero: int = 1) -> Table:
+    """Insert the actions that compute nothing.
+
+    A value read on another rank is sent when it is made and received before it is needed; between two ranks, receives
+    are in the order of the sends, as NCCL wants it. A value is freed after its last use. ``zero``: the ZeRO stage of
+    the parameters (Rajbhandari et al. 2020): stage 3 gathers a stage's parameters around every run of its actions,
+    the others once; stages 2 and 3 reduce gradients after every microbatch, stage 1 after the last.
+    """
+    table = _handed_over(table)
+    made = producers(table)
+    needed: dict[Value, dict[int, None]] = defaultdict(dict)  # the ranks that read, in a fixed order
+    for a in table:
+        for value in a.reads:
+            if value not in made:
+                raise ScheduleError(f"schedule {table.name}: {a} reads {value}, which no action writes")
+            if a.rank != made[value].rank:
+                if value.name in LOCAL:
+                    raise ScheduleError(f"schedule {table.name}: {a} reads {value}, which stays where {made[value]} is")
+                needed[value][a.rank] = None
+    # The messages of every ordered pair of ranks, in the order in which they are made.
+    sent: dict[tuple[int, int], list[Value]] = defaultdict(list)
+    for a in table:
+        for value in a.writes:
+            for target in needed[value]:
+                sent[a.rank, target].append(value)
+    ranks = []
+    for rank, actions in enumerate(table.ranks):
+        received = {source: 0 for source in range(len(table.ranks))}
+        out: list[Action] = []
+        for a in actions:
+            for value in a.reads:
+                source = made[value].rank
+                queue = sent[source, rank]
+                while source != rank and value in queue[received[source] :]:
+                    arriving = queue[received[source]]
+                    out.append(_move("RECV", rank, arriving, source))
+                    received[source] += 1
+            out.append(a)
+            out += [_move("SEND", rank, value, target) for value in a.writes for target in needed[value]]
+        ranks.append(_frees(_parameters(out, zero)))
+    return replace(table, ranks=tuple(ranks))
+
+
+def _move(kind: str, rank: int, value: Value, peer: int) -> Action:
+    reads, writes = ((value,), ()) if kind == "SEND" else ((), (value,))
+    return Action(rank, kind, value.stage, value.microbatch, (), reads, writes, peer)
+
+
+def _handed_over(table: Table) -> Table:
+    """Turn dependencies on actions of other ranks into empty values that these write."""
+    rank_of = {a.key: a.rank for a in table}
+    awaited: dict[Key, Value] = {}
+
+    def read(a: Action) -> Action:
+        missing = [key for key in a.deps if key not in rank_of]
+        if missing:
+            raise ScheduleError(f"schedule {table.name}: {a} depends on {missing[0]}, which is not in the table")
+        far = [key for key in a.deps if rank_of[key] != a.rank]
+        awaited.update({key: Value(f"done:{key[0]}", *key[1:]) for key in far})
+        near = tuple(key for key in a.deps if key not in far)
+        return replace(a, deps=near, reads=(*a.reads, *(awaited[key] for key in far))) if far else a
+
+    table = table.map(read)
+    return table.map(lambda a: replace(a, writes=(*a.writes, awaited[a.key])) if a.key in awaited else a)
+
+
+def _parameters(actions: Sequence[Action], zero: int) -> list[Action]:
+    """Gathers before and releases after the runs in which a stage's parameters are used, and gradient reductions."""
+    computing = [a for a in actions if a.peer < 0]
+    last = {a.stage: a for a in computing}
+    held = None  # the stage whose parameters are gathered, under stage 3
+    gathered: set[int] = set()
+    out = []
+    for a in actions:
+        if a.peer < 0 and a.stage not in gathered:
+            if zero == 3 and held is not None:
+                out.append(Action(a.rank, "RELEASE", held, -1))
+                gathered.discard(held)
+            out.append(Action(a.rank, "GATHER", a.stage, -1))
+            gathered.add(a.stage)
+            held = a.stage
+        out.append(a)
+        if a.kind in GRADIENTS and a.peer < 0 and (zero > 1 or last[a.stage] is a):
+            out.append(Action(a.rank, "REDUCE", a.stage, a.microbatch))
+    return [*out, *(Action(a.rank, "RELEASE", s, -1) for s in sorted(gathered))] if computing else out
+
+
+def _frees(actions: Sequence[Action]) -> tuple[Action, ...]:
+    last: dict[Value, Action] = {}
+    for a in actions:
+        last.update(dict.fromkeys((*a.reads, *a.writes), a))
+    dying: dict[int, list[Value]] = defaultdict(list)
+    for value, a in last.items():
+        dying[id(a)].append(value)
+    out: list[Action] = []
+    for a in actions:
+        out.append(a)
+        if freed := tuple(dying[id(a)]):
+            out.append(Action(a.rank, "FREE", a.stage, a.microbatch, (), freed))
+    return tuple(out)

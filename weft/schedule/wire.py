@@ -1,0 +1,199 @@
+"""How values travel between the ranks of a pipeline: asynchronously, in order, with their shapes."""
+
+import json
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.schedule.actions import Value
+
+Spec = Callable[[Value], list[tuple[tuple[int, ...], torch.dtype]] | None]
+
+#: Most tensors in a value and most dimensions of a tensor, when shapes travel with the data.
+TENSORS, DIMS = 4, 6
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+
+
+class PeerLost(RuntimeError):
+    """Another rank of the pipeline is gone or late; the message names it."""
+
+
+@dataclass
+class _Arrival:
+    """A value asked for: first its header, if nobody knows its shape, then its tensors."""
+
+    value: Value
+    header: torch.Tensor | None
+    tensors: list[torch.Tensor]
+    works: list[dist.Work]
+
+
+class Wire:
+    """Moves between the ranks of one pipeline, numbered as along the mesh axis.
+
+    ``spec(value)``: shapes and types of the value's tensors if the receiver can know them, else None, and a header
+    travels before the data. On NCCL every ordered pair of ranks has its own communicator (``pairs``), as two ranks that
+    send to each other in one would wait for each other. ``timeout``: seconds a rank waits for a value.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout: float = 600, spec: Spec = lambda value: None
+    ) -> None:
+        self.group, self.device, self.timeout, self.spec = group, device, timeout, spec
+        self.rank = group.rank()
+        self.ranks = dist.get_process_group_ranks(group)
+        self.bytes_sent = 0
+        self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._sent: dict[int, deque[list[tuple[dist.Work, torch.Tensor]]]] = defaultdict(deque)
+        self._asked: dict[int, deque[_Arrival]] = defaultdict(deque)
+        self._tags: dict[tuple[int, int], int] = defaultdict(int)
+
+    def connect(self, pairs: set[tuple[int, int]]) -> None:
+        """Make the communicators of these ordered pairs; collective over the pipeline's ranks. Only NCCL needs it."""
+        for pair in sorted(pairs):
+            if self.device.type == "cuda" and self.rank in pair and pair not in self._pairs:
+                members = sorted(self.ranks[r] for r in pair)
+                name = f"pipeline {self.ranks[pair[0]]} to {self.ranks[pair[1]]}"
+                self._pairs[pair] = dist.new_group(members, use_local_synchronization=True, group_desc=name)
+
+    def _link(self, source: int, target: int) -> tuple[dist.ProcessGroup, int]:
+        self._tags[source, target] = tag = (self._tags[source, target] + 1) % (1 << 30)
+        return self._pairs.get((source, target), self.group), tag
+
+    def send(self, value: Value, payload: Any, target: int, window: int) -> None:
+        """Start sending; waits first while ``window`` values to ``target`` are under way."""
+        tensors = _tensors(payload)
+        if self.spec(value) is None:
+            tensors = [_header(tensors, self.device), *tensors]
+        queue = self._sent[target]
+        while len(queue) >= window:
+            self._finish(queue.popleft(), value, target)
+        works = []
+        for tensor in tensors:
+            group, tag = self._link(self.rank, target)
+            tensor = tensor.detach().contiguous()
+            self.bytes_sent += tensor.numel() * tensor.element_size()
+            try:
+                work = dist.isend(tensor, self.ranks[target], group=group, tag=tag)
+            except RuntimeError as error:
+                raise self._lost(value, target, f"hands it {value}", error) from error
+            assert work is not None
+            works.append((work, tensor))
+        queue.append(works)
+
+    def ask(self, value: Value, source: int) -> None:
+        """Post the receive of ``value``; what one source sends must be asked for in the order of sending."""
+        queue, spec = self._asked[source], self.spec(value)
+        arrival = _Arrival(value, None, [], [])
+        if spec is not None and not any(a.header is not None for a in queue):
+            self._post(arrival, spec, source)
+        else:  # messages of one link match in order: a header waits until the sizes of what precedes it are known
+            arrival.header = torch.zeros(1 + TENSORS * (2 + DIMS), dtype=torch.int64, device=self.device)
+        queue.append(arrival)
+
+    def take(self, value: Value, source: int, purpose: str) -> Any:
+        """The payload of ``value``, which is the next one asked of ``source``. Waits for it; ``purpose`` says why."""
+        queue = self._asked[source]
+        arrival = queue[0]
+        assert arrival.value == value, f"{value} is taken before {arrival.value}"
+        try:
+            if arrival.header is not None:
+                spec = self.spec(value)
+                if spec is None:
+                    self._wait(self._receive(arrival.header, source))
+                    spec = _read_header(arrival.header)
+                self._post(arrival, spec, source)
+            for work in arrival.works:
+                self._wait(work)
+        except RuntimeError as error:
+            raise self._lost(value, source, f"waits for {value} from it to run {purpose}", error) from error
+        queue.popleft()
+        tensors = arrival.tensors
+        return None if not tensors else tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+    def flush(self) -> None:
+        """Wait until everything sent has been received."""
+        for target, queue in self._sent.items():
+            while queue:
+                self._finish(queue.popleft(), None, target)
+
+    def _finish(self, sent: list[tuple[dist.Work, torch.Tensor]], value: Value | None, target: int) -> None:
+        try:
+            for work, _ in sent:
+                self._wait(work)
+        except RuntimeError as error:
+            raise self._lost(value, target, f"waits until it takes {value or 'what was sent'}", error) from error
+
+    def _wait(self, work: dist.Work) -> None:
+        work.wait(timedelta(seconds=self.timeout))
+
+    def _post(self, arrival: _Arrival, spec: list[tuple[tuple[int, ...], torch.dtype]], source: int) -> None:
+        for shape, dtype in spec:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            arrival.tensors.append(tensor)
+            arrival.works.append(self._receive(tensor, source))
+
+    def _receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        group, tag = self._link(source, self.rank)
+        work = dist.irecv(tensor, self.ranks[source], group=group, tag=tag)
+        assert work is not None
+        return work
+
+    def _lost(self, value: Value | None, peer: int, doing: str, error: RuntimeError) -> PeerLost:
+        """Find out who is the cause: every rank that waits says for whom, and the chain ends at one that does not."""
+        culprit = follow_chain(self.ranks[self.rank], self.ranks[peer], patience=min(3.0, self.timeout))
+        first = str(error).strip().splitlines()[0]
+        late = "timed out" in first.lower() or "timeout" in first.lower()
+        what = f"has not answered for {self.timeout:g} s" if late else "is gone"
+        via = "" if culprit == self.ranks[peer] else f" (through rank {self.ranks[peer]})"
+        me = self.ranks[self.rank]
+        return PeerLost(f"rank {culprit} of the pipeline {what}: rank {me} {doing}{via}; timed out or closed by peer")
+
+
+def follow_chain(me: int, waits_for: int, patience: float) -> int:
+    """The rank at the end of the chain of ranks that wait for each other, in global numbers.
+
+    A rank that gives up waiting publishes for whom it waited; the one that publishes nothing is the cause.
+    """
+    # The store that all ranks share; PyTorch has no public way to it.
+    store = dist.distributed_c10d._get_default_store()
+    culprit = waits_for
+    try:
+        store.set(f"weft/waits/{me}", json.dumps(waits_for))
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if store.check([f"weft/waits/{culprit}"]):
+                culprit = json.loads(store.get(f"weft/waits/{culprit}"))
+                if culprit == me:
+                    return waits_for
+            else:
+                time.sleep(0.05)
+    except RuntimeError:  # the store has gone with its rank
+        return culprit
+    return culprit
+
+
+def _tensors(payload: Any) -> list[torch.Tensor]:
+    if payload is None:
+        return []
+    return list(payload) if isinstance(payload, tuple | list) else [payload]
+
+
+def _header(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if len(tensors) > TENSORS or any(t.dim() > DIMS for t in tensors):
+        raise ValueError(f"a value that travels has at most {TENSORS} tensors of at most {DIMS} dimensions")
+    rows = [[DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (DIMS - t.dim())] for t in tensors]
+    rows += [[0] * (2 + DIMS)] * (TENSORS - len(tensors))
+    return torch.tensor([len(tensors), *(n for row in rows for n in row)], dtype=torch.int64, device=device)
+
+
+def _read_header(header: torch.Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    count, *numbers = header.tolist()
+    rows = [numbers[i * (2 + DIMS) : (i + 1) * (2 + DIMS)] for i in range(count)]
+    return [(tuple(row[2 : 2 + row[1]]), DTYPES[row[0]]) for row in rows]
