@@ -5,7 +5,7 @@ holds. Data changes hands only at ``gather_tokens`` / ``scatter_tokens`` (into a
 ``attend``; on one device these are identities. Shapes below are those of one rank.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -227,6 +227,7 @@ class Transformer(Module):
         super().__init__(mesh)
         self.shape, self.loss_chunk = shape, loss_chunk
         self.pipeline: Any = None  # what runs this rank's stages, if it has some only (weft.parallel.pipeline)
+        self.route: Sequence[int] | None = None  # the blocks to run and their order, if not all (partial pipelines)
         self.freq = frequencies(shape)
         if "embedding" in ends or (shape.tied and "head" in ends):
             self.embedding = Embedding(shape, mesh)
@@ -246,8 +247,8 @@ class Transformer(Module):
         """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype)
-        for i, block in enumerate(self.blocks.values()):
-            x = block(x, rope, cu_seqlens, caches[i] if caches is not None else None)
+        for i in range(len(self.blocks)) if self.route is None else self.route:
+            x = self.blocks[str(i)](x, rope, cu_seqlens, caches[i] if caches is not None else None)
         if labels is not None:
             return self.loss(self.norm(x), labels)
         hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]

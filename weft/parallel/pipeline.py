@@ -1,7 +1,7 @@
 """A model over pipeline stages: which rank holds what, and the operations that a schedule's actions run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,8 @@ from weft.schedule.build import build
 from weft.schedule.execute import Executed, Op, execute
 from weft.schedule.lower import lower
 from weft.schedule.partition import layer_costs, partition
+from weft.schedule.simulate import Costs
+from weft.schedule.skip import cut, skip_pipe
 from weft.schedule.validate import validate
 from weft.schedule.vocab import with_vocabulary
 from weft.schedule.wire import Wire
@@ -41,30 +43,51 @@ class Stage:
 
 def make_table(layout: Layout, microbatches: int) -> Table:
     """The schedule that ``layout`` asks for, as built."""
-    table = build(layout.schedule, layout.pp, microbatches, layout.virtual)
+    if layout.skip:
+        lengths = cut(layout.pp, layout.skip)
+        took = {"F": 1.0, "B": 2.0}
+        costs = Costs(lambda a: took[a.kind] * lengths[a.stage])
+        holders = [[r] for r in range(layout.pp)]
+        table = skip_pipe(holders, microbatches, layout.skip, costs, ranks=layout.pp, limit=2 * layout.pp, split=False)
+    else:
+        table = build(layout.schedule, layout.pp, microbatches, layout.virtual)
     return with_vocabulary(table, layout.vocab_barriers) if layout.vocab_barriers else table
 
 
 def assign_stages(shape: ModelShape, layout: Layout, stages: int, seq_len: int) -> list[Stage]:
-    """Layers to stages by modelled cost; embedding and output layer weigh as work where a stage has them whole."""
+    """Layers to stages by modelled cost; embedding and output layer weigh as work where a stage has them whole.
+
+    Where microbatches skip stages, those that none may skip are made shorter.
+    """
     first, layer, last = layer_costs(shape, seq_len)
     ends = not layout.vocab_barriers
     costs = [first, *[layer] * shape.layers, last] if ends else [layer] * shape.layers
-    cuts = partition(costs, stages)
+    cuts = partition(costs, stages, cut(stages, layout.skip) if layout.skip else None)
     return [
         Stage(
-            tuple(i - ends for i in cut if ends <= i < shape.layers + ends),
-            embedding=ends and cut.start == 0,
-            head=ends and cut.stop == len(costs),
+            tuple(i - ends for i in share if ends <= i < shape.layers + ends),
+            embedding=ends and share.start == 0,
+            head=ends and share.stop == len(costs),
         )
-        for cut in cuts
+        for share in cuts
     ]
+
+
+def routes(shape: ModelShape, layout: Layout, microbatches: int, seq_len: int) -> list[tuple[int, ...]]:
+    """The blocks that each microbatch passes, in order: what a partial pipeline computes, told to one device."""
+    table = make_table(layout, microbatches)
+    stages = assign_stages(shape, layout, table.stages, seq_len)
+    return [tuple(i for s in path for i in stages[s].layers) for path in table.paths]
 
 
 def check_pipeline(shape: ModelShape, layout: Layout) -> None:
     """Refuse, before anything starts, a schedule that these stages cannot run."""
     if layout.pp == 1:
+        if layout.skip or layout.vocab_barriers:
+            raise UsageError("layout.skip and layout.vocab_barriers are about pipeline stages; set layout.pp above 1")
         return
+    if layout.skip and layout.schedule != "1f1b":
+        raise UsageError(f"layout.skip plans a schedule of its own; leave out layout.schedule = {layout.schedule!r}")
     table = make_table(layout, layout.pp)
     least = table.stages - (0 if layout.vocab_barriers else 2)
     if shape.layers < least:
@@ -159,13 +182,16 @@ class Pipeline:
     def built(self, microbatches: int) -> Table:
         return make_table(self.layout, microbatches)
 
+    def whole(self, microbatches: int) -> Table:
+        """As :meth:`built`, with no stage skipped."""
+        return make_table(self.layout.model_copy(update={"skip": 0.0}), microbatches)
+
     def table(self, microbatches: int, forward_only: bool = False) -> Table:
         """The lowered schedule for this many microbatches, validated once."""
         key = (microbatches, forward_only)
         if key not in self.tables:
-            built = self.built(microbatches)
-            if forward_only:
-                built = only_forward(built)
+            # Evaluation is of the whole model: nothing is skipped.
+            built = self.built(microbatches) if not forward_only else only_forward(self.whole(microbatches))
             validate(built)
             self.tables[key] = lower(built, self.layout.zero)
             if self.wire is not None:
@@ -307,8 +333,6 @@ class Pipeline:
 
 def only_forward(table: Table) -> Table:
     """The forward half of a schedule, for evaluation: no backward actions, nothing saved for them."""
-    from dataclasses import replace
-
     keep = ("F", "E", "S", "C")
     made = {value for a in table if a.kind in keep for value in a.writes}
     read = {value for a in table if a.kind in keep for value in a.reads}

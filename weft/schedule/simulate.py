@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 
 from weft.schedule.actions import MOVES, Action, ScheduleError, Table, Value
 
@@ -92,52 +93,58 @@ def simulate(table: Table, costs: Costs) -> Simulation:
 
     Moves overlap compute. Raises :class:`ScheduleError` naming the actions that wait for each other in a circle.
     """
-    producer = {value: a for a in table if a.kind not in MOVES for value in a.writes}
-    ended: dict[object, float] = {}  # by action key and by (value, rank)
-    link_free: dict[tuple[int, int], float] = defaultdict(float)
     queues = [[a for a in actions if a.kind not in MOVES] for actions in table.ranks]
-    at = [0] * len(queues)
-    free = [0.0] * len(queues)
-    timeline: list[list[Timed]] = [[] for _ in queues]
-    moves: list[tuple[Value, int, int, float, float]] = []
-    readers: dict[Value, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    readers: dict[Value, dict[int, None]] = defaultdict(dict)  # the ranks that read a value
     for queue in queues:
         for a in queue:
             for value in a.reads:
-                readers[value][a.rank] += 1
+                readers[value][a.rank] = None
+    ended: dict[object, float] = {}  # by action key and by (value, rank)
+    waiting: dict[object, list[int]] = defaultdict(list)  # ranks whose next action waits for this to end
+    link_free: dict[tuple[int, int], float] = defaultdict(float)
+    at, free = [0] * len(queues), [0.0] * len(queues)
+    timeline: list[list[Timed]] = [[] for _ in queues]
+    moves: list[tuple[Value, int, int, float, float]] = []
+    able: list[tuple[float, int]] = []  # heap of (start, rank) of the next actions that have all they need
 
-    def ready(a: Action) -> float | None:
-        """When what ``a`` needs is there, or None if that is not known yet."""
-        times = [free[a.rank]]
-        for key in a.deps:
-            times.append(ended.get(key, -1.0))
-        for value in a.reads:
-            times.append(ended.get((value, a.rank), -1.0))
-        return None if min(times) < 0 else max(times)
+    def look(rank: int) -> None:
+        """Enter the next action of ``rank`` among those that are able to start, or note what it waits for."""
+        if at[rank] == len(queues[rank]):
+            return
+        a, start = queues[rank][at[rank]], free[rank]
+        for need in (*a.deps, *((value, rank) for value in a.reads)):
+            if need not in ended:
+                waiting[need].append(rank)
+                return
+            start = max(start, ended[need])
+        heappush(able, (start, rank))
 
-    waiting = set(range(len(queues)))
-    while waiting:
-        # The action that can start first: with exclusive links the order of sends depends on it.
-        able = [(t, r) for r in waiting if at[r] < len(queues[r]) and (t := ready(queues[r][at[r]])) is not None]
-        waiting = {r for r in waiting if at[r] < len(queues[r])}
-        if not able:
-            if waiting:
-                raise ScheduleError(deadlock(table.name, [queues[r][at[r] :] for r in range(len(queues))], producer))
-            break
-        start, r = min(able)
+    def end(what: object, time: float) -> None:
+        ended[what] = time
+        for rank in waiting.pop(what, ()):
+            look(rank)
+
+    for rank in range(len(queues)):
+        look(rank)
+    while able:  # the earliest first: with exclusive links the order of sends depends on it
+        start, r = heappop(able)
         a = queues[r][at[r]]
         at[r] += 1
-        free[r] = end = start + costs.compute(a)
-        ended[a.key] = end
-        timeline[r].append(Timed(a, start, end))
+        free[r] = now = start + costs.compute(a)
+        timeline[r].append(Timed(a, start, now))
+        end(a.key, now)
         for value in a.writes:
-            ended[(value, r)] = end
+            end((value, r), now)
             for other in readers[value]:
                 if other != r:
-                    begin = max(end, link_free[(r, other)]) if costs.exclusive else end
-                    arrival = begin + costs.move(value, r, other)
-                    link_free[(r, other)] = ended[(value, other)] = arrival
+                    begin = max(now, link_free[r, other]) if costs.exclusive else now
+                    link_free[r, other] = arrival = begin + costs.move(value, r, other)
                     moves.append((value, r, other, begin, arrival))
+                    end((value, other), arrival)
+        look(r)
+    left = [queue[i:] for queue, i in zip(queues, at, strict=True)]
+    if any(left):
+        raise ScheduleError(deadlock(table.name, left, {v: a for q in queues for a in q for v in a.writes}))
     return Simulation(table, tuple(map(tuple, timeline)), tuple(moves), _memory(timeline, moves, readers, costs.size))
 
 
@@ -171,7 +178,7 @@ def deadlock(name: str, left: list[list[Action]], producer: dict[Value, Action])
 def _memory(
     timeline: list[list[Timed]],
     moves: list[tuple[Value, int, int, float, float]],
-    readers: dict[Value, dict[int, int]],
+    readers: dict[Value, dict[int, None]],
     size: Callable[[Value], float],
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     """Level of live values per rank. What is read for the last time is freed before what the reader made counts."""
@@ -184,7 +191,7 @@ def _memory(
                 # An action's results occupy memory from its start: forward fills what it saves as it goes.
                 begin = t.start if value.name == "saved" else t.end
                 changes.append((begin, 1, size(value)))
-                if readers[value].get(rank):
+                if rank in readers[value]:
                     changes.append((last[value], 0, -size(value)))
                 else:
                     changes.append((t.end, 2, -size(value)))

@@ -48,17 +48,24 @@ def pass_loss(model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh)
     return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / total
 
 
-def accumulate(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward and backward of every pass. Returns this rank's share of the loss and the step's real tokens."""
+def accumulate(
+    model: Transformer, batches: Sequence[Batch], mesh: Mesh, routes: Sequence[Sequence[int]] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward and backward of every pass. Returns this rank's share of the loss and the step's real tokens.
+
+    ``routes``: the blocks that each pass runs (in turn, if there are more passes), where these are not all.
+    """
     total = count_tokens(batches, mesh)
     if model.pipeline is not None:
         return model.pipeline.accumulate(batches, total.clamp(min=1)), total
     shares = []
     for i, batch in enumerate(batches):
         begin_pass(model, mesh, last=i == len(batches) - 1)
+        model.route = routes[i % len(routes)] if routes else None
         share = pass_loss(model, batch.to(mesh.device), total.clamp(min=1), mesh)
         share.backward()
         shares.append(share.detach())
+    model.route = None
     return torch.stack(shares).sum(), total
 
 
@@ -89,14 +96,19 @@ def square_norm(grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], mesh
 
 
 def gradients(
-    model: Transformer, parts: Sequence[LocalPart], batches: Sequence[Batch], mesh: Mesh, stop: bool = False
+    model: Transformer,
+    parts: Sequence[LocalPart],
+    batches: Sequence[Batch],
+    mesh: Mesh,
+    stop: bool = False,
+    routes: Sequence[Sequence[int]] = (),
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Everything of a step up to the clip: reduced local gradients, and the world's sums.
 
     The sums are one vector of float64 from one all-reduce: mean loss, squared gradient norm, ranks that wish to stop,
     real tokens.
     """
-    loss, total = accumulate(model, batches, mesh)
+    loss, total = accumulate(model, batches, mesh, routes)
     with record_function("weft:optimizer"):
         grads = reduce_over_tp(collect(parts), parts, mesh)
         if model.pipeline is not None:
@@ -122,13 +134,14 @@ def train_step(
     clip: float,
     stop: bool = False,
     inspect: Callable[[dict[str, torch.Tensor]], None] | None = None,
+    routes: Sequence[Sequence[int]] = (),
 ) -> StepResult:
     """One optimizer step. ``stop`` is this rank's wish to end the run; the result says whether any rank has it.
 
     A loss or gradient norm that is not finite skips the update, on all ranks alike. ``inspect`` sees the reduced,
-    unclipped local gradients.
+    unclipped local gradients. ``routes``: see :func:`accumulate`.
     """
-    grads, sums = gradients(model, parts, batches, mesh, stop)
+    grads, sums = gradients(model, parts, batches, mesh, stop, routes)
     with record_function("weft:optimizer"):
         loss, square, stops, tokens = sums.tolist()
         norm = math.sqrt(square) if square >= 0 else math.nan

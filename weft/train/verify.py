@@ -23,6 +23,7 @@ from weft.layout.mesh import Mesh
 from weft.models.transformer import Block, Transformer
 from weft.parallel.build import LocalPart, check_fits, local_parts, parallelize
 from weft.parallel.context import context_attention
+from weft.parallel.pipeline import routes
 from weft.recipe import ModelShape, Train
 from weft.train.optim import build_optimizer
 from weft.train.setup import Job
@@ -60,8 +61,15 @@ class Trace:
 def run_layout(job: Job, mesh: Mesh, steps: int, watch: Callable[[Transformer], object] | None = None) -> Trace:
     """Train ``steps`` steps from the seeded initial values and the first sample; keep what there is to compare.
 
-    ``watch`` sees the model before the first step.
+    ``watch`` sees the model before the first step. On one device, the reference of a partial pipeline skips what that
+    skips, microbatch by microbatch.
     """
+    taken: list[tuple[int, ...]] = []
+    if job.recipe.layout.skip and mesh.size("pp") == 1:
+        rows, passes = job.recipe.rows_per_pass(job.recipe.layout)
+        taken = routes(job.shape, job.recipe.layout, passes, job.recipe.data.seq_len)
+        alike = job.recipe.train.model_copy(update={"micro_batch": rows})
+        job = dataclasses.replace(job, recipe=job.recipe.model_copy(update={"train": alike}))
     model = parallelize(job.shape, mesh, job.recipe.train, seq_len=job.recipe.data.seq_len)
     if watch is not None:
         watch(model)
@@ -77,7 +85,9 @@ def run_layout(job: Job, mesh: Mesh, steps: int, watch: Callable[[Transformer], 
         batches = loader.step(step * job.recipe.train.batch)
         if batches is None:
             raise WeftError(f"the data ends after {step} steps; use fewer --steps or a smaller train.batch")
-        result = train_step(model, parts, batches, optimizer, mesh, lr=settings.lr, clip=settings.clip, inspect=keep)
+        result = train_step(
+            model, parts, batches, optimizer, mesh, lr=settings.lr, clip=settings.clip, inspect=keep, routes=taken
+        )
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
     trace.params.extend((p.name, p.box, p.local.clone().cpu()) for p in parts)

@@ -1,0 +1,200 @@
+"""Partial pipelines: every microbatch passes a subset of the stages (SkipPipe, Blagoev et al. 2025, 2502.19913).
+
+What the paper asks of the paths: the first and last stages are always run, all others get their share of the
+microbatches, and neighbouring stages may change places where that avoids a collision or shortens the trip. The list
+scheduler then turns paths into a table. The planner here is our own: quotas first, paths against a reservation second.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from math import comb
+from random import Random
+
+from weft.errors import UsageError
+from weft.schedule.actions import Action, Table, Value
+from weft.schedule.build.greedy import list_schedule
+from weft.schedule.build.listing import Policy
+from weft.schedule.simulate import Costs, simulate
+
+Path = tuple[int, ...]
+Holders = Sequence[Sequence[int]]
+Work = Callable[[int, int], float]  # of a rank on a stage, forward and backward
+Booked = Mapping[tuple[int, int], float]  # until when a link is taken; (r, r): rank r itself
+
+#: A stage is skipped between these multiples of the mean, so that slow stages are spared and all are trained.
+SPREAD = (0.5, 1.5)
+
+TINY = 1e-9
+
+#: Candidates for one microbatch; with more subsets than this, a random sample.
+CANDIDATES = 60
+
+#: Plans differ in how strictly skips are spread over the step (see :func:`_plan`).
+WEIGHTS = (8.0, 2.0, 1.0, 0.5)
+
+
+def plan_paths(
+    holders: Holders,
+    microbatches: int,
+    ratio: float,
+    costs: Costs,
+    *,
+    keep: tuple[int, int] = (1, 1),
+    swaps: bool = True,
+    split: bool = True,
+    seed: int = 0,
+) -> list[Path]:
+    """A path for every microbatch that skips the share ``ratio`` of all stages on average.
+
+    ``holders[s]``: ranks that may run stage ``s``; ``keep``: how many stages at the front and at the end are always
+    run and never moved; ``swaps``: a path may exchange one pair of neighbouring stages. The best of a few plans
+    by the simulated makespan. ``ratio`` 0 gives the full pipeline. Raises :class:`UsageError` if too few stages may be
+    skipped.
+    """
+    stages = len(holders)
+    middle = range(keep[0], stages - keep[1])
+    total = round(ratio * stages * microbatches)
+    if not total:
+        return [tuple(range(stages))] * microbatches
+    if not 0 <= ratio * stages <= len(middle) / SPREAD[1]:
+        raise UsageError(
+            f"skipping {ratio:.0%} of {stages} stages leaves too little of the {len(middle)} that may be skipped; "
+            f"use at most {len(middle) / SPREAD[1] / stages:.0%} or a smaller keep={keep}"
+        )
+    ranks = 1 + max(r for able in holders for r in able)
+    plans: list[tuple[float, list[Path]]] = []
+
+    def work(rank: int, s: int) -> float:
+        return sum(costs.compute(Action(rank, kind, s, 0)) for kind in ("FIW" if split else "FB")) or TINY
+
+    orders: Callable[[Path], Iterable[Path]] = (lambda path: _swapped(path, keep)) if swaps else (lambda path: [path])
+    for spread in WEIGHTS:
+        paths = _plan(holders, microbatches, total, costs, middle, orders, work, spread, Random(seed))
+        table = list_schedule("skip", holders, paths, costs, ranks=ranks, split=split, priority=Policy(ahead=1.5))
+        plans.append((simulate(table, costs).makespan, paths))
+    return min(plans)[1]
+
+
+def skip_pipe(
+    holders: Holders,
+    microbatches: int,
+    ratio: float,
+    costs: Costs,
+    *,
+    ranks: int,
+    limit: float | Sequence[float] | None = None,
+    split: bool = True,
+    keep: tuple[int, int] = (1, 1),
+    seed: int = 0,
+) -> Table:
+    """The table of a partial pipeline: planned paths, list-scheduled. Arguments as in the two functions it calls."""
+    paths = plan_paths(holders, microbatches, ratio, costs, keep=keep, split=split, seed=seed)
+    return list_schedule("skip", holders, paths, costs, ranks=ranks, limit=limit, split=split)
+
+
+def cut(stages: int, ratio: float, keep: tuple[int, int] = (1, 1)) -> list[float]:
+    """Length of every stage (mean 1) such that all compute the same on average.
+
+    Stages that are always run must be shorter: with stages of equal length they would compute as much as without
+    skipping, and the pipeline would be no faster than them.
+    """
+    middle = stages - sum(keep)
+    run = 1 - ratio * stages / middle  # share of the microbatches that a middle stage sees
+    length = stages / (sum(keep) * run + middle)
+    return [length if keep[0] <= s < stages - keep[1] else length * run for s in range(stages)]
+
+
+def _plan(
+    holders: Holders,
+    microbatches: int,
+    total: int,
+    costs: Costs,
+    middle: range,
+    orders: Callable[[Path], Iterable[Path]],
+    work: Work,
+    spread: float,
+    random: Random,
+) -> list[Path]:
+    """Microbatch by microbatch, the path that ends first on ranks and links reserved by those before it.
+
+    ``spread``: how much being behind its share of skips speaks for skipping a stage now, in units of a stage's time.
+    """
+
+    stages = range(len(holders))
+    times = [1 / sum(1 / work(r, s) for r in holders[s]) for s in middle]
+    left = dict(zip(middle, _quotas(times, total, microbatches), strict=True))  # skips to come, by stage
+    unit = spread * sum(times) / len(times)
+    booked: Booked = {}
+    paths = []
+    for m in range(microbatches):
+        rest = microbatches - m
+        forced = [s for s in middle if left[s] == rest]
+        able = [s for s in middle if 0 < left[s] < rest]
+        count = total * (m + 1) // microbatches - total * m // microbatches - len(forced)
+        best: tuple[float, Path, Booked] | None = None
+        for chosen in _subsets(able, count, random):
+            path = tuple(s for s in stages if s not in chosen and s not in forced)
+            due = sum(left[s] for s in chosen) / rest
+            for order in orders(path):
+                end, then = _reserve(order, holders, costs, work, booked)
+                if best is None or end - unit * due < best[0] - TINY:
+                    best = end - unit * due, order, then
+        assert best is not None
+        _, path, booked = best
+        paths.append(path)
+        for s in middle:
+            left[s] -= s not in path
+    return paths
+
+
+def _quotas(times: Sequence[float], total: int, microbatches: int) -> list[int]:
+    """How often to skip each stage such that the slowest computes as little as the bounds allow."""
+    mean = total / microbatches / len(times)
+    low, high = SPREAD[0] * mean, min(1.0, SPREAD[1] * mean)
+
+    def shares(target: float) -> list[float]:
+        return [min(high, max(low, 1 - target / t)) for t in times]
+
+    a, b = 0.0, max(times)
+    for _ in range(60):
+        target = (a + b) / 2
+        a, b = (target, b) if sum(shares(target)) > mean * len(times) else (a, target)
+    exact = [microbatches * x for x in shares(b)]
+    quotas = [int(x + 1e-6) for x in exact]
+    for s in sorted(range(len(times)), key=lambda s: (quotas[s] - exact[s], s))[: total - sum(quotas)]:
+        quotas[s] += 1
+    return quotas
+
+
+def _subsets(able: list[int], count: int, random: Random) -> Iterable[tuple[int, ...]]:
+    if comb(len(able), count) <= CANDIDATES:
+        return combinations(able, count)
+    return [tuple(sorted(random.sample(able, count))) for _ in range(CANDIDATES)]
+
+
+def _swapped(path: Path, keep: tuple[int, int]) -> Iterator[Path]:
+    """The path, then all with one pair of neighbours exchanged that may move."""
+    yield path
+    for i in range(keep[0], len(path) - keep[1] - 1):
+        yield (*path[:i], path[i + 1], path[i], *path[i + 2 :])
+
+
+def _reserve(path: Path, holders: Holders, costs: Costs, work: Work, booked: Booked) -> tuple[float, Booked]:
+    """When a forward along this path ends, and what is then booked of ranks and links.
+
+    A visit books the time of the backward as well: in the steady state a rank does one of each.
+    """
+    taken, time, at, value = dict(booked), 0.0, -1, Value("act", path[0], 0)
+    for s in path:
+        options = []
+        for r in holders[s]:
+            there = time
+            if at not in (-1, r):
+                there = max(time, taken.get((at, r), 0.0)) if costs.exclusive else time
+                there += costs.move(value, at, r)
+            options.append((max(there, taken.get((r, r), 0.0)) + work(r, s), r, there))
+        end, rank, there = min(options)
+        taken[(at, rank)], taken[(rank, rank)] = there, end
+        time = end - work(rank, s) + costs.compute(Action(rank, "F", s, 0))
+        at, value = rank, Value("act", s, 0)
+    return time, taken
