@@ -138,11 +138,9 @@ def test_published_bubbles(row: tuple[float, ...]) -> None:
     times = Times(*measured)
     for name, rate in (("1f1b", plain), ("zb-h1", h1), ("zb-h2", h2)):
         assert clock(name, 8, int(m), times=times).bubble_rate == pytest.approx(rate, abs=6e-5), name
-    # A chunk is one layer. The published figure has `ranks` moves fewer on the critical path than ours.
+    # A chunk is one layer.
     result = clock("interleaved-1f1b", 8, int(m), int(chunks), times)
-    total = m * sum(measured[:3])
-    assert 1 - total / (result.makespan - 8 * times.move) == pytest.approx(interleaved, abs=1e-4)
-    assert result.bubble_rate == pytest.approx(interleaved, abs=4e-3)
+    assert result.bubble_rate == pytest.approx(interleaved, abs=1e-4)
 
 
 #: 2401.10241, table 8: 6.2B on 16 ranks. Its times are not stated; W / (F + I + W) = 0.2515 and move / (F + I + W) =
