@@ -22,3 +22,16 @@ def test_step(tmp_path: Path) -> None:
     assert all(
         row["ratio"] > 0 for table in (job["single"], job["ranks"]) for name, row in table.items() if name != "weft"
     )
+
+
+@pytest.mark.slow
+def test_pipeline(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "bench" / "pipeline.py"
+    path = tmp_path / "pipeline.json"
+    done = subprocess.run(
+        [sys.executable, str(script), "--quick", "--json", str(path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert all(row["ratio"] > 0 for table in found["steps"].values() for name, row in table.items() if name != "weft")
+    assert all(row["deviation"] > -0.01 for row in found["simulated"].values())  # nothing ends before it can

@@ -20,7 +20,22 @@ ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_cap
 T = torch.Tensor
 
 #: Weight gradients that backward left for later, as calls that add them to ``.grad``.
-Tape = list[Callable[[], object]]
+Tape = list[Callable[[], None]]
+
+
+class AtOnce(Tape):
+    """A tape that runs what is put on it: backward is whole, and adds its products to ``.grad`` as it makes them."""
+
+    def append(self, call: Callable[[], None]) -> None:
+        call()
+
+
+def run_tape(tape: Tape) -> None:
+    """Run and empty a tape: what it holds is as large as the activations, and part of a circle until it is gone."""
+    tape.reverse()
+    while tape:
+        tape.pop()()
+
 
 _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
@@ -83,14 +98,17 @@ class _Project(torch.autograd.Function):
         d_x = times(flat[0], weights[0].t())
         for g, w in zip(flat[1:], weights[1:], strict=True):
             d_x = times(g, w.t(), plus=d_x)
-        products = [(g, x.flatten(0, 1)) for g in flat]
+        d_x = d_x.view(x.shape)
+        products = [(g, x.detach().flatten(0, 1)) for g in flat]
         if ctx.later is None:
-            return d_x.view(x.shape), None, *(g.t() @ x for g, x in products)
+            return d_x, None, *(g.t() @ x for g, x in products)
         tape, parameters = ctx.later
         # A weight that was computed from a parameter passes its gradient on, and that is the parameter's.
         now = [None if p.is_leaf else g.t() @ x for p, (g, x) in zip(parameters, products, strict=True)]
-        tape += [partial(add_product, p, *pair) for p, pair in zip(parameters, products, strict=True) if p.is_leaf]
-        return d_x.view(x.shape), None, *now
+        for p, (g, x) in zip(parameters, products, strict=True):
+            if p.is_leaf:
+                tape.append(partial(add_product, p, g, x))
+        return d_x, None, *now
 
 
 def add_product(weight: T, grad: T, x: T) -> None:

@@ -12,7 +12,7 @@ from weft.data.batch import Batch
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.models.fused import Tape, deferred
+from weft.models.fused import AtOnce, Tape, deferred, run_tape
 from weft.models.rope import angles
 from weft.models.transformer import Transformer
 from weft.parallel.state import Unit, sum_over_replicas
@@ -41,8 +41,8 @@ class Stage:
     head: bool
 
 
-def make_table(layout: Layout, microbatches: int) -> Table:
-    """The schedule that ``layout`` asks for, as built."""
+def make_table(layout: Layout, microbatches: int, shape: ModelShape, seq_len: int) -> Table:
+    """The schedule that ``layout`` asks for, as built; what the model computes decides where vocabulary passes go."""
     if layout.skip:
         lengths = cut(layout.pp, layout.skip)
         took = {"F": 1.0, "B": 2.0}
@@ -51,7 +51,10 @@ def make_table(layout: Layout, microbatches: int) -> Table:
         table = skip_pipe(holders, microbatches, layout.skip, costs, ranks=layout.pp, limit=2 * layout.pp, split=False)
     else:
         table = build(layout.schedule, layout.pp, microbatches, layout.virtual)
-    return with_vocabulary(table, layout.vocab_barriers) if layout.vocab_barriers else table
+    if layout.vocab_barriers:
+        cost = modelled_costs(shape, layout, table, seq_len).compute
+        return with_vocabulary(table, layout.vocab_barriers, cost)
+    return table
 
 
 def assign_stages(shape: ModelShape, layout: Layout, stages: int, seq_len: int) -> list[Stage]:
@@ -73,9 +76,36 @@ def assign_stages(shape: ModelShape, layout: Layout, stages: int, seq_len: int) 
     ]
 
 
+def modelled_costs(shape: ModelShape, layout: Layout, table: Table, seq_len: int) -> Costs:
+    """Flops per token of every action of ``table`` under this layout's stages; activations weigh by their layers."""
+    stages = assign_stages(shape, layout, table.stages, seq_len)
+    look_up, layer, output = layer_costs(shape, seq_len)
+    shares = len(table.ranks)
+    # Two barriers: the gradient of the input is made in T, with the weight's; one barrier: in S, with the logits.
+    early = layout.vocab_barriers == 1
+    passes = {"S": (2 if early else 1) * output, "T": (1 if early else 2) * output, "E": look_up, "D": look_up}
+    times = {"F": 1, "I": 1, "W": 1, "B": 2}
+
+    def compute(a: Action) -> float:
+        if a.kind in passes:
+            return passes[a.kind] / shares
+        if a.kind not in times:
+            return 0.0
+        stage = stages[a.stage]
+        whole = len(stage.layers) * layer + stage.embedding * look_up
+        # Output layer and loss make all their gradients with the loss, in forward.
+        return times[a.kind] * whole + 3 * output * (stage.head and a.kind == "F")
+
+    def size(value: Value) -> float:
+        here = value.name in ("saved", "tape") and value.stage < len(stages)
+        return float(len(stages[value.stage].layers)) if here else 0.0
+
+    return Costs(compute, size=size)
+
+
 def routes(shape: ModelShape, layout: Layout, microbatches: int, seq_len: int) -> list[tuple[int, ...]]:
     """The blocks that each microbatch passes, in order: what a partial pipeline computes, told to one device."""
-    table = make_table(layout, microbatches)
+    table = make_table(layout, microbatches, shape, seq_len)
     stages = assign_stages(shape, layout, table.stages, seq_len)
     return [tuple(i for s in path for i in stages[s].layers) for path in table.paths]
 
@@ -88,7 +118,7 @@ def check_pipeline(shape: ModelShape, layout: Layout) -> None:
         return
     if layout.skip and layout.schedule != "1f1b":
         raise UsageError(f"layout.skip plans a schedule of its own; leave out layout.schedule = {layout.schedule!r}")
-    table = make_table(layout, layout.pp)
+    table = build(layout.schedule, layout.pp, 1, layout.virtual)
     least = table.stages - (0 if layout.vocab_barriers else 2)
     if shape.layers < least:
         raise UsageError(
@@ -102,7 +132,7 @@ class Pipeline:
 
     def __init__(self, shape: ModelShape, mesh: Mesh, loss_chunk: int, seq_len: int, timeout: float) -> None:
         self.mesh, self.layout, self.shape = mesh, mesh.layout, shape
-        self.rank = mesh.rank("pp")
+        self.rank, self.seq_len = mesh.rank("pp"), seq_len
         table = self.built(2 * mesh.size("pp"))
         self.stages = assign_stages(shape, mesh.layout, table.stages, seq_len)
         self.held = table.held(self.rank)
@@ -180,11 +210,11 @@ class Pipeline:
         return tuple(sorted({r for s in stages for r in self.holders[s]}))
 
     def built(self, microbatches: int) -> Table:
-        return make_table(self.layout, microbatches)
+        return make_table(self.layout, microbatches, self.shape, self.seq_len)
 
     def whole(self, microbatches: int) -> Table:
         """As :meth:`built`, with no stage skipped."""
-        return make_table(self.layout.model_copy(update={"skip": 0.0}), microbatches)
+        return make_table(self.layout.model_copy(update={"skip": 0.0}), microbatches, self.shape, self.seq_len)
 
     def table(self, microbatches: int, forward_only: bool = False) -> Table:
         """The lowered schedule for this many microbatches, validated once."""
@@ -193,7 +223,8 @@ class Pipeline:
             # Evaluation is of the whole model: nothing is skipped.
             built = self.built(microbatches) if not forward_only else only_forward(self.whole(microbatches))
             validate(built)
-            self.tables[key] = lower(built, self.layout.zero)
+            # What is not cut needs no gathering.
+            self.tables[key] = lower(built, self.layout.zero if self.mesh.size("shard", "cp") > 1 else 1)
             if self.wire is not None:
                 self.wire.connect({(a.rank, a.peer) for a in self.tables[key] if a.kind == "SEND"})
         return self.tables[key]
@@ -239,8 +270,8 @@ class Pipeline:
     def _forward(self, table: Table, split: set[tuple[int, int]], a: Action, reads: Sequence[Any]) -> list[Any]:
         model, batch, path = self.model, self.batches[a.microbatch], table.paths[a.microbatch]
         training = any(value.name == "saved" for value in a.writes) and torch.is_grad_enabled()
-        tape: Tape | None = [] if (a.stage, a.microbatch) in split and training else None
-        with deferred(tape):
+        tape: Tape = [] if (a.stage, a.microbatch) in split else AtOnce()
+        with deferred(tape if training else None):
             if not reads:
                 x, leaf = model.embedding(batch.tokens), None
             else:  # one tensor from the stage before, or the vocabulary shards' parts of the embedding
@@ -265,28 +296,24 @@ class Pipeline:
     def _backward(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         *grads, (leaf, y, tape) = reads
         torch.autograd.backward(y, grads[0] if grads else None)
-        if a.kind == "B":
-            self._finish(a.stage, tape)
+        self._fold(a.stage)
         made = {"grad": leaf.grad if leaf is not None else None, "tape": tape}
-        if a.kind == "I":
-            self._finish(a.stage, None)
         return [made[value.name] for value in a.writes]
 
     def _weights(self, a: Action, reads: Sequence[Any]) -> list[Any]:
-        self._finish(a.stage, reads[0])
+        run_tape(reads[0])
+        self._fold(a.stage)
         return []
 
     def _then_fold(self, op: Op) -> Op:
         def folded(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
             made = op(a, reads)
-            self._finish(a.stage, None)
+            self._fold(a.stage)
             return made
 
         return folded
 
-    def _finish(self, stage: int, tape: Tape | None) -> None:
-        for add in tape or ():
-            add()
+    def _fold(self, stage: int) -> None:
         for stages, unit in self.users.items():
             if stage in stages:
                 unit.fold()

@@ -18,22 +18,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from weft.schedule.actions import Action, Table, Value
+from weft.schedule.simulate import Costs, simulate
 
 #: What runs first on a rank when several passes could: those that others wait for.
-URGENCY = ("C", "G", "S", "T", "E", "D")
+URGENCY = ("C", "G", "S", "E", "T", "D")
+
+#: Passes that nobody waits for fill holes, until so many of them are due on a rank.
+LAZY = 2
 
 
 def with_vocabulary(table: Table, barriers: int, cost: Callable[[Action], float] | None = None) -> Table:
     """Add the vocabulary passes to a table whose first and last stage compute neither embedding nor output layer.
 
-    Every barrier is one more microbatch in flight: backwards of all ranks are moved behind that many more forwards.
-    The passes then go where ``cost`` (time per action; without it all actions but C and G take 1) finds the rank
-    waiting, or as soon as what they need is there.
+    ``cost``: time per action (without it, all but C and G take 1). Every barrier lets a rank hold one more microbatch,
+    so that it has other work while shares are combined.
     """
-    passes = [a for m in range(table.microbatches) for a in _passes(table, m, barriers)]
-    chunks = max(1, table.stages // len(table.ranks))
-    orders = [_delayed(actions, barriers * chunks) for actions in table.map(lambda a: _linked(table, a)).ranks]
-    return replace(table, ranks=_merge(orders, passes, cost or (lambda a: float(a.kind not in "CG"))))
+    cost = cost or (lambda a: float(a.kind not in "CG"))
+    held = Costs(cost, size=lambda value: float(value.name in ("saved", "tape")))
+    more = barriers * max(1, table.stages // len(table.ranks))
+    clock = simulate(table, held)
+    limits = [round(peak) + more for peak in clock.peaks]
+    begins = {t.action.key: t.start for lane in clock.timeline for t in lane}
+    entering = sorted(range(table.microbatches), key=lambda m: (begins["F", table.paths[m][0], m], m))
+    passes = [a for m in entering for a in _passes(table, m, barriers)]
+    return replace(table, ranks=_merge(table.map(lambda a: _linked(table, a)), passes, cost, limits))
 
 
 def _passes(table: Table, m: int, barriers: int) -> list[Action]:
@@ -73,66 +81,53 @@ def _linked(table: Table, a: Action) -> Action:
     return a
 
 
-def _delayed(actions: Sequence[Action], more: int) -> list[Action]:
-    """The same forwards and the same backwards in their orders, every backward ``more`` forwards later."""
-    forwards = [a for a in actions if a.kind == "F"]
-    out: list[Action] = []
-    seen = placed = 0
-    for a in actions:
-        if a.kind == "F":
-            seen += 1
-            continue
-        while placed < min(seen + more, len(forwards)):
-            out.append(forwards[placed])
-            placed += 1
-        out.append(a)
-    return [*out, *forwards[placed:]]
-
-
 def _merge(
-    orders: list[list[Action]], passes: Sequence[Action], cost: Callable[[Action], float]
+    table: Table, passes: Sequence[Action], cost: Callable[[Action], float], limits: Sequence[int]
 ) -> tuple[tuple[Action, ...], ...]:
-    """By the clock: a rank runs a pass that is ready, else the next action of its order, whichever can start first."""
-    waiting = [sorted((a for a in passes if a.rank == r), key=_urgency) for r in range(len(orders))]
-    at, free = [0] * len(orders), [0.0] * len(orders)
+    """By the clock: a rank does what it can do first; at equal times passes, then its own order, then other things.
+
+    Forwards, backwards and weight gradients each keep their order, but may pass each other while a rank would wait, a
+    forward only within ``limits`` of saved microbatches. This cannot block: of all that is left, what came first in
+    the table can run, as everything before it, whose memory was enough, is done.
+    """
+    ranks = range(len(table.ranks))
+    order = [list(actions) for actions in table.ranks]
+    waiting = [sorted((a for a in passes if a.rank == r), key=lambda a: URGENCY.index(a.kind)) for r in ranks]
+    place = {a.microbatch: i for i, a in enumerate(passes)}
+    free, level = [0.0] * len(ranks), [0] * len(ranks)
+    looked_up = [0] * len(ranks)
+    entered = 0  # microbatches that the first stage has begun
     there: dict[Value, float] = {}
-    out: list[list[Action]] = [[] for _ in orders]
+    out: list[list[Action]] = [[] for _ in ranks]
 
     def start(a: Action) -> float:
-        """When ``a`` can start, as far as is known: never, if something it reads is not made yet."""
+        """When ``a`` can start: never, as far as is known, if something it reads is not made yet."""
         return max([free[a.rank], *(there.get(v, float("inf")) for v in a.reads)])
 
-    def rank_next(r: int) -> tuple[float, int, Action] | None:
-        base = orders[r][at[r]] if at[r] < len(orders[r]) else None
-        # Look-ups need nothing: only a few may run ahead of the first stage's forwards.
-        ahead = sum(a.kind == "E" for a in out[r])
-        options = [(start(a), 0, a) for a in waiting[r] if a.kind != "E" or ahead <= _forwards(out) + 1]
-        options += [(start(base), 1, base)] if base is not None else []
-        options = [o for o in options if o[0] < float("inf")]
-        return min(options, key=lambda o: o[:2], default=None)
+    def best(r: int) -> tuple[float, int, int, Action] | None:
+        options: list[tuple[float, int, int, Action]] = []
+        seen: set[str] = set()
+        for a in order[r]:
+            queue = "B" if a.kind == "I" else a.kind
+            if queue not in seen and not (a.kind == "F" and level[r] >= limits[r]):
+                options.append((start(a), 1 + len(seen), place[a.microbatch], a))
+            seen.add(queue)
+            if len(seen) == 3:
+                break
+        ready = [(start(a), a) for a in waiting[r] if a.kind != "E" or looked_up[r] <= entered + 1]
+        late = sum(not a.writes and begin < float("inf") for begin, a in ready) > LAZY
+        for begin, a in ready:
+            options.append((begin, 0 if a.writes or late else 4, place[a.microbatch], a))
+        return min((o for o in options if o[0] < float("inf")), key=lambda o: o[:3], default=None)
 
-    while any(waiting) or any(at[r] < len(orders[r]) for r in range(len(orders))):
-        found = [(n[0], n[1], r, n[2]) for r in range(len(orders)) if (n := rank_next(r)) is not None]
-        if not found:  # moved backwards wait for each other in a circle: let a forward pass them
-            ahead = [(r, i) for r, order in enumerate(orders) for i in range(at[r], len(order))]
-            r, i = next((r, i) for r, i in ahead if orders[r][i].kind == "F" and start(orders[r][i]) < float("inf"))
-            orders[r].insert(at[r], orders[r].pop(i))
-            continue
-        begin, is_base, r, a = min(found, key=lambda f: f[:3])
-        if is_base:
-            at[r] += 1
-        else:
-            waiting[r].remove(a)
+    while any(order) or any(waiting):
+        begin, _, _, a = min((o for r in ranks if (o := best(r)) is not None), key=lambda o: (o[0], o[1], o[3].rank))
+        r = a.rank
+        (waiting if a in waiting[r] else order)[r].remove(a)
         free[r] = begin + cost(a)
         there.update(dict.fromkeys(a.writes, free[r]))
+        level[r] += (a.kind == "F") - (a.kind in ("B", "W"))
+        looked_up[r] += a.kind == "E"
+        entered += a.kind == "F" and any(v.name == "emb" for v in a.reads)
         out[r].append(a)
     return tuple(map(tuple, out))
-
-
-def _urgency(a: Action) -> tuple[int, int]:
-    return URGENCY.index(a.kind), a.microbatch
-
-
-def _forwards(out: Sequence[Sequence[Action]]) -> int:
-    """Microbatches that have entered the pipeline."""
-    return sum(a.kind == "F" and any(v.name == "emb" for v in a.reads) for actions in out for a in actions)

@@ -1,0 +1,136 @@
+"""GNNPipe (Chen, Chen & Qian 2023): the layers of a graph network over ranks, chunks of its nodes flowing through."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.models.gnn import GNN, Graph, mean_matrix
+from weft.schedule.actions import Action, Table, Value
+from weft.schedule.execute import execute, replay
+from weft.schedule.graph import chunk_order, graph_table
+from weft.schedule.partition import partition
+from weft.schedule.validate import validate
+from weft.schedule.wire import Wire
+
+T = torch.Tensor
+
+
+class GraphPipeline:
+    """Trains ``model`` on ``graph``, cut into ``chunks`` ranges of nodes, over ``ranks`` stages.
+
+    With ``group``, this process is one of its ranks and computes that stage only; without, it replays all stages: the
+    reference, equal to the last bit. Every rank holds the graph's edges. Neighbours in chunks to which the epoch has
+    not come yet count with their embeddings of the epoch before, as constants; in the first epoch they add nothing to
+    the mean, except at the first layer, whose inputs never change. With one chunk, all is exact. ``seed``: of a new
+    order of the chunks every epoch; None: always as numbered.
+    """
+
+    def __init__(
+        self, model: GNN, graph: Graph, chunks: int, ranks: int, group: dist.ProcessGroup | None = None,
+        seed: int | None = 0,
+    ) -> None:  # fmt: skip
+        self.graph, self.ranks, self.group, self.seed, self.epochs = graph, ranks, group, seed, 0
+        self.stages = partition([1.0] * len(model.layers), ranks)
+        held = range(len(model.layers)) if group is None else self.stages[group.rank()]
+        self.layers: dict[int, nn.Module] = {i: model.layers[i] for i in held}
+        nodes, x = len(graph.labels), graph.features
+        self.chunks = [range(nodes * c // chunks, nodes * (c + 1) // chunks) for c in range(chunks)]
+        shapes: list[tuple[int, ...]] = [(len(cut), model.hidden) for cut in self.chunks]  # of what travels
+        self.wire = None if group is None else Wire(group, x.device, spec=lambda v: [(shapes[v.microbatch], x.dtype)])
+        matrices = [[mean_matrix(graph, targets, sources) for sources in self.chunks] for targets in self.chunks]
+        #: Chunk -> the chunks in which it has neighbours -> their part in its mean.
+        self.near = [{e: m for e, m in enumerate(row) if m.values().numel()} for row in matrices]
+        #: Inputs of the layers, by layer and chunk, in the epoch before and in this one.
+        self.past = {(0, c): x[cut.start : cut.stop] for c, cut in enumerate(self.chunks)}
+        self.fresh: dict[tuple[int, int], T] = {}
+        self.losses: dict[int, T] = {}
+        self.logits: dict[int, T] = {}
+        self.whole = self if chunks == 1 else GraphPipeline(model, graph, 1, ranks, group)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of the layers that this process computes."""
+        return (p for layer in self.layers.values() for p in layer.parameters())
+
+    def epoch(self) -> T:
+        """Add one epoch's gradients to ``.grad``; returns the mean loss of the training nodes, equal on all ranks."""
+        order = chunk_order(len(self.chunks), self.epochs, self.seed)
+        self._run(graph_table(self.ranks, order, dict(enumerate(self.near))))
+        self.past, self.fresh, self.epochs = self.fresh, {}, self.epochs + 1
+        return self._sum([self.losses[c] for c in sorted(self.losses)])
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        """Share of the test nodes that the model, with no stale input, gets right; equal on all ranks."""
+        self.whole._run(graph_table(self.ranks, [0], backward=False))
+        right = [y.argmax(1) == self.graph.labels for y in self.whole.logits.values()]
+        return float(self._sum([r[~self.graph.train].to(self.graph.features.dtype).mean() for r in right]))
+
+    def _sum(self, shares: Sequence[T]) -> T:
+        total = torch.stack([self.graph.features.new_zeros(()), *shares]).sum()
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return total
+
+    def _run(self, table: Table) -> None:
+        lowered, ops = validate(table), {"F": self._forward, "B": self._backward}
+        if self.group is None or self.wire is None:
+            replay(table, ops)
+        else:
+            self.wire.connect({(a.rank, a.peer) for a in lowered if a.kind == "SEND"})
+            execute(lowered, self.group.rank(), ops, self.wire)
+
+    def _forward(self, a: Action, reads: Sequence[Any]) -> list[Any]:
+        stage, chunk, got = a.stage, a.microbatch, dict(zip(a.reads, reads, strict=True))
+        x = got[Value("act", stage - 1, chunk)] if stage else self.past[0, chunk]  # [nodes of the chunk, width]
+        earlier = {value.microbatch: inputs for value, inputs in got.items() if value.name == "layer_in"}
+        tape: list[tuple[int, dict[int, T], T]] = []  # layer, current inputs by chunk, output
+        for i, layer in enumerate(self.stages[stage]):
+            # Every layer begins with a leaf: its gradient gets what later chunks send back, then backward goes on.
+            x = x.detach().requires_grad_(layer > 0 and torch.is_grad_enabled())
+            self.fresh[layer, chunk] = x.detach()
+            current = {chunk: x} | {other: inputs[i] for other, inputs in earlier.items()}
+            mean = torch.zeros_like(x)
+            for other, matrix in self.near[chunk].items():
+                h = current[other] if other in current else self.past.get((layer, other))
+                mean = mean if h is None else mean + matrix @ h
+            x = self.layers[layer](x, mean)
+            tape.append((layer, current, x))
+        if stage == self.ranks - 1:
+            self.logits[chunk], nodes = x.detach(), slice(self.chunks[chunk].start, self.chunks[chunk].stop)
+            labels = self.graph.labels[nodes].where(self.graph.train[nodes], -100)  # which the loss ignores
+            loss = nn.functional.cross_entropy(x, labels, reduction="sum") / self.graph.train.sum()
+            self.losses[chunk], tape[-1] = loss.detach(), (*tape[-1][:2], loss)
+        made = {"act": x.detach(), "saved": tape, "layer_in": [current[chunk] for _, current, _ in tape]}
+        return [made[value.name] for value in a.writes]
+
+    def _backward(self, a: Action, reads: Sequence[Any]) -> list[Any]:
+        got = {value.name: payload for value, payload in zip(a.reads, reads, strict=True)}
+        late: dict[tuple[int, int], T] = dict(got.get("late", {}))  # gradients by layer and chunk
+        grad = got.get("grad")  # None at the loss
+        for layer, current, y in reversed(got["saved"]):
+            parameters = list(self.layers[layer].parameters())
+            leaves = current if layer else {}  # features need no gradient
+            found = torch.autograd.grad(y, [*parameters, *leaves.values()], grad)
+            for p, g in zip(parameters, found, strict=False):
+                p.grad = g if p.grad is None else p.grad + g
+            for other, g in zip(leaves, found[len(parameters) :], strict=True):
+                late[layer, other] = late[layer, other] + g if (layer, other) in late else g
+            grad = late.pop((layer, a.microbatch), None)
+        made = {"grad": grad, "late": late}
+        return [made[value.name] for value in a.writes]
+
+
+def volumes(graph: Graph, ranks: int, hidden: int, layers: int) -> tuple[int, int]:
+    """Bytes that all ranks send in an epoch: in this pipeline, and with each rank holding an equal range of the nodes.
+
+    Here every node passes every cut forward and backward. There, at every layer but the first (whose inputs never
+    change and are kept), a rank gets each remote neighbour of its nodes once and returns one gradient for it.
+    """
+    source, nodes = graph.edges[0], len(graph.labels)
+    home, target = graph.edges * ranks // nodes
+    halo = (source * ranks + target)[home != target].unique().numel()
+    row = 2 * hidden * graph.features.element_size()
+    return (ranks - 1) * nodes * row, (layers - 1) * halo * row
