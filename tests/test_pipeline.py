@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ from weft.parallel.build import check_fits, local_parts, parallelize
 from weft.recipe import ModelShape, build_recipe
 from weft.schedule.build import BUILDERS
 from weft.schedule.simulate import simulate, uniform
+from weft.train.later import PostValidation
+from weft.train.optim import build_optimizer
 from weft.train.setup import Job, prepare
-from weft.train.step import evaluate, gradients
+from weft.train.step import evaluate, gradients, train_step
 from weft.train.verify import Difference, compare, run_layout
 
 
@@ -158,3 +162,67 @@ def test_too_many_stages_is_refused() -> None:
         check_fits(ModelShape(layers=4, vocab=257), Layout(pp=4, schedule="zb-v"))
     with pytest.raises(UsageError, match="1f1b"):
         check_fits(ModelShape(layers=4, vocab=257), Layout(pp=4, schedule="1f1c"))
+
+
+def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, int]:
+    """Three runs of eight steps: whether post-validation gives the same to the last bit, its repeats, the clips."""
+    settings = build_recipe(values)
+    mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
+    runs = []
+    repeated = 0
+    for post in (False, True):
+        model = parallelize(job.shape, mesh, settings.train)
+        parts = local_parts(model, mesh)
+        optimizer = build_optimizer(parts, settings.optimizer)
+        later = PostValidation(model, parts, optimizer, mesh, clip)
+        loader, results = job.loader(job.corpus.train, mesh), []
+        for step in range(8):
+            batches = loader.step(step * settings.train.batch)
+            assert batches is not None
+            if post:
+                results.append(later.step(batches, 1e-2))
+            else:
+                results.append(train_step(model, parts, batches, optimizer, mesh, lr=1e-2, clip=clip))
+        results.append(later.finish())
+        runs.append(([r for r in results if r], [p.local.clone() for p in parts]))
+        repeated = later.repeated
+    same = runs[0][0] == runs[1][0] and all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+    return same, repeated, sum(r.grad_norm > clip for r in runs[0][0])
+
+
+@pytest.mark.parametrize("layout", ["pp=2,schedule=zb-h2", "pp=2,dp=2,schedule=zb-v"])
+def test_post_validation_is_exact_and_repeats_what_must_be_clipped(pool: Any, corpus: str, layout: str) -> None:
+    world = Layout.parse(layout).world
+    values = tree(corpus, layout, 6)
+    never = pool.run(world, later_and_at_once, values, 1e9)
+    assert never == [(True, 0, 0)] * world
+    same, repeated, clips = pool.run(world, later_and_at_once, values, 2.0)[0]
+    assert same
+    assert 0 < clips < 8, "the test wants steps of both kinds"
+    assert repeated in (clips, clips - 1)  # the last step's correction has no step after it
+
+
+def forgotten(values: dict[str, Any]) -> int:
+    """How many tensors saved by a step's forwards outlive it, without help of the garbage collector."""
+    settings = build_recipe(values)
+    mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
+    model = parallelize(job.shape, mesh, settings.train)
+    seen: list[weakref.ref[Any]] = []
+    for block in model.blocks.values():
+        block.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+    batches = job.loader(job.corpus.train, mesh).step(0)
+    assert batches is not None
+    gc.disable()
+    try:
+        gradients(model, local_parts(model, mesh), batches, mesh)
+    finally:
+        gc.enable()
+    assert seen
+    return sum(ref() is not None for ref in seen)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_are_gone_after_the_step(pool: Any, corpus: str, schedule: str, recompute: str) -> None:
+    values = tree(corpus, f"pp=2,schedule={schedule}", 4, train__recompute=recompute)
+    assert pool.run(2, forgotten, values) == [0, 0]

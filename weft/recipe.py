@@ -120,6 +120,7 @@ class Optimizer(Section):
     warmup: int = Field(100, ge=0)
     decay: int = Field(0, ge=0, description="steps of the final decay of 'wsd'; 0 means a fifth of the run")
     min_lr: float = Field(0.1, ge=0, le=1, description="floor as a fraction of lr")
+    post_validation: bool = Field(False, description="pipelines: update at once, check the global norm a step later")
 
 
 class Train(Section):
@@ -175,6 +176,12 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
     generate: Generate | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.optimizer.post_validation and self.layout.pp == 1:
+            raise ValueError("optimizer.post_validation is for pipelines; set layout.pp above 1 or leave it out")
+        return self
 
     def rows_per_pass(self, layout: Layout) -> tuple[int, int]:
         """``(rows, passes)``: sequences per rank and pass, and gradient-accumulation passes per step."""

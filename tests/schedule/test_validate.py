@@ -18,8 +18,11 @@ from weft.schedule.validate import run_dry, validate
 from weft.schedule.vocab import with_vocabulary
 
 tables = st.builds(
-    lambda name, half, m: build(name, 2 * half, m), st.sampled_from(sorted(BUILDERS)), st.integers(1, 3), st.integers(1, 9)
-)  # fmt: skip
+    lambda name, half, count: build(name, 2 * half, count),
+    st.sampled_from(sorted(BUILDERS)),
+    st.integers(1, 3),
+    st.integers(1, 9),
+)
 
 
 def runs(table: Table) -> bool:

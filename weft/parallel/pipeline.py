@@ -1,6 +1,6 @@
 """A model over pipeline stages: which rank holds what, and the operations that a schedule's actions run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -143,7 +143,7 @@ class Pipeline:
         self.units: list[Unit] = []
         self.tables: dict[tuple[int, bool], Table] = {}
         self.batches: Sequence[Batch] = ()
-        self.total = torch.ones(())
+        self.total: Callable[[], T] = lambda: torch.ones(())
         self.ropes: dict[int, tuple[T, T]] = {}
         self.losses: list[T] = []
         self.last: Executed | None = None
@@ -229,8 +229,11 @@ class Pipeline:
                 self.wire.connect({(a.rank, a.peer) for a in self.tables[key] if a.kind == "SEND"})
         return self.tables[key]
 
-    def accumulate(self, batches: Sequence[Batch], total: T) -> T:
-        """Forward and backward of every microbatch. Returns this rank's share of the mean loss, equal on ``tp``."""
+    def accumulate(self, batches: Sequence[Batch], total: Callable[[], T]) -> T:
+        """Forward and backward of every microbatch. Returns this rank's share of the mean loss, equal on ``tp``.
+
+        ``total``: the step's real tokens, asked for when the first loss is due.
+        """
         self._run(self.table(len(batches)), batches, total)
         sum_over_replicas(self.units, self.mesh)
         return self._share()
@@ -238,14 +241,14 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> T:
         """This rank's share of the sum of the losses of some microbatches."""
-        self._run(self.table(len(batches), forward_only=True), batches, torch.ones((), device=self.mesh.device))
+        self._run(self.table(len(batches), forward_only=True), batches, lambda: torch.ones((), device=self.mesh.device))
         return self._share()
 
     def _share(self) -> T:
         zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         return torch.stack([zero, *self.losses]).sum()
 
-    def _run(self, table: Table, batches: Sequence[Batch], total: T) -> None:
+    def _run(self, table: Table, batches: Sequence[Batch], total: Callable[[], T]) -> None:
         self.batches, self.total = [b.to(self.mesh.device) for b in batches], total
         self.losses, self.ropes = [], {}
         ops = self._ops(table)
@@ -263,7 +266,7 @@ class Pipeline:
             "REDUCE": self._reduce,
         }
         if self.output is not None:
-            ops |= self.output.ops(lambda m: self.batches[m], lambda: self.total, self.losses)
+            ops |= self.output.ops(lambda m: self.batches[m], lambda: self.total(), self.losses)
             ops |= {kind: self._then_fold(ops[kind]) for kind in ("T", "D")}
         return ops
 
@@ -283,7 +286,7 @@ class Pipeline:
             if a.stage == path[-1]:
                 x = model.norm(x)
                 if self.output is None:
-                    x = model.loss(x, batch.labels) / self.total
+                    x = model.loss(x, batch.labels) / self.total()
                     self.losses.append(x.detach())
         made = {"act": x.detach(), "saved": (leaf, x, tape)}
         return [made[value.name] for value in a.writes]

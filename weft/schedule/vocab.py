@@ -14,6 +14,7 @@ D     gradient of the embedding's share
 With one barrier (the paper's algorithm 2) S also makes its part of the input's gradient, up to a factor per token.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -120,14 +121,22 @@ def _merge(
             options.append((begin, 0 if a.writes or late else 4, place[a.microbatch], a))
         return min((o for o in options if o[0] < float("inf")), key=lambda o: o[:3], default=None)
 
+    readers: dict[Value, set[int]] = defaultdict(set)
+    for a in (*table, *passes):
+        for value in a.reads:
+            readers[value].add(a.rank)
+    bests = [best(r) for r in ranks]
     while any(order) or any(waiting):
-        begin, _, _, a = min((o for r in ranks if (o := best(r)) is not None), key=lambda o: (o[0], o[1], o[3].rank))
+        begin, _, _, a = min((o for o in bests if o is not None), key=lambda o: (o[0], o[1], o[3].rank))
         r = a.rank
         (waiting if a in waiting[r] else order)[r].remove(a)
         free[r] = begin + cost(a)
         there.update(dict.fromkeys(a.writes, free[r]))
         level[r] += (a.kind == "F") - (a.kind in ("B", "W"))
         looked_up[r] += a.kind == "E"
-        entered += a.kind == "F" and any(v.name == "emb" for v in a.reads)
         out[r].append(a)
+        enters = a.kind == "F" and any(v.name == "emb" for v in a.reads)
+        entered += enters
+        for other in ranks if enters else {r}.union(*(readers[v] for v in a.writes)):
+            bests[other] = best(other)
     return tuple(map(tuple, out))

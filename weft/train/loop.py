@@ -24,8 +24,9 @@ from weft.layout.mesh import Mesh
 from weft.observe.display import Display
 from weft.observe.flops import flops_per_token, memory_gib, parameter_count, peak_flops
 from weft.observe.metrics import Metrics
-from weft.observe.split import profile_step, trace
+from weft.observe.split import Split, profile_step, trace
 from weft.parallel.build import local_parts, parallelize
+from weft.train.later import PostValidation
 from weft.train.optim import build_optimizer, learning_rate
 from weft.train.setup import Job
 from weft.train.step import StepResult, evaluate, train_step
@@ -116,6 +117,11 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
     model = parallelize(shape, mesh, settings, values, recipe.data.seq_len)
     parts = local_parts(model, mesh)
     optimizer = build_optimizer(parts, recipe.optimizer)
+    later = (
+        PostValidation(model, parts, optimizer, mesh, recipe.optimizer.clip)
+        if recipe.optimizer.post_validation
+        else None
+    )
     progress = Progress()
     if found:
         check_same_data(found[1], job.corpus.fingerprint, found[0])
@@ -166,40 +172,26 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
                 metrics.log("validation", progress.step, loss=validations[-1])
                 display.update(progress.step, validation=validations[-1])
 
-        def one_step(lr: float) -> tuple[StepResult, float] | None:
+        def one_step(lr: float, position: int) -> tuple[StepResult | None, float] | None:
+            """The result (with post-validation, that of the step before) and the seconds spent on data."""
             begun = time.perf_counter()
             with record_function("weft:data"):
-                batches = loader.step(progress.position)
+                batches = loader.step(position)
             waited = time.perf_counter() - begun
             if batches is None:
                 return None
             clip, stop = recipe.optimizer.clip, signals.received > 0
+            if later is not None:
+                return later.step(batches, lr, stop), waited
             return train_step(model, parts, batches, optimizer, mesh, lr=lr, clip=clip, stop=stop), waited
 
-        for text in notes:
-            event(text)
-        if not progress.step:
-            validate()
-        stopped = False
-        while progress.step < settings.steps and not stopped:
+        def account(result: StepResult, seconds: float, waited: float, split: Split | None) -> None:
+            """Count and show a step that is final."""
             lr = learning_rate(recipe.optimizer, progress.step, settings.steps)
-            begun = time.perf_counter()
-            every = recipe.observe.split_every
-            profiled = bool(every) and progress.step % every == min(2, every - 1) and not tracing
-            if profiled:
-                done, split = profile_step(lambda lr=lr: one_step(lr))  # type: ignore[misc]
-            else:
-                done, split = one_step(lr), None
-            if done is None:
-                event(f"the data ended after {progress.position:,} samples")
-                break
-            result, waited = done
-            seconds = time.perf_counter() - begun
             progress.step += 1
             progress.position += settings.batch
             progress.tokens += result.tokens
             progress.updates += not result.skipped
-            stopped = result.stop
             rate = result.tokens / seconds
             seen = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "memory_gib": memory_gib(mesh.device)}
             if result.skipped:
@@ -211,11 +203,53 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             if progress.step % recipe.observe.every == 0:
                 metrics.log("train", progress.step, **seen, tokens=progress.tokens, skipped=int(result.skipped))
             display.update(progress.step, **seen)
+
+        def due(every: int, step: int) -> bool:
+            return bool(every) and step % every == 0
+
+        for text in notes:
+            event(text)
+        if not progress.step:
+            validate()
+        stopped = False
+        begun_steps = progress.step  # with post-validation one more than are final
+        begun = time.perf_counter()
+        while begun_steps < settings.steps and not stopped:
+            lr = learning_rate(recipe.optimizer, begun_steps, settings.steps)
+            position = progress.position + (begun_steps - progress.step) * settings.batch
+            every = recipe.observe.split_every
+            profiled = bool(every) and begun_steps % every == min(2, every - 1) and not tracing
+            if profiled:
+                done, split = profile_step(lambda lr=lr, at=position: one_step(lr, at))  # type: ignore[misc]
+            else:
+                done, split = one_step(lr, position), None
+            if done is None:
+                event(f"the data ended after {position:,} samples")
+                break
+            begun_steps += 1
+            results = [done[0]] if done[0] is not None else []
+            stopped = done[0] is not None and done[0].stop
+            settle = any(due(n, begun_steps) for n in (recipe.validation.every, recipe.checkpoint.every))
+            if later is not None and (settle or stopped or begun_steps == settings.steps):
+                results += filter(None, [later.finish()])
+            if results:
+                seconds = (time.perf_counter() - begun) / len(results)
+                begun = time.perf_counter()
+            for result in results:
+                account(result, seconds, done[1], split)
+                stopped = stopped or result.stop
             traced()
-            if recipe.validation.every and progress.step % recipe.validation.every == 0:
+            if due(recipe.validation.every, begun_steps):
                 validate()
-            if recipe.checkpoint.every and progress.step % recipe.checkpoint.every == 0 and not stopped:
+                begun = time.perf_counter()
+            if due(recipe.checkpoint.every, begun_steps) and not stopped:
                 saved = checkpoint()
+                begun = time.perf_counter()
+        if later is not None:
+            if (last := later.finish()) is not None:
+                account(last, time.perf_counter() - begun, 0.0, None)
+            hint = "; they are clipped too often, raise optimizer.clip" if later.repeated > progress.step / 4 else ""
+            event(f"post-validation: {later.repeated} of {progress.step} steps were run again{hint}")
         if stopped:
             event(f"stopped by {signal.Signals(signals.received).name if signals.received else 'another rank'}")
         elif recipe.validation.every and progress.step % recipe.validation.every:

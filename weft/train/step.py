@@ -37,9 +37,14 @@ def collect(parts: Sequence[LocalPart]) -> dict[str, torch.Tensor]:
 
 def count_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """Real tokens of the whole step, over all ranks: the one denominator of the loss. Scalar, float64."""
+    return world_sum(share_of_tokens(batches, mesh), mesh)
+
+
+def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
+    """This rank's share of the step's real tokens: ranks with the same data count once."""
     types = {"pp": R, "dp": V, "shard": V, "cp": V, "tp": R}
     mine = own_number(sum(b.real_tokens for b in batches), mesh, **types)
-    return world_sum(share_of_sum(mine, mesh, **types), mesh)
+    return share_of_sum(mine, mesh, **types)
 
 
 def pass_loss(model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -57,7 +62,7 @@ def accumulate(
     """
     total = count_tokens(batches, mesh)
     if model.pipeline is not None:
-        return model.pipeline.accumulate(batches, total.clamp(min=1)), total
+        return model.pipeline.accumulate(batches, lambda: total.clamp(min=1)), total
     shares = []
     for i, batch in enumerate(batches):
         begin_pass(model, mesh, last=i == len(batches) - 1)
@@ -110,17 +115,63 @@ def gradients(
     """
     loss, total = accumulate(model, batches, mesh, routes)
     with record_function("weft:optimizer"):
-        grads = reduce_over_tp(collect(parts), parts, mesh)
-        if model.pipeline is not None:
-            grads = model.pipeline.reduce_copies(grads)
-        everywhere = {"pp": V, "dp": V, "shard": V, "cp": V, "tp": V}
-        shares = (
-            share_of_sum(loss, mesh, tp=I),
-            square_norm(grads, parts, mesh),
-            share_of_sum(own_number(stop, mesh, **everywhere), mesh, **everywhere),
-            share_of_sum(total, mesh, pp=R, dp=R, shard=R, cp=R, tp=R),
-        )
-        return grads, world_sum(torch.stack(shares), mesh)
+        grads = reduced(model, parts, mesh)
+        return grads, world_sum(shares_of_sums(loss, grads, parts, total, stop, mesh), mesh)
+
+
+def reduced(model: Transformer, parts: Sequence[LocalPart], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """The local gradients, summed over all that hold or compute a share of the same parameter."""
+    grads = reduce_over_tp(collect(parts), parts, mesh)
+    return grads if model.pipeline is None else model.pipeline.reduce_copies(grads)
+
+
+def shares_of_sums(
+    loss: torch.Tensor,
+    grads: dict[str, torch.Tensor],
+    parts: Sequence[LocalPart],
+    total: torch.Tensor,
+    stop: bool,
+    mesh: Mesh,
+) -> torch.Tensor:
+    """This rank's shares of the world's sums (see :func:`gradients`), float64 ``[4]``."""
+    everywhere = {"pp": V, "dp": V, "shard": V, "cp": V, "tp": V}
+    shares = (
+        share_of_sum(loss, mesh, tp=I),
+        square_norm(grads, parts, mesh),
+        share_of_sum(own_number(stop, mesh, **everywhere), mesh, **everywhere),
+        share_of_sum(total, mesh, pp=R, dp=R, shard=R, cp=R, tp=R),
+    )
+    return torch.stack(shares)
+
+
+def judge(sums: torch.Tensor) -> StepResult:
+    """What the world's sums say of a step."""
+    loss, square, stops, tokens = sums.tolist()
+    norm = math.sqrt(square) if square >= 0 else math.nan
+    return StepResult(loss, norm, round(tokens), not (math.isfinite(norm) and math.isfinite(loss)), stops > 0)
+
+
+def update(
+    optimizer: torch.optim.Optimizer, grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], lr: float
+) -> None:
+    """Let the optimizer take its step with these gradients."""
+    set_gradients(optimizer, grads, parts)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clear_gradients(model: Transformer, parts: Sequence[LocalPart]) -> None:
+    model.zero_grad()
+    for p in parts:
+        p.parameter.grad = None
+
+
+def clipped(grads: dict[str, torch.Tensor], norm: float, clip: float) -> None:
+    """Scale the gradients in place to the global norm ``clip``, if that is above 0 and below theirs."""
+    if clip and norm > clip:
+        torch._foreach_mul_(list(grads.values()), clip / (norm + 1e-6))
 
 
 def train_step(
@@ -143,23 +194,14 @@ def train_step(
     """
     grads, sums = gradients(model, parts, batches, mesh, stop, routes)
     with record_function("weft:optimizer"):
-        loss, square, stops, tokens = sums.tolist()
-        norm = math.sqrt(square) if square >= 0 else math.nan
-        skipped = not (math.isfinite(norm) and math.isfinite(loss))
+        result = judge(sums)
         if inspect is not None:
             inspect(grads)
-        if not skipped:
-            if clip and norm > clip:
-                torch._foreach_mul_(list(grads.values()), clip / (norm + 1e-6))
-            set_gradients(optimizer, grads, parts)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-        model.zero_grad()
-        for p in parts:
-            p.parameter.grad = None
-        optimizer.zero_grad()
-    return StepResult(loss, norm, round(tokens), skipped, stops > 0)
+        if not result.skipped:
+            clipped(grads, result.grad_norm, clip)
+            update(optimizer, grads, parts, lr)
+        clear_gradients(model, parts)
+    return result
 
 
 @torch.no_grad()

@@ -1,0 +1,101 @@
+"""Optimizer steps that are validated later (post-validation, Qi et al. 2023, section 4).
+
+Clipping by the global norm makes every rank of a pipeline wait for the last one at the end of each step, which costs
+the time by which their schedules are shifted against each other. Here each rank updates its parameters at once, as if
+nothing were to be clipped, and goes on; the norm arrives while the next step runs. If it then turns out that the
+update must be clipped or skipped, all ranks take it back from a copy, do it right and repeat the step that used it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from weft.data.batch import Batch
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
+from weft.parallel.build import LocalPart
+from weft.train.step import (
+    StepResult,
+    clear_gradients,
+    clipped,
+    judge,
+    reduced,
+    share_of_tokens,
+    shares_of_sums,
+    update,
+)
+
+T = torch.Tensor
+
+
+class _Sum:
+    """A sum over the world that is under way."""
+
+    def __init__(self, share: T) -> None:
+        self.value = share.clone()
+        self.work = dist.all_reduce(self.value, async_op=True)
+
+    def __call__(self) -> T:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.value
+
+
+class PostValidation:
+    """Takes the place of :func:`weft.train.step.train_step` for a pipelined model: same results, one step later.
+
+    Holds a copy of parameters and optimizer state. ``repeated`` counts the steps that had to be run again.
+    """
+
+    def __init__(
+        self, model: Transformer, parts: Sequence[LocalPart], optimizer: torch.optim.Optimizer, mesh: Mesh, clip: float
+    ) -> None:
+        self.model, self.parts, self.optimizer, self.mesh, self.clip = model, parts, optimizer, mesh, clip
+        tensors = [t for group in optimizer.param_groups for t in group["params"]]
+        self.state: list[T] = [x for t in tensors for x in (t.data, *optimizer.state[t].values())]
+        self.copy = [torch.empty_like(x) for x in self.state]
+        self.pending: tuple[_Sum, dict[str, T], float] | None = None
+        self.repeated = 0
+
+    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> StepResult | None:
+        """Run a step and return the result of the one before, which is valid now; None after the first."""
+        count = _Sum(share_of_tokens(batches, self.mesh))
+        loss = self._run(batches, count)
+        before, right = self._settle()
+        if not right:
+            self.repeated += 1
+            clear_gradients(self.model, self.parts)
+            loss = self._run(batches, count)
+        with record_function("weft:optimizer"):
+            grads = reduced(self.model, self.parts, self.mesh)
+            sums = _Sum(shares_of_sums(loss, grads, self.parts, count(), stop, self.mesh))
+            torch._foreach_copy_(self.copy, self.state)
+            update(self.optimizer, grads, self.parts, lr)
+            clear_gradients(self.model, self.parts)
+        self.pending = (sums, grads, lr)
+        return before
+
+    def finish(self) -> StepResult | None:
+        """The result of the last step, whose update is final afterwards; None if that has been returned."""
+        return self._settle()[0]
+
+    def _run(self, batches: Sequence[Batch], count: _Sum) -> T:
+        return self.model.pipeline.accumulate(batches, lambda: count().clamp(min=1))
+
+    def _settle(self) -> tuple[StepResult | None, bool]:
+        """Judge the pending step; correct its update if it was wrong, and say whether it was right."""
+        if self.pending is None:
+            return None, True
+        sums, grads, lr = self.pending
+        self.pending = None
+        result = judge(sums())
+        if not result.skipped and not (self.clip and result.grad_norm > self.clip):
+            return result, True
+        torch._foreach_copy_(self.state, self.copy)
+        if not result.skipped:
+            clipped(grads, result.grad_norm, self.clip)
+            update(self.optimizer, grads, self.parts, lr)
+        return result, False
