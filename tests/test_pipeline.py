@@ -82,44 +82,54 @@ def check(found: list[list[tuple[Difference | None, bool]]]) -> None:
     assert all(same for rank in found for _, same in rank)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("schedule", BUILDERS)
+def mostly_slow(*quick: str) -> list[Any]:
+    """All schedules as parameters; those that are not ``quick`` are slow."""
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in BUILDERS]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", mostly_slow("gpipe", "1f1b", "interleaved-1f1b", "zb-v", "dualpipe"))
 def test_every_schedule(pool: Any, corpus: str, schedule: str, ranks: int) -> None:
     counts = sorted({1, ranks - 1, ranks, 2 * ranks, 8})
     trees = [tree(corpus, f"pp={ranks},schedule={schedule}", count) for count in counts]
     check(pool.run(ranks, differences, trees))
 
 
-@pytest.mark.parametrize("schedule", BUILDERS)
+@pytest.mark.parametrize("schedule", mostly_slow("zb-h1"))
 def test_microbatches_of_different_lengths(pool: Any, corpus: str, schedule: str) -> None:
     check(pool.run(4, differences, [tree(corpus, f"pp=4,schedule={schedule}", 7)], True))
 
 
-@pytest.mark.parametrize("schedule", BUILDERS)
+@pytest.mark.parametrize("schedule", mostly_slow("v-half"))
 def test_composed_with_shard_and_tp(pool: Any, corpus: str, schedule: str) -> None:
     layout = f"pp=2,shard=2,tp=2,schedule={schedule}"
     check(pool.run(8, differences, [tree(corpus, layout, 5, model__tied=schedule < "h")]))
 
 
-@pytest.mark.parametrize("layout", [
-    "pp=2,dp=2,shard=2,zero=1,schedule=zb-v",
-    "pp=2,dp=2,shard=2,zero=2,schedule=1f1b",
-    "pp=2,cp=2,dp=2,schedule=zb-h1",
-    "pp=4,cp=2,context=ulysses,schedule=dualpipe",
-    "pp=3,tp=2,schedule=interleaved-1f1b",
-    "pp=2,virtual=3,schedule=interleaved-1f1b",
-    "pp=4,vocab_barriers=1,schedule=1f1b",
-    "pp=4,vocab_barriers=2,schedule=1f1b",
-    "pp=2,vocab_barriers=1,shard=2,tp=2,schedule=zb-v",
-    "pp=2,vocab_barriers=2,shard=2,zero=2,schedule=zb-h1",
-    "pp=2,vocab_barriers=1,cp=2,schedule=dualpipe",
-    "pp=2,vocab_barriers=2,tp=2,schedule=interleaved-1f1b",
+@pytest.mark.parametrize(("layout", "recompute"), [
+    ("pp=2,dp=2,shard=2,zero=1,schedule=zb-v", "none"),
+    ("pp=2,dp=2,shard=2,zero=2,schedule=1f1b", "selective"),
+    ("pp=2,cp=2,dp=2,schedule=zb-h1", "full"),
+    ("pp=4,cp=2,context=ulysses,schedule=dualpipe", "selective"),
+    ("pp=3,tp=2,schedule=interleaved-1f1b", "none"),
+    ("pp=2,virtual=3,schedule=interleaved-1f1b", "full"),
+    ("pp=4,vocab_barriers=1,schedule=1f1b", "none"),
+    ("pp=4,vocab_barriers=2,schedule=1f1b", "selective"),
+    ("pp=2,vocab_barriers=1,shard=2,tp=2,schedule=zb-v", "full"),
+    ("pp=2,vocab_barriers=2,shard=2,zero=2,schedule=zb-h1", "selective"),
+    ("pp=2,vocab_barriers=1,cp=2,schedule=dualpipe", "none"),
+    ("pp=2,vocab_barriers=2,tp=2,schedule=interleaved-1f1b", "full"),
 ])  # fmt: skip
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_composed(pool: Any, corpus: str, layout: str, recompute: str) -> None:
     world = Layout.parse(layout).world
     change = {"train__recompute": recompute, "model__tied": "shard" in layout, "model__qkv_bias": True}
     found = pool.run(world, differences, [tree(corpus, layout, 5, model__qk_norm=True, **change)])
+    assert found[0][0][0].ok, found[0][0][0]
+
+
+@pytest.mark.parametrize("layout", ["pp=4,skip=0.25", "pp=4,skip=0.25,tp=2", "pp=4,dp=2,skip=0.25,vocab_barriers=1"])
+def test_partial_pipeline_equals_one_device_that_skips_the_same(pool: Any, corpus: str, layout: str) -> None:
+    found = pool.run(Layout.parse(layout).world, differences, [tree(corpus, layout, 8)])
     assert found[0][0][0].ok, found[0][0][0]
 
 

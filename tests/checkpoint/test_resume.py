@@ -82,7 +82,7 @@ def test_same_layout_is_bit_exact(pool: Any, corpus: str, whole_run: Path, tmp_p
 
 @pytest.mark.parametrize("layout", [
     {}, {"tp": 4}, {"cp": 2}, {"dp": 2, "shard": 2, "zero": 1}, {"cp": 2, "tp": 2, "shard": 2, "context": "ulysses"},
-    {"shard": 3}, {"tp": 3},
+    {"shard": 3}, {"tp": 3}, {"pp": 2, "dp": 2, "schedule": "zb-v"}, {"pp": 2, "shard": 2, "vocab_barriers": 1},
 ], ids=lambda v: str(Layout(**v)).replace(" ", "_"))  # fmt: skip
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 def test_other_layout_same_tokens_and_losses(
@@ -101,6 +101,16 @@ def test_other_layout_same_tokens_and_losses(
     for step, loss in found.items():
         assert loss == pytest.approx(expected[step], rel=limit)
     assert series(run, field="tokens") == {s: v for s, v in series(source, field="tokens").items() if s > 3}
+
+
+def test_from_a_pipeline_to_another_layout(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
+    """Parameters on two ranks of a DualPipe are stored once, and post-validation leaves no half-made update."""
+    pipeline = {"pp": 2, "shard": 2, "schedule": "dualpipe"}
+    values = tree(corpus, pipeline, optimizer__post_validation=True, model__tied=False)
+    pool.run(4, go, values, str(tmp_path / "pipeline"))
+    assert series(tmp_path / "pipeline") == pytest.approx(series(whole_run), rel=1e-10)
+    pool.run(2, go, tree(corpus, {"tp": 2}), str(tmp_path / "run"), str(tmp_path / "pipeline/checkpoints/step-000003"))
+    assert series(tmp_path / "run") == pytest.approx({s: v for s, v in series(whole_run).items() if s > 3}, rel=1e-10)
 
 
 def test_auto_resume_takes_the_last_whole_checkpoint(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:

@@ -136,5 +136,5 @@ def test_a_stage_with_nodes_of_two_speeds() -> None:
 
 
 def test_too_much_skipping_is_refused() -> None:
-    with pytest.raises(UsageError, match="use at most 50% or a smaller keep"):
+    with pytest.raises(UsageError, match="skip at most 50%"):
         plan_paths(HOLDERS, 8, 0.75, Costs(lambda a: 1.0))

@@ -30,10 +30,12 @@ DATA_AXES = ("dp", "shard", "cp")
 class Layout(BaseModel):
     """Ranks per mesh axis.
 
-    ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``; ``context``: how attention crosses ``cp``. Of ``pp``:
-    ``schedule`` (see ``weft schedule``), ``virtual`` stages per rank where the schedule leaves that open,
-    ``vocab_barriers`` (1 or 2: embedding and output layer are cut over all pipeline ranks, with so many barriers between
-    the passes; 0: they are on the first and last stage) and ``skip``, the share of stages that a microbatch leaves out.
+    ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``; ``context``: how attention crosses ``cp``.
+
+    Of ``pp``: ``schedule`` (see ``weft schedule``) and its ``virtual`` stages per rank, where it leaves that open;
+    ``vocab_barriers`` (1 or 2: embedding and output layer are cut over all pipeline ranks, with so many barriers
+    between their passes; 0: they are on the first and last stage); ``skip``, the share of stages that a microbatch
+    leaves out.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

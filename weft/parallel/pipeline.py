@@ -45,10 +45,9 @@ def make_table(layout: Layout, microbatches: int, shape: ModelShape, seq_len: in
     """The schedule that ``layout`` asks for, as built; what the model computes decides where vocabulary passes go."""
     if layout.skip:
         lengths = cut(layout.pp, layout.skip)
-        took = {"F": 1.0, "B": 2.0}
-        costs = Costs(lambda a: took[a.kind] * lengths[a.stage])
+        costs = Costs(lambda a: lengths[a.stage])  # F, I and W take about the same
         holders = [[r] for r in range(layout.pp)]
-        table = skip_pipe(holders, microbatches, layout.skip, costs, ranks=layout.pp, limit=2 * layout.pp, split=False)
+        table = skip_pipe(holders, microbatches, layout.skip, costs, ranks=layout.pp, limit=layout.pp)
     else:
         table = build(layout.schedule, layout.pp, microbatches, layout.virtual)
     if layout.vocab_barriers:
@@ -118,6 +117,8 @@ def check_pipeline(shape: ModelShape, layout: Layout) -> None:
         return
     if layout.skip and layout.schedule != "1f1b":
         raise UsageError(f"layout.skip plans a schedule of its own; leave out layout.schedule = {layout.schedule!r}")
+    if layout.skip:
+        cut(layout.pp, layout.skip)  # refuses what cannot be skipped
     table = build(layout.schedule, layout.pp, 1, layout.virtual)
     least = table.stages - (0 if layout.vocab_barriers else 2)
     if shape.layers < least:

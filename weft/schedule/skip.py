@@ -56,11 +56,7 @@ def plan_paths(
     total = round(ratio * stages * microbatches)
     if not total:
         return [tuple(range(stages))] * microbatches
-    if not 0 <= ratio * stages <= len(middle) / SPREAD[1]:
-        raise UsageError(
-            f"skipping {ratio:.0%} of {stages} stages leaves too little of the {len(middle)} that may be skipped; "
-            f"use at most {len(middle) / SPREAD[1] / stages:.0%} or a smaller keep={keep}"
-        )
+    _check(stages, ratio, keep)
     ranks = 1 + max(r for able in holders for r in able)
     plans: list[tuple[float, list[Path]]] = []
 
@@ -98,10 +94,21 @@ def cut(stages: int, ratio: float, keep: tuple[int, int] = (1, 1)) -> list[float
     Stages that are always run must be shorter: with stages of equal length they would compute as much as without
     skipping, and the pipeline would be no faster than them.
     """
+    _check(stages, ratio, keep)
     middle = stages - sum(keep)
     run = 1 - ratio * stages / middle  # share of the microbatches that a middle stage sees
     length = stages / (sum(keep) * run + middle)
     return [length if keep[0] <= s < stages - keep[1] else length * run for s in range(stages)]
+
+
+def _check(stages: int, ratio: float, keep: tuple[int, int]) -> None:
+    middle = max(0, stages - sum(keep))
+    if not 0 <= ratio * stages <= middle / SPREAD[1]:
+        most = f"skip at most {middle / SPREAD[1] / stages:.0%}" if middle else "use more stages"
+        raise UsageError(
+            f"skipping {ratio:.0%} of {stages} stages leaves too little of the {middle} that may be skipped (the first "
+            f"and the last are always run); {most}"
+        )
 
 
 def _plan(

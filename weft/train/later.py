@@ -9,7 +9,6 @@ update must be clipped or skipped, all ranks take it back from a copy, do it rig
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.profiler import record_function
 
 from weft.data.batch import Batch
@@ -17,6 +16,7 @@ from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.build import LocalPart
 from weft.train.step import (
+    PendingSum,
     StepResult,
     clear_gradients,
     clipped,
@@ -28,20 +28,6 @@ from weft.train.step import (
 )
 
 T = torch.Tensor
-
-
-class _Sum:
-    """A sum over the world that is under way."""
-
-    def __init__(self, share: T) -> None:
-        self.value = share.clone()
-        self.work = dist.all_reduce(self.value, async_op=True)
-
-    def __call__(self) -> T:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        return self.value
 
 
 class PostValidation:
@@ -57,12 +43,12 @@ class PostValidation:
         tensors = [t for group in optimizer.param_groups for t in group["params"]]
         self.state: list[T] = [x for t in tensors for x in (t.data, *optimizer.state[t].values())]
         self.copy = [torch.empty_like(x) for x in self.state]
-        self.pending: tuple[_Sum, dict[str, T], float] | None = None
+        self.pending: tuple[PendingSum, dict[str, T], float] | None = None
         self.repeated = 0
 
     def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> StepResult | None:
         """Run a step and return the result of the one before, which is valid now; None after the first."""
-        count = _Sum(share_of_tokens(batches, self.mesh))
+        count = PendingSum(share_of_tokens(batches, self.mesh))
         loss = self._run(batches, count)
         before, right = self._settle()
         if not right:
@@ -71,7 +57,7 @@ class PostValidation:
             loss = self._run(batches, count)
         with record_function("weft:optimizer"):
             grads = reduced(self.model, self.parts, self.mesh)
-            sums = _Sum(shares_of_sums(loss, grads, self.parts, count(), stop, self.mesh))
+            sums = PendingSum(shares_of_sums(loss, grads, self.parts, count(), stop, self.mesh))
             torch._foreach_copy_(self.copy, self.state)
             update(self.optimizer, grads, self.parts, lr)
             clear_gradients(self.model, self.parts)
@@ -82,7 +68,7 @@ class PostValidation:
         """The result of the last step, whose update is final afterwards; None if that has been returned."""
         return self._settle()[0]
 
-    def _run(self, batches: Sequence[Batch], count: _Sum) -> T:
+    def _run(self, batches: Sequence[Batch], count: PendingSum) -> T:
         return self.model.pipeline.accumulate(batches, lambda: count().clamp(min=1))
 
     def _settle(self) -> tuple[StepResult | None, bool]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.profiler import record_function
 
 from weft.data.batch import Batch
@@ -47,6 +48,20 @@ def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     return share_of_sum(mine, mesh, **types)
 
 
+class PendingSum:
+    """A sum over the world that is under way, of every rank's ``share``; call it for the value."""
+
+    def __init__(self, share: torch.Tensor) -> None:
+        self.value = share.clone()
+        self.work = dist.all_reduce(self.value, async_op=True)
+
+    def __call__(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.value
+
+
 def pass_loss(model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """This rank's share of the step's mean loss, equal on ``tp``. ``total``: the step's real tokens."""
     loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)
@@ -60,9 +75,10 @@ def accumulate(
 
     ``routes``: the blocks that each pass runs (in turn, if there are more passes), where these are not all.
     """
-    total = count_tokens(batches, mesh)
     if model.pipeline is not None:
-        return model.pipeline.accumulate(batches, lambda: total.clamp(min=1)), total
+        count = PendingSum(share_of_tokens(batches, mesh))  # due when the first microbatch has passed all stages
+        return model.pipeline.accumulate(batches, lambda: count().clamp(min=1)), count()
+    total = count_tokens(batches, mesh)
     shares = []
     for i, batch in enumerate(batches):
         begin_pass(model, mesh, last=i == len(batches) - 1)
