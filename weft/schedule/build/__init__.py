@@ -1,0 +1,115 @@
+"""Schedules by name: each builder gives the order of actions of every rank for any number of microbatches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weft.errors import UsageError, nearest
+from weft.schedule.actions import Order, Table, assemble
+from weft.schedule.build.dualpipe import dualpipe, dualpipe_v
+from weft.schedule.build.greedy import keys, zb_1p, zb_2p
+from weft.schedule.build.interleaved import breadth_first, depth_first
+from weft.schedule.build.plain import gpipe, one_forward_one_backward
+from weft.schedule.build.times import EQUAL, Times
+from weft.schedule.build.v_shape import v_half, v_min, zb_v
+from weft.schedule.build.zero_bubble import zb_h1, zb_h2
+
+__all__ = ["BUILDERS", "Builder", "Times", "build"]
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A schedule. ``orders(ranks, microbatches, chunks, times)``: the order of every rank.
+
+    ``chunks``: stages that a rank holds for a microbatch; ``free``: the caller may choose another number of them;
+    ``splits``: backward is divided into I and W (by some: only in part); ``twice``: a stage is held by two ranks.
+    """
+
+    orders: Callable[[int, int, int, Times], Sequence[Order]]
+    about: str
+    paper: str
+    chunks: int = 1
+    free: bool = False
+    splits: bool = False
+    twice: bool = False
+
+
+BUILDERS: dict[str, Builder] = {
+    "gpipe": Builder(lambda p, m, v, t: gpipe(p, m), "all forwards, then all backwards", "1811.06965"),
+    "1f1b": Builder(
+        lambda p, m, v, t: one_forward_one_backward(p, m), "forward and backward in turn, peak P", "2104.04473"
+    ),
+    "interleaved-1f1b": Builder(
+        lambda p, m, v, t: depth_first(p, m, v, hide=t.move > 0),
+        "1F1B over v chunks per rank, depth first",
+        "2104.04473",
+        2,
+        free=True,
+    ),
+    "breadth-first": Builder(
+        lambda p, m, v, t: breadth_first(p, m, v), "GPipe over v chunks per rank", "2211.05953", 2, free=True
+    ),
+    "zb-h1": Builder(
+        lambda p, m, v, t: zb_h1(p, m), "1F1B with weight gradients kept back, peak P", "2401.10241", splits=True
+    ),
+    "zb-h2": Builder(lambda p, m, v, t: zb_h2(p, m), "no bubble if F=B=W, peak 2P-1", "2401.10241", splits=True),
+    "zb-1p": Builder(
+        lambda p, m, v, t: keys(zb_1p(p, m, v, t)), "list-scheduled by the times, peak P", "2401.10241", splits=True
+    ),
+    "zb-2p": Builder(
+        lambda p, m, v, t: keys(zb_2p(p, m, v, t)), "the same in the memory of 2P", "2401.10241", splits=True
+    ),
+    "zb-v": Builder(
+        lambda p, m, v, t: zb_v(p, m, t),
+        "no bubble if F=B=W, peak P, two chunks per rank",
+        "2401.10241",
+        2,
+        splits=True,
+    ),
+    "v-half": Builder(
+        lambda p, m, v, t: v_half(p, m, t), "half of 1F1B's peak and bubble", "2405.15362", 2, splits=True
+    ),
+    "v-min": Builder(
+        lambda p, m, v, t: v_min(p, m, t),
+        "a third of 1F1B's peak, two thirds of its bubble",
+        "2405.15362",
+        2,
+        splits=True,
+    ),
+    "dualpipe": Builder(
+        lambda p, m, v, t: dualpipe(p, m),
+        "two flows from both ends, parameters twice",
+        "2412.19437",
+        splits=True,
+        twice=True,
+    ),
+    "dualpipe-v": Builder(
+        lambda p, m, v, t: dualpipe_v(p, m), "DualPipe folded: two chunks per rank", "2412.19437", 2, splits=True
+    ),
+}
+
+
+def build(name: str, ranks: int, microbatches: int, virtual: int | None = None, times: Times = EQUAL) -> Table:
+    """The table of the schedule ``name``. ``virtual``: chunks per rank, for the looped schedules (default 2).
+
+    ``times`` are used by schedules that fill holes by the clock. Raises :class:`UsageError` for a request that cannot
+    be met.
+    """
+    if name not in BUILDERS:
+        raise UsageError(f"no pipeline schedule {name!r}; {nearest(name, BUILDERS)}")
+    builder = BUILDERS[name]
+    if ranks < 1:
+        raise UsageError(f"schedule {name} needs at least 1 rank, got {ranks}; give the size of the pipeline")
+    if microbatches < 1:
+        raise UsageError(f"schedule {name} needs at least 1 microbatch, got {microbatches}; cut the batch into more")
+    if builder.twice and ranks % 2:
+        raise UsageError(f"schedule {name} needs an even number of ranks, got {ranks}; add a rank or use {name}-v")
+    if virtual is not None and virtual != builder.chunks and not builder.free:
+        choices = ", ".join(n for n, b in BUILDERS.items() if b.free)
+        raise UsageError(
+            f"schedule {name} has {builder.chunks} chunk(s) per rank, got {virtual}; leave it out, or use {choices}"
+        )
+    if virtual is not None and virtual < 1:
+        raise UsageError(f"schedule {name} needs at least 1 chunk per rank, got {virtual}; the usual number is 2")
+    chunks = builder.chunks if virtual is None else virtual
+    stages = ranks * chunks
+    return assemble(name, builder.orders(ranks, microbatches, chunks, times), stages, [range(stages)] * microbatches)

@@ -1,0 +1,81 @@
+"""DualPipe and DualPipeV (DeepSeek-V3, 2412.19437, and its `DualPipe` repository): two flows meet on every rank.
+
+A rank sees two flows: flow 0 enters at the near end of its half, flow 1 comes from the other half (or up the V). With
+F = I the bubble is ``(half - 1)(F&B + B - 3W)``, B being I + W, if a pair F&B is one action. Run one after the other,
+the forward's result leaves early and less of that bubble is left: half of it if F = I = W.
+"""
+
+from collections import Counter
+
+from weft.schedule.actions import Key, Order
+
+
+def dualpipe(ranks: int, microbatches: int) -> list[Order]:
+    """DualPipe: ``ranks`` stages, each on two ranks; the second half of the microbatches enters at the last rank.
+
+    Peak ``ranks + 1``. The recipe wants ``2 * ranks`` microbatches, in pairs; what is missing is left out of it.
+    """
+    first = -(-microbatches // 2)
+    counts = (first, microbatches - first)
+    orders: list[Order] = []
+    for r in range(ranks):
+        direction = (0, 1) if r < ranks // 2 else (1, 0)  # of flows 0 and 1
+        stage = (r, ranks - 1 - r)  # of directions 0 and 1
+        order: list[Key] = []
+        for kind, flow, m in recipe(ranks // 2, min(r, ranks - 1 - r), max(first, ranks)):
+            d = direction[flow]
+            if m < counts[d]:
+                order.append((kind, stage[d], m + d * first))
+        orders.append(order)
+    return orders
+
+
+def dualpipe_v(ranks: int, microbatches: int) -> list[Order]:
+    """DualPipeV ("cut in half", Sea AI Lab 2025): a microbatch goes down the ranks (flow 0) and up again (flow 1)."""
+    return [
+        [
+            (kind, 2 * ranks - 1 - r if flow else r, m)
+            for kind, flow, m in recipe(ranks, r, max(microbatches, 2 * ranks))
+            if m < microbatches
+        ]
+        for r in range(ranks)
+    ]
+
+
+def recipe(half: int, near: int, count: int) -> list[Key]:
+    """``(kind, flow, number)`` for ``count >= 2 * half`` microbatches in each flow; a backward may be B, or I and W.
+
+    ``half``: ranks from the end to the turn; ``near``: the rank's distance from its end.
+    """
+    far = half - 1 - near
+    steps = [("F", 0)] * (2 * far)  # fill: flow 0 reaches the turn
+    steps += [("F", 0), ("F", 1)] * (near + 1)
+    steps += [("I", 1), ("W", 1), ("F", 1)] * far  # gradients come back: pass them on at once
+    steps += [("F", 0), ("B", 1), ("F", 1), ("B", 0)] * (count - 2 * half + near + 1)  # F of one flow, B of the other
+    steps += [("B", 1), ("F", 1), ("B", 0)] * far
+    for i in range(2 * (near + 1)):  # drain: from half way on weight gradients are kept back
+        steps.append(("B" if i <= near else "I", (i + 1) % 2))
+    steps += [("W", -1), ("I", 0)] * far
+    return number(steps)
+
+
+def number(steps: list[tuple[str, int]]) -> list[Key]:
+    """Count microbatches per flow; flow -1 stands for the oldest weight gradient kept back; the rest come last."""
+    done: Counter[tuple[str, int]] = Counter()
+    kept: list[tuple[int, int]] = []
+    order: list[Key] = []
+    for kind, flow in steps:
+        if flow < 0:
+            order.append(("W", *kept.pop(0)))
+            continue
+        sort = "F" if kind == "F" else "B"
+        m = done[sort, flow]
+        if kind == "W":
+            m -= 1
+            kept.remove((flow, m))
+        else:
+            done[sort, flow] += 1
+        if kind == "I":
+            kept.append((flow, m))
+        order.append((kind, flow, m))
+    return order + [("W", *k) for k in kept]

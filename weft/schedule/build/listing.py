@@ -1,0 +1,200 @@
+"""The clock of the list scheduler: a free rank takes the best action that is ready.
+
+Weight gradients fill what is left. The banker's rule keeps memory from filling with forwards that could then never see
+their backward: a forward starts only if afterwards the microbatches under way can be finished one after the other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from weft.schedule.actions import Key, ScheduleError, Value
+from weft.schedule.build.trips import EPS, Trips
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a free rank does first.
+
+    ``alternate``: forward after backward of the input if both are ready, else always backward. ``patience``: a rank
+    waits for what is under way rather than start a weight gradient if it comes within this share of the latter's time.
+    ``ahead``: forwards of a stage before the first backward, as a multiple of those that a round trip to the end of
+    the path takes if forward and backward alternate (1: 1F1B; 2: no bubble).
+    """
+
+    alternate: bool = False
+    patience: float = 0.0
+    ahead: float = inf
+
+
+class _Item(NamedTuple):
+    """``kind`` of microbatch ``m`` at place ``i`` of its path; what it reads is on its rank at ``time``."""
+
+    m: int
+    i: int
+    kind: str
+    time: float = 0.0
+
+
+class Listing:
+    """One pass of the clock with one policy. ``holders[s]``: ranks that may run stage ``s``."""
+
+    def __init__(self, name: str, holders: Sequence[Sequence[int]], trips: Trips, policy: Policy) -> None:
+        self.name, self.holders, self.trips, self.policy = name, holders, trips, policy
+        self.paths, limits = trips.paths, trips.limits
+        self.done: list[list[Key]] = [[] for _ in limits]
+        self.free = [0.0] * len(limits)
+        self.level = [0.0] * len(limits)  # saved and tape
+        self.load = [0.0] * len(limits)  # compute time of what a rank has run or was promised
+        self.ready: list[list[_Item]] = [[] for _ in limits]  # F and backward
+        self.tapes: list[list[_Item]] = [[] for _ in limits]  # W
+        self.links: dict[tuple[int, int], float] = {}
+        self.where: dict[int, list[int]] = {}  # rank of every place of the path
+        self.step: dict[int, int] = {}  # of microbatches under way
+        self.waiting = list(range(len(self.paths)))
+        self.between = [0] * len(holders)  # microbatches between forward and backward of a stage
+        self.events = [0.0]
+
+    def orders(self) -> list[list[Key]]:
+        for m in self.waiting:
+            self.alone(m)
+        while self.events:
+            now = heappop(self.events)
+            while any(self.turn(rank, now, True) for rank in range(len(self.free))):
+                pass
+            if not self.events:
+                # Paths that visit stages in other orders can wait for each other's caps: one goes beyond its own.
+                any(self.turn(rank, now, False) for rank in range(len(self.free)))
+        return self.done
+
+    def one_by_one(self) -> list[list[Key]]:
+        for m, path in enumerate(self.paths):
+            where = self.alone(m)
+            for i, r in enumerate(where):
+                self.done[r].append(("F", path[i], m))
+            for i, r in reversed(list(enumerate(where))):
+                self.done[r] += [(kind, path[i], m) for kind in self.trips.kinds[1:]]
+        return self.done
+
+    def turn(self, rank: int, now: float, capped: bool) -> bool:
+        """Start the best action that ``rank`` can run now, if it is free."""
+        if self.free[rank] > now:
+            return False
+        entry = next((m for m in self.waiting if rank in self.holders[self.paths[m][0]]), None)
+        items = [a for a in self.ready[rank] if a.time <= now]
+        items += [] if entry is None else [_Item(entry, 0, "F")]
+        last = next((kind for kind, _, _ in reversed(self.done[rank]) if kind != "W"), "F")
+        forward = self.policy.alternate and last != "F"
+        # The oldest microbatch first, so that its memory comes back first.
+        for a in sorted(items, key=lambda a: ((a.kind == "F") != forward, a.m, a.i)):
+            if self.admits(rank, a, capped):
+                return self.start(rank, a, now)
+        if not self.tapes[rank]:
+            return False
+        tape = self.tapes[rank][0]
+        until = now + self.policy.patience * self.trips.time(rank, *tape[:3])
+        if any(now < b.time < until and self.admits(rank, b, capped) for b in self.ready[rank]):
+            return False
+        return self.start(rank, tape, now)
+
+    def admits(self, rank: int, a: _Item, capped: bool) -> bool:
+        """Whether the action fits and, if it is a forward, leaves a state from which all can be finished."""
+        if self.level[rank] + self.trips.change(a.m, a.i, a.kind) > self.trips.limits[rank] + EPS:
+            return False
+        if a.kind != "F":
+            return True
+        where = self.where.get(a.m) or self.place(a.m, rank)
+        if where is None or not self.safe(a.m, where, a.i + 1):
+            return False
+        ahead = self.policy.ahead * self.trips.rounds_ahead(a.m, a.i, where) if capped else inf
+        return self.between[self.paths[a.m][a.i]] < ahead - EPS
+
+    def safe(self, m: int, where: list[int], step: int) -> bool:
+        """The banker's rule with microbatch ``m`` at this step and all others as they are."""
+        return self.trips.safe([(n, self.where[n], k) for n, k in self.step.items() if n != m] + [(m, where, step)])
+
+    def start(self, rank: int, a: _Item, now: float) -> bool:
+        m, i, stage = a.m, a.i, self.paths[a.m][a.i]
+        self.free[rank] = end = now + self.trips.time(rank, m, i, a.kind)
+        heappush(self.events, end)
+        self.done[rank].append((a.kind, stage, m))
+        self.level[rank] += self.trips.change(m, i, a.kind)
+        if a.kind == "W":
+            self.tapes[rank].remove(a)
+            return True
+        if m in self.step:
+            self.ready[rank].remove(a)
+        else:
+            self.waiting.remove(m)
+            self.step[m], self.where[m] = 0, self.place(m, rank) or []
+            for j, r in enumerate(self.where[m]):
+                self.load[r] += self.trips.work(r, m, j)
+        self.step[m] += 1
+        self.between[stage] += 1 if a.kind == "F" else -1
+        if a.kind == "F" and i + 1 < len(self.paths[m]):
+            self.rebind(m, i + 1, end)
+            self.send("act", m, i, i + 1, "F", end)
+        elif a.kind == "F":
+            self.ready[rank].append(_Item(m, i, self.trips.kinds[1], end))
+        elif i:
+            self.send("grad", m, i, i - 1, a.kind, end)
+        else:
+            del self.step[m]
+        if a.kind == "I":
+            self.tapes[rank].append(_Item(m, i, "W", end))
+        return True
+
+    def send(self, name: str, m: int, i: int, to: int, kind: str, end: float) -> None:
+        link = source, target = self.where[m][i], self.where[m][to]
+        if source != target:
+            begin = max(end, self.links.get(link, 0.0)) if self.trips.costs.exclusive else end
+            end = begin + self.trips.costs.move(Value(name, self.paths[m][i], m), source, target)
+            self.links[link] = end
+            heappush(self.events, end)
+        self.ready[target].append(_Item(m, to, kind, end))
+
+    def place(self, m: int, first: int | None = None) -> list[int] | None:
+        """A rank for every place of the path, the least loaded first, such that the microbatch fits alone."""
+        path = self.paths[m]
+
+        def extend(where: list[int]) -> list[int] | None:
+            if not self.trips.alone(m, where) or len(where) == len(path):
+                return where if self.trips.alone(m, where) else None
+            able = self.holders[path[len(where)]] if where or first is None else [first]
+            able = sorted(able, key=lambda r: (self.load[r] + self.trips.work(r, m, len(where)), r))
+            return next((whole for r in able if (whole := extend([*where, r]))), None)
+
+        return extend([])
+
+    def alone(self, m: int) -> list[int]:
+        """Where the microbatch runs if there is no other; raises :class:`ScheduleError` if it does not fit."""
+        if where := self.place(m):
+            return where
+        largest = [max(self.holders[s], key=lambda r: self.trips.limits[r]) for s in self.paths[m]]
+        need, _ = self.trips.claim(m, largest, 0)
+        rank = max(need, key=lambda r: need[r] - self.trips.limits[r])
+        raise ScheduleError(
+            f"schedule {self.name}: microbatch {m} alone needs {need[rank]:g} of memory on rank {rank}, whose limit is "
+            f"{self.trips.limits[rank]:g}; raise the limit or hold fewer stages there"
+        )
+
+    def rebind(self, m: int, i: int, end: float) -> None:
+        """Give the next place of the path to the rank that would end it first, where there is a choice."""
+        where, before = self.where[m], self.where[m][i - 1]
+        value = Value("act", self.paths[m][i - 1], m)
+
+        def ends(r: int) -> float:
+            there = end if r == before else end + self.trips.costs.move(value, before, r)
+            queued = sum(self.trips.time(r, *a[:3]) for a in self.ready[r])
+            return max(there, self.free[r] + queued) + self.trips.time(r, m, i, "F")
+
+        able = self.holders[self.paths[m][i]]
+        for rank in sorted(able, key=lambda r: (ends(r), r)) if len(able) > 1 else ():
+            other = [*where[:i], rank, *where[i + 1 :]]
+            if rank == where[i] or self.safe(m, other, self.step[m]):
+                self.load[where[i]] -= self.trips.work(where[i], m, i)
+                self.load[rank] += self.trips.work(rank, m, i)
+                self.where[m] = other
+                return

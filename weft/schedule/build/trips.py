@@ -1,0 +1,103 @@
+"""What microbatches take on their way through the stages: time, and memory by the banker's rule."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+
+from weft.schedule.actions import Action, Value
+from weft.schedule.simulate import Costs
+
+#: Sums of memory shares such as 1/3 may miss the limit by rounding.
+EPS = 1e-9
+
+#: What a microbatch needs on each rank beyond what it holds there to reach its end, and what it holds.
+Claim = tuple[Mapping[int, float], Mapping[int, float]]
+
+
+@dataclass
+class Trips:
+    """``paths[m]``: stages of a microbatch; ``limits[r]``: memory of a rank in units of ``costs.size``.
+
+    ``where`` is the rank of every place of a path (or of its first places). ``step`` counts the L forwards and L
+    backwards of a microbatch that have started.
+    """
+
+    paths: Sequence[Sequence[int]]
+    costs: Costs
+    limits: Sequence[float]
+    split: bool
+    claims: dict[tuple[int, ...], Claim] = field(default_factory=dict)
+    rounds: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        return ("F", "I", "W") if self.split else ("F", "B")
+
+    def time(self, rank: int, m: int, i: int, kind: str) -> float:
+        return self.costs.compute(Action(rank, kind, self.paths[m][i], m))
+
+    def work(self, rank: int, m: int, i: int) -> float:
+        """Compute time of the microbatch at this place, forward and backward."""
+        return sum(self.time(rank, m, i, kind) for kind in self.kinds)
+
+    def rounds_ahead(self, m: int, i: int, where: Sequence[int]) -> float:
+        """How many pairs of forward and backward at this place fit in the time until the gradient is back."""
+        key = (m, i, *where)
+        if key not in self.rounds:
+            path, back = self.paths[m], self.kinds[1]
+            trip = own = self.time(where[i], m, i, "F")
+            own += self.time(where[i], m, i, back)
+            for j in range(i + 1, len(path)):
+                here, before = where[j], where[j - 1]
+                trip += self.time(here, m, j, "F") + self.time(here, m, j, back)
+                if here != before:
+                    trip += self.costs.move(Value("act", path[j - 1], m), before, here)
+                    trip += self.costs.move(Value("grad", path[j], m), here, before)
+            self.rounds[key] = trip / own if own else inf
+        return self.rounds[key]
+
+    def change(self, m: int, i: int, kind: str) -> float:
+        """What an action adds to the memory of its rank."""
+        saved, tape = (self.costs.size(Value(name, self.paths[m][i], m)) for name in ("saved", "tape"))
+        return {"F": saved, "B": -saved, "I": tape - saved, "W": -tape}[kind]
+
+    def claim(self, m: int, where: Sequence[int], step: int) -> Claim:
+        """Tapes count only while they are made: a weight gradient can always run."""
+        key = (m, step, *where)
+        if key not in self.claims:
+            length, level = len(where), dict.fromkeys(where, 0.0)
+            saved = [self.change(m, i, "F") for i in range(length)]
+            after = [self.change(m, i, self.kinds[1]) for i in range(length)]
+            for i in range(min(step, 2 * length - step)):
+                level[where[i]] += saved[i]
+            held, peak = dict(level), dict(level)
+            for k in range(step, 2 * length):
+                i = min(k, 2 * length - 1 - k)
+                r, forward = where[i], k < length
+                peak[r] = max(peak[r], level[r] + (saved[i] if forward else after[i]))
+                level[r] += saved[i] if forward else -saved[i]
+            self.claims[key] = {r: peak[r] - held[r] for r in peak}, held
+        return self.claims[key]
+
+    def alone(self, m: int, where: Sequence[int]) -> bool:
+        """Whether the microbatch could run if there were no other."""
+        return all(need <= self.limits[r] + EPS for r, need in self.claim(m, where, 0)[0].items())
+
+    def safe(self, state: Iterable[tuple[int, Sequence[int], int]]) -> bool:
+        """Whether these microbatches ``(m, where, step)`` can be finished in some order, one after the other."""
+        if min(self.limits) == inf:
+            return True
+        claims = [self.claim(*under_way) for under_way in state]
+        free = list(self.limits)
+        for _, held in claims:
+            for r, size in held.items():
+                free[r] -= size
+        while claims:
+            able = next((c for c in claims if all(need <= free[r] + EPS for r, need in c[0].items())), None)
+            if able is None:
+                return False
+            claims.remove(able)
+            for r, size in able[1].items():
+                free[r] += size
+        return True
