@@ -145,8 +145,11 @@ class Validation(Section):
 
 
 class Checkpoint(Section):
+    """``on_error``: when a save in the background fails, the run goes on with a warning or stops at the next save."""
+
     every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves only at the end")
     keep: PositiveInt = 2
+    on_error: Literal["warn", "stop"] = "warn"
 
 
 class Observe(Section):

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from weft.checkpoint.state import boxes
-from weft.checkpoint.store import find, load
+from weft.checkpoint.format import DamagedCheckpoint
+from weft.checkpoint.state import local_state
+from weft.checkpoint.store import extras, open_checkpoint, whole
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import WeftError
 from weft.generate.engine import generate, stream_text
@@ -19,18 +20,30 @@ from weft.recipe import Generate, Recipe, Train
 
 
 def open_model(path: Path, device: str) -> tuple[Transformer, Tokenizer, Path]:
-    """Model and tokenizer of a run folder, a checkpoint or a Hugging Face folder, and the folder that was meant."""
+    """Model and tokenizer of a run folder, a checkpoint or a Hugging Face folder, and the tokenizer's folder."""
     if not path.exists():
         raise WeftError(f"--checkpoint {path} does not exist; give a run folder, a checkpoint or a Hugging Face folder")
     mesh = Mesh.single(device)
     if (path / "config.json").is_file():
         model = parallelize(shape_from_config(path), mesh, Train(), hf_values(path))
         return model, load_tokenizer(str(path)), path
-    folder, meta = find(path, lambda text: print(f"weft: {text}", file=sys.stderr))
-    shape = Recipe.model_validate(meta["recipe"]).model
-    model = parallelize(shape, mesh, Train(), lambda name, logical, box: torch.zeros(()))
-    load(folder, boxes(local_parts(model, mesh), None))
-    return model, load_tokenizer(str(folder)), folder
+
+    def warn(text: str) -> None:
+        print(f"weft: {text}", file=sys.stderr)
+
+    for folder, meta in whole(path, warn):
+        shape = Recipe.model_validate(meta["recipe"]).model
+        model = parallelize(shape, mesh, Train(), lambda name, logical, box: torch.zeros(()))
+        try:
+            open_checkpoint(folder).load(local_state(local_parts(model, mesh), None))
+        except DamagedCheckpoint as error:
+            if folder == path:
+                raise
+            warn(f"{error}; trying the one before")
+            continue
+        files = extras(folder, meta)
+        return model, load_tokenizer(str(files)), files
+    raise AssertionError("whole() raises after the last")
 
 
 def run(checkpoint: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> int:

@@ -27,6 +27,7 @@ class LocalPart:
     """One parameter as this rank stores it: ``local`` are the elements ``box`` of the logical tensor.
 
     ``counted``: this rank's copy is the one that counts where several ranks of the pipeline hold the parameter.
+    ``replica`` of ``replicas``: which of the ranks this is that hold these elements.
     """
 
     name: str
@@ -35,6 +36,8 @@ class LocalPart:
     local: torch.Tensor
     box: Box
     counted: bool = True
+    replica: int = 0
+    replicas: int = 1
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -92,9 +95,12 @@ def local_parts(model: Transformer, mesh: Mesh) -> list[LocalPart]:
         rank, copies = mesh.rank("pp"), model.pipeline.copies
         held = [h for unit in model.pipeline.units for h in unit.held]
         return [
-            LocalPart(h.name, h.logical, h.shard, h.shard.detach(), h.logical.rows(*h.rows), copies[h.name][0] == rank)
+            LocalPart(
+                h.name, h.logical, h.shard, h.shard.detach(), h.logical.rows(*h.rows), copies[h.name][0] == rank,
+                *_replica(h.logical, mesh, copies[h.name].index(rank), len(copies[h.name])),
+            )
             for h in held
-        ]
+        ]  # fmt: skip
     described = dict(model.logical_parameters())
     state_size = mesh.size("shard", "cp")
     state_rank = mesh.rank("shard") * mesh.size("cp") + mesh.rank("cp")
@@ -104,8 +110,16 @@ def local_parts(model: Transformer, mesh: Mesh) -> list[LocalPart]:
         local, box = parameter.detach(), logical.box
         if isinstance(local, DTensor):
             local, box = local.to_local(), logical.rows(*ceil_part(logical.local_shape[0], state_size, state_rank))
-        parts.append(LocalPart(name, logical, parameter, local, box))
+        index, count = _replica(logical, mesh)
+        parts.append(LocalPart(name, logical, parameter, local, box, replica=index, replicas=count))
     return parts
+
+
+def _replica(logical: Logical, mesh: Mesh, copy: int = 0, copies: int = 1) -> tuple[int, int]:
+    """Which of the ranks this is that hold the same elements of a parameter: of ``dp``, ``tp`` if whole, and copies."""
+    tp = mesh.size("tp") if logical.whole else 1
+    index = (copy * mesh.size("dp") + mesh.rank("dp")) * tp + (mesh.rank("tp") if logical.whole else 0)
+    return index, copies * mesh.size("dp") * tp
 
 
 @torch.no_grad()

@@ -6,8 +6,8 @@ import datetime
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,15 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from weft.checkpoint.state import Progress, check_same_data, load_state, save_state
-from weft.checkpoint.store import find
+from weft.checkpoint.format import DamagedCheckpoint
+from weft.checkpoint.save import Saver
+from weft.checkpoint.state import Progress, check_same_data, load_state, local_state, save_state
+from weft.checkpoint.store import agree, committed, prune, whole
+from weft.checkpoint.writer import Report
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.observe.display import Display
 from weft.observe.flops import flops_per_token, memory_gib, parameter_count, peak_flops
 from weft.observe.metrics import Metrics
 from weft.observe.split import Split, profile_step, trace
-from weft.parallel.build import local_parts, parallelize
+from weft.parallel.build import LocalPart, local_parts, parallelize
 from weft.train.later import PostValidation
 from weft.train.optim import build_optimizer, learning_rate
 from weft.train.setup import Job
@@ -108,9 +111,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
     settings = recipe.train
     notes: list[str] = []
     run, source = choose_run(recipe.name, out, resume, mesh.is_main)
-    found = find(source, notes.append) if source else None
     values = None
-    if recipe.model.weights and not found:
+    if recipe.model.weights and not source:
         from weft.models.hf import hf_values
 
         values = hf_values(recipe.model.weights)
@@ -123,10 +125,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         else None
     )
     progress = Progress()
-    if found:
-        check_same_data(found[1], job.corpus.fingerprint, found[0])
-        progress = load_state(*found, parts, optimizer)
-        notes.append(f"resumed from {found[0]} at step {progress.step}")
+    if source:
+        progress = _resume(source, job, parts, optimizer, notes.append)
     loader = job.loader(job.corpus.train, mesh)
     held_out = job.loader(job.corpus.validation, mesh) if job.corpus.validation else None
     root = run / "checkpoints"
@@ -154,16 +154,31 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         _Signals().watch() as signals,
         Display(settings.steps, title, enabled=mesh.is_main) as display,
         trace(tracing, recipe.observe.trace) as traced,
+        ExitStack() as stack,
     ):
 
         def event(text: str) -> None:
             display.note(text)
             metrics.log("event", progress.step, message=text)
 
+        saver = Saver(event, strict=recipe.checkpoint.on_error == "stop", timeout=settings.timeout)
+        saver.prepare(local_state(parts, optimizer))
+        stack.callback(saver.close)
+
         def checkpoint() -> Path:
-            path = save_state(root, parts, optimizer, progress, about, recipe.checkpoint.keep, job.corpus.tokenizer)
-            event(f"checkpoint {path}")
+            path, waited = save_state(saver, root, parts, optimizer, progress, about, job.corpus.tokenizer)
+            metrics.log("checkpoint", progress.step, stall_s=waited)
             return path
+
+        def heard(done: list[tuple[int, Report]]) -> None:
+            """Tell of the saves that the writer has finished with, and drop old checkpoints after a new one."""
+            for step, report in done:
+                stages = {f"{stage}_s": seconds for stage, seconds in report.seconds.items()}
+                metrics.log("saved", step, bytes=report.bytes, **stages)
+                if report.committed:
+                    event(f"checkpoint {committed(root)[-1]}")
+                    prune(root, recipe.checkpoint.keep)
+            done.clear()
 
         def validate() -> None:
             if held_out is not None and recipe.validation.every:
@@ -239,6 +254,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
                 account(result, seconds, done[1], split)
                 stopped = stopped or result.stop
             traced()
+            saver.poll()
+            heard(saver.reports)
             if due(recipe.validation.every, begun_steps):
                 validate()
                 begun = time.perf_counter()
@@ -254,10 +271,32 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             event(f"stopped by {signal.Signals(signals.received).name if signals.received else 'another rank'}")
         elif recipe.validation.every and progress.step % recipe.validation.every:
             validate()
-        if saved is None or saved.name != f"step-{progress.step:06d}":
+        if saved is None or not saved.name.startswith(f"step-{progress.step:06d}"):
             saved = checkpoint()
+        saver.finish()
+        heard(saver.reports)
     metrics.close()
     return Outcome(run, saved, progress, validations, (signals.received or signal.SIGTERM) if stopped else 0)
+
+
+def _resume(
+    source: Path, job: Job, parts: Sequence[LocalPart], optimizer: torch.optim.Optimizer, warn: Callable[[str], None]
+) -> Progress:
+    """Load the last checkpoint that is whole on all ranks; ``warn`` hears which, and of those that are not."""
+    for folder, meta in whole(source, warn):
+        check_same_data(meta, job.corpus.fingerprint, folder)
+        problem, progress = "", Progress()
+        try:
+            progress = load_state(folder, meta, parts, optimizer)
+        except DamagedCheckpoint as error:
+            problem = str(error)
+        if not (problem := agree(problem)):
+            warn(f"resumed from {folder} at step {progress.step}")
+            return progress
+        if folder == source:
+            raise WeftError(problem)
+        warn(f"{problem}; trying the one before")
+    raise AssertionError("whole() raises after the last")
 
 
 def _peak(mesh: Mesh, dtype: torch.dtype) -> float:

@@ -1,0 +1,241 @@
+"""The checkpoint format: logical tensors as immutable blocks. Specified for other readers in docs/checkpoint-format.md.
+
+A checkpoint is a folder: data files (safetensors-compatible, one per writing rank), a manifest per data file, other
+files, and one root, ``weft.json``, which is created last. Names carry the attempt's random id, so that no attempt
+ever touches another's files; without a root there is no checkpoint.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import xxhash
+
+from weft.errors import WeftError
+from weft.layout.dims import Box, part
+
+FORMAT = 2
+ROOT = "weft.json"
+
+#: Bytes of a block, about. A block is the unit of reading and of verifying.
+BLOCK = 1 << 20
+
+#: Columns are cut at these fractions of a tensor's width, so that a later cut by columns reads whole blocks.
+COLUMNS = 8
+#: The least bytes of a block's row that are worth such a cut.
+RUN = 512
+
+#: safetensors' name, bytes per element.
+DTYPES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+
+
+class DamagedCheckpoint(WeftError):
+    """What is stored is not what was saved; the message names the file and, where known, the tensor."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A logical tensor. ``dims`` names its dimensions; ``tied``: the tensor that it is one and the same with."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    dims: tuple[str, ...] = ()
+    tied: str | None = None
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Elements ``box`` of ``tensor``: ``size`` bytes at ``offset`` of ``file``, row-major, with their xxh3-128."""
+
+    tensor: str
+    box: Box
+    file: str
+    offset: int
+    size: int
+    digest: str
+
+
+def digest(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def volume(box: Box) -> int:
+    return math.prod(hi - lo for lo, hi in box)
+
+
+def meet(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes, if there is any."""
+    both = tuple((max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
+    return both if all(lo < hi for lo, hi in both) else None
+
+
+def share(box: Box, itemsize: int, replica: int, replicas: int, key: int) -> Box | None:
+    """What one of ``replicas`` holders of ``box`` writes: its part of the rows, or all of a small box or nothing.
+
+    The holders write each element once and need not ask each other. ``key``: any number that they have in common.
+    """
+    if not volume(box):
+        return None
+    (lo, hi), *rest = box or ((0, 1),)
+    if replicas == 1 or not box:
+        return box if key % replicas == replica else None
+    if volume(box) * itemsize < replicas * BLOCK // 16 or hi - lo < replicas:
+        return box if key % replicas == replica else None
+    first, last = part(hi - lo, replicas, replica)
+    return ((lo + first, lo + last), *rest)
+
+
+def tiles(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
+    """Cut ``box`` of a tensor of ``shape`` into blocks: by columns at fixed places, then by rows to a common size."""
+    if not box:
+        yield box
+        return
+    *front, (c0, c1) = box
+    cuts = {c0, c1}
+    if front and shape[-1] * itemsize >= COLUMNS * RUN:
+        cuts |= {c for i in range(COLUMNS) if c0 < (c := part(shape[-1], COLUMNS, i)[0]) < c1}
+    columns = sorted(cuts)
+    if not front:
+        count = max(1, round(volume(box) * itemsize / BLOCK))
+        yield from (((c0 + a, c0 + b),) for a, b in (part(c1 - c0, count, i) for i in range(count)))
+        return
+    (r0, r1), *middle = front
+    for a, b in pairwise(columns):
+        row = math.prod(hi - lo for lo, hi in middle) * (b - a) * itemsize
+        # Quarters at least where they are not tiny, and a power of two: later cuts by rows then fall between blocks.
+        count = max(-(-(r1 - r0) * row // BLOCK), min(4, (r1 - r0) * row // (BLOCK // 4)), 1)
+        count = min(r1 - r0, 1 << (count - 1).bit_length())
+        for i in range(count):
+            first, last = part(r1 - r0, count, i)
+            yield ((r0 + first, r0 + last), *middle, (a, b))
+
+
+def entry(name: str, box: Box) -> str:
+    """The name of a block inside its safetensors file."""
+    return f"{name}@{','.join(f'{lo}:{hi}' for lo, hi in box)}"
+
+
+def header(blocks: Iterable[tuple[str, Box]], tensors: Mapping[str, Tensor]) -> tuple[bytes, list[tuple[int, int]]]:
+    """The head of a safetensors file with these blocks in this order, and ``(offset in the file, size)`` of each."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", "weft": str(FORMAT)}}
+    at, spans = 0, []
+    for name, box in blocks:
+        size = volume(box) * tensors[name].itemsize
+        extent = [hi - lo for lo, hi in box]
+        table[entry(name, box)] = {"dtype": tensors[name].dtype, "shape": extent, "data_offsets": [at, at + size]}
+        spans.append((at, size))
+        at += size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 4096)  # the payload begins on a page
+    return len(text).to_bytes(8, "little") + text, [(8 + len(text) + a, size) for a, size in spans]
+
+
+def manifest(file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequence[Block]) -> bytes:
+    """The manifest of one data file: its tensors, and its blocks as columns."""
+    names = list(dict.fromkeys([b.tensor for b in blocks] + [name for name, t in tensors.items() if not t.numel]))
+    index = {name: i for i, name in enumerate(names)}
+    return _dump({
+        "format": FORMAT,
+        "file": file,
+        "size": size,
+        "tensors": {name: _tensor(tensors[name]) for name in names},
+        "tensor": [index[b.tensor] for b in blocks],
+        "box": [[list(edge) for edge in b.box] for b in blocks],
+        "offset": [b.offset for b in blocks],
+        "bytes": [b.size for b in blocks],
+        "xxh3": [b.digest for b in blocks],
+    })  # fmt: skip
+
+
+def read_manifest(data: bytes, name: str) -> tuple[dict[str, Tensor], list[Block]]:
+    """The tensors and blocks of a manifest. Raises :class:`DamagedCheckpoint` if it is none."""
+    try:
+        tree = json.loads(data)
+        tensors = {key: read_tensor(value) for key, value in tree["tensors"].items()}
+        names = list(tensors)
+        columns = zip(tree["tensor"], tree["box"], tree["offset"], tree["bytes"], tree["xxh3"], strict=True)
+        return tensors, [
+            Block(names[i], tuple((lo, hi) for lo, hi in box), tree["file"], offset, size, xxh3)
+            for i, box, offset, size, xxh3 in columns
+        ]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise DamagedCheckpoint(f"{name} is not a manifest of format {FORMAT} ({type(error).__name__})") from None
+
+
+def _tensor(t: Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = {"shape": list(t.shape), "dtype": t.dtype}
+    return found | ({"dims": list(t.dims)} if t.dims else {}) | ({"tied": t.tied} if t.tied else {})
+
+
+def read_tensor(tree: Mapping[str, Any]) -> Tensor:
+    return Tensor(tuple(tree["shape"]), tree["dtype"], tuple(tree.get("dims", ())), tree.get("tied"))
+
+
+def index(manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[Block]]]) -> dict[str, Any]:
+    """What the root says of the manifests: every tensor, and in which manifests which part of it is described.
+
+    Tensors that are spread alike share one ``place``: a list of ``[manifest, box]``. Raises
+    :class:`DamagedCheckpoint` if an element of a tensor is in no block or in two.
+    """
+    numbers = {name: i for i, name in enumerate(manifests)}
+    tensors: dict[str, Tensor] = {}
+    held: dict[str, dict[int, list[Box]]] = {}
+    for name, (described, blocks) in manifests.items():
+        for key, tensor in described.items():
+            if tensors.setdefault(key, tensor) != tensor:
+                raise DamagedCheckpoint(f"{name} describes {key} otherwise than another manifest does")
+        for b in blocks:
+            held.setdefault(b.tensor, {}).setdefault(numbers[name], []).append(b.box)
+    places: dict[str, int] = {}
+    table = {}
+    for key in sorted(tensors):
+        held.setdefault(key, {})
+        found = sum(volume(box) for boxes in held[key].values() for box in boxes)
+        if found != tensors[key].numel:
+            raise DamagedCheckpoint(f"the blocks of {key} have {found} elements, the tensor has {tensors[key].numel}")
+        where = [[number, _hull(boxes)] for number, boxes in sorted(held[key].items())]
+        place = places.setdefault(json.dumps(where), len(places))
+        table[key] = _tensor(tensors[key]) | {"place": place}
+    return {"manifests": list(manifests), "tensors": table, "places": [json.loads(text) for text in places]}
+
+
+def _hull(boxes: Sequence[Box]) -> list[list[int]]:
+    return [[min(lo for lo, _ in edges), max(hi for _, hi in edges)] for edges in zip(*boxes, strict=True)]
+
+
+def seal(root: Mapping[str, Any]) -> bytes:
+    """The root file: its contents, and the digest of their canonical text (sorted keys, no spaces)."""
+    return json.dumps({"format": FORMAT, "xxh3": _seal(root), "root": root}, indent=1).encode()
+
+
+def unseal(data: bytes, name: str) -> dict[str, Any]:
+    """The contents of a root file. Raises :class:`DamagedCheckpoint`, or :class:`WeftError` for another format."""
+    try:
+        tree = json.loads(data)
+        number = tree["format"]
+        if number == FORMAT and _seal(tree["root"]) != tree["xxh3"]:
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
+        raise DamagedCheckpoint(f"checkpoint {name} is damaged: {ROOT} cannot be read") from None
+    if number != FORMAT:
+        raise WeftError(f"{name} has checkpoint format {number}; this Weft reads format {FORMAT}")
+    return dict(tree["root"])
+
+
+def _seal(root: Mapping[str, Any]) -> str:
+    return digest(json.dumps(root, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _dump(tree: Mapping[str, Any]) -> bytes:
+    return json.dumps(tree, separators=(",", ":")).encode()
