@@ -133,5 +133,7 @@ def test_catalogue_names_what_exists() -> None:
         for path in [*row[2].split(", "), *row[4].split(", ")]:
             path = path.strip("`")
             assert "/" not in path or (root / path).exists(), path
-        name = row[3].strip("`").split()[0].rstrip(",")
-        assert name == "any" or (root / "recipes" / name).is_file(), name
+        words = row[3].replace("`", "").replace(",", " ").split()
+        files = [root / "recipes" / word for word in words if word.endswith(".toml")]
+        files += [root / word for word in words if word.endswith(".py")]
+        assert words[0] == "any" or (files and all(file.is_file() for file in files)), row[3]

@@ -57,11 +57,11 @@ def test_ranks_compute_what_one_process_computes(pool: Any, name: str, window: i
 
 
 def rehearse(table: Table, unit: float, move: float) -> list[tuple[float, float]]:
-    """When this rank's first action began and its last ended, in each of three runs after a barrier."""
+    """When this rank's first action began and its last ended, in each of six runs after a barrier."""
     wire = Wire(dist.group.WORLD, CPU, 30, lambda value: [((1,), torch.float32)])
     costs = uniform(table, unit, unit * 1.1, unit * 0.9, move)
     lowered, runs = lower(table), []
-    for _ in range(3):
+    for _ in range(6):
         dist.barrier()
         run = execute(lowered, dist.get_rank(), sleeping(costs.compute), wire)
         runs.append((run.times[0][1], run.times[-1][2]))
