@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -165,6 +166,7 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)\w*` is deprecated", FutureWarning)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    gc.freeze()  # what is here now need not be looked at again and again
     conn.send("ready")
     while True:
         try:
@@ -174,6 +176,7 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
         try:
             conn.send(_call(rank, world, dist.PrefixStore(prefix, store), timeout, task))
         finally:  # after the answer: gloo takes some 20 ms to close
+            gc.collect()  # a process group in a circle of references would keep its threads running
             if dist.is_initialized():
                 dist.destroy_process_group()
 

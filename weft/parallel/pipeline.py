@@ -1,9 +1,10 @@
 """A model over pipeline stages: which rank holds what, and the operations that a schedule's actions run."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -167,8 +168,10 @@ class Pipeline:
             used.setdefault(frozenset(self._users(name)), []).append((name, described[name], parameter))
         self.users = {stages: Unit(named, self.mesh, compute) for stages, named in used.items()}
         self.units = list(self.users.values())
-        self.output = OutputShard(self.model, self.mesh) if self.layout.vocab_barriers else None
         self.compute = compute
+        # The model holds its pipeline; a circle would keep process groups, and gloo's threads, until it is collected.
+        self.model = cast(Transformer, weakref.proxy(self.model))
+        self.output = OutputShard(self.model, self.mesh) if self.layout.vocab_barriers else None
         self.live: set[int] = set()
         if self.mesh.size("pp") > 1:
             self.wire = Wire(self.mesh.group("pp"), self.mesh.device, self.timeout, self._spec)
