@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any
 
 MAX_WORLD = 8
 START_S = 120  # importing PyTorch on a busy machine
+MAX_THREADS = 120
 AFTERMATH_S = 5  # what the other ranks get to notice that one has failed
 
 
@@ -40,6 +41,7 @@ class Outcome:
     payload: bytes | None
     trace: str = ""
     secondary: bool = False
+    leaving: bool = False  # the worker ends after this call
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Pool:
         # Forking from a server that has imported PyTorch starts a worker in milliseconds.
         self._context = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
-            self._context.set_forkserver_preload(["torch", "torch.distributed.tensor", "pytest"])
+            self._context.set_forkserver_preload(["torch", "torch.distributed.tensor", "pytest", "weft.train.loop"])
         self._folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[Worker] = []
@@ -79,6 +81,7 @@ class Pool:
         for rank, worker in enumerate(workers):
             worker.conn.send((rank, world, f"call-{self._calls}", timeout, task))
         answers = self._collect(workers, timeout)
+        self._workers = [w for w in self._workers if w not in [workers[r] for r, o in answers.items() if o.leaving]]
         obituary = self._bury({rank: worker for rank, worker in enumerate(workers) if rank not in answers}, timeout)
         failures = [(o.secondary, rank, o) for rank, o in answers.items() if not o.ok]
         secondary, rank, worst = min(failures, key=lambda item: item[:2], default=(True, 0, None))
@@ -173,12 +176,23 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
             rank, world, prefix, timeout, task = conn.recv()
         except (EOFError, ConnectionError):
             return
+        leaving = False
         try:
-            conn.send(_call(rank, world, dist.PrefixStore(prefix, store), timeout, task))
+            outcome = _call(rank, world, dist.PrefixStore(prefix, store), timeout, task)
+            leaving = _too_many_threads()
+            conn.send(replace(outcome, leaving=leaving))
         finally:  # after the answer: gloo takes some 20 ms to close
             gc.collect()  # a process group in a circle of references would keep its threads running
             if dist.is_initialized():
                 dist.destroy_process_group()
+        if leaving:
+            os._exit(0)
+
+
+def _too_many_threads() -> bool:
+    """Whether this process holds too many threads: PyTorch's caches keep a mesh, and gloo's loops, of every layout."""
+    tasks = Path("/proc/self/task")
+    return tasks.is_dir() and sum(1 for _ in tasks.iterdir()) > MAX_THREADS
 
 
 def _end_with_session() -> None:
