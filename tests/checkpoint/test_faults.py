@@ -232,9 +232,11 @@ def test_power_failures(root: Path, seed: int) -> None:
         for path in paths:
             name = str(root / "step-000002" / path.relative_to(kept))
             target = Path(name)
-            synced = ("fsync", name) in done or (path.name == ROOT and ("link", name) in done)
-            named = any(what == "fsync" and where == str(target.parent) for what, where in done)
-            if path.name == ROOT and ("link", name) not in done:
+            draft = str(target.with_name(f".{target.name}"))
+            linked = done.index(("link", name)) if ("link", name) in done else None
+            named = linked is not None and ("fsync", str(target.parent)) in done[linked:]
+            synced = path.name == ROOT or ("fsync", draft) in done  # the root's draft has a random name
+            if linked is None:
                 target.unlink()
             elif not (synced and named):
                 fate = rng.choice(["whole", "gone"] if path.name == ROOT else ["whole", "torn", "empty", "gone"])

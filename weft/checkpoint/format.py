@@ -186,7 +186,7 @@ def index(manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[Block]]])
     """What the root says of the manifests: every tensor, and in which manifests which part of it is described.
 
     Tensors that are spread alike share one ``place``: a list of ``[manifest, box]``. Raises
-    :class:`DamagedCheckpoint` if an element of a tensor is in no block or in two.
+    :class:`DamagedCheckpoint` if the blocks of a tensor do not have as many elements as it has.
     """
     numbers = {name: i for i, name in enumerate(manifests)}
     tensors: dict[str, Tensor] = {}
@@ -216,7 +216,7 @@ def _hull(boxes: Sequence[Box]) -> list[list[int]]:
 
 def seal(root: Mapping[str, Any]) -> bytes:
     """The root file: its contents, and the digest of their canonical text (sorted keys, no spaces)."""
-    return json.dumps({"format": FORMAT, "xxh3": _seal(root), "root": root}, indent=1).encode()
+    return json.dumps({"format": FORMAT, "xxh3": _seal(root), "root": root}, indent=1, allow_nan=False).encode()
 
 
 def unseal(data: bytes, name: str) -> dict[str, Any]:

@@ -109,9 +109,9 @@ class Saver:
         self._memory: _Memory | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
-        self._step = 0  # of the save under way
+        self._step, self._where = 0, ""  # of the save under way
         self._due = 0  # reports that the writer owes: one for the files, and on rank 0 one for the commit
-        self.reports: list[tuple[int, Report]] = []
+        self.reports: list[tuple[int, str, Report]] = []  # step, folder, how it went
         self.problem = ""
 
     def prepare(self, locals_: Mapping[str, Local]) -> None:
@@ -134,7 +134,7 @@ class Saver:
             if self.strict:
                 raise WeftError(self.problem)
             self.heard(self.problem)
-        attempt = self._agree(step, meta)
+        attempt = self._agree(step, str(storage), meta)
         pieces = plan(locals_)
         buffer = self._room(sum(piece.size for piece in pieces))
         for piece in pieces:
@@ -151,7 +151,8 @@ class Saver:
             tuple((piece.name, piece.box) for piece in pieces),
             Commit(tuple(names), {"step": step, **meta}, named, self.timeout) if self.rank == 0 else None,
         ))  # fmt: skip
-        self._step, self._due, self.problem = step, 2 if self.rank == 0 else 1, ""
+        self._step, self._where, self.problem = step, str(storage), ""
+        self._due = 2 if self.rank == 0 else 1
         return time.perf_counter() - begun
 
     def poll(self) -> None:
@@ -201,13 +202,13 @@ class Saver:
         except (EOFError, OSError, AssertionError):
             report = Report(problem="the process that writes checkpoints died; a new one starts with the next save")
             self._pipe, self._due = None, 0
-        self.reports.append((self._step, report))
+        self.reports.append((self._step, self._where, report))
         if report.problem and not self.problem:
             self.problem = f"checkpoint at step {self._step} was not saved: {report.problem}"
 
-    def _agree(self, step: int, meta: Mapping[str, Any]) -> str:
+    def _agree(self, step: int, where: str, meta: Mapping[str, Any]) -> str:
         """One id for this save on all ranks, once they agree on what is saved."""
-        mine = (digest(repr((step, sorted(meta), meta.get("layout"))).encode()), secrets.token_hex(6))
+        mine = (digest(repr((step, where, sorted(meta), meta.get("layout"))).encode()), secrets.token_hex(6))
         found = self._all(mine)
         if len({what for what, _ in found}) > 1:
             raise WeftError(f"the ranks are not about to save the same thing at step {step}; this is a defect of Weft")

@@ -47,9 +47,10 @@ class LocalStorage:
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
         path, size = self.root / name, 0
+        draft = path.with_name(f".{path.name}")  # nobody may see a file that is not whole
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             try:
                 for chunk in chunks:
                     view = memoryview(chunk).cast("B")
@@ -59,6 +60,8 @@ class LocalStorage:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+            os.link(draft, path)
+            os.unlink(draft)
             self._sync_folders(path.parent)
         except OSError as error:
             raise self._error("write", name, error) from error

@@ -79,7 +79,10 @@ def serve(pipe: Connection) -> None:
         if job.commit is not None:
             pipe.send(finish(job.storage, job.commit, abandoned=pipe.poll))
             if report.problem or pipe.poll():
-                pipe.recv()  # the word that gave this save up
+                try:
+                    pipe.recv()  # the word that gave this save up
+                except (EOFError, OSError):
+                    return
 
 
 def write(job: Job, payload: mmap.mmap) -> Report:

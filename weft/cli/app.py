@@ -146,3 +146,73 @@ def techniques() -> int:
     from weft.cli.techniques import run
 
     return run()
+
+
+checkpoints = typer.Typer(help="List, look into, verify, compare, merge and prune checkpoints.", no_args_is_help=True)
+app.add_typer(checkpoints, name="checkpoint")
+_newest = "A checkpoint, or a run folder: its newest one."
+OneCheckpoint = Annotated[Path, typer.Argument(metavar="PATH", help=_newest)]
+AllCheckpoints = Annotated[Path, typer.Argument(metavar="PATH", help="A run folder, or a checkpoint.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@checkpoints.command("ls")
+def checkpoint_ls(path: AllCheckpoints, as_json: AsJson = False) -> int:
+    """List the checkpoints of a run: step, layout, size, and whether they seem whole."""
+    from weft.cli.checkpoint import ls
+
+    return ls(path, as_json)
+
+
+@checkpoints.command("inspect")
+def checkpoint_inspect(
+    path: OneCheckpoint,
+    pattern: Annotated[str | None, typer.Argument(help="Part of a name, or a pattern such as '*.norm'.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show what a checkpoint holds: run, progress and tensors."""
+    from weft.cli.checkpoint import inspect
+
+    return inspect(path, pattern, as_json)
+
+
+@checkpoints.command("verify")
+def checkpoint_verify(path: AllCheckpoints) -> int:
+    """Read checkpoints from end to end and check every digest. Exit code 0: whole, 1: damaged."""
+    from weft.cli.checkpoint import verify
+
+    return verify(path)
+
+
+@checkpoints.command("diff")
+def checkpoint_diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help=_newest)],
+    b: Annotated[Path, typer.Argument(metavar="B", help=_newest)],
+    as_json: AsJson = False,
+) -> int:
+    """Compare the tensors of two checkpoints, of whatever layout. Exit code 0: equal bit by bit, 1: not."""
+    from weft.cli.checkpoint import diff
+
+    return diff(a, b, as_json)
+
+
+@checkpoints.command("merge")
+def checkpoint_merge(path: OneCheckpoint, out: Annotated[Path, typer.Option(help="The folder to make.")]) -> int:
+    """Rewrite a checkpoint of many ranks as one of a single rank, verified and bit by bit the same."""
+    from weft.cli.checkpoint import merge
+
+    return merge(path, out)
+
+
+@checkpoints.command("prune")
+def checkpoint_prune(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    last: Annotated[int, typer.Option("--keep-last", min=1, metavar="N", help="Keep the newest N.")],
+    every: Annotated[int, typer.Option("--keep-every", min=0, metavar="K", help="Keep every K steps.")] = 0,
+    best: Annotated[str | None, typer.Option(metavar="METRIC", help="Keep the lowest, e.g. validation.loss.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+) -> int:
+    """Delete old checkpoints of a run, but never the last that verifies."""
+    from weft.cli.checkpoint import thin
+
+    return thin(run, last, every, best, dry_run)

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from weft.checkpoint.format import DamagedCheckpoint
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import Progress, check_same_data, load_state, local_state, save_state
-from weft.checkpoint.store import agree, committed, prune, whole
+from weft.checkpoint.store import agree, prune, whole
 from weft.checkpoint.writer import Report
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
@@ -170,13 +170,13 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             metrics.log("checkpoint", progress.step, stall_s=waited)
             return path
 
-        def heard(done: list[tuple[int, Report]]) -> None:
+        def heard(done: list[tuple[int, str, Report]]) -> None:
             """Tell of the saves that the writer has finished with, and drop old checkpoints after a new one."""
-            for step, report in done:
+            for step, where, report in done:
                 stages = {f"{stage}_s": seconds for stage, seconds in report.seconds.items()}
                 metrics.log("saved", step, bytes=report.bytes, **stages)
                 if report.committed:
-                    event(f"checkpoint {committed(root)[-1]}")
+                    event(f"checkpoint {where}")
                     prune(root, recipe.checkpoint.keep)
             done.clear()
 

@@ -1,0 +1,376 @@
+"""Checkpoints on S3-compatible object stores, through obstore (``pip install 'weft[s3]'``).
+
+Bucket and prefix come from ``s3://bucket/prefix``; endpoint, region and credentials from the usual ``AWS_*`` variables
+of the process that makes the requests. No message shows a credential: of what a server answers only its status, code
+and message are told, and those without anything that is known to be secret.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import xxhash
+
+from weft.checkpoint.storage import LocalStorage, Storage, StorageError
+from weft.errors import UsageError
+
+T = TypeVar("T")
+
+#: Variables that say where credentials come from.
+SOURCES = (
+    "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_METADATA_ENDPOINT", "AWS_SKIP_SIGNATURE",
+)  # fmt: skip
+_NO_CREDENTIALS = "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+
+#: Bytes of a part of an upload and of a range of a download, and how many of either are under way at a time.
+PART = 8 << 20
+STREAMS = 8
+
+#: S3 takes no more parts than 10,000.
+MOST_PARTS = 9_000
+
+#: Answers after which the same request may well succeed: too slow, two at once, too many, and any fault of the server.
+TRANSIENT = {408, 409, 425, 429, *range(500, 600)}
+
+
+def open_storage(where: str | Path) -> Storage:
+    """``s3://bucket/prefix`` or a folder. Raises :class:`UsageError` for another scheme or a malformed address."""
+    text = str(where)
+    if found := re.fullmatch(r"s3:/{1,2}([^/]*)/*(.*?)/*", text):  # a Path has one slash left
+        bucket, prefix = found.groups()
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", bucket):  # nor key:secret@bucket
+            raise UsageError("an object store is given as s3://bucket/prefix; credentials go into AWS_* variables")
+        return S3Storage(bucket, re.sub("/+", "/", prefix))
+    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text):
+        raise UsageError(f"{scheme[1]}:// is no storage that Weft knows; give a folder or s3://bucket/prefix")
+    return LocalStorage(Path(where))
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Given explicitly instead of by the environment. They are pickled with their storage, but never shown."""
+
+    access_key_id: str = field(repr=False)
+    secret_access_key: str = field(repr=False)
+    session_token: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True)
+class S3Storage:
+    """A :class:`Storage` whose names are the keys under ``prefix`` of ``bucket``.
+
+    ``timeout``: seconds for one request; ``patience``: seconds after which a failing operation is not tried again.
+    An upload that is broken off leaves nothing visible; parts that a killed process has sent stay, unseen, until a
+    lifecycle rule of the bucket (AbortIncompleteMultipartUpload) removes them.
+    """
+
+    bucket: str
+    prefix: str = ""
+    endpoint: str = ""  # else AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, Amazon's
+    region: str = ""  # else AWS_REGION, AWS_DEFAULT_REGION, us-east-1
+    credentials: Credentials | None = field(default=None, repr=False)
+    timeout: float = 60
+    patience: float = 60
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_store"}  # connections stay here
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """As the protocol says. A failed upload is repeated if ``chunks`` is a list or tuple: others are read once."""
+        key, again = self._key(name), isinstance(chunks, (list, tuple))
+        total = sum(memoryview(chunk).nbytes for chunk in chunks) if again else 0
+        if again and total <= PART:
+            if not self.create(name, b"".join(chunks)):
+                raise self._problem("write", key, "it exists already")
+            return total
+        part = max(PART, -(-total // MOST_PARTS))
+        sent: _Sent | None = None
+
+        def attempt() -> int:
+            nonlocal sent
+            if sent is None:
+                if self._size(key) is not None:
+                    raise self._problem("write", key, "it exists already")
+            elif sent.whole and self._holds(key, sent.size, sent.digest):
+                return sent.size  # only the answer had been lost
+            elif not again:
+                raise self._problem("write", key, "the connection broke off, and what was sent is gone")
+            sent = _Sent(chunks, part)
+            put = _obstore().put
+            put(self._store, key, sent, use_multipart=True, chunk_size=part, max_concurrency=STREAMS)
+            return sent.size
+
+        try:
+            return self._do("write", key, attempt)
+        finally:
+            if sent is not None:
+                sent.close()
+
+    def create(self, name: str, data: bytes) -> bool:
+        """As the protocol says. An object that holds just these bytes counts as made by this call.
+
+        That is what tells a request whose answer was lost, and which was repeated, from a race that was lost: whoever
+        races for a name has to write something of its own.
+        """
+        key = self._key(name)
+
+        def attempt() -> bool:
+            obs = _obstore()
+            try:
+                obs.put(self._store, key, data, mode="create", use_multipart=False)
+            except obs.exceptions.AlreadyExistsError:
+                return self._holds(key, len(data), xxhash.xxh3_128_digest(data))
+            return True
+
+        return self._do("create", key, attempt)
+
+    def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
+        key = self._key(name)
+
+        def attempt() -> bytes:
+            if size == 0:
+                _obstore().head(self._store, key)
+                return b""
+            wanted: Any = None
+            if size is not None:
+                wanted = {"range": (offset, offset + size)}
+            elif offset:
+                wanted = {"range": {"offset": offset}}
+            try:
+                result = _obstore().get(self._store, key, options=wanted)
+                lo, hi = result.range
+                if hi - lo <= STREAMS * PART:
+                    return bytes(result.bytes())
+            except Exception as error:
+                if _said(error)[0] != 416:
+                    raise
+                return b""  # it begins after the end
+            buffer = bytearray(hi - lo)
+            self._fill(key, lo, memoryview(buffer))
+            return bytes(buffer)
+
+        return self._do("read", key, attempt)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        key = self._key(name)
+
+        def attempt() -> None:
+            if not buffer.nbytes:
+                _obstore().head(self._store, key)
+                return
+            self._fill(key, offset, buffer.cast("B"))
+
+        self._do("read", key, attempt)
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        # A store lists by whole folders, the protocol by the beginning of a name.
+        folder = self._key(prefix).rpartition("/")[0]
+        found = self._do("list", folder, lambda: _obstore().list(self._store, prefix=folder or None).collect())
+        cut = len(self._key(""))
+        names = {entry["path"][cut:]: entry["size"] for entry in found}
+        return {n: size for n, size in sorted(names.items()) if n.startswith(prefix) and not n.endswith("/")}
+
+    def delete(self, names: Iterable[str]) -> None:
+        keys = [self._key(name) for name in names]
+        if keys:
+            what = keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
+            self._do("delete", what, lambda: _obstore().delete(self._store, keys))
+
+    def _key(self, name: str) -> str:
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    @cached_property
+    def _store(self) -> Any:
+        from obstore.store import S3Store
+
+        endpoint = self.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        options: dict[str, Any] = {"timeout": f"{round(self.timeout * 1000)}ms", "connect_timeout": "5s"}
+        more: dict[str, Any] = {"region": self.region} if self.region else {}
+        elsewhere = bool(endpoint) and "amazonaws." not in endpoint
+        if elsewhere and self.credentials is None and not any(os.environ.get(name) for name in SOURCES):
+            raise self._problem("use", "", _NO_CREDENTIALS)  # before obstore asks for Amazon's metadata service
+        if endpoint:
+            parts = urlsplit(endpoint)
+            if parts.username or parts.password or parts.scheme not in ("http", "https"):
+                raise self._problem("use", "", "the endpoint must be http(s)://host:port, without credentials")
+            if parts.scheme == "http":
+                allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
+                if not allowed and not re.fullmatch(r"localhost|127(\.\d+){3}|::1", parts.hostname or ""):
+                    raise self._problem("use", "", f"{endpoint} is not encrypted; AWS_ALLOW_HTTP=true allows that")
+                options["allow_http"] = True
+            more["aws_endpoint_url_s3"] = endpoint  # the one that goes before the others in obstore
+        if self.credentials is not None:
+            known: dict[str, Any] = {
+                "access_key_id": self.credentials.access_key_id,
+                "secret_access_key": self.credentials.secret_access_key,
+                "token": self.credentials.session_token or None,
+                "expires_at": None,
+            }
+            more["credential_provider"] = lambda: known
+        backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2}
+        limit = {"max_retries": 8, "retry_timeout": timedelta(seconds=self.patience), "backoff": backoff}
+        return S3Store(self.bucket, client_options=options, retry_config=limit, **more)
+
+    def _do(self, doing: str, key: str, attempt: Callable[[], T]) -> T:
+        """The result of ``attempt``, repeated where obstore does not: a lost answer to what is not safe in general."""
+        deadline, pause = time.monotonic() + self.patience, 0.1
+        while True:
+            try:
+                return attempt()
+            except StorageError:
+                raise
+            except Exception as error:
+                if not (_transient(error) and time.monotonic() + pause < deadline):
+                    problem = self._problem(doing, key, _cause(error))
+                    break
+            time.sleep(pause)
+            pause = min(5, 2 * pause)
+        try:
+            raise problem  # out here, so that no traceback shows what obstore said
+        finally:
+            del problem  # which would keep itself alive, and with it the caller's memory
+
+    def _problem(self, doing: str, key: str, cause: str) -> StorageError:
+        secrets = [os.environ.get(f"AWS_{name}") for name in ("SECRET_ACCESS_KEY", "SESSION_TOKEN", "ACCESS_KEY_ID")]
+        if self.credentials is not None:
+            secrets += [self.credentials.secret_access_key, self.credentials.session_token]
+            secrets += [self.credentials.access_key_id]
+        for secret in filter(None, secrets):
+            cause = cause.replace(secret, "***")
+        return StorageError(f"cannot {doing} s3://{self.bucket}/{key}: {cause}")
+
+    def _size(self, key: str) -> int | None:
+        try:
+            return int(_obstore().head(self._store, key)["size"])
+        except FileNotFoundError:
+            return None
+
+    def _holds(self, key: str, size: int, digest: bytes) -> bool:
+        """Whether an object has these bytes; reads it."""
+        if self._size(key) != size:
+            return False
+        found = xxhash.xxh3_128()
+        buffer = memoryview(bytearray(min(size, STREAMS * PART)))
+        for at in range(0, size, len(buffer) or 1):
+            piece = buffer[: size - at]
+            self._fill(key, at, piece)
+            found.update(piece)
+        return found.digest() == digest
+
+    def _fill(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Read ``buffer`` full, several ranges at a time."""
+        obs, store = _obstore(), self._store
+
+        def fetch(at: int) -> None:
+            piece = buffer[at : at + PART]
+            got = obs.get_range(store, key, start=offset + at, length=len(piece))
+            if len(got) != len(piece):
+                raise self._problem("read", key, "it is shorter than it should be")
+            piece[:] = memoryview(got)
+
+        if len(buffer) <= PART:
+            fetch(0)
+            return
+        with ThreadPoolExecutor(STREAMS) as threads:
+            for _ in threads.map(fetch, range(0, len(buffer), PART)):
+                pass
+
+
+class _Sent:
+    """The slices of ``chunks`` as obstore takes them; ``size``, ``digest`` and ``whole`` tell what it has taken."""
+
+    def __init__(self, chunks: Iterable[bytes | memoryview], part: int) -> None:
+        self.size, self.whole, self._hash = 0, False, xxhash.xxh3_128()
+        self._slices = self._cut(chunks, part)
+
+    @property
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+    def __iter__(self) -> "_Sent":
+        return self
+
+    def __next__(self) -> memoryview:
+        return next(self._slices)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._slices.close()
+
+    def _cut(self, chunks: Iterable[bytes | memoryview], part: int) -> Generator[memoryview, None, None]:
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
+            for at in range(0, len(view), part):
+                piece = view[at : at + part]
+                self._hash.update(piece)
+                self.size += len(piece)
+                yield piece
+        self.whole = True
+
+
+def _obstore() -> Any:
+    try:
+        import obstore
+        import obstore.exceptions
+    except ImportError:
+        raise StorageError("s3:// needs the package obstore: pip install 'weft[s3]'") from None
+    return obstore
+
+
+def _said(error: Exception) -> tuple[int | None, str, str]:
+    """Status, code and message of a server's answer, as far as there are any."""
+    text = str(error).partition("\nDebug source:")[0]
+    status = re.search(r"status code: (\d{3})", text)
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    message = re.search(r"<Message>([^<]*)</Message>", text)
+    return int(status[1]) if status else None, code[1] if code else "", message[1] if message else ""
+
+
+def _transient(error: Exception) -> bool:
+    status, code, _ = _said(error)
+    if code == "NoSuchUpload":  # a repeated request may have found its upload completed
+        return True
+    return status in TRANSIENT if status is not None else _transport(error) != ""
+
+
+def _transport(error: Exception) -> str:
+    """What is wrong with the connection, if that is what is wrong."""
+    text = str(error)
+    if "HTTP error" not in text and "reqwest::Error" not in text:
+        return ""
+    for sign, cause in {
+        "TimedOut": "the server did not answer in time",
+        "dns error": "the endpoint's host is not known",
+        "ConnectionRefused": "the endpoint refuses connections",
+        "Connect": "the endpoint cannot be reached",
+    }.items():
+        if sign in text:
+            return cause
+    return "the connection broke off"
+
+
+def _cause(error: Exception) -> str:
+    """One line on what went wrong, without addresses, headers or anything else that was sent."""
+    status, code, message = _said(error)
+    if "169.254." in str(error) and status is None:
+        return _NO_CREDENTIALS
+    if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
+        return "it does not exist"
+    if status == 416:
+        return "it is shorter than it should be"
+    if status is not None:
+        told = f"{status} {code}".strip() + (f" ({' '.join(message.split())[:200]})" if message else "")
+        return f"the server answered {told}"
+    return _transport(error) or f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])[:200]}"
