@@ -18,7 +18,7 @@ from weft.checkpoint.format import (
     unseal,
 )
 from weft.checkpoint.save import TORCH_DTYPES, Local, within
-from weft.checkpoint.storage import Storage, StorageError
+from weft.checkpoint.storage import MissingObject, Storage
 from weft.errors import WeftError
 from weft.layout.dims import Box
 
@@ -31,7 +31,8 @@ class Checkpoint:
 
     def __init__(self, storage: Storage) -> None:
         self.storage, self.bytes_read = storage, 0
-        self._manifests: dict[str, list[Block]] = {}
+        self._manifests: dict[str, dict[str, list[Block]]] = {}
+        self._near: dict[tuple[int, Box], list[int]] = {}
 
     def __str__(self) -> str:
         return str(self.storage)
@@ -41,7 +42,7 @@ class Checkpoint:
         """The root. Raises :class:`WeftError` if there is none, or none that this Weft can read."""
         try:
             data = self.storage.read(ROOT)
-        except StorageError:
+        except MissingObject:
             raise WeftError(f"{self} is not a checkpoint: it has no {ROOT}") from None
         return unseal(data, str(self))
 
@@ -51,13 +52,12 @@ class Checkpoint:
 
     def blocks(self, name: str, box: Box) -> list[Block]:
         """The blocks of tensor ``name`` that have elements of ``box``; reads the manifests that it needs, once."""
-        place = self.meta["places"][self.meta["tensors"][name]["place"]]
-        found = []
-        for number, edges in place:
-            if meet(tuple((lo, hi) for lo, hi in edges), box) is not None:
-                manifest = self.meta["manifests"][number]
-                found += [b for b in self._manifest(*manifest).get(name, ()) if meet(b.box, box) is not None]
-        return found
+        place = self.meta["tensors"][name]["place"]
+        if (place, box) not in self._near:  # many tensors are spread alike
+            where = self.meta["places"][place]
+            self._near[place, box] = [n for n, edges in where if meet(tuple((a, b) for a, b in edges), box) is not None]
+        manifests = [self._manifest(*self.meta["manifests"][n]) for n in self._near[place, box]]
+        return [b for manifest in manifests for b in manifest.get(name, ()) if meet(b.box, box) is not None]
 
     def _manifest(self, name: str, size: int, xxh3: str) -> dict[str, list[Block]]:
         if name not in self._manifests:
@@ -65,14 +65,14 @@ class Checkpoint:
             by_tensor: dict[str, list[Block]] = {}
             for block in read_manifest(data, f"{self}/{name}")[1]:
                 by_tensor.setdefault(block.tensor, []).append(block)
-            self._manifests[name] = by_tensor  # type: ignore[assignment]
-        return self._manifests[name]  # type: ignore[return-value]
+            self._manifests[name] = by_tensor
+        return self._manifests[name]
 
     def file(self, name: str, size: int, xxh3: str) -> bytes:
         """A small file that the root lists, verified."""
         try:
             data = self.storage.read(name)
-        except StorageError:
+        except MissingObject:
             raise DamagedCheckpoint(f"checkpoint {self} is damaged: {name} is missing") from None
         if len(data) != size or digest(data) != xxh3:
             raise DamagedCheckpoint(f"checkpoint {self} is damaged: {name} is not what was saved")
@@ -100,7 +100,7 @@ class Checkpoint:
         buffer = memoryview(bytearray(size))
         try:
             self.storage.read_into(first.file, first.offset, buffer)
-        except StorageError as error:
+        except MissingObject as error:
             raise DamagedCheckpoint(f"checkpoint {self} is damaged: {error} (tensor {first.tensor})") from None
         self.bytes_read += size
         at = 0

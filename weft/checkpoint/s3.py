@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-from weft.checkpoint.storage import LocalStorage, Storage, StorageError
+from weft.checkpoint.storage import LocalStorage, MissingObject, Storage, StorageError
 from weft.errors import UsageError
 
 T = TypeVar("T")
@@ -249,7 +249,8 @@ class S3Storage:
             secrets += [self.credentials.access_key_id]
         for secret in filter(None, secrets):
             cause = cause.replace(secret, "***")
-        return StorageError(f"cannot {doing} s3://{self.bucket}/{key}: {cause}")
+        kind = MissingObject if cause.startswith(("it does not exist", "it is shorter")) else StorageError
+        return kind(f"cannot {doing} s3://{self.bucket}/{key}: {cause}")
 
     def _size(self, key: str) -> int | None:
         try:

@@ -14,6 +14,10 @@ class StorageError(WeftError):
     """Storage could not do what it was asked to; the message names the file and the cause."""
 
 
+class MissingObject(StorageError):
+    """There is no object of that name, or it ends before what is asked of it."""
+
+
 class Storage(Protocol):
     """Named, immutable objects under one root. Names use ``/``. Failures raise :class:`StorageError`."""
 
@@ -145,4 +149,6 @@ class LocalStorage:
             folder = folder.parent
 
     def _error(self, doing: str, name: str, error: OSError) -> StorageError:
-        return StorageError(f"cannot {doing} {self.root / name}: {error.strerror or error}")
+        missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENODATA)
+        kind = MissingObject if missing and doing == "read" else StorageError
+        return kind(f"cannot {doing} {self.root / name}: {error.strerror or error}")
