@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import xxhash
@@ -220,8 +220,8 @@ class S3Storage:
             }
             more["credential_provider"] = lambda: known
         backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2}
-        limit = {"max_retries": 8, "retry_timeout": timedelta(seconds=self.patience), "backoff": backoff}
-        return S3Store(self.bucket, client_options=options, retry_config=limit, **more)
+        limit: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=self.patience), "backoff": backoff}
+        return S3Store(self.bucket, client_options=cast(Any, options), retry_config=limit, **more)
 
     def _do(self, doing: str, key: str, attempt: Callable[[], T]) -> T:
         """The result of ``attempt``, repeated where obstore does not: a lost answer to what is not safe in general."""

@@ -237,6 +237,9 @@ class Saver:
             self._pipe, theirs = Pipe()
             # A fresh interpreter that runs nothing else: multiprocessing's spawn would run the main program again.
             command = [sys.executable, "-c", "from weft.checkpoint.writer import main; main()", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            # In a session of its own: a terminal's Ctrl-C is for the rank, which then waits for its writer.
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
             theirs.close()
         return self._pipe

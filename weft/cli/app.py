@@ -148,7 +148,9 @@ def techniques() -> int:
     return run()
 
 
-checkpoints = typer.Typer(help="List, look into, verify, compare, merge and prune checkpoints.", no_args_is_help=True)
+checkpoints = typer.Typer(
+    help="List, look into, verify, compare, merge, convert and prune checkpoints.", no_args_is_help=True
+)
 app.add_typer(checkpoints, name="checkpoint")
 _newest = "A checkpoint, or a run folder: its newest one."
 OneCheckpoint = Annotated[Path, typer.Argument(metavar="PATH", help=_newest)]
@@ -216,3 +218,24 @@ def checkpoint_prune(
     from weft.cli.checkpoint import thin
 
     return thin(run, last, every, best, dry_run)
+
+
+_from = typer.Option("--from", help="weft, hf, dcp, deepspeed, megatron or gguf; guessed if left out.")
+_config = typer.Option(help="The model's config.json, if none lies beside SOURCE.")
+_out = typer.Option(help="The folder to make.")
+
+
+@checkpoints.command("convert")
+def checkpoint_convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint of Weft's or of another program.")],
+    out: Annotated[Path, _out],
+    kind: Annotated[str | None, _from] = None,
+    to: Annotated[str, typer.Option(help="weft, hf or dcp.")] = "weft",
+    config: Annotated[Path | None, _config] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 weights; else as stored.")] = None,
+    optimizer: Annotated[bool, typer.Option(help="Take optimizer state along.")] = True,
+) -> int:
+    """Convert checkpoints of other programs, with one tensor in memory at a time."""
+    from weft.cli.convert import run
+
+    return run(source, out, kind, to, config, dtype, optimizer)

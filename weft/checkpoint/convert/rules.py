@@ -1,0 +1,237 @@
+"""The pattern table: what a foreign tensor's name means to Weft, and how its shards form the logical tensor."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from weft.errors import WeftError
+from weft.recipe import ModelShape
+
+#: Rows are read and put into place this many bytes at a time.
+CHUNK = 16 << 20
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank stored of a tensor. ``read(lo, hi)``: rows of dimension 0; nothing is read before that."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Rows ``lo:hi`` of a shard are the elements ``to`` of the logical tensor."""
+
+    shard: int
+    lo: int
+    hi: int
+    to: tuple[slice | int, ...] = (slice(None),)
+
+
+Sizes = Sequence[tuple[int, ...]]
+Form = Callable[[Sizes, ModelShape, int], Iterator[Copy]]
+
+
+def replicated(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+    """Every rank stored all of it, and the same."""
+    yield Copy(0, 0, shards[0][0])
+
+
+def averaged(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+    """Every rank stored all of it, but they drifted apart: the mean counts."""
+    for i, size in enumerate(shards):
+        yield Copy(i, 0, size[0])
+
+
+def column(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+    """The ranks' rows follow each other (the weight of a column-parallel layer)."""
+    at = 0
+    for i, size in enumerate(shards):
+        yield Copy(i, 0, size[0], (slice(at, at + size[0]),))
+        at += size[0]
+
+
+def row(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+    """The ranks' columns follow each other (the weight of a row-parallel layer)."""
+    at = 0
+    for i, size in enumerate(shards):
+        yield Copy(i, 0, size[0], (slice(None), slice(at, at + size[1])))
+        at += size[1]
+
+
+def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+    """As :func:`column`, with rows after the vocabulary's last that no token uses."""
+    at = 0
+    for i, size in enumerate(shards):
+        rows = max(0, min(size[0], shape.vocab - at))
+        yield Copy(i, 0, rows, (slice(at, at + rows),))
+        at += size[0]
+
+
+def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+    """Part 0, 1 or 2 (q, k, v) of Megatron's fusion: by key/value head its query heads, its key and its value."""
+    assert shape.kv_heads and shape.head_dim
+    group = shape.heads // shape.kv_heads
+    first, count = ((0, group), (group, 1), (group + 1, 1))[part]
+    stride, first, count, at = (group + 2) * shape.head_dim, first * shape.head_dim, count * shape.head_dim, 0
+    for i, size in enumerate(shards):
+        for begin in range(0, size[0] - stride + 1, stride):
+            yield Copy(i, begin + first, begin + first + count, (slice(at, at + count),))
+            at += count
+        if size[0] % stride:
+            yield Copy(i, 0, size[0])  # which fits nowhere
+
+
+def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+    """Part 0 or 1 (gate, up) of a rank's rows: its share of the gate, then its share of up."""
+    at = 0
+    for i, size in enumerate(shards):
+        half = size[0] // 2
+        yield Copy(i, part * half, (part + 1) * half, (slice(at, at + half),))
+        at += half
+
+
+def expert(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+    """Each shard is one expert of ``[experts, ...]``."""
+    for i, size in enumerate(shards):
+        yield Copy(i, 0, size[0], (i,))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``names``: the Weft tensors in it, in the order of the form's parts; ``pairs``: q or k rows as Meta orders them
+    (elements that rotate together are neighbours, where Hugging Face and Weft have them half a head apart)."""
+
+    pattern: str
+    names: tuple[str, ...]
+    form: Form
+    pairs: bool = False
+
+
+#: In front of a name, as wrappers leave it there.
+PREFIX = r"(?:(?:module|model|_orig_mod|_fsdp_wrapped_module|model_state_dict|language_model|decoder)\.)*"
+LAYER = r"(?:layers|blk|blocks)\.(\d+)\."
+
+#: Names of Hugging Face, torchtitan, Megatron-core, GGUF and Weft itself. The first rule that matches holds.
+TABLE = (
+    Rule(r"(?:embed_tokens|tok_embeddings|embedding\.word_embeddings|token_embd)\.weight|embedding\.table",
+         ("embedding.table",), padded),
+    Rule(r"(?:lm_head|output|output_layer)\.weight|head", ("head",), padded),
+    Rule(r"(?:norm|final_layernorm|output_norm)\.weight|norm\.scale", ("norm.scale",), replicated),
+    Rule(LAYER + r"(?:(?:input_layernorm|attention_norm|attn_norm)\.weight|attention_norm\.scale"
+         r"|self_attention\.linear_qkv\.layer_norm_weight)", ("blocks.{}.attention_norm.scale",), replicated),
+    Rule(LAYER + r"(?:(?:post_attention_layernorm|ffn_norm|pre_mlp_layernorm)\.weight|ffn_norm\.scale"
+         r"|mlp\.linear_fc1\.layer_norm_weight)", ("blocks.{}.ffn_norm.scale",), replicated),
+    Rule(LAYER + r"(?:(?:self_attn|attention)\.([qk])_norm\.weight|attn_([qk])_norm\.weight"
+         r"|self_attention\.([qk])_layernorm\.weight|attention\.([qk])_norm\.scale)",
+         ("blocks.{}.attention.{}_norm.scale",), replicated),
+    Rule(LAYER + r"(?:self_attn\.([qkv])_proj\.weight|attention\.w([qkv])|attention\.w(v)\.weight|attn_(v)\.weight)",
+         ("blocks.{}.attention.w{}",), column),
+    Rule(LAYER + r"(?:attention\.w([qk])\.weight|attn_([qk])\.weight)", ("blocks.{}.attention.w{}",), column, True),
+    Rule(LAYER + r"(?:self_attn\.([qkv])_proj\.bias|attention\.b([qkv])|attention\.w([qkv])\.bias|attn_([qkv])\.bias)",
+         ("blocks.{}.attention.b{}",), column),
+    Rule(LAYER + r"self_attention\.linear_qkv\.weight", tuple(f"blocks.{{}}.attention.w{x}" for x in "qkv"), qkv),
+    Rule(LAYER + r"self_attention\.linear_qkv\.bias", tuple(f"blocks.{{}}.attention.b{x}" for x in "qkv"), qkv),
+    Rule(LAYER + r"(?:(?:self_attn\.o_proj|attn_output|self_attention\.linear_proj)\.weight"
+         r"|attention\.wo(?:\.weight)?)", ("blocks.{}.attention.wo",), row),
+    Rule(LAYER + r"(?:mlp\.(gate|up)_proj\.weight|ffn_(gate|up)\.weight|ffn\.(gate|up))",
+         ("blocks.{}.ffn.{}",), column),
+    Rule(LAYER + r"feed_forward\.w1\.weight", ("blocks.{}.ffn.gate",), column),
+    Rule(LAYER + r"feed_forward\.w3\.weight", ("blocks.{}.ffn.up",), column),
+    Rule(LAYER + r"mlp\.linear_fc1\.weight", ("blocks.{}.ffn.gate", "blocks.{}.ffn.up"), gate_up),
+    Rule(LAYER + r"(?:(?:mlp\.down_proj|feed_forward\.w2|ffn_down|mlp\.linear_fc2)\.weight|ffn\.down)",
+         ("blocks.{}.ffn.down",), row),
+    Rule(LAYER + r"(?:mlp\.experts|feed_forward\.experts|moe|block_sparse_moe|ffn_(?:gate|up|down)_exps)\..*",
+         ("blocks.{}.ffn.experts",), expert),
+)  # fmt: skip
+
+#: Tensors that follow from the configuration, or hold no weights.
+DERIVED = r".*_extra_state(?:/.*)?|.*rotary_emb\.inv_freq|.*freqs_cis|rope_freqs\.weight|rope\.cache"
+
+
+@dataclass(frozen=True)
+class Made:
+    """How one logical tensor is made: the shards of the foreign tensor ``name``, and what the table says of them."""
+
+    name: str
+    shards: Sequence[Shard]
+    rule: Rule
+    part: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shards[0].dtype
+
+
+def match(name: str) -> tuple[Rule, tuple[str, ...]] | None:
+    """The rule for a foreign name and the Weft names that it gives, or None for what holds no weights."""
+    if re.fullmatch(PREFIX + f"(?:{DERIVED})", name):
+        return None
+    for rule in TABLE:
+        if found := re.fullmatch(PREFIX + f"(?:{rule.pattern})", name):
+            groups = [group for group in found.groups() if group is not None]
+            return rule, tuple(one.format(*groups) for one in rule.names)
+    raise WeftError(f"tensor {name} is of no model that Weft knows")
+
+
+def arrange(stored: Mapping[str, Sequence[Shard]], averages: Sequence[str] = ()) -> dict[str, Made]:
+    """Weft's names and how each tensor is made of what is ``stored``. ``averages``: patterns of averaged replicas."""
+    made: dict[str, Made] = {}
+    for name, shards in stored.items():
+        if (found := match(name)) is None:
+            continue
+        rule, names = found
+        if rule.form is expert:
+            raise WeftError(f"tensor {name} is of a mixture of experts, which Weft does not have")
+        if rule.form is replicated and any(re.match(pattern, name) for pattern in averages):
+            rule = Rule(rule.pattern, rule.names, averaged)
+        for part, one in enumerate(names):
+            if one in made:
+                raise WeftError(f"tensors {made[one].name} and {name} are both {one}")
+            made[one] = Made(name, shards, rule, part)
+    return made
+
+
+def form(made: Made, size: Sequence[int], shape: ModelShape, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The logical tensor of ``size``. Raises :class:`WeftError` if the shards do not form it exactly."""
+    sizes = [shard.shape for shard in made.shards]
+    copies = list(made.rule.form(sizes, shape, made.part))
+    out = torch.empty(*size, dtype=dtype or made.dtype)
+    misfit = WeftError(f"tensor {made.name} is stored as {', '.join(str(list(s)) for s in sizes)}, which does not form "
+                       f"{list(size)}; the configuration is of another model")  # fmt: skip
+    replicas = len(copies) if made.rule.form is averaged else 1
+    if replicas > 1:
+        out.zero_()
+    written = 0
+    for copy in copies:
+        rows = max(1, CHUNK // max(1, prod(sizes[copy.shard][1:]) * made.dtype.itemsize))
+        try:
+            target = out[copy.to]
+        except IndexError:
+            raise misfit from None
+        if tuple(target.shape) != (copy.hi - copy.lo, *sizes[copy.shard][1:]):
+            raise misfit
+        for lo in range(copy.lo, copy.hi, rows):
+            hi = min(lo + rows, copy.hi)
+            values = made.shards[copy.shard].read(lo, hi)
+            place = target[lo - copy.lo : hi - copy.lo]
+            if replicas > 1:
+                place += values.to(out.dtype) / replicas
+            else:
+                place.copy_(values)
+        written += target.numel()
+    if written != out.numel() * replicas:
+        raise misfit
+    if made.rule.form is replicated:
+        for other in made.shards[1:]:
+            if not torch.equal(other.read(0, size[0]).to(out.dtype), out):
+                raise WeftError(f"tensor {made.name} should be the same on every rank but is not")
+    if made.rule.pairs and not (shape.qk_norm or shape.qkv_bias):
+        for head in out.split(shape.head_dim or 1):  # [pairs, 2, embed] -> [2, pairs, embed]
+            head.copy_(head.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
+    return out

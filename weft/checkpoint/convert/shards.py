@@ -1,0 +1,202 @@
+"""Tensors in foreign files, found without reading them: where their bytes are, in which order."""
+
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from weft.checkpoint.convert.rules import Shard
+from weft.checkpoint.format import meet
+from weft.errors import WeftError
+
+
+@dataclass(frozen=True)
+class Run:
+    """``size`` bytes at ``offset`` of ``file``."""
+
+    file: Path
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Stored(Shard):
+    """A contiguous tensor whose bytes are ``runs``, one after the other."""
+
+    runs: tuple[Run, ...]
+
+
+def stored(name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[Run, ...]) -> Stored:
+    def read(lo: int, hi: int) -> torch.Tensor:
+        out = torch.empty(hi - lo, *shape[1:], dtype=dtype)
+        line = prod(shape[1:]) * dtype.itemsize
+        read_runs(cut(runs, lo * line, hi * line), name, out)
+        return out
+
+    return Stored(tuple(shape), dtype, read, runs)
+
+
+def cut(runs: Sequence[Run], lo: int, hi: int) -> tuple[Run, ...]:
+    """Bytes ``lo:hi`` of what ``runs`` hold together."""
+    found, at = [], 0
+    for run in runs:
+        first, last = max(lo - at, 0), min(hi - at, run.size)
+        if first < last:
+            found.append(Run(run.file, run.offset + first, last - first))
+        at += run.size
+    if hi > at:
+        raise WeftError(f"{runs[0].file if runs else 'a shard'} ends {hi - at} bytes too early; it is not whole")
+    return tuple(found)
+
+
+def read_runs(runs: Sequence[Run], name: str, out: torch.Tensor) -> None:
+    """Fill ``out`` (contiguous) with the bytes."""
+    view, at = memoryview(out.view(-1).view(torch.uint8).numpy().data), 0
+    for run in runs:
+        try:
+            with run.file.open("rb", buffering=0) as file:
+                end = at + run.size
+                while at < end:
+                    got = os.preadv(file.fileno(), [view[at:end]], run.offset + run.size - (end - at))
+                    if not got:
+                        raise WeftError(f"{run.file} ends before tensor {name} does; copy it again")
+                    at += got
+        except OSError as error:
+            raise WeftError(f"cannot read {run.file} (tensor {name}): {error.strerror or error}") from None
+
+
+def _slice_of(name: str, file: Path, info: Any) -> Stored:
+    """One of the tensors inside a file of DCP's."""
+    if getattr(info, "transform_descriptors", None):
+        raise WeftError(f"{file}: tensor {name} is transformed ({info.transform_descriptors}); save it plain")
+    try:
+        with file.open("rb") as stream:
+            return as_stored(
+                name, _fake(filesystem._create_file_view(stream, info.offset, info.length)), file, info.offset
+            )
+    except FileNotFoundError:
+        raise WeftError(f"{file} is missing (tensor {name})") from None
+    except DAMAGE as error:
+        raise WeftError(f"{file} is damaged (tensor {name}): {_line(error)}") from None
+
+
+#: What :func:`torch.load` raises for what is not whole.
+DAMAGE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+class Inert:
+    """Stands for an object of a class that Weft does not allow in: keeps what was stored of it and does nothing."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+def _fake(file: Any) -> Any:
+    """What torch.save wrote, with tensors that know where their bytes are instead of having them."""
+    with FakeTensorMode():
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def load_tree(file: Path) -> Any:
+    """The contents of a ``torch.save`` file, with tensors not yet read. Classes other than PyTorch's become
+    :class:`Inert`, so that nothing of the file is ever run (``weights_only`` stays on)."""
+    try:
+        unknown: list[Any] = [(Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))]
+        with safe_globals(unknown):
+            return _fake(str(file))
+    except FileNotFoundError:
+        raise WeftError(f"{file} is missing") from None
+    except DAMAGE as error:
+        raise WeftError(f"{file} cannot be read by torch.load: {_line(error)}") from None
+
+
+def as_stored(name: str, fake: torch.Tensor, file: Path, base: int = 0) -> Stored:
+    """Where a tensor of :func:`load_tree` has its bytes."""
+    offset = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
+    if offset is None or not fake.is_contiguous():
+        why = "is not contiguous" if offset is not None else "is in PyTorch's format of before 1.6"
+        raise WeftError(f"{file}: tensor {name} {why}; save it again with torch.save")
+    begin = base + offset + fake.storage_offset() * fake.dtype.itemsize
+    return stored(name, fake.shape, fake.dtype, (Run(file, begin, fake.numel() * fake.dtype.itemsize),))
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """DCP's ``.metadata`` is a pickle: let in the descriptions that it is made of, and nothing that does anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        home = {m.__name__: m for m in (metadata, filesystem)}.get(module)
+        kind = getattr(home, name, None)
+        if isinstance(kind, type) and kind.__module__ == module and (home is metadata or name == "_StorageInfo"):
+            return kind
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        return Inert
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader, without its unrestricted ``pickle.load``."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        file = Path(self.path) / ".metadata"
+        try:
+            with file.open("rb") as stream:
+                found = _MetadataUnpickler(stream).load()
+            if not isinstance(found, metadata.Metadata) or found.storage_data is None:
+                raise ValueError
+        except FileNotFoundError:
+            raise WeftError(f"{file} is missing; give a folder that DCP wrote") from None
+        except Exception as error:  # whatever a damaged pickle raises
+            raise WeftError(f"{file} is damaged ({type(error).__name__})") from None
+        return found
+
+    def tensors(self) -> dict[str, Shard]:
+        """The tensors; none is read."""
+        found = self.read_metadata()
+        about = {n: t for n, t in found.state_dict_metadata.items() if isinstance(t, metadata.TensorStorageMetadata)}
+        return {name: self._tensor(name, one, found.storage_data) for name, one in about.items()}
+
+    def _tensor(self, name: str, about: metadata.TensorStorageMetadata, places: Any) -> Shard:
+        shape, dtype = tuple(about.size), about.properties.dtype
+        boxes = []
+        for chunk in about.chunks:
+            box = tuple((at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            boxes.append((box, places.get(metadata.MetadataIndex(name, chunk.offsets))))
+
+        def read(lo: int, hi: int) -> torch.Tensor:
+            out, filled = torch.empty(hi - lo, *shape[1:], dtype=dtype), 0
+            for box, info in boxes:
+                if info is None or (both := meet(box, ((lo, hi), *((0, n) for n in shape[1:])))) is None:
+                    continue
+                (first, last), *columns = both
+                part = _slice_of(name, Path(self.path) / info.relative_path, info)
+                if part.shape != tuple(b - a for a, b in box):
+                    raise WeftError(f"{self.path}: tensor {name} has a part of another shape than was saved")
+                values = part.read(first - box[0][0], last - box[0][0])
+                to = (slice(first - lo, last - lo), *(slice(a, b) for a, b in columns))
+                out[to] = values[
+                    (slice(None), *(slice(a - c, b - c) for (a, b), (c, _) in zip(columns, box[1:], strict=True)))
+                ]
+                filled += values.numel()
+            if filled != out.numel():
+                raise WeftError(f"{self.path}: tensor {name} has {out.numel() - filled} elements that no file holds")
+            return out
+
+        return Shard(shape, dtype, read)

@@ -1,0 +1,394 @@
+"""Foreign checkpoints, opened: which tensors they hold under Weft's names, each read when it is asked for."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Never
+
+import torch
+from pydantic import ValidationError
+
+from weft.checkpoint.convert.rules import LAYER, Made, Shard, arrange, form, match
+from weft.checkpoint.convert.shards import Inert, Reader, Run, Stored, as_stored, cut, load_tree, read_runs, stored
+from weft.checkpoint.format import ROOT
+from weft.checkpoint.save import TORCH_DTYPES, Local
+from weft.checkpoint.state import MOMENTS
+from weft.checkpoint.store import candidates, open_checkpoint
+from weft.errors import UsageError, WeftError, nearest
+from weft.layout.dims import Logical
+from weft.layout.mesh import Mesh
+from weft.models.hf import INDEX, SINGLE, hf_values, shape_from_config
+from weft.models.transformer import Transformer
+from weft.recipe import ModelShape, Recipe
+
+#: The name of a moment: PyTorch's flattened optimizer state, with the parameter's name inside.
+MOMENT = r"(?:(?:optimizer|optim|optimizers|optimizer_state_dict)\.)?state\.(.+)\.(exp_avg|exp_avg_sq)"
+ZERO = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
+
+Stores = dict[str, Sequence[Shard]]
+
+
+@dataclass
+class Foreign:
+    """An open checkpoint. ``made``: how each tensor is formed; ``moments``: the same of optimizer state, if there is
+    any; ``step``: the updates it has seen; ``extras``: the folder that may hold its tokenizer."""
+
+    kind: str
+    path: Path
+    model: ModelShape
+    made: Mapping[str, Made]
+    moments: Mapping[str, Mapping[str, Made]] = field(default_factory=dict)
+    step: int = 0
+    extras: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.logical: dict[str, Logical] = dict(Transformer(self.model, Mesh.single()).logical_parameters())
+        if missing := [name for name in self.logical if name not in self.made]:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise WeftError(f"{self.path} has nothing for {', '.join(missing[:5])}{more}; the configuration is of "
+                            "another model, or a file is missing")  # fmt: skip
+        ignored = {"head"} if self.model.tied else set()
+        if extra := [made.name for name, made in self.made.items() if name not in {*self.logical, *ignored}]:
+            raise WeftError(f"{self.path} has tensors that the model has not: {', '.join(extra[:5])}; the "
+                            "configuration is of another model")  # fmt: skip
+
+    def shape(self) -> ModelShape:
+        return self.model
+
+    def names(self) -> list[str]:
+        return list(self.logical)
+
+    def dtype(self, name: str, moment: str | None = None) -> torch.dtype:
+        return (self.moments[moment] if moment else self.made)[name].dtype
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One logical tensor, as stored or as ``dtype``."""
+        return self._form(self.made[name], name, dtype)
+
+    def optimizer(self, name: str) -> dict[str, torch.Tensor]:
+        """The moments of one parameter, as far as the source has them."""
+        return {moment: self.moment(moment, name) for moment, made in self.moments.items() if name in made}
+
+    def moment(self, moment: str, name: str) -> torch.Tensor:
+        return self._form(self.moments[moment][name], name, None)
+
+    def _form(self, made: Made, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+        try:
+            return form(made, self.logical[name].shape, self.model, dtype)
+        except WeftError as error:
+            raise error if str(self.path) in str(error) else WeftError(f"{self.path}: {error}") from None
+
+
+def open_foreign(path: Path, kind: str | None = None, config: Path | None = None) -> Foreign:
+    """Open what ``path`` holds; ``config`` is the model's ``config.json``, if there is none beside it."""
+    if not path.exists():
+        raise WeftError(f"{path} does not exist; give a checkpoint")
+    kind = kind or _kind(path)
+    if kind not in OPENERS:
+        raise UsageError(f"--from {kind!r} is not possible; {nearest(kind, OPENERS)}")
+    try:
+        return OPENERS[kind](path, config)
+    except WeftError as error:
+        raise error if str(path) in str(error) else WeftError(f"{path}: {error}") from None
+
+
+def _kind(path: Path) -> str:
+    folder = _tagged(path)
+    if path.is_file():
+        return "gguf" if path.suffix == ".gguf" else _unknown(path)
+    for kind, patterns in {
+        "weft": [ROOT, f"checkpoints/*/{ROOT}", f"*/{ROOT}"],
+        "dcp": [".metadata"],
+        "megatron": ["mp_rank_*/model_optim_rng.pt"],
+        "deepspeed": ["*_optim_states.pt", "mp_rank_*_model_states.pt", "zero/*/fp32.pt"],
+        "hf": [INDEX, SINGLE],
+        "gguf": ["*.gguf"],
+    }.items():
+        if any(any(folder.glob(pattern)) for pattern in patterns):
+            return kind
+    return _unknown(path)
+
+
+def _unknown(path: Path) -> Never:
+    raise WeftError(f"{path} is no checkpoint that Weft knows ({', '.join(OPENERS)}); say which it is with --from")
+
+
+def _tagged(path: Path) -> Path:
+    """The folder of the newest save where ``path`` names it (DeepSpeed, Megatron), else ``path``."""
+    for file, name in (
+        ("latest_universal", "{}"),
+        ("latest", "{}"),
+        ("latest_checkpointed_iteration.txt", "iter_{:0>7}"),
+    ):
+        if (path / file).is_file():
+            tag = (path / file).read_text(errors="replace").strip()
+            return path / (tag if tag == "release" else name.format(tag))
+    return path
+
+
+def _shape(path: Path, config: Path | None) -> ModelShape:
+    folders = [path, path.parent] if path.is_dir() else [path.parent]
+    found = config or next((f / "config.json" for f in folders if (f / "config.json").is_file()), None)
+    if found is None:
+        raise WeftError(f"{path} has no config.json that says which model it is of; give one with --config")
+    return shape_from_config(found)
+
+
+def _hf(path: Path, config: Path | None) -> Foreign:
+    def shard(name: str, logical: Logical) -> Shard:
+        def read(lo: int, hi: int) -> torch.Tensor:
+            # Opened anew for every read: a mapping that stays keeps all it has read in memory.
+            return hf_values(path)(name, logical, ((lo, hi), *((0, n) for n in logical.shape[1:])))
+
+        return Shard(logical.shape, read(0, 1).dtype, read)
+
+    shape = _shape(path, config)
+    names = dict(Transformer(shape, Mesh.single()).logical_parameters())
+    return Foreign("hf", path, shape, arrange({name: [shard(name, one)] for name, one in names.items()}), extras=path)
+
+
+def _weft(path: Path, config: Path | None) -> Foreign:
+    folder = candidates(path)[0]
+    checkpoint = open_checkpoint(folder)
+
+    def shard(name: str) -> Shard:
+        about = checkpoint.tensors[name]
+
+        def read(lo: int, hi: int) -> torch.Tensor:
+            out, box = (
+                torch.empty(hi - lo, *about.shape[1:], dtype=dtype),
+                ((lo, hi), *((0, n) for n in about.shape[1:])),
+            )
+            checkpoint.load({name: Local(out, box, about)})
+            return out
+
+        dtype = TORCH_DTYPES[about.dtype]
+        return Shard(about.shape, dtype, read)
+
+    def under(prefix: str) -> dict[str, Made]:
+        return arrange({n.removeprefix(prefix): [shard(n)] for n in checkpoint.tensors if n.startswith(prefix)})
+
+    try:
+        shape = Recipe.model_validate(checkpoint.meta["recipe"]).model
+    except (KeyError, ValidationError):
+        raise WeftError(f"{folder} does not say which model it is of") from None
+    moments = {moment: found for moment in MOMENTS if (found := under(f"optimizer.{moment}."))}
+    step, files = int(checkpoint.meta.get("progress", {}).get("step", 0)), next(iter(checkpoint.meta["files"]), None)
+    return Foreign("weft", folder, shape, under("model."), moments, step, (folder / files).parent if files else None)
+
+
+def _dcp(path: Path, config: Path | None) -> Foreign:
+    found: dict[str, Stores] = {"model": {}, **{moment: {} for moment in MOMENTS}}
+    for name, shard in Reader(path).tensors().items():
+        if moment := re.fullmatch(MOMENT, name):
+            found[moment[2]][moment[1]] = [shard]
+        elif shard.shape and not re.match(r"(?:optim|optimizers?|lr_scheduler|dataloader|train_state)\.", name):
+            found["model"][name] = [shard]
+    model, *moments = (arrange(stores) for stores in found.values())
+    kept = {moment: made for moment, made in zip(MOMENTS, moments, strict=True) if made}
+    return Foreign("dcp", path, _shape(path, config), model, kept, extras=path)
+
+
+def _megatron(path: Path, config: Path | None) -> Foreign:
+    """``mp_rank_TP[_PP]/model_optim_rng.pt``; blocks are numbered anew in every stage (and virtual stage)."""
+    folder = _tagged(path)
+    ranks: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for file in sorted(folder.glob("mp_rank_*/model_optim_rng.pt")):
+        if not (found := re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", file.parent.name)):
+            raise WeftError(f"{file.parent} is of expert parallelism, which Weft does not have")
+        tree, known = load_tree(file), ("model", *(f"model{v}" for v in range(64)))
+        parts = {key: tree[key] for key in known if isinstance(tree, dict) and isinstance(tree.get(key), dict)}
+        ranks[int(found[1]), int(found[2] or 0)] = {
+            key: {n: as_stored(n, t, file) for n, t in part.items() if isinstance(t, torch.Tensor)}
+            for key, part in parts.items()
+        }
+    tp, pp = (max((key[axis] for key in ranks), default=-1) + 1 for axis in (0, 1))
+    if not ranks or len(ranks) != tp * pp:
+        raise WeftError(f"{folder} has {len(ranks)} of {tp} x {pp} mp_rank_* folders with model_optim_rng.pt")
+    shards: Stores = {}
+    first = 0
+    for key, stage in ((key, stage) for key in ranks[0, 0] for stage in range(pp)):
+        blocks = set()
+        for name in ranks[0, stage].get(key, {}):
+            here = re.search(rf"\b{LAYER}", name)
+            blocks |= {int(here[1])} if here else set()
+            full = name if here is None else name.replace(here[0], f"layers.{first + int(here[1])}.", 1)
+            try:
+                shards[full] = [ranks[rank, stage][key][name] for rank in range(tp)]
+            except KeyError:
+                raise WeftError(f"{folder}: tensor {name} of stage {stage} is not on every rank") from None
+        first += len(blocks)
+    return Foreign("megatron", path, _shape(path if folder == path else folder, config), arrange(shards))
+
+
+def _deepspeed(path: Path, config: Path | None) -> Foreign:
+    folder = _tagged(path)
+    shape = _shape(path, config) if config or not (folder / "config.json").is_file() else _shape(folder, None)
+    if (folder / "zero").is_dir():
+        logical = dict(Transformer(shape, Mesh.single()).logical_parameters())
+        stores: dict[str, Stores] = {"fp32": {}, **{moment: {} for moment in MOMENTS}}
+        for file in sorted(folder.glob("zero/*/*.pt")):
+            if file.stem in stores:
+                tree = load_tree(file)
+                tensor = tree.get("param") if isinstance(tree, dict) else tree
+                if not isinstance(tensor, torch.Tensor):
+                    raise WeftError(f"{file} holds no parameter")
+                name, one = file.parent.name, as_stored(file.parent.name, tensor, file)
+                (_, (ours, *_)) = match(name) or (None, ("",))
+                if one.shape == (prod(one.shape),) and ours in logical and logical[ours].numel == one.shape[0]:
+                    one = stored(name, logical[ours].shape, one.dtype, one.runs)  # flat, where it was ZeRO 3
+                stores[file.stem][name] = [one]
+        averages: list[str] = []
+    else:
+        stores, averages = _zero(folder)
+    moments = {moment: arrange(stores[moment], averages) for moment in MOMENTS if stores[moment]}
+    step = re.search(r"(\d+)(?:_universal)?$", folder.name)
+    return Foreign("deepspeed", path, shape, arrange(stores["fp32"], averages), moments, int(step[1]) if step else 0)
+
+
+def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
+    """ZeRO 1 to 3 (and 0): one partition of flat float32 groups per data rank, for each tensor-parallel rank."""
+    stores: dict[str, Stores] = {"fp32": {}, **{moment: {} for moment in MOMENTS}}
+    grid: dict[int, dict[int, Path]] = {}
+    for file in folder.glob("*_optim_states.pt"):
+        if ranks := re.fullmatch(ZERO, file.name):
+            grid.setdefault(int(ranks[2]), {})[int(ranks[1])] = file
+    columns: dict[str, dict[str, list[Shard]]] = {key: {} for key in stores}
+    about: dict[str, Any] = {}
+    models = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(
+        folder.glob("*zero_pp_rank_0_mp_rank_*_model_states.pt")
+    )
+    if not models or (grid and len(models) != len(grid)):
+        raise WeftError(f"{folder} has {len(models)} *_model_states.pt files for {len(grid)} model-parallel ranks")
+    for rank, file in enumerate(models):
+        about = load_tree(file)
+        parts = [load_tree(grid[rank][i])["optimizer_state_dict"] for i in sorted(grid[rank])] if grid.get(rank) else []
+        found = _unflatten(about, [grid[rank][i] for i in sorted(grid[rank])], parts) if parts else {}
+        whole = about.get("module") if not parts else about.get("frozen_param_fragments")
+        for name, tensor in (whole or {}).items():
+            if isinstance(tensor, torch.Tensor):
+                found.setdefault("fp32", {})[name] = as_stored(name, tensor, file)
+        for one, other in (about.get("shared_params") or {}).items():
+            for values in found.values():
+                if other in values:
+                    values.setdefault(one, values[other])
+        for key, values in found.items():
+            for name, shard in values.items():
+                columns[key].setdefault(name, []).append(shard)
+    if uneven := [name for name, shards in columns["fp32"].items() if len(shards) != len(models)]:
+        raise WeftError(f"{folder}: tensor {uneven[0]} is not on every model-parallel rank; pipelines are not read")
+    about = about.get("universal_checkpoint_info") or {}
+    return {**columns}, list(about.get("parameter_to_average_patterns", []))  # type: ignore[dict-item]
+
+
+def _unflatten(about: Mapping[str, Any], files: Sequence[Path], parts: Sequence[Any]) -> dict[str, dict[str, Stored]]:
+    """The parameters inside the partitions ``parts`` that ``files`` hold. Layout: DeepSpeed's zero_to_fp32.py."""
+    stage, count = parts[0].get("zero_stage"), parts[0].get("partition_count")
+    stage = int(stage.args[0] if isinstance(stage, Inert) else stage or 0)  # DeepSpeed's own enumeration
+    count = max(count) if isinstance(count, list) else count
+    if count != len(parts):
+        raise WeftError(
+            f"{files[0].parent} has {len(parts)} of {count} partitions; an *_optim_states.pt file is missing"
+        )
+    base, flats = "base_optimizer_state" if stage < 3 else "optimizer_state_dict", "single_partition_of_fp32_groups"
+    found: dict[str, dict[str, Stored]] = {"fp32": {}}
+    groups = (
+        about["param_shapes"] if stage < 3 else [{k: v for group in about["param_shapes"] for k, v in group.items()}]
+    )
+    for key in ("fp32", *MOMENTS):
+        # of each rank, the flat tensors by group
+        held: list[list[Stored]] = []
+        for file, part in zip(files, parts, strict=True):
+            flat = part[flats if stage < 3 else "fp32_flat_groups"]
+            if key != "fp32":
+                state = part.get(base) or {}
+                state = state.get("state", {}) if isinstance(state, dict) else dict(enumerate(state))
+                flat = [state.get(i, {}).get(key) for i in range(len(flat))]
+            if any(one is None for one in flat):
+                break
+            held.append([as_stored(key, one, file) for one in flat])
+        if len(held) != len(parts):
+            continue
+        for i, group in enumerate(groups):
+            at = 0
+            runs = [
+                [r for flat in flats for r in flat.runs] for flats in (held if stage == 3 else [[h[i]] for h in held])
+            ]
+            dtype = held[0][i].dtype
+            for name, size in group.items():
+                total = prod(size) * dtype.itemsize
+                if stage < 3:
+                    where = cut([r for one in runs for r in one], at, at + total)
+                    at += total
+                else:  # every rank has a part of every parameter, the last one's filled up
+                    share = -(-prod(size) // len(parts)) * dtype.itemsize
+                    where = cut([r for one in runs for r in cut(one, at, at + share)], 0, total)
+                    at += share
+                found.setdefault(key, {})[name] = stored(name, size, dtype, where)
+    return found
+
+
+def _gguf(path: Path, config: Path | None) -> Foreign:
+    file = path if path.is_file() else min(path.glob("*.gguf"), default=path)
+    try:
+        import gguf
+
+        reader = gguf.GGUFReader(file)
+    except ImportError:
+        raise WeftError("reading GGUF needs the package gguf; pip install 'weft[gguf]'") from None
+    except (ValueError, OSError, IndexError, KeyError, UnicodeDecodeError) as error:
+        raise WeftError(f"{file} is not a whole GGUF file: {str(error)[:120] or type(error).__name__}") from None
+    fields = {name: one.contents() for name, one in reader.fields.items() if not name.startswith("tokenizer.")}
+    found: Stores = {one.name: [_quantized(file, one)] for one in reader.tensors}
+    return Foreign(
+        "gguf", path, shape_from_config(config) if config else _gguf_shape(file, fields, found), arrange(found)
+    )
+
+
+def _gguf_shape(file: Path, fields: Mapping[str, Any], found: Stores) -> ModelShape:
+    """The model that a GGUF file's own fields describe."""
+    arch = fields.get("general.architecture")
+    scaled = "rope_freqs.weight" in found or f"{arch}.rope.scaling.factor" in fields
+    if arch not in ("llama", "qwen2", "qwen3") or scaled:
+        what = "RoPE scaling" if scaled else f"architecture {arch!r}"
+        raise WeftError(f"{file} has {what} and does not say all of it; give the model's config.json with --config")
+    try:
+        heads, embed = fields[f"{arch}.attention.head_count"], fields[f"{arch}.embedding_length"]
+        return ModelShape(
+            vocab=found["token_embd.weight"][0].shape[0], layers=fields[f"{arch}.block_count"], embed=embed,
+            heads=heads, kv_heads=fields.get(f"{arch}.attention.head_count_kv", heads),
+            ffn=fields[f"{arch}.feed_forward_length"], tied="output.weight" not in found,
+            head_dim=fields.get(f"{arch}.attention.key_length", embed // heads),
+            qk_norm=arch == "qwen3", qkv_bias=arch == "qwen2", rope_theta=fields.get(f"{arch}.rope.freq_base", 1e4),
+            norm_eps=fields[f"{arch}.attention.layer_norm_rms_epsilon"],
+        )  # fmt: skip
+    except (KeyError, ValidationError) as error:
+        raise WeftError(f"{file} does not describe a model: {str(error).splitlines()[0]}") from None
+
+
+def _quantized(file: Path, tensor: Any) -> Shard:
+    """A tensor in a GGUF file, dequantised as it is read."""
+    shape, kind = tuple(int(n) for n in tensor.shape[::-1]), tensor.tensor_type
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name, torch.float32)
+
+    def read(lo: int, hi: int) -> torch.Tensor:
+        from gguf.quants import dequantize
+
+        line = int(tensor.n_bytes) // shape[0]
+        raw = torch.empty(hi - lo, line, dtype=torch.uint8)
+        read_runs([Run(file, int(tensor.data_offset) + lo * line, raw.numel())], tensor.name, raw)
+        if kind.name in ("F32", "F16", "BF16"):
+            return raw.view(dtype).view(hi - lo, *shape[1:])
+        try:
+            return torch.from_numpy(dequantize(raw.numpy(), kind)).view(hi - lo, *shape[1:])
+        except NotImplementedError:
+            raise WeftError(f"{file}: tensor {tensor.name} is {kind.name}, which gguf cannot dequantise") from None
+
+    return Shard(shape, dtype, read)
+
+
+OPENERS: dict[str, Callable[[Path, Path | None], Foreign]] = {
+    "weft": _weft, "hf": _hf, "dcp": _dcp, "deepspeed": _deepspeed, "megatron": _megatron, "gguf": _gguf,
+}  # fmt: skip

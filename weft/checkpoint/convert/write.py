@@ -1,0 +1,182 @@
+"""What an open checkpoint holds, written as Weft's, Hugging Face's or DCP's: one tensor in memory at a time."""
+
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from weft.checkpoint import format as layout
+from weft.checkpoint.convert.rules import CHUNK
+from weft.checkpoint.convert.sources import Foreign, open_foreign
+from weft.checkpoint.format import Block, Tensor, digest, tiles, volume
+from weft.checkpoint.save import NAMES
+from weft.checkpoint.storage import LocalStorage
+from weft.checkpoint.writer import Commit, commit
+from weft.errors import UsageError, WeftError, nearest
+from weft.layout.dims import Box
+from weft.models.hf import TOKENIZER_FILES, config_from_shape, export, hf_name
+from weft.recipe import Recipe
+
+#: Files of a Hugging Face export hold at least this much, if a tensor is not larger.
+FILE_BYTES = 128 << 20
+
+
+def convert(
+    source: Path, out: Path, kind: str | None = None, to: str = "weft", config: Path | None = None,
+    dtype: torch.dtype | None = None, optimizer: bool = True,
+) -> Foreign:  # fmt: skip
+    """Write the checkpoint ``source`` (of ``kind``, or what it looks like) to the new folder ``out`` as ``to``.
+
+    ``dtype``: of the weights; None keeps theirs. Raises :class:`WeftError` and leaves no checkpoint if it cannot be.
+    """
+    if to not in WRITERS:
+        raise UsageError(f"--to {to!r} is not possible; {nearest(to, WRITERS)}")
+    if out.is_dir() and any(out.iterdir()):
+        raise WeftError(f"--out {out} exists already; choose another folder")
+    foreign = open_foreign(source, kind, config)
+    WRITERS[to](foreign, out, dtype, optimizer)
+    return foreign
+
+
+def _plan(foreign: Foreign, dtype: torch.dtype | None, optimizer: bool) -> dict[str, tuple[str, str | None, Tensor]]:
+    """Weft's name of every tensor to write: its parameter, its moment if it is one, and its description."""
+    found: dict[str, tuple[str, str | None, Tensor]] = {}
+    for moment in (None, *(foreign.moments if optimizer else ())):
+        for name in foreign.names():
+            if moment is not None and name not in foreign.moments[moment]:
+                continue
+            logical, kept = foreign.logical[name], foreign.dtype(name, moment)
+            about = Tensor(logical.shape, NAMES[(dtype if moment is None else None) or kept],
+                           tuple(d.name for d in logical.dims))  # fmt: skip
+            found[f"optimizer.{moment}.{name}" if moment else f"model.{name}"] = (name, moment, about)
+    return found
+
+
+def write_weft(foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool) -> None:
+    """A checkpoint of format 2 in one data file."""
+    wanted = _plan(foreign, dtype, optimizer)
+    tensors = {name: about for name, (_, _, about) in sorted(wanted.items())}
+    boxes = [(name, box) for name, t in tensors.items() if t.numel
+             for box in tiles(tuple((0, n) for n in t.shape), t.shape, t.itemsize)]  # fmt: skip
+    head, spans = layout.header(boxes, tensors)
+    storage, attempt, blocks = LocalStorage(out), secrets.token_hex(6), list[Block]()
+    data, manifest = f"data/{attempt}-00000.safetensors", f"manifest/{attempt}-00000.json"
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield head
+        values, held = torch.empty(0), ""
+        for (name, box), (at, size) in zip(boxes, spans, strict=True):
+            if name != held:
+                values = torch.empty(0)  # gone before the next one is made
+                values, held = _read(foreign, *wanted[name][:2], dtype), name
+            piece = _bytes(values, box)
+            blocks.append(Block(name, box, data, at, size, digest(piece)))
+            yield piece
+
+    try:
+        size = storage.write(data, chunks())
+        storage.write(manifest, [layout.manifest(data, size, tensors, blocks)])
+        commit(storage, Commit((manifest,), _meta(foreign, out), _files(foreign, attempt), timeout=0))
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)  # it was not there before, or empty
+        raise
+
+
+def _read(foreign: Foreign, name: str, moment: str | None, dtype: torch.dtype | None) -> torch.Tensor:
+    return foreign.read(name, dtype) if moment is None else foreign.moment(moment, name)
+
+
+def _bytes(values: torch.Tensor, box: Box) -> memoryview:
+    assert values.ndim == len(box) and volume(box)
+    piece = values[tuple(slice(lo, hi) for lo, hi in box)].contiguous()
+    return piece.view(-1).view(torch.uint8).numpy().data
+
+
+def _meta(foreign: Foreign, out: Path) -> dict[str, Any]:
+    recipe = Recipe(name=out.name or "converted", model=foreign.model).model_dump(mode="json")
+    about = {"step": foreign.step, "position": 0, "tokens": 0, "updates": foreign.step}
+    source = {"kind": foreign.kind, "path": str(foreign.path)}
+    return {"step": foreign.step, "progress": about, "recipe": recipe, "layout": "", "world": 1, "source": source}
+
+
+def _files(foreign: Foreign, attempt: str) -> dict[str, bytes]:
+    folder = foreign.extras
+    found = [p for p in folder.iterdir() if re.fullmatch(TOKENIZER_FILES, p.name)] if folder else []
+    return {f"files/{attempt}/{p.name}": p.read_bytes() for p in sorted(found)}
+
+
+def write_hf(foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool) -> None:
+    """A Hugging Face folder (without optimizer state, which has no place there)."""
+    largest = (
+        max(logical.numel for logical in foreign.logical.values()) * (dtype or foreign.dtype("norm.scale")).itemsize
+    )
+    export(lambda name: foreign.read(name, dtype), foreign.model, out, dtype, foreign.extras,
+           max_file_bytes=max(FILE_BYTES, largest))  # fmt: skip
+
+
+class _Lazy(dcp.DefaultSavePlanner):
+    """DCP's planner for tensors on the meta device: each is made when it is written, and written in pieces of rows
+    (torch.save makes a copy of what it writes)."""
+
+    def __init__(self, make: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self.make, self.held, self.values = make, "", torch.empty(0)
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        items, plan = [], super().create_local_plan()
+        for item in plan.items:
+            assert item.tensor_data is not None
+            size, width = item.tensor_data.size, item.tensor_data.properties.dtype.itemsize
+            rows = max(1, CHUNK // max(1, size[1:].numel() * width))
+            for lo in range(0, size[0], rows):
+                offsets = torch.Size([lo, *[0] * (len(size) - 1)])
+                box = ChunkStorageMetadata(offsets, torch.Size([min(rows, size[0] - lo), *size[1:]]))
+                items.append(replace(item, type=WriteItemType.SHARD, index=replace(item.index, offset=offsets),
+                                     tensor_data=replace(item.tensor_data, chunk=box)))  # fmt: skip
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        if self.held != write_item.index.fqn:
+            self.values = torch.empty(0)  # gone before the next one is made
+            self.values, self.held = self.make(write_item.index.fqn), write_item.index.fqn
+        assert write_item.tensor_data is not None
+        lo, rows = write_item.tensor_data.chunk.offsets[0], write_item.tensor_data.chunk.sizes[0]
+        return self.values[lo : lo + rows]
+
+
+def export_dcp(foreign: Foreign, out: Path, dtype: torch.dtype | None = None, optimizer: bool = True) -> None:
+    """A DCP folder with Hugging Face's names, moments as ``optimizer.state.NAME.exp_avg``; no process group needed."""
+    wanted: dict[str, tuple[str, str | None]] = {}
+    empty = {}
+    for name, moment, about in _plan(foreign, dtype, optimizer).values():
+        theirs = f"optimizer.state.{hf_name(name)}.{moment}" if moment else hf_name(name)
+        kept = (dtype if moment is None else None) or foreign.dtype(name, moment)
+        wanted[theirs], empty[theirs] = (name, moment), torch.empty(about.shape, dtype=kept, device="meta")
+    draft = out.absolute().with_name(f".{out.absolute().name}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    writer = dcp.FileSystemWriter(draft, thread_count=1, per_thread_copy_ahead=0)
+    config = config_from_shape(foreign.model, dtype or foreign.dtype("norm.scale"))
+    try:
+        dcp.save(empty, storage_writer=writer, planner=_Lazy(lambda n: _read(foreign, *wanted[n], dtype)), no_dist=True)
+        (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        draft.rename(out)
+    except dcp.api.CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise first if isinstance(first, WeftError) else WeftError(f"cannot write {out}: {first}") from None
+    except OSError as error:
+        raise WeftError(f"cannot write {out}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+WRITERS = {"weft": write_weft, "hf": write_hf, "dcp": export_dcp}
