@@ -314,6 +314,7 @@ print((peak[0] - base) / 2**20, time.perf_counter() - begun)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("WEFT_TEST_MEMORY"), reason="writes 15 GB; set WEFT_TEST_MEMORY=1")
 @pytest.mark.parametrize("source", ["hf", "megatron", "deepspeed", "dcp"])
 def test_peak_memory_is_one_tensor(tmp_path: Path, source: str) -> None:
     """1.2 GB of model, of which the largest tensor is 400 MiB."""
