@@ -181,7 +181,6 @@ class Saver:
 
     def _settle(self) -> None:
         """See the save under way to its end; collective. All ranks then have the same :attr:`problem`, if any."""
-        self.problem = "" if self._due or not self.problem else self.problem
         while self._due > (self.rank == 0):
             self._take()
         self.problem = self._first(self.problem)
