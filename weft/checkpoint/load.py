@@ -89,12 +89,12 @@ class Checkpoint:
             self.file(name, size, xxh3)
         read = 0
         for group in _side_by_side(sorted(self.all_blocks(), key=lambda b: (b.file, b.offset))):
-            for _ in self._read(group):
+            for _ in self.read(group):
                 pass
             read += sum(b.size for b in group)
         return read
 
-    def _read(self, group: list[Block]) -> Iterator[tuple[Block, memoryview]]:
+    def read(self, group: list[Block]) -> Iterator[tuple[Block, memoryview]]:
         """The verified bytes of blocks that lie side by side in one file."""
         first, size = group[0], sum(b.size for b in group)
         buffer = memoryview(bytearray(size))
@@ -116,12 +116,10 @@ class Checkpoint:
     def load(self, locals_: Mapping[str, Local]) -> None:
         """Fill every part in place. Raises :class:`WeftError` with a table if names or shapes do not fit."""
         self._check_fits(locals_)
-        wanted: dict[tuple[str, int], tuple[Block, str]] = {}
-        for name, local in locals_.items():
-            for block in self.blocks(name, local.box) if local.values.numel() else ():
-                wanted[block.file, block.offset] = (block, name)
-        for group in _side_by_side([wanted[key][0] for key in sorted(wanted)]):
-            for block, data in self._read(group):
+        held = {name: local for name, local in locals_.items() if local.values.numel()}
+        wanted = [block for name, local in held.items() for block in self.blocks(name, local.box)]
+        for group in _side_by_side(sorted(wanted, key=lambda b: (b.file, b.offset))):
+            for block, data in self.read(group):
                 local = locals_[block.tensor]
                 common = meet(block.box, local.box)
                 assert common is not None

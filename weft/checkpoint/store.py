@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.checkpoint.format import ROOT, Block, DamagedCheckpoint, digest, entry, header, manifest
+from weft.checkpoint.format import ROOT, Block, DamagedCheckpoint, entry, header, manifest
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.writer import Commit, commit
@@ -218,15 +218,8 @@ def rewrite(source: Checkpoint, target: Storage) -> None:
 def _stream(head: bytes, blocks: Sequence[Block], source: Checkpoint) -> Iterator[bytes | memoryview]:
     yield head
     for b in blocks:
-        data = memoryview(bytearray(b.size))
-        try:
-            source.storage.read_into(b.file, b.offset, data)
-        except StorageError as error:
-            raise DamagedCheckpoint(f"checkpoint {source} is damaged: {error} (tensor {b.tensor})") from None
-        if digest(data) != b.digest:
-            what = f"{b.file} is not what was saved (tensor {b.tensor})"
-            raise DamagedCheckpoint(f"checkpoint {source} is damaged: {what}")
-        yield data
+        for _, data in source.read([b]):
+            yield data
 
 
 def agree(problem: str) -> str:

@@ -22,7 +22,6 @@ from weft.recipe import ModelShape
 from weft.schedule.actions import Action, Table, Value
 from weft.schedule.build import build
 from weft.schedule.execute import Executed, Op, execute
-from weft.schedule.lower import lower
 from weft.schedule.partition import layer_costs, partition
 from weft.schedule.simulate import Costs
 from weft.schedule.skip import cut, skip_pipe
@@ -184,34 +183,30 @@ class Pipeline:
             if len(ranks) > 1
         }
 
-    def _users(self, name: str) -> list[int]:
-        """The stages on this rank that compute with parameter ``name``; the last number stands for the vocabulary."""
+    def _stages_with(self, name: str) -> list[int]:
+        """The stages, on any rank, that compute with parameter ``name`` (not one of the vocabulary shares')."""
         kind, _, rest = name.partition(".")
         if kind == "blocks":
-            return [s for s in self.held if int(rest.partition(".")[0]) in self.stages[s].layers]
+            return [s for s, stage in enumerate(self.stages) if int(rest.partition(".")[0]) in stage.layers]
         if kind == "norm":
-            return [s for s in self.held if s == len(self.stages) - 1]
-        if self.layout.vocab_barriers:
+            return [len(self.stages) - 1]
+        table, head = kind == "embedding", kind == "head" or self.shape.tied
+        return [s for s, stage in enumerate(self.stages) if (table and stage.embedding) or (head and stage.head)]
+
+    def _of_vocabulary(self, name: str) -> bool:
+        return bool(self.layout.vocab_barriers) and name.startswith(("embedding", "head"))
+
+    def _users(self, name: str) -> list[int]:
+        """The stages on this rank that compute with parameter ``name``; the last number stands for the vocabulary."""
+        if self._of_vocabulary(name):
             return [len(self.stages) + self.rank]
-        table = kind == "embedding"
-        head = kind == "head" or self.shape.tied
-        return [s for s in self.held if (table and self.stages[s].embedding) or (head and self.stages[s].head)]
+        return [s for s in self._stages_with(name) if s in self.held]
 
     def _copies(self, name: str) -> tuple[int, ...]:
         """The ranks along ``pp`` that hold parameter ``name``."""
-        kind, _, rest = name.partition(".")
-        if kind == "blocks":
-            stages = [s for s, stage in enumerate(self.stages) if int(rest.partition(".")[0]) in stage.layers]
-        elif kind == "norm":
-            stages = [len(self.stages) - 1]
-        elif self.layout.vocab_barriers:
+        if self._of_vocabulary(name):
             return (self.rank,)
-        else:
-            tied = self.shape.tied
-            wanted = {"embedding": (True, tied), "head": (False, True)}[kind]
-            pairs = [(stage.embedding, stage.head) for stage in self.stages]
-            stages = [s for s, (e, h) in enumerate(pairs) if (e and wanted[0]) or (h and wanted[1])]
-        return tuple(sorted({r for s in stages for r in self.holders[s]}))
+        return tuple(sorted({r for s in self._stages_with(name) for r in self.holders[s]}))
 
     def built(self, microbatches: int) -> Table:
         return make_table(self.layout, microbatches, self.shape, self.seq_len)
@@ -226,9 +221,8 @@ class Pipeline:
         if key not in self.tables:
             # Evaluation is of the whole model: nothing is skipped.
             built = self.built(microbatches) if not forward_only else only_forward(self.whole(microbatches))
-            validate(built)
             # What is not cut needs no gathering.
-            self.tables[key] = lower(built, self.layout.zero if self.mesh.size("shard", "cp") > 1 else 1)
+            self.tables[key] = validate(built, zero=self.layout.zero if self.mesh.size("shard", "cp") > 1 else 1)
             if self.wire is not None:
                 self.wire.connect({(a.rank, a.peer) for a in self.tables[key] if a.kind == "SEND"})
         return self.tables[key]

@@ -11,15 +11,17 @@ WINDOW = 4
 KINDS_ONCE = ({"F"}, {"B"}, {"I", "W"})
 
 
-def validate(table: Table, window: int = WINDOW) -> Table:
-    """Check ``table`` and return it lowered. Raises :class:`ScheduleError` naming the actions at fault.
+def validate(table: Table, window: int = WINDOW, zero: int = 1) -> Table:
+    """Check ``table`` and return it lowered, for ZeRO stage ``zero``.
+
+    Raises :class:`ScheduleError` naming the actions at fault.
 
     Every stage on a microbatch's path runs forward once and backward once (``B``, or ``I`` and ``W``), on one rank;
     whatever is read has been written before; and with at most ``window`` messages under way between two ranks,
     executing the table on all ranks ends.
     """
     _exactly_once(table)
-    lowered = lower(table)
+    lowered = lower(table, zero)
     for actions in lowered.ranks:
         _legal_order(lowered.name, actions)
     run_dry(lowered, window)
