@@ -7,9 +7,10 @@ ever touches another's files; without a root there is no checkpoint.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, compress, cycle, pairwise, product
 from typing import Any
 
 import xxhash
@@ -186,7 +187,7 @@ def index(manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[Block]]])
     """What the root says of the manifests: every tensor, and in which manifests which part of it is described.
 
     Tensors that are spread alike share one ``place``: a list of ``[manifest, box]``. Raises
-    :class:`DamagedCheckpoint` if the blocks of a tensor do not have as many elements as it has.
+    :class:`DamagedCheckpoint` if the blocks of a tensor do not hold each of its elements exactly once.
     """
     numbers = {name: i for i, name in enumerate(manifests)}
     tensors: dict[str, Tensor] = {}
@@ -197,21 +198,45 @@ def index(manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[Block]]])
                 raise DamagedCheckpoint(f"{name} describes {key} otherwise than another manifest does")
         for b in blocks:
             held.setdefault(b.tensor, {}).setdefault(numbers[name], []).append(b.box)
-    places: dict[str, int] = {}
+    places: dict[tuple[tuple[int, Box], ...], int] = {}
     table = {}
     for key in sorted(tensors):
         held.setdefault(key, {})
-        found = sum(volume(box) for boxes in held[key].values() for box in boxes)
-        if found != tensors[key].numel:
-            raise DamagedCheckpoint(f"the blocks of {key} have {found} elements, the tensor has {tensors[key].numel}")
-        where = [[number, _hull(boxes)] for number, boxes in sorted(held[key].items())]
-        place = places.setdefault(json.dumps(where), len(places))
-        table[key] = _tensor(tensors[key]) | {"place": place}
-    return {"manifests": list(manifests), "tensors": table, "places": [json.loads(text) for text in places]}
+        _check_tiling(key, tensors[key].shape, list(chain.from_iterable(held[key].values())))
+        where = tuple((number, boxes[0] if len(boxes) == 1 else _hull(boxes)) for number, boxes in held[key].items())
+        table[key] = _tensor(tensors[key]) | {"place": places.setdefault(where, len(places))}
+    listed = [[[number, [list(edge) for edge in box]] for number, box in where] for where in places]
+    return {"manifests": list(manifests), "tensors": table, "places": listed}
 
 
-def _hull(boxes: Sequence[Box]) -> list[list[int]]:
-    return [[min(lo for lo, _ in edges), max(hi for _, hi in edges)] for edges in zip(*boxes, strict=True)]
+def _check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Raises unless every element of a tensor of ``shape`` is in exactly one of ``boxes``.
+
+    How often an element is covered is a sum over the boxes' corners at or before it, of signs that alternate around a
+    box (inclusion and exclusion). Such sums agree everywhere only if the corners themselves agree, so that what is
+    compared are two multisets of corners: those of the boxes, and those of the whole tensor.
+    """
+    if any(len(box) != len(shape) for box in boxes) or not all(lo < hi for box in boxes for lo, hi in box):
+        raise DamagedCheckpoint(f"a block of {name} is no part of a tensor of shape {list(shape)}")
+    even = [sum(bits) % 2 == 0 for bits in product((0, 1), repeat=len(shape))]
+    corners = list(chain.from_iterable(product(*box) for box in boxes))
+    whole = list(product(*((0, n) for n in shape)))
+    odd = [not sign for sign in even]
+    more = Counter(chain(compress(corners, cycle(even)), compress(whole, odd)))
+    less = Counter(chain(compress(corners, cycle(odd)), compress(whole, even)))
+    if dict(more) != dict(less):
+        # At the first corner where they differ no other one counts: that element is covered wrongly.
+        first = min(c for c in more.keys() | less.keys() if more[c] != less[c])
+        found, what = sum(map(volume, boxes)), "more than once" if more[first] > less[first] else "in none"
+        if not all(0 <= at < n for at, n in zip(first, shape, strict=True)):
+            what = "outside of the tensor"
+        raise DamagedCheckpoint(
+            f"the blocks of {name} have {found} elements, the tensor has {math.prod(shape)}; {list(first)} is {what}"
+        )
+
+
+def _hull(boxes: Sequence[Box]) -> Box:
+    return tuple((min(lo for lo, _ in edges), max(hi for _, hi in edges)) for edges in zip(*boxes, strict=True))
 
 
 def seal(root: Mapping[str, Any]) -> bytes:
