@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import weft
+from weft.cli.plan import app as plan
 
 app = typer.Typer(
     name="weft",
@@ -239,3 +240,6 @@ def checkpoint_convert(
     from weft.cli.convert import run
 
     return run(source, out, kind, to, config, dtype, optimizer)
+
+
+app.add_typer(plan, name="plan")

@@ -1,0 +1,1 @@
+"""Time and memory of a layout before anything runs: see docs/planner.md."""

@@ -1,0 +1,232 @@
+"""Fit the engine's constants to measured rows, within bounds and drawn towards the presets (ridge regression).
+
+The unknowns are logarithms of factors on :class:`~weft.planner.engine.Engine` constants, each with a prior standard
+deviation that says how far the constant plausibly lies from its preset. So few rows move little, and many rows move
+what they show. Damped Gauss-Newton (Levenberg 1944, Marquardt 1963) on log ratios with Huber weights, over several
+folds at once: a fold is a set of row weights.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import UsageError, WeftError
+from weft.planner.cost import step_time
+from weft.planner.engine import Engine, scaled, stack
+from weft.planner.memory import peak_memory
+from weft.planner.rows import Row
+
+Array = NDArray[np.float64]
+
+#: Constants that are fitted and their prior standard deviations (of the logarithm).
+PRIORS: dict[str, float] = {
+    "matmul": 0.3, "traffic": 0.5, "attention": 0.5, "scores": 0.5, "elementwise": 0.5, "inner": 0.5, "kernels": 0.7,
+    "step": 1.0, "link": 0.4, "network": 0.5, "latency": 0.7, "exposed_tp": 0.3, "exposed_dp": 0.7, "exposed_pp": 0.7,
+    "exposed_cp": 0.5, "exposed_ep": 0.5, "moe": 0.7, "optimizer": 0.5, "jitter": 0.7,
+}  # fmt: skip
+#: Prior of the extra factor on ``matmul`` of one device and precision within a source.
+GROUP = 0.2
+NOISE, HUBER, BOUND = 0.06, 1.5, 3.0
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A fitted constant; ``key``: the group (device and bits) that it is for, empty for all rows."""
+
+    field: str
+    sigma: float
+    key: str = ""
+
+
+def group(row: Row) -> str:
+    return f"{row.device}/{row.bits}"
+
+
+def knobs_of(rows: Sequence[Row]) -> list[Knob]:
+    groups = sorted({group(row) for row in rows})
+    knobs = [Knob(name, sigma) for name, sigma in PRIORS.items()]
+    return knobs + [Knob("matmul", GROUP, key) for key in groups] * (len(groups) > 1)
+
+
+def columns(rows: Sequence[Row]) -> tuple[Any, Any, Any, Engine]:
+    """Shapes, machines, plans and engines of the rows as arrays."""
+    shape, machine, plan, engine = (
+        stack([getattr(r, n) for r in rows]) for n in ("shape", "machine", "plan", "engine")
+    )
+    return shape, machine, plan, engine
+
+
+def factors(knobs: Sequence[Knob], theta: Array, masks: Array) -> dict[str, Array]:
+    """Factor per engine constant and row. ``theta``: ``[..., knob]``, ``masks``: ``[knob, row]``."""
+    logs: dict[str, Array] = {}
+    for i, knob in enumerate(knobs):
+        logs[knob.field] = logs.get(knob.field, np.zeros(1)) + theta[..., i, None] * masks[i]
+    return {name: np.exp(value) for name, value in logs.items()}
+
+
+def masks_of(knobs: Sequence[Knob], rows: Sequence[Row]) -> Array:
+    return np.array([[knob.key in ("", group(row), row.family) for row in rows] for knob in knobs], dtype=float)
+
+
+def fit(
+    rows: Sequence[Row], weights: Array | None = None, knobs: list[Knob] | None = None, steps: int = 12
+) -> tuple[list[Knob], Array]:
+    """``(knobs, theta)`` for the rows with a time; ``weights``: ``[fold, row]``, and then theta is ``[fold, knob]``."""
+    knobs = knobs if knobs is not None else knobs_of(rows)
+    masks = masks_of(knobs, rows)
+    shape, machine, plan, engine = columns(rows)
+    target = np.log(np.array([row.seconds for row in rows], dtype=float))
+    # Rows of one shape err together: they count as the square root of their number.
+    count = Counter(row.form for row in rows)
+    weight = np.array([count[row.form] ** -0.5 for row in rows]) * (np.ones((1, 1)) if weights is None else weights)
+    sigma = np.array([knob.sigma for knob in knobs])
+    theta = np.zeros((len(weight), len(knobs)))
+
+    def residual(theta: Array) -> Array:
+        time = step_time(shape, machine, plan, scaled(engine, factors(knobs, theta, masks))).total
+        return (np.log(time) - target) / NOISE
+
+    def loss(r: Array, theta: Array) -> Array:
+        size = np.abs(r)
+        huber = np.where(size < HUBER, r * r, 2 * HUBER * size - HUBER**2)
+        return (weight * huber).sum(1) + ((theta / sigma) ** 2).sum(1)
+
+    r = residual(theta)
+    best = loss(r, theta)
+    damping = np.full(len(weight), 1.0)
+    for _ in range(steps):
+        robust = weight * np.minimum(1.0, HUBER / np.maximum(np.abs(r), 1e-9))
+        jacobian = np.stack([(residual(theta + 1e-3 * np.eye(len(knobs))[i]) - r) / 1e-3 for i in range(len(knobs))], 2)
+        normal = np.einsum("fnp,fn,fnq->fpq", jacobian, robust, jacobian) + np.diag(sigma**-2)
+        slope = np.einsum("fnp,fn->fp", jacobian, robust * r) + theta / sigma**2
+        for _ in range(4):
+            scale = damping[:, None, None] * np.eye(len(knobs)) / sigma**2
+            move = np.linalg.solve(normal + scale, slope[..., None])[..., 0]
+            trial = np.clip(theta - move, -BOUND * sigma, BOUND * sigma)
+            tried = residual(trial)
+            value = loss(tried, trial)
+            better = value < best
+            theta, r = np.where(better[:, None], trial, theta), np.where(better[:, None], tried, r)
+            best = np.where(better, value, best)
+            damping = np.where(better, damping / 4, damping * 4)
+            if better.all():
+                break
+    return knobs, theta if weights is not None else theta[0]
+
+
+def held_out(rows: Sequence[Row], most: int = 24) -> Array:
+    """Seconds predicted for each row of one source by a fit that has not seen its shape; NaN if there is only one.
+
+    With more than ``most`` shapes, they are held out in ``most`` sets.
+    """
+    forms = sorted({row.form for row in rows})
+    if len(forms) < 2:
+        return np.full(len(rows), np.nan)
+    # Forms are sorted by size, so that taking every n-th one spreads a set over the sizes.
+    fold = {form: i % min(most, len(forms)) for i, form in enumerate(forms)}
+    member = np.array([fold[row.form] for row in rows])
+    weights = np.array([(member != i).astype(float) for i in range(min(most, len(forms)))])
+    knobs, theta = fit(rows, weights)
+    return predict(rows, knobs, theta[member])
+
+
+def predict(rows: Sequence[Row], knobs: Sequence[Knob], theta: Array) -> Array:
+    """Seconds of each row; ``theta``: ``[knob]`` or ``[row, knob]``."""
+    shape, machine, plan, engine = columns(rows)
+    if theta.ndim == 2:
+        masks = masks_of(knobs, rows)
+        merged = np.einsum("nk,kn->kn", theta, masks)
+        logs: dict[str, Array] = {}
+        for i, knob in enumerate(knobs):
+            logs[knob.field] = logs.get(knob.field, np.zeros(1)) + merged[i]
+        return step_time(shape, machine, plan, scaled(engine, {k: np.exp(v) for k, v in logs.items()})).total
+    return step_time(shape, machine, plan, scaled(engine, factors(knobs, theta, masks_of(knobs, rows)))).total
+
+
+# --- files
+
+
+def calibrate(rows: Sequence[Row]) -> dict[str, Any]:
+    """A calibration as plain data: factors per source and for all rows together, and GiB of constant per program."""
+    timed = [row for row in rows if row.seconds]
+    if not timed:
+        raise WeftError("no row has a time to calibrate with")
+    sources: dict[str, list[Row]] = {}
+    for row in timed:
+        sources.setdefault(row.source, []).append(row)
+    # Sources count alike in the fit for all, whatever their number of rows.
+    even = np.array([[min(1.0, 12 / len(sources[row.source])) for row in timed]])
+    return {
+        "version": 1,
+        "all": _plain(*fit(timed, even)),
+        "sources": {name: _plain(*fit(members)) for name, members in sources.items() if len(members) >= 3},
+        "memory": constants(rows),
+    }
+
+
+def _plain(knobs: Sequence[Knob], theta: Array) -> list[dict[str, Any]]:
+    values = np.exp(theta.reshape(-1, len(knobs))[0])
+    return [
+        {"constant": k.field, "for": k.key, "factor": round(float(x), 4)} for k, x in zip(knobs, values, strict=True)
+    ]
+
+
+def constants(rows: Sequence[Row]) -> dict[str, float]:
+    """GiB beyond the formulas, per program: the median over its rows, and never below zero."""
+    known = [row for row in rows if row.gib]
+    if not known:
+        return {}
+    missing = np.array([row.gib for row in known]) - formulas(known)
+    programs = {row.framework for row in known}
+    medians = {p: float(np.median(missing[[row.framework == p for row in known]])) for p in sorted(programs)}
+    return {program: round(max(0.0, value), 2) for program, value in medians.items()}
+
+
+def formulas(rows: Sequence[Row]) -> Array:
+    """GiB of each row without the constant."""
+    shape, _, plan, engine = columns(rows)
+    memory = peak_memory(shape, plan, engine)
+    return np.asarray(memory.total - memory.constant) / 2**30
+
+
+def save(calibration: dict[str, Any], path: Path) -> None:
+    try:
+        path.write_text(json.dumps(calibration, indent=1) + "\n")
+    except OSError as error:
+        raise WeftError(f"cannot write {path}: {error.strerror}") from None
+
+
+def load(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+        apply(found, [])
+        return found
+    except OSError as error:
+        raise WeftError(f"cannot read calibration {path}: {error.strerror}") from None
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise UsageError(
+            f"{path} is not a calibration; write one with weft plan calibrate ROWS.csv --out FILE"
+        ) from None
+
+
+def apply(calibration: dict[str, Any] | None, rows: Sequence[Row]) -> tuple[Array, Array]:
+    """``(seconds, GiB)`` of each row: by the fit of its source, else by that of all rows, else by the presets."""
+    calibration = calibration or {"all": [], "sources": {}, "memory": {}}
+    time = np.zeros(len(rows))
+    tables = {None: calibration["all"], **calibration["sources"]}
+    chosen = [row.source if row.source in calibration["sources"] else None for row in rows]
+    for name, table in tables.items():
+        knobs = [Knob(item["constant"], 0.0, item["for"]) for item in table]
+        theta = np.log([float(item["factor"]) for item in table])
+        index = [i for i, source in enumerate(chosen) if source == name]
+        if index:
+            time[index] = predict([rows[i] for i in index], knobs, theta)
+    own = calibration["memory"]
+    gib = formulas(rows) + [own.get(row.framework, row.engine.constant) for row in rows] if rows else np.zeros(0)
+    return time, gib

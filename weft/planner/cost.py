@@ -1,0 +1,256 @@
+"""Time of one training step for a shape, a machine and a plan: a roofline in closed form.
+
+Every argument may hold arrays (one entry per candidate or row), so one code path serves one layout and a million.
+Sources: Narayanan et al. 2021 (2104.04473; pipeline, tensor parallelism), Korthikanti et al. 2022 (2205.05198;
+sequence parallelism, recomputation), Rajbhandari et al. 2020 (ZeRO), Qi et al. 2023 (2401.10241; zero bubble),
+Thakur et al. 2005 (collectives).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.planner.engine import Engine
+from weft.planner.machine import Machine, Num
+from weft.planner.shape import Shape
+
+RECOMPUTE = ("none", "selective", "full")
+CONTEXT = ("ring", "ulysses", "gather")
+#: Schedules with a closed form. Order matters: a plan holds the index.
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b", "breadth-first")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step is laid over devices. ``dp`` copies x ``shard`` x ``cp`` x ``pp`` x ``tp`` ranks.
+
+    ``ep`` divides ``dp * shard``: experts live on the ranks of other axes. ``schedule``, ``recompute`` and
+    ``context`` are indices into the tables above; ``bits``: of the products. ``batch`` and ``micro_batch`` count
+    sequences of ``seq`` tokens. ``frozen`` 1: only adapters are trained, weights get no gradient (LoRA, 2106.09685).
+    """
+
+    dp: Num = 1
+    shard: Num = 1
+    zero: Num = 1
+    tp: Num = 1
+    cp: Num = 1
+    context: Num = 0
+    pp: Num = 1
+    virtual: Num = 1
+    schedule: Num = 0
+    ep: Num = 1
+    micro_batch: Num = 1
+    batch: Num = 1
+    seq: Num = 2048
+    recompute: Num = 0
+    bits: Num = 16
+    frozen: Num = 0
+
+    @property
+    def data(self) -> Num:
+        return self.dp * self.shard
+
+    @property
+    def world(self) -> Num:
+        return self.data * self.cp * self.pp * self.tp
+
+    @property
+    def microbatches(self) -> Num:
+        return np.maximum(1, np.ceil(self.batch / (self.data * self.micro_batch)))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds per step on the slowest rank, by cause; communication is what compute does not hide."""
+
+    compute: Num
+    recompute: Num
+    tp: Num
+    cp: Num
+    ep: Num
+    pp: Num
+    dp: Num
+    bubble: Num
+    optimizer: Num
+    other: Num
+
+    @property
+    def total(self) -> Num:
+        parts = (self.compute, self.recompute, self.tp, self.cp, self.ep, self.pp, self.dp, self.bubble)
+        return sum(parts) + self.optimizer + self.other
+
+
+def axis(machine: Machine, engine: Engine, stride: Num, size: Num) -> tuple[Num, Num]:
+    """``(bytes/s, seconds)``: ring bandwidth per rank and latency of one collective over ranks ``stride`` apart.
+
+    A ring that leaves the fast domain uses the network links of all its members inside; a ring that leaves a site
+    shares the links between sites in the same way.
+    """
+    inside = np.clip(machine.domain // stride, 1, size)
+    local = np.clip(machine.site // stride, 1, size)
+    link = machine.link * engine.link
+    out = inside < size
+    far = local < size
+    network = np.minimum(link, machine.network * engine.network * inside)
+    bandwidth = np.where(out, network, link)
+    bandwidth = np.where(far, np.minimum(bandwidth, machine.between * engine.network * local), bandwidth)
+    hops = np.log2(np.maximum(size, 1))
+    outer = np.log2(np.maximum(size / inside, 1))
+    latency = machine.link_latency * (hops - outer) + machine.network_latency * outer
+    return bandwidth, engine.latency * (latency + far * machine.between_latency * np.log2(np.maximum(size / local, 1)))
+
+
+def gather(size: Num, full: Num, link: tuple[Num, Num]) -> Num:
+    """Seconds of an all-gather or reduce-scatter of ``full`` bytes; an all-reduce takes two."""
+    return (size > 1) * ((size - 1) / size * full / link[0] + link[1])
+
+
+def exchange(machine: Machine, engine: Engine, stride: Num, size: Num, sent: Num) -> Num:
+    """Seconds of an all-to-all in which each rank holds ``sent`` bytes: what leaves the domain crosses its own NIC."""
+    inside = np.clip(machine.domain // stride, 1, size)
+    out = sent * (size - inside) / size / (machine.network * engine.network)
+    within = sent * (inside - 1) / size / (machine.link * engine.link)
+    return (size > 1) * (np.maximum(out, within) + axis(machine, engine, stride, size)[1])
+
+
+def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cost:
+    """Time of one optimizer step, split by cause."""
+    tokens = plan.micro_batch * plan.seq / plan.cp  # of a rank and microbatch
+    rate = machine.peak * machine.clock * engine.matmul
+    memory = machine.hbm * 0.8
+    width = plan.bits / 8
+    dense, moe = shape.dense_share, 1 - shape.dense_share
+
+    def product(m: Num, n: Num, k: Num) -> Num:
+        """Seconds of one forward product; each of the two backward products takes as long."""
+        moved = width * (m * k + n * k) + 2 * m * n
+        return 2 * m * n * k / rate + engine.traffic * moved / memory
+
+    # --- one layer, forward
+    tp = plan.tp
+    matmuls = product(tokens, shape.qkv_width / tp, shape.embed)
+    matmuls = matmuls + product(tokens, shape.embed, shape.heads * shape.head_dim / tp)
+    up = 1 + shape.gated
+    matmuls = matmuls + dense * (
+        product(tokens, up * shape.ffn / tp, shape.embed) + product(tokens, shape.embed, shape.ffn / tp)
+    )
+    local_experts = np.maximum(shape.experts / plan.ep, 1)
+    # Experts are whole: the ranks of tp route different tokens, as in sequence-parallel regions.
+    routed = tokens / tp * shape.top_k * engine.balance  # tokens that arrive at the experts of a rank
+    share = np.maximum(routed / local_experts, 1)
+    expert_ffn = np.maximum(shape.expert_ffn, 1)
+    experts = local_experts * (product(share, up * expert_ffn, shape.embed) + product(share, shape.embed, expert_ffn))
+    shared = np.maximum(shape.shared_ffn, 1) / tp
+    shared_time = product(tokens, up * shared, shape.embed) + product(tokens, shape.embed, shared)
+    matmuls = matmuls + moe * ((shape.experts > 0) * experts + (shape.shared_ffn > 0) * shared_time)
+
+    score = tokens * plan.seq * shape.heads / tp  # entries of the score matrix, masked half included
+    fused = 2 * score * shape.head_dim / (machine.peak16 * machine.fused * engine.attention)
+    split = 4 * score * shape.head_dim / (machine.peak16 * 0.5) + engine.scores * score / memory
+    attention = np.where(engine.flash > 0, fused, split)
+    # Norms, residuals, rotary embedding and activation; lower precisions read once more to scale and to cast.
+    norms = shape.embed / np.where(engine.sequence > 0, tp, 1.0)
+    casts = 1 + 0.3 * (width < 2)
+    ffn = dense * shape.ffn + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
+    inner = (shape.qkv_width + up * ffn) / tp
+    routing = moe * engine.moe * shape.top_k * shape.embed
+    pointwise = casts * tokens * (engine.elementwise * (norms + routing) + engine.inner * inner) / memory
+
+    # --- communication of one layer, forward
+    hidden = 2 * tokens * shape.embed
+    link_tp = axis(machine, engine, 1, tp)
+    tp_layer = 2 * 2 * gather(tp, hidden, link_tp)
+    cp = plan.cp
+    kv = 2 * 2 * tokens * shape.kv_heads * shape.head_dim / tp
+    heads = 2 * tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / tp
+    ring = gather(cp, kv * cp, axis(machine, engine, tp, cp))
+    cp_layer = np.where(plan.context == 1, exchange(machine, engine, tp, cp, heads), ring)
+    # A token crosses to a domain once, however many of its experts are there.
+    domains = np.maximum(1, plan.ep / np.minimum(machine.domain, plan.ep))
+    once = np.where(domains > 1, np.minimum(1.0, domains / np.maximum(shape.top_k, 1)), 1.0)
+    ep_layer = moe * 2 * exchange(machine, engine, 1, plan.ep, 2 * routed * shape.embed * once)
+
+    exposed_tp = engine.exposed_tp * tp_layer
+    exposed_cp = engine.exposed_cp * cp_layer + np.maximum(0, (1 - engine.exposed_cp) * cp_layer - attention)
+    exposed_ep = engine.exposed_ep * ep_layer
+
+    # The processor that launches can be slower than the device: a smooth maximum of the two.
+    busy = matmuls + attention + pointwise
+    floor = engine.kernels * engine.launch * (1 + 3 * moe) * (1 + 0.15 * (tp > 1))
+    forward = (busy**4 + floor**4) ** 0.25
+    # Backward: two products per product, 2.5 for fused attention (it recomputes the scores), twice the traffic.
+    work = (2 - plan.frozen) * matmuls + np.where(engine.flash > 0, 2.5, 2.0) * attention + 2 * pointwise
+    backward = (work**4 + (1.6 * floor) ** 4) ** 0.25
+    full = plan.recompute == 2
+    again = np.where(full, forward, 0.0)
+    # Selective: scores again where they are written; under fused attention, half of the products.
+    selective = np.where(engine.flash > 0, 0.5 * matmuls + pointwise, attention)
+    again = again + (plan.recompute == 1) * selective
+    passes = 2.0 + full  # forward-sized communications per layer
+
+    # --- one stage, one microbatch
+    stages = plan.pp
+    even = np.ceil(shape.layers / stages) == shape.layers / stages
+    # Where layers do not divide, embedding and head are counted as layers, as Megatron and Weft place them.
+    most = np.where(even, shape.layers / stages, np.ceil((shape.layers + 2) / stages))
+    last = np.where(even, most, most - 1)
+    head = 3 * product(tokens, shape.vocab / tp, shape.embed) + 30 * tokens * shape.vocab / tp / memory
+    layer = forward + backward
+    tail = np.maximum(0, last * layer + head - most * layer) * (stages > 1) + head * (stages == 1)
+    m = plan.microbatches
+    compute = m * (most * layer + tail)
+    recompute = m * most * again
+    time_tp = m * most * passes * exposed_tp
+    time_cp = m * most * passes * exposed_cp * 1.2
+    time_ep = m * most * passes * exposed_ep
+
+    # --- pipeline
+    v = np.maximum(1, plan.virtual)
+    one = most * (layer + again + passes * (exposed_tp + exposed_cp + exposed_ep))  # of a rank and microbatch
+    weight = most * matmuls  # time of the weight gradients, which zero-bubble schedules move
+    plain = (stages - 1) * one
+    gone = np.select(
+        [plan.schedule == 2, plan.schedule == 4, plan.schedule == 3, plan.schedule == 5, plan.schedule == 6],
+        [weight, weight, 2 * weight, 2 * weight, 2.5 * weight],
+        0.0,
+    )
+    bubble = (stages > 1) * np.maximum(plain / v - (stages - 1) * gone, 0.0)
+    _, wait = axis(machine, engine, plan.world / stages, np.minimum(stages, 2))
+    pair = axis(machine, engine, plan.world / stages, np.minimum(stages, 2))[0]
+    pair = np.minimum(pair, machine.link * engine.link)
+    hop = hidden / tp / pair + wait  # every tp rank sends its part
+    time_pp = (stages > 1) * 2 * hop * (engine.exposed_pp * m * v + stages)
+
+    # --- data parallelism
+    replicas = plan.data * cp
+    body = most * shape.dense_weights / tp + shape.table / tp
+    own = body + most * shape.expert_weights / tp / plan.ep
+    stride = tp
+    link_dp = axis(machine, engine, stride, replicas)
+    buckets = np.maximum(1, most / 4)
+    slow = (link_dp[0], link_dp[1] * buckets)
+    reduce = gather(replicas, engine.gradient * own, slow)
+    fetch = gather(replicas, 2 * own, slow)
+    # HSDP: gathers stay inside the shard group, gradients cross to the copies once per step.
+    copies = axis(machine, engine, stride * plan.shard * cp, plan.dp)
+    across = 2 * gather(plan.dp, engine.gradient * own / np.maximum(plan.shard, 1), copies) * (plan.shard > 1)
+    inner_size = np.where(plan.shard > 1, plan.shard * cp, replicas)
+    link_in = axis(machine, engine, stride, inner_size)
+    slow_in = (link_in[0], link_in[1] * np.maximum(1, most))
+    fetch3 = gather(inner_size, 2 * own, slow_in)
+    reduce3 = gather(inner_size, engine.gradient * own, slow_in)
+    sharded = plan.zero >= 3
+    # A pipeline keeps gathered parameters over its microbatches, and gathers them once.
+    gathers = np.where(stages > 1, 1, m) * 2 * fetch3
+    moved = np.where(sharded, gathers + m * reduce3 + across, reduce + fetch) * (1 - plan.frozen)
+    # Hidden behind compute: of every pass when parameters are sharded, else of one microbatch's passes.
+    cover = np.where(sharded, compute + recompute + time_tp, most * (layer + again))
+    hideable = (1 - engine.exposed_dp) * moved
+    time_dp = moved - np.minimum(hideable, cover)
+
+    local = own / np.where(plan.zero >= 1, replicas, 1.0)
+    optimizer = engine.optimizer * local / memory * (1 - plan.frozen)
+    beyond = np.log2(np.maximum(plan.world / 8, 1))
+    known = compute + recompute + time_tp + time_cp + time_ep + time_pp + time_dp + bubble
+    other = engine.step + engine.jitter * beyond * known
+    return Cost(compute, recompute, time_tp, time_cp, time_ep, time_pp, time_dp, bubble, optimizer, other)

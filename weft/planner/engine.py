@@ -1,0 +1,104 @@
+"""How well a training program uses the machine: a few constants with a physical meaning each, per class of program."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from weft.planner.machine import Num
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Time constants, then memory constants. Each may be an array with one entry per row.
+
+    ``matmul``: share of the device's attainable product rate; ``traffic``: times that operands and results of a
+    product cross device memory; ``attention``: the same share for fused attention; ``flash``: 1 if attention is
+    fused, 0 if scores are written to memory; ``scores``: bytes moved per score in the forward if they are;
+    ``elementwise``: bytes moved per token and unit of width in the forward of a layer, outside attention and
+    feed-forward, ``inner`` inside (per element of their widths); ``kernels``: launches in the
+    forward of a layer, ``launch`` seconds each; ``exposed_*``: share of communication that is never hidden;
+    ``link``, ``network``: share of the nominal bandwidth; ``latency``: factor on the latencies; ``optimizer``: bytes
+    moved per local parameter; ``step``: seconds per step of everything else; ``jitter``: share of time lost per
+    doubling of ranks beyond a node; ``sequence``: 1 if norm regions are cut over tp as well; ``balance``: load of
+    the fullest expert rank over the mean; ``moe``: elementwise traffic of routing, in units of ``elementwise``.
+
+    ``gradient``: bytes per parameter; ``master``: bytes of optimizer state per parameter; ``constant``: GiB of
+    context, communication buffers and fragmentation (measured, one number per class); ``saved``: bytes kept per
+    token and unit of width outside attention and feed-forward; ``vocab``: bytes per logit.
+    """
+
+    matmul: Num = 1.0
+    traffic: Num = 1.15
+    attention: Num = 0.6
+    flash: Num = 1.0
+    scores: Num = 9.0
+    elementwise: Num = 21.0
+    inner: Num = 4.5
+    kernels: Num = 28.0
+    launch: Num = 20e-6
+    exposed_tp: Num = 0.52
+    exposed_dp: Num = 0.3
+    exposed_pp: Num = 0.7
+    exposed_cp: Num = 0.3
+    exposed_ep: Num = 0.6
+    link: Num = 0.75
+    network: Num = 0.65
+    latency: Num = 2.4
+    optimizer: Num = 22.0
+    step: Num = 0.03
+    jitter: Num = 0.01
+    sequence: Num = 1.0
+    balance: Num = 1.1
+    moe: Num = 0.7
+    gradient: Num = 4.0
+    master: Num = 12.0
+    constant: Num = 3.0
+    saved: Num = 16.0
+    vocab: Num = 10.0
+
+
+_PLAIN = Engine()
+#: Classes of programs. What sets them apart is what they overlap, fuse and shard, not who published the run.
+ENGINES: dict[str, Engine] = {
+    # Megatron-LM with sequence parallelism, distributed optimizer and overlapped reductions (2023 on); NeMo.
+    "megatron": replace(
+        _PLAIN, attention=0.75, elementwise=27.0, inner=6.0, step=0.08, network=0.9, exposed_dp=0.15, exposed_tp=0.58,
+        latency=3.0, kernels=36.0,
+    ),
+    # Megatron-LM to 2022 and Megatron-DeepSpeed: scores written out, activations whole on every tp rank, no overlap.
+    "megatron-2021": replace(
+        _PLAIN, sequence=0.0, exposed_tp=0.75, exposed_dp=1.0, exposed_pp=1.0, flash=0.0, elementwise=23.0,
+        gradient=2.0, inner=4.0, kernels=40.0, step=0.012, scores=8.0, link=0.65,
+    ),
+    # PyTorch FSDP with parameters gathered per layer and pass.
+    "fsdp": replace(_PLAIN, exposed_dp=0.4, gradient=2.0, step=0.018),
+    # FSDP2, tensor and pipeline parallelism under torch.compile; scaled_dot_product_attention.
+    "compiled": replace(_PLAIN, elementwise=18.0, inner=3.5, kernels=20.0, exposed_dp=0.25, attention=0.4, vocab=12.0),
+    # Eager PyTorch modules with their own parallelism.
+    "eager": replace(
+        _PLAIN, elementwise=25.0, kernels=36.0, exposed_tp=0.75, exposed_dp=1.0, exposed_pp=1.0, network=0.5, step=0.05,
+        saved=32.0, constant=2.0,
+    ),
+    # XLA: one program, compiled.
+    "xla": replace(_PLAIN, matmul=0.9, elementwise=18.0, inner=3.5, kernels=8.0, exposed_dp=0.4, network=0.6),
+}  # fmt: skip
+
+
+#: GiB beyond the formulas, per program: medians over published peaks. Megatron-DeepSpeed's is what nvidia-smi shows
+#: (context, communication buffers and what the allocator keeps), the others' what the allocator has handed out.
+CONSTANTS: dict[str, float] = {"megatron-deepspeed": 12.0, "megatron-lm": 0.0, "nanotron": 0.0, "torchtitan": 4.7}
+
+
+def scaled(engine: Engine, factors: dict[str, Num]) -> Engine:
+    """The engine with some constants multiplied; shares stay below one."""
+    new: dict[str, Any] = {}
+    for name, factor in factors.items():
+        value = getattr(engine, name) * factor
+        new[name] = np.minimum(value, 1.0) if name.startswith("exposed") else value
+    return replace(engine, **new)
+
+
+def stack(items: list[Any]) -> Any:
+    """One dataclass whose fields are arrays, from a list of the same dataclass with numbers."""
+    return replace(items[0], **{f.name: np.array([float(getattr(i, f.name)) for i in items]) for f in fields(items[0])})

@@ -1,0 +1,113 @@
+"""Peak memory of a rank, split by what holds it; every argument may hold arrays, as in :mod:`weft.planner.cost`.
+
+Activations follow Korthikanti et al. 2022 (2205.05198, section 4), written for any widths; what a schedule keeps
+alive follows the papers of the schedules.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from weft.planner.cost import Plan
+from weft.planner.engine import Engine
+from weft.planner.machine import Num
+from weft.planner.shape import Shape
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank. ``buffers``: what is gathered or computed at one time; ``constant``: measured."""
+
+    parameters: Num
+    gradients: Num
+    optimizer: Num
+    activations: Num
+    buffers: Num
+    constant: Num
+
+    @property
+    def total(self) -> Num:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def in_flight(plan: Plan, position: Num) -> Num:
+    """Microbatches whose activations pipeline rank ``position`` holds at once, in units of all its stages."""
+    m, p, v, s = plan.microbatches, plan.pp, np.maximum(1, plan.virtual), plan.schedule
+    left = p - position
+    plain = np.where(v > 1, left + (p - 1) / v, left)
+    double = np.where(position > 0, 2 * left, 2 * left - 1)
+    return np.minimum(
+        m, np.select([s == 1, (s == 3) | (s == 5), (s == 4) | (s == 6), s == 8], [m, double, p, m], plain)
+    )
+
+
+def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
+    """Bytes of one layer and microbatch: ``(kept for backward, alive while the layer is computed)``."""
+    tokens = plan.micro_batch * plan.seq / plan.cp
+    cut = np.where(engine.sequence > 0, plan.tp, 1.0)
+    dense = shape.dense_share
+    ffn = dense * shape.ffn + (1 - dense) * (shape.top_k * shape.expert_ffn * plan.tp + shape.shared_ffn)
+    routed = (1 - dense) * 4 * shape.top_k * shape.embed / plan.tp
+    norms = engine.saved * shape.embed / cut
+    attention = 2 * (shape.qkv_width + shape.heads * shape.head_dim) / plan.tp
+    inner = 2 * (2 + shape.gated) * ffn / plan.tp
+    scores = np.where(engine.flash > 0, 0.0, 5 * shape.heads * plan.seq / plan.tp)
+    whole = norms + attention + inner + routed
+    # Selective: scores where there are any; under fused attention every other product is computed again.
+    selective = np.where(engine.flash > 0, 4 * shape.embed / cut + attention / 2 + inner / 2, whole)
+    kept = np.select([plan.recompute == 2, plan.recompute == 1], [2 * shape.embed / cut, selective], whole + scores)
+    return tokens * kept, tokens * (whole + scores)
+
+
+def peak_memory(shape: Shape, plan: Plan, engine: Engine) -> Memory:
+    """Memory of the fullest pipeline rank: the first two and the last are compared."""
+    even = np.ceil(shape.layers / plan.pp) == shape.layers / plan.pp
+    most = np.where(even, shape.layers / plan.pp, np.ceil((shape.layers + 2) / plan.pp))
+    ends = np.where(even, most, most - 1)
+    kept, alive = layer_bytes(shape, plan, engine)
+    layer = shape.dense_weights / plan.tp
+    expert = shape.expert_weights / np.maximum(plan.ep, 1)
+    table = shape.table / plan.tp
+    tokens = plan.micro_batch * plan.seq / plan.cp
+    logits = engine.vocab * tokens * shape.vocab / plan.tp
+    replicas = plan.data * plan.cp
+    inner = np.where(plan.shard > 1, plan.shard * plan.cp, replicas)
+
+    def at(position: Num, layers: Num, tables: Num, out: Num) -> Memory:
+        weights = layers * (layer + expert) + tables * table
+        whole = np.where(plan.zero >= 3, 1 / inner, 1.0)
+        trained = 1 - plan.frozen
+        # FSDP keeps full precision in the shard (counted as optimizer state) and gathers two layers at a time.
+        sharded = plan.zero >= 3
+        # ... unless a pipeline keeps them, and the sums of their gradients, over its microbatches.
+        held = np.where(plan.pp > 1, layers, np.minimum(2, layers)) * (layer + expert) + tables * table
+        gathered = np.where(sharded, (2 + engine.gradient * trained) * held, 0.0)
+        # What expert parallelism has cut is replicated over the ranks that are left.
+        spread = np.where(plan.zero >= 1, inner, 1.0)
+        expert_spread = np.where(plan.zero >= 1, np.maximum(inner * plan.tp / np.maximum(plan.ep, 1), 1), 1.0)
+        states = (layers * layer + tables * table) / spread + layers * expert / expert_spread
+        live = in_flight(plan, position)
+        working = np.where(plan.recompute == 0, 0.0, np.maximum(alive - kept, 0))
+        return Memory(
+            parameters=2 * weights * whole,
+            gradients=trained * engine.gradient * weights * np.where(plan.zero >= 2, 1 / inner, 1.0),
+            optimizer=trained * engine.master * states,
+            activations=live * layers * kept + out * logits,
+            buffers=working + gathered,
+            constant=engine.constant * 2**30 + 0 * weights,
+        )
+
+    alone = plan.pp == 1
+    both = 2 - shape.tied
+    candidates = [
+        at(0, ends, np.where(alone, both, 1.0), np.where(alone, 1.0, 0.0)),
+        at(np.minimum(1, plan.pp - 1), np.where(plan.pp > 2, most, 0), 0.0, 0.0),
+        at(plan.pp - 1, np.where(alone, 0, ends), 1.0, 1.0),
+    ]
+
+    def column(name: str) -> list[Num]:
+        return list(np.broadcast_arrays(*[np.asarray(getattr(c, name), dtype=float) for c in candidates], like))[:-1]
+
+    like = np.zeros(np.broadcast(plan.pp, plan.batch, shape.layers, engine.constant, plan.tp).shape)
+    worst = np.stack(column("total")).argmax(0)
+    return Memory(**{f.name: np.choose(worst, column(f.name)) for f in fields(Memory)})

@@ -1,0 +1,265 @@
+"""Published measurements as shapes, machines, plans and engines; what cannot be read is listed with the reason."""
+
+import csv
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weft.errors import UsageError, WeftError
+from weft.planner.cost import Plan
+from weft.planner.engine import CONSTANTS, ENGINES, Engine
+from weft.planner.machine import Machine, find_device, machine_of
+from weft.planner.shape import Shape, find_shape
+
+NEEDED = ("id", "source", "model", "layers", "hidden", "heads", "seq_len", "hardware", "n_gpus", "global_batch")
+#: Published schedule names, newest first, as indices into :data:`weft.planner.cost.SCHEDULES`.
+_SCHEDULES = {"zb-2p": 5, "zb-1p": 4, "zb-v": 6, "zb-h1": 2, "zb-h2": 3}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. ``seconds`` and ``gib`` are None where the row does not say; ``ran`` is False for OOM rows."""
+
+    id: str
+    source: str
+    family: str
+    framework: str
+    device: str
+    bits: int
+    shape: Shape
+    machine: Machine
+    plan: Plan
+    engine: Engine
+    seconds: float | None
+    gib: float | None
+    ran: bool
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def form(self) -> tuple[float, ...]:
+        """What "the same shape" means when shapes are held out."""
+        s = self.shape
+        return (s.layers, s.embed, s.heads, s.ffn, s.experts, self.plan.seq)
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
+    """``(rows, refused)``: what the file holds, and ``(id, reason)`` of every line that does not make a row."""
+    if not path.is_file():
+        raise WeftError(f"rows {path} does not exist; give a CSV file with the header of measured.csv")
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+        if missing:
+            raise UsageError(f"{path}: column {missing[0]!r} is missing; the header of measured.csv is expected")
+        rows, refused = [], []
+        for number, record in enumerate(reader, 2):
+            clean = {key: (value or "").strip() for key, value in record.items() if isinstance(value, str | None)}
+            try:
+                rows.append(parse(clean))
+            except (ValueError, UsageError) as error:
+                refused.append((clean.get("id") or f"line {number}", str(error)))
+    return rows, refused
+
+
+def family_of(framework: str, sharding: str, device_peak: float, attention: str) -> str:
+    """Class of a program from what it is called and does."""
+    name = framework.lower()
+    if "maxtext" in name or "jax" in name or "xla" in name:
+        return "xla"
+    if "torchtitan" in name or "compile" in name or "fms" in name:
+        return "compiled"
+    if "foundry" in name or ("fsdp" in name and "megatron" not in name):
+        return "fsdp"
+    if any(word in name for word in ("megatron", "nemo", "intern")):
+        old = "deepspeed" in name or (device_peak < 900e12 and not re.search("nemo|bridge|intern", name))
+        return "megatron-2021" if old and "flash" not in attention else "megatron"
+    if "fsdp" in sharding.lower():
+        return "fsdp"
+    return "eager"
+
+
+def program(framework: str) -> str:
+    """The name of a framework without versions and variants: one memory constant for each."""
+    return re.split(r"[ +/]", framework.strip() or "unknown")[0].lower()
+
+
+def parse(r: dict[str, str]) -> Row:
+    """One line. Raises ValueError with the reason it cannot be read."""
+    assumed: list[str] = []
+
+    def number(name: str, default: float | None = None) -> float:
+        text = r.get(name, "")
+        if not text:
+            if default is None:
+                raise ValueError(f"{name} is not stated")
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"{name} = {text!r} is not a number") from None
+        if not 0 <= value < 1e15:
+            raise ValueError(f"{name} = {text!r} is not possible")
+        return value
+
+    if "formula" in r.get("mem_kind", "") or "ANALYTIC" in r.get("source", ""):
+        raise ValueError("values of a formula, not a measurement")
+    shape = _shape(r, number)
+    world = number("n_gpus")
+    device = find_device(r["hardware"], number("gpu_mem_gb", 80))
+    seq = number("seq_len")
+    batch = number("global_batch")
+    cp = number("cp", 1)
+    if not r.get("tp") and not r.get("pp") and not r.get("dp"):
+        raise ValueError("tp, pp and dp are not stated")
+    if r.get("tp"):
+        tp, pp = number("tp"), number("pp", 1)
+    else:
+        ways = world / number("dp") / cp
+        tp = min(8.0, ways)
+        pp = ways / tp
+        assumed.append(f"tp={tp:.0f},pp={pp:.0f}")
+    if min(world, batch, tp, pp, cp, seq) < 1:
+        raise ValueError("a size of zero")
+    data = world / (tp * pp * cp)  # what is stated as dp may contradict the number of devices
+    if data < 1 or data != int(data):
+        raise ValueError(f"tp x pp x cp = {tp * pp * cp:.0f} does not divide {world:.0f} devices")
+    if not r.get("micro_batch"):
+        steps = number("grad_accum", 0)
+        micro = max(1.0, batch / data / steps) if steps else 1.0
+        assumed.append(f"micro_batch={micro:.0f}")
+    else:
+        micro = number("micro_batch")
+    framework, notes = r.get("framework", ""), r.get("notes", "")
+    sharding = r.get("dp_sharding", "")
+    family = family_of(f"{framework} {'MaxText' if 'MaxText' in notes else ''}", sharding, device.bf16 * 1e12,
+                       r.get("attention", ""))  # fmt: skip
+    bits = _bits(r.get("precision", ""), family, device.fp8 > device.bf16, assumed)
+    zero = 3 if "FSDP" in sharding.upper() and "0" not in sharding else 1
+    if sharding in ("none", "ZeRO-0") or (not sharding and family == "megatron-2021"):
+        zero = 0
+    recompute = r.get("recompute", "").lower()
+    schedule = next((i for name, i in _SCHEDULES.items() if name in f"{framework} {notes}".lower()), 0)
+    virtual = number("vpp", 1)
+    if schedule >= 2:
+        virtual = 1
+    elif pp > 1 and not r.get("vpp") and "interleaved" in f"{framework} {notes}".lower():
+        virtual = 2
+        assumed.append("virtual=2")
+    plan = Plan(
+        dp=1 if zero == 3 else data,
+        shard=data if zero == 3 else 1,
+        zero=zero,
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        virtual=virtual,
+        schedule=schedule,
+        ep=min(number("ep", 1), data * cp * tp),
+        micro_batch=micro,
+        batch=batch,
+        seq=seq,
+        recompute=2 if "full" in recompute else 1 if "selective" in recompute else 0,
+        bits=bits,
+        frozen=int("lora" in notes.lower()),
+    )
+    constant = CONSTANTS.get(program(framework), ENGINES[family].constant)
+    engine = replace(ENGINES[family], constant=constant)
+    if "flash" in r.get("attention", "").lower():
+        engine = replace(engine, flash=1.0)
+    elif "unfused" in r.get("attention", "").lower():
+        engine = replace(engine, flash=0.0)
+    if family == "megatron-2021" and r.get("precision", "").lower() == "bf16":
+        # BF16_Optimizer of DeepSpeed sums gradients in float32 beside the bfloat16 ones.
+        engine = replace(engine, gradient=6.0 if "deepspeed" in framework.lower() else 4.0)
+    if "+SP" in r.get("recompute", ""):
+        engine = replace(engine, sequence=1.0)
+    network = number("internode_gbps_per_gpu", 0) / 8 or None
+    per_node = int(number("gpus_per_node", 8))
+    domain = device.domain if per_node < device.domain and device.domain > 8 else per_node
+    machine = machine_of(device, bits, memory=number("gpu_mem_gb", 0) or None, network=network, domain=domain)
+    gib = number("peak_mem", 0) * (1e9 / 2**30 if r.get("peak_mem_unit") == "GB" else 1) or None
+    ran = r.get("status", "ok").lower() != "oom"
+    seconds = _seconds(r, number, shape, plan, machine, world) if ran else None
+    if ran and seconds is None and gib is None:
+        raise ValueError("neither a time nor a memory is stated")
+    return Row(
+        id=r["id"],
+        source=r["source"],
+        family=family,
+        framework=program(framework),
+        device=device.name,
+        bits=bits,
+        shape=shape,
+        machine=machine,
+        plan=plan,
+        engine=engine,
+        seconds=seconds,
+        gib=gib,
+        ran=ran,
+        assumed=tuple(assumed),
+    )
+
+
+def _shape(r: dict[str, str], number) -> Shape:  # type: ignore[no-untyped-def]
+    if not r.get("layers") or not r.get("hidden"):
+        known = find_shape(r.get("model", ""))
+        if known is None:
+            raise ValueError(f"the shape of {r.get('model')!r} is neither stated nor built in")
+        return known
+    embed, heads = number("hidden"), number("heads")
+    if embed < 1 or heads < 1:
+        raise ValueError("hidden or heads is zero")
+    gated = number("gated_mlp", 0)
+    shape = Shape(
+        number("layers"),
+        embed,
+        heads,
+        number("kv_heads", heads),
+        embed / heads,
+        number("ffn", round(8 * embed / 3) if gated else 4 * embed),
+        number("vocab", 51200),
+        gated=gated,
+        tied=number("tied_embeddings", 1 - gated),
+    )
+    if not r.get("vocab") and r.get("params_b"):  # what the layers leave of the stated size, within the usual
+        left = number("params_b") * 1e9 - (shape.parameters - (2 - shape.tied) * shape.table)
+        shape = replace(shape, vocab=min(max(left / ((2 - shape.tied) * embed), 32000.0), 256000.0))
+    return shape
+
+
+def _bits(text: str, family: str, low: bool, assumed: list[str]) -> int:
+    """Bits of the products; where a vendor's tables leave them out, their headline precision is 8 bits."""
+    text = text.lower()
+    if not text:
+        bits = 8 if low and family == "megatron" else 16
+        assumed.append(f"{bits} bits")
+        return bits
+    if "fp4" in text:
+        return 4
+    if "fp8" in text:
+        return 8
+    return 32 if text in ("fp32", "float32", "tf32") else 16
+
+
+def _seconds(r, number, shape: Shape, plan: Plan, machine: Machine, world: float) -> float | None:  # type: ignore[no-untyped-def]
+    """Seconds per step from whichever column says it; flops count attention whole, as all these tables do."""
+    tokens = plan.batch * plan.seq
+    if value := number("iter_time_s", 0):
+        return value
+    for name, per in (("tokens_per_s_total", 1.0), ("tokens_per_s_per_gpu", world)):
+        if value := number(name, 0):
+            return tokens / (value * per)
+    for name, per in (("samples_per_s", 1.0), ("samples_per_s_per_gpu", world)):
+        if value := number(name, 0):
+            return plan.batch / (value * per)
+    flops = shape.flops_per_token(plan.seq, causal=1.0)
+    hardware = flops + (flops / 3 - 2 * shape.table) * (plan.recompute == 2)
+    if value := number("tflops_per_gpu", 0):
+        used = hardware if re.search("hardware|incl", r.get("tflops_kind", "")) else flops
+        return tokens * used / (value * 1e12 * world)
+    base = machine.peak16 * world / 100
+    if value := number("mfu_pct", 0):
+        return tokens * flops / (value * base)
+    if value := number("hfu_pct", 0):
+        return tokens * hardware / (value * base)
+    return None
