@@ -10,8 +10,11 @@ from weft.errors import WeftError
 
 FILE = "metrics.jsonl"
 
-#: Kinds that are history: every record counts. Of all other kinds the latest record per step counts.
+#: Kinds that are history: every record counts.
 HISTORY = ("run", "event")
+#: Kinds of which a step has several records: of each rank, and of each place that is saved to. Of all others the latest
+#: record per step counts.
+MANY = ("saved", "loaded")
 
 
 class Metrics:
@@ -39,7 +42,7 @@ class Metrics:
         finite = json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)
         self._file.write(json.dumps(finite).encode() + b"\n")
         self._file.flush()
-        if self._tensorboard:
+        if self._tensorboard and kind not in MANY:  # TensorBoard would draw one line through all ranks
             self._log_events(kind, step, values)
 
     def close(self) -> None:
@@ -72,7 +75,7 @@ def read_metrics(run: Path) -> dict[str, list[dict[str, Any]]]:
     if not path.is_file() or not (text := path.read_text(encoding="utf-8", errors="replace")).strip():
         raise WeftError(f"{run} holds no {FILE} with records; give the folder of a run that was started")
     history: dict[str, list[dict[str, Any]]] = {}
-    series: dict[str, dict[int, dict[str, Any]]] = {}
+    series: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
             record = json.loads(line)
@@ -82,7 +85,7 @@ def read_metrics(run: Path) -> dict[str, list[dict[str, Any]]]:
         if kind in HISTORY:
             history.setdefault(kind, []).append(record)
         else:
-            series.setdefault(kind, {})[step] = record
+            series.setdefault(kind, {})[step, number if kind in MANY else 0] = record
         if kind == "run":
-            series = {k: {s: r for s, r in records.items() if s <= step} for k, records in series.items()}
-    return history | {kind: [records[s] for s in sorted(records)] for kind, records in series.items() if records}
+            series = {k: {key: r for key, r in rows.items() if key[0] <= step} for k, rows in series.items()}
+    return history | {kind: [rows[key] for key in sorted(rows)] for kind, rows in series.items() if rows}

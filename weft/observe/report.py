@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from weft.errors import WeftError
+from weft.observe import checkpoints
 from weft.observe.display import clock, compact
 from weft.observe.metrics import read_metrics
 
@@ -40,6 +41,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
         "events": rows((f"step {e['step']:,}", e.get("message", "")) for e in records.get("event", [])),
         "recipe": html.escape(json.dumps(recipe, indent=2)),
         "plotly": get_plotlyjs(),
+        "checkpoints": checkpoint_card(records),
         "charts": json.dumps(charts(records)).replace("<", "\\u003c"),
     }
     template = resources.files("weft.observe").joinpath("report.html").read_text(encoding="utf-8")
@@ -103,6 +105,18 @@ def run_facts(records: dict[str, list[Record]], head: Record) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items() if value}
 
 
+def checkpoint_card(records: dict[str, list[Record]]) -> str:
+    """The card about checkpoints, with places for its charts; nothing if the run has none."""
+    saved, loaded, made = (records.get(kind, []) for kind in ("saved", "loaded", "checkpoint"))
+    found = checkpoints.facts(saved, loaded, made)
+    if not found:
+        return ""
+    said = [checkpoints.verdict(checkpoints.times(r), what) for r, what in ((saved, "Saves"), (loaded, "Loads"))]
+    head = f"<h2>Checkpoints</h2><p>{html.escape(' '.join(filter(None, said)))}</p>"
+    places = f'<div id="heat"></div><div class="pair"><div id="stall"></div><table>{rows(found)}</table></div>'
+    return f'<section class="card" id="checkpoints">{head}{places}</section>'
+
+
 def charts(records: dict[str, list[Record]]) -> list[Record]:
     """Plotly figures as plain JSON; a chart without data is left out. Colors are names of CSS variables."""
     train, split = records.get("train", []), records.get("split", [])
@@ -129,6 +143,24 @@ def charts(records: dict[str, list[Record]]) -> list[Record]:
             layout["xaxis"] = {"range": [min(t["x"][0] for t in traces), max(t["x"][-1] for t in traces)]}
             layout["shapes"] = [{"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1} for x in resumed]
         found.append({"title": title, "note": note, "traces": traces, "layout": layout})
+    return found + checkpoint_charts(records)
+
+
+def checkpoint_charts(records: dict[str, list[Record]]) -> list[Record]:
+    """Those of :func:`checkpoint_card`."""
+    saved, made = records.get("saved", []), records.get("checkpoint", [])
+    found = [heat] if (heat := checkpoints.heat_map(saved, records.get("loaded", []))) else []
+    steps, stall = checkpoints.stalls(saved, made)
+    if steps:
+        (trace,) = line(
+            [{"step": s, "v": v} for s, v in zip(steps, stall, strict=True)], "v", "--c2", ".3~s", smooth=False
+        )
+        layout: Record = {"yaxis": {"rangemode": "tozero", "ticksuffix": " s"}}
+        trace["hovertemplate"] += "s"
+        note = "Seconds that training waited for a save, slowest rank"
+        found.append(
+            {"at": "stall", "title": "Stall", "note": note, "height": 210, "traces": [trace], "layout": layout}
+        )
     return found
 
 

@@ -1,0 +1,223 @@
+"""What a run's page says of its checkpoints: how long saving and loading take, and which rank and stage is slow."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median, quantiles
+from typing import Any
+
+Record = dict[str, Any]
+#: Rank, stage -> median seconds.
+Times = dict[int, dict[str, float]]
+
+#: The stages of a save and of a load in their order; others that metrics may hold come after them.
+SAVE = ("stage", "copy", "wait", "cut", "hash", "write", "commit")
+LOAD = ("plan", "read", "verify", "unpack")
+#: Stages in which a rank waits for others, or for its own writer: slow is then someone or something else.
+WAITING = ("stage", "wait")
+
+#: Up to so many ranks each have a row; of more, the slowest and quantiles of the others.
+ROWS, SLOWEST = 24, 16
+#: From so many times the median on, a stage of a rank is called slow.
+SLOW = 1.3
+#: Times below this share of a save are noise.
+NOISE = 0.03
+
+
+def numbers(row: Record) -> dict[str, float]:
+    """The stages of a row: ``write_s`` as ``write``."""
+    found = {k.removesuffix("_s"): v for k, v in row.items() if k.endswith("_s") and isinstance(v, (int, float))}
+    return {stage: float(v) for stage, v in found.items() if math.isfinite(v)}
+
+
+def times(rows: Sequence[Record]) -> Times:
+    """Median seconds by rank and stage; rows without a rank are the main one's."""
+    found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        for stage, seconds in numbers(row).items():
+            found[rank_of(row)][stage].append(seconds)
+    return {rank: {stage: median(v) for stage, v in found[rank].items()} for rank in sorted(found)}
+
+
+def rank_of(row: Record) -> int:
+    rank = row.get("rank")
+    return rank if isinstance(rank, int) else 0
+
+
+def stages(of: Times, order: Sequence[str]) -> list[str]:
+    """The stages that there are, in their order."""
+    found = {stage for seconds in of.values() for stage in seconds}
+    return [s for s in order if s in found] + sorted(found.difference(order))
+
+
+def over_ranks(of: Times) -> dict[str, float]:
+    """The median over ranks, by stage."""
+    names = {stage for seconds in of.values() for stage in seconds}
+    return {stage: median(seconds[stage] for seconds in of.values() if stage in seconds) for stage in names}
+
+
+def work(seconds: Mapping[str, float]) -> float:
+    """What a rank itself spends, without waiting."""
+    return sum(v for stage, v in seconds.items() if stage not in WAITING)
+
+
+def ratio(seconds: float, middle: float, whole: float) -> float:
+    """Against the median, damped where both are a small part of the ``whole``, so that no colour shouts about 1 ms."""
+    damp = NOISE * whole or 1e-9
+    return (seconds + damp) / (middle + damp)
+
+
+def verdict(of: Times, what: str) -> str:
+    """One sentence: the rank and the stage that cost most above the median, or that there is none."""
+    if not of:
+        return ""
+    middle = over_ranks(of)
+    whole = median(work(seconds) for seconds in of.values())
+    if len(of) == 1:
+        stage = max(middle, key=middle.__getitem__)
+        return f"{what}: {duration(sum(middle.values()))}, most of it {stage} ({duration(middle[stage])})."
+    slow = [
+        (seconds[stage] - middle[stage], rank, stage)
+        for rank, seconds in of.items()
+        for stage in seconds
+        if stage not in WAITING and ratio(seconds[stage], middle[stage], whole) >= SLOW
+    ]
+    if not slow:
+        return f"{what}: no rank stands out."
+    _, rank, stage = max(slow)
+    mine, its = of[rank][stage], middle[stage]
+    many = f"{mine / its:.1f}x the median" if its else "time that others do not need"
+    also = len({r for _, r, _ in slow}) - 1
+    more = f"; {also} other rank{'s are' if also > 1 else ' is'} slow as well" if also else ""
+    return f"{what}: rank {rank} takes {many} in {stage} ({duration(mine)}, median {duration(its)}){more}."
+
+
+def duration(seconds: float) -> str:
+    """In three digits: 850 us, 12.3 ms, 1.23 s, 123 s; the space does not break."""
+    if seconds <= 0:
+        return "0\u00a0s"
+    size, unit = next(((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us"))
+    digits = max(0, 2 - math.floor(math.log10(seconds / size) + 1e-9))
+    return f"{seconds / size:.{min(digits, 2)}f}\u00a0{unit}"
+
+
+def size(count: float) -> str:
+    """Bytes in binary units: 4.01 GiB."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if count < 1000:
+            break
+        count, unit = count / 1024, larger
+    return f"{count:.3g} {unit}"
+
+
+def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None:
+    """Rank x stage: seconds as text, against the median over ranks as color. None without rows."""
+    groups = [(times(saved), SAVE, "save"), (times(loaded), LOAD, "load")]
+    ranks = sorted({rank for of, *_ in groups for rank in of})
+    if not ranks:
+        return None
+    columns = [(what, of, stage) for of, order, what in groups for stage in stages(of, order)]
+    middles = [over_ranks(of)[stage] for _, of, stage in columns]
+    wholes = [median(work(seconds) for seconds in of.values()) for _, of, _ in columns]
+    lines: list[tuple[str, list[float | None]]] = [
+        (f"rank {rank}", [of.get(rank, {}).get(stage) for _, of, stage in columns]) for rank in ranks
+    ]
+    if len(ranks) > ROWS:
+        by_time = sorted(range(len(ranks)), key=lambda i: -sum(work(of.get(ranks[i], {})) for of, *_ in groups))
+        others = [lines[i][1] for i in by_time[SLOWEST:]]
+        tails = [_tail([v for v in column if v is not None]) for column in zip(*others, strict=True)]
+        lines = [lines[i] for i in by_time[:SLOWEST]]
+        for n, label in enumerate(("slowest tenth", "median", "fastest tenth")):
+            lines.append((f"other {len(others)}: {label}", [tail[n] for tail in tails]))
+    shown = lines[::-1]  # the first row is at the top
+    text = [["" if v is None else duration(v) for v in row] for _, row in shown]
+    color: list[list[float | None]] = [
+        [
+            None if v is None else round(math.log2(ratio(v, middle, whole)), 3)
+            for v, middle, whole in zip(row, middles, wholes, strict=True)
+        ]
+        for _, row in shown
+    ]
+    hover = [
+        [
+            "" if v is None else f"{duration(v)}, {v / middle:.2f}x the median" if middle else duration(v)
+            for v, middle in zip(row, middles, strict=True)
+        ]
+        for _, row in shown
+    ]
+    names = [f"{what} {stage}" for what, _, stage in columns]
+    trace: Record = {"type": "heatmap", "z": color, "text": text, "customdata": hover, "texttemplate": "%{text}"}
+    trace |= {"x": names, "y": [name for name, _ in shown], "zmin": -1, "zmax": 2, "showscale": False}
+    trace |= {"hovertemplate": "%{y}, %{x}: %{customdata}<extra></extra>", "hoverongaps": False, "xgap": 2, "ygap": 2}
+    trace["colorscale"] = [[0, "--cold"], [1 / 3, "--even"], [2 / 3, "--warm"], [1, "--hot"]]
+    axis = {"type": "category", "showgrid": False, "ticks": ""}
+    split = sum(what == "save" for what, *_ in columns)
+    layout: Record = {"hovermode": "closest", "yaxis": axis, "margin": {"l": 48, "r": 8, "t": 42, "b": 4}}
+    layout["xaxis"] = axis | {"side": "top", "tickangle": 0, "tickvals": names, "ticktext": [s for *_, s in columns]}
+    place = {"yref": "paper", "y": 1, "yshift": 42, "yanchor": "top", "xanchor": "left", "showarrow": False}
+    starts = [(what, at) for what, at, of in (("save", 0, saved), ("load", split, loaded)) if of]
+    layout["annotations"] = [place | {"x": at - 0.5, "text": f"<b>{what}</b>"} for what, at in starts]
+    if 0 < split < len(names):
+        edge: Record = {"type": "line", "x0": split - 0.5, "x1": split - 0.5, "yref": "paper", "y0": 0, "y1": 1}
+        layout["shapes"] = [edge]
+    count = len({row["step"] for row in saved})
+    note = f"Median over {count:,} save{'s' * (count != 1)}, colored against the median over ranks."
+    note += " Stage: the wait for the save before, and for all ranks to agree." if "stage" in names[0] else ""
+    at = {"at": "heat", "title": "Seconds by rank and stage", "note": note, "height": 48 + 26 * len(shown)}
+    return at | {"traces": [trace], "layout": layout}
+
+
+def _tail(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    if len(values) < 2:
+        return (None, values[0] if values else None, None)
+    cut = quantiles(values, n=10, method="inclusive")
+    return cut[8], median(values), cut[0]
+
+
+def stalls(saved: Sequence[Record], checkpoints: Sequence[Record]) -> tuple[list[int], list[float]]:
+    """Steps, and for how many seconds training waited there: of the slowest rank, where that is known."""
+    found: dict[int, float] = {}
+    for row in saved:
+        seconds = numbers(row)
+        if "stage" in seconds:  # with ``wait``, the copy goes on beside training until it is waited for
+            stall = seconds["stage"] + seconds.get("wait", seconds.get("copy", 0.0))
+            found[row["step"]] = max(stall, found.get(row["step"], 0.0))
+    for row in checkpoints:
+        stall_s = row.get("stall_s")
+        if row["step"] not in found and isinstance(stall_s, (int, float)):
+            found[row["step"]] = float(stall_s)
+    return sorted(found), [found[step] for step in sorted(found)]
+
+
+def facts(saved: Sequence[Record], loaded: Sequence[Record], checkpoints: Sequence[Record]) -> list[tuple[str, str]]:
+    """Rows of the table beside the heat map."""
+    found = []
+    steps, stall = stalls(saved, checkpoints)
+    saves = len({row["step"] for row in saved} | set(steps))
+    if saves:
+        found.append(("Saves", f"{saves:,}"))
+    if stall:
+        found.append(("Stall", f"{duration(median(stall))} median · {duration(max(stall))} longest"))
+    for what, rows, order in (("Save", saved, SAVE), ("Load", loaded, LOAD)):
+        of = times(rows)
+        if total := _bytes(rows):
+            each = f" · {size(total / len(of))} a rank" if len(of) > 1 else ""
+            found.append(("Bytes of a save" if what == "Save" else "Bytes read", size(total) + each))
+        if of:
+            middle = over_ranks(of)
+            parts = [f"{stage} {duration(middle[stage])}" for stage in stages(of, order)]
+            found.append((f"{what}, median rank", " · ".join(parts)))
+            if len(of) > 1:
+                rank = max(of, key=lambda r: work(of[r]))
+                found.append((f"{what}, slowest rank", f"rank {rank}, {duration(work(of[rank]))} without waiting"))
+    return found
+
+
+def _bytes(rows: Sequence[Record]) -> float:
+    """Of all ranks, in the last step that has any."""
+    by_step: dict[int, float] = defaultdict(float)
+    for row in rows:
+        if isinstance(row.get("bytes"), (int, float)):
+            by_step[row["step"]] += row["bytes"]
+    return max(((step, count) for step, count in by_step.items() if count), default=(0, 0.0))[1]
