@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from weft.checkpoint.format import BLOCK, Tensor, index, meet, read_manifest, share, tiles, volume
+from weft.checkpoint.format import BLOCK, Manifest, Tensor, index, meet, share, tiles, volume
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.save import NAMES, Local, Saver, plan
 from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.store import extras
+from weft.checkpoint.store import extract
 from weft.errors import WeftError
 from weft.layout.dims import Box, part
 
@@ -88,7 +88,8 @@ def test_round_trip_is_exact_and_other_programs_can_read_it(tmp_path: Path) -> N
     checkpoint.load(locals_of(back))
     assert all(torch.equal(back[name], values[name]) for name in values)
     assert checkpoint.meta["step"] == 7
-    assert extras(tmp_path, checkpoint.meta).joinpath("note.txt").read_bytes() == b"hello"
+    extract(checkpoint, tmp_path)
+    assert (tmp_path / "note.txt").read_bytes() == b"hello"
     with safe_open(next(tmp_path.glob("data/*.safetensors")), "pt") as file:
         assert torch.equal(file.get_tensor("model.odd@0:7,0:5,0:3"), values["model.odd"])
 
@@ -146,7 +147,8 @@ def test_the_index_refuses_gaps(tmp_path: Path) -> None:
     for column in ("tensor", "box", "offset", "bytes", "xxh3"):
         tree[column].pop()
     with pytest.raises(WeftError, match="elements"):
-        index({"m": read_manifest(json.dumps(tree).encode(), "m")})
+        described = Manifest(json.dumps(tree).encode(), "m")
+        index({"m": (described.tensors, list(described))})
 
 
 def test_the_plan_is_balanced() -> None:

@@ -85,9 +85,9 @@ def make(folder: Path) -> None:
             assert v.numel() == volume(p.box)
             payload[p.offset : p.offset + p.size] = v.view(-1).view(torch.uint8).numpy().tobytes()
         tensors = {name: local.tensor for name, local in held.items()}
-        blocks = tuple((p.name, p.box) for p in pieces)
+        shares = tuple((p.name, p.box) for p in pieces)
         data = f"data/golden-{rank:05d}.safetensors"
-        report = write(Job(storage, "", data, manifests[rank], tensors, blocks, None), payload)  # type: ignore[arg-type]
+        report = write(Job(storage, "", data, manifests[rank], tensors, shares, None), payload)  # type: ignore[arg-type]
         assert not report.problem, report.problem
     commit(storage, Commit(manifests, META, {"files/golden/note.txt": NOTE}, 0))
 

@@ -48,9 +48,9 @@ def save(folder: Path, values: dict[str, torch.Tensor], step: int = 1) -> Path:
         held[p.name].values[within(p.box, held[p.name].box)].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         for p in pieces
     )
-    blocks = tuple((p.name, p.box) for p in pieces)
+    shares = tuple((p.name, p.box) for p in pieces)
     tensors = {name: local.tensor for name, local in held.items()}
-    job = Job(storage, "", "data/a-0.safetensors", "manifest/a-0.json", tensors, blocks, None)
+    job = Job(storage, "", "data/a-0.safetensors", "manifest/a-0.json", tensors, shares, None)
     assert not write(job, bytearray(payload or b"-")).problem  # type: ignore[arg-type]
     meta = {"step": step, "layout": "one device", "world": 1, "data": "d", "progress": {"step": step, "tokens": 9}}
     commit(storage, Commit(("manifest/a-0.json",), meta, {}, 0))
@@ -243,7 +243,8 @@ def test_prune_spares_a_save_under_way_and_what_was_saved_last(weft: Any, run: P
 
 
 def test_of_one_step_the_newest_is_kept(tmp_path: Path) -> None:
-    found = [save(tmp_path / name, {}, i) for i, name in enumerate(["step-2", "step-2-2", "step-3", "step-4"])]
+    names = ["step-2", "step-2-2", "step-3", "step-4"]
+    found = [LocalStorage(save(tmp_path / name, {}, i)) for i, name in enumerate(names)]
     assert retained(found, 1, every=2) == [found[1], found[3]]
     assert retained(found, 1, scores={2: 1.0, 3: 1.0, 9: 0.0}) == [found[2], found[3]]
     assert retained([], 1) == []

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, cycle, pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -55,8 +55,7 @@ class Tensor:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Elements ``box`` of ``tensor``: ``size`` bytes at ``offset`` of ``file``, row-major, with their xxh3-128."""
 
     tensor: str
@@ -115,7 +114,7 @@ def tiles(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
     for a, b in pairwise(columns):
         row = math.prod(hi - lo for lo, hi in middle) * (b - a) * itemsize
         # Quarters at least where they are not tiny, and a power of two: later cuts by rows then fall between blocks.
-        count = max(-(-(r1 - r0) * row // BLOCK), min(4, (r1 - r0) * row // (BLOCK // 4)), 1)
+        count = max(-(-(r1 - r0) * row // BLOCK), min(4, (r1 - r0) * row // (BLOCK // 16)), 1)
         count = min(r1 - r0, 1 << (count - 1).bit_length())
         for i in range(count):
             first, last = part(r1 - r0, count, i)
@@ -159,19 +158,36 @@ def manifest(file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequen
     })  # fmt: skip
 
 
-def read_manifest(data: bytes, name: str) -> tuple[dict[str, Tensor], list[Block]]:
-    """The tensors and blocks of a manifest. Raises :class:`DamagedCheckpoint` if it is none."""
-    try:
-        tree = json.loads(data)
-        tensors = {key: read_tensor(value) for key, value in tree["tensors"].items()}
-        names = list(tensors)
-        columns = zip(tree["tensor"], tree["box"], tree["offset"], tree["bytes"], tree["xxh3"], strict=True)
-        return tensors, [
-            Block(names[i], tuple((lo, hi) for lo, hi in box), tree["file"], offset, size, xxh3)
-            for i, box, offset, size, xxh3 in columns
-        ]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise DamagedCheckpoint(f"{name} is not a manifest of format {FORMAT} ({type(error).__name__})") from None
+class Manifest:
+    """What a manifest says; a block is made when it is asked for. Raises :class:`DamagedCheckpoint` if it is none."""
+
+    def __init__(self, data: bytes, name: str) -> None:
+        try:
+            tree = json.loads(data)
+            self.tensors = {key: read_tensor(value) for key, value in tree["tensors"].items()}
+            names = list(self.tensors)
+            rows = zip(tree["tensor"], tree["box"], tree["offset"], tree["bytes"], tree["xxh3"], strict=True)
+            self._file = str(tree["file"])
+            self._rows: dict[str, list[tuple[list[list[int]], int, int, str]]] = {}
+            for number, *row in rows:
+                self._rows.setdefault(names[number], []).append(tuple(row))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise DamagedCheckpoint(f"{name} is not a manifest of format {FORMAT} ({type(error).__name__})") from None
+
+    def blocks(self, tensor: str, box: Box | None = None) -> Iterator[Block]:
+        """Blocks of a tensor, in the order of the file; those that have elements of ``box``, if it is given."""
+        for edges, offset, size, xxh3 in self._rows.get(tensor, ()):
+            for (lo, hi), (first, last) in zip(
+                edges, box or (), strict=box is not None
+            ):  # a loop that readers wait for
+                if lo >= last or first >= hi:
+                    break
+            else:
+                yield Block(tensor, tuple((lo, hi) for lo, hi in edges), self._file, offset, size, xxh3)
+
+    def __iter__(self) -> Iterator[Block]:
+        for tensor in self._rows:
+            yield from self.blocks(tensor)
 
 
 def _tensor(t: Tensor) -> dict[str, Any]:

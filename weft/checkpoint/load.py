@@ -1,37 +1,30 @@
 """Loading: the blocks that a rank's boxes need, read once, verified, and put where they belong."""
 
-from collections.abc import Iterator, Mapping
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
-from weft.checkpoint.format import (
-    ROOT,
-    Block,
-    DamagedCheckpoint,
-    Tensor,
-    digest,
-    meet,
-    read_manifest,
-    read_tensor,
-    unseal,
-)
-from weft.checkpoint.save import TORCH_DTYPES, Local, within
+from weft.checkpoint.format import ROOT, Block, DamagedCheckpoint, Manifest, Tensor, digest, meet, read_tensor, unseal
+from weft.checkpoint.pack import Elements, elements, move, within
+from weft.checkpoint.save import TORCH_DTYPES, Local
 from weft.checkpoint.storage import MissingObject, Storage
 from weft.errors import WeftError
 from weft.layout.dims import Box
 
-#: Blocks that lie side by side are read together, up to this many bytes.
-READ = 16 << 20
-
 
 class Checkpoint:
-    """A committed checkpoint. ``bytes_read`` counts what was read of data files."""
+    """A committed checkpoint. ``bytes_read`` counts what was read of data files, ``seconds`` where the time went."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage, self.bytes_read = storage, 0
-        self._manifests: dict[str, dict[str, list[Block]]] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._manifests: dict[str, Manifest] = {}
         self._near: dict[tuple[int, Box], list[int]] = {}
 
     def __str__(self) -> str:
@@ -57,15 +50,11 @@ class Checkpoint:
             where = self.meta["places"][place]
             self._near[place, box] = [n for n, edges in where if meet(tuple((a, b) for a, b in edges), box) is not None]
         manifests = [self._manifest(*self.meta["manifests"][n]) for n in self._near[place, box]]
-        return [b for manifest in manifests for b in manifest.get(name, ()) if meet(b.box, box) is not None]
+        return [block for manifest in manifests for block in manifest.blocks(name, box)]
 
-    def _manifest(self, name: str, size: int, xxh3: str) -> dict[str, list[Block]]:
+    def _manifest(self, name: str, size: int, xxh3: str) -> Manifest:
         if name not in self._manifests:
-            data = self.file(name, size, xxh3)
-            by_tensor: dict[str, list[Block]] = {}
-            for block in read_manifest(data, f"{self}/{name}")[1]:
-                by_tensor.setdefault(block.tensor, []).append(block)
-            self._manifests[name] = by_tensor
+            self._manifests[name] = Manifest(self.file(name, size, xxh3), f"{self}/{name}")
         return self._manifests[name]
 
     def file(self, name: str, size: int, xxh3: str) -> bytes:
@@ -80,34 +69,50 @@ class Checkpoint:
 
     def all_blocks(self) -> Iterator[Block]:
         for manifest in self.meta["manifests"]:
-            for blocks in self._manifest(*manifest).values():
-                yield from blocks
+            yield from self._manifest(*manifest)
 
     def verify(self) -> int:
         """Read everything and check it; the bytes read. Raises :class:`DamagedCheckpoint` naming what is wrong."""
         for name, (size, xxh3) in self.meta["files"].items():
             self.file(name, size, xxh3)
         read = 0
-        for group in _side_by_side(sorted(self.all_blocks(), key=lambda b: (b.file, b.offset))):
+        for group in _side_by_side(sorted(self.all_blocks(), key=lambda b: (b.file, b.offset)), self.storage.granule):
             for _ in self.read(group):
                 pass
             read += sum(b.size for b in group)
         return read
 
-    def read(self, group: list[Block]) -> Iterator[tuple[Block, memoryview]]:
-        """The verified bytes of blocks that lie side by side in one file."""
-        first, size = group[0], sum(b.size for b in group)
-        buffer = memoryview(bytearray(size))
+    def read(
+        self,
+        group: list[Block],
+        places: Mapping[Block, memoryview] = MappingProxyType({}),
+        scratch: memoryview | None = None,
+    ) -> Iterator[tuple[Block, memoryview]]:
+        """The verified bytes of blocks that lie side by side in one file.
+
+        ``places``: where to read the bytes of a block to, if not to new memory, or to ``scratch`` (which the next call
+        may use again).
+        """
+        first, size, at = group[0], sum(b.size for b in group), 0
+        begun = time.perf_counter()
+        if scratch is None:
+            scratch = memoryview(bytearray(size))
+        buffers = []
+        for block in group:
+            if (place := places.get(block)) is None:
+                place = scratch[at : (at := at + block.size)]
+            buffers.append(place)
         try:
-            self.storage.read_into(first.file, first.offset, buffer)
+            self.storage.read_into(first.file, first.offset, *buffers)
         except MissingObject as error:
             raise DamagedCheckpoint(f"checkpoint {self} is damaged: {error} (tensor {first.tensor})") from None
         self.bytes_read += size
-        at = 0
-        for block in group:
-            data = buffer[at : at + block.size]
-            at += block.size
-            if digest(data) != block.digest:
+        self.seconds["read"] += time.perf_counter() - begun
+        for block, data in zip(group, buffers, strict=True):
+            begun = time.perf_counter()
+            found = digest(data)
+            self.seconds["verify"] += time.perf_counter() - begun
+            if found != block.digest:
                 raise DamagedCheckpoint(
                     f"checkpoint {self} is damaged: {block.file} is not what was saved (tensor {block.tensor})"
                 )
@@ -115,17 +120,32 @@ class Checkpoint:
 
     def load(self, locals_: Mapping[str, Local]) -> None:
         """Fill every part in place. Raises :class:`WeftError` with a table if names or shapes do not fit."""
+        begun = time.perf_counter()
         self._check_fits(locals_)
-        held = {name: local for name, local in locals_.items() if local.values.numel()}
-        wanted = [block for name, local in held.items() for block in self.blocks(name, local.box)]
-        for group in _side_by_side(sorted(wanted, key=lambda b: (b.file, b.offset))):
-            for block, data in self.read(group):
-                local = locals_[block.tensor]
-                common = meet(block.box, local.box)
-                assert common is not None
-                dtype = TORCH_DTYPES[self.tensors[block.tensor].dtype]
-                stored = torch.frombuffer(data, dtype=dtype).view([hi - lo for lo, hi in block.box])
-                local.values[within(common, local.box)] = stored[within(common, block.box)].to(local.values.dtype)
+        wanted = {name: self.blocks(name, v.box) for name, v in locals_.items() if v.values.numel()}
+        self.seconds["plan"] += time.perf_counter() - begun
+        as_stored = [n for n in wanted if _in_place(locals_[n], TORCH_DTYPES[self.tensors[n].dtype])]
+        self._fill(
+            {n: (memory_of(locals_[n].values), locals_[n].box) for n in as_stored},
+            [block for n in as_stored for block in wanted[n]],
+        )
+        for name in wanted.keys() - set(as_stored):  # of another type or on another device: one at a time
+            local, dtype = locals_[name], TORCH_DTYPES[self.tensors[name].dtype]
+            values = torch.empty(local.values.shape, dtype=dtype)
+            self._fill({name: (memory_of(values), local.box)}, wanted[name])
+            local.values.copy_(values)
+
+    def _fill(self, targets: Mapping[str, tuple[Elements, Box]], blocks: Iterable[Block]) -> None:
+        groups = list(_side_by_side(sorted(blocks, key=lambda b: (b.file, b.offset)), self.storage.granule))
+        scratch = _aligned(max((sum(b.size for b in group) for group in groups), default=0))
+        for group in groups:
+            places = {b: place for b in group if (place := _whole(*targets[b.tensor], b.box)) is not None}
+            for block, data in self.read(group, places, scratch):
+                begun = time.perf_counter()
+                if block not in places:
+                    stored = elements(data, block.box, self.tensors[block.tensor].itemsize)
+                    move(*targets[block.tensor], stored, block.box)
+                self.seconds["unpack"] += time.perf_counter() - begun
 
     def _check_fits(self, locals_: Mapping[str, Local]) -> None:
         rows = []
@@ -142,15 +162,40 @@ class Checkpoint:
             raise WeftError("\n  ".join([f"checkpoint {self} is of another model:", *rows[:20], *more]))
 
 
-def _side_by_side(blocks: list[Block]) -> Iterator[list[Block]]:
-    """Runs of blocks that follow each other in one file, of at most :data:`READ` bytes (or one block)."""
+def _in_place(local: Local, dtype: torch.dtype) -> bool:
+    return local.values.device.type == "cpu" and local.values.dtype == dtype
+
+
+def memory_of(values: torch.Tensor) -> Elements:
+    """The elements of a tensor in the CPU's memory, which they share."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    found: Elements = values.detach().view(kinds[values.element_size()]).numpy()
+    return found.view(f"u{values.element_size()}")
+
+
+def _whole(target: Elements, target_box: Box, box: Box) -> memoryview | None:
+    """The bytes of ``target`` that are just the elements ``box``, if these lie in one piece."""
+    if meet(target_box, box) != box:
+        return None
+    index: tuple[Any, ...] = (*within(box, target_box), ...)  # of a scalar, too, a view
+    part = target[index]
+    return part.reshape(-1).view(np.uint8).data if part.flags.c_contiguous else None
+
+
+def _aligned(size: int) -> memoryview:
+    """Memory that the system copies to at full speed, which what Python and NumPy allocate need not be."""
+    return torch.empty(size, dtype=torch.uint8).numpy().data
+
+
+def _side_by_side(blocks: list[Block], most: int) -> Iterator[list[Block]]:
+    """Runs of blocks that follow each other in one file, of at most ``most`` bytes (or one block)."""
     group: list[Block] = []
+    end = total = 0
     for block in blocks:
-        end = group[-1].offset + group[-1].size if group else -1
-        total = sum(b.size for b in group) + block.size
-        if group and (block.file != group[-1].file or block.offset != end or total > READ):
+        if group and (block.file != group[-1].file or block.offset != end or total + block.size > most):
             yield group
-            group = []
+            group, total = [], 0
         group.append(block)
+        end, total = block.offset + block.size, total + block.size
     if group:
         yield group

@@ -1,7 +1,9 @@
 """Saving without stopping: a rank copies its share into memory that it keeps for this, and a process of its own writes.
 
 Which rank writes which elements follows from the layout alone (:func:`weft.checkpoint.format.share`); before a save the
-ranks compare one digest of what they are about to write and tell each other how the last save went.
+ranks compare one digest of what they are about to write and tell each other how the last save went. The copy itself can
+go on beside the next forward and backward pass, as nothing changes before the optimizer's step (Maurya et al. 2024,
+DataStates-LLM).
 """
 
 import mmap
@@ -13,7 +15,9 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.format import DTYPES, Tensor, digest, share, tiles, volume
+from weft.checkpoint.format import DTYPES, Tensor, digest, share, volume
+from weft.checkpoint.pack import within
 from weft.checkpoint.storage import Storage
 from weft.checkpoint.writer import Commit, Job, Report
 from weft.errors import WeftError
@@ -48,7 +53,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Piece:
-    """A block to be written: where it lies in the rank's tensor, and where in the staging memory."""
+    """A part of a tensor that this rank writes, and where it lies in the staging memory."""
 
     name: str
     box: Box
@@ -57,21 +62,26 @@ class Piece:
 
 
 def plan(locals_: Mapping[str, Local]) -> list[Piece]:
-    """The blocks that this rank writes, in the order in which they lie in its file."""
+    """What this rank writes, in the order in which it lies in the staging memory."""
     pieces, at = [], 0
     for name in sorted(locals_):
         local = locals_[name]
         mine = share(local.box, local.tensor.itemsize, local.replica, local.replicas, zlib.crc32(name.encode()))
-        for box in tiles(mine, local.tensor.shape, local.tensor.itemsize) if mine is not None else ():
-            size = volume(box) * local.tensor.itemsize
-            pieces.append(Piece(name, box, at, size))
+        if mine is not None:
+            size = volume(mine) * local.tensor.itemsize
+            pieces.append(Piece(name, mine, at, size))
             at += size
     return pieces
 
 
-def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """``box`` as an index into the elements of ``outer``."""
-    return tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(box, outer, strict=True))
+@dataclass(frozen=True)
+class Saved:
+    """How ``rank`` did with its part of a save, or (``report.committed``) with the commit."""
+
+    rank: int
+    step: int
+    where: str
+    report: Report
 
 
 class _Memory:
@@ -87,9 +97,16 @@ class _Memory:
         os.ftruncate(self._handle, self.size)
         self.buffer = mmap.mmap(self._handle, self.size)
         # Touched now, and not while training waits for the first save.
-        torch.frombuffer(self.buffer, dtype=torch.uint8).zero_()
+        self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8).zero_()
+
+    def pin(self) -> None:
+        """Let a GPU copy straight into it."""
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0))
 
     def close(self) -> None:
+        if self.bytes.is_pinned():
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))
+        del self.bytes
         self.buffer.close()
         os.close(self._handle)
         if sys.platform != "linux":
@@ -100,23 +117,31 @@ class Saver:
     """Saves of one run. One is under way at a time: the next waits for it, which bounds the memory to one copy.
 
     ``heard`` is told what went wrong with a save in the background; with ``strict`` that is raised instead.
+    ``reports`` tells how saves went: of this rank as soon as its writer is done, on rank 0 also of the others, when the
+    next save begins or all is finished.
     """
 
     def __init__(self, heard: Callable[[str], None], strict: bool = False, timeout: float = 600) -> None:
         self.heard, self.strict, self.timeout = heard, strict, timeout
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.reports: list[Saved] = []
+        self.problem = ""
         self._memory: _Memory | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
+        self._thread = ThreadPoolExecutor(1, "weft-checkpoint")
+        self._plan: tuple[Any, list[Piece]] = (None, [])
         self._step, self._where = 0, ""  # of the save under way
+        self._seconds: dict[str, float] = {}  # of its stages on this side
+        self._copying: Callable[[], float] | None = None  # waits for the copy under way; the seconds that it took
+        self._job: Job | None = None  # for the writer, once that is done
         self._due = 0  # reports that the writer owes: one for the files, and on rank 0 one for the commit
-        self.reports: list[tuple[int, str, Report]] = []  # step, folder, how it went
-        self.problem = ""
+        self._untold: list[Saved] = []  # what rank 0 has not heard of yet
 
     def prepare(self, locals_: Mapping[str, Local]) -> None:
         """Make and touch the staging memory and start the writer, so that the first save is as short as the others."""
-        self._room(sum(piece.size for piece in plan(locals_)))
+        self._stage(locals_)
         self._writer()
 
     def save(
@@ -126,34 +151,47 @@ class Saver:
         locals_: Mapping[str, Local],
         meta: Mapping[str, Any],
         files: Mapping[str, bytes],
+        lazy: bool = False,
     ) -> float:
-        """Copy this rank's share and let it be written; returns the seconds that this took. Collective."""
+        """Copy this rank's share and let it be written; returns the seconds that this took. Collective.
+
+        ``lazy``: return while the copy goes on. The values must then not change before :meth:`copied` has returned.
+        """
         begun = time.perf_counter()
-        self._settle()
+        attempt = self._settle(digest(repr((step, str(storage), sorted(meta), meta.get("layout"))).encode()))
         if self.problem:
             if self.strict:
                 raise WeftError(self.problem)
             self.heard(self.problem)
-        attempt = self._agree(step, str(storage), meta)
-        pieces = plan(locals_)
-        buffer = self._room(sum(piece.size for piece in pieces))
-        for piece in pieces:
-            local = locals_[piece.name]
-            values = local.values[within(piece.box, local.box)]
-            count, dtype = volume(piece.box), TORCH_DTYPES[local.tensor.dtype]
-            place = torch.frombuffer(buffer.buffer, dtype=dtype, count=count, offset=piece.offset)
-            place.view(values.shape).copy_(values)
+        pieces, places = self._stage(locals_)
+        values = [locals_[p.name].values[within(p.box, locals_[p.name].box)] for p in pieces]
         named = {f"files/{attempt}/{name}": data for name, data in files.items()}
         names = [f"manifest/{attempt}-{rank:05d}.json" for rank in range(self.world)]
-        self._writer().send(Job(
-            storage, buffer.path, f"data/{attempt}-{self.rank:05d}.safetensors", names[self.rank],
+        assert self._memory is not None
+        self._job = Job(
+            storage, self._memory.path, f"data/{attempt}-{self.rank:05d}.safetensors", names[self.rank],
             {name: local.tensor for name, local in locals_.items()},
             tuple((piece.name, piece.box) for piece in pieces),
             Commit(tuple(names), {"step": step, **meta}, named, self.timeout) if self.rank == 0 else None,
-        ))  # fmt: skip
+        )  # fmt: skip
         self._step, self._where, self.problem = step, str(storage), ""
-        self._due = 2 if self.rank == 0 else 1
+        self._seconds = {"stage": time.perf_counter() - begun}
+        self._copying = self._copy(places, values, lazy)
+        if not lazy:
+            self.copied()
         return time.perf_counter() - begun
+
+    def copied(self) -> None:
+        """Wait until the state has been copied: it may change now. To be called before every optimizer step."""
+        if self._copying is None or self._job is None:
+            return
+        begun = time.perf_counter()
+        took, self._copying = self._copying(), None
+        self._seconds |= {"copy": took, "wait": time.perf_counter() - begun}
+        self._due = 2 if self.rank == 0 else 1
+        with suppress(OSError):  # if it died, what it owes is asked for in vain, which says so
+            self._writer().send(self._job)
+        self._job = None
 
     def poll(self) -> None:
         """Take what the writer reports. Never waits."""
@@ -168,6 +206,7 @@ class Saver:
 
     def close(self) -> None:
         """End the writer, whatever it is doing, and give the memory back."""
+        self._thread.shutdown()
         if self._pipe is not None:
             self._pipe.close()
         if self._process is not None:
@@ -179,21 +218,34 @@ class Saver:
             self._memory.close()
         self._pipe = self._process = self._memory = None
 
-    def _settle(self) -> None:
-        """See the save under way to its end; collective. All ranks then have the same :attr:`problem`, if any."""
+    def _settle(self, what: str = "") -> str:
+        """See the save under way to its end; collective. All ranks then have the same :attr:`problem`, if any.
+
+        ``what`` is a digest of what is saved next; returns an id for that, the same on all ranks.
+        """
+        self.copied()
         while self._due > (self.rank == 0):
             self._take()
-        self.problem = self._first(self.problem)
+        told = self._all((self.problem, self._untold))
+        self._untold = []
+        if self.rank == 0:
+            self.reports += [saved for _, theirs in told[1:] for saved in theirs]
+        self.problem = _first([problem for problem, _ in told])
         if self._due:  # of rank 0: the commit
             if self.problem and self._pipe is not None:
                 self._pipe.send("another rank has failed")
             said = self.problem
             self._take()
             self.problem = said or self.problem
-        self.problem = self._first(self.problem)
+        told = self._all((self.problem, what, secrets.token_hex(6)))
+        self.problem = _first([problem for problem, *_ in told])
+        if len({theirs for _, theirs, _ in told}) > 1:
+            raise WeftError("the ranks are not about to save the same thing; this is a defect of Weft")
+        return str(told[0][2])
 
     def _take(self) -> None:
         """The writer's next report."""
+        of_files = self._due == (2 if self.rank == 0 else 1)
         self._due -= 1
         try:
             assert self._pipe is not None
@@ -201,22 +253,14 @@ class Saver:
         except (EOFError, OSError, AssertionError):
             report = Report(problem="the process that writes checkpoints died; a new one starts with the next save")
             self._pipe, self._due = None, 0
-        self.reports.append((self._step, self._where, report))
+        if of_files:
+            report = replace(report, seconds=self._seconds | report.seconds)
+        saved = Saved(self.rank, self._step, self._where, report)
+        self.reports.append(saved)
+        if self.rank:
+            self._untold.append(saved)
         if report.problem and not self.problem:
             self.problem = f"checkpoint at step {self._step} was not saved: {report.problem}"
-
-    def _agree(self, step: int, where: str, meta: Mapping[str, Any]) -> str:
-        """One id for this save on all ranks, once they agree on what is saved."""
-        mine = (digest(repr((step, where, sorted(meta), meta.get("layout"))).encode()), secrets.token_hex(6))
-        found = self._all(mine)
-        if len({what for what, _ in found}) > 1:
-            raise WeftError(f"the ranks are not about to save the same thing at step {step}; this is a defect of Weft")
-        return str(found[0][1])
-
-    def _first(self, problem: str) -> str:
-        """The problem that explains the others: rank 0's may only say that another rank has one."""
-        found = self._all(problem)
-        return next(filter(None, [*found[1:], found[0]]), "")
 
     def _all(self, mine: Any) -> list[Any]:
         found = [mine] * self.world
@@ -224,12 +268,53 @@ class Saver:
             dist.all_gather_object(found, mine)
         return found
 
-    def _room(self, size: int) -> _Memory:
+    def _stage(self, locals_: Mapping[str, Local]) -> tuple[list[Piece], list[torch.Tensor]]:
+        """What this rank writes, and the places in the staging memory for it."""
+        key = [(name, local.box, local.tensor, local.replica, local.replicas) for name, local in locals_.items()]
+        if self._plan[0] != key:  # the same at every save
+            self._plan = key, plan(locals_)
+        pieces = self._plan[1]
+        size = sum(piece.size for piece in pieces)
         if self._memory is None or self._memory.size < size:
             if self._memory is not None:
                 self._memory.close()
             self._memory = _Memory(size)
-        return self._memory
+            if any(local.values.is_cuda for local in locals_.values()):
+                self._memory.pin()
+        buffer = self._memory.buffer
+        return pieces, [
+            torch.frombuffer(
+                buffer, dtype=TORCH_DTYPES[locals_[p.name].tensor.dtype], count=volume(p.box), offset=p.offset
+            ).view([hi - lo for lo, hi in p.box])
+            for p in pieces
+        ]
+
+    def _copy(self, places: list[torch.Tensor], values: list[torch.Tensor], lazy: bool) -> Callable[[], float]:
+        """Copy, or begin to; what is returned waits for the end and tells the seconds that it took."""
+        if values and values[0].is_cuda:
+            stream, start, end = torch.cuda.Stream(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                start.record()
+                torch._foreach_copy_(places, values, non_blocking=True)
+                end.record()
+
+            def wait() -> float:
+                end.synchronize()
+                return float(start.elapsed_time(end)) / 1e3
+
+            return wait
+
+        def work() -> float:
+            begun = time.perf_counter()
+            if values:
+                torch._foreach_copy_(places, values)
+            return time.perf_counter() - begun
+
+        if lazy:
+            return self._thread.submit(torch.no_grad()(work)).result
+        took = work()
+        return lambda: took
 
     def _writer(self) -> Connection:
         if self._pipe is None or self._process is None or self._process.poll() is not None:
@@ -242,3 +327,8 @@ class Saver:
             )
             theirs.close()
         return self._pipe
+
+
+def _first(problems: list[str]) -> str:
+    """The problem that explains the others: rank 0's may only say that another rank has one."""
+    return next(filter(None, [*problems[1:], problems[0]]), "")

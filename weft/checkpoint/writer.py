@@ -1,7 +1,8 @@
 """The process that writes: hash, data file, manifest, and on one rank the commit. No PyTorch, no collectives.
 
-It gets jobs through a pipe and finds the bytes in shared memory. The committing rank's writer waits for the other
-ranks' manifests to appear in storage, so a rank that fails never blocks another one's training, only the commit.
+It gets jobs through a pipe and finds the rank's shares in shared memory; it cuts them into blocks while it writes, so
+that training never waits for that. The committing rank's writer waits for the other ranks' manifests to appear in
+storage, so a rank that fails never blocks another one's training, only the commit.
 """
 
 import mmap
@@ -15,8 +16,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from weft.checkpoint import format as layout
 from weft.checkpoint.format import ROOT, Block, Tensor, digest
+from weft.checkpoint.pack import elements, within
 from weft.checkpoint.storage import Storage, StorageError
 from weft.errors import WeftError
 from weft.layout.dims import Box
@@ -34,14 +38,14 @@ class Commit:
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's part of a save: ``memory`` holds the payload of ``file`` from its first byte on."""
+    """One rank's part of a save: ``memory`` holds ``shares`` (tensor and box), one after the other, each row-major."""
 
     storage: Storage
     memory: str
     file: str
     manifest: str
     tensors: Mapping[str, Tensor]
-    blocks: tuple[tuple[str, Box], ...]
+    shares: tuple[tuple[str, Box], ...]
     commit: Commit | None
 
 
@@ -65,41 +69,92 @@ def serve(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then waits for this process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)
+    memory = _Mapped()
     while True:
         try:
             job = pipe.recv()
         except (EOFError, OSError):
             return
+        if not isinstance(job, Job):  # the word that gave the last save up
+            continue
         try:
-            with open(job.memory, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-                report = write(job, memory)
+            report = write(job, memory.of(job.memory))
         except OSError as error:
             report = Report(problem=f"the rank's memory is gone: {error}")
         pipe.send(report)
         if job.commit is not None:
             pipe.send(finish(job.storage, job.commit, abandoned=pipe.poll))
-            if report.problem or pipe.poll():
-                try:
-                    pipe.recv()  # the word that gave this save up
-                except (EOFError, OSError):
-                    return
 
 
-def write(job: Job, payload: mmap.mmap) -> Report:
+class _Mapped:
+    """The rank's memory, mapped once: the same is used for one save after another."""
+
+    def __init__(self) -> None:
+        self._which: tuple[int, int] | None = None
+        self._memory: mmap.mmap | None = None
+
+    def of(self, path: str) -> mmap.mmap:
+        with open(path, "rb") as file:
+            about = os.fstat(file.fileno())
+            if self._memory is None or self._which != (about.st_dev, about.st_ino):
+                flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+                self._memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+                self._which = about.st_dev, about.st_ino
+        return self._memory
+
+
+class Payload:
+    """The chunks of a data file: its head, then block after block, cut from the shares and hashed on the way.
+
+    Can be iterated again, should the first try to send it fail.
+    """
+
+    def __init__(self, job: Job, memory: mmap.mmap) -> None:
+        self._job, self._memory = job, memory
+        self._cut = [
+            (name, box, list(layout.tiles(box, job.tensors[name].shape, job.tensors[name].itemsize)))
+            for name, box in job.shares
+        ]
+        self.head, self._spans = layout.header(((n, b) for n, _, boxes in self._cut for b in boxes), job.tensors)
+        self.nbytes = len(self.head) + sum(size for _, size in self._spans)
+        self.blocks: list[Block] = []  # of the last iteration
+        self.seconds: dict[str, float] = {}
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        self.blocks, spans, offset = [], iter(self._spans), 0
+        self.seconds = dict.fromkeys(("cut", "hash"), 0.0)
+        clock = time.perf_counter
+        yield self.head
+        scratch = np.empty(max((size for _, size in self._spans), default=0), np.uint8)
+        for name, outer, boxes in self._cut:
+            share = elements(self._memory, outer, self._job.tensors[name].itemsize, offset)
+            offset += share.nbytes
+            for box in boxes:
+                at, size = next(spans)
+                begun = clock()
+                block = share[within(box, outer)]
+                if not block.flags.c_contiguous:
+                    block, whole = scratch[:size].view(share.dtype).reshape(block.shape), block
+                    np.copyto(block, whole)
+                data = block.reshape(-1).view(np.uint8).data
+                hashed = clock()
+                xxh3 = digest(data)
+                self.seconds["cut"] += hashed - begun
+                self.seconds["hash"] += clock() - hashed
+                self.blocks.append(Block(name, box, self._job.file, at, size, xxh3))
+                yield data
+
+
+def write(job: Job, memory: mmap.mmap) -> Report:
     """Write one rank's data file and manifest."""
     begun = time.perf_counter()
-    with memoryview(payload) as view, _caught(Report()) as report:
-        head, spans = layout.header(job.blocks, job.tensors)
-        digests = [digest(view[at - len(head) : at - len(head) + size]) for at, size in spans]
-        report.seconds["hash"] = time.perf_counter() - begun
-        begun = time.perf_counter()
-        report.bytes = job.storage.write(job.file, [head, view[: sum(size for _, size in spans)]])
-        blocks = [
-            Block(name, box, job.file, at, size, xxh3)
-            for (name, box), (at, size), xxh3 in zip(job.blocks, spans, digests, strict=True)
-        ]
-        job.storage.write(job.manifest, [layout.manifest(job.file, report.bytes, job.tensors, blocks)])
-        report.seconds["write"] = time.perf_counter() - begun
+    with _caught(Report()) as report:
+        payload = Payload(job, memory)
+        report.bytes = job.storage.write(job.file, payload)
+        described = layout.manifest(job.file, report.bytes, job.tensors, payload.blocks)
+        job.storage.write(job.manifest, [described])
+        report.seconds |= payload.seconds
+        report.seconds["write"] = time.perf_counter() - begun - sum(payload.seconds.values())
     return report
 
 
@@ -138,7 +193,8 @@ def commit(storage: Storage, wanted: Commit, abandoned: Callable[[], bool] = lam
     found, listed = {}, []
     for name in wanted.manifests:
         data = storage.read(name)
-        found[name] = layout.read_manifest(data, name)
+        described = layout.Manifest(data, name)
+        found[name] = described.tensors, list(described)
         listed.append([name, len(data), digest(data)])
     files = {}
     for name, data in wanted.files.items():

@@ -6,7 +6,7 @@ nothing were to be clipped, and goes on; the norm arrives while the next step ru
 update must be clipped or skipped, all ranks take it back from a copy, do it right and repeat the step that used it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.profiler import record_function
@@ -46,10 +46,13 @@ class PostValidation:
         self.pending: tuple[PendingSum, dict[str, T], float] | None = None
         self.repeated = 0
 
-    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> StepResult | None:
+    def step(
+        self, batches: Sequence[Batch], lr: float, stop: bool = False, before_update: Callable[[], None] = lambda: None
+    ) -> StepResult | None:
         """Run a step and return the result of the one before, which is valid now; None after the first."""
         count = PendingSum(share_of_tokens(batches, self.mesh))
         loss = self._run(batches, count)
+        before_update()
         before, right = self._settle()
         if not right:
             self.repeated += 1

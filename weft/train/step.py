@@ -202,17 +202,20 @@ def train_step(
     stop: bool = False,
     inspect: Callable[[dict[str, torch.Tensor]], None] | None = None,
     routes: Sequence[Sequence[int]] = (),
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """One optimizer step. ``stop`` is this rank's wish to end the run; the result says whether any rank has it.
 
     A loss or gradient norm that is not finite skips the update, on all ranks alike. ``inspect`` sees the reduced,
-    unclipped local gradients. ``routes``: see :func:`accumulate`.
+    unclipped local gradients. ``routes``: see :func:`accumulate`. ``before_update`` returns when parameters and
+    optimizer state may change.
     """
     grads, sums = gradients(model, parts, batches, mesh, stop, routes)
     with record_function("weft:optimizer"):
         result = judge(sums)
         if inspect is not None:
             inspect(grads)
+        before_update()
         if not result.skipped:
             clipped(grads, result.grad_norm, clip)
             update(optimizer, grads, parts, lr)

@@ -1,0 +1,36 @@
+"""The one way in which elements move between boxes: staging, writing, loading and resharding all pack and unpack here.
+
+A box of a tensor lies in memory as a strided array (the canonical form of Pearson et al. 2021, TEMPI): two boxes that
+meet exchange their common elements by one strided copy. Elements are moved as bytes, whatever they mean. No PyTorch:
+the process that writes checkpoints starts without it.
+"""
+
+import mmap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.checkpoint.format import meet, volume
+from weft.layout.dims import Box
+
+#: Elements of 1, 2, 4 or 8 bytes, as opaque numbers.
+Elements = NDArray[Any]
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """``box`` as an index into the elements of ``outer``."""
+    return tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(box, outer, strict=True))
+
+
+def elements(buffer: bytes | bytearray | memoryview | mmap.mmap, box: Box, itemsize: int, offset: int = 0) -> Elements:
+    """The elements ``box`` that lie row-major in ``buffer`` from byte ``offset`` on; shares the memory."""
+    flat: Elements = np.frombuffer(buffer, f"u{itemsize}", volume(box), offset)
+    return flat.reshape([hi - lo for lo, hi in box])
+
+
+def move(target: Elements, target_box: Box, source: Elements, source_box: Box) -> None:
+    """Copy the elements that both boxes have."""
+    common = meet(target_box, source_box)
+    if common is not None:
+        target[within(common, target_box)] = source[within(common, source_box)]
