@@ -54,6 +54,7 @@ def evaluate(
         print(json.dumps(record))
         return 0
     console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, 110)  # a source's name and eight figures
     grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
     heads = ("source", "rows", "shapes", "constant MFU", "presets", "held out", "regret", "of 3")
     for name in (*heads, *(["given"] if factors else [])):

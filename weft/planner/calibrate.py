@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import UsageError, WeftError
+from weft.planner.correction import Correction, correct
 from weft.planner.cost import step_time
 from weft.planner.engine import Engine, scaled, stack
 from weft.planner.memory import peak_memory
@@ -28,16 +29,16 @@ Array = NDArray[np.float64]
 PRIORS: dict[str, float] = {
     "matmul": 0.3, "traffic": 0.5, "attention": 0.5, "scores": 0.5, "elementwise": 0.5, "inner": 0.5, "kernels": 0.7,
     "step": 1.0, "link": 0.4, "network": 0.5, "latency": 0.7, "exposed_tp": 0.3, "exposed_dp": 0.7, "exposed_pp": 0.7,
-    "exposed_cp": 0.5, "exposed_ep": 0.5, "moe": 0.7, "optimizer": 0.5, "jitter": 0.7,
+    "exposed_cp": 0.5, "exposed_ep": 0.5, "moe": 0.7, "optimizer": 0.5, "jitter": 0.7, "buckets": 0.5,
 }  # fmt: skip
 #: Prior of the extra factor on ``matmul`` of one device and precision within a source.
 GROUP = 0.2
-NOISE, HUBER, BOUND = 0.06, 1.5, 3.0
+NOISE, HUBER, BOUND, FORMS = 0.06, 1.5, 3.0, 6
 
 
 @dataclass(frozen=True)
 class Knob:
-    """A fitted constant; ``key``: the group (device and bits) that it is for, empty for all rows."""
+    """A fitted constant; ``key``: the group (see :func:`group`) or class of programs it is for, empty for all rows."""
 
     field: str
     sigma: float
@@ -45,7 +46,8 @@ class Knob:
 
 
 def group(row: Row) -> str:
-    return f"{row.device}/{row.bits}"
+    """Device, bits of the products, and whether there are experts."""
+    return f"{row.device}/{row.bits}{'/experts' if row.shape.experts else ''}"
 
 
 def knobs_of(rows: Sequence[Row]) -> list[Knob]:
@@ -85,7 +87,10 @@ def fit(
     # Rows of one shape err together: they count as the square root of their number.
     count = Counter(row.form for row in rows)
     weight = np.array([count[row.form] ** -0.5 for row in rows]) * (np.ones((1, 1)) if weights is None else weights)
-    sigma = np.array([knob.sigma for knob in knobs])
+    # One shape cannot tell the constants apart: the fewer there are, the closer to the presets all but one must stay.
+    forms = [len({row.form for row, w in zip(rows, fold, strict=True) if w > 0}) for fold in weight]
+    narrow = np.clip(np.array(forms) / FORMS, 1 / FORMS, 1.0)
+    sigma = np.array([[k.sigma * (1.0 if k.field == "matmul" else x) for k in knobs] for x in narrow])
     theta = np.zeros((len(weight), len(knobs)))
 
     def residual(theta: Array) -> Array:
@@ -103,10 +108,10 @@ def fit(
     for _ in range(steps):
         robust = weight * np.minimum(1.0, HUBER / np.maximum(np.abs(r), 1e-9))
         jacobian = np.stack([(residual(theta + 1e-3 * np.eye(len(knobs))[i]) - r) / 1e-3 for i in range(len(knobs))], 2)
-        normal = np.einsum("fnp,fn,fnq->fpq", jacobian, robust, jacobian) + np.diag(sigma**-2)
+        normal = np.einsum("fnp,fn,fnq->fpq", jacobian, robust, jacobian) + np.eye(len(knobs)) / sigma[:, None] ** 2
         slope = np.einsum("fnp,fn->fp", jacobian, robust * r) + theta / sigma**2
         for _ in range(4):
-            scale = damping[:, None, None] * np.eye(len(knobs)) / sigma**2
+            scale = damping[:, None, None] * np.eye(len(knobs)) / sigma[:, None] ** 2
             move = np.linalg.solve(normal + scale, slope[..., None])[..., 0]
             trial = np.clip(theta - move, -BOUND * sigma, BOUND * sigma)
             tried = residual(trial)
@@ -133,20 +138,20 @@ def held_out(rows: Sequence[Row], most: int = 24) -> Array:
     member = np.array([fold[row.form] for row in rows])
     weights = np.array([(member != i).astype(float) for i in range(min(most, len(forms)))])
     knobs, theta = fit(rows, weights)
-    return predict(rows, knobs, theta[member])
+    found = np.zeros(len(rows))
+    for i, fitted in enumerate(theta):
+        seen = [row for row, m in zip(rows, member, strict=True) if m != i]
+        rest = [row for row, m in zip(rows, member, strict=True) if m == i]
+        correction = correct(seen, predict(seen, knobs, fitted))
+        found[member == i] = predict(rest, knobs, fitted) * correction.factor(rest)
+    return found
 
 
 def predict(rows: Sequence[Row], knobs: Sequence[Knob], theta: Array) -> Array:
-    """Seconds of each row; ``theta``: ``[knob]`` or ``[row, knob]``."""
+    """Seconds of each row by the roofline with fitted constants."""
     shape, machine, plan, engine = columns(rows)
-    if theta.ndim == 2:
-        masks = masks_of(knobs, rows)
-        merged = np.einsum("nk,kn->kn", theta, masks)
-        logs: dict[str, Array] = {}
-        for i, knob in enumerate(knobs):
-            logs[knob.field] = logs.get(knob.field, np.zeros(1)) + merged[i]
-        return step_time(shape, machine, plan, scaled(engine, {k: np.exp(v) for k, v in logs.items()})).total
-    return step_time(shape, machine, plan, scaled(engine, factors(knobs, theta, masks_of(knobs, rows)))).total
+    total = step_time(shape, machine, plan, scaled(engine, factors(knobs, theta, masks_of(knobs, rows)))).total
+    return np.asarray(total, dtype=float)
 
 
 # --- files
@@ -164,10 +169,15 @@ def calibrate(rows: Sequence[Row]) -> dict[str, Any]:
     even = np.array([[min(1.0, 12 / len(sources[row.source])) for row in timed]])
     return {
         "version": 1,
-        "all": _plain(*fit(timed, even)),
-        "sources": {name: _plain(*fit(members)) for name, members in sources.items() if len(members) >= 3},
+        "all": {"factors": _plain(*fit(timed, even))},
+        "sources": {name: _source(members) for name, members in sources.items() if len(members) >= 3},
         "memory": constants(rows),
     }
+
+
+def _source(rows: list[Row]) -> dict[str, Any]:
+    knobs, theta = fit(rows)
+    return {"factors": _plain(knobs, theta), "correction": correct(rows, predict(rows, knobs, theta)).plain()}
 
 
 def _plain(knobs: Sequence[Knob], theta: Array) -> list[dict[str, Any]]:
@@ -205,7 +215,9 @@ def save(calibration: dict[str, Any], path: Path) -> None:
 def load(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-        apply(found, [])
+        if found["version"] != 1 or not isinstance(found["all"]["factors"], list):
+            raise ValueError
+        found["sources"], found["memory"]
         return found
     except OSError as error:
         raise WeftError(f"cannot read calibration {path}: {error.strerror}") from None
@@ -217,16 +229,19 @@ def load(path: Path) -> dict[str, Any]:
 
 def apply(calibration: dict[str, Any] | None, rows: Sequence[Row]) -> tuple[Array, Array]:
     """``(seconds, GiB)`` of each row: by the fit of its source, else by that of all rows, else by the presets."""
-    calibration = calibration or {"all": [], "sources": {}, "memory": {}}
+    calibration = calibration or {"all": {"factors": []}, "sources": {}, "memory": {}}
     time = np.zeros(len(rows))
     tables = {None: calibration["all"], **calibration["sources"]}
     chosen = [row.source if row.source in calibration["sources"] else None for row in rows]
     for name, table in tables.items():
-        knobs = [Knob(item["constant"], 0.0, item["for"]) for item in table]
-        theta = np.log([float(item["factor"]) for item in table])
+        knobs = [Knob(item["constant"], 0.0, item["for"]) for item in table["factors"]]
+        theta = np.log([float(item["factor"]) for item in table["factors"]])
         index = [i for i, source in enumerate(chosen) if source == name]
-        if index:
-            time[index] = predict([rows[i] for i in index], knobs, theta)
+        part = [rows[i] for i in index]
+        if part:
+            time[index] = predict(part, knobs, theta)
+        if part and table.get("correction"):
+            time[index] *= Correction.of(table["correction"]).factor(part)
     own = calibration["memory"]
     gib = formulas(rows) + [own.get(row.framework, row.engine.constant) for row in rows] if rows else np.zeros(0)
     return time, gib

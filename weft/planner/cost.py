@@ -20,6 +20,10 @@ CONTEXT = ("ring", "ulysses", "gather")
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b", "breadth-first")
 
 
+#: Exponent of the smooth maximum of device time and launch time.
+SHARP = 8
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a step is laid over devices. ``dp`` copies x ``shard`` x ``cp`` x ``pp`` x ``tp`` ranks.
@@ -80,8 +84,8 @@ class Cost:
         return sum(parts) + self.optimizer + self.other
 
 
-def axis(machine: Machine, engine: Engine, stride: Num, size: Num) -> tuple[Num, Num]:
-    """``(bytes/s, seconds)``: ring bandwidth per rank and latency of one collective over ranks ``stride`` apart.
+def axis(machine: Machine, engine: Engine, stride: Num, size: Num) -> tuple[Num, Num, Num]:
+    """Bytes/s of a ring per rank, and the latency of a ring and of a tree, over ranks ``stride`` apart.
 
     A ring that leaves the fast domain uses the network links of all its members inside; a ring that leaves a site
     shares the links between sites in the same way.
@@ -94,15 +98,21 @@ def axis(machine: Machine, engine: Engine, stride: Num, size: Num) -> tuple[Num,
     network = np.minimum(link, machine.network * engine.network * inside)
     bandwidth = np.where(out, network, link)
     bandwidth = np.where(far, np.minimum(bandwidth, machine.between * engine.network * local), bandwidth)
-    hops = np.log2(np.maximum(size, 1))
-    outer = np.log2(np.maximum(size / inside, 1))
-    latency = machine.link_latency * (hops - outer) + machine.network_latency * outer
-    return bandwidth, engine.latency * (latency + far * machine.between_latency * np.log2(np.maximum(size / local, 1)))
+    nodes, sites = np.maximum(size / inside, 1), np.maximum(size / local, 1)
+    within = machine.link_latency * (inside - 1) / 2
+    ring = within + machine.network_latency * (nodes - 1) + far * machine.between_latency * (sites - 1)
+    tree = within + machine.network_latency * np.log2(nodes) + far * machine.between_latency * np.log2(sites)
+    return bandwidth, engine.latency * ring, engine.latency * tree
 
 
-def gather(size: Num, full: Num, link: tuple[Num, Num]) -> Num:
-    """Seconds of an all-gather or reduce-scatter of ``full`` bytes; an all-reduce takes two."""
-    return (size > 1) * ((size - 1) / size * full / link[0] + link[1])
+def gather(size: Num, full: Num, link: tuple[Num, Num, Num], times: Num = 1.0) -> Num:
+    """Seconds of an all-gather or reduce-scatter of ``full`` bytes in ``times`` parts: a ring."""
+    return (size > 1) * ((size - 1) / size * full / link[0] + times * link[1])
+
+
+def reduce(size: Num, full: Num, link: tuple[Num, Num, Num], times: Num = 1.0) -> Num:
+    """Seconds of an all-reduce: the bytes of two gathers at the latency of a tree."""
+    return (size > 1) * (2 * (size - 1) / size * full / link[0] + times * 2 * link[2])
 
 
 def exchange(machine: Machine, engine: Engine, stride: Num, size: Num, sent: Num) -> Num:
@@ -110,7 +120,7 @@ def exchange(machine: Machine, engine: Engine, stride: Num, size: Num, sent: Num
     inside = np.clip(machine.domain // stride, 1, size)
     out = sent * (size - inside) / size / (machine.network * engine.network)
     within = sent * (inside - 1) / size / (machine.link * engine.link)
-    return (size > 1) * (np.maximum(out, within) + axis(machine, engine, stride, size)[1])
+    return (size > 1) * (np.maximum(out, within) + axis(machine, engine, stride, size)[2])
 
 
 def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cost:
@@ -159,7 +169,7 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cos
     # --- communication of one layer, forward
     hidden = 2 * tokens * shape.embed
     link_tp = axis(machine, engine, 1, tp)
-    tp_layer = 2 * 2 * gather(tp, hidden, link_tp)
+    tp_layer = 2 * reduce(tp, hidden, link_tp)
     cp = plan.cp
     kv = 2 * 2 * tokens * shape.kv_heads * shape.head_dim / tp
     heads = 2 * tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / tp
@@ -167,20 +177,29 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cos
     cp_layer = np.where(plan.context == 1, exchange(machine, engine, tp, cp, heads), ring)
     # A token crosses to a domain once, however many of its experts are there.
     domains = np.maximum(1, plan.ep / np.minimum(machine.domain, plan.ep))
-    once = np.where(domains > 1, np.minimum(1.0, domains / np.maximum(shape.top_k, 1)), 1.0)
-    ep_layer = moe * 2 * exchange(machine, engine, 1, plan.ep, 2 * routed * shape.embed * once)
+    apart = np.where(domains > 1, np.minimum(1.0, domains / np.maximum(shape.top_k, 1)), 1.0)
+    ep_layer = moe * 2 * exchange(machine, engine, 1, plan.ep, 2 * routed * shape.embed * apart)
 
     exposed_tp = engine.exposed_tp * tp_layer
     exposed_cp = engine.exposed_cp * cp_layer + np.maximum(0, (1 - engine.exposed_cp) * cp_layer - attention)
     exposed_ep = engine.exposed_ep * ep_layer
 
-    # The processor that launches can be slower than the device: a smooth maximum of the two.
-    busy = matmuls + attention + pointwise
+    # The processor that launches can be slower than the device: a smooth maximum of the two. What communication
+    # adds is what it makes this maximum grow.
     floor = engine.kernels * engine.launch * (1 + 3 * moe) * (1 + 0.15 * (tp > 1))
-    forward = (busy**4 + floor**4) ** 0.25
+
+    def either(device: Num, launches: Num) -> Num:
+        return (device**SHARP + launches**SHARP) ** (1 / SHARP)
+
+    busy = matmuls + attention + pointwise
+    forward = either(busy, floor)
     # Backward: two products per product, 2.5 for fused attention (it recomputes the scores), twice the traffic.
     work = (2 - plan.frozen) * matmuls + np.where(engine.flash > 0, 2.5, 2.0) * attention + 2 * pointwise
-    backward = (work**4 + (1.6 * floor) ** 4) ** 0.25
+    backward = either(work, 1.6 * floor)
+    exposed = exposed_tp + exposed_cp + exposed_ep
+    seen = (either(busy + exposed, floor) - forward + either(work + exposed, 1.6 * floor) - backward) / 2
+    seen = np.where(exposed > 0, seen / np.maximum(exposed, 1e-12), 1.0)
+    exposed_tp, exposed_cp, exposed_ep = seen * exposed_tp, seen * exposed_cp, seen * exposed_ep
     full = plan.recompute == 2
     again = np.where(full, forward, 0.0)
     # Selective: scores again where they are written; under fused attention, half of the products.
@@ -207,18 +226,19 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cos
     # --- pipeline
     v = np.maximum(1, plan.virtual)
     one = most * (layer + again + passes * (exposed_tp + exposed_cp + exposed_ep))  # of a rank and microbatch
-    weight = most * matmuls  # time of the weight gradients, which zero-bubble schedules move
+    # Zero-bubble schedules fill with weight gradients: (p - 1) (F + B - W) is left, or (p - 1) (F + B - 2 W).
+    weight = most * matmuls
+    kinds = [(plan.schedule == 2) | (plan.schedule == 4), (plan.schedule == 3) | (plan.schedule == 5)]
+    gone = np.select([*kinds, plan.schedule == 6], [2 * weight, 3 * weight, 3 * weight], 0.0)
     plain = (stages - 1) * one
-    gone = np.select(
-        [plan.schedule == 2, plan.schedule == 4, plan.schedule == 3, plan.schedule == 5, plan.schedule == 6],
-        [weight, weight, 2 * weight, 2 * weight, 2.5 * weight],
-        0.0,
-    )
-    bubble = (stages > 1) * np.maximum(plain / v - (stages - 1) * gone, 0.0)
-    _, wait = axis(machine, engine, plan.world / stages, np.minimum(stages, 2))
-    pair = axis(machine, engine, plan.world / stages, np.minimum(stages, 2))[0]
+    # With few microbatches rank 0 waits for the first gradient whatever it has kept back.
+    ahead = most * (forward + exposed_tp + exposed_cp + exposed_ep)
+    wait = (stages - m) * ahead + (stages - 1) * (one - ahead - weight)
+    left = np.maximum(plain / v - (stages - 1) * gone, np.where(gone > 0, wait, 0.0))
+    bubble = (stages > 1) * np.maximum(left, 0.0)
+    pair, _, start = axis(machine, engine, plan.world / stages, np.minimum(stages, 2))
     pair = np.minimum(pair, machine.link * engine.link)
-    hop = hidden / tp / pair + wait  # every tp rank sends its part
+    hop = hidden / tp / pair + start  # every tp rank sends its part
     time_pp = (stages > 1) * 2 * hop * (engine.exposed_pp * m * v + stages)
 
     # --- data parallelism
@@ -226,23 +246,24 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cos
     body = most * shape.dense_weights / tp + shape.table / tp
     own = body + most * shape.expert_weights / tp / plan.ep
     stride = tp
-    link_dp = axis(machine, engine, stride, replicas)
-    buckets = np.maximum(1, most / 4)
-    slow = (link_dp[0], link_dp[1] * buckets)
-    reduce = gather(replicas, engine.gradient * own, slow)
-    fetch = gather(replicas, 2 * own, slow)
-    # HSDP: gathers stay inside the shard group, gradients cross to the copies once per step.
-    copies = axis(machine, engine, stride * plan.shard * cp, plan.dp)
-    across = 2 * gather(plan.dp, engine.gradient * own / np.maximum(plan.shard, 1), copies) * (plan.shard > 1)
+    link = axis(machine, engine, stride, replicas)
+    parts = np.maximum(1, most / 4)  # all-reduces go in buckets of a few layers
+    summed = reduce(replicas, engine.gradient * own, link, parts)
+    scattered = gather(replicas, (engine.gradient + 2) * own, link, 2 * np.maximum(1, engine.buckets * most))
+    # Copies of sharded groups (HSDP): gathers stay inside a group, gradients cross to the copies once per step.
     inner_size = np.where(plan.shard > 1, plan.shard * cp, replicas)
     link_in = axis(machine, engine, stride, inner_size)
-    slow_in = (link_in[0], link_in[1] * np.maximum(1, most))
-    fetch3 = gather(inner_size, 2 * own, slow_in)
-    reduce3 = gather(inner_size, engine.gradient * own, slow_in)
+    copies = axis(machine, engine, stride * inner_size, plan.dp)
+    across = reduce(plan.dp, engine.gradient * own / inner_size, copies, parts) * (plan.shard > 1)
+    layers = np.maximum(1, most)
+    fetch3 = gather(inner_size, 2 * own, link_in, layers)
+    reduce3 = gather(inner_size, engine.gradient * own, link_in, layers)
     sharded = plan.zero >= 3
     # A pipeline keeps gathered parameters over its microbatches, and gathers them once.
     gathers = np.where(stages > 1, 1, m) * 2 * fetch3
-    moved = np.where(sharded, gathers + m * reduce3 + across, reduce + fetch) * (1 - plan.frozen)
+    moved = np.where(sharded, gathers + m * reduce3 + across, np.where(plan.zero >= 1, scattered, summed)) * (
+        1 - plan.frozen
+    )
     # Hidden behind compute: of every pass when parameters are sharded, else of one microbatch's passes.
     cover = np.where(sharded, compute + recompute + time_tp, most * (layer + again))
     hideable = (1 - engine.exposed_dp) * moved

@@ -18,7 +18,8 @@ class Engine:
     ``elementwise``: bytes moved per token and unit of width in the forward of a layer, outside attention and
     feed-forward, ``inner`` inside (per element of their widths); ``kernels``: launches in the
     forward of a layer, ``launch`` seconds each; ``exposed_*``: share of communication that is never hidden;
-    ``link``, ``network``: share of the nominal bandwidth; ``latency``: factor on the latencies; ``optimizer``: bytes
+    ``link``, ``network``: share of the nominal bandwidth; ``latency``: factor on the latencies;
+    ``buckets``: gradient scatters per layer under ZeRO-1; ``optimizer``: bytes
     moved per local parameter; ``step``: seconds per step of everything else; ``jitter``: share of time lost per
     doubling of ranks beyond a node; ``sequence``: 1 if norm regions are cut over tp as well; ``balance``: load of
     the fullest expert rank over the mean; ``moe``: elementwise traffic of routing, in units of ``elementwise``.
@@ -45,6 +46,7 @@ class Engine:
     link: Num = 0.75
     network: Num = 0.65
     latency: Num = 2.4
+    buckets: Num = 0.25
     optimizer: Num = 22.0
     step: Num = 0.03
     jitter: Num = 0.01
@@ -74,11 +76,11 @@ ENGINES: dict[str, Engine] = {
     # PyTorch FSDP with parameters gathered per layer and pass.
     "fsdp": replace(_PLAIN, exposed_dp=0.4, gradient=2.0, step=0.018),
     # FSDP2, tensor and pipeline parallelism under torch.compile; scaled_dot_product_attention.
-    "compiled": replace(_PLAIN, elementwise=18.0, inner=3.5, kernels=20.0, exposed_dp=0.25, attention=0.4, vocab=12.0),
+    "compiled": replace(_PLAIN, elementwise=18.0, inner=3.5, kernels=20.0, exposed_dp=0.25, attention=0.5, vocab=12.0),
     # Eager PyTorch modules with their own parallelism.
     "eager": replace(
-        _PLAIN, elementwise=25.0, kernels=36.0, exposed_tp=0.75, exposed_dp=1.0, exposed_pp=1.0, network=0.5, step=0.05,
-        saved=32.0, constant=2.0,
+        _PLAIN, elementwise=25.0, kernels=36.0, exposed_tp=0.75, exposed_dp=1.0, exposed_pp=1.0, network=0.5,
+        step=0.025, buckets=2.5, saved=32.0, constant=2.0,
     ),
     # XLA: one program, compiled.
     "xla": replace(_PLAIN, matmul=0.9, elementwise=18.0, inner=3.5, kernels=8.0, exposed_dp=0.4, network=0.6),

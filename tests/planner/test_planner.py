@@ -1,0 +1,365 @@
+"""The planner's arithmetic against closed forms, published figures and its own limits."""
+
+import json
+import math
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weft.cli import main
+from weft.errors import UsageError, WeftError
+from weft.planner.calibrate import PRIORS, apply, calibrate, fit, held_out, predict
+from weft.planner.cost import SCHEDULES, Cost, Plan, axis, gather, step_time
+from weft.planner.engine import CONSTANTS, ENGINES, Engine, stack
+from weft.planner.evaluate import error, fits, regrets
+from weft.planner.machine import CLUSTERS, DEVICES, find_device, load_cluster, machine_of
+from weft.planner.memory import in_flight, peak_memory
+from weft.planner.rows import Row, parse, read_rows
+from weft.planner.shape import SHAPES, find_shape, load_shape, shape_from_config
+from weft.schedule.build import build
+from weft.schedule.simulate import simulate, uniform
+
+DATA = Path(__file__).parent / "data" / "measured.csv"
+#: A machine without latencies, launches or memory traffic: only products and bubbles are left.
+IDEAL = replace(
+    Engine(), traffic=0.0, elementwise=0.0, inner=0.0, launch=0.0, step=0.0, jitter=0.0, optimizer=0.0, latency=0.0
+)
+GPT3 = SHAPES["gpt3-175b"]
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    return read_rows(DATA)[0]
+
+
+@pytest.fixture
+def weft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["weft", "plan", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, out, err
+
+    return run
+
+
+# --- shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt3-175b", 174.6), ("llama3-8b", 8.03), ("llama3-70b", 70.6), ("llama3-405b", 405.9), ("deepseek-v3", 671),
+     ("qwen3-30b", 30.5), ("qwen3-235b", 235), ("gpt-oss-120b", 116.8), ("nemotron4-15b", 15.6), ("kimi-k2", 1027),
+     ("mixtral-8x7b", 46.7), ("llama3.2-1b", 1.24)],
+)  # fmt: skip
+def test_built_in_shapes_have_the_published_size(name: str, billions: float) -> None:
+    assert float(SHAPES[name].parameters) / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+def test_a_config_gives_the_built_in_shape(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+              "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_shape(str(tmp_path)) == SHAPES["llama3-8b"]
+    with pytest.raises(UsageError, match="vocab_size is missing"):
+        shape_from_config({**config, "vocab_size": None}, "x")
+    with pytest.raises(WeftError, match="did you mean 'llama3-70b'"):
+        load_shape("llama3-70")
+
+
+def test_latent_attention_and_experts_from_a_config() -> None:
+    config = {"num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128,
+              "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+              "num_experts_per_tok": 8, "first_k_dense_replace": 3, "vocab_size": 129280, "q_lora_rank": 1536,
+              "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
+    assert shape_from_config(config, "x").parameters / 1e9 == pytest.approx(671, rel=0.01)
+
+
+def test_names_in_tables_find_their_shape() -> None:
+    assert find_shape("LLAMA3.1_405B") is SHAPES["llama3-405b"]
+    assert find_shape("Qwen3_235B_a22B (tokendrop)") is SHAPES["qwen3-235b"]
+    assert find_shape("Nemotron_3_Nano") is None
+
+
+# --- machines
+
+
+def test_devices_are_found_by_any_spelling() -> None:
+    assert find_device("A100-SXM-40GB").name == "A100-40GB"
+    assert find_device("h100-sxm-96gb-hbm2e").name == "H100-96GB"
+    assert find_device("DGX-A100", 40).name == "A100-40GB"
+    assert find_device("GB200-186GB").name == "GB200-186GB"
+    assert find_device("B200-SXM-180GB").name == "B200-180GB"
+    with pytest.raises(UsageError, match="device = 'TPUv5' is not known"):
+        find_device("TPUv5")
+
+
+def test_a_cluster_file_names_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('device = "H100-80GB"\ncount = 16\nnetwork = 25\n')
+    assert load_cluster(str(path)).machine().network == 25e9
+    for text, message in [
+        ("count = 4", "device is missing; one of: .*H100-80GB"),
+        ('device = "H100-80GB"', "count is missing"),
+        ('device = "H1O0-80GB"\ncount = 1', "did you mean 'H100-80GB'"),
+        ('device = "A100-80GB"\ncount = 1\nnetwrk = 3', "unknown key 'netwrk'; did you mean 'network'"),
+        ('device = "A100-80GB"\ncount = 8\nsite = 4', "between is missing"),
+        ('device = "A100-80GB"\ncount = -8', "count = -8"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(UsageError, match=message):
+            load_cluster(str(path))
+    with pytest.raises(WeftError, match="neither a file nor a preset"):
+        load_cluster("h1000")
+    assert all(load_cluster(name, 8).machine().peak > 0 for name in CLUSTERS)
+
+
+def test_rings_use_the_slowest_link_they_cross() -> None:
+    machine = machine_of(DEVICES["H100-80GB"], site=64, between=0.125, between_latency=5000)
+    engine = replace(Engine(), link=1.0, network=1.0)
+    assert axis(machine, engine, 1, 8)[0] == 450e9
+    assert axis(machine, engine, 1, 16)[0] == 8 * 50e9  # eight members of a node, each with its own NIC
+    assert axis(machine, engine, 8, 4)[0] == 50e9
+    assert axis(machine, engine, 64, 2)[0] == 0.125e9
+    assert axis(machine, engine, 64, 2)[1] > 5e-3
+    assert gather(1, 1e9, axis(machine, engine, 1, 1)) == 0
+    assert gather(8, 8e9, (1e9, 0.0, 0.0)) == pytest.approx(7.0)
+
+
+# --- time
+
+
+def test_products_take_the_model_flops_at_full_rate() -> None:
+    machine = machine_of(DEVICES["A100-80GB"], hbm=1e9)
+    plan = Plan(batch=4, micro_batch=1, seq=2048)
+    engine = replace(IDEAL, attention=1e9)
+    flops = float(GPT3.flops_per_token(2048, causal=0)) * 4 * 2048
+    assert step_time(GPT3, machine, plan, engine).total == pytest.approx(flops / (312e12 * machine.clock), rel=0.01)
+    again = step_time(GPT3, machine, replace(plan, recompute=2), engine)
+    head = 2 * 3 * float(GPT3.table) * 4 * 2048 / (312e12 * machine.clock)
+    assert again.recompute / (again.compute - head) == pytest.approx(1 / 3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-h2", 1), ("interleaved-1f1b", 3)]
+)
+@pytest.mark.parametrize("m", [2, 4, 8, 32])
+def test_bubbles_equal_the_simulator(schedule: str, virtual: int, m: int) -> None:
+    ranks = 8
+    if virtual > 1 and m < ranks:
+        pytest.skip("the looped schedule wants a microbatch per rank")
+    shape = replace(GPT3, layers=96, vocab=1)
+    plan = Plan(pp=ranks, batch=m, virtual=virtual, schedule=SCHEDULES.index(schedule))
+    engine = replace(IDEAL, attention=1e9, exposed_pp=0.0, link=1e9)
+    cost = step_time(shape, machine_of(DEVICES["A100-80GB"], hbm=1e9, network=1e9), plan, engine)
+    table = build(schedule, ranks, m, virtual if virtual > 1 else None)
+    bubble = simulate(table, uniform(table)).makespan / (3 * m) - 1  # forward, input and weight gradient alike
+    assert float(cost.bubble / cost.compute) == pytest.approx(bubble, rel=0.02, abs=0.003)
+
+
+def test_arrays_and_numbers_go_the_same_way(rows: list[Row]) -> None:
+    columns = [stack([getattr(row, name) for row in rows]) for name in ("shape", "machine", "plan", "engine")]
+    together = step_time(*columns)
+    memory = peak_memory(columns[0], columns[2], columns[3])
+    for i, row in enumerate(rows):
+        alone = step_time(row.shape, row.machine, row.plan, row.engine)
+        for field in fields(Cost):
+            column = np.broadcast_to(getattr(together, field.name), len(rows))
+            assert float(column[i]) == pytest.approx(float(getattr(alone, field.name)), rel=1e-9, abs=1e-15)
+        total = float(peak_memory(row.shape, row.plan, row.engine).total)
+        assert float(memory.total[i]) == pytest.approx(total, rel=1e-9)
+
+
+def test_every_part_is_finite_and_not_negative(rows: list[Row]) -> None:
+    for row in rows:
+        for plan in (row.plan, replace(row.plan, cp=2), replace(row.plan, cp=4, context=1), replace(row.plan, zero=3)):
+            cost = step_time(row.shape, row.machine, plan, row.engine)
+            parts = [float(getattr(cost, f.name)) for f in fields(Cost)]
+            assert all(math.isfinite(part) and part >= -1e-12 for part in parts), (row.id, cost)
+
+
+def test_more_of_what_costs_costs_more() -> None:
+    machine, engine, shape = machine_of(DEVICES["H100-80GB"]), ENGINES["megatron"], SHAPES["llama3-70b"]
+    base = Plan(dp=8, tp=8, pp=4, batch=256, seq=8192)
+
+    def total(plan: Plan) -> float:
+        return float(step_time(shape, machine, plan, engine).total)
+
+    assert total(replace(base, recompute=2)) > 1.2 * total(base)
+    assert total(replace(base, batch=512)) > 1.5 * total(base)
+    assert total(replace(base, virtual=4)) < total(base)
+    slow = replace(machine, network=machine.network / 100)
+    assert step_time(shape, slow, base, engine).dp > 10 * step_time(shape, machine, base, engine).dp
+    assert total(replace(base, tp=16, dp=4)) > total(base)  # tensor parallelism across nodes
+
+
+def test_a_hundred_thousand_candidates_fit_into_a_second() -> None:
+    import time
+
+    count = 100_000
+    random = np.random.default_rng(0)
+    plan = Plan(tp=2 ** random.integers(0, 4, count), pp=2 ** random.integers(0, 5, count), dp=64.0, batch=4096.0)
+    start = time.process_time()
+    total = step_time(SHAPES["llama3-405b"], machine_of(DEVICES["H100-80GB"]), plan, ENGINES["megatron"]).total
+    assert total.shape == (count,) and time.process_time() - start < 2.0
+
+
+# --- memory
+
+
+def test_activations_follow_korthikanti() -> None:
+    """Equation 2 of 2205.05198: s b h (10 + 24 / t + 5 a s / (h t)) per layer without sequence parallelism."""
+    shape = replace(GPT3, layers=8, vocab=1)
+    engine = replace(ENGINES["megatron-2021"], saved=10.0, constant=0.0)
+    for tp, sequence in ((1, 0.0), (8, 0.0), (8, 1.0)):
+        plan = Plan(tp=tp, batch=1, seq=2048)
+        h, a = 12288, 96
+        norms = 10 / (tp if sequence else 1)
+        expected = 8 * 2048 * h * (norms + 24 / tp + 5 * a * 2048 / (h * tp))
+        found = peak_memory(shape, plan, replace(engine, sequence=sequence)).activations
+        assert float(found) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_microbatches_in_flight_equal_the_simulator(schedule: str) -> None:
+    ranks, m = 8, 24
+    table = build(schedule, ranks, m)
+    peaks = simulate(table, uniform(table)).peaks
+    plan = Plan(pp=ranks, batch=m, schedule=SCHEDULES.index(schedule))
+    assert float(in_flight(plan, 0)) == peaks[0]
+
+
+def test_sharding_divides_states() -> None:
+    shape, engine = SHAPES["llama3-8b"], ENGINES["fsdp"]
+    plain = peak_memory(shape, Plan(dp=8, zero=0, batch=8), engine)
+    first = peak_memory(shape, Plan(dp=8, zero=1, batch=8), engine)
+    third = peak_memory(shape, Plan(shard=8, zero=3, batch=8), engine)
+    assert float(plain.optimizer) == pytest.approx(8 * float(first.optimizer))
+    assert float(plain.parameters) == pytest.approx(8 * float(third.parameters))
+    assert float(peak_memory(shape, Plan(dp=8, batch=8, frozen=1), engine).optimizer) == 0
+
+
+# --- measured rows
+
+
+def test_rows_are_read_and_refused_with_reasons() -> None:
+    rows, refused = read_rows(DATA)
+    assert len(rows) + len(refused) == len(DATA.read_text().strip().splitlines()) - 1
+    assert dict(refused) == {"2056": "seq_len is not stated", "2079": "values of a formula, not a measurement"}
+    assert all(row.seconds or row.gib or not row.ran for row in rows)
+
+
+def test_seconds_come_from_whatever_is_stated() -> None:
+    base = {"id": "1", "source": "s", "model": "GPT", "layers": "96", "hidden": "12288", "heads": "96",
+            "seq_len": "2048", "hardware": "A100-SXM-80GB", "n_gpus": "1024", "global_batch": "1536", "tp": "8",
+            "pp": "16", "micro_batch": "1", "vocab": "51200", "framework": "Megatron-LM"}  # fmt: skip
+    tokens = 1536 * 2048
+
+    def seconds(**more: str) -> float:
+        found = parse({**base, **more}).seconds
+        assert found is not None
+        return found
+
+    assert seconds(iter_time_s="32") == 32
+    assert seconds(tokens_per_s_total=str(tokens / 32)) == pytest.approx(32)
+    assert seconds(tokens_per_s_per_gpu=str(tokens / 32 / 1024)) == pytest.approx(32)
+    assert seconds(samples_per_s=str(1536 / 32)) == pytest.approx(32)
+    assert seconds(samples_per_s_per_gpu=str(1536 / 32 / 1024)) == pytest.approx(32)
+    # Narayanan et al. 2021: 96 B s l h^2 (1 + s / 6h + V / 16lh) with recomputation, at 140 TFLOP/s.
+    h, layers = 12288, 96
+    flops = 96 * tokens * layers * h**2 * (1 + 2048 / (6 * h) + 51200 / (16 * layers * h))
+    hardware = {"tflops_per_gpu": "140", "tflops_kind": "hardware(incl. recompute)", "recompute": "full"}
+    assert seconds(**hardware) == pytest.approx(flops / (140e12 * 1024), rel=0.01)
+    for wrong, reason in [
+        ({"hidden": "x"}, "hidden = 'x' is not a number"), ({"n_gpus": "1000"}, "does not divide"),
+        ({"hardware": "Abacus"}, "not known"), ({"tp": "0"}, "a size of zero"), ({}, "neither a time nor a memory"),
+    ]:  # fmt: skip
+        with pytest.raises((ValueError, UsageError), match=reason):
+            parse({**base, **wrong})
+
+
+def test_presets_are_near_published_times(rows: list[Row]) -> None:
+    timed = [row for row in rows if row.seconds]
+    measured = np.array([row.seconds for row in timed], dtype=float)
+    assert error(apply(None, timed)[0], measured) < 12
+    assert np.median(np.abs(apply(None, timed)[0] / measured - 1)) < 0.09
+
+
+def test_memory_rejects_what_ran_out_and_keeps_what_ran(rows: list[Row]) -> None:
+    gib = apply(None, rows)[1]
+    fit_ = fits(rows, gib)
+    assert not any(fit_[i] for i, row in enumerate(rows) if not row.ran)
+    assert all(fit_[i] for i, row in enumerate(rows) if row.ran and row.gib)
+    known = [i for i, row in enumerate(rows) if row.gib and row.framework in CONSTANTS]
+    assert error(gib[known], np.array([rows[i].gib for i in known], dtype=float)) < 12
+
+
+def test_a_fit_finds_back_a_known_machine(rows: list[Row]) -> None:
+    """Rows made by the model with other constants are predicted by a fit to them, and stay within bounds."""
+    timed = [row for row in rows if row.seconds and row.source.startswith("vTrain measured data (single")]
+    made = [replace(row, engine=replace(row.engine, matmul=0.8, kernels=60.0)) for row in timed]
+    seconds = apply(None, made)[0]
+    told = [replace(row, seconds=float(s)) for row, s in zip(timed, seconds, strict=True)]
+    knobs, theta = fit(told)
+    assert error(predict(told, knobs, theta), seconds) < 2
+    assert error(predict(told, knobs, np.zeros(len(knobs))), seconds) > 5
+    assert all(abs(x) <= 3 * PRIORS[k.field] + 1e-9 for k, x in zip(knobs, theta, strict=True))
+
+
+def test_held_out_shapes_have_no_say(rows: list[Row]) -> None:
+    """Changing the time of a shape must not change what is predicted for that shape."""
+    timed = [row for row in rows if row.seconds and row.source.startswith("mosaic")]
+    wrong = [replace(row, seconds=9 * row.seconds) if row.form == timed[0].form else row for row in timed]
+    index = [i for i, row in enumerate(timed) if row.form == timed[0].form]
+    assert held_out(wrong)[index] == pytest.approx(held_out(timed)[index])
+
+
+def test_regret_is_the_price_of_the_choice(rows: list[Row]) -> None:
+    row = next(row for row in rows if row.seconds)
+    jobs = [
+        replace(row, plan=replace(row.plan, tp=tp, shard=1, dp=8 / tp), seconds=s)
+        for tp, s in ((1, 4.0), (2, 2.0), (4, 3.0), (8, 5.0))
+    ]
+    assert regrets(jobs, np.array([4.0, 2.0, 3.0, 5.0])) == [(0.0, 0.0)]
+    assert regrets(jobs, np.array([1.0, 2.0, 3.0, 5.0])) == [(100.0, 0.0)]
+
+
+def test_commands_round_trip(weft: Any, tmp_path: Path) -> None:
+    out = tmp_path / "calibration.json"
+    assert weft("calibrate", DATA, "--out", out)[0] == 0
+    plain, given = (json.loads(weft("evaluate", DATA, "--json", *more)[1]) for more in ([], ["--calibration", out]))
+    keys = {"id", "source", "measured_s", "predicted_s", "measured_gib", "predicted_gib", "fits"}
+    assert all(keys <= row.keys() for row in plain["rows"])
+    assert len(plain["refused"]) == 2
+
+    def wrong(record: dict[str, Any]) -> float:
+        timed = [row for row in record["rows"] if row["measured_s"]]
+        return float(np.mean([abs(row["predicted_s"] / row["measured_s"] - 1) for row in timed]))
+
+    assert wrong(given) < 0.6 * wrong(plain)
+    code, text, _ = weft("evaluate", DATA)
+    assert code == 0 and "constant MFU" in text and "seq_len is not stated: 2056" in text
+
+
+def test_mistakes_cost_one_line(weft: Any, tmp_path: Path) -> None:
+    code, _, err = weft("evaluate", tmp_path / "none.csv")
+    assert code == 1 and "does not exist" in err and len(err.strip().splitlines()) == 1
+    (tmp_path / "short.csv").write_text("id,source\n1,a\n")
+    code, _, err = weft("evaluate", tmp_path / "short.csv")
+    assert code == 2 and "column 'model' is missing" in err
+    (tmp_path / "bad.json").write_text("{}")
+    code, _, err = weft("evaluate", DATA, "--calibration", tmp_path / "bad.json")
+    assert code == 2 and "is not a calibration" in err
+
+
+def test_calibrations_know_their_sources(rows: list[Row]) -> None:
+    found = calibrate(rows)
+    stranger = [replace(row, source="elsewhere") for row in rows if row.seconds]
+    assert "elsewhere" not in found["sources"]
+    assert np.isfinite(apply(found, stranger)[0]).all()
