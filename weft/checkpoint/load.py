@@ -121,7 +121,7 @@ class Checkpoint:
     def load(self, locals_: Mapping[str, Local]) -> None:
         """Fill every part in place. Raises :class:`WeftError` with a table if names or shapes do not fit."""
         begun = time.perf_counter()
-        self._check_fits(locals_)
+        self.check_fits(locals_)
         wanted = {name: self.blocks(name, v.box) for name, v in locals_.items() if v.values.numel()}
         self.seconds["plan"] += time.perf_counter() - begun
         as_stored = [n for n in wanted if _in_place(locals_[n], TORCH_DTYPES[self.tensors[n].dtype])]
@@ -147,7 +147,7 @@ class Checkpoint:
                     move(*targets[block.tensor], stored, block.box)
                 self.seconds["unpack"] += time.perf_counter() - begun
 
-    def _check_fits(self, locals_: Mapping[str, Local]) -> None:
+    def check_fits(self, locals_: Mapping[str, Local]) -> None:
         rows = []
         for name, local in locals_.items():
             stored = self.tensors.get(name)

@@ -1,0 +1,193 @@
+"""State from one layout into another between running ranks, without storage.
+
+The ranks tell each other which boxes they have and which they need. Every rank then works out the same moves: each
+element goes to a rank that needs it from one that has it, from itself if it can, else from its holders in turn. The
+bytes go in a few uneven all-to-all exchanges of bounded size. Loading with shared reads is the same thing: each rank
+reads a share of what it and its replicas need from storage, and gets the rest from them.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.checkpoint.format import Tensor, meet, share, volume
+from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.pack import within
+from weft.checkpoint.save import TORCH_DTYPES, Local
+from weft.checkpoint.storage import LocalStorage
+from weft.errors import WeftError
+from weft.layout.dims import Box
+
+#: Bytes of the logical tensors that are exchanged at a time; a tensor is never cut for this.
+ROUND = 256 << 20
+#: Pieces begin at a multiple of this in a message, so that they can be read as numbers.
+ALIGN = 8
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements ``box`` of tensor ``name`` go from rank ``source`` to rank ``target``."""
+
+    name: str
+    box: Box
+    source: int
+    target: int
+
+
+def moves(
+    name: str, tensor: Tensor, held: Sequence[Box | None], needed: Sequence[Box | None], rank: int
+) -> Iterator[Move]:
+    """What ``rank`` sends and receives of a tensor of which rank ``r`` has ``held[r]`` and needs ``needed[r]``.
+
+    Raises :class:`WeftError` if the ranks that hold it do not hold each element, or hold parts that overlap without
+    being the same.
+    """
+    holders: dict[Box, list[int]] = {}
+    for r, box in enumerate(held):
+        if box is not None and volume(box):
+            holders.setdefault(box, []).append(r)
+    if sum(map(volume, holders)) != tensor.numel:
+        raise WeftError(f"the running ranks do not hold {name} {list(tensor.shape)} once: {sorted(holders)}")
+    turn = zlib.crc32(name.encode())
+    for target, box in enumerate(needed):
+        if box is None:
+            continue
+        for have, ranks in holders.items():
+            source = target if target in ranks else ranks[(turn + target) % len(ranks)]
+            if rank in (source, target) and (common := meet(have, box)) is not None:
+                yield Move(name, common, source, target)
+
+
+def redistribute(sources: Mapping[str, Local], targets: Mapping[str, Local]) -> int:
+    """Fill ``targets`` in place with what the ranks hold as ``sources``; the bytes that this rank sent. Collective.
+
+    Both name this rank's parts of logical tensors; a rank that takes no part in a layout gives nothing for it. Raises
+    :class:`WeftError` on all ranks if shapes or types differ or an element is missing.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    about = tuple({name: (v.tensor, v.box) for name, v in side.items()} for side in (sources, targets))
+    told: list[Any] = [about] * world
+    if world > 1:
+        dist.all_gather_object(told, about)
+    tensors: dict[str, Tensor] = {}
+    for side in (side for sides in told for side in sides):
+        for name, (tensor, _) in side.items():
+            known = tensors.setdefault(name, tensor)
+            if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                raise WeftError(f"{name} is {known.dtype} {list(known.shape)} and {tensor.dtype} {list(tensor.shape)}")
+    held, needed = zip(*told, strict=True)
+
+    def boxes(sides: Sequence[Mapping[str, tuple[Tensor, Box]]], name: str) -> list[Box | None]:
+        return [side[name][1] if name in side else None for side in sides]
+
+    wanted = sorted({name for side in needed for name in side})
+    plan = {name: list(moves(name, tensors[name], boxes(held, name), boxes(needed, name), rank)) for name in wanted}
+    sent = 0
+    for names in _rounds(wanted, tensors):
+        sent += _exchange([move for name in names for move in plan[name]], sources, targets, tensors, rank, world)
+    return sent
+
+
+def _rounds(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for name in names:
+        more = tensors[name].numel * tensors[name].itemsize
+        if batch and size + more > ROUND:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += more
+    if batch:
+        yield batch
+
+
+def _exchange(
+    plan: Sequence[Move],
+    sources: Mapping[str, Local],
+    targets: Mapping[str, Local],
+    tensors: Mapping[str, Tensor],
+    rank: int,
+    world: int,
+) -> int:
+    """One round: pack, exchange, unpack. The messages of two ranks hold their moves in the order of ``plan``."""
+    outgoing = _Message([m for m in plan if m.source == rank != m.target], "target", tensors, world)
+    incoming = _Message([m for m in plan if m.target == rank != m.source], "source", tensors, world)
+    device = next((v.values.device for v in (*targets.values(), *sources.values())), torch.device("cpu"))
+    send, receive = outgoing.memory(device), incoming.memory(device)
+    for move, place in outgoing.places(send):
+        place.copy_(_part(sources[move.name], move.box))
+    if world > 1:
+        dist.all_to_all_single(receive, send, incoming.sizes, outgoing.sizes)
+    for move in plan:
+        if move.source == move.target == rank:
+            source, target = _part(sources[move.name], move.box), _part(targets[move.name], move.box)
+            if source.data_ptr() != target.data_ptr():  # else it is where it belongs already
+                target.copy_(source)
+    for move, place in incoming.places(receive):
+        _part(targets[move.name], move.box).copy_(place)
+    return sum(outgoing.sizes)
+
+
+class _Message:
+    """The pieces that go to, or come from, every other rank, one rank after the other."""
+
+    def __init__(self, plan: Sequence[Move], peer: str, tensors: Mapping[str, Tensor], world: int) -> None:
+        self.sizes = [0] * world
+        self._tensors, self._pieces, at = tensors, [], 0
+        for r in range(world):
+            for move in plan:
+                if getattr(move, peer) == r:
+                    size = volume(move.box) * tensors[move.name].itemsize
+                    self._pieces.append((move, at, size))
+                    at += size + -size % ALIGN
+                    self.sizes[r] += size + -size % ALIGN
+
+    def memory(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(sum(self.sizes), dtype=torch.uint8, device=device)
+
+    def places(self, memory: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor]]:
+        for move, at, size in self._pieces:
+            dtype = TORCH_DTYPES[self._tensors[move.name].dtype]
+            yield move, memory[at : at + size].view(dtype).view([hi - lo for lo, hi in move.box])
+
+
+def _part(local: Local, box: Box) -> torch.Tensor:
+    return local.values[within(box, local.box)]
+
+
+def load(checkpoint: Checkpoint, locals_: Mapping[str, Local]) -> None:
+    """Load, and where storage is far away let each of several replicas read a part and pass it on. Collective.
+
+    Raises what any rank ran into on all of them, so that none goes on alone.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    shared = world > 1 and not isinstance(checkpoint.storage, LocalStorage)
+    mine = {name: part for name, v in locals_.items() if (part := _share(name, v)) is not None} if shared else locals_
+    problem: WeftError | None = None
+    try:
+        checkpoint.check_fits(locals_)
+        checkpoint.load(mine)
+    except WeftError as error:
+        problem = error
+    problems = [problem]
+    if world > 1:
+        problems *= world
+        dist.all_gather_object(problems, problem)
+    for found in problems:
+        if found is not None:
+            raise found
+    if shared:
+        redistribute(mine, locals_)
+
+
+def _share(name: str, local: Local) -> Local | None:
+    """The part of ``local`` that this one of its replicas reads."""
+    if local.replicas == 1:
+        return local
+    box = share(local.box, local.tensor.itemsize, local.replica, local.replicas, zlib.crc32(name.encode()))
+    return None if box is None else replace(local, values=_part(local, box), box=box, replica=0, replicas=1)
