@@ -17,6 +17,9 @@ from weft.layout.layout import Layout
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 
+#: As ``checkpoint.levels.to``: a folder of this host's memory.
+MEMORY = "memory"
+
 
 class Section(BaseModel):
     """Base of every section: unknown keys are errors and values never change after validation."""
@@ -144,12 +147,49 @@ class Validation(Section):
     batches: PositiveInt = 4
 
 
-class Checkpoint(Section):
-    """``on_error``: when a save in the background fails, the run goes on with a warning or stops at the next save."""
+class Level(Section):
+    """One place for checkpoints with a cadence of its own.
 
+    ``to``: "" (the run folder's ``checkpoints``), a folder, ``s3://bucket/prefix``, or "memory" (this host's /dev/shm).
+    """
+
+    to: str = ""
     every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves only at the end")
     keep: PositiveInt = 2
+
+
+class Checkpoint(Level):
+    """``levels``, fastest first, instead of ``to``, ``every`` and ``keep``; the last gets the final checkpoint.
+
+    ``on_error``: when a save in the background fails, the run goes on with a warning or stops at the next save.
+    """
+
     on_error: Literal["warn", "stop"] = "warn"
+    levels: tuple[Level, ...] = ()
+
+    @property
+    def all_levels(self) -> tuple[Level, ...]:
+        return self.levels or (Level(to=self.to, every=self.every, keep=self.keep),)
+
+    @model_validator(mode="after")
+    def _places(self) -> Self:
+        from weft.checkpoint.s3 import open_storage
+
+        if self.levels and (self.to, self.every, self.keep) != ("", 0, 2):
+            raise ValueError("give every level its own to, every and keep, or leave checkpoint.levels out")
+        found = [level.to for level in self.all_levels]
+        for to in found:
+            try:
+                open_storage(to)
+            except UsageError as error:  # without the value, which may have a credential in it
+                raise ValueError(str(error)) from None
+        if len({to.rstrip("/") for to in found}) < len(found):
+            raise ValueError("two levels have the same 'to'")
+        if found[-1] == MEMORY:
+            raise ValueError(f"{MEMORY!r} does not outlast the run; add a level after it that does")
+        if any(not level.every for level in self.levels[:-1]):
+            raise ValueError("all levels but the last, which gets the final checkpoint, need 'every'")
+        return self
 
 
 class Observe(Section):

@@ -21,9 +21,8 @@ from weft.checkpoint.format import ROOT, Tensor
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.save import Local, plan
 from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.store import committed, prune, whole
+from weft.checkpoint.store import committed, load_newest, prune
 from weft.checkpoint.writer import Commit, Job, finish, write
-from weft.errors import WeftError
 
 #: Some that both ranks write a part of, and one that only one of them writes.
 SHAPES = {"model.a": (400, 100), "model.b": (7,), "optimizer.exp_avg.a": (400, 100)}
@@ -46,10 +45,10 @@ def jobs(folder: Path, seed: int) -> list[tuple[Job, bytes]]:
         mine = {name: Local(whole[name], tuple((0, n) for n in t.shape), t, rank, 2) for name, t in tensors.items()}
         pieces = plan(mine)
         payload = b"".join(whole[p.name][tuple(slice(*e) for e in p.box)].numpy().tobytes() for p in pieces)
-        blocks = tuple((p.name, p.box) for p in pieces)
+        shares = tuple((p.name, p.box) for p in pieces)
         commit = Commit(names, {"step": seed}, {f"files/x{seed}/note": b"hello"}, 0.05) if rank == 0 else None
         job = Job(
-            LocalStorage(folder), "", f"data/x{seed}-{rank:05d}.safetensors", names[rank], tensors, blocks, commit
+            LocalStorage(folder), "", f"data/x{seed}-{rank:05d}.safetensors", names[rank], tensors, shares, commit
         )
         found.append((job, payload))
     return found
@@ -70,19 +69,20 @@ def save(folder: Path, seed: int) -> str:
 def check(root: Path, seeds: dict[str, int], must: str) -> str:
     """The newest checkpoint that seems whole holds exactly what was saved; ``must`` is still there. Returns which."""
     assert must in [p.name for p in committed(root)]
-    for folder, _ in whole(root, lambda text: None):
-        checkpoint = Checkpoint(LocalStorage(folder))
-        expected = values(seeds[folder.name])
+    whole: dict[str, torch.Tensor] = {}
+
+    def load(checkpoint: Checkpoint) -> None:
+        expected = values(seeds[checkpoint.storage.name])
         got = {name: torch.full_like(v, torch.nan) for name, v in expected.items()}
-        try:
-            checkpoint.load({
-                name: Local(v, tuple((0, n) for n in v.shape), Tensor(tuple(v.shape), "F32")) for name, v in got.items()
-            })  # fmt: skip
-        except WeftError:
-            continue
-        assert all(torch.equal(got[name], expected[name]) for name in expected), folder
-        return folder.name
-    raise AssertionError("whole() raises after the last")
+        checkpoint.load({
+            name: Local(v, tuple((0, n) for n in v.shape), Tensor(tuple(v.shape), "F32")) for name, v in got.items()
+        })  # fmt: skip
+        whole.update(got)
+
+    name = load_newest([root], load, lambda text: None)[0].storage.name
+    expected = values(seeds[name])
+    assert all(torch.equal(whole[tensor], expected[tensor]) for tensor in expected), name
+    return name
 
 
 class Count:
@@ -284,7 +284,7 @@ def test_pruning_that_is_killed_leaves_whole_checkpoints(root: Path) -> None:
         in_child(run)
         assert check(copy, seeds, "step-000004") == "step-000004"
         for folder in committed(copy):
-            Checkpoint(LocalStorage(folder)).verify()
+            Checkpoint(folder).verify()
         shutil.rmtree(copy)
 
 

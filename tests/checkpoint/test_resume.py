@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.cases import recipe, write_corpus
+from weft.checkpoint.save import Saver
 from weft.checkpoint.state import local_state
 from weft.checkpoint.storage import LocalStorage, StorageError
-from weft.checkpoint.store import committed, find, open_checkpoint, read_meta
+from weft.checkpoint.store import committed, load_newest, look, open_checkpoint, verify
 from weft.errors import WeftError
 from weft.layout.dims import part
 from weft.layout.layout import Layout
@@ -45,7 +46,7 @@ def go(values: dict[str, Any], out: str, resume: str | None = None) -> tuple[int
 def state_of(checkpoint: Path, values: dict[str, Any]) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole, on one device."""
     settings = build_recipe(values)
-    shape = build_recipe(read_meta(checkpoint)["recipe"]).model
+    shape = build_recipe(open_checkpoint(checkpoint).meta["recipe"]).model
     mesh = Mesh.single()
     parts = local_parts(parallelize(shape, mesh, settings.train), mesh)
     found = local_state(parts, build_optimizer(parts, settings.optimizer))
@@ -123,10 +124,11 @@ def test_auto_resume_takes_the_last_whole_checkpoint(pool: Any, corpus: str, who
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
     heard: list[str] = []
-    assert find(run, heard.append)[0].name == "step-000003"
+    assert load_newest([run], verify, heard.append)[0].storage.name == "step-000003"
     assert "damaged" in heard[0] and damaged.name in heard[0]
     pool.run(4, go, tree(corpus, HOME), str(run), "auto")
-    assert find(run, heard.append)[0].name == "step-000006-2"  # what is damaged is not written over
+    # What is damaged is not written over.
+    assert load_newest([run], verify, heard.append)[0].storage.name == "step-000006-2"
     events = [r["message"] for r in read_metrics(run)["event"]]
     assert any("damaged" in e for e in events) and any("resumed from" in e and "step-000003" in e for e in events)
 
@@ -158,7 +160,12 @@ def unwritable(values: dict[str, Any], out: str) -> str:
     import torch.distributed as dist
 
     try:
-        with mock.patch("weft.checkpoint.state.LocalStorage", FullDisk if dist.get_rank() == 1 else LocalStorage):
+        if dist.get_rank() == 1:
+            save = Saver.save
+            change = lambda self, place, *rest, **more: save(self, FullDisk(place.root), *rest, **more)  # noqa: E731
+            with mock.patch.object(Saver, "save", change):
+                go(values, out, out)
+        else:
             go(values, out, out)
     except WeftError as error:
         return str(error)
@@ -174,7 +181,7 @@ def test_full_disk_stops_all_ranks_and_keeps_the_last_checkpoint(
     said = pool.run(4, unwritable, tree(corpus, HOME), str(run))
     assert all("step 6 was not saved" in text and "No space left" in text for text in said), said
     assert [p.name for p in committed(run / "checkpoints")] == ["step-000003"]
-    read_meta(run / "checkpoints/step-000003")
+    look(open_checkpoint(run / "checkpoints/step-000003"))
 
 
 def test_shares_tile_what_they_cut() -> None:

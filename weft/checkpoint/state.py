@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint import reshard
 from weft.checkpoint.format import Tensor
+from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.save import NAMES, Local, Saver
-from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.store import new_folder, open_checkpoint
+from weft.checkpoint.storage import Storage
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.parallel.build import LocalPart
@@ -49,32 +50,29 @@ def local_state(parts: Sequence[LocalPart], optimizer: torch.optim.Optimizer | N
 
 def save_state(
     saver: Saver,
-    root: Path,
+    place: Storage,
     parts: Sequence[LocalPart],
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     about: dict[str, Any],
     tokenizer: Tokenizer,
-) -> tuple[Path, float]:
-    """Start saving a checkpoint under ``root``; its folder, and the seconds for which training waited.
+) -> float:
+    """Start saving a checkpoint as ``place``; the seconds for which training waited.
 
     ``about``: recipe, layout and data fingerprint, kept for the reader.
     """
     rng = {"torch_cpu": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()}
-    folder = new_folder(root, progress.step)
     with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as extra:
         tokenizer.save(extra)
         files = {p.name: p.read_bytes() for p in Path(extra).iterdir()}
     meta = {"progress": asdict(progress), "rng": rng, **about}
-    waited = saver.save(LocalStorage(folder), progress.step, local_state(parts, optimizer), meta, files)
-    return folder, waited
+    return saver.save(place, progress.step, local_state(parts, optimizer), meta, files, lazy=True)
 
 
-def load_state(
-    folder: Path, meta: dict[str, Any], parts: Sequence[LocalPart], optimizer: torch.optim.Optimizer
-) -> Progress:
+def load_state(checkpoint: Checkpoint, parts: Sequence[LocalPart], optimizer: torch.optim.Optimizer) -> Progress:
     """Bring back what :func:`save_state` saved, under whatever layout ``parts`` are of."""
-    open_checkpoint(folder).load(local_state(parts, optimizer))
+    reshard.load(checkpoint, local_state(parts, optimizer))
+    meta = checkpoint.meta
     progress = Progress(**meta["progress"])
     for state in optimizer.state.values():
         state["step"].fill_(progress.updates)
@@ -83,10 +81,30 @@ def load_state(
     return progress
 
 
-def check_same_data(meta: dict[str, Any], fingerprint: str, checkpoint: Path) -> None:
+#: A model's parts and its optimizer.
+Held = tuple[Sequence[LocalPart], torch.optim.Optimizer]
+
+
+def move_state(old: Held | None, new: Held | None, progress: Progress) -> int:
+    """Bring parameters and optimizer state of a running layout into another one, without storage. Collective.
+
+    A rank that has no place in one of the layouts gives None for it. Returns the bytes that this rank sent.
+    """
+    sent = reshard.redistribute(local_state(*old) if old else {}, local_state(*new) if new else {})
+    for state in new[1].state.values() if new else ():
+        state["step"].fill_(progress.updates)
+    return sent
+
+
+def check_same_data(checkpoint: Checkpoint, fingerprint: str) -> None:
     """Refuse to resume on other data, where the same position would mean other tokens."""
-    if meta.get("data") != fingerprint:
+    meta = checkpoint.meta
+    instead = f"start a new run from its weights: --set model.weights={checkpoint}"
+    if "data" not in meta or "rng" not in meta:
+        kind = meta.get("source", {}).get("kind", "another program's")
+        raise WeftError(f"{checkpoint} was converted (from {kind}) and has no position in the data; {instead}")
+    if meta["data"] != fingerprint:
         raise WeftError(
             f"{checkpoint} was trained on other data (sources, tokenizer, seq_len or seed differ), so its position "
-            "means nothing here; restore them, or start a new run with model.weights"
+            f"means nothing here; restore them, or {instead}"
         )

@@ -1,13 +1,24 @@
 """Where checkpoints are kept: a small interface, and its form on a file system."""
 
+import ctypes
 import errno
 import os
 import secrets
-from collections.abc import Iterable
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from weft.errors import WeftError
+
+#: Buffers of one system call at most.
+IOV_MAX = 1000
+
+
+#: Bytes after which the disk is set to work while the file is still being written.
+FLUSH = 8 << 20
 
 
 class StorageError(WeftError):
@@ -19,10 +30,22 @@ class MissingObject(StorageError):
 
 
 class Storage(Protocol):
-    """Named, immutable objects under one root. Names use ``/``. Failures raise :class:`StorageError`."""
+    """A place: named, immutable objects under one root. Names use ``/``. Failures raise :class:`StorageError`.
+
+    ``place / "name"`` is the place whose root is the folder ``name`` of this one; ``name`` is a root's last part. Two
+    are equal if they are the same place. They can be pickled; as text they are what :func:`.s3.open_storage` reads.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def __truediv__(self, name: str) -> Self: ...
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """Make a new object of these bytes, on stable storage when this returns; its size."""
+        """Make a new object of these bytes, on stable storage when this returns; its size.
+
+        A chunk may change as soon as the next is asked for.
+        """
 
     def create(self, name: str, data: bytes) -> bool:
         """Make a small object at once, if there is none of that name; whether this call made it."""
@@ -30,24 +53,53 @@ class Storage(Protocol):
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
         """Bytes of an object; fewer than ``size`` if it ends before."""
 
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer``; :class:`StorageError` if the object is shorter."""
+    @property
+    def granule(self) -> int:
+        """Bytes that are best read at once."""
+
+    def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
+        """Fill ``buffers`` of bytes, one after the other; :class:`MissingObject` if the object is shorter."""
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """Names (of whole objects) that begin with ``prefix``, and their sizes."""
 
+    def folders(self) -> Sequence[str]:
+        """The names of the folders right under the root; none if there is no root."""
+
+    def modified(self, name: str = "") -> float:
+        """When an object, or without a name anything here, was last written; :class:`MissingObject` if nothing is."""
+
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; those that do not exist are no error."""
 
+    def clear(self) -> None:
+        """Remove everything, in any order."""
 
+
+def holds(place: Storage, name: str) -> bool:
+    """Whether there is an object of that name."""
+    try:
+        place.read(name, 0, 0)
+    except MissingObject:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
 class LocalStorage:
     """A folder on a local or network file system."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    root: Path
 
     def __str__(self) -> str:
         return str(self.root)
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    def __truediv__(self, name: str) -> Self:
+        return type(self)(self.root / name)
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
         path, size = self.root / name, 0
@@ -56,11 +108,14 @@ class LocalStorage:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             try:
+                flushed = 0
                 for chunk in chunks:
                     view = memoryview(chunk).cast("B")
                     while view:
                         done = os.write(handle, view)
                         size, view = size + done, view[done:]
+                    if size >= flushed + FLUSH:
+                        flushed = _flush(handle, flushed, size)
                 os.fsync(handle)
             finally:
                 os.close(handle)
@@ -100,21 +155,34 @@ class LocalStorage:
         except OSError as error:
             raise self._error("read", name, error) from error
 
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+    @property
+    def granule(self) -> int:
+        return 512 << 10  # what has just been read is then still in a core's cache when it is verified and unpacked
+
+    def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
+        left = [b for b in buffers if b.nbytes]
         try:
-            with (self.root / name).open("rb", buffering=0) as file:
-                at = 0
-                while at < len(buffer):
-                    got = os.preadv(file.fileno(), [buffer[at:]], offset + at)
+            handle = os.open(self.root / name, os.O_RDONLY)
+            try:
+                while left:
+                    got = os.preadv(handle, left[:IOV_MAX], offset)
                     if not got:
                         raise OSError(errno.ENODATA, "it is shorter than it should be")
-                    at += got
+                    offset += got
+                    while left and got >= left[0].nbytes:
+                        got -= left.pop(0).nbytes
+                    if got:
+                        left[0] = left[0][got:]
+            finally:
+                os.close(handle)
         except OSError as error:
             raise self._error("read", name, error) from error
 
     def list(self, prefix: str = "") -> dict[str, int]:
         folder = self.root / prefix if prefix.endswith("/") or not prefix else (self.root / prefix).parent
         try:
+            if self.root.is_file():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             files = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")]
             names = {p.relative_to(self.root).as_posix(): p.stat().st_size for p in files}
         except OSError as error:
@@ -136,6 +204,29 @@ class LocalStorage:
             except OSError:  # not empty
                 continue
 
+    def folders(self) -> Sequence[str]:
+        try:
+            return sorted(p.name for p in self.root.iterdir() if p.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise self._error("list", "", error) from error
+
+    def modified(self, name: str = "") -> float:
+        paths = [self.root / name] if name else [self.root, *self.root.rglob("*")]  # what is being written as well
+        try:
+            return max(path.stat().st_mtime_ns for path in paths) / 1e9
+        except OSError as error:
+            raise self._error("read", name, error) from error
+
+    def clear(self) -> None:
+        try:
+            shutil.rmtree(self.root)
+        except FileNotFoundError:  # gone, or someone else deletes it as well
+            return
+        except OSError as error:
+            raise self._error("delete", "", error) from error
+
     def _sync_folders(self, folder: Path) -> None:
         """Make the names on the way to a new file as durable as the file."""
         while True:
@@ -152,3 +243,10 @@ class LocalStorage:
         missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENODATA)
         kind = MissingObject if missing and doing == "read" else StorageError
         return kind(f"cannot {doing} {self.root / name}: {error.strerror or error}")
+
+
+def _flush(handle: int, begin: int, end: int) -> int:
+    """Begin to write these bytes of a file to the disk, without waiting; ``end``. What comes of it fsync tells."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).sync_file_range(handle, ctypes.c_int64(begin), ctypes.c_int64(end - begin), 2)
+    return end

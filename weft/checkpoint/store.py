@@ -3,120 +3,183 @@
 import json
 import re
 import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from weft.checkpoint.format import ROOT, Block, DamagedCheckpoint, entry, header, manifest
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.storage import LocalStorage, Storage, StorageError
+from weft.checkpoint.s3 import Where, open_storage
+from weft.checkpoint.storage import MissingObject, Storage, StorageError, holds
 from weft.checkpoint.writer import Commit, commit
 from weft.errors import WeftError
 from weft.layout.layout import Layout
 
+T = TypeVar("T")
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    return Checkpoint(LocalStorage(folder))
-
-
-def extras(folder: Path, meta: dict[str, Any]) -> Path:
-    """The folder inside a checkpoint that holds its other files, such as the tokenizer's."""
-    return folder / Path(next(iter(meta["files"]), "files/none/")).parent
+#: In a run folder: where the run keeps checkpoints besides its folder ``checkpoints``.
+PLACES = "checkpoints.json"
 
 
-def committed(root: Path) -> list[Path]:
-    """Checkpoints under ``root``, oldest first: the folders with a root."""
-    return [p for p in _folders(root) if (p / ROOT).is_file()]
+def open_checkpoint(where: Where) -> Checkpoint:
+    return Checkpoint(open_storage(where))
 
 
-def _folders(root: Path) -> list[Path]:
+def extract(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write a checkpoint's other files, such as the tokenizer's, verified, into a folder of this machine."""
+    for name, about in checkpoint.meta["files"].items():
+        (folder / Path(name).name).write_bytes(checkpoint.file(name, *about))
+
+
+def places(where: Where) -> list[Storage]:
+    """The folders that may hold a run's checkpoints: what ``where`` is itself, and what the run has left word of."""
+    place, told = open_storage(where), []
+    with suppress(MissingObject):
+        try:
+            told = list(map(open_storage, json.loads(place.read(PLACES))["places"]))
+        except (ValueError, KeyError, TypeError):
+            raise WeftError(f"{place / PLACES}, the list of where the run has checkpoints, is damaged") from None
+    return list(dict.fromkeys([place / "checkpoints", place, *told]))
+
+
+def committed(root: Where) -> list[Storage]:
+    """Checkpoints right under ``root``, oldest first: the folders with a root."""
+    place = open_storage(root)
+    return [place / name for name in _numbered(place) if holds(place, f"{name}/{ROOT}")]
+
+
+def _numbered(root: Storage) -> list[str]:
     """``step-000200``, then ``step-000200-2`` if a run has come to that step a second time, and so on."""
-    found = [(m, p) for p in root.glob("step-*") if (m := re.fullmatch(r"step-(\d+)(?:-(\d+))?", p.name))]
-    return [p for *_, p in sorted((int(m[1]), int(m[2] or 1), p) for m, p in found)]
+    return sorted((name for name in root.folders() if _number(name) is not None), key=lambda name: _number(name) or ())
 
 
-def step_of(folder: Path) -> int:
+def _number(name: str) -> tuple[int, int] | None:
+    found = re.fullmatch(r"step-(\d+)(?:-(\d+))?", name)
+    return (int(found[1]), int(found[2] or 1)) if found else None
+
+
+def step_of(place: Storage) -> int:
     """The step that a checkpoint's folder is named after."""
-    return int(folder.name.split("-")[1])
+    return (_number(place.name) or (-1, 1))[0]
 
 
-def new_folder(root: Path, step: int) -> Path:
-    """Where a checkpoint of ``step`` goes: what is committed is never written to again."""
-    folder, number = root / f"step-{step:06d}", 1
-    while (folder / ROOT).exists():
+def new_name(taken: Collection[str], step: int) -> str:
+    """What a checkpoint of ``step`` is called: what is there is never written to again."""
+    name, number = f"step-{step:06d}", 1
+    while name in taken:
         number += 1
-        folder = root / f"step-{step:06d}-{number}"
-    return folder
+        name = f"step-{step:06d}-{number}"
+    return name
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def look(checkpoint: Checkpoint) -> dict[str, Any]:
     """The root of a checkpoint after checking that its manifests and files are whole and its data files there."""
-    checkpoint = open_checkpoint(folder)
     for name, (size, xxh3) in checkpoint.meta["files"].items():
         checkpoint.file(name, size, xxh3)
     sizes = checkpoint.storage.list("data/")
     for block in checkpoint.all_blocks():
         if sizes.get(block.file, -1) < block.offset + block.size:
             what = "shorter than it should be" if block.file in sizes else "missing"
-            raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {block.file} is {what} (tensor {block.tensor})")
+            raise _damaged(checkpoint, f"{block.file} is {what} (tensor {block.tensor})")
     return checkpoint.meta
 
 
-def candidates(path: Path) -> list[Path]:
-    """The checkpoints that ``path`` may mean, best first: itself, or those of a run. Raises if there is none."""
-    if (path / ROOT).is_file():
-        return [path]
-    found = committed(path / "checkpoints") or committed(path)
-    if not found:
-        raise WeftError(f"no checkpoint in {path}; give a run folder or a checkpoint (a folder with {ROOT})")
-    return found[::-1]
+def candidates(*where: Where, warn: Callable[[str], None] | None = None) -> list[Storage]:
+    """The checkpoints that ``where`` may mean, best first: itself, or those of all places of a run (or of several).
 
-
-def whole(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The checkpoints that ``path`` may mean and that seem whole, best first; ``warn`` hears of the others.
-
-    What a data file holds shows when it is read; go on to the next then. Raises after the last.
+    Of one step, the place that comes first goes first. ``warn``, if given, hears of places that cannot be read while
+    others can. Raises :class:`WeftError` if there is no checkpoint.
     """
-    tried = candidates(path)
+    found: list[Storage] = []
+    problems: list[StorageError] = []
+    if len(where) == 1 and holds(place := open_storage(where[0]), ROOT):
+        return [place]
+    for one in where:
+        try:
+            within = places(one)
+        except StorageError as error:
+            problems.append(error)
+            continue
+        for place in within:
+            try:
+                found += committed(place)
+            except StorageError as error:
+                problems.append(error)
+    if problems and (warn is None or not found):
+        raise problems[0]
+    for problem in problems:
+        assert warn is not None
+        warn(f"{problem}; looking elsewhere")
+    if not found:
+        named, fix = " and ".join(map(str, where)), f"give a run folder or a checkpoint (a folder with {ROOT})"
+        if len(where) == 1 and not _exists(open_storage(where[0])):
+            raise WeftError(f"{named} does not exist; {fix}")
+        raise WeftError(f"no checkpoint in {named}; {fix}")
+    return sorted(dict.fromkeys(found), key=lambda p: _number(p.name) or (), reverse=True)
+
+
+def is_new(place: Storage) -> bool:
+    """Whether nothing is there, so that something new can be made of it."""
+    return not place.folders() and not place.list()
+
+
+def _exists(place: Storage) -> bool:
+    try:
+        place.modified()
+    except MissingObject:
+        return False
+    return True
+
+
+def load_newest(
+    where: Sequence[Where], load: Callable[[Checkpoint], T], warn: Callable[[str], None]
+) -> tuple[Checkpoint, T]:
+    """The newest checkpoint that ``where`` may mean (see :func:`candidates`) and that is whole, and what ``load`` made
+    of it. Collective: it is the same one on all ranks.
+
+    What a data file holds shows when it is read: if ``load`` raises :class:`DamagedCheckpoint` or
+    :class:`StorageError` on any rank, all go on to the one before, and ``warn`` hears why. Other errors are raised.
+    """
+    tried = candidates(*where, warn=warn)
     problem = ""
-    for folder in tried:
+    for place in tried:
+        checkpoint, made, problem = open_checkpoint(place), list[T](), ""
         try:
-            meta = read_meta(folder)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                look(checkpoint)
+            checkpoint.meta  # noqa: B018
         except WeftError as error:
-            if len(tried) == 1:
-                raise
             problem = str(error)
-            warn(f"{problem}; trying the one before")
-            continue
-        yield folder, meta
-    raise WeftError(f"no checkpoint in {path} can be loaded; the last problem was: {problem or 'damaged data'}")
+        else:
+            try:
+                made.append(load(checkpoint))
+            except (DamagedCheckpoint, StorageError) as error:
+                problem = str(error)
+        if not (problem := agree(problem)):
+            return checkpoint, made[0]
+        if len(tried) == 1:
+            raise WeftError(problem)
+        warn(f"{problem}; trying the one before")
+    raise WeftError(f"no checkpoint of {len(tried)} can be loaded; the last problem was: {problem}")
 
 
-def find(path: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint that ``path`` means: itself, or the last of a run that verifies, data included."""
-    for folder, meta in whole(path, warn):
-        try:
-            open_checkpoint(folder).verify()
-        except DamagedCheckpoint as error:
-            if folder == path:
-                raise
-            warn(f"{error}; trying the one before")
-            continue
-        return folder, meta
-    raise AssertionError("whole() raises after the last")
+def _damaged(checkpoint: Checkpoint, what: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"checkpoint {checkpoint} is damaged: {what}")
 
 
-def retained(found: Sequence[Path], last: int, every: int = 0, scores: Mapping[int, float] | None = None) -> list[Path]:
+def retained(
+    found: Sequence[Storage], last: int, every: int = 0, scores: Mapping[int, float] | None = None
+) -> list[Storage]:
     """Which checkpoints (oldest first) a policy keeps: the ``last`` ones, every ``every`` steps, the best score.
 
     ``scores``: by step, the lower the better. Of several checkpoints of one step, only the newest can be kept for its
     step. What was committed last is always kept: a run that went back may save before what it had already reached.
     """
     newest = {step_of(p): p for p in found}
-    kept = {*found[-last:], max(found, key=lambda p: (p / ROOT).stat().st_mtime_ns)} if found else set()
+    kept = {*found[-last:], max(reversed(found), key=lambda p: p.modified(ROOT))} if found else set()
     kept |= {p for step, p in newest.items() if every and step % every == 0}
     if known := {step: score for step, score in (scores or {}).items() if step in newest}:
         kept.add(newest[min(known, key=lambda step: (known[step], -step))])
@@ -124,14 +187,14 @@ def retained(found: Sequence[Path], last: int, every: int = 0, scores: Mapping[i
 
 
 def prune(
-    root: Path,
+    root: Where,
     keep: int,
     every: int = 0,
     scores: Mapping[int, float] | None = None,
-    check: Callable[[Path], object] | None = None,
+    check: Callable[[Storage], object] = lambda place: look(open_checkpoint(place)),
     dry_run: bool = False,
-) -> list[Path]:
-    """Delete the checkpoints of a run that :func:`retained` does not keep; what was deleted. ``keep`` 0 deletes none.
+) -> list[Storage]:
+    """Delete the checkpoints under ``root`` that :func:`retained` does not keep; what was deleted. ``keep`` 0: none.
 
     Never deletes the last that verifies: ``check`` raises :class:`WeftError` for one that does not (by default it
     looks at all but the tensors' values). If none does, nothing is deleted.
@@ -139,44 +202,49 @@ def prune(
     The root goes first, so that no half-deleted checkpoint looks whole. Folders without a root that nobody has
     written to since the last commit are what is left of saves that were never committed: they go as well.
     """
-    found = committed(root)
+    place = open_storage(root)
+    found = committed(place)
     kept = retained(found, keep, every, scores) if keep else found
     gone = [p for p in found if p not in kept]
     if gone:
-        last = next((p for p in reversed(found) if _passes(p, check or read_meta)), None)
+        last = next((p for p in reversed(found) if _passes(p, check)), None)
         gone = [p for p in gone if p != last] if last is not None else []
     if not dry_run:
-        stale = [p for p in _folders(root) if p not in found and _abandoned(p, found)]
-        for folder in [*gone, *stale]:
-            LocalStorage(folder).delete([ROOT])
-            try:
-                shutil.rmtree(folder)
-            except FileNotFoundError:  # someone else deletes it as well
-                continue
-            except OSError as error:
-                raise StorageError(f"cannot delete {folder}: {error.strerror or error}") from error
+        stale = [p for p in (place / name for name in _numbered(place)) if p not in found and _abandoned(p, found)]
+        for one in [*gone, *stale]:
+            one.delete([ROOT])
+            one.clear()
     return gone
 
 
-def _passes(folder: Path, check: Callable[[Path], object]) -> bool:
+def _passes(place: Storage, check: Callable[[Storage], object]) -> bool:
     try:
-        check(folder)
+        check(place)
     except WeftError:
         return False
     return True
 
 
-def _abandoned(folder: Path, found: Sequence[Path]) -> bool:
+def _abandoned(place: Storage, found: Sequence[Storage]) -> bool:
     """A save under way began after the last commit, as a run saves one checkpoint at a time."""
     try:
-        commits = [(p / ROOT).stat().st_mtime_ns for p in found]
-        return bool(commits) and max(p.stat().st_mtime_ns for p in (folder, *folder.rglob("*"))) < max(commits)
-    except FileNotFoundError:  # something is being written or deleted right now
+        return bool(found) and place.modified() < max(p.modified(ROOT) for p in found)
+    except MissingObject:  # something is being written or deleted right now
         return False
 
 
-def verify_all(checkpoint: Checkpoint) -> int:
-    """Verify, and compare the heads of the data files, which only other programs read, with the manifests."""
+def verify(checkpoint: Checkpoint) -> int:
+    """Read a checkpoint from end to end and check all of it; the bytes read of data files.
+
+    That includes what only other programs read: the heads of the data files, and that nothing follows their blocks.
+    Raises :class:`DamagedCheckpoint` naming what is wrong.
+    """
+    look(checkpoint)
+    sizes = checkpoint.storage.list("data/")
+    for about in checkpoint.meta["manifests"]:
+        tree = json.loads(checkpoint.file(*about))
+        if sizes.get(tree["file"], 0) != tree["size"]:
+            raise _damaged(checkpoint, f"{tree['file']} is longer than it should be")
     read = checkpoint.verify()
     heads: dict[str, tuple[int, Any]] = {}
     for b in checkpoint.all_blocks():
@@ -194,8 +262,7 @@ def verify_all(checkpoint: Checkpoint) -> int:
             "data_offsets": [b.offset - begin, b.offset - begin + b.size],
         }
         if table.get(entry(b.tensor, b.box)) != wanted:
-            what = f"the head of {b.file} is not what was saved (tensor {b.tensor})"
-            raise DamagedCheckpoint(f"checkpoint {checkpoint} is damaged: {what}")
+            raise _damaged(checkpoint, f"the head of {b.file} is not what was saved (tensor {b.tensor})")
     return read
 
 

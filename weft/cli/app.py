@@ -26,7 +26,9 @@ LayoutText = Annotated[str | None, typer.Option("--layout", help=_layout)]
 _set = typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a recipe value; may be repeated.")
 Overrides = Annotated[list[str] | None, _set]
 RunFolder = Annotated[Path | None, typer.Option(help="Run folder; runs/NAME by default.")]
-Resume = Annotated[str | None, typer.Option(metavar="auto|DIR", help="Continue a run or checkpoint, under any layout.")]
+Resume = Annotated[
+    str | None, typer.Option(metavar="auto|DIR|s3://...", help="Continue a run or checkpoint, under any layout.")
+]
 _ms = "{} of a microbatch on a rank, all its stages."
 _types = typer.Option("--types", help="Type-check the step instead: no devices, any world size.")
 
@@ -77,7 +79,9 @@ def verify(
 
 @app.command()
 def generate(
-    checkpoint: Annotated[Path, typer.Option(help="A run folder, a checkpoint, or a Hugging Face model folder.")],
+    checkpoint: Annotated[
+        str, typer.Option(help="A run, a checkpoint (folder or s3://...), or a Hugging Face folder.")
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 120,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
@@ -104,7 +108,7 @@ def report(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Option(help="A run folder or a checkpoint.")],
+    checkpoint: Annotated[str, typer.Option(help="A run folder or a checkpoint; or s3://...")],
     out: Annotated[Path, typer.Option(help="The folder to make.")],
 ) -> int:
     """Write a checkpoint as a Hugging Face model: safetensors, config and tokenizer."""
@@ -153,9 +157,10 @@ checkpoints = typer.Typer(
     help="List, look into, verify, compare, merge, convert and prune checkpoints.", no_args_is_help=True
 )
 app.add_typer(checkpoints, name="checkpoint")
-_newest = "A checkpoint, or a run folder: its newest one."
-OneCheckpoint = Annotated[Path, typer.Argument(metavar="PATH", help=_newest)]
-AllCheckpoints = Annotated[Path, typer.Argument(metavar="PATH", help="A run folder, or a checkpoint.")]
+_newest = "A checkpoint, or a run: its newest one. A folder or s3://bucket/prefix."
+OneCheckpoint = Annotated[str, typer.Argument(metavar="PATH", help=_newest)]
+_all = "A run or a checkpoint: a folder or s3://bucket/prefix."
+AllCheckpoints = Annotated[str, typer.Argument(metavar="PATH", help=_all)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -189,8 +194,8 @@ def checkpoint_verify(path: AllCheckpoints) -> int:
 
 @checkpoints.command("diff")
 def checkpoint_diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help=_newest)],
-    b: Annotated[Path, typer.Argument(metavar="B", help=_newest)],
+    a: Annotated[str, typer.Argument(metavar="A", help=_newest)],
+    b: Annotated[str, typer.Argument(metavar="B", help=_newest)],
     as_json: AsJson = False,
 ) -> int:
     """Compare the tensors of two checkpoints, of whatever layout. Exit code 0: equal bit by bit, 1: not."""
@@ -200,7 +205,9 @@ def checkpoint_diff(
 
 
 @checkpoints.command("merge")
-def checkpoint_merge(path: OneCheckpoint, out: Annotated[Path, typer.Option(help="The folder to make.")]) -> int:
+def checkpoint_merge(
+    path: OneCheckpoint, out: Annotated[str, typer.Option(help="The folder to make, or s3://...")]
+) -> int:
     """Rewrite a checkpoint of many ranks as one of a single rank, verified and bit by bit the same."""
     from weft.cli.checkpoint import merge
 
@@ -209,7 +216,7 @@ def checkpoint_merge(path: OneCheckpoint, out: Annotated[Path, typer.Option(help
 
 @checkpoints.command("prune")
 def checkpoint_prune(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or s3://bucket/prefix.")],
     last: Annotated[int, typer.Option("--keep-last", min=1, metavar="N", help="Keep the newest N.")],
     every: Annotated[int, typer.Option("--keep-every", min=0, metavar="K", help="Keep every K steps.")] = 0,
     best: Annotated[str | None, typer.Option(metavar="METRIC", help="Keep the lowest, e.g. validation.loss.")] = None,
@@ -223,13 +230,13 @@ def checkpoint_prune(
 
 _from = typer.Option("--from", help="weft, hf, dcp, deepspeed, megatron or gguf; guessed if left out.")
 _config = typer.Option(help="The model's config.json, if none lies beside SOURCE.")
-_out = typer.Option(help="The folder to make.")
+_out = typer.Option(help="The folder to make; with --to weft also s3://...")
 
 
 @checkpoints.command("convert")
 def checkpoint_convert(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint of Weft's or of another program.")],
-    out: Annotated[Path, _out],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint of Weft's or of another program.")],
+    out: Annotated[str, _out],
     kind: Annotated[str | None, _from] = None,
     to: Annotated[str, typer.Option(help="weft, hf or dcp.")] = "weft",
     config: Annotated[Path | None, _config] = None,

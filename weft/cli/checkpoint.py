@@ -3,7 +3,7 @@
 import fnmatch
 import json
 import math
-import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -19,30 +19,35 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from weft.checkpoint.format import ROOT, Tensor
 from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.save import TORCH_DTYPES, Local
-from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.store import candidates, open_checkpoint, prune, read_meta, rewrite, verify_all
+from weft.checkpoint.storage import Storage
+from weft.checkpoint.store import candidates, committed, is_new, look, places, prune, rewrite
+from weft.checkpoint.store import verify as verify_whole
 from weft.errors import UsageError, WeftError
 from weft.layout.dims import Box, part
-from weft.observe.metrics import read_metrics
+from weft.observe.metrics import FILE, read_metrics
 
 CHUNK = 1 << 22  # elements that are compared together
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def ls(path: Path, as_json: bool) -> int:
+def ls(path: str, as_json: bool) -> int:
     """A line per checkpoint, oldest first. One that seems whole may still hold damaged values."""
     records = []
-    for folder in _folders(path):
-        checkpoint, problem, meta = open_checkpoint(folder), None, {}
+    found = _checkpoints(path)
+    spread = len({str(place).removesuffix(place.name) for place in found}) > 1
+    for place in found:
+        checkpoint, problem, meta = Checkpoint(place), None, {}
         try:
             meta = checkpoint.meta
-            read_meta(folder)
+            look(checkpoint)
         except WeftError as error:
-            problem = str(error).removeprefix(f"checkpoint {folder} is ")
+            problem = str(error).removeprefix(f"checkpoint {place} is ")
         record: dict[str, Any] = {key: meta.get(key) for key in ("step", "layout", "world")} | {"problem": problem}
-        record |= {"checkpoint": folder.name or str(folder), "tokens": meta.get("progress", {}).get("tokens")}
-        record |= {"saved": (folder / ROOT).stat().st_mtime, "bytes": sum(checkpoint.storage.list().values())}
+        record |= {"checkpoint": str(place) if spread or not place.name else place.name}
+        record |= {"tokens": meta.get("progress", {}).get("tokens")}
+        record |= {"saved": place.modified(ROOT), "bytes": sum(place.list().values())}
         records.append(record)
     if as_json:
         print(json.dumps(records))
@@ -56,9 +61,9 @@ def ls(path: Path, as_json: bool) -> int:
     return 0
 
 
-def inspect(path: Path, pattern: str | None, as_json: bool) -> int:
+def inspect(path: str, pattern: str | None, as_json: bool) -> int:
     """What a checkpoint says of itself, and the tensors whose name contains or, with wildcards, matches ``pattern``."""
-    checkpoint = open_checkpoint(_folders(path)[-1])
+    checkpoint = Checkpoint(_checkpoints(path)[-1])
     meta, tensors = checkpoint.meta, checkpoint.tensors
     wanted = pattern if pattern and any(c in pattern for c in "*?[") else f"*{pattern or ''}*"
     names = [name for name in tensors if fnmatch.fnmatchcase(name, wanted)]
@@ -87,23 +92,23 @@ def inspect(path: Path, pattern: str | None, as_json: bool) -> int:
     return 0
 
 
-def verify(path: Path) -> int:
+def verify(path: str) -> int:
     """Read everything that ``path`` means: one checkpoint, or all of a run with a line for each."""
     whole = True
-    for folder in _folders(path):
+    for place in _checkpoints(path):
         try:
-            print(f"{folder}  whole, {_bytes(_verify(folder))} read", flush=True)
+            print(f"{place}  whole, {_bytes(_verify(place))} read", flush=True)
         except WeftError as error:
-            if folder == path:
+            if place == open_storage(path):
                 raise
             whole = False
-            print(f"{folder}  {error}", flush=True)
+            print(f"{place}  {error}", flush=True)
     return 0 if whole else 1
 
 
-def diff(a: Path, b: Path, as_json: bool) -> int:
+def diff(a: str, b: str, as_json: bool) -> int:
     """Compare tensors bit by bit; exit code 0 if they are equal, whatever step and layout they were saved at."""
-    with _reading(_folders(a)[-1], _folders(b)[-1]) as (one, two):
+    with _reading(_checkpoints(a)[-1], _checkpoints(b)[-1]) as (one, two):
         fields = ("step", "layout", "world", "data", "progress")
         meta = {k: [one.meta.get(k), two.meta.get(k)] for k in fields if one.meta.get(k) != two.meta.get(k)}
         missing = [name for name in one.tensors if name not in two.tensors]
@@ -132,88 +137,103 @@ def diff(a: Path, b: Path, as_json: bool) -> int:
     return 0 if equal else 1
 
 
-def merge(path: Path, out: Path) -> int:
+def merge(path: str, out: str) -> int:
     """Rewrite a checkpoint as one of a single rank; nothing half-made stays."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    target = open_storage(out)
+    if not is_new(target):
         raise UsageError(f"--out {out} exists already; name a new folder")
-    with _reading(_folders(path)[-1]) as (source,):
+    with _reading(_checkpoints(path)[-1]) as (source,):
         try:
-            rewrite(source, LocalStorage(out))
+            rewrite(source, target)
         except BaseException:  # Ctrl-C as well
-            shutil.rmtree(out, ignore_errors=True)
+            target.clear()
             raise
     print(out)
     return 0
 
 
-def thin(run: Path, last: int, every: int, best: str | None, dry_run: bool) -> int:
-    """Delete what the policy does not keep; reads the newest checkpoint first, and those before until one is whole."""
-    folders = _folders(run)
-    if folders == [run]:
-        raise UsageError(f"{run} is one checkpoint; give the folder of its run")
-    root, damaged = folders[0].parent, []
+def thin(run: str, last: int, every: int, best: str | None, dry_run: bool) -> int:
+    """Delete what the policy does not keep, in each place of the run.
 
-    def check(folder: Path) -> None:
-        damaged.append(folder.name)
-        _verify(folder)
+    Reads the newest checkpoint there first, and those before until one is whole.
+    """
+    found = _checkpoints(run)
+    if found == [open_storage(run)]:
+        raise UsageError(f"{run} is one checkpoint; give the folder of its run")
+    scores = _scores(Path(run), best) if best else None
+    damaged: list[str] = []
+    kept = 0
+
+    def check(place: Storage) -> None:
+        damaged.append(place.name)
+        _verify(place)
         damaged.pop()
 
-    gone = prune(root, last, every, _scores(run, root, best) if best else None, check, dry_run)
-    if len(damaged) == len(folders):
-        raise WeftError(f"no checkpoint in {root} verifies, so none is deleted")
-    for folder in gone:
-        print(f"{'would delete' if dry_run else 'deleted'} {folder}")
-    print(
-        f"{len(folders) - len(gone)} of {len(folders)} kept" + (f"; damaged: {', '.join(damaged)}" if damaged else "")
-    )
+    for root in places(run):
+        if not (here := committed(root)):
+            continue
+        before = len(damaged)
+        gone = prune(root, last, every, scores, check, dry_run)
+        if len(damaged) - before == len(here):
+            raise WeftError(f"no checkpoint in {root} verifies, so none is deleted")
+        for place in gone:
+            print(f"{'would delete' if dry_run else 'deleted'} {place}")
+        kept += len(here) - len(gone)
+    print(f"{kept} of {len(found)} kept" + (f"; damaged: {', '.join(damaged)}" if damaged else ""))
     return 0
 
 
-def _scores(run: Path, root: Path, metric: str) -> dict[int, float]:
+def _scores(run: Path, metric: str) -> dict[int, float]:
     """A metric of the run by step: ``validation.loss``, or ``validation`` for short."""
     kind, _, field = metric.partition(".")
-    records = read_metrics(root.parent).get(kind, [])
+    folder = next((p for p in (run, run.parent) if (p / FILE).is_file()), None)
+    if folder is None:
+        raise UsageError(f"--best needs the metrics of the run, and there is no {FILE} in {run}; give the run's folder")
+    records = read_metrics(folder).get(kind, [])
     scores = {r["step"]: float(value) for r in records if isinstance(value := r.get(field or "loss"), int | float)}
     if not scores:
         raise UsageError(f"--best {metric}: the run has no such metric; validation.loss and train.loss are usual")
     return scores
 
 
-def _folders(path: Path) -> list[Path]:
+def _checkpoints(path: str) -> list[Storage]:
     """The checkpoints that ``path`` means, oldest first."""
-    if not path.exists():
-        raise WeftError(f"{path} does not exist; give a run folder or a checkpoint (a folder with {ROOT})")
-    return candidates(path)[::-1]
+    return candidates(path, warn=lambda text: print(f"weft: {text}", file=sys.stderr))[::-1]
 
 
-class _Watched(LocalStorage):
-    """A folder that tells how many bytes of data files are read."""
+class _Watched:
+    """A place that tells how many bytes of data files are read."""
 
-    heard: Callable[[int], None]
+    def __init__(self, place: Storage, heard: Callable[[int], None]) -> None:
+        self._place, self._heard = place, heard
 
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        super().read_into(name, offset, buffer)
-        self.heard(len(buffer))
+    def __str__(self) -> str:
+        return str(self._place)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._place, name)
+
+    def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
+        self._place.read_into(name, offset, *buffers)
+        self._heard(sum(b.nbytes for b in buffers))
 
 
 @contextmanager
-def _reading(*folders: Path) -> Iterator[list[Checkpoint]]:
+def _reading(*places: Storage) -> Iterator[list[Checkpoint]]:
     """Open checkpoints, with a bar for how much of them has been read."""
     console, found = Console(stderr=True), []
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        for folder in folders:
-            task = bar.add_task(folder.name, total=None)
-            storage = _Watched(folder)
-            storage.heard = partial(bar.advance, task)
-            found.append(Checkpoint(storage))
+        for place in places:
+            task = bar.add_task(place.name, total=None)
+            found.append(Checkpoint(cast(Storage, _Watched(place, partial(bar.advance, task)))))
             bar.update(task, total=sum(map(_size, found[-1].tensors.values())))
         yield found
 
 
-def _verify(folder: Path) -> int:
-    with _reading(folder) as (checkpoint,):
-        return verify_all(checkpoint)
+def _verify(place: Storage) -> int:
+    with _reading(place) as (checkpoint,):
+        return verify_whole(checkpoint)
 
 
 def _compare(name: str, tensor: Tensor, one: Checkpoint, two: Checkpoint) -> dict[str, float]:

@@ -12,7 +12,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def run(
-    source: Path, out: Path, kind: str | None, to: str, config: Path | None, dtype: str | None, optimizer: bool
+    source: str, out: str, kind: str | None, to: str, config: Path | None, dtype: str | None, optimizer: bool
 ) -> int:
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, DTYPES)}")

@@ -11,28 +11,34 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from weft.checkpoint.format import DamagedCheckpoint
-from weft.checkpoint.save import Saver
+from weft.checkpoint.levels import Level, Thinning, check_hosts, check_levels, levels_of, open_levels
+from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.save import Saved, Saver
 from weft.checkpoint.state import Progress, check_same_data, load_state, local_state, save_state
-from weft.checkpoint.store import agree, prune, whole
-from weft.checkpoint.writer import Report
+from weft.checkpoint.storage import Storage
+from weft.checkpoint.store import PLACES, candidates, committed, load_newest, places
+from weft.checkpoint.weights import values_of
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.observe.display import Display
 from weft.observe.flops import flops_per_token, memory_gib, parameter_count, peak_flops
-from weft.observe.metrics import Metrics
+from weft.observe.metrics import FILE, Metrics
 from weft.observe.split import Split, profile_step, trace
 from weft.parallel.build import LocalPart, local_parts, parallelize
+from weft.recipe import Recipe
 from weft.train.later import PostValidation
 from weft.train.optim import build_optimizer, learning_rate
 from weft.train.setup import Job
 from weft.train.step import StepResult, evaluate, train_step
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Outcome:
     """How a run ended. ``interrupted`` is the signal that stopped it, 0 if it finished."""
 
     run: Path
-    checkpoint: Path | None
+    checkpoint: Storage | None
     progress: Progress
     validations: list[float]
     interrupted: int
@@ -67,42 +73,59 @@ class _Signals:
                 signal.signal(number, handler)
 
 
-def choose_run(name: str, out: Path | None, resume: str | None, main: bool) -> tuple[Path, Path | None]:
-    """The run folder, and the checkpoint path to resume from if any. The same on all ranks: rank 0 decides."""
-    chosen: list[tuple[Path, Path | None] | WeftError | None] = [None]
+def on_main(work: Callable[[], T], main: bool) -> T:
+    """What ``work`` returns or raises on rank 0, on all ranks."""
+    done: list[T | WeftError | None] = [None]
     if main:
         try:
-            chosen[0] = _choose(name, out, resume)
+            done[0] = work()
         except WeftError as error:
-            chosen[0] = error
+            done[0] = error
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(chosen, src=0)
-    if isinstance(chosen[0], WeftError):
-        raise chosen[0]
-    assert chosen[0] is not None
-    return chosen[0]
+        dist.broadcast_object_list(done, src=0)
+    if isinstance(done[0], WeftError):
+        raise done[0]
+    return done[0]  # type: ignore[return-value]
 
 
-def _choose(name: str, out: Path | None, resume: str | None) -> tuple[Path, Path | None]:
+def choose_run(job: Job, out: Path | None, resume: str | None) -> tuple[Path, list[str], list[Level]]:
+    """The run folder, the places to resume from if any, and where checkpoints go. On rank 0: it looks around."""
+    recipe = job.recipe
+    run, sources = _choose(recipe, out, resume)
+    levels = levels_of(recipe.checkpoint, run)
+    size = 3 * parameter_count(job.shape, job.shape.vocab) * (8 if recipe.train.dtype == "float64" else 4)
+    check_levels(levels, size, fresh=not sources)
+    return run, sources, levels
+
+
+def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path, list[str]]:
+    folder = Path("runs") / recipe.name
     if resume and resume != "auto":
+        candidates(resume)
         path = Path(resume)
-        if not path.exists():
-            raise WeftError(f"--resume {resume} does not exist; give a run folder, a checkpoint or 'auto'")
-        inside = path.parent.parent if path.parent.name == "checkpoints" else path
-        return out or inside, path
+        own = next((p for p in (path, *list(path.parents)[:2]) if (p / FILE).is_file()), None)
+        return out or own or _unused(folder), [resume]
     if resume == "auto":
-        saved = [p for p in Path("runs").glob(f"{name}*") if (p / "checkpoints").is_dir()]
-        run = out or max(saved, key=lambda p: p.stat().st_mtime, default=Path("runs") / name)
-        return run, run if (run / "checkpoints").is_dir() else None
+        saved = [
+            p for p in folder.parent.glob(f"{recipe.name}*") if (p / "checkpoints").is_dir() or (p / PLACES).exists()
+        ]
+        run = out or max(saved, key=lambda p: p.stat().st_mtime, default=folder)
+        outside = [str(level.place) for level in levels_of(recipe.checkpoint, run)]
+        sources = [str(run), *(place for place in outside if place != str(run / "checkpoints"))]
+        return run, sources if any(committed(place) for source in sources for place in places(source)) else []
     if out is not None:
         if out.exists() and any(out.iterdir()):
             raise UsageError(f"--out {out} already holds something; choose another folder or add --resume auto")
-        return out, None
-    run, number = Path("runs") / name, 1
+        return out, []
+    return _unused(folder), []
+
+
+def _unused(folder: Path) -> Path:
+    run, number = folder, 1
     while run.exists():
         number += 1
-        run = Path("runs") / f"{name}-{number}"
-    return run, None
+        run = folder.with_name(f"{folder.name}-{number}")
+    return run
 
 
 def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = None) -> Outcome:
@@ -110,12 +133,9 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
     recipe, shape = job.recipe, job.shape
     settings = recipe.train
     notes: list[str] = []
-    run, source = choose_run(recipe.name, out, resume, mesh.is_main)
-    values = None
-    if recipe.model.weights and not source:
-        from weft.models.hf import hf_values
-
-        values = hf_values(recipe.model.weights)
+    run, sources, levels = on_main(lambda: choose_run(job, out, resume), mesh.is_main)
+    check_hosts(levels, mesh.layout.world, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.layout.world)))
+    values = values_of(recipe.model.weights) if recipe.model.weights and not sources else None
     model = parallelize(shape, mesh, settings, values, recipe.data.seq_len)
     parts = local_parts(model, mesh)
     optimizer = build_optimizer(parts, recipe.optimizer)
@@ -125,11 +145,10 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         else None
     )
     progress = Progress()
-    if source:
-        progress = _resume(source, job, parts, optimizer, notes.append)
+    if sources:
+        progress = _resume(sources, job, parts, optimizer, notes.append)
     loader = job.loader(job.corpus.train, mesh)
     held_out = job.loader(job.corpus.validation, mesh) if job.corpus.validation else None
-    root = run / "checkpoints"
     about = {
         "recipe": recipe.model_copy(update={"model": shape}).model_dump(mode="json"),
         "layout": str(mesh.layout),
@@ -138,6 +157,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
     }
 
     metrics = Metrics(run if mesh.is_main else None, recipe.observe.tensorboard)
+    on_main(lambda: open_levels(levels, run), mesh.is_main)
     parameters = parameter_count(shape, shape.vocab)
     per_token = flops_per_token(shape, shape.vocab, recipe.data.seq_len)
     peak = _peak(mesh, getattr(torch, settings.dtype))
@@ -147,7 +167,6 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
     )  # fmt: skip
     title = f"{recipe.name}: {parameters / 1e6:.1f}M parameters on {mesh.layout}, {_device_name(mesh)}"
     tracing = run / f"trace/rank-{os.environ.get('RANK', 0)}.json" if recipe.observe.trace else None
-    saved: Path | None = None
     validations: list[float] = []
 
     with (
@@ -165,19 +184,29 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         saver.prepare(local_state(parts, optimizer))
         stack.callback(saver.close)
 
-        def checkpoint() -> Path:
-            path, waited = save_state(saver, root, parts, optimizer, progress, about, job.corpus.tokenizer)
-            metrics.log("checkpoint", progress.step, stall_s=waited)
-            return path
+        thinning = Thinning()
+        stack.callback(thinning.close)
 
-        def heard(done: list[tuple[int, str, Report]]) -> None:
+        def checkpoint(due: Sequence[Level]) -> None:
+            """Save to one level after the other: the next waits for the one before."""
+            waited = 0.0
+            for level in due:
+                place = level.new(progress.step)
+                waited += save_state(saver, place, parts, optimizer, progress, about, job.corpus.tokenizer)
+            metrics.log("checkpoint", progress.step, stall_s=waited)
+
+        def heard(done: list[Saved]) -> None:
             """Tell of the saves that the writer has finished with, and drop old checkpoints after a new one."""
-            for step, where, report in done:
-                stages = {f"{stage}_s": seconds for stage, seconds in report.seconds.items()}
-                metrics.log("saved", step, bytes=report.bytes, **stages)
-                if report.committed:
-                    event(f"checkpoint {where}")
-                    prune(root, recipe.checkpoint.keep)
+            for saved in done:
+                stages = {f"{stage}_s": seconds for stage, seconds in saved.report.seconds.items()}
+                metrics.log("saved", saved.step, rank=saved.rank, bytes=saved.report.bytes, **stages)
+                if saved.report.committed:
+                    event(f"checkpoint {saved.where}")
+                    for level in levels:
+                        if saved.where == str(level.place / saved.where.rpartition("/")[2]):
+                            thinning.start(level)
+            for problem in thinning.problems():
+                event(problem)
             done.clear()
 
         def validate() -> None:
@@ -197,8 +226,11 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
                 return None
             clip, stop = recipe.optimizer.clip, signals.received > 0
             if later is not None:
-                return later.step(batches, lr, stop), waited
-            return train_step(model, parts, batches, optimizer, mesh, lr=lr, clip=clip, stop=stop), waited
+                return later.step(batches, lr, stop, saver.copied), waited
+            ready = saver.copied
+            return train_step(
+                model, parts, batches, optimizer, mesh, lr=lr, clip=clip, stop=stop, before_update=ready
+            ), waited
 
         def account(result: StepResult, seconds: float, waited: float, split: Split | None) -> None:
             """Count and show a step that is final."""
@@ -244,7 +276,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             begun_steps += 1
             results = [done[0]] if done[0] is not None else []
             stopped = done[0] is not None and done[0].stop
-            settle = any(due(n, begun_steps) for n in (recipe.validation.every, recipe.checkpoint.every))
+            to_save = [level for level in levels if level.due(begun_steps)]
+            settle = bool(to_save) or due(recipe.validation.every, begun_steps)
             if later is not None and (settle or stopped or begun_steps == settings.steps):
                 results += filter(None, [later.finish()])
             if results:
@@ -259,8 +292,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             if due(recipe.validation.every, begun_steps):
                 validate()
                 begun = time.perf_counter()
-            if due(recipe.checkpoint.every, begun_steps) and not stopped:
-                saved = checkpoint()
+            if to_save and not stopped:
+                checkpoint(to_save)
                 begun = time.perf_counter()
         if later is not None:
             if (last := later.finish()) is not None:
@@ -271,32 +304,36 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             event(f"stopped by {signal.Signals(signals.received).name if signals.received else 'another rank'}")
         elif recipe.validation.every and progress.step % recipe.validation.every:
             validate()
-        if saved is None or not saved.name.startswith(f"step-{progress.step:06d}"):
-            saved = checkpoint()
+        if levels[-1].step != progress.step:
+            checkpoint(levels[-1:])
         saver.finish()
         heard(saver.reports)
+        thinning.close()
+        heard([])
+        for level in levels:
+            if level.in_memory and mesh.is_main:  # what was saved last outlasts the run
+                level.place.clear()
     metrics.close()
-    return Outcome(run, saved, progress, validations, (signals.received or signal.SIGTERM) if stopped else 0)
+    ended = (signals.received or signal.SIGTERM) if stopped else 0
+    return Outcome(run, levels[-1].last, progress, validations, ended)
 
 
 def _resume(
-    source: Path, job: Job, parts: Sequence[LocalPart], optimizer: torch.optim.Optimizer, warn: Callable[[str], None]
+    sources: Sequence[str],
+    job: Job,
+    parts: Sequence[LocalPart],
+    optimizer: torch.optim.Optimizer,
+    warn: Callable[[str], None],
 ) -> Progress:
-    """Load the last checkpoint that is whole on all ranks; ``warn`` hears which, and of those that are not."""
-    for folder, meta in whole(source, warn):
-        check_same_data(meta, job.corpus.fingerprint, folder)
-        problem, progress = "", Progress()
-        try:
-            progress = load_state(folder, meta, parts, optimizer)
-        except DamagedCheckpoint as error:
-            problem = str(error)
-        if not (problem := agree(problem)):
-            warn(f"resumed from {folder} at step {progress.step}")
-            return progress
-        if folder == source:
-            raise WeftError(problem)
-        warn(f"{problem}; trying the one before")
-    raise AssertionError("whole() raises after the last")
+    """Load the newest checkpoint that is whole on all ranks; ``warn`` hears which, and of those that are not."""
+
+    def load(checkpoint: Checkpoint) -> Progress:
+        check_same_data(checkpoint, job.corpus.fingerprint)
+        return load_state(checkpoint, parts, optimizer)
+
+    checkpoint, progress = load_newest(sources, load, warn)
+    warn(f"resumed from {checkpoint} at step {progress.step}")
+    return progress
 
 
 def _peak(mesh: Mesh, dtype: torch.dtype) -> float:

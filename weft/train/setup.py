@@ -58,14 +58,16 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
 
 
 def model_shape(recipe: Recipe) -> ModelShape:
-    """The model section, with ``config`` (or the config beside ``weights``) read if it is given."""
+    """The model section, with ``config`` (or that of ``weights``) read if it is given."""
     given = recipe.model
     source = given.config or given.weights
     if source is None:
         return given
+    from weft.checkpoint.weights import shape_of
     from weft.models.hf import shape_from_config
 
-    return shape_from_config(source).model_copy(update={"config": given.config, "weights": given.weights})
+    shape = shape_from_config(given.config) if given.config else shape_of(source)
+    return shape.model_copy(update={"config": given.config, "weights": given.weights})
 
 
 def _check_memory(recipe: Recipe, shape: ModelShape) -> None:

@@ -1,6 +1,7 @@
 """Foreign checkpoints, opened: which tensors they hold under Weft's names, each read when it is asked for."""
 
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -13,15 +14,18 @@ from pydantic import ValidationError
 from weft.checkpoint.convert.rules import LAYER, Made, Shard, arrange, form, match
 from weft.checkpoint.convert.shards import Inert, Reader, Run, Stored, as_stored, cut, load_tree, read_runs, stored
 from weft.checkpoint.format import ROOT
+from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.save import TORCH_DTYPES, Local
 from weft.checkpoint.state import MOMENTS
-from weft.checkpoint.store import candidates, open_checkpoint
+from weft.checkpoint.storage import LocalStorage, Storage
+from weft.checkpoint.store import candidates, extract, open_checkpoint
+from weft.checkpoint.weights import model_of
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Logical
 from weft.layout.mesh import Mesh
 from weft.models.hf import INDEX, SINGLE, hf_values, shape_from_config
 from weft.models.transformer import Transformer
-from weft.recipe import ModelShape, Recipe
+from weft.recipe import ModelShape
 
 #: The name of a moment: PyTorch's flattened optimizer state, with the parameter's name inside.
 MOMENT = r"(?:(?:optimizer|optim|optimizers|optimizer_state_dict)\.)?state\.(.+)\.(exp_avg|exp_avg_sq)"
@@ -33,15 +37,17 @@ Stores = dict[str, Sequence[Shard]]
 @dataclass
 class Foreign:
     """An open checkpoint. ``made``: how each tensor is formed; ``moments``: the same of optimizer state, if there is
-    any; ``step``: the updates it has seen; ``extras``: the folder that may hold its tokenizer."""
+    any; ``step``: the updates it has seen; ``extras``: the folder that may hold its tokenizer, ``kept`` what keeps it
+    there."""
 
     kind: str
-    path: Path
+    path: Path | Storage
     model: ModelShape
     made: Mapping[str, Made]
     moments: Mapping[str, Mapping[str, Made]] = field(default_factory=dict)
     step: int = 0
     extras: Path | None = None
+    kept: object = None
 
     def __post_init__(self) -> None:
         self.logical: dict[str, Logical] = dict(Transformer(self.model, Mesh.single()).logical_parameters())
@@ -81,15 +87,22 @@ class Foreign:
             raise error if str(self.path) in str(error) else WeftError(f"{self.path}: {error}") from None
 
 
-def open_foreign(path: Path, kind: str | None = None, config: Path | None = None) -> Foreign:
-    """Open what ``path`` holds; ``config`` is the model's ``config.json``, if there is none beside it."""
-    if not path.exists():
+def open_foreign(source: Where, kind: str | None = None, config: Path | None = None) -> Foreign:
+    """Open what ``source`` holds; ``config`` is the model's ``config.json``, if there is none beside it.
+
+    Only Weft's own checkpoints can be elsewhere than in a folder.
+    """
+    place, path = open_storage(source), Path(str(source))
+    elsewhere = not isinstance(place, LocalStorage)
+    if not (elsewhere or path.exists()):
         raise WeftError(f"{path} does not exist; give a checkpoint")
-    kind = kind or _kind(path)
+    kind = kind or ("weft" if elsewhere else _kind(path))
     if kind not in OPENERS:
         raise UsageError(f"--from {kind!r} is not possible; {nearest(kind, OPENERS)}")
+    if elsewhere and kind != "weft":
+        raise UsageError(f"--from {kind} reads folders only; copy {place} to this machine first")
     try:
-        return OPENERS[kind](path, config)
+        return OPENERS[kind](place if elsewhere else path, config)
     except WeftError as error:
         raise error if str(path) in str(error) else WeftError(f"{path}: {error}") from None
 
@@ -149,9 +162,8 @@ def _hf(path: Path, config: Path | None) -> Foreign:
     return Foreign("hf", path, shape, arrange({name: [shard(name, one)] for name, one in names.items()}), extras=path)
 
 
-def _weft(path: Path, config: Path | None) -> Foreign:
-    folder = candidates(path)[0]
-    checkpoint = open_checkpoint(folder)
+def _weft(where: Where, config: Path | None) -> Foreign:
+    checkpoint = open_checkpoint(candidates(where)[0])
 
     def shard(name: str) -> Shard:
         about = checkpoint.tensors[name]
@@ -170,13 +182,12 @@ def _weft(path: Path, config: Path | None) -> Foreign:
     def under(prefix: str) -> dict[str, Made]:
         return arrange({n.removeprefix(prefix): [shard(n)] for n in checkpoint.tensors if n.startswith(prefix)})
 
-    try:
-        shape = Recipe.model_validate(checkpoint.meta["recipe"]).model
-    except (KeyError, ValidationError):
-        raise WeftError(f"{folder} does not say which model it is of") from None
     moments = {moment: found for moment in MOMENTS if (found := under(f"optimizer.{moment}."))}
-    step, files = int(checkpoint.meta.get("progress", {}).get("step", 0)), next(iter(checkpoint.meta["files"]), None)
-    return Foreign("weft", folder, shape, under("model."), moments, step, (folder / files).parent if files else None)
+    step, files = int(checkpoint.meta.get("progress", {}).get("step", 0)), tempfile.TemporaryDirectory(prefix="weft-")
+    extract(checkpoint, Path(files.name))
+    return Foreign(
+        "weft", checkpoint.storage, model_of(checkpoint), under("model."), moments, step, Path(files.name), files
+    )
 
 
 def _dcp(path: Path, config: Path | None) -> Foreign:
@@ -389,6 +400,6 @@ def _quantized(file: Path, tensor: Any) -> Shard:
     return Shard(shape, dtype, read)
 
 
-OPENERS: dict[str, Callable[[Path, Path | None], Foreign]] = {
+OPENERS: dict[str, Callable[[Any, Path | None], Foreign]] = {
     "weft": _weft, "hf": _hf, "dcp": _dcp, "deepspeed": _deepspeed, "megatron": _megatron, "gguf": _gguf,
 }  # fmt: skip

@@ -18,8 +18,10 @@ from weft.checkpoint import format as layout
 from weft.checkpoint.convert.rules import CHUNK
 from weft.checkpoint.convert.sources import Foreign, open_foreign
 from weft.checkpoint.format import Block, Tensor, digest, tiles, volume
+from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.save import NAMES
-from weft.checkpoint.storage import LocalStorage
+from weft.checkpoint.storage import LocalStorage, Storage
+from weft.checkpoint.store import is_new
 from weft.checkpoint.writer import Commit, commit
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Box
@@ -31,19 +33,22 @@ FILE_BYTES = 128 << 20
 
 
 def convert(
-    source: Path, out: Path, kind: str | None = None, to: str = "weft", config: Path | None = None,
+    source: Where, out: Where, kind: str | None = None, to: str = "weft", config: Path | None = None,
     dtype: torch.dtype | None = None, optimizer: bool = True,
 ) -> Foreign:  # fmt: skip
-    """Write the checkpoint ``source`` (of ``kind``, or what it looks like) to the new folder ``out`` as ``to``.
+    """Write the checkpoint ``source`` (of ``kind``, or what it looks like) to the new place ``out`` as ``to``.
 
     ``dtype``: of the weights; None keeps theirs. Raises :class:`WeftError` and leaves no checkpoint if it cannot be.
     """
     if to not in WRITERS:
         raise UsageError(f"--to {to!r} is not possible; {nearest(to, WRITERS)}")
-    if out.is_dir() and any(out.iterdir()):
+    place = open_storage(out)
+    if to != "weft" and not isinstance(place, LocalStorage):
+        raise UsageError(f"--to {to} makes a folder on this machine; {out} is none")
+    if not is_new(place):
         raise WeftError(f"--out {out} exists already; choose another folder")
     foreign = open_foreign(source, kind, config)
-    WRITERS[to](foreign, out, dtype, optimizer)
+    WRITERS[to](foreign, place if to == "weft" else Path(str(out)), dtype, optimizer)
     return foreign
 
 
@@ -61,14 +66,14 @@ def _plan(foreign: Foreign, dtype: torch.dtype | None, optimizer: bool) -> dict[
     return found
 
 
-def write_weft(foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool) -> None:
+def write_weft(foreign: Foreign, out: Storage, dtype: torch.dtype | None, optimizer: bool) -> None:
     """A checkpoint of format 2 in one data file."""
     wanted = _plan(foreign, dtype, optimizer)
     tensors = {name: about for name, (_, _, about) in sorted(wanted.items())}
     boxes = [(name, box) for name, t in tensors.items() if t.numel
              for box in tiles(tuple((0, n) for n in t.shape), t.shape, t.itemsize)]  # fmt: skip
     head, spans = layout.header(boxes, tensors)
-    storage, attempt, blocks = LocalStorage(out), secrets.token_hex(6), list[Block]()
+    attempt, blocks = secrets.token_hex(6), list[Block]()
     data, manifest = f"data/{attempt}-00000.safetensors", f"manifest/{attempt}-00000.json"
 
     def chunks() -> Iterator[bytes | memoryview]:
@@ -83,11 +88,11 @@ def write_weft(foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer
             yield piece
 
     try:
-        size = storage.write(data, chunks())
-        storage.write(manifest, [layout.manifest(data, size, tensors, blocks)])
-        commit(storage, Commit((manifest,), _meta(foreign, out), _files(foreign, attempt), timeout=0))
+        size = out.write(data, chunks())
+        out.write(manifest, [layout.manifest(data, size, tensors, blocks)])
+        commit(out, Commit((manifest,), _meta(foreign, out), _files(foreign, attempt), timeout=0))
     except BaseException:
-        shutil.rmtree(out, ignore_errors=True)  # it was not there before, or empty
+        out.clear()  # it was not there before, or empty
         raise
 
 
@@ -101,7 +106,7 @@ def _bytes(values: torch.Tensor, box: Box) -> memoryview:
     return piece.view(-1).view(torch.uint8).numpy().data
 
 
-def _meta(foreign: Foreign, out: Path) -> dict[str, Any]:
+def _meta(foreign: Foreign, out: Storage) -> dict[str, Any]:
     recipe = Recipe(name=out.name or "converted", model=foreign.model).model_dump(mode="json")
     about = {"step": foreign.step, "position": 0, "tokens": 0, "updates": foreign.step}
     source = {"kind": foreign.kind, "path": str(foreign.path)}
@@ -179,4 +184,8 @@ def export_dcp(foreign: Foreign, out: Path, dtype: torch.dtype | None = None, op
         shutil.rmtree(draft, ignore_errors=True)
 
 
-WRITERS = {"weft": write_weft, "hf": write_hf, "dcp": export_dcp}
+WRITERS: dict[str, Callable[[Foreign, Any, torch.dtype | None, bool], None]] = {
+    "weft": write_weft,
+    "hf": write_hf,
+    "dcp": export_dcp,
+}

@@ -1,0 +1,178 @@
+"""The levels of a run: the places where it keeps checkpoints, each with its own cadence and number that stay."""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from weft.checkpoint.s3 import open_storage
+from weft.checkpoint.storage import LocalStorage, MissingObject, Storage, StorageError
+from weft.checkpoint.store import PLACES, agree, committed, new_name, places, prune
+from weft.errors import UsageError, WeftError
+from weft.recipe import MEMORY, Checkpoint
+
+#: Where the kernel keeps files in memory.
+SHM = Path("/dev/shm")
+
+
+@dataclass
+class Level:
+    """``taken``: the names of the checkpoints that there are, so that a save needs not ask."""
+
+    place: Storage
+    every: int
+    keep: int
+    in_memory: bool = False
+    taken: set[str] = field(default_factory=set)
+    last: Storage | None = None
+    step: int = -1  # of the last
+
+    def due(self, step: int) -> bool:
+        return bool(self.every) and step % self.every == 0
+
+    def new(self, step: int) -> Storage:
+        """Where the next checkpoint goes."""
+        name = new_name(self.taken, step)
+        self.taken.add(name)
+        self.last, self.step = self.place / name, step
+        return self.last
+
+
+def levels_of(settings: Checkpoint, run: Path) -> list[Level]:
+    """The recipe's levels, fastest first, for the run in the folder ``run``. Touches nothing."""
+    found = []
+    for level in settings.all_levels:
+        place: Storage = LocalStorage(run / "checkpoints")
+        if level.to == MEMORY:
+            number = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:12]
+            place = LocalStorage(SHM / f"weft-{os.getuid()}-{number}")
+        elif level.to:
+            place = open_storage(level.to)
+            place = LocalStorage(place.root.expanduser().absolute()) if isinstance(place, LocalStorage) else place
+        found.append(Level(place, level.every, level.keep, level.to == MEMORY))
+    return found
+
+
+def check_levels(levels: Sequence[Level], size: int, fresh: bool) -> None:
+    """Refuse what cannot work before training starts, and learn what is there. Needs to run on one rank only.
+
+    ``size``: bytes of a checkpoint, about; ``fresh``: the run continues nothing, so nothing may be there.
+    """
+    for level in levels:
+        if level.in_memory:
+            _check_memory(level, size)
+            if fresh:  # of a run whose folder is gone
+                level.place.clear()
+        elif fresh and committed(level.place):
+            raise UsageError(
+                f"{level.place} already holds checkpoints; choose another checkpoint.to, or add --resume {level.place}"
+            )
+        level.taken = set(level.place.folders())
+
+
+def _check_memory(level: Level, size: int) -> None:
+    folder = Path(str(level.place))
+    if not SHM.is_dir():
+        raise UsageError(f"checkpoint.levels to = {MEMORY!r} needs {SHM}, which this system does not have")
+    if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
+        raise WeftError(f"{folder} belongs to someone else; remove it, or choose another run folder")
+    mine = sum(level.place.list().values())
+    free = min(shutil.disk_usage(SHM).free, psutil.virtual_memory().available) + mine
+    need = (level.keep + 1) * size  # the next one is there before the oldest goes
+    if need > free:
+        gib = f"{need / 2**30:.3g} GiB of {SHM}, where {free / 2**30:.3g} are free"
+        raise WeftError(
+            f"too little memory: {level.keep} checkpoints and the next one in memory need {gib}; lower that level's "
+            "keep, make the tmpfs larger, or leave the level out"
+        )
+
+
+def check_hosts(levels: Sequence[Level], ranks: int, local: int) -> None:
+    """Refuse places that only some ranks see: with ``ranks`` of which ``local`` are on this host. Collective."""
+    if ranks == local:
+        return
+    problem, token = "", [secrets.token_hex(6)]
+    if any(level.in_memory for level in levels):
+        raise UsageError(
+            f"checkpoint.levels to = {MEMORY!r} is of one host, and these {ranks} ranks are on several; leave it out"
+        )
+    dist.broadcast_object_list(token, src=0)
+    for level in levels:
+        name = f"probe-{token[0]}"
+        if dist.get_rank() == 0:
+            problem = _attempt(level.place, name)
+        if not (problem := agree(problem)) and not _seen(level.place, name):
+            problem = f"{level.place} is not the same folder on all hosts; checkpoints need a shared one, or s3://"
+        problem = agree(problem)
+        if dist.get_rank() == 0:
+            level.place.delete([name])
+        if problem:
+            raise WeftError(problem)
+
+
+def _attempt(place: Storage, name: str) -> str:
+    try:
+        place.write(name, [b"-"])
+    except StorageError as error:
+        return str(error)
+    return ""
+
+
+def _seen(place: Storage, name: str, patience: float = 5) -> bool:
+    """Whether an object is visible here; network file systems may take a moment."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return bool(place.read(name))
+        except MissingObject:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(0.1)
+
+
+def open_levels(levels: Sequence[Level], run: Path) -> None:
+    """Make what must be there before the first save, and leave word in the run's folder of where checkpoints are."""
+    for level in levels:
+        if level.in_memory:
+            folder = Path(str(level.place))
+            folder.mkdir(mode=stat.S_IRWXU, exist_ok=True)  # weights are nobody else's business
+    home = LocalStorage(run / "checkpoints")
+    known = [place for place in places(run) if place not in (home, LocalStorage(run))]
+    found = list(dict.fromkeys([*(level.place for level in levels if level.place != home), *known]))
+    if found != known:
+        draft = run / f".{PLACES}"
+        try:
+            draft.write_text(json.dumps({"places": list(map(str, found))}, indent=1) + "\n")
+            draft.replace(run / PLACES)
+        except OSError as error:
+            raise WeftError(f"cannot write {run / PLACES}: {error.strerror or error}") from None
+
+
+class Thinning:
+    """Deletes old checkpoints while training goes on: that may take many requests, or fail without harm."""
+
+    def __init__(self) -> None:
+        self._thread, self._work = ThreadPoolExecutor(1), list[Future[object]]()
+
+    def start(self, level: Level) -> None:
+        self._work.append(self._thread.submit(prune, level.place, level.keep))
+
+    def problems(self) -> list[str]:
+        """What went wrong since the last call. Does not wait."""
+        done = [work for work in self._work if work.done()]
+        self._work = [work for work in self._work if not work.done()]
+        return [f"old checkpoints were not deleted: {error}" for work in done if (error := work.exception())]
+
+    def close(self) -> None:
+        """Wait for what was started."""
+        self._thread.shutdown()

@@ -1,0 +1,53 @@
+"""Weights to start from: of a Hugging Face folder, or of a checkpoint of Weft's, wherever it is."""
+
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from weft.checkpoint.format import Tensor
+from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.s3 import Where, open_storage
+from weft.checkpoint.save import NAMES, TORCH_DTYPES, Local
+from weft.checkpoint.storage import holds
+from weft.checkpoint.store import candidates, open_checkpoint
+from weft.errors import WeftError
+from weft.layout.dims import Box, Logical
+from weft.models.hf import hf_values, shape_from_config
+from weft.parallel.build import Values
+from weft.recipe import ModelShape, Recipe
+
+
+def model_of(checkpoint: Checkpoint) -> ModelShape:
+    """The model that a checkpoint of Weft's is of. Raises :class:`WeftError` if it does not say."""
+    try:
+        return Recipe.model_validate(checkpoint.meta["recipe"]).model
+    except (KeyError, ValidationError):
+        raise WeftError(f"{checkpoint} does not say which model it is of") from None
+
+
+def _foreign(where: Where) -> bool:
+    place = open_storage(where)
+    return holds(place, "config.json") or Path(str(place)).is_file()
+
+
+def shape_of(where: Path) -> ModelShape:
+    """The model's shape, from a ``config.json`` or a checkpoint of Weft's."""
+    return (
+        shape_from_config(where) if _foreign(where) else model_of(open_checkpoint(candidates(open_storage(where))[0]))
+    )
+
+
+def values_of(where: Path) -> Values:
+    """Values for :func:`weft.parallel.build.parallelize`; just the box that is asked for is read, and verified."""
+    if _foreign(where):
+        return hf_values(where)
+    checkpoint = open_checkpoint(candidates(open_storage(where))[0])
+
+    def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
+        stored = checkpoint.tensors.get(f"model.{name}")
+        out = torch.empty([hi - lo for lo, hi in box], dtype=TORCH_DTYPES[stored.dtype] if stored else None)
+        checkpoint.load({f"model.{name}": Local(out, box, Tensor(logical.shape, NAMES[out.dtype]))})
+        return out
+
+    return values
