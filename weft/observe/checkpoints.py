@@ -14,7 +14,7 @@ Times = dict[int, dict[str, float]]
 SAVE = ("stage", "copy", "wait", "cut", "hash", "write", "commit")
 LOAD = ("plan", "read", "verify", "unpack")
 #: Stages in which a rank waits for others, or for its own writer: slow is then someone or something else.
-WAITING = ("stage", "wait")
+WAITING = ("stage", "wait", "commit")
 
 #: Up to so many ranks each have a row; of more, the slowest and quantiles of the others.
 ROWS, SLOWEST = 24, 16
