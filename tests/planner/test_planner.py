@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from weft.planner.evaluate import error, fits, regrets
 from weft.planner.machine import CLUSTERS, DEVICES, find_device, load_cluster, machine_of
 from weft.planner.memory import in_flight, peak_memory
 from weft.planner.rows import Row, parse, read_rows
+from weft.planner.search import USABLE, Found, Pin, search
 from weft.planner.shape import SHAPES, find_shape, load_shape, shape_from_config
+from weft.recipe import load_recipe
 from weft.schedule.build import build
 from weft.schedule.simulate import simulate, uniform
 
@@ -363,3 +366,75 @@ def test_calibrations_know_their_sources(rows: list[Row]) -> None:
     stranger = [replace(row, source="elsewhere") for row in rows if row.seconds]
     assert "elsewhere" not in found["sources"]
     assert np.isfinite(apply(found, stranger)[0]).all()
+
+
+# --- search
+
+
+def test_search_is_exhaustive_and_ordered() -> None:
+    found = search(SHAPES["llama3-8b"], load_cluster("h100", 16), ENGINES["weft"], 64, 8192)
+    times = np.asarray(found.cost.total)[found.order]
+    assert (np.diff(times) >= 0).all() and found.count > 1000
+    assert (np.asarray(found.plans.world) == 16).all()
+    assert (np.asarray(found.memory.total)[found.order] <= found.machine.memory * USABLE).all()
+    for i in found.order[:50]:
+        plan = found.plan(int(i))
+        alone = step_time(found.shape, found.machine, plan, ENGINES["weft"])
+        assert float(alone.total) == pytest.approx(found.seconds(int(i)))
+
+
+def test_pins_hold_and_say_when_they_cannot() -> None:
+    def run(*pins: str) -> Found:
+        pinned = [Pin.parse(pin) for pin in pins]
+        return search(SHAPES["llama3-70b"], load_cluster("h100", 64), ENGINES["weft"], 64, 8192, pins=pinned)
+
+    found = run("tp at most 4", "pp=4", "recompute=full", "schedule=1f1b")
+    assert (found.plans.tp <= 4).all() and (found.plans.pp == 4).all() and (found.plans.recompute == 2).all()
+    for pins, message in [
+        (["tp=3"], "pin tp = 3 rules out every layout that is left; tp can be 1, 2, 4, 8"),
+        (["recomputed=4"], "unknown field 'recomputed'; did you mean 'recompute'"),
+        (["schedule=1f2b"], "schedule cannot be '1f2b'; did you mean '1f1b'"),
+        (["tp~3"], "is not of the form"),
+    ]:
+        with pytest.raises(UsageError, match=re.escape(message)):
+            run(*pins)
+    with pytest.raises(UsageError, match=r"memory rules out all \d+ layouts: the leanest .* of 69 GiB per rank"):
+        search(SHAPES["llama3-405b"], load_cluster("h100", 8), ENGINES["weft"], 8, 8192)
+
+
+def test_what_does_not_fit_gets_the_nearest_fix() -> None:
+    found = search(SHAPES["llama3-70b"], load_cluster("h100", 64), ENGINES["weft"], 256, 8192)
+    lines = found.rejected(3)
+    assert len(lines) == 3
+    assert all(re.search(r"needs \d+ of 69 GiB: \w+ \d+; .*: \d+ GiB, [+-]\d+ % time$", line) for line in lines), lines
+
+
+def test_llama_405b_on_16384_gpus_in_a_second() -> None:
+    import time
+
+    start = time.process_time()
+    found = search(SHAPES["llama3-405b"], load_cluster("h100", 16384), ENGINES["megatron"], 2048, 8192)
+    assert time.process_time() - start < 1.0
+    best = found.plan(int(found.order[0]))
+    # Meta ran tp 8, pp 16 at 38 to 43 % utilisation (2407.21783, table 4).
+    assert best.tp == 8 and best.pp >= 8 and 0.35 < found.utilisation(int(found.order[0])) < 0.55
+
+
+def test_plan_writes_a_recipe_that_loads(weft: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    demands = ["--cluster", "h100", "--gpus", 16, "--batch", 32, "--seq", 8192]
+    code, out, _ = weft("llama3-8b", *demands, "--pin", "pp=2", "--pin", "cp=2", "--recipe", path, "--json")
+    first = json.loads(out)["layouts"][0]
+    recipe = load_recipe(path)
+    assert code == 0 and recipe.layout.world == 16 and recipe.layout.pp == 2 and recipe.layout.cp == 2
+    assert recipe.train.micro_batch == first["layout"]["micro_batch"] and recipe.layout.tp == first["layout"]["tp"]
+    assert sum(first["time"].values()) == pytest.approx(first["seconds"])
+    assert sum(first["memory"].values()) == pytest.approx(first["gib"])
+    code, out, _ = weft("llama3-8b", *demands, "--top", 3)
+    assert code == 0 and "shard=" in out and "error   presets" in out
+    code, _, err = weft(
+        "gpt3-175b", "--cluster", "h100", "--gpus", 256, "--batch", 256, "--seq", 2048, "--recipe", path
+    )
+    assert code == 2 and "SwiGLU only" in err
+    code, _, err = weft("llama3-8b", "--cluster", "h100", "--batch", 32, "--seq", 8192)
+    assert code == 2 and "give --gpus" in err

@@ -1,19 +1,107 @@
-"""``weft plan evaluate`` and ``weft plan calibrate``: the planner against measured rows."""
+"""``weft plan``: the best layouts of a model on a cluster, and the planner against measured rows."""
 
 import json
 import math
 import statistics
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table as Grid
+from typer.core import TyperGroup
 
-app = typer.Typer(help="Predict time and memory of layouts, and hold the predictions against measurements.",
-                  no_args_is_help=True)  # fmt: skip
+
+class _Group(TyperGroup):
+    """``weft plan MODEL`` beside ``weft plan evaluate``: a word that is no command is a model."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["search", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="weft plan MODEL ranks every layout for a model and a cluster; the commands check the predictions.",
+    no_args_is_help=True,
+)
 Rows = Annotated[Path, typer.Argument(metavar="ROWS.csv", help="Measured rows with the header of measured.csv.")]
+_model = "A built-in shape (llama3-8b), a Weft recipe, or a Hugging Face config.json."
+_cluster = "A cluster file, or a preset with --gpus: a100, h100, h200, b200, gb200, mi300x, cpu."
+_pin = "A demand such as tp=8, 'tp<=8', pp=4 or recompute=full; may be repeated."
+#: Percent; the 90th percentile of the presets' error, sources counted alike (docs/planner.md).
+_BAND = 12
 _calibration = typer.Option(metavar="FILE", help="Factors from weft plan calibrate; presets without it.")
+
+
+@app.command()
+def search(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_model)],
+    cluster: Annotated[str, typer.Option(metavar="FILE|PRESET", help=_cluster)],
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per step over all devices.")],
+    seq: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")],
+    gpus: Annotated[int | None, typer.Option(min=1, help="Devices; else the cluster's count.")] = None,
+    precision: Annotated[str, typer.Option(help="bf16, fp8, fp4 or fp32 products.")] = "bf16",
+    engine: Annotated[str, typer.Option(help="The class of program whose constants count.")] = "weft",
+    pin: Annotated[list[str] | None, typer.Option(metavar="FIELD=VALUE", help=_pin)] = None,
+    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
+    recipe: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the first as a recipe.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> int:
+    """Rank every layout of MODEL on a cluster by predicted step time (this is what ``weft plan MODEL`` does)."""
+    from weft.errors import UsageError, nearest
+    from weft.planner import search as searching
+    from weft.planner.engine import ENGINES
+    from weft.planner.explain import recipe_text, record
+    from weft.planner.machine import load_cluster
+    from weft.planner.shape import load_shape
+
+    bits = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
+    if precision not in bits:
+        raise UsageError(f"--precision {precision!r} is not possible; {nearest(precision, bits)}")
+    if engine not in ENGINES:
+        raise UsageError(f"--engine {engine!r} is not known; {nearest(engine, ENGINES)}")
+    pins = [searching.Pin.parse(text) for text in pin or []]
+    shape = load_shape(model)
+    machines = load_cluster(cluster, gpus)
+    found = searching.search(shape, machines, ENGINES[engine], batch, seq, bits[precision], pins)
+    best = [int(i) for i in found.order[:top]]
+    if recipe is not None:
+        try:
+            recipe.write_text(recipe_text(found, best[0], model))
+        except OSError as error:
+            raise UsageError(f"cannot write {recipe}: {error.strerror}") from None
+    if as_json:
+        layouts = [record(found, i) for i in best]
+        print(json.dumps({"candidates": found.count, "fitting": len(found.order), "layouts": layouts,
+                          "rejected": found.rejected(top)}))  # fmt: skip
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, 120)
+    size = float(shape.parameters) / 1e9
+    console.print(
+        f"[bold]{model}[/] ({size:.3g} B parameters) on {machines.count} x {machines.device}, {batch} x {seq} tokens "
+        f"per step, {precision}: {found.count} layouts, {len(found.order)} fit"
+    )
+    grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for head in ("", "layout", "s/step", "tokens/s", "MFU", "GiB", "free"):
+        grid.add_column(head, justify="left" if head == "layout" else "right", no_wrap=True)
+    limit = float(found.machine.memory) / 2**30
+    for rank, i in enumerate(best, 1):
+        seconds, gib = found.seconds(i), found.gib(i)
+        cells = (f"{seconds:.3g}", f"{batch * seq / seconds:,.0f}", f"{found.utilisation(i):.1%}", f"{gib:.0f}")
+        grid.add_row(str(rank), searching.describe(found.plan(i)), *cells, f"{limit - gib:.0f}")
+    console.print(grid)
+    first = record(found, best[0])
+    console.print("time    " + ", ".join(f"{k} {v / first['seconds']:.0%}" for k, v in first["time"].items() if v > 0))
+    console.print("memory  " + ", ".join(f"{k} {v:.1f}" for k, v in first["memory"].items() if v > 0.05) + " GiB")
+    console.print(f"error   presets, not calibrated: the time is within {_BAND} % for nine published runs in ten")
+    for line in found.rejected(3):
+        console.print(f"out     {line}", markup=False)
+    if recipe is not None:
+        console.print(f"recipe  {recipe}", markup=False)
+    return 0
 
 
 @app.command()

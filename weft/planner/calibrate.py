@@ -33,7 +33,7 @@ PRIORS: dict[str, float] = {
 }  # fmt: skip
 #: Prior of the extra factor on ``matmul`` of one device and precision within a source.
 GROUP = 0.2
-NOISE, HUBER, BOUND, FORMS = 0.06, 1.5, 3.0, 6
+NOISE, HUBER, BOUND, FORMS, STEP = 0.06, 1.5, 3.0, 6, 1e-3
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def fit(
     damping = np.full(len(weight), 1.0)
     for _ in range(steps):
         robust = weight * np.minimum(1.0, HUBER / np.maximum(np.abs(r), 1e-9))
-        jacobian = np.stack([(residual(theta + 1e-3 * np.eye(len(knobs))[i]) - r) / 1e-3 for i in range(len(knobs))], 2)
+        moved = residual((theta[:, None] + STEP * np.eye(len(knobs))).reshape(-1, len(knobs)))  # all at once
+        jacobian = (moved.reshape(len(theta), len(knobs), -1) - r[:, None]).swapaxes(1, 2) / STEP
         normal = np.einsum("fnp,fn,fnq->fpq", jacobian, robust, jacobian) + np.eye(len(knobs)) / sigma[:, None] ** 2
         slope = np.einsum("fnp,fn->fp", jacobian, robust * r) + theta / sigma**2
         for _ in range(4):

@@ -85,7 +85,8 @@ ENGINES: dict[str, Engine] = {
     # XLA: one program, compiled.
     "xla": replace(_PLAIN, matmul=0.9, elementwise=18.0, inner=3.5, kernels=8.0, exposed_dp=0.4, network=0.6),
 }  # fmt: skip
-
+#: Weft itself: FSDP2 and torch.compile. Its own runs replace these figures (weft plan calibrate).
+ENGINES["weft"] = ENGINES["compiled"]
 
 #: GiB beyond the formulas, per program: medians over published peaks. Megatron-DeepSpeed's is what nvidia-smi shows
 #: (context, communication buffers and what the allocator keeps), the others' what the allocator has handed out.

@@ -128,7 +128,7 @@ def parse(r: dict[str, str]) -> Row:
         micro = max(1.0, batch / data / steps) if steps else 1.0
         assumed.append(f"micro_batch={micro:.0f}")
     else:
-        micro = number("micro_batch")
+        micro = min(number("micro_batch"), batch / data)
     framework, notes = r.get("framework", ""), r.get("notes", "")
     sharding = r.get("dp_sharding", "")
     family = family_of(f"{framework} {'MaxText' if 'MaxText' in notes else ''}", sharding, device.bf16 * 1e12,
