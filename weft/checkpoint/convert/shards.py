@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,6 +18,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from weft.checkpoint.convert.rules import Shard
 from weft.checkpoint.format import meet
 from weft.errors import WeftError
+
+#: Bytes of a part of a tensor that are read at a time.
+PIECE = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,23 @@ class Stored(Shard):
 
 def stored(name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[Run, ...]) -> Stored:
     def read(lo: int, hi: int) -> torch.Tensor:
-        out = torch.empty(hi - lo, *shape[1:], dtype=dtype)
+        out = blank((hi - lo, *shape[1:]), dtype)
         line = prod(shape[1:]) * dtype.itemsize
         read_runs(cut(runs, lo * line, hi * line), name, out)
         return out
 
     return Stored(tuple(shape), dtype, read, runs)
+
+
+def blank(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor, in memory that can be used again at once: glibc's posix_memalign, PyTorch's source of memory, does
+    not find room for 16 MiB where 16 MiB have just been freed, and grows by one tensor while one is read in pieces."""
+    size = prod(shape) * dtype.itemsize
+    return (
+        torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(tuple(shape))
+        if size
+        else torch.empty(*shape, dtype=dtype)
+    )
 
 
 def cut(runs: Sequence[Run], lo: int, hi: int) -> tuple[Run, ...]:
@@ -181,7 +196,7 @@ class Reader(dcp.FileSystemReader):
             boxes.append((box, places.get(metadata.MetadataIndex(name, chunk.offsets))))
 
         def read(lo: int, hi: int) -> torch.Tensor:
-            out, filled = torch.empty(hi - lo, *shape[1:], dtype=dtype), 0
+            out, filled = blank((hi - lo, *shape[1:]), dtype), 0
             for box, info in boxes:
                 if info is None or (both := meet(box, ((lo, hi), *((0, n) for n in shape[1:])))) is None:
                     continue
@@ -189,12 +204,13 @@ class Reader(dcp.FileSystemReader):
                 part = _slice_of(name, Path(self.path) / info.relative_path, info)
                 if part.shape != tuple(b - a for a, b in box):
                     raise WeftError(f"{self.path}: tensor {name} has a part of another shape than was saved")
-                values = part.read(first - box[0][0], last - box[0][0])
-                to = (slice(first - lo, last - lo), *(slice(a, b) for a, b in columns))
-                out[to] = values[
-                    (slice(None), *(slice(a - c, b - c) for (a, b), (c, _) in zip(columns, box[1:], strict=True)))
-                ]
-                filled += values.numel()
+                cut = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(columns, box[1:], strict=True))
+                step = max(1, PIECE // (prod(part.shape[1:]) * dtype.itemsize))
+                for at in range(first, last, step):  # in pieces: the whole part would be the tensor a second time
+                    end = min(at + step, last)
+                    values = part.read(at - box[0][0], end - box[0][0])[(slice(None), *cut)]
+                    out[(slice(at - lo, end - lo), *(slice(a, b) for a, b in columns))] = values
+                    filled += values.numel()
             if filled != out.numel():
                 raise WeftError(f"{self.path}: tensor {name} has {out.numel() - filled} elements that no file holds")
             return out
