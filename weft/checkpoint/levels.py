@@ -144,8 +144,10 @@ def open_levels(levels: Sequence[Level], run: Path) -> None:
     """Make what must be there before the first save, and leave word in the run's folder of where checkpoints are."""
     for level in levels:
         if level.in_memory:
-            folder = Path(str(level.place))
-            folder.mkdir(mode=stat.S_IRWXU, exist_ok=True)  # weights are nobody else's business
+            try:
+                Path(str(level.place)).mkdir(mode=stat.S_IRWXU, exist_ok=True)  # weights are nobody else's business
+            except OSError as error:
+                raise WeftError(f"cannot make {level.place}: {error.strerror or error}") from None
     home = LocalStorage(run / "checkpoints")
     known = [place for place in places(run) if place not in (home, LocalStorage(run))]
     found = list(dict.fromkeys([*(level.place for level in levels if level.place != home), *known]))
