@@ -159,7 +159,9 @@ def evaluate(
               for k in ("regret", "regret_of_three")]  # fmt: skip
     grid.add_row(*cells, *([_median([s.given for s in wide])] if factors else []), style="bold")
     console.print("Mean absolute error of the step time in percent; held out: fitted without the row's shape.")
-    console.print("Regret: how much slower the first choice (best of three) is than the best layout measured.")
+    console.print(
+        "Regret: how much slower the first choice (best of three) is than the best layout measured, mean over jobs."
+    )
     console.print(grid)
     console.print()
     for program, count, wrong in memory_scores(known, gib):

@@ -126,11 +126,23 @@ def fit(
     return knobs, theta if weights is not None else theta[0]
 
 
+def system(row: Row) -> str:
+    """What is fitted together: a source, and in it models with experts apart from those without."""
+    return row.source + (" (experts)" if row.shape.experts else "")
+
+
 def held_out(rows: Sequence[Row], most: int = 24) -> Array:
-    """Seconds predicted for each row of one source by a fit that has not seen its shape; NaN if there is only one.
+    """Seconds predicted for each row by a fit of its system that has not seen its shape; NaN if there is only one.
 
     With more than ``most`` shapes, they are held out in ``most`` sets.
     """
+    names = [system(row) for row in rows]
+    if len(set(names)) > 1:
+        found = np.zeros(len(rows))
+        for name in set(names):
+            index = [i for i, other in enumerate(names) if other == name]
+            found[index] = held_out([rows[i] for i in index], most)
+        return found
     forms = sorted({row.form for row in rows})
     if len(forms) < 2:
         return np.full(len(rows), np.nan)
@@ -165,9 +177,9 @@ def calibrate(rows: Sequence[Row]) -> dict[str, Any]:
         raise WeftError("no row has a time to calibrate with")
     sources: dict[str, list[Row]] = {}
     for row in timed:
-        sources.setdefault(row.source, []).append(row)
+        sources.setdefault(system(row), []).append(row)
     # Sources count alike in the fit for all, whatever their number of rows.
-    even = np.array([[min(1.0, 12 / len(sources[row.source])) for row in timed]])
+    even = np.array([[min(1.0, 12 / len(sources[system(row)])) for row in timed]])
     return {
         "version": 1,
         "all": {"factors": _plain(*fit(timed, even))},
@@ -229,11 +241,11 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def apply(calibration: dict[str, Any] | None, rows: Sequence[Row]) -> tuple[Array, Array]:
-    """``(seconds, GiB)`` of each row: by the fit of its source, else by that of all rows, else by the presets."""
+    """``(seconds, GiB)`` of each row: by the fit of its system, else by that of all rows, else by the presets."""
     calibration = calibration or {"all": {"factors": []}, "sources": {}, "memory": {}}
     time = np.zeros(len(rows))
     tables = {None: calibration["all"], **calibration["sources"]}
-    chosen = [row.source if row.source in calibration["sources"] else None for row in rows]
+    chosen = [system(row) if system(row) in calibration["sources"] else None for row in rows]
     for name, table in tables.items():
         knobs = [Knob(item["constant"], 0.0, item["for"]) for item in table["factors"]]
         theta = np.log([float(item["factor"]) for item in table["factors"]])

@@ -52,9 +52,11 @@ class Correction:
 def correct(rows: Sequence[Row], predicted: Array) -> Correction:
     """Learn from rows with a time and what the fitted model predicts for them."""
     points, kinds = describe(rows)
-    left = np.clip(np.log(np.array([row.seconds for row in rows], dtype=float) / predicted), -0.4, 0.4)
+    left: Array = np.log(np.array([row.seconds for row in rows], dtype=float) / predicted)
+    usual = 3 * 1.48 * float(np.median(np.abs(left)))  # one run gone wrong says nothing about its neighbours
+    left = np.clip(left, -usual, usual)
     kernel = _kernel(points, kinds, points, kinds) + NOISE**2 * np.eye(len(rows))
-    return Correction(points, kinds, np.linalg.solve(kernel, left))
+    return Correction(points, kinds, np.asarray(np.linalg.solve(kernel, left), dtype=np.float64))
 
 
 def describe(rows: Sequence[Row]) -> tuple[Array, NDArray[np.str_]]:

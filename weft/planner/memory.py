@@ -53,8 +53,9 @@ def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
     inner = 2 * (2 + shape.gated) * ffn / plan.tp
     scores = np.where(engine.flash > 0, 0.0, 5 * shape.heads * plan.seq / plan.tp)
     whole = norms + attention + inner + routed
-    # Selective: scores where there are any; under fused attention every other product is computed again.
-    selective = np.where(engine.flash > 0, 4 * shape.embed / cut + attention / 2 + inner / 2, whole)
+    # Selective: scores where there are any; under fused attention all but inputs and every other product.
+    products = (2 * shape.heads * shape.head_dim + shape.qkv_width + (1 + shape.gated) * ffn) / plan.tp
+    selective = np.where(engine.flash > 0, 4 * shape.embed / cut + products, whole)
     kept = np.select([plan.recompute == 2, plan.recompute == 1], [2 * shape.embed / cut, selective], whole + scores)
     return tokens * kept, tokens * (whole + scores)
 

@@ -46,18 +46,21 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
     """``(rows, refused)``: what the file holds, and ``(id, reason)`` of every line that does not make a row."""
     if not path.is_file():
         raise WeftError(f"rows {path} does not exist; give a CSV file with the header of measured.csv")
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
-        if missing:
-            raise UsageError(f"{path}: column {missing[0]!r} is missing; the header of measured.csv is expected")
-        rows, refused = [], []
-        for number, record in enumerate(reader, 2):
-            clean = {key: (value or "").strip() for key, value in record.items() if isinstance(value, str | None)}
-            try:
-                rows.append(parse(clean))
-            except (ValueError, UsageError) as error:
-                refused.append((clean.get("id") or f"line {number}", str(error)))
+    rows, refused = [], []
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+            if missing:
+                raise UsageError(f"{path}: column {missing[0]!r} is missing; the header of measured.csv is expected")
+            for number, record in enumerate(reader, 2):
+                clean = {key: (value or "").strip() for key, value in record.items() if isinstance(value, str | None)}
+                try:
+                    rows.append(parse(clean))
+                except (ValueError, UsageError) as error:
+                    refused.append((clean.get("id") or f"line {number}", str(error)))
+    except (UnicodeDecodeError, csv.Error, OSError) as error:
+        raise UsageError(f"{path} is not a readable CSV file: {error}") from None
     return rows, refused
 
 
@@ -125,6 +128,9 @@ def parse(r: dict[str, str]) -> Row:
         raise ValueError(f"tp x pp x cp = {tp * pp * cp:.0f} does not divide {world:.0f} devices")
     if not r.get("micro_batch"):
         steps = number("grad_accum", 0)
+        if not steps and pp > 1 and "torchtitan" in r.get("framework", ""):
+            # Its default until 2025: as many microbatches as there are stages.
+            steps = pp * number("vpp", 2 if "interleaved" in r.get("notes", "").lower() else 1)
         micro = max(1.0, batch / data / steps) if steps else 1.0
         assumed.append(f"micro_batch={micro:.0f}")
     else:
