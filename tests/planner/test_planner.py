@@ -430,6 +430,12 @@ def test_plan_writes_a_recipe_that_loads(weft: Any, tmp_path: Path) -> None:
     assert recipe.train.micro_batch == first["layout"]["micro_batch"] and recipe.layout.tp == first["layout"]["tp"]
     assert sum(first["time"].values()) == pytest.approx(first["seconds"])
     assert sum(first["memory"].values()) == pytest.approx(first["gib"])
+    own = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+    assert weft(own, "--cluster", "cpu", "--gpus", 4, "--pin", "pp=2", "--precision", "fp32", "--recipe", path)[0] == 0
+    planned, given = load_recipe(path), load_recipe(own)
+    assert planned.layout.world == 4 and planned.layout.pp == 2 and planned.train.batch == given.train.batch
+    kept = ("model", "data", "optimizer", "validation", "checkpoint", "generate")
+    assert all(getattr(planned, name) == getattr(given, name) for name in kept)
     code, out, _ = weft("llama3-8b", *demands, "--top", 3)
     assert code == 0 and "shard=" in out and "error   presets" in out
     code, _, err = weft(

@@ -4,12 +4,15 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table as Grid
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from weft.planner.search import Found
 
 
 class _Group(TyperGroup):
@@ -32,6 +35,8 @@ _cluster = "A cluster file, or a preset with --gpus: a100, h100, h200, b200, gb2
 _pin = "A demand such as tp=8, 'tp<=8', pp=4 or recompute=full; may be repeated."
 #: Percent; the 90th percentile of the presets' error, sources counted alike (docs/planner.md).
 _BAND = 12
+#: Devices with published runs among those.
+_MEASURED = ("A100", "H100", "B200", "GB200")
 _calibration = typer.Option(metavar="FILE", help="Factors from weft plan calibrate; presets without it.")
 
 
@@ -39,8 +44,8 @@ _calibration = typer.Option(metavar="FILE", help="Factors from weft plan calibra
 def search(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=_model)],
     cluster: Annotated[str, typer.Option(metavar="FILE|PRESET", help=_cluster)],
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per step over all devices.")],
-    seq: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")],
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step over all devices.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; of a recipe: its own.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Devices; else the cluster's count.")] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp8, fp4 or fp32 products.")] = "bf16",
     engine: Annotated[str, typer.Option(help="The class of program whose constants count.")] = "weft",
@@ -53,25 +58,28 @@ def search(
     from weft.errors import UsageError, nearest
     from weft.planner import search as searching
     from weft.planner.engine import ENGINES
-    from weft.planner.explain import recipe_text, record
+    from weft.planner.explain import record
     from weft.planner.machine import load_cluster
     from weft.planner.shape import load_shape
+    from weft.recipe import load_recipe
 
     bits = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
     if precision not in bits:
         raise UsageError(f"--precision {precision!r} is not possible; {nearest(precision, bits)}")
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine!r} is not known; {nearest(engine, ENGINES)}")
+    if Path(model).suffix == ".toml":
+        own = load_recipe(model)
+        batch, seq = batch or own.train.batch, seq or own.data.seq_len
+    if batch is None or seq is None:
+        raise UsageError(f"--{'batch' if batch is None else 'seq'} is missing; only a recipe says it by itself")
     pins = [searching.Pin.parse(text) for text in pin or []]
     shape = load_shape(model)
     machines = load_cluster(cluster, gpus)
     found = searching.search(shape, machines, ENGINES[engine], batch, seq, bits[precision], pins)
     best = [int(i) for i in found.order[:top]]
     if recipe is not None:
-        try:
-            recipe.write_text(recipe_text(found, best[0], model))
-        except OSError as error:
-            raise UsageError(f"cannot write {recipe}: {error.strerror}") from None
+        _write_recipe(found, model, recipe)
     if as_json:
         layouts = [record(found, i) for i in best]
         print(json.dumps({"candidates": found.count, "fitting": len(found.order), "layouts": layouts,
@@ -96,7 +104,12 @@ def search(
     first = record(found, best[0])
     console.print("time    " + ", ".join(f"{k} {v / first['seconds']:.0%}" for k, v in first["time"].items() if v > 0))
     console.print("memory  " + ", ".join(f"{k} {v:.1f}" for k, v in first["memory"].items() if v > 0.05) + " GiB")
-    console.print(f"error   presets, not calibrated: the time is within {_BAND} % for nine published runs in ten")
+    earned = machines.device.upper().startswith(_MEASURED)
+    console.print(
+        f"error   presets, not calibrated: the time is within {_BAND} % for nine published runs in ten"
+        if earned
+        else f"error   no published run on {machines.device} has been compared: take the order, not the times"
+    )
     for line in found.rejected(3):
         console.print(f"out     {line}", markup=False)
     if recipe is not None:
@@ -192,6 +205,31 @@ def calibrate(rows: Rows, out: Annotated[Path, typer.Option(metavar="FILE", help
     fitting.save(found, out)
     print(f"{out}: {len(found['sources'])} sources from {len(known)} rows; {len(refused)} rows could not be read")
     return 0
+
+
+def _write_recipe(found: "Found", model: str, path: Path) -> None:
+    """The fastest layout that ``weft train`` takes, as a recipe."""
+    from weft.errors import UsageError
+    from weft.parallel.build import check_fits
+    from weft.planner.explain import recipe_tree, toml
+    from weft.recipe import build_recipe
+
+    refusal = UsageError("no layout is left")
+    for i in found.order[:100]:
+        tree = recipe_tree(found, int(i), model)
+        recipe = build_recipe(tree, str(path))
+        try:
+            shape = recipe.model.model_copy(update={"vocab": recipe.model.vocab or int(found.shape.vocab)})
+            check_fits(shape, recipe.layout)
+        except UsageError as error:
+            refusal = error
+            continue
+        try:
+            path.write_text(f"# weft plan {model}\n\n{toml(tree)}")
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}") from None
+        return
+    raise refusal
 
 
 def _number(value: float) -> str:

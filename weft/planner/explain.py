@@ -1,5 +1,7 @@
 """A layout as plain data and as a recipe."""
 
+import json
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 from weft.errors import UsageError
 from weft.planner.cost import CONTEXT, RECOMPUTE, SCHEDULES
 from weft.planner.search import CHOSEN, Found, at, describe, tell
+from weft.planner.shape import SHAPES
 
 
 def record(found: Found, i: int) -> dict[str, Any]:
@@ -25,28 +28,49 @@ def record(found: Found, i: int) -> dict[str, Any]:
     }
 
 
-def recipe_text(found: Found, i: int, model: str) -> str:
-    """A recipe that ``weft train`` takes. Raises :class:`UsageError` for what Weft cannot train yet."""
+def recipe_tree(found: Found, i: int, model: str) -> dict[str, Any]:
+    """Layout ``i`` as the sections of a recipe; if ``model`` is a recipe, that one with another layout.
+
+    Raises :class:`UsageError` for what Weft cannot train yet.
+    """
     plan, shape = found.plan(i), found.shape
     if shape.experts:
         raise UsageError("weft train has no experts yet, so there is no recipe for this model; leave --recipe out")
     if not shape.gated:
         raise UsageError("weft train computes SwiGLU only, and this model has no gate; leave --recipe out")
-    lines = [f"# weft plan {model}: {describe(plan)}", "[model]"]
-    if Path(model).suffix == ".json" or Path(model).is_dir():
-        lines.append(f'config = "{Path(model).resolve()}"')
-    else:
+    path = Path(model)
+    if path.suffix == ".toml":
+        tree = tomllib.loads(path.read_text())
+    elif model in SHAPES:
         names = ("vocab", "layers", "embed", "heads", "kv_heads", "head_dim", "ffn")
-        lines += [f"{name} = {int(getattr(shape, name))}" for name in names]
-        lines.append(f"tied = {'true' if shape.tied else 'false'}")
-    lines += ["", "[layout]"]
-    lines += [f"{axis} = {int(getattr(plan, axis))}" for axis in ("dp", "shard", "cp", "tp", "pp")]
-    lines += [f"zero = {max(1, int(plan.zero))}", f'context = "{CONTEXT[int(plan.context)]}"']
+        tree = {"model": {name: int(getattr(shape, name)) for name in names} | {"tied": bool(shape.tied)}}
+    else:
+        tree = {"model": {"config": str((path / "config.json" if path.is_dir() else path).resolve())}}
+    layout: dict[str, Any] = {axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")}
+    layout |= {"zero": max(1, int(plan.zero)), "context": CONTEXT[int(plan.context)]}
     if plan.pp > 1:
-        lines.append(f'schedule = "{SCHEDULES[int(plan.schedule)]}"')
-        if plan.virtual > 1:
-            lines.append(f"virtual = {int(plan.virtual)}")
-    lines += ["", "[train]", f"batch = {int(plan.batch)}", f"micro_batch = {int(plan.micro_batch)}"]
-    lines += [f'recompute = "{RECOMPUTE[int(plan.recompute)]}"']
-    lines += [f'dtype = "{"float32" if plan.bits == 32 else "bfloat16"}"', "", "[data]", f"seq_len = {int(plan.seq)}"]
-    return "\n".join(lines) + "\n"
+        layout["schedule"] = SCHEDULES[int(plan.schedule)]
+        layout |= {"virtual": int(plan.virtual)} if plan.virtual > 1 else {}
+    train = {"batch": int(plan.batch), "micro_batch": int(plan.micro_batch)}
+    train |= {"recompute": RECOMPUTE[int(plan.recompute)], "dtype": "float32" if plan.bits == 32 else "bfloat16"}
+    tree["layout"] = layout
+    tree["train"] = tree.get("train", {}) | train
+    tree["data"] = tree.get("data", {}) | {"seq_len": int(plan.seq)}
+    return tree
+
+
+def toml(tree: dict[str, Any]) -> str:
+    """A recipe's tree as TOML: sections of plain values, lists and small tables."""
+
+    def value(v: Any) -> str:
+        if isinstance(v, dict):
+            return "{ " + ", ".join(f"{k} = {value(x)}" for k, x in v.items()) + " }"
+        return f"[{', '.join(map(value, v))}]" if isinstance(v, list) else json.dumps(v, ensure_ascii=False)
+
+    plain = [f"{key} = {value(v)}" for key, v in tree.items() if not isinstance(v, dict)]
+    sections = [
+        "\n".join([f"[{name}]", *(f"{key} = {value(v)}" for key, v in section.items())])
+        for name, section in tree.items()
+        if isinstance(section, dict)
+    ]
+    return "\n\n".join(["\n".join(plain)] * bool(plain) + sections) + "\n"

@@ -143,7 +143,10 @@ def load_shape(model: str) -> Shape:
     if model in SHAPES:
         return SHAPES[model]
     if path.suffix == ".toml":
-        return shape_of(load_recipe(path).model)
+        recipe = load_recipe(path)
+        kind, _, size = recipe.data.tokenizer.partition(":")
+        vocab = int(size) if kind == "train" and size.isdigit() else 256 if kind == "bytes" else 50_000
+        return shape_of(recipe.model, vocab)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise WeftError(f"model {model!r} is neither a file nor built in; {nearest(model, SHAPES)}")
@@ -154,8 +157,8 @@ def load_shape(model: str) -> Shape:
     return shape_from_config(config, str(path))
 
 
-def shape_of(model: ModelShape) -> Shape:
-    """The shape of a recipe's model; a vocabulary left to the tokenizer counts as 50,000."""
+def shape_of(model: ModelShape, vocab: int) -> Shape:
+    """The shape of a recipe's model; ``vocab``: of the tokenizer, if the model leaves it to that."""
     if model.config is not None:
         return load_shape(str(model.config))
     return Shape(
@@ -165,7 +168,7 @@ def shape_of(model: ModelShape) -> Shape:
         model.kv_heads or model.heads,
         model.head_dim or model.embed // model.heads,
         model.ffn or 4 * model.embed,
-        model.vocab or 50_000,
+        model.vocab or vocab,
         tied=int(model.tied),
     )
 
