@@ -142,7 +142,7 @@ class LocalStorage:
                 made = False
             finally:
                 draft.unlink(missing_ok=True)
-            self._sync_folders(path.parent)
+            self._sync_folders(path.parent)  # those above are as new as the first checkpoint
         except OSError as error:
             raise self._error("create", name, error) from error
         return made
@@ -227,15 +227,18 @@ class LocalStorage:
         except OSError as error:
             raise self._error("delete", "", error) from error
 
-    def _sync_folders(self, folder: Path) -> None:
-        """Make the names on the way to a new file as durable as the file."""
+    def _sync_folders(self, folder: Path, top: Path | None = None) -> None:
+        """Make the names on the way from ``top``, or the top of all, to a new file as durable as the file."""
         while True:
-            handle = os.open(folder, os.O_RDONLY)
+            try:
+                handle = os.open(folder, os.O_RDONLY)
+            except PermissionError:  # not ours, so not made by us
+                return
             try:
                 os.fsync(handle)
             finally:
                 os.close(handle)
-            if folder == self.root or folder == folder.parent:
+            if folder in (top, folder.parent):
                 return
             folder = folder.parent
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -70,20 +70,18 @@ def serve(pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)
     memory = _Mapped()
-    while True:
-        try:
+    with suppress(EOFError, OSError):  # the rank has ended
+        while True:
             job = pipe.recv()
-        except (EOFError, OSError):
-            return
-        if not isinstance(job, Job):  # the word that gave the last save up
-            continue
-        try:
-            report = write(job, memory.of(job.memory))
-        except OSError as error:
-            report = Report(problem=f"the rank's memory is gone: {error}")
-        pipe.send(report)
-        if job.commit is not None:
-            pipe.send(finish(job.storage, job.commit, abandoned=pipe.poll))
+            if not isinstance(job, Job):  # the word that gave the last save up
+                continue
+            try:
+                report = write(job, memory.of(job.memory))
+            except OSError as error:
+                report = Report(problem=f"the rank's memory is gone: {error}")
+            pipe.send(report)
+            if job.commit is not None:
+                pipe.send(finish(job.storage, job.commit, abandoned=pipe.poll))
 
 
 class _Mapped:

@@ -6,7 +6,7 @@ import datetime
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -144,9 +144,9 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         if recipe.optimizer.post_validation
         else None
     )
-    progress = Progress()
+    progress, loads = Progress(), list[dict[str, float]]()
     if sources:
-        progress = _resume(sources, job, parts, optimizer, notes.append)
+        progress, loads = _resume(sources, job, parts, optimizer, notes.append)
     loader = job.loader(job.corpus.train, mesh)
     held_out = job.loader(job.corpus.validation, mesh) if job.corpus.validation else None
     about = {
@@ -165,6 +165,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         "run", progress.step, **about, device=_device_name(mesh), parameters=parameters, flops_per_token=per_token,
         peak_flops=peak, started=datetime.datetime.now().isoformat(timespec="seconds"),
     )  # fmt: skip
+    for rank, load in enumerate(loads):
+        metrics.log("loaded", progress.step, rank=rank, **load)
     title = f"{recipe.name}: {parameters / 1e6:.1f}M parameters on {mesh.layout}, {_device_name(mesh)}"
     tracing = run / f"trace/rank-{os.environ.get('RANK', 0)}.json" if recipe.observe.trace else None
     validations: list[float] = []
@@ -198,8 +200,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         def heard(done: list[Saved]) -> None:
             """Tell of the saves that the writer has finished with, and drop old checkpoints after a new one."""
             for saved in done:
-                stages = {f"{stage}_s": seconds for stage, seconds in saved.report.seconds.items()}
-                metrics.log("saved", saved.step, rank=saved.rank, bytes=saved.report.bytes, **stages)
+                report = saved.report
+                metrics.log("saved", saved.step, rank=saved.rank, bytes=report.bytes, **stages(report.seconds))
                 if saved.report.committed:
                     event(f"checkpoint {saved.where}")
                     for level in levels:
@@ -324,8 +326,11 @@ def _resume(
     parts: Sequence[LocalPart],
     optimizer: torch.optim.Optimizer,
     warn: Callable[[str], None],
-) -> Progress:
-    """Load the newest checkpoint that is whole on all ranks; ``warn`` hears which, and of those that are not."""
+) -> tuple[Progress, list[dict[str, float]]]:
+    """Load the newest checkpoint that is whole on all ranks, and tell where every rank's time went.
+
+    ``warn`` hears which one it is, and of those that are not whole.
+    """
 
     def load(checkpoint: Checkpoint) -> Progress:
         check_same_data(checkpoint, job.corpus.fingerprint)
@@ -333,7 +338,21 @@ def _resume(
 
     checkpoint, progress = load_newest(sources, load, warn)
     warn(f"resumed from {checkpoint} at step {progress.step}")
-    return progress
+    return progress, _from_all({"bytes": checkpoint.bytes_read, **stages(checkpoint.seconds)})
+
+
+def stages(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds per stage as metrics name them."""
+    return {f"{stage}_s": spent for stage, spent in seconds.items()}
+
+
+def _from_all(mine: T) -> list[T]:
+    """What every rank gives, in their order. Collective."""
+    found = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, mine)
+    return found
 
 
 def _peak(mesh: Mesh, dtype: torch.dtype) -> float:
