@@ -51,7 +51,7 @@ def recipe_tree(found: Found, i: int, model: str) -> dict[str, Any]:
     if plan.pp > 1:
         layout["schedule"] = SCHEDULES[int(plan.schedule)]
         layout |= {"virtual": int(plan.virtual)} if plan.virtual > 1 else {}
-    train = {"batch": int(plan.batch), "micro_batch": int(plan.micro_batch)}
+    train: dict[str, Any] = {"batch": int(plan.batch), "micro_batch": int(plan.micro_batch)}
     train |= {"recompute": RECOMPUTE[int(plan.recompute)], "dtype": "float32" if plan.bits == 32 else "bfloat16"}
     tree["layout"] = layout
     tree["train"] = tree.get("train", {}) | train
