@@ -76,7 +76,9 @@ ENGINES: dict[str, Engine] = {
     # PyTorch FSDP with parameters gathered per layer and pass.
     "fsdp": replace(_PLAIN, exposed_dp=0.4, gradient=2.0, step=0.018),
     # FSDP2, tensor and pipeline parallelism under torch.compile; scaled_dot_product_attention.
-    "compiled": replace(_PLAIN, matmul=0.93, elementwise=18.0, inner=3.5, kernels=20.0, exposed_dp=0.25, attention=0.5, vocab=12.0),
+    "compiled": replace(
+        _PLAIN, matmul=0.93, elementwise=18.0, inner=3.5, kernels=20.0, exposed_dp=0.25, attention=0.5, vocab=12.0
+    ),
     # Eager PyTorch modules with their own parallelism.
     "eager": replace(
         _PLAIN, elementwise=25.0, kernels=36.0, exposed_tp=0.75, exposed_dp=1.0, exposed_pp=1.0, network=0.5,
