@@ -22,6 +22,8 @@ SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "inter
 
 #: Exponent of the smooth maximum of device time and launch time.
 SHARP = 8
+#: Share of the memory's bandwidth that operators reach.
+REACHED = 0.8
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,34 @@ def exchange(machine: Machine, engine: Engine, stride: Num, size: Num, sent: Num
     return (size > 1) * (np.maximum(out, within) + axis(machine, engine, stride, size)[2])
 
 
-def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cost:
-    """Time of one optimizer step, split by cause."""
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one microbatch. Of one layer: ``forward``, ``backward`` (``weight`` of it makes weight gradients),
+    ``again`` to recompute; ``tp``, ``cp``, ``ep``: exposed communication of a forward-sized pass, of which there are
+    ``count`` in forward and backward together. ``head``: output layer and loss, all three products; ``hop``: from one
+    stage to the next."""
+
+    forward: Num
+    backward: Num
+    weight: Num
+    again: Num
+    tp: Num
+    cp: Num
+    ep: Num
+    count: Num
+    head: Num
+    hop: Num
+
+    @property
+    def exposed(self) -> Num:
+        return self.tp + self.cp + self.ep
+
+
+def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes:
+    """What one microbatch takes in one layer, in the output layer and between stages."""
     tokens = plan.micro_batch * plan.seq / plan.cp  # of a rank and microbatch
     rate = machine.peak * machine.clock * engine.matmul
-    memory = machine.hbm * 0.8
+    memory = machine.hbm * REACHED
     width = plan.bits / 8
     dense, moe = shape.dense_share, 1 - shape.dense_share
 
@@ -205,73 +230,89 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cos
     # Selective: scores again where they are written; under fused attention, half of the products.
     selective = np.where(engine.flash > 0, 0.5 * matmuls + pointwise, attention)
     again = again + (plan.recompute == 1) * selective
-    passes = 2.0 + full  # forward-sized communications per layer
+    head = 3 * product(tokens, shape.vocab / tp, shape.embed) + 30 * tokens * shape.vocab / tp / memory
+    pair, _, start = axis(machine, engine, plan.world / plan.pp, np.minimum(plan.pp, 2))
+    pair = np.minimum(pair, machine.link * engine.link)
+    hop = hidden / tp / pair + start  # every tp rank sends its part
+    return Passes(
+        forward, backward, matmuls, again, exposed_tp, exposed_cp, exposed_ep, 2.0 + full, head, (plan.pp > 1) * hop
+    )
 
+
+def gradients(
+    shape: Shape, machine: Machine, plan: Plan, engine: Engine, layers: Num, cover: Num, turn: Num, copies: Num = 1
+) -> tuple[Num, Num]:
+    """Seconds of a step that a rank with so many ``layers`` spends on gradients and sharded parameters beside
+    compute, and on the optimizer. ``cover``: compute that traffic of sharded parameters hides behind, ``turn``: of one
+    microbatch, for other traffic; ``copies``: of the parameters in a pipeline (DualPipe: 2)."""
+    tp, cp = plan.tp, plan.cp
+    replicas = plan.data * cp
+    body = layers * shape.dense_weights / tp + shape.table / tp
+    own = copies * (body + layers * shape.expert_weights / tp / plan.ep)
+    link = axis(machine, engine, tp, replicas)
+    parts = np.maximum(1, layers / 4)  # all-reduces go in buckets of a few layers
+    summed = reduce(replicas, engine.gradient * own, link, parts)
+    scattered = gather(replicas, (engine.gradient + 2) * own, link, 2 * np.maximum(1, engine.buckets * layers))
+    # Copies of sharded groups (HSDP): gathers stay inside a group, gradients cross to the copies once per step.
+    inner = np.where(plan.shard > 1, plan.shard * cp, replicas)
+    link_in = axis(machine, engine, tp, inner)
+    apart = axis(machine, engine, tp * inner, plan.dp)
+    across = reduce(plan.dp, engine.gradient * own / inner, apart, parts) * (plan.shard > 1)
+    units = np.maximum(1, layers)
+    fetch3 = gather(inner, 2 * own, link_in, units)
+    reduce3 = gather(inner, engine.gradient * own, link_in, units)
+    sharded = plan.zero >= 3
+    # A pipeline keeps gathered parameters over its microbatches, and gathers them once.
+    m = plan.microbatches
+    gathers = np.where(plan.pp > 1, 1, m) * 2 * fetch3
+    moved = np.where(sharded, gathers + m * reduce3 + across, np.where(plan.zero >= 1, scattered, summed)) * (
+        1 - plan.frozen
+    )
+    hideable = (1 - engine.exposed_dp) * moved
+    local = own / np.where(plan.zero >= 1, replicas, 1.0)
+    updated = engine.optimizer * local / (machine.hbm * REACHED) * (1 - plan.frozen)
+    return moved - np.minimum(hideable, np.where(sharded, cover, turn)), updated
+
+
+def rest(plan: Plan, engine: Engine, known: Num) -> Num:
+    """Seconds that nothing above explains: a constant, and stragglers."""
+    return engine.step + engine.jitter * np.log2(np.maximum(plan.world / 8, 1)) * known
+
+
+def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cost:
+    """Time of one optimizer step, split by cause."""
+    one = passes(shape, machine, plan, engine)
+    layer = one.forward + one.backward
     # --- one stage, one microbatch
     stages = plan.pp
     even = np.ceil(shape.layers / stages) == shape.layers / stages
     # Where layers do not divide, embedding and head are counted as layers, as Megatron and Weft place them.
     most = np.where(even, shape.layers / stages, np.ceil((shape.layers + 2) / stages))
     last = np.where(even, most, most - 1)
-    head = 3 * product(tokens, shape.vocab / tp, shape.embed) + 30 * tokens * shape.vocab / tp / memory
-    layer = forward + backward
-    tail = np.maximum(0, last * layer + head - most * layer) * (stages > 1) + head * (stages == 1)
+    tail = np.maximum(0, last * layer + one.head - most * layer) * (stages > 1) + one.head * (stages == 1)
     m = plan.microbatches
     compute = m * (most * layer + tail)
-    recompute = m * most * again
-    time_tp = m * most * passes * exposed_tp
-    time_cp = m * most * passes * exposed_cp * 1.2
-    time_ep = m * most * passes * exposed_ep
+    recompute = m * most * one.again
+    time_tp = m * most * one.count * one.tp
+    time_cp = m * most * one.count * one.cp * 1.2
+    time_ep = m * most * one.count * one.ep
 
     # --- pipeline
     v = np.maximum(1, plan.virtual)
-    one = most * (layer + again + passes * (exposed_tp + exposed_cp + exposed_ep))  # of a rank and microbatch
+    turn = most * (layer + one.again + one.count * one.exposed)  # of a rank and microbatch
     # Zero-bubble schedules fill with weight gradients: (p - 1) (F + B - W) is left, or (p - 1) (F + B - 2 W).
-    weight = most * matmuls
+    weight = most * one.weight
     kinds = [(plan.schedule == 2) | (plan.schedule == 4), (plan.schedule == 3) | (plan.schedule == 5)]
     gone = np.select([*kinds, plan.schedule == 6], [2 * weight, 3 * weight, 3 * weight], 0.0)
-    plain = (stages - 1) * one
+    plain = (stages - 1) * turn
     # With few microbatches rank 0 waits for the first gradient whatever it has kept back.
-    ahead = most * (forward + exposed_tp + exposed_cp + exposed_ep)
-    wait = (stages - m) * ahead + (stages - 1) * (one - ahead - weight)
+    ahead = most * (one.forward + one.exposed)
+    wait = (stages - m) * ahead + (stages - 1) * (turn - ahead - weight)
     left = np.maximum(plain / v - (stages - 1) * gone, np.where(gone > 0, wait, 0.0))
     bubble = (stages > 1) * np.maximum(left, 0.0)
-    pair, _, start = axis(machine, engine, plan.world / stages, np.minimum(stages, 2))
-    pair = np.minimum(pair, machine.link * engine.link)
-    hop = hidden / tp / pair + start  # every tp rank sends its part
-    time_pp = (stages > 1) * 2 * hop * (engine.exposed_pp * m * v + stages)
-
-    # --- data parallelism
-    replicas = plan.data * cp
-    body = most * shape.dense_weights / tp + shape.table / tp
-    own = body + most * shape.expert_weights / tp / plan.ep
-    stride = tp
-    link = axis(machine, engine, stride, replicas)
-    parts = np.maximum(1, most / 4)  # all-reduces go in buckets of a few layers
-    summed = reduce(replicas, engine.gradient * own, link, parts)
-    scattered = gather(replicas, (engine.gradient + 2) * own, link, 2 * np.maximum(1, engine.buckets * most))
-    # Copies of sharded groups (HSDP): gathers stay inside a group, gradients cross to the copies once per step.
-    inner_size = np.where(plan.shard > 1, plan.shard * cp, replicas)
-    link_in = axis(machine, engine, stride, inner_size)
-    copies = axis(machine, engine, stride * inner_size, plan.dp)
-    across = reduce(plan.dp, engine.gradient * own / inner_size, copies, parts) * (plan.shard > 1)
-    layers = np.maximum(1, most)
-    fetch3 = gather(inner_size, 2 * own, link_in, layers)
-    reduce3 = gather(inner_size, engine.gradient * own, link_in, layers)
-    sharded = plan.zero >= 3
-    # A pipeline keeps gathered parameters over its microbatches, and gathers them once.
-    gathers = np.where(stages > 1, 1, m) * 2 * fetch3
-    moved = np.where(sharded, gathers + m * reduce3 + across, np.where(plan.zero >= 1, scattered, summed)) * (
-        1 - plan.frozen
-    )
-    # Hidden behind compute: of every pass when parameters are sharded, else of one microbatch's passes.
-    cover = np.where(sharded, compute + recompute + time_tp, most * (layer + again))
-    hideable = (1 - engine.exposed_dp) * moved
-    time_dp = moved - np.minimum(hideable, cover)
-
-    local = own / np.where(plan.zero >= 1, replicas, 1.0)
-    optimizer = engine.optimizer * local / memory * (1 - plan.frozen)
-    beyond = np.log2(np.maximum(plan.world / 8, 1))
+    time_pp = (stages > 1) * 2 * one.hop * (engine.exposed_pp * m * v + stages)
+    cover = compute + recompute + time_tp
+    time_dp, optimizer = gradients(shape, machine, plan, engine, most, cover, most * (layer + one.again))
     known = compute + recompute + time_tp + time_cp + time_ep + time_pp + time_dp + bubble
-    other = engine.step + engine.jitter * beyond * known
+    other = rest(plan, engine, known)
     return Cost(compute, recompute, time_tp, time_cp, time_ep, time_pp, time_dp, bubble, optimizer, other)

@@ -60,43 +60,53 @@ def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
     return tokens * kept, tokens * (whole + scores)
 
 
+def logit_bytes(shape: Shape, plan: Plan, engine: Engine) -> Num:
+    """Bytes of one microbatch's logits and what the loss makes of them."""
+    return engine.vocab * plan.micro_batch * plan.seq / plan.cp * shape.vocab / plan.tp
+
+
+def rank_memory(shape: Shape, plan: Plan, engine: Engine, layers: Num, tables: Num, activations: Num) -> Memory:
+    """A rank that holds so many ``layers`` and vocabulary ``tables``, and at most so many bytes of ``activations``."""
+    kept, alive = layer_bytes(shape, plan, engine)
+    layer = shape.dense_weights / plan.tp
+    expert = shape.expert_weights / np.maximum(plan.ep, 1)
+    table = shape.table / plan.tp
+    replicas = plan.data * plan.cp
+    inner = np.where(plan.shard > 1, plan.shard * plan.cp, replicas)
+    weights = layers * (layer + expert) + tables * table
+    whole = np.where(plan.zero >= 3, 1 / inner, 1.0)
+    trained = 1 - plan.frozen
+    # FSDP keeps full precision in the shard (counted as optimizer state) and gathers two layers at a time.
+    sharded = plan.zero >= 3
+    # ... unless a pipeline keeps them, and the sums of their gradients, over its microbatches.
+    held = np.where(plan.pp > 1, layers, np.minimum(2, layers)) * (layer + expert) + tables * table
+    gathered = np.where(sharded, (2 + engine.gradient * trained) * held, 0.0)
+    # What expert parallelism has cut is replicated over the ranks that are left.
+    spread = np.where(plan.zero >= 1, inner, 1.0)
+    expert_spread = np.where(plan.zero >= 1, np.maximum(inner * plan.tp / np.maximum(plan.ep, 1), 1), 1.0)
+    states = (layers * layer + tables * table) / spread + layers * expert / expert_spread
+    working = np.where(plan.recompute == 0, 0.0, np.maximum(alive - kept, 0))
+    return Memory(
+        parameters=2 * weights * whole,
+        gradients=trained * engine.gradient * weights * np.where(plan.zero >= 2, 1 / inner, 1.0),
+        optimizer=trained * engine.master * states,
+        activations=activations,
+        buffers=working + gathered,
+        constant=engine.constant * 2**30 + 0 * weights,
+    )
+
+
 def peak_memory(shape: Shape, plan: Plan, engine: Engine) -> Memory:
     """Memory of the fullest pipeline rank: the first two and the last are compared."""
     even = np.ceil(shape.layers / plan.pp) == shape.layers / plan.pp
     most = np.where(even, shape.layers / plan.pp, np.ceil((shape.layers + 2) / plan.pp))
     ends = np.where(even, most, most - 1)
-    kept, alive = layer_bytes(shape, plan, engine)
-    layer = shape.dense_weights / plan.tp
-    expert = shape.expert_weights / np.maximum(plan.ep, 1)
-    table = shape.table / plan.tp
-    tokens = plan.micro_batch * plan.seq / plan.cp
-    logits = engine.vocab * tokens * shape.vocab / plan.tp
-    replicas = plan.data * plan.cp
-    inner = np.where(plan.shard > 1, plan.shard * plan.cp, replicas)
+    kept, _ = layer_bytes(shape, plan, engine)
+    logits = logit_bytes(shape, plan, engine)
 
     def at(position: Num, layers: Num, tables: Num, out: Num) -> Memory:
-        weights = layers * (layer + expert) + tables * table
-        whole = np.where(plan.zero >= 3, 1 / inner, 1.0)
-        trained = 1 - plan.frozen
-        # FSDP keeps full precision in the shard (counted as optimizer state) and gathers two layers at a time.
-        sharded = plan.zero >= 3
-        # ... unless a pipeline keeps them, and the sums of their gradients, over its microbatches.
-        held = np.where(plan.pp > 1, layers, np.minimum(2, layers)) * (layer + expert) + tables * table
-        gathered = np.where(sharded, (2 + engine.gradient * trained) * held, 0.0)
-        # What expert parallelism has cut is replicated over the ranks that are left.
-        spread = np.where(plan.zero >= 1, inner, 1.0)
-        expert_spread = np.where(plan.zero >= 1, np.maximum(inner * plan.tp / np.maximum(plan.ep, 1), 1), 1.0)
-        states = (layers * layer + tables * table) / spread + layers * expert / expert_spread
-        live = in_flight(plan, position)
-        working = np.where(plan.recompute == 0, 0.0, np.maximum(alive - kept, 0))
-        return Memory(
-            parameters=2 * weights * whole,
-            gradients=trained * engine.gradient * weights * np.where(plan.zero >= 2, 1 / inner, 1.0),
-            optimizer=trained * engine.master * states,
-            activations=live * layers * kept + out * logits,
-            buffers=working + gathered,
-            constant=engine.constant * 2**30 + 0 * weights,
-        )
+        held = in_flight(plan, position) * layers * kept + out * logits
+        return rank_memory(shape, plan, engine, layers, tables, held)
 
     alone = plan.pp == 1
     both = 2 - shape.tied
