@@ -1,8 +1,10 @@
 """Loading: the blocks that a rank's boxes need, read once, verified, and put where they belong."""
 
+import gc
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -120,6 +122,10 @@ class Checkpoint:
 
     def load(self, locals_: Mapping[str, Local]) -> None:
         """Fill every part in place. Raises :class:`WeftError` with a table if names or shapes do not fit."""
+        with _no_collection():
+            self._load(locals_)
+
+    def _load(self, locals_: Mapping[str, Local]) -> None:
         begun = time.perf_counter()
         self.check_fits(locals_)
         wanted = {name: self.blocks(name, v.box) for name, v in locals_.items() if v.values.numel()}
@@ -160,6 +166,18 @@ class Checkpoint:
             rows += [f"extra     {name}" for name in self.tensors if name not in locals_ and name.startswith("model.")]
             more = [f"... and {len(rows) - 20} more"] if len(rows) > 20 else []
             raise WeftError("\n  ".join([f"checkpoint {self} is of another model:", *rows[:20], *more]))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Manifests are many small objects, none of them in a circle: looking for circles takes longer than reading."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _in_place(local: Local, dtype: torch.dtype) -> bool:
