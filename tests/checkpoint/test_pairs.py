@@ -1,0 +1,99 @@
+"""What any layout of up to eight ranks saves, any other one loads: every pair of them, bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.save import Local, plan
+from weft.checkpoint.state import local_state
+from weft.checkpoint.storage import LocalStorage
+from weft.checkpoint.writer import Commit, Job, commit, write
+from weft.errors import UsageError
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.parallel.build import check_fits, local_parts, parallelize
+from weft.recipe import ModelShape, Optimizer, Train
+from weft.train.optim import build_optimizer
+
+AXES = ("dp", "shard", "cp", "tp", "pp")
+SHAPE = ModelShape(
+    vocab=37, layers=8, embed=16, heads=8, kv_heads=2, head_dim=2, ffn=19, tied=False, qk_norm=True, qkv_bias=True
+)
+#: Layers between the first and the last are like these, and one moment of the optimizer is like the other.
+KEPT = ("blocks.0.", "blocks.7.", "embedding", "norm", "output")
+
+
+def layouts() -> Iterator[Layout]:
+    """All with at most eight ranks; where state is sharded, with the least and the most of ZeRO."""
+    for sizes in itertools.product(range(1, 9), repeat=len(AXES)):
+        axes = dict(zip(AXES, sizes, strict=True))
+        for zero in (1, 3) if axes["shard"] > 1 else (1,):
+            try:
+                layout = Layout(**axes, zero=zero, context="ring")
+                if layout.world <= 8:
+                    check_fits(SHAPE, layout)
+                    yield layout
+            except UsageError:
+                continue
+
+
+def held(layout: Layout) -> dict[str, Local]:
+    """On every rank: its parts of the state, without the values."""
+    mesh = Mesh.create(layout, "cpu")
+    model = parallelize(SHAPE, mesh, Train())
+    parts = local_parts(model, mesh)
+    state = local_state(parts, build_optimizer(parts, Optimizer()))
+    kept = {n: v for n, v in state.items() if "exp_avg_sq" not in n and any(f".{k}" in n for k in KEPT)}
+    return {name: replace(v, values=torch.empty(0)) for name, v in kept.items()}
+
+
+def whole(name: str, local: Local) -> torch.Tensor:
+    return torch.randn(local.tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+
+
+def save(folder: Path, ranks: list[dict[str, Local]], values: dict[str, torch.Tensor]) -> Checkpoint:
+    storage, manifests = LocalStorage(folder), tuple(f"manifest/{r}.json" for r in range(len(ranks)))
+    for rank, parts in enumerate(ranks):
+        pieces = plan(parts)
+        with mmap.mmap(-1, 1 + sum(p.size for p in pieces)) as memory:
+            for p in pieces:
+                part = values[p.name][tuple(slice(*edge) for edge in p.box)].contiguous()
+                memory[p.offset : p.offset + p.size] = part.view(-1).view(torch.uint8).numpy().tobytes()
+            tensors = {name: v.tensor for name, v in parts.items()}
+            shares = tuple((p.name, p.box) for p in pieces)
+            assert not write(Job(storage, "", f"data/{rank}", manifests[rank], tensors, shares, None), memory).problem
+    commit(storage, Commit(manifests, {"step": 1}, {}, 0))
+    return Checkpoint(storage)
+
+
+@pytest.mark.slow
+def test_every_pair_of_layouts(pool: Any, tmp_path: Path) -> None:
+    tables = {layout: pool.run(layout.world, held, layout) for layout in layouts()}
+    assert len(tables) > 100
+    values: dict[str, torch.Tensor] = {}
+    for ranks in tables.values():
+        for parts in ranks:
+            for name, local in parts.items():
+                values.setdefault(name, whole(name, local))
+    # Ranks that hold the same boxes load alike, whatever their layouts.
+    distinct = {
+        repr(sorted((n, v.box) for n, v in parts.items())): parts for ranks in tables.values() for parts in ranks
+    }
+    for number, ranks in enumerate(tables.values()):
+        checkpoint = save(tmp_path / str(number), ranks, values)
+        assert set(checkpoint.tensors) == set(values)
+        for parts in distinct.values():
+            got = {n: replace(v, values=torch.full([hi - lo for lo, hi in v.box], torch.nan)) for n, v in parts.items()}
+            checkpoint.load(got)
+            for name, local in got.items():
+                assert torch.equal(local.values, values[name][tuple(slice(*edge) for edge in local.box)]), name
