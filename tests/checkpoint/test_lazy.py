@@ -1,0 +1,89 @@
+"""A copy that goes on beside training holds what the state was when the save began."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.cases import recipe, write_corpus
+from weft.checkpoint.format import Tensor
+from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.save import Local, Saver
+from weft.checkpoint.storage import LocalStorage
+from weft.layout.mesh import Mesh
+from weft.train.loop import train
+from weft.train.setup import prepare
+from weft.train.step import StepResult, train_step
+
+SLOW = 0.3  # seconds before a copy begins
+copy = Saver._copy
+
+
+def slow_copy(self: Saver, places: list[torch.Tensor], values: list[torch.Tensor], lazy: bool) -> Callable[[], float]:
+    def work() -> float:
+        time.sleep(SLOW)
+        return copy(self, places, values, False)()
+
+    return self._thread.submit(work).result
+
+
+def states(folder: Path, corpus: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Train five steps on this process, save after every second; what each checkpoint holds."""
+    settings = recipe(corpus, checkpoint__every=2, checkpoint__keep=9, train__steps=5)
+    train(prepare(settings), Mesh.single(), folder)
+    found = {}
+    for place in sorted((folder / "checkpoints").iterdir()):
+        checkpoint = Checkpoint(LocalStorage(place))
+        values = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in checkpoint.tensors.items()}
+        checkpoint.load({n: Local(v, tuple((0, k) for k in v.shape), checkpoint.tensors[n]) for n, v in values.items()})
+        found[place.name] = values
+    return found
+
+
+def without_waiting(step: Callable[..., StepResult], *args: Any, before_update: object, **settings: Any) -> StepResult:
+    return step(*args, **settings)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_training_waits_for_the_copy_before_it_changes_the_state(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path)
+    expected = states(tmp_path / "eager", corpus)
+    assert list(expected) == ["step-000002", "step-000004", "step-000005"]
+    with mock.patch.object(Saver, "_copy", slow_copy):
+        found = states(tmp_path / "slow", corpus)
+        assert all(same(found[step], expected[step]) for step in expected)
+        # Were nobody to wait before the update, the copies would hold later states: this test can fail.
+        with mock.patch("weft.train.loop.train_step", partial(without_waiting, train_step)):
+            found = states(tmp_path / "impatient", corpus)
+    assert not same(found["step-000002"], expected["step-000002"])
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_what_changes_after_the_copy_is_not_saved(tmp_path: Path, lazy: bool) -> None:
+    values = torch.arange(12.0).view(3, 4)
+    saver = Saver(print)
+    with mock.patch.object(Saver, "_copy", slow_copy if lazy else copy):
+        begun = time.perf_counter()
+        local = Local(values, ((0, 3), (0, 4)), Tensor((3, 4), "F32"))
+        saver.save(LocalStorage(tmp_path), 1, {"w": local}, {}, {}, lazy=lazy)
+        returned = time.perf_counter() - begun
+        saver.copied()
+        assert not lazy or time.perf_counter() - begun >= SLOW > returned
+    values.zero_()
+    saver.finish()
+    report = saver.reports[0].report
+    saver.close()
+    assert {"stage", "copy", "wait", "cut", "hash", "write"} <= report.seconds.keys()
+    back = torch.zeros(3, 4)
+    Checkpoint(LocalStorage(tmp_path)).load({"w": Local(back, ((0, 3), (0, 4)), Tensor((3, 4), "F32"))})
+    assert torch.equal(back, torch.arange(12.0).view(3, 4))
