@@ -60,8 +60,12 @@ def counted(values: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int
         sent += tensor.numel() if op is dist.isend else 0
         return real(op, tensor, *rest, **kwargs)
 
+    batches = loader.step(5) or []
+    for b in batches:  # one document per row: of several, less travels
+        length = b.tokens.shape[1] * mesh.size("cp")
+        b.cu_seqlens.resize_(len(b.tokens) + 1).copy_(torch.arange(0, len(b.tokens) * length + 1, length))
     with Recorder() as seen, mock.patch("torch.distributed.P2POp", note):
-        train_step(model, parts, loader.step(5) or [], optimizer, mesh, lr=1e-3, clip=1.0)
+        train_step(model, parts, batches, optimizer, mesh, lr=1e-3, clip=1.0)
     return dict(seen.calls), dict(seen.elements), sent
 
 
@@ -71,18 +75,20 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(pool: Any, corpus: str, layout: dict[str, Any], **change: Any) -> tuple[dict[str, int], dict[str, int], int]:
+    """Operators and elements of rank 0, elements sent by all."""
     axes = {f"layout__{k}": v for k, v in layout.items()}
     values = recipe(corpus, train__batch=4, **axes, **change).model_dump(mode="json")
-    return pool.run(Layout(**layout).world, counted, values)[0]
+    answers = pool.run(Layout(**layout).world, counted, values)
+    return *answers[0][:2], sum(sent for *_, sent in answers)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ring_sends_what_its_formula_says(pool: Any, corpus: str, size: int) -> None:
-    layout = {"cp": size}
+@pytest.mark.parametrize(("context", "share"), [("ring", 1), ("zigzag", 1.5)])
+def test_rings_send_what_their_formula_says(pool: Any, corpus: str, size: int, context: str, share: float) -> None:
+    layout = {"cp": size, "context": context}
     _, _, sent = run(pool, corpus, layout)
-    tokens = 4 * padded_length(19, Layout(**layout)) // size  # rows x tokens per rank
-    block = 2 * tokens * KV * DIM  # keys and values
-    assert sent == LAYERS * block * ((size - 1) + (size - 1) + size)
+    tokens = 4 * padded_length(19, Layout(**layout))  # rows x tokens
+    assert sent == LAYERS * (size - 1) * 3 * share * tokens * KV * DIM  # forward once, backward twice
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -90,7 +96,7 @@ def test_ulysses_exchanges_what_its_formula_says(pool: Any, corpus: str, size: i
     layout = {"cp": size, "context": "ulysses"}
     calls, _, sent = run(pool, corpus, layout)
     assert sent == 0
-    assert calls["c10d.alltoall_"] == LAYERS * 8
+    assert calls["weft.exchange_heads"] == LAYERS * 8
 
 
 def test_tensor_parallel_calls(pool: Any, corpus: str) -> None:
@@ -114,15 +120,19 @@ def test_zero_stages_differ_in_traffic(pool: Any, corpus: str, stage: int, gathe
 
 
 @pytest.mark.parametrize(("mode", "runs"), [("none", 1), ("selective", 1), ("full", 2)])
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}], ids=str)
-def test_selective_recompute_skips_attention_and_its_sends(
+@pytest.mark.parametrize("layout", [
+    {"tp": 2}, {"cp": 2}, {"cp": 2, "context": "ulysses"}, {"cp": 4, "ulysses": 2},
+], ids=str)  # fmt: skip
+def test_selective_recompute_skips_attention_and_its_moves(
     pool: Any, corpus: str, mode: str, runs: int, layout: dict[str, Any]
 ) -> None:
     calls, _, sent = run(pool, corpus, layout, train__recompute=mode)
-    ring = "cp" in layout
-    assert calls["weft.ring_attention" if ring else "weft.attention"] == LAYERS * runs
-    block = 2 * 2 * padded_length(19, Layout(**layout)) * KV * DIM
-    assert sent == (LAYERS * block * (3 + runs) if ring else 0)
+    table = "cp" in layout and "context" not in layout
+    assert calls["weft.tile_attention" if table else "weft.attention"] == LAYERS * runs
+    exchanged = Layout(**layout).head_ranks > 1
+    assert calls.get("weft.exchange_heads", 0) == (4 * LAYERS * (1 + runs) if exchanged else 0)
+    block = 4 * padded_length(19, Layout(**layout)) * KV * DIM
+    assert sent == (LAYERS * 1.5 * block * (2 + runs) if table else 0)
 
 
 def test_catalogue_names_what_exists() -> None:

@@ -30,7 +30,11 @@ DATA_AXES = ("dp", "shard", "cp")
 class Layout(BaseModel):
     """Ranks per mesh axis.
 
-    ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``; ``context``: how attention crosses ``cp``.
+    ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``.
+
+    Of ``cp``: ``context``, how attention crosses it (a table of :mod:`weft.parallel.context.tables`, or heads exchanged
+    among all its ranks); with ``ulysses`` > 1, heads are exchanged among so many neighbours, and the table of
+    ``context`` runs over the rest.
 
     Of ``pp``: ``schedule`` (see ``weft schedule``) and its ``virtual`` stages per rank, where it leaves that open;
     ``vocab_barriers`` (1 or 2: embedding and output layer are cut over all pipeline ranks, with so many barriers
@@ -47,7 +51,8 @@ class Layout(BaseModel):
     pp: int = Field(1, ge=1)
     ep: int = Field(1, ge=1)
     zero: Literal[1, 2, 3] = 3
-    context: Literal["ring", "ulysses"] = "ring"
+    context: Literal["zigzag", "ring", "lightseq", "tokenring", "gather", "ulysses"] = "zigzag"
+    ulysses: int = Field(1, ge=1)
     schedule: str = "1f1b"
     virtual: int | None = Field(None, ge=1)
     vocab_barriers: Literal[0, 1, 2] = 0
@@ -59,6 +64,11 @@ class Layout(BaseModel):
     @property
     def world(self) -> int:
         return self.size(*AXES)
+
+    @property
+    def head_ranks(self) -> int:
+        """Neighbours along ``cp`` that exchange heads for tokens around attention."""
+        return self.cp if self.context == "ulysses" else min(self.ulysses, self.cp)
 
     @classmethod
     def parse(cls, text: str, base: dict[str, Any] | None = None) -> Self:

@@ -2,17 +2,25 @@
 
 from weft.layout.layout import Layout
 
+#: Schemes in which a rank owns an early and a late block; in the others it owns one.
+ZIGZAG = ("zigzag", "tokenring", "gather")
+
 
 def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
     """Chunks of the sequence that each ``cp`` rank owns, in the order in which the rank holds them.
 
-    Ring attention pairs an early chunk with a late one (zigzag), so that causal work is even; Ulysses keeps one
-    contiguous chunk per rank, since its all-to-all restores the sequence in rank order.
+    Most tables of tiles pair an early block with a late one (zigzag), so that causal work is even. Ranks that exchange
+    heads hold consecutive parts of their table rank's blocks, which the all-to-all puts together in rank order.
     """
-    cp = layout.cp
-    if cp > 1 and layout.context == "ring":
-        return [(r, 2 * cp - 1 - r) for r in range(cp)]
-    return [(r,) for r in range(cp)]
+    inner = layout.head_ranks
+    tables = layout.cp // inner
+    pairs = tables > 1 and layout.context in ZIGZAG
+    blocks = [(r, 2 * tables - 1 - r) if pairs else (r,) for r in range(tables)]
+    owners: list[tuple[int, ...]] = []
+    for owned in blocks:
+        chunks = [block * inner + i for block in owned for i in range(inner)]
+        owners += [tuple(chunks[i * len(owned) : (i + 1) * len(owned)]) for i in range(inner)]
+    return owners
 
 
 def padded_length(seq_len: int, layout: Layout) -> int:

@@ -1,8 +1,8 @@
 """Causal attention over packed documents: local kernels, and the operator that autograd and recompute see.
 
 A *segment* is one rectangle of work: queries ``q0:q1`` against keys ``k0:k1`` of flattened token rows, causal (a
-document against itself) or full (a later part of a document against an earlier one). Ring attention
-(:mod:`weft.parallel.context`) runs both kinds through the same kernels and merges by log-sum-exp.
+document against itself) or full (a later part of a document against an earlier one). Attention over several ranks
+(:mod:`weft.parallel.context`) runs both kinds through the same kernels; everybody merges with :func:`join`.
 
 The kernels are aten's flash attention ops: private names, used because they are the only ones that return the
 log-sum-exp and accept a global one in backward. Traps they have on the CPU (rows without keys give lse = 0, empty
@@ -43,9 +43,10 @@ def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
     """
     if _varlen(q, segments):
         return _varlen_forward(q, k, v, segments)
-    q, k, v, pieces = _pieces(segments, q, k, v)
+    k, v, q, pieces = _pieces(segments, k, v, q)
     if len(pieces) == 1 and pieces[0].q1 - pieces[0].q0 == q.shape[1]:
-        out, lse = _forward(q, k, v, pieces[0].causal)
+        cols = (slice(None), slice(pieces[0].k0, pieces[0].k1))
+        out, lse = _forward(q, k[cols], v[cols], pieces[0].causal)
         return out.flatten(0, 1), lse.flatten(0, 1)
     covered = sum(s.q1 - s.q0 for s in segments) == q.shape[0] * q.shape[1]
     out = torch.empty_like(q) if covered else torch.zeros_like(q)
@@ -54,19 +55,29 @@ def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
         rows, cols = (slice(None), slice(s.q0, s.q1)), (slice(None), slice(s.k0, s.k1))
         o, l = _forward(q[rows], k[cols], v[cols], s.causal)
         if s.joins:
-            old, both = lse[rows], torch.logaddexp(lse[rows], l)
-            out[rows].mul_((old - both).exp_()[..., None]).addcmul_(o, (l - both).exp_()[..., None])
-            lse[rows] = both
+            join(out[rows], lse[rows], o, l)
         else:
             out[rows], lse[rows] = o, l
     return out.flatten(0, 1), lse.flatten(0, 1)
+
+
+def join(out: T, lse: T, o: T, l: T) -> None:
+    """Merge attention to other keys, ``o`` and its log-sum-exp ``l``, into ``out`` and ``lse``, in place.
+
+    ``out``: ``[..., head_dim]`` in :func:`wide` precision, ``lse``: ``[...]``; -inf, with zeros in ``out``, where no
+    key has been seen. Ring attention (Liu et al. 2023, 2310.01889); logaddexp is exact where sigmoids overflow.
+    """
+    both = torch.logaddexp(lse, l)
+    at = both.clamp_min(torch.finfo(both.dtype).min)  # rows that neither side has seen stay zero, not nan
+    out.mul_((lse - at).exp_()[..., None]).addcmul_(o.to(out.dtype), (l - at).exp_()[..., None])
+    lse.copy_(both)
 
 
 def attend_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]) -> tuple[T, T, T]:
     """Gradients of q, k, v for these segments, given the *global* ``out`` and ``lse`` of their queries."""
     if _varlen(q, segments):
         return _varlen_backward(grad, q, k, v, out, lse, segments)
-    grad, q, k, v, out, lse, pieces = _pieces(segments, grad, q, k, v, out, lse)
+    k, v, q, grad, out, lse, pieces = _pieces(segments, k, v, q, grad, out, lse)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for s in pieces:
         rows, cols = (slice(None), slice(s.q0, s.q1)), (slice(None), slice(s.k0, s.k1))
@@ -78,20 +89,21 @@ def attend_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Se
 
 def _varlen(q: T, segments: list[Segment]) -> bool:
     """Whether one call of a GPU kernel can take all segments."""
-    whole = _uniform(segments, len(q))
+    whole = _uniform(segments, len(q), len(q))
     return q.is_cuda and q.dtype not in (torch.float32, torch.float64) and not whole and all(s.causal for s in segments)
 
 
-def _pieces(segments: list[Segment], q: T, *others: T) -> tuple[Any, ...]:
+def _pieces(segments: list[Segment], k: T, v: T, q: T, *others: T) -> tuple[Any, ...]:
     """The tensors as ``[batch, tokens, ...]`` and what is to be computed in every row of that batch.
 
-    Documents of equal length that tile all tokens are one batch. On the CPU causal squares are cut: the kernel there
+    Equal segments that tile all tokens are one batch. On the CPU causal squares are cut: the kernel there
     takes 512 keys at a time and computes with all of them, also with those that no query sees.
     """
-    whole = _uniform(segments, len(q))
-    batched = tuple(x.unflatten(0, (-1, whole)) if whole else x[None] for x in (q, *others))
+    whole = _uniform(segments, len(q), len(k))
+    sizes = whole or (len(q), len(k))
+    batched = [x.unflatten(0, (-1, sizes[1])) for x in (k, v)] + [x.unflatten(0, (-1, sizes[0])) for x in (q, *others)]
     if whole:
-        segments = [Segment(0, whole, 0, whole, True)]
+        segments = [Segment(0, whole[0], 0, whole[1], segments[0].causal)]
     if q.device.type == "cpu" and q.dtype != torch.bfloat16:  # whose results are too coarse to be joined
         segments = [piece for s in segments for piece in _cut(s)]
     return *batched, segments
@@ -107,11 +119,14 @@ def _cut(s: Segment) -> list[Segment]:
     return [*_cut(upper), *_cut(lower), Segment(q, s.q1, s.k0, k, False, joins=True)]
 
 
-def _uniform(segments: list[Segment], tokens: int) -> int:
-    """Common length if the segments are equal documents that tile all tokens, else 0."""
-    length = segments[0].q1 - segments[0].q0 if segments else 0
-    same = length * len(segments) == tokens and all(s.causal and s.q1 - s.q0 == length for s in segments)
-    return length if same else 0
+def _uniform(segments: list[Segment], queries: int, keys: int) -> tuple[int, int] | None:
+    """Common size if the segments are equal and tile all queries and keys in order."""
+    if not segments:
+        return None
+    n, m = segments[0].q1 - segments[0].q0, segments[0].k1 - segments[0].k0
+    alike = (Segment(i * n, i * n + n, i * m, i * m + m, segments[0].causal) for i in range(len(segments)))
+    tiled = n * len(segments) == queries and m * len(segments) == keys
+    return (n, m) if tiled and all(a == b for a, b in zip(alike, segments, strict=True)) else None
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -13,7 +13,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh, check_live
 from weft.models.init import initial_values
 from weft.models.transformer import Block, Transformer
-from weft.parallel.context import check_ulysses, context_attention
+from weft.parallel.context import check_context, context_attention
 from weft.parallel.data import shard_data_parallel
 from weft.parallel.pipeline import Pipeline, check_pipeline
 from weft.recipe import ModelShape, Train
@@ -52,7 +52,7 @@ def check_fits(shape: ModelShape, layout: Layout) -> None:
     for name, count in (("heads", shape.heads), ("ffn", shape.ffn or 0), ("vocab", shape.vocab)):
         if count < layout.tp:
             raise UsageError(f"tp={layout.tp} is more than the model's {count} {name}; use tp <= {count}")
-    check_ulysses(layout, shape)
+    check_context(layout, shape)
     check_pipeline(shape, layout)
 
 
@@ -74,7 +74,8 @@ def parallelize(
         assert isinstance(block, Block)
         block.attention.attend = attend
         block.recompute = train.recompute
-        block.kept_ops = [torch.ops.weft.attention.default, torch.ops.weft.ring_attention.default]
+        kept = torch.ops.weft
+        block.kept_ops = [kept.attention.default, kept.tile_attention.default, kept.exchange_heads.default]
         if train.compile:
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)

@@ -1,0 +1,68 @@
+"""Attention over a sequence that is cut along ``cp``: a table of tiles, heads exchanged around it, or both.
+
+:mod:`tables` has the schemes, :mod:`execute` the one operator that runs them, :mod:`heads` the exchange. With both
+(USP, Fang & Zhao 2024, 2405.07719) heads are exchanged among neighbours and the table runs over what is left of cp.
+"""
+
+import torch.distributed as dist
+
+from weft.errors import UsageError
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Attend, T, local_attention
+from weft.parallel.context.execute import tile_attention, tile_attention_backward
+from weft.parallel.context.heads import exchange_heads, head_index, head_ranges
+from weft.recipe import ModelShape
+
+__all__ = ["check_context", "context_attention", "exchange_heads", "tile_attention", "tile_attention_backward"]
+
+
+def check_context(layout: Layout, shape: ModelShape) -> None:
+    """Raises :class:`UsageError` for ranks and head counts that the heads cannot be exchanged over."""
+    ranks = layout.head_ranks
+    if layout.cp % ranks:
+        raise UsageError(f"layout.ulysses = {ranks} does not divide cp={layout.cp}")
+    if ranks > 1 and shape.heads // layout.tp < ranks:
+        raise UsageError(
+            f"Ulysses cannot split {shape.heads} heads over tp={layout.tp} x {ranks} ranks; "
+            "set layout.context = 'zigzag' or a smaller layout.ulysses"
+        )
+
+
+def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
+    """The attention that the layout asks for; every rank of ``cp`` calls this. Errors: :func:`check_context`."""
+    layout = mesh.layout
+    if mesh.size("cp") == 1:
+        return local_attention
+    check_context(layout, shape)
+    inner, rank, ranks = layout.head_ranks, mesh.rank("cp"), dist.get_process_group_ranks(mesh.group("cp"))
+    attend = local_attention
+    if inner < layout.cp:
+        peers, index, scheme = ranks[rank % inner :: inner], rank // inner, layout.context
+
+        def attend(q: T, k: T, v: T, cu_seqlens: T) -> T:
+            return tile_attention(q, k, v, cu_seqlens, scheme, peers, index, [])[0]
+
+    if inner == 1:
+        return attend
+    group = mesh.group("cp")
+    if inner < layout.cp:
+        first = rank - rank % inner
+        group = dist.new_group(ranks[first : first + inner], use_local_synchronization=True, group_desc="ulysses")
+    return ulysses(attend, group.group_name, inner, rank % inner)
+
+
+def ulysses(attend: Attend, group: str, ranks: int, index: int) -> Attend:
+    """``attend`` for a share of the heads of all tokens of the group's ``ranks``."""
+
+    def exchanged(q: T, k: T, v: T, cu_seqlens: T) -> T:
+        heads, kv_heads = q.shape[2], k.shape[2]
+        own, read = head_ranges(heads, kv_heads, ranks)
+        which = head_index(heads, kv_heads, ranks, index)
+        q = exchange_heads(q, group, own, index, True)
+        k, v = (exchange_heads(x, group, read, index, True) for x in (k, v))
+        if which is not None:
+            k, v = k[:, :, which], v[:, :, which]
+        return exchange_heads(attend(q, k, v, cu_seqlens), group, own, index, False)
+
+    return exchanged

@@ -1,0 +1,290 @@
+"""Run a table of tiles, forward and backward: one operator that autograd and recompute see as a whole.
+
+While a step is computed, the blocks of the next one arrive and the results of the last one go home. Backward runs the
+same table with the global log-sum-exp, which makes its tiles independent of each other. Documents leave tiles, or
+parts of them, without work; a block that no query elsewhere needs does not travel.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import UsageError
+from weft.models.attention import Segment, attend_backward, attend_forward, join, wide
+from weft.parallel.context.tables import RESULT, TileTable, build
+
+T = torch.Tensor
+Key = tuple[str, int]
+
+
+class Piece(NamedTuple):
+    """One call of a kernel: these rows of a query block against these of a key block."""
+
+    rows: slice
+    cols: slice
+    segments: list[Segment]
+
+
+class Trip:
+    """A table over documents: what rank ``index`` of ``peers`` (global ranks) does, in blocks of these lengths.
+
+    ``cu``: document boundaries in the flattened rows, each of ``sum(lengths)`` tokens.
+    """
+
+    def __init__(
+        self, table: TileTable, cu: tuple[int, ...], lengths: tuple[int, ...], peers: Sequence[int], index: int
+    ) -> None:
+        _check(table, cu, lengths, peers)
+        self.rows = cu[-1] // sum(lengths)
+        self.work = {(t.q, t.k): tile_pieces(cu, lengths, t.q, t.k) for t in table.tiles}
+        self.table = table.only(lambda t: bool(self.work[t.q, t.k]))
+        self.steps = table.steps
+        self.lengths, self.peers, self.index = lengths, peers, index
+
+    def tokens(self, block: int) -> int:
+        return self.rows * self.lengths[block]
+
+    def cut(self, x: T) -> dict[int, T]:
+        """``[rows, tokens held, ...]`` as own blocks ``[rows * length, ...]``."""
+        own = self.table.owners[self.index]
+        parts = x.split([self.lengths[b] for b in own], dim=1)
+        return {b: part.flatten(0, 1).contiguous() for b, part in zip(own, parts, strict=True)}
+
+    def whole(self, blocks: dict[int, T]) -> T:
+        """The inverse of :meth:`cut`."""
+        own = self.table.owners[self.index]
+        return torch.cat([blocks[b].unflatten(0, (self.rows, self.lengths[b])) for b in own], dim=1)
+
+    def run(
+        self,
+        held: dict[Key, list[T]],
+        results: Sequence[str],
+        empty: Callable[[str, int], list[T]],
+        blank: Callable[[str, int], list[T]],
+        compute: Callable[[list[T], list[T], Piece], dict[str, list[T]]],
+        merge: Callable[[list[T], list[T]], None],
+    ) -> dict[Key, list[T]]:
+        """Results of own blocks, by kind (``results`` names them) and block.
+
+        ``held``: own blocks at first, and what visits while it does. ``empty``: tensors for a block to arrive in;
+        ``blank``: a result to which nothing has been added; ``merge`` adds a part in place.
+        """
+        totals: dict[Key, list[T]] = {}
+        leaving: dict[Key, list[T]] = {}
+        ends = {step: [v for v in self.table.visits if (v.rank, v.last) == (self.index, step)] for step in
+                range(self.steps)}  # fmt: skip
+
+        def add(kind: str, block: int, parts: list[T], rows: slice = slice(None)) -> None:
+            if (kind, block) not in totals:
+                if len(parts[0]) == self.tokens(block):
+                    totals[kind, block] = [p.to(b.dtype) for p, b in zip(parts, blank(kind, 0), strict=True)]
+                    return
+                totals[kind, block] = blank(kind, self.tokens(block))
+            merge([total[rows] for total in totals[kind, block]], parts)
+
+        for step in range(-1, self.steps + 1):
+            arriving, moves = self._start(step, held, leaving, results, empty)
+            for tile in self.table.at.get((step, self.index), ()):
+                for piece in self.work[tile.q, tile.k]:
+                    made = compute(held["q", tile.q], held["kv", tile.k], piece)
+                    for kind, parts in made.items():
+                        add(kind, *((tile.q, parts, piece.rows) if kind == "o" else (tile.k, parts, piece.cols)))
+            for move in moves:
+                move.wait()
+            leaving = {}
+            for visit in ends.get(step, ()):
+                del held[visit.kind, visit.block]
+                kind = RESULT[visit.kind]
+                if kind in results:
+                    leaving[kind, visit.block] = totals.pop((kind, visit.block))
+            for kind, block, tensors in arriving:
+                if kind in results:
+                    add(kind, block, tensors)
+                else:
+                    held[kind, block] = tensors
+        own = [(kind, block) for kind in results for block in self.table.owners[self.index]]
+        return {key: totals[key] if key in totals else blank(key[0], self.tokens(key[1])) for key in own}
+
+    def _start(
+        self,
+        step: int,
+        held: dict[Key, list[T]],
+        leaving: dict[Key, list[T]],
+        results: Sequence[str],
+        empty: Callable[[str, int], list[T]],
+    ) -> tuple[list[tuple[str, int, list[T]]], list[dist.Work]]:
+        """Start the moves of a step. Both ends number them alike, and give them in the same order (NCCL)."""
+        arriving, ops = [], []
+        for number, m in self.table.moves_at.get(step, ()):
+            if self.index not in (m.source, m.target) or m.kind not in ("q", "kv", *results):
+                continue
+            sends = m.source == self.index
+            if sends:
+                tensors = (leaving if m.kind in results else held)[m.kind, m.block]
+            else:
+                tensors = empty(m.kind, self.tokens(m.block))
+                arriving.append((m.kind, m.block, tensors))
+            peer = self.peers[m.target if sends else m.source]
+            for i, tensor in enumerate(tensors):
+                ops.append(
+                    dist.P2POp(dist.isend if sends else dist.irecv, tensor.contiguous(), peer, tag=4 * number + i)
+                )
+        return arriving, dist.batch_isend_irecv(ops) if ops else []
+
+
+def _check(table: TileTable, cu: tuple[int, ...], lengths: tuple[int, ...], peers: Sequence[int]) -> None:
+    """Refuse what no rank may start on; all ranks see the same."""
+    if len(peers) != table.ranks or len(lengths) != len(table.owner):
+        raise UsageError(
+            f"attention table {table.name!r} is for {table.ranks} ranks and {len(table.owner)} blocks, "
+            f"not for {len(peers)} and {len(lengths)}"
+        )
+    for number, (start, end) in enumerate(pairwise(cu)):
+        if end <= start:
+            raise UsageError(f"document {number} of the batch has {end - start} tokens; leave out empty documents")
+    row = sum(lengths)
+    if cu[0] != 0 or cu[-1] % row or not set(range(0, cu[-1], row)) <= set(cu):
+        raise UsageError(f"documents at {cu[0]} to {cu[-1]} do not fill rows of {row} tokens")
+
+
+def tile_pieces(cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int) -> list[Piece]:
+    """What there is to compute of query block ``q`` against key block ``k``, in the coordinates of the two.
+
+    A block meets itself in one causal segment per document, an earlier block in at most one full segment per row: the
+    document that spans the gap. Nothing where no query needs a key.
+    """
+    starts, row = [0, *accumulate(lengths)], sum(lengths)
+    nq, nk, rows = lengths[q], lengths[k], cu[-1] // sum(lengths)
+    segments = []
+    if not nq or not nk:
+        return []
+    for r in range(rows):
+        q_base, k_base = r * row + starts[q], r * row + starts[k]
+        at = bisect_right(cu, q_base)
+        if q == k:
+            for a, b in pairwise([q_base, *cu[at : bisect_right(cu, q_base + nq - 1)], q_base + nq]):
+                a, b = a - q_base + r * nq, b - q_base + r * nq
+                segments.append(Segment(a, b, a, b, True))
+        elif cu[at - 1] < k_base + nk:  # the document of the first query
+            k0, q1 = max(cu[at - 1] - k_base, 0), min(cu[at] - q_base, nq)
+            segments.append(Segment(r * nq, r * nq + q1, r * nk + k0, (r + 1) * nk, False))
+    full = len(segments) == rows and all((s.q1 - s.q0, s.k1 - s.k0) == (nq, nk) for s in segments)
+    if segments and (q == k or full):
+        return [Piece(slice(0, rows * nq), slice(0, rows * nk), segments)]
+    return [
+        Piece(slice(s.q0, s.q1), slice(s.k0, s.k1), [Segment(0, s.q1 - s.q0, 0, s.k1 - s.k0, False)]) for s in segments
+    ]
+
+
+@lru_cache(maxsize=16)
+def _trip(scheme: str, cu: tuple[int, ...], lengths: tuple[int, ...], peers: tuple[int, ...], index: int) -> Trip:
+    """All layers, and forward and backward, take the same trip."""
+    return Trip(build(scheme, len(peers)), cu, lengths, peers, index)
+
+
+def _lengths(lengths: Sequence[int], scheme: str, seq: int, ranks: int) -> tuple[int, ...]:
+    if lengths:
+        return tuple(lengths)
+    blocks = len(build(scheme, ranks).owner)
+    return (seq * ranks // blocks,) * blocks
+
+
+@torch.library.custom_op("weft::tile_attention", mutates_args=())
+def tile_attention(
+    q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int]
+) -> tuple[T, T]:
+    """``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]`` of the blocks that rank ``index`` owns.
+
+    ``peers``: the global ranks in the order of the table; ``lengths``: tokens of a row in every block, none for equal
+    ones. Returns ``out`` like ``q`` and ``lse`` ``[batch * seq held, heads]``. What is sent: docs/techniques.md.
+    """
+    trip = _trip(scheme, tuple(cu_seqlens.tolist()), _lengths(lengths, scheme, q.shape[1], len(peers)), tuple(peers),
+                 index)  # fmt: skip
+    qs, ks, vs = trip.cut(q), trip.cut(k), trip.cut(v)
+    held = {("q", b): [x] for b, x in qs.items()} | {("kv", b): [ks[b], vs[b]] for b in ks}
+    high = wide(q.dtype)
+
+    def empty(kind: str, n: int) -> list[T]:
+        if kind == "kv":
+            return [k.new_empty(n, *k.shape[2:]), v.new_empty(n, *v.shape[2:])]
+        one = q.new_empty(n, *q.shape[2:], dtype=high if kind == "o" else q.dtype)
+        return [one, q.new_empty(n, q.shape[2], dtype=high)] if kind == "o" else [one]
+
+    def blank(kind: str, n: int) -> list[T]:
+        out, lse = empty(kind, n)
+        return [out.zero_(), lse.fill_(-torch.inf)]
+
+    def compute(query: list[T], block: list[T], piece: Piece) -> dict[str, list[T]]:
+        rows, cols = piece.rows, piece.cols
+        return {"o": list(attend_forward(query[0][rows], block[0][cols], block[1][cols], piece.segments))}
+
+    done = trip.run(held, ("o",), empty, blank, compute, lambda total, part: join(*total, *part))
+    out = trip.whole({b: done["o", b][0] for b in qs}).to(q.dtype)
+    return out, trip.whole({b: done["o", b][1] for b in qs}).flatten(0, 1)
+
+
+@torch.library.custom_op("weft::tile_attention_backward", mutates_args=())
+def tile_attention_backward(
+    grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int,
+    lengths: Sequence[int],
+) -> tuple[T, T, T]:  # fmt: skip
+    trip = _trip(scheme, tuple(cu_seqlens.tolist()), _lengths(lengths, scheme, q.shape[1], len(peers)), tuple(peers),
+                 index)  # fmt: skip
+    queries = [trip.cut(x) for x in (q, grad, out, lse.unflatten(0, q.shape[:2]))]
+    keys = [trip.cut(x) for x in (k, v)]
+    held = {("q", b): [x[b] for x in queries] for b in queries[0]} | {("kv", b): [x[b] for x in keys] for b in keys[0]}
+    like = {"q": (q, grad, out, lse[None]), "kv": (k, v), "o": (q,), "dkv": (k, v)}
+
+    def empty(kind: str, n: int) -> list[T]:
+        return [x.new_empty(n, *x.shape[2:], dtype=lse.dtype if kind in ("o", "dkv") else x.dtype) for x in like[kind]]
+
+    def blank(kind: str, n: int) -> list[T]:
+        return [x.zero_() for x in empty(kind, n)]
+
+    def compute(query: list[T], block: list[T], piece: Piece) -> dict[str, list[T]]:
+        q, grad, out, lse = (x[piece.rows] for x in query)
+        k, v = (x[piece.cols] for x in block)
+        dq, dk, dv = attend_backward(grad, q, k, v, out, lse, piece.segments)
+        return {"o": [dq], "dkv": [dk, dv]}
+
+    def merge(total: list[T], part: list[T]) -> None:
+        for a, b in zip(total, part, strict=True):
+            a += b
+
+    done = trip.run(held, ("o", "dkv"), empty, blank, compute, merge)
+    dq = trip.whole({b: done["o", b][0] for b in queries[0]}).to(q.dtype)
+    dk, dv = (trip.whole({b: done["dkv", b][i] for b in keys[0]}).to(k.dtype) for i in (0, 1))
+    return dq, dk, dv
+
+
+@tile_attention.register_fake
+def _(
+    q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int]
+) -> tuple[T, T]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=wide(q.dtype))
+
+
+@tile_attention_backward.register_fake
+def _(
+    grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int,
+    lengths: Sequence[int],
+) -> tuple[T, T, T]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, cu, ctx.scheme, ctx.peers, ctx.index, ctx.lengths = inputs
+    ctx.save_for_backward(*tensors, *output, cu)
+
+
+def _tile_grad(ctx, grad, _):  # type: ignore[no-untyped-def]
+    where = (ctx.scheme, ctx.peers, ctx.index, ctx.lengths)
+    return *tile_attention_backward(grad, *ctx.saved_tensors, *where), None, None, None, None, None
+
+
+tile_attention.register_autograd(_tile_grad, setup_context=_save)

@@ -1,0 +1,80 @@
+"""Ulysses (Jacobs et al. 2023, 2309.14509): tokens of all heads against heads of all tokens, by all-to-all."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft.layout.dims import part
+
+T = torch.Tensor
+
+
+def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[int]]:
+    """Query heads and the key/value heads they read, of each rank: flat ``[start, end, start, end, ...]``.
+
+    Counts need not divide: ranges of query heads differ by one, and a key/value head goes to all ranks that read it.
+    """
+    own = [part(heads, ranks, rank) for rank in range(ranks)]
+    group = heads // kv_heads
+    return [i for a, b in own for i in (a, b)], [i for a, b in own for i in (a // group, -(-b // group))]
+
+
+def head_index(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int] | None:
+    """Which of its key/value heads each query head of ``rank`` reads; None where they share evenly, in order."""
+    first, last = part(heads, ranks, rank)
+    group = heads // kv_heads
+    read = [head // group - first // group for head in range(first, last)]
+    even = (last - first) // (read[-1] + 1)
+    return None if read == [i // even for i in range(last - first)] else read
+
+
+@torch.library.custom_op("weft::exchange_heads", mutates_args=())
+def exchange_heads(x: T, group: str, ranges: Sequence[int], index: int, inward: bool) -> T:
+    """Inward ``[batch, seq, heads, head_dim]`` to ``[batch, ranks * seq, own heads, head_dim]``; outward back.
+
+    ``ranges``: heads of every rank, flat; where they overlap, outward adds (the gradient of a head that several read).
+    One operator, so that recompute can keep what it received.
+    """
+    cuts = list(zip(ranges[::2], ranges[1::2], strict=True))
+    batch, seq, _, dim = x.shape
+    if inward:
+        parts = [x[:, :, a:b] for a, b in cuts]
+        widths = [cuts[index][1] - cuts[index][0]] * len(cuts)
+    else:
+        parts, seq = list(x.chunk(len(cuts), dim=1)), seq // len(cuts)
+        widths = [b - a for a, b in cuts]
+    sent = torch.cat([p.flatten() for p in parts])  # counts may differ, which gloo takes in one flat tensor only
+    sizes = [batch * seq * width * dim for width in widths]
+    flat = x.new_empty(sum(sizes))
+    there = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    dist.all_to_all_single(flat, sent, sizes, [p.numel() for p in parts], group=there)
+    received = [one.view(batch, seq, -1, dim) for one in flat.split(sizes)]
+    if inward:
+        return torch.cat(received, dim=1)
+    if sum(widths) == max(ranges):
+        return torch.cat(received, dim=2)
+    whole = x.new_zeros(batch, seq, max(ranges), dim)
+    for (a, b), one in zip(cuts, received, strict=True):
+        whole[:, :, a:b] += one
+    return whole
+
+
+@exchange_heads.register_fake
+def _(x: T, group: str, ranges: Sequence[int], index: int, inward: bool) -> T:
+    ranks = len(ranges) // 2
+    if inward:
+        heads = ranges[2 * index + 1] - ranges[2 * index]
+        return x.new_empty(x.shape[0], x.shape[1] * ranks, heads, x.shape[3])
+    return x.new_empty(x.shape[0], x.shape[1] // ranks, max(ranges), x.shape[3])
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, *ctx.where, ctx.inward = inputs
+
+
+def _exchange_grad(ctx, grad):  # type: ignore[no-untyped-def]
+    return exchange_heads(grad, *ctx.where, not ctx.inward), None, None, None, None
+
+
+exchange_heads.register_autograd(_exchange_grad, setup_context=_save)

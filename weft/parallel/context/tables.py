@@ -1,0 +1,274 @@
+"""Distributed causal attention as data: which rank computes which tile of the score matrix, and when.
+
+The sequence is cut into blocks. A tile is one block of queries against one block of keys and values; a scheme is a
+function from a number of ranks to a table of tiles. What has to travel follows from who owns what: blocks that are used
+elsewhere go there a step ahead, results of visiting blocks go home a step later. Schemes differ in their tiles alone.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from weft.errors import UsageError, WeftError, nearest
+
+
+class Tile(NamedTuple):
+    """``mask``: ``causal`` is a block against itself, ``full`` a block against an earlier one."""
+
+    step: int
+    rank: int
+    q: int
+    k: int
+    mask: str
+
+
+class Move(NamedTuple):
+    """``kind``: ``q`` or ``kv`` goes where it is used; ``o`` and ``dkv`` are what was computed for them, going home.
+
+    It travels while ``step`` is computed. ``kv`` stands for keys and values; in backward ``q`` takes the gradient and
+    the statistics of its output along, and ``o`` is the gradient of the queries.
+    """
+
+    step: int
+    kind: str
+    block: int
+    source: int
+    target: int
+
+
+class Visit(NamedTuple):
+    """A block at a rank that does not own it, from its first use there to its last."""
+
+    kind: str
+    block: int
+    rank: int
+    first: int
+    last: int
+
+
+#: What comes back of a visiting block.
+RESULT = {"q": "o", "kv": "dkv"}
+
+
+class TableError(WeftError):
+    """A table that does not compute attention; the message names the tile, the block or the rank."""
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """``owners[rank]``: the blocks whose queries, keys and values ``rank`` holds, in the order in which it does.
+
+    ``buffers``: most blocks of other ranks that a rank holds at once, those under way to it included.
+    """
+
+    name: str
+    owners: tuple[tuple[int, ...], ...]
+    tiles: tuple[Tile, ...]
+    buffers: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.owners)
+
+    @cached_property
+    def owner(self) -> dict[int, int]:
+        return {block: rank for rank, blocks in enumerate(self.owners) for block in blocks}
+
+    @cached_property
+    def steps(self) -> int:
+        return 1 + max((t.step for t in self.tiles), default=-1)
+
+    @cached_property
+    def at(self) -> dict[tuple[int, int], list[Tile]]:
+        """Tiles by ``(step, rank)``."""
+        found: dict[tuple[int, int], list[Tile]] = defaultdict(list)
+        for t in self.tiles:
+            found[t.step, t.rank].append(t)
+        return dict(found)
+
+    @cached_property
+    def visits(self) -> tuple[Visit, ...]:
+        used: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        for t in self.tiles:
+            for kind, block in (("q", t.q), ("kv", t.k)):
+                if self.owner[block] != t.rank:
+                    used[kind, block, t.rank].append(t.step)
+        return tuple(sorted(Visit(*key, min(steps), max(steps)) for key, steps in used.items()))
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """What must travel, in an order that all ranks agree on.
+
+        A block comes from the nearest rank behind that holds it in the step before: a ring passes it on.
+        """
+        held: dict[tuple[str, int, int], list[int]] = defaultdict(list)  # who else has a block at a step
+        for v in self.visits:
+            for step in range(v.first, v.last + 1):
+                held[v.kind, v.block, step].append(v.rank)
+        moves = []
+        for v in self.visits:
+            home = self.owner[v.block]
+            holders = [home, *held[v.kind, v.block, v.first - 1]]
+            source = min(holders, key=lambda rank: (v.rank - rank) % self.ranks)
+            moves += [
+                Move(v.first - 1, v.kind, v.block, source, v.rank),
+                Move(v.last + 1, RESULT[v.kind], v.block, v.rank, home),
+            ]
+        return tuple(sorted(moves))
+
+    @cached_property
+    def moves_at(self) -> dict[int, list[tuple[int, Move]]]:
+        """Moves by step, each with its number in the table."""
+        found: dict[int, list[tuple[int, Move]]] = defaultdict(list)
+        for number, move in enumerate(self.moves):
+            found[move.step].append((number, move))
+        return dict(found)
+
+    def only(self, needed: Callable[[Tile], bool]) -> "TileTable":
+        """The table without the tiles that no query needs, and so without their moves."""
+        return replace(self, tiles=tuple(t for t in self.tiles if needed(t)))
+
+
+def validate(table: TileTable) -> TileTable:
+    """Raise :class:`TableError` unless every needed tile is there once and its blocks are where it is computed."""
+    name, blocks = f"attention table {table.name!r}", sorted(b for owned in table.owners for b in owned)
+    if len(blocks) < table.ranks or not all(table.owners):
+        idle = [r for r, owned in enumerate(table.owners) if not owned]
+        raise TableError(f"{name} has {len(blocks)} blocks for {table.ranks} ranks: rank {idle[0]} has none")
+    if blocks != list(range(len(blocks))):
+        raise TableError(f"{name}: the owned blocks are {blocks}, not each of 0 to {len(blocks) - 1} once")
+    seen: dict[tuple[int, int], Tile] = {}
+    for t in table.tiles:
+        if not 0 <= t.rank < table.ranks or t.step < 0:
+            raise TableError(f"{name}: {t} is on no rank of {table.ranks} or before the first step")
+        if t.q not in table.owner or not 0 <= t.k <= t.q:
+            raise TableError(f"{name}: {t} is no tile of causal attention over {len(blocks)} blocks")
+        if t.mask != ("causal" if t.q == t.k else "full"):
+            raise TableError(f"{name}: {t} has the wrong mask")
+        if (t.q, t.k) in seen:
+            raise TableError(f"{name}: tile (query {t.q}, key {t.k}) is doubled: {seen[t.q, t.k]} and {t}")
+        seen[t.q, t.k] = t
+    missing = {(q, k) for q in blocks for k in range(q + 1)} - set(seen)
+    if missing:
+        q, k = min(missing)
+        raise TableError(f"{name}: {len(missing)} tiles are missing, the first is (query {q}, key {k})")
+    there = {(kind, b, r, s) for r, owned in enumerate(table.owners) for b in owned for kind in RESULT
+             for s in range(-1, table.steps)}  # fmt: skip
+    there |= {(v.kind, v.block, v.rank, s) for v in table.visits for s in range(v.first, v.last + 1)}
+    for m in table.moves:
+        if m.kind in RESULT and (m.kind, m.block, m.source, m.step) not in there:
+            raise TableError(f"{name}: {m} sends what rank {m.source} does not have")
+    held = Counter((v.rank, step) for v in table.visits for step in range(v.first - 1, v.last + 1))
+    (rank, step), most = max(held.items(), key=lambda item: item[1], default=((0, 0), 0))
+    if most > table.buffers:
+        raise TableError(f"{name}: rank {rank} holds {most} visiting blocks at step {step}, not {table.buffers}")
+    return table
+
+
+def zigzag_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
+    """An early block with a late one, so that causal work is even."""
+    return tuple((r, 2 * ranks - 1 - r) for r in range(ranks))
+
+
+def contiguous_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((r,) for r in range(ranks))
+
+
+def _between(step: int, rank: int, queries: Collection[int], keys: Collection[int]) -> list[Tile]:
+    return [Tile(step, rank, q, k, "causal" if q == k else "full") for q in queries for k in keys if k <= q]
+
+
+def _circle(name: str, owners: tuple[tuple[int, ...], ...], travels: str, buffers: int) -> TileTable:
+    """At step ``t`` what ``travels`` of rank ``r - t`` is at rank ``r``."""
+    size, tiles = len(owners), []
+    for step in range(size):
+        for rank in range(size):
+            here, passing = owners[rank], owners[(rank - step) % size]
+            tiles += _between(step, rank, *((here, passing) if travels == "kv" else (passing, here)))
+    return TileTable(name, owners, tuple(tiles), buffers)
+
+
+def ring(ranks: int) -> TileTable:
+    """Ring attention (Liu et al. 2023, 2310.01889) over contiguous blocks: the last rank computes in every step."""
+    return _circle("ring", contiguous_owners(ranks), "kv", buffers=2)
+
+
+def zigzag(ranks: int) -> TileTable:
+    """The ring with an early and a late block per rank: two tiles per rank and step."""
+    return _circle("zigzag", zigzag_owners(ranks), "kv", buffers=4)
+
+
+def tokenring(ranks: int) -> TileTable:
+    """TokenRing (Wang et al. 2024, 2412.20501): queries travel, partial results go straight home, keys stay."""
+    return _circle("tokenring", zigzag_owners(ranks), "q", buffers=4)
+
+
+def lightseq(ranks: int) -> TileTable:
+    """LightSeq (Li et al. 2023, 2310.03294): early ranks, which run out of keys, compute for late ones.
+
+    In ``ranks // 2 + 1`` steps. An even number of ranks leaves half of them idle in the last one.
+    """
+    owners, tiles = contiguous_owners(ranks), []
+    for step in range(ranks // 2 + 1):
+        for rank in range(ranks):
+            if rank >= step:
+                tiles += _between(step, rank, (rank,), (rank - step,))
+            elif 2 * step < ranks:
+                tiles += _between(step, rank, (rank - step + ranks,), (rank,))
+    return TileTable("lightseq", owners, tuple(tiles), buffers=2)
+
+
+def gather(ranks: int) -> TileTable:
+    """All-gather of keys and values (Llama 3, 2407.21783) while own tiles are computed, then all the others."""
+    owners, tiles = zigzag_owners(ranks), []
+    for rank in range(ranks):
+        for other in range(ranks):
+            tiles += _between(int(rank != other), rank, owners[rank], owners[other])
+    return TileTable("gather", owners, tuple(tiles), buffers=2 * (ranks - 1))
+
+
+#: Schemes by the name that a layout gives them.
+SCHEMES: dict[str, Callable[[int], TileTable]] = {
+    "ring": ring, "zigzag": zigzag, "lightseq": lightseq, "tokenring": tokenring, "gather": gather,
+}  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def build(scheme: str, ranks: int) -> TileTable:
+    """The table of a scheme, found to be right before any rank computes."""
+    if scheme not in SCHEMES:
+        raise UsageError(f"unknown attention scheme {scheme!r}; {nearest(scheme, SCHEMES)}")
+    return validate(SCHEMES[scheme](ranks))
+
+
+def critical_path(table: TileTable) -> float:
+    """Steps waiting for each other: the sum of the busiest rank's work, in tiles of ``tokens / ranks`` squared.
+
+    The ideal is ``ranks / 2``: half the score matrix, shared evenly.
+    """
+    return sum(max(work) for work in work_per_step(table))
+
+
+def work_per_step(table: TileTable) -> list[list[float]]:
+    """Work of every rank in every step, in the same unit."""
+    unit = (table.ranks / len(table.owner)) ** 2
+    return [
+        [sum(unit / 2 if t.mask == "causal" else unit for t in table.at.get((step, rank), ())) for rank in
+         range(table.ranks)]
+        for step in range(table.steps)
+    ]  # fmt: skip
+
+
+def volume(
+    table: TileTable, lengths: Collection[int], width: int, kv_width: int, heads: int, backward: bool
+) -> list[int]:
+    """Elements that every rank sends, given tokens per block and widths of all heads; see docs/techniques.md."""
+    per = {"q": width, "kv": 2 * kv_width, "o": width + heads, "dkv": 0}
+    if backward:
+        per = {"q": 3 * width + heads, "kv": 2 * kv_width, "o": width, "dkv": 2 * kv_width}
+    sent, sizes = [0] * table.ranks, list(lengths)
+    for m in table.moves:
+        sent[m.source] += per[m.kind] * sizes[m.block]
+    return sent
