@@ -3,16 +3,18 @@
 import json
 import math
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table as Grid
+from rich.text import Text
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from weft.planner.search import Found
+    from weft.planner.finalists import Final
 
 
 class _Group(TyperGroup):
@@ -35,6 +37,12 @@ _cluster = "A cluster file, or a preset with --gpus: a100, h100, h200, b200, gb2
 _pin = "A demand such as tp=8, 'tp<=8', pp=4 or recompute=full; may be repeated."
 #: Percent; the 90th percentile of the presets' error, sources counted alike (docs/planner.md).
 _BAND = 12
+#: Layouts that are looked at closely.
+FINALISTS = 10
+_COLOURS = {
+    "compute": "blue", "recompute": "bright_blue", "tp": "red", "cp": "yellow", "ep": "bright_magenta",
+    "pp": "bright_yellow", "dp": "cyan", "bubble": "bright_black", "optimizer": "magenta", "other": "white",
+}  # fmt: skip
 #: Devices with published runs among those.
 _MEASURED = ("A100", "H100", "B200", "GB200")
 _calibration = typer.Option(metavar="FILE", help="Factors from weft plan calibrate; presets without it.")
@@ -52,6 +60,9 @@ def search(
     pin: Annotated[list[str] | None, typer.Option(metavar="FIELD=VALUE", help=_pin)] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
     recipe: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the first as a recipe.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page: times, memory, timeline, why.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time (this is what ``weft plan MODEL`` does)."""
@@ -59,6 +70,7 @@ def search(
     from weft.planner import search as searching
     from weft.planner.engine import ENGINES
     from weft.planner.explain import record
+    from weft.planner.finalists import finalists
     from weft.planner.machine import load_cluster
     from weft.planner.shape import load_shape
     from weft.recipe import load_recipe
@@ -74,47 +86,94 @@ def search(
     if batch is None or seq is None:
         raise UsageError(f"--{'batch' if batch is None else 'seq'} is missing; only a recipe says it by itself")
     pins = [searching.Pin.parse(text) for text in pin or []]
-    shape = load_shape(model)
     machines = load_cluster(cluster, gpus)
-    found = searching.search(shape, machines, ENGINES[engine], batch, seq, bits[precision], pins)
-    best = [int(i) for i in found.order[:top]]
+    found = searching.search(load_shape(model), machines, ENGINES[engine], batch, seq, bits[precision], pins)
+    finals = finalists(found, max(top, FINALISTS), vocabulary=engine == "weft")
     if recipe is not None:
-        _write_recipe(found, model, recipe)
+        _write_recipe(finals[0], model, recipe)
+    earned = machines.device.upper().startswith(_MEASURED)
+    error = (
+        f"presets, not calibrated: times within {_BAND} % for nine published runs in ten"
+        if earned
+        else f"no published run on {machines.device} has been compared: take the order, not the times"
+    )
+    where = f"{machines.count:,} x {machines.device}"
+    if html is not None:
+        from weft.planner.page import Question, write_page
+
+        told = Question(model, where, batch, seq, precision, engine, error[:1].upper() + error[1:] + ".",
+                        _BAND if earned else None)  # fmt: skip
+        write_page(html, told, found, finals, max(top, 8))
     if as_json:
-        layouts = [record(found, i) for i in best]
-        print(json.dumps({"candidates": found.count, "fitting": len(found.order), "layouts": layouts,
-                          "rejected": found.rejected(top)}))  # fmt: skip
+        refused = [vars(rule) for rule in found.refused]
+        print(json.dumps({"candidates": found.count, "fitting": len(found.order), "finalists": len(finals),
+                          "calibration": error, "layouts": [record(final) for final in finals[:top]],
+                          "rejected": [str(line) for line in found.rejected(top)], "refused": refused}))  # fmt: skip
         return 0
     console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, 120)
-    size = float(shape.parameters) / 1e9
     console.print(
-        f"[bold]{model}[/] ({size:.3g} B parameters) on {machines.count} x {machines.device}, {batch} x {seq} tokens "
-        f"per step, {precision}: {found.count} layouts, {len(found.order)} fit"
+        f"[bold]{model}[/] ({float(found.shape.parameters) / 1e9:.3g} B parameters) on {where}, {batch:,} x {seq:,} "
+        f"tokens per step, {precision}: {found.count:,} layouts, {len(found.order):,} fit\n"
     )
-    grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
-    for head in ("", "layout", "s/step", "tokens/s", "MFU", "GiB", "free"):
-        grid.add_column(head, justify="left" if head == "layout" else "right", no_wrap=True)
-    limit = float(found.machine.memory) / 2**30
-    for rank, i in enumerate(best, 1):
-        seconds, gib = found.seconds(i), found.gib(i)
-        cells = (f"{seconds:.3g}", f"{batch * seq / seconds:,.0f}", f"{found.utilisation(i):.1%}", f"{gib:.0f}")
-        grid.add_row(str(rank), searching.describe(found.plan(i)), *cells, f"{limit - gib:.0f}")
-    console.print(grid)
-    first = record(found, best[0])
-    console.print("time    " + ", ".join(f"{k} {v / first['seconds']:.0%}" for k, v in first["time"].items() if v > 0))
-    console.print("memory  " + ", ".join(f"{k} {v:.1f}" for k, v in first["memory"].items() if v > 0.05) + " GiB")
-    earned = machines.device.upper().startswith(_MEASURED)
-    console.print(
-        f"error   presets, not calibrated: the time is within {_BAND} % for nine published runs in ten"
-        if earned
-        else f"error   no published run on {machines.device} has been compared: take the order, not the times"
+    _table(console, finals[:top])
+    say = partial(console.print, markup=False)
+    from weft.planner.explain import verdict
+
+    for rank, final in enumerate(finals[1:top], 2):
+        say(f"{rank:<7} {verdict(finals[0], final)}")
+    for final in finals[:1]:
+        if abs(final.seconds / final.closed - 1) > 0.02:
+            say(f"        1 is simulated: {final.seconds / final.closed - 1:+.1%} against the closed form")
+    memory = {f: float(getattr(finals[0].memory, f)) / 2**30 for f in finals[0].memory.__dataclass_fields__}
+    say(
+        "\nmemory  "
+        + ", ".join(f"{k} {v:.2g}" for k, v in memory.items() if v > 0.005)
+        + " GiB on the fullest rank of 1"
     )
+    say(f"error   {error}")
     for line in found.rejected(3):
-        console.print(f"out     {line}", markup=False)
-    if recipe is not None:
-        console.print(f"recipe  {recipe}", markup=False)
+        say(f"out     {line}")
+    for path, name in ((recipe, "recipe"), (html, "page")):
+        if path is not None:
+            say(f"{name:<7} {path}")
     return 0
+
+
+def _table(console: Console, finals: "list[Final]") -> None:
+    """Rank, layout, figures; with colour, a bar of where the time goes."""
+    from weft.planner.explain import PARTS, title
+
+    grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
+    bars = console.color_system is not None and console.width >= 140
+    heads = ("", "layout", "s/step", "tokens/s", "MFU", "GiB", "free", *["time"] * bars)
+    for head in heads:
+        grid.add_column(head, justify="left" if head in ("layout", "time") else "right", no_wrap=True)
+    longest = max(final.seconds for final in finals)
+    for rank, final in enumerate(finals, 1):
+        limit = float(final.machine.memory) / 2**30
+        cells: list[str | Text] = [f"{final.seconds:.3g}", f"{final.tokens_per_s:,.0f}"]
+        cells += [f"{final.utilisation:.1%}", f"{final.gib:.3g}", f"{limit - final.gib:.3g}"]
+        if bars:
+            cells.append(_bar({name: float(getattr(final.cost, name)) for name in PARTS}, 40 / longest))
+        grid.add_row(str(rank), title(final), *cells)
+    console.width = max(console.width, 60 + max(len(title(final)) for final in finals))
+    console.print(grid)
+    first = finals[0]
+    parts = {name: float(getattr(first.cost, name)) / first.seconds for name in PARTS}
+    split = Text("\ntime    ")
+    for name, share in parts.items():
+        if share >= 0.005:
+            split.append("██ " if bars else "", style=_COLOURS[name]).append(f"{PARTS[name]} {share:.0%}   ")
+    console.print(split)
+
+
+def _bar(parts: dict[str, float], scale: float) -> Text:
+    bar, done, shown = Text(), 0.0, 0
+    for name, seconds in parts.items():
+        done += seconds * scale
+        bar.append("█" * (round(done) - shown), style=_COLOURS[name])
+        shown = max(shown, round(done))
+    return bar
 
 
 @app.command()
@@ -207,29 +266,18 @@ def calibrate(rows: Rows, out: Annotated[Path, typer.Option(metavar="FILE", help
     return 0
 
 
-def _write_recipe(found: "Found", model: str, path: Path) -> None:
-    """The fastest layout that ``weft train`` takes, as a recipe."""
+def _write_recipe(final: "Final", model: str, path: Path) -> None:
+    """The layout as a recipe that ``weft train`` takes."""
     from weft.errors import UsageError
-    from weft.parallel.build import check_fits
     from weft.planner.explain import recipe_tree, toml
     from weft.recipe import build_recipe
 
-    refusal = UsageError("no layout is left")
-    for i in found.order[:100]:
-        tree = recipe_tree(found, int(i), model)
-        recipe = build_recipe(tree, str(path))
-        try:
-            shape = recipe.model.model_copy(update={"vocab": recipe.model.vocab or int(found.shape.vocab)})
-            check_fits(shape, recipe.layout)
-        except UsageError as error:
-            refusal = error
-            continue
-        try:
-            path.write_text(f"# weft plan {model}\n\n{toml(tree)}")
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from None
-        return
-    raise refusal
+    tree = recipe_tree(final, model)
+    build_recipe(tree, str(path))
+    try:
+        path.write_text(f"# weft plan {model}\n\n{toml(tree)}")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _number(value: float) -> str:

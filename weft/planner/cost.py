@@ -15,9 +15,14 @@ from weft.planner.machine import Machine, Num
 from weft.planner.shape import Shape
 
 RECOMPUTE = ("none", "selective", "full")
-CONTEXT = ("ring", "ulysses", "gather")
-#: Schedules with a closed form. Order matters: a plan holds the index.
-SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b", "breadth-first")
+CONTEXT = ("zigzag", "ulysses", "gather")
+#: Schedules by index. The closed forms of the last four are rough: :mod:`weft.planner.finalists` simulates them.
+SCHEDULES = (
+    "1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b", "breadth-first", "v-half",
+    "v-min", "dualpipe", "dualpipe-v",
+)  # fmt: skip
+#: What crosses between context ranks in a step over twice what crosses in the forward: gradients travel too.
+CONTEXT_MORE = 1.2
 
 
 #: Exponent of the smooth maximum of device time and launch time.
@@ -274,6 +279,11 @@ def gradients(
     return moved - np.minimum(hideable, np.where(sharded, cover, turn)), updated
 
 
+def copies(plan: Plan) -> Num:
+    """How often a pipeline holds every parameter."""
+    return 1 + (plan.schedule == SCHEDULES.index("dualpipe")) * (plan.pp > 1)
+
+
 def rest(plan: Plan, engine: Engine, known: Num) -> Num:
     """Seconds that nothing above explains: a constant, and stragglers."""
     return engine.step + engine.jitter * np.log2(np.maximum(plan.world / 8, 1)) * known
@@ -294,7 +304,7 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cos
     compute = m * (most * layer + tail)
     recompute = m * most * one.again
     time_tp = m * most * one.count * one.tp
-    time_cp = m * most * one.count * one.cp * 1.2
+    time_cp = m * most * one.count * one.cp * CONTEXT_MORE
     time_ep = m * most * one.count * one.ep
 
     # --- pipeline
@@ -309,10 +319,17 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cos
     ahead = most * (one.forward + one.exposed)
     wait = (stages - m) * ahead + (stages - 1) * (turn - ahead - weight)
     left = np.maximum(plain / v - (stages - 1) * gone, np.where(gone > 0, wait, 0.0))
+    # V-Min repeats a block of six equal slots: what is shorter than a slot waits.
+    inputs = turn - ahead - weight
+    slots = 2 * plain / 3 + m * (3 * np.maximum(np.maximum(ahead, weight), inputs) - turn)
+    half, least, double = (plan.schedule == 9), (plan.schedule == 10), plan.schedule >= 11
+    left = np.select([half, least, double], [plain / 2, slots, (stages / 2 - 1) * (turn - 2 * weight)], left)
     bubble = (stages > 1) * np.maximum(left, 0.0)
-    time_pp = (stages > 1) * 2 * one.hop * (engine.exposed_pp * m * v + stages)
+    chunks = np.where((plan.schedule == 6) | (plan.schedule >= 9), 2, v)
+    time_pp = (stages > 1) * 2 * one.hop * (engine.exposed_pp * m * chunks + stages)
     cover = compute + recompute + time_tp
-    time_dp, optimizer = gradients(shape, machine, plan, engine, most, cover, most * (layer + one.again))
+    time_dp, optimizer = gradients(shape, machine, plan, engine, most, cover, most * (layer + one.again),
+                                   copies(plan))  # fmt: skip
     known = compute + recompute + time_tp + time_cp + time_ep + time_pp + time_dp + bubble
     other = rest(plan, engine, known)
     return Cost(compute, recompute, time_tp, time_cp, time_ep, time_pp, time_dp, bubble, optimizer, other)

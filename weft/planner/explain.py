@@ -1,39 +1,213 @@
-"""A layout as plain data and as a recipe."""
+"""Why one layout beats another, in words; a layout as plain data and as a recipe."""
 
 import json
 import tomllib
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from weft.errors import UsageError
+from weft.planner.candidates import CHOSEN
 from weft.planner.cost import CONTEXT, RECOMPUTE, SCHEDULES
-from weft.planner.search import CHOSEN, Found, at, describe, tell
+from weft.planner.finalists import Final, refine
+from weft.planner.search import Found, describe, tell
 from weft.planner.shape import SHAPES
 
+#: Parts of a step as they are told.
+PARTS = {
+    "compute": "compute", "recompute": "recompute", "tp": "tensor parallelism", "cp": "context parallelism",
+    "ep": "experts", "pp": "pipeline sends", "dp": "data parallelism", "bubble": "bubble", "optimizer": "optimizer",
+    "other": "stragglers and fixed costs",
+}  # fmt: skip
+#: What the user sets; the data axes follow from these.
+AXES = tuple(name for name in CHOSEN if name not in ("dp", "shard"))
 
-def record(found: Found, i: int) -> dict[str, Any]:
-    """Layout ``i`` with its seconds and GiB, split by cause."""
-    plan, cost, memory = found.plan(i), at(found.cost, i), at(found.memory, i)
-    layout = {k: tell(k, getattr(plan, k)) for k in CHOSEN}
+
+def title(final: Final) -> str:
+    """The layout in one line."""
+    return describe(final.plan) + (" vocabulary over pp" if final.barriers else "")
+
+
+def differences(first: Final, other: Final) -> list[str]:
+    """What ``other`` does otherwise, as ``name=value``."""
+    found = [
+        f"{name}={tell(name, getattr(other.plan, name))}"
+        for name in AXES
+        if getattr(other.plan, name) != getattr(first.plan, name)
+        and not (name in ("schedule", "virtual") and other.plan.pp == 1)
+        and not (name == "context" and other.plan.cp == 1)
+        and not (name == "zero" and other.plan.shard == 1)
+    ]
+    if first.barriers != other.barriers:
+        found.append("vocabulary over pp" if other.barriers else "vocabulary at the ends")
+    return found or [title(other)]
+
+
+def why(first: Final, other: Final) -> str:
+    """What makes ``other`` slower (or faster) than ``first``, and what it wins in return."""
+    slower = other.seconds / first.seconds - 1
+    change = {
+        f.name: float(getattr(other.cost, f.name)) - float(getattr(first.cost, f.name)) for f in fields(first.cost)
+    }
+    sign = 1.0 if slower >= 0 else -1.0
+    cause = max(change, key=lambda name: sign * change[name])
+    gain = min(change, key=lambda name: sign * change[name])
+    text = f"{_cause(cause, first, other, change[cause] > 0)} ({PARTS[cause]} {_s(change[cause])}"
+    if sign * change[gain] < -0.1 * abs(change[cause]):
+        text += f", {PARTS[gain]} {_s(change[gain])}"
+    return text + ")"
+
+
+def verdict(first: Final, other: Final) -> str:
+    """What ``other`` does otherwise, how much slower it is, and why."""
+    slower = other.seconds / first.seconds - 1
+    lost = f"{' '.join(differences(first, other))} {'loses' if slower >= 0 else 'wins'}"
+    return f"{lost}, {slower:+.1%} time: {why(first, other)}"
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:+.2f} s" if abs(seconds) >= 0.1 else f"{seconds * 1e3:+.2g} ms"
+
+
+def _cause(name: str, first: Final, other: Final, more: bool) -> str:
+    """What stands behind a longer (or shorter) part of the step, from the sizes of the two layouts."""
+    a, b, machine = first.plan, other.plan, other.machine
+    domain, border = float(machine.domain), "the border of the fast links"
+
+    def crosses(plan: Any, size: float) -> bool:
+        return bool(size > domain)
+
+    if not more:
+        return f"less time goes into {PARTS[name]}"
+    if name == "tp":
+        if crosses(b, b.tp) and not crosses(a, a.tp):
+            return f"its all-reduces cross {border} ({domain:.0f} devices)"
+        if b.tp > a.tp:
+            return f"{b.tp:.0f} ranks exchange activations in every layer instead of {a.tp:.0f}"
+        return "activations are exchanged more often or in larger pieces"
+    if name == "cp":
+        if crosses(b, b.tp * b.cp) and not crosses(a, a.tp * a.cp):
+            return f"keys and values cross {border} ({domain:.0f} devices)"
+        return f"keys and values go round {b.cp:.0f} ranks" + (f" instead of {a.cp:.0f}" if b.cp != a.cp else "")
+    if name == "ep":
+        far = crosses(b, b.ep) and not crosses(a, a.ep)
+        return f"tokens travel to experts on {b.ep:.0f} ranks" + (f", across {border}" if far else "")
+    if name == "dp":
+        if b.zero >= 3 > a.zero:
+            return "parameters are gathered again in every pass"
+        if b.pp * b.tp < a.pp * a.tp:
+            return "each rank holds more parameters, and so more gradients to reduce"
+        return "gradients and parameters take longer to exchange"
+    if name == "bubble":
+        if b.pp > a.pp:
+            return (
+                f"{b.pp:.0f} pipeline ranks fill and drain longer than {a.pp:.0f}"
+                if a.pp > 1
+                else "a pipeline fills and drains"
+            )
+        if b.schedule != a.schedule or b.virtual != a.virtual:
+            return f"ranks idle more under {_schedule(b)} than under {_schedule(a)}"
+        if b.microbatches < a.microbatches:
+            return f"{b.microbatches:.0f} microbatches keep the pipeline less busy than {a.microbatches:.0f}"
+        return "the pipeline idles longer"
+    if name == "recompute":
+        return "the forward is computed again" if b.recompute == 2 else "a part of the forward is computed again"
+    if name == "pp":
+        return "activations cross between stages more often"
+    if name == "compute":
+        if b.pp > 1 and _most(other) * b.pp > 1.02 * max(_most(first) * a.pp, float(first.shape.layers)):
+            return f"its slowest rank has {_most(other)} layers, an even share would be {first.shape.layers / b.pp:.1f}"
+        if b.tp > a.tp or b.micro_batch * a.cp < a.micro_batch * b.cp:
+            return "its products are smaller and reach less of the peak"
+        if (b.pp > 1) and first.barriers and not other.barriers:
+            return "the output layer makes the last stage the slowest"
+        return "its slowest rank has more to compute"
+    if name == "optimizer":
+        return "each rank updates a larger share of the parameters"
+    return "more ranks wait for the slowest"
+
+
+def _schedule(plan: Any) -> str:
+    return tell("schedule", plan.schedule) + (f" v={plan.virtual:.0f}" if plan.virtual > 1 else "")
+
+
+def _most(final: Final) -> int:
+    """Layers of the fullest rank."""
+    run = final.simulation
+    if run is None:
+        return int(final.shape.layers)
+    return max(sum(final.stages[s].layers for s in run.table.held(r)) for r in range(len(run.timeline)))
+
+
+@dataclass(frozen=True)
+class Instead:
+    """The best layout that sets ``axis`` to another value; if none of them fits, ``gib`` of the leanest."""
+
+    axis: str
+    value: str
+    final: Final | None
+    gib: float
+
+
+def instead(found: Found, finals: Sequence[Final]) -> list[Instead]:
+    """For each thing that one can set: the best layout with another value, seen as closely as ``finals``."""
+    first, limit = finals[0], found.order
+    # What the simulator said about a schedule's closed form holds for its other layouts too, by and large.
+    total = np.array(found.cost.total)
+    schedules = np.broadcast_to(found.plans.schedule, found.count)
+    for schedule in {final.plan.schedule for final in finals if final.simulation}:
+        ratios = [final.seconds / final.closed for final in finals if final.plan.schedule == schedule]
+        total[schedules == schedule] *= max(1.0, min(ratios))
+    memory = np.asarray(found.memory.total) / 2**30
+    tables: dict[Any, Any] = {}
+    result = []
+    for axis in ("tp", "pp", "cp", "zero", "ep", "micro_batch", "recompute"):
+        column = np.broadcast_to(getattr(found.plans, axis), found.count)
+        own = getattr(first.plan, axis)
+        values = sorted(set(column) - {own}, key=lambda v: (abs(np.log((v + 0.5) / (own + 0.5))), v))[:3]
+        for value in sorted(values):
+            fit = limit[column[limit] == value]
+            if not len(fit):
+                result.append(Instead(axis, tell(axis, value), None, float(memory[column == value].min())))
+                continue
+            best = int(fit[total[fit].argmin()])
+            final = refine(found, found.plan(best), found.seconds(best), 0, tables)
+            if final is not None and final.fits:
+                result.append(Instead(axis, tell(axis, value), final, final.gib))
+    return result
+
+
+def record(final: Final) -> dict[str, Any]:
+    """A layout with its seconds and GiB, split by cause."""
+    layout = {k: tell(k, getattr(final.plan, k)) for k in CHOSEN}
     return {
         "layout": {k: v if k in ("context", "schedule", "recompute") else int(v) for k, v in layout.items()},
-        "text": describe(plan),
-        "seconds": found.seconds(i),
-        "tokens_per_s": plan.batch * plan.seq / found.seconds(i),
-        "mfu": found.utilisation(i),
-        "gib": found.gib(i),
-        "time": {f.name: float(getattr(cost, f.name)) for f in fields(cost)},
-        "memory": {f.name: float(getattr(memory, f.name)) / 2**30 for f in fields(memory)},
+        "text": title(final),
+        "vocabulary_barriers": final.barriers,
+        "seconds": final.seconds,
+        "closed_form_seconds": final.closed,
+        "simulated": final.simulation is not None,
+        "tokens_per_s": final.tokens_per_s,
+        "mfu": final.utilisation,
+        "gib": final.gib,
+        "time": {f.name: float(getattr(final.cost, f.name)) for f in fields(final.cost)},
+        "memory": {f.name: float(getattr(final.memory, f.name)) / 2**30 for f in fields(final.memory)},
+        "stages": [
+            {"layers": stage.layers, "embedding": stage.embedding, "head": stage.head} for stage in final.stages
+        ],
+        "ranks_gib": [float(memory.total) / 2**30 for memory in final.ranks],
     }
 
 
-def recipe_tree(found: Found, i: int, model: str) -> dict[str, Any]:
-    """Layout ``i`` as the sections of a recipe; if ``model`` is a recipe, that one with another layout.
+def recipe_tree(final: Final, model: str) -> dict[str, Any]:
+    """A layout as the sections of a recipe; if ``model`` is a recipe, that one with another layout.
 
     Raises :class:`UsageError` for what Weft cannot train yet.
     """
-    plan, shape = found.plan(i), found.shape
+    plan, shape = final.plan, final.shape
     if shape.experts:
         raise UsageError("weft train has no experts yet, so there is no recipe for this model; leave --recipe out")
     if not shape.gated:
@@ -46,17 +220,24 @@ def recipe_tree(found: Found, i: int, model: str) -> dict[str, Any]:
         tree = {"model": {name: int(getattr(shape, name)) for name in names} | {"tied": bool(shape.tied)}}
     else:
         tree = {"model": {"config": str((path / "config.json" if path.is_dir() else path).resolve())}}
+    train: dict[str, Any] = {"batch": int(plan.batch), "micro_batch": int(plan.micro_batch)}
+    train |= {"recompute": RECOMPUTE[int(plan.recompute)], "dtype": "float32" if plan.bits == 32 else "bfloat16"}
+    tree["layout"] = layout_tree(final)
+    tree["train"] = tree.get("train", {}) | train
+    tree["data"] = tree.get("data", {}) | {"seq_len": int(plan.seq)}
+    return tree
+
+
+def layout_tree(final: Final) -> dict[str, Any]:
+    """The ``[layout]`` section of a recipe."""
+    plan = final.plan
     layout: dict[str, Any] = {axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")}
     layout |= {"zero": max(1, int(plan.zero)), "context": CONTEXT[int(plan.context)]}
     if plan.pp > 1:
         layout["schedule"] = SCHEDULES[int(plan.schedule)]
         layout |= {"virtual": int(plan.virtual)} if plan.virtual > 1 else {}
-    train: dict[str, Any] = {"batch": int(plan.batch), "micro_batch": int(plan.micro_batch)}
-    train |= {"recompute": RECOMPUTE[int(plan.recompute)], "dtype": "float32" if plan.bits == 32 else "bfloat16"}
-    tree["layout"] = layout
-    tree["train"] = tree.get("train", {}) | train
-    tree["data"] = tree.get("data", {}) | {"seq_len": int(plan.seq)}
-    return tree
+        layout |= {"vocab_barriers": final.barriers} if final.barriers else {}
+    return layout
 
 
 def toml(tree: dict[str, Any]) -> str:

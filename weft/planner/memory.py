@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from weft.planner.cost import Plan
+from weft.planner.cost import Plan, copies
 from weft.planner.engine import Engine
 from weft.planner.machine import Num
 from weft.planner.shape import Shape
@@ -36,9 +36,8 @@ def in_flight(plan: Plan, position: Num) -> Num:
     left = p - position
     plain = np.where(v > 1, left + (p - 1) / v, left)
     double = np.where(position > 0, 2 * left, 2 * left - 1)
-    return np.minimum(
-        m, np.select([s == 1, (s == 3) | (s == 5), (s == 4) | (s == 6), s == 8], [m, double, p, m], plain)
-    )
+    kinds = [(s == 1) | (s == 8), (s == 3) | (s == 5), (s == 4) | (s == 6), s == 9, s == 10, s >= 11]
+    return np.minimum(m, np.select(kinds, [m, double, p, p / 2 + 1, (p + 4) / 3, p + 1], plain))
 
 
 def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
@@ -106,7 +105,7 @@ def peak_memory(shape: Shape, plan: Plan, engine: Engine) -> Memory:
 
     def at(position: Num, layers: Num, tables: Num, out: Num) -> Memory:
         held = in_flight(plan, position) * layers * kept + out * logits
-        return rank_memory(shape, plan, engine, layers, tables, held)
+        return rank_memory(shape, plan, engine, copies(plan) * layers, copies(plan) * tables, held)
 
     alone = plan.pp == 1
     both = 2 - shape.tied

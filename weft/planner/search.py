@@ -4,9 +4,8 @@ The candidates are one :class:`~weft.planner.cost.Plan` of arrays. What divides 
 fit in memory is kept, so that it can be said what would make it fit.
 """
 
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import UsageError, nearest
+from weft.planner.candidates import CHOSEN, Refused, Rules
 from weft.planner.cost import CONTEXT, RECOMPUTE, SCHEDULES, Cost, Plan, step_time
 from weft.planner.engine import Engine
 from weft.planner.machine import Cluster, Machine
@@ -22,10 +22,6 @@ from weft.planner.shape import Shape
 
 #: Share of device memory that a plan may use: what is left absorbs the error of the memory model.
 USABLE = 0.93
-#: Fields of a plan that the search chooses, in the order in which they are told.
-CHOSEN = (
-    "dp", "shard", "zero", "tp", "cp", "context", "pp", "schedule", "virtual", "ep", "micro_batch", "recompute",
-)  # fmt: skip
 _NAMES = {"context": CONTEXT, "schedule": SCHEDULES, "recompute": RECOMPUTE}
 
 
@@ -67,10 +63,12 @@ class Found:
 
     shape: Shape
     machine: Machine
+    engine: Engine
     plans: Plan
     cost: Cost
     memory: Memory
     order: NDArray[np.int64]
+    refused: list[Refused]
 
     @property
     def count(self) -> int:
@@ -85,30 +83,22 @@ class Found:
     def gib(self, i: int) -> float:
         return float(self.memory.total[i]) / 2**30
 
-    def utilisation(self, i: int) -> float:
-        """Model flops over the peak of the chosen precision."""
-        plan = self.plan(i)
-        flops = self.shape.flops_per_token(plan.seq) * plan.batch * plan.seq
-        return float(flops / (self.seconds(i) * plan.world * self.machine.peak))
-
-    def rejected(self, count: int) -> list[str]:
+    def rejected(self, count: int) -> list["Rejected"]:
         """The fastest layouts that do not fit: what they lack and the nearest layout that has it."""
         limit = float(self.machine.memory) * USABLE
         total = np.asarray(self.cost.total)
         over = np.flatnonzero(np.asarray(self.memory.total) > limit)
         if len(self.order):
             over = over[total[over] < total[self.order[0]]]
-        over = over[np.argsort(total[over])][:count]
-        return [self._why(int(i)) for i in over]
+        return [self._rejected(int(i)) for i in over[np.argsort(total[over])][:count]]
 
-    def _why(self, i: int) -> str:
+    def _rejected(self, i: int) -> "Rejected":
         split = at(self.memory, i)
         largest = max((f.name for f in fields(split)), key=lambda name: float(getattr(split, name)))
-        size = float(getattr(split, largest)) / 2**30
-        text = f"{describe(self.plan(i))}: the fullest rank needs {self.gib(i):.0f} of "
-        text += f"{float(self.machine.memory) * USABLE / 2**30:.0f} GiB: {largest} {size:.0f}"
+        limit = float(self.machine.memory) * USABLE / 2**30
+        rejected = Rejected(self.plan(i), self.gib(i), limit, largest, float(getattr(split, largest)) / 2**30)
         if not len(self.order):
-            return text
+            return rejected
         table = np.stack([np.broadcast_to(getattr(self.plans, name), self.count) for name in CHOSEN])
         # The data axes follow from the others: they do not count as changes.
         changes = (table[2:, self.order] != table[2:, [i]]).sum(0)
@@ -118,8 +108,28 @@ class Found:
             for k, name in enumerate(CHOSEN)
             if k > 1 and table[k, best] != table[k, i]
         ]
-        slower = 100 * (self.seconds(best) / self.seconds(i) - 1)
-        return f"{text}; {', '.join(new)}: {self.gib(best):.0f} GiB, {slower:+.0f} % time"
+        slower = self.seconds(best) / self.seconds(i) - 1
+        return replace(rejected, fix=", ".join(new), fixed_gib=self.gib(best), slower=slower)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that needs ``gib`` of ``limit`` on its fullest rank, ``held`` GiB of it ``largest``, and the nearest
+    layout that fits: what it does otherwise, its GiB and how much slower it is (share)."""
+
+    plan: Plan
+    gib: float
+    limit: float
+    largest: str
+    held: float
+    fix: str = ""
+    fixed_gib: float = 0.0
+    slower: float = 0.0
+
+    def __str__(self) -> str:
+        text = f"{describe(self.plan)}: the fullest rank needs {self.gib:.0f} of {self.limit:.0f} GiB: "
+        text += f"{self.largest} {self.held:.0f}"
+        return text + (f"; {self.fix}: {self.fixed_gib:.0f} GiB, {self.slower:+.0%} time" if self.fix else "")
 
 
 def at(columns: Any, i: int) -> Any:
@@ -153,12 +163,11 @@ def search(
 ) -> Found:
     """Score every layout. Raises :class:`UsageError` saying which demand rules out everything and what is nearest."""
     machine = cluster.machine(bits)
-    table = np.array(list(_candidates(shape, machine, cluster.count, batch, seq)), dtype=float).T
+    rules = Rules(shape, machine, cluster.count, batch, seq)
+    table = np.array(list(rules.candidates()), dtype=float).T
     if not table.size:
-        raise UsageError(
-            f"no layout of {cluster.count} devices divides {batch} sequences, {shape.layers:.0f} layers and "
-            f"{shape.kv_heads:.0f} key/value heads; the nearest batch is a multiple of the devices"
-        )
+        raise UsageError(f"no layout of {cluster.count} devices is possible: " + "; ".join(
+            f"{r.rule} ({r.example}; nearest: {r.fix})" for r in rules.refused()))  # fmt: skip
     for pin in pins:
         kept = pin.holds(table[CHOSEN.index(pin.field)])
         if not kept.any():
@@ -170,7 +179,9 @@ def search(
     memory = peak_memory(shape, plans, engine)
     total = np.asarray(cost.total)
     fit = np.flatnonzero(np.asarray(memory.total) <= machine.memory * USABLE)
-    found = Found(shape, machine, plans, cost, memory, fit[np.argsort(total[fit], kind="stable")])
+    found = Found(
+        shape, machine, engine, plans, cost, memory, fit[np.argsort(total[fit], kind="stable")], rules.refused()
+    )
     if not len(fit):
         least = int(np.asarray(memory.total).argmin())
         held = ", ".join(f"{f.name} {float(getattr(at(memory, least), f.name)) / 2**30:.0f}" for f in fields(memory))
@@ -180,64 +191,3 @@ def search(
             f"devices, a smaller batch or a shorter sequence"
         )
     return found
-
-
-def _divisors(n: int, most: float = math.inf) -> list[int]:
-    return [d for d in range(1, int(min(n, most)) + 1) if n % d == 0]
-
-
-def _candidates(shape: Shape, machine: Machine, count: int, batch: int, seq: int) -> Iterator[tuple[float, ...]]:
-    """Rows of :data:`CHOSEN`: everything that divides."""
-    heads, kv, layers = int(shape.heads), int(shape.kv_heads), int(shape.layers)
-    domain = int(machine.domain)
-    for tp in _divisors(count, min(domain, kv, 64)):
-        if heads % tp or kv % tp:
-            continue
-        for pp in _divisors(count // tp, layers):
-            for cp in _divisors(count // tp // pp, max(1, seq // 1024)):
-                data = count // tp // pp // cp
-                if seq % (cp * tp) or batch % data:
-                    continue
-                share = batch // data
-                micro = [b for b in (1, 2, 4, 8, 16, 32) if share % b == 0 and b * seq // cp <= 65536] or [1]
-                contexts = [0, 1] if cp > 1 and kv // tp % cp == 0 else [0]
-                inside = max(1, domain // (tp * cp))
-                sharding = [(data, 1, 0)] if data == 1 else [(1, data, 1), (1, data, 3)]
-                if 1 < inside < data and data % inside == 0:
-                    sharding.append((data // inside, inside, 3))
-                experts = [e for e in _divisors(int(shape.experts or 1), data * cp * tp) if (data * cp * tp) % e == 0]
-                for b in micro:
-                    for schedule, virtual in _schedules(pp, share // b, layers):
-                        for dp, shard, zero in sharding:
-                            for context in contexts:
-                                for ep in experts:
-                                    for recompute in range(3):
-                                        yield (
-                                            dp,
-                                            shard,
-                                            zero,
-                                            tp,
-                                            cp,
-                                            context,
-                                            pp,
-                                            schedule,
-                                            virtual,
-                                            ep,
-                                            b,
-                                            recompute,
-                                        )
-
-
-def _schedules(pp: int, microbatches: int, layers: int) -> list[tuple[int, int]]:
-    """``(schedule, virtual)`` worth looking at for a pipeline of ``pp`` ranks."""
-    if pp == 1:
-        return [(0, 1)]
-    if microbatches < pp:
-        return [(0, 1)]
-    looped = [
-        v
-        for v in (2, 3, 4, 6, 8)
-        if layers // (pp * v) >= 1 and (layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0)
-    ]
-    interleaved = SCHEDULES.index("interleaved-1f1b")
-    return [(0, 1), (SCHEDULES.index("zb-h1"), 1), *((interleaved, v) for v in looped if microbatches % pp == 0)]

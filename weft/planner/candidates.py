@@ -1,0 +1,128 @@
+"""What layouts there are: every way to cut the ranks that divides, and why the other ways are out."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from weft.planner.cost import SCHEDULES
+from weft.planner.machine import Machine
+from weft.planner.shape import Shape
+
+#: Fields of a plan that the search chooses, in the order in which they are told.
+CHOSEN = (
+    "dp", "shard", "zero", "tp", "cp", "context", "pp", "schedule", "virtual", "ep", "micro_batch", "recompute",
+)  # fmt: skip
+
+
+def divisors(n: int, most: float = math.inf) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return [d for d in sorted({*small, *(n // d for d in small)}) if d <= most]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Ways to cut the ranks that break the same rule first: how many, an example, and what would mend it."""
+
+    rule: str
+    count: int
+    example: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What must divide what."""
+
+    shape: Shape
+    machine: Machine
+    count: int
+    batch: int
+    seq: int
+
+    def ways(self) -> Iterator[tuple[int, int, int, int]]:
+        """Every ``(tp, pp, cp, data)`` with the right number of ranks."""
+        for tp in divisors(self.count):
+            for pp in divisors(self.count // tp):
+                for cp in divisors(self.count // tp // pp):
+                    yield tp, pp, cp, self.count // tp // pp // cp
+
+    def broken(self, tp: int, pp: int, cp: int, data: int) -> tuple[str, str, str] | None:
+        """The first rule that this way breaks, how it does, and what would mend it."""
+        heads, kv, layers = int(self.shape.heads), int(self.shape.kv_heads), int(self.shape.layers)
+        domain, batch = int(self.machine.domain), self.batch
+        if tp > 2 * domain:
+            # Once across the border is allowed: to show its price.
+            return "tp leaves the fast domain", f"tp={tp}, fast links join {domain}", f"tp={domain} or less"
+        if heads % tp or max(kv, tp) % min(kv, tp):
+            fit = [d for d in range(1, 2 * domain + 1) if not heads % d and not max(kv, d) % min(kv, d)]
+            return "tp does not divide the heads", f"tp={tp}, {heads} heads of {kv} keys", f"tp={_near(fit, tp)}"
+        if pp > layers:
+            return (
+                "more stages than layers",
+                f"pp={pp}, {layers} layers",
+                f"pp={_near(divisors(self.count, layers), pp)}",
+            )
+        if cp > max(1, self.seq // 1024) or self.seq % (cp * tp):
+            most = max(1, self.seq // 1024)
+            return "cp cuts a sequence too finely", f"cp={cp}, {self.seq} tokens", f"cp={most} or less"
+        if batch % data:
+            return (
+                "the batch does not divide over the data ranks",
+                f"{batch} sequences over {data} (tp={tp} pp={pp} cp={cp})",
+                f"batch={-(-batch // data) * data}, or tp x pp x cp = {-(-self.count // math.gcd(batch, self.count))}",
+            )
+        return None
+
+    def refused(self) -> list[Refused]:
+        found: dict[str, list[tuple[str, str]]] = {}
+        for way in self.ways():
+            if broken := self.broken(*way):
+                found.setdefault(broken[0], []).append(broken[1:])
+        return [Refused(rule, len(cases), *cases[0]) for rule, cases in found.items()]
+
+    def candidates(self) -> Iterator[tuple[float, ...]]:
+        """Rows of :data:`CHOSEN`: everything that breaks no rule."""
+        for tp, pp, cp, data in self.ways():
+            if not self.broken(tp, pp, cp, data):
+                yield from self._filled(tp, pp, cp, data)
+
+    def _filled(self, tp: int, pp: int, cp: int, data: int) -> Iterator[tuple[float, ...]]:
+        share, ranks = self.batch // data, data * cp * tp
+        micro = [b for b in (1, 2, 4, 8, 16, 32) if share % b == 0 and b * self.seq // cp <= 65536] or [1]
+        contexts = [0, 1] if cp > 1 and max(1, int(self.shape.kv_heads) // tp) % cp == 0 else [0]
+        inside = max(1, int(self.machine.domain) // (tp * cp))
+        sharding = [(data, 1, 0)] if data == 1 else [(1, data, 1), (1, data, 3)]
+        if 1 < inside < data and data % inside == 0:
+            sharding.append((data // inside, inside, 3))
+        experts = [e for e in divisors(int(self.shape.experts or 1), ranks) if ranks % e == 0]
+        for b in micro:
+            schedules = _schedules(pp, share // b, int(self.shape.layers))
+            for (schedule, virtual), (dp, shard, zero), context, ep, recompute in product(
+                schedules, sharding, contexts, experts, range(3)
+            ):
+                yield dp, shard, zero, tp, cp, context, pp, schedule, virtual, ep, b, recompute
+
+
+def _near(values: Sequence[int], wanted: int) -> int:
+    return min(values, key=lambda v: abs(v - wanted), default=1)
+
+
+def _schedules(pp: int, microbatches: int, layers: int) -> list[tuple[int, int]]:
+    """``(schedule, virtual)`` worth looking at for a pipeline of ``pp`` ranks."""
+    if pp == 1:
+        return [(0, 1)]
+    if microbatches < pp:
+        return [(0, 1)]
+    looped = [
+        v
+        for v in (2, 3, 4, 6, 8)
+        if layers // (pp * v) >= 1 and (layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0)
+    ]
+    found = [(SCHEDULES.index("interleaved-1f1b"), v) for v in looped if microbatches % pp == 0]
+    found += [(SCHEDULES.index(name), 1) for name in ("1f1b", "zb-h1")]
+    if layers >= 2 * pp - 2:  # two stages per rank; the ends of the model may fill one
+        found += [(SCHEDULES.index(name), 1) for name in ("zb-v", "v-half", "v-min", "dualpipe-v")]
+    if pp % 2 == 0 and microbatches >= 2 * pp:
+        found.append((SCHEDULES.index("dualpipe"), 1))
+    return found

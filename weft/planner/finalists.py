@@ -1,0 +1,267 @@
+"""The best layouts again, on the schedule simulator: real tables, uneven stages, the peaks that a schedule reaches.
+
+A closed form ranks thousands of layouts; here the first few are run by the clock (:mod:`weft.schedule.simulate`) with
+every stage's own times, and ranked again. Data parallelism and the optimizer stay closed forms.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from weft.errors import UsageError, WeftError
+from weft.planner.cost import CONTEXT_MORE, SCHEDULES, Cost, Passes, Plan, gradients, passes, rest, step_time
+from weft.planner.engine import Engine
+from weft.planner.machine import Machine
+from weft.planner.memory import Memory, layer_bytes, logit_bytes, peak_memory, rank_memory
+from weft.planner.search import USABLE, Found, at
+from weft.planner.shape import Shape
+from weft.schedule.actions import Action, Table, Value
+from weft.schedule.build import BUILDERS, build
+from weft.schedule.simulate import Costs, Simulation, simulate
+from weft.schedule.vocab import with_vocabulary
+
+#: How far behind the first a layout may be by closed form to be looked at, beyond the first few.
+NEAR = 0.08
+#: Actions (F and its backward count two) of the largest table that is simulated; more microbatches go on as they do.
+LARGEST = 8000
+#: Actions that are simulated altogether: about a second's worth.
+BUDGET = 50_000
+#: Layouts that agree in these differ little: the best of them stands for all.
+FAMILY = ("tp", "pp", "schedule", "virtual", "recompute", "zero", "ep")
+#: Placing vocabulary passes takes time with the square of their number.
+VOCABULARY = 300
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage of a pipeline holds: so many layers, and the ends of the model."""
+
+    layers: int
+    embedding: bool = False
+    head: bool = False
+
+
+@dataclass(frozen=True)
+class Final:
+    """One layout, seen closely. ``ranks``: memory of every pipeline rank; ``closed``: seconds by closed form.
+
+    ``barriers``: the vocabulary is cut over the pipeline, with so many barriers between its passes. ``simulation``: of
+    the first microbatches (all, if they are few), None without a pipeline.
+    """
+
+    shape: Shape
+    machine: Machine
+    plan: Plan
+    cost: Cost
+    ranks: tuple[Memory, ...]
+    closed: float
+    stages: tuple[Stage, ...] = ()
+    barriers: int = 0
+    simulation: Simulation | None = None
+
+    @cached_property
+    def seconds(self) -> float:
+        return float(self.cost.total)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of the fullest rank."""
+        return max(self.ranks, key=lambda memory: float(memory.total))
+
+    @property
+    def gib(self) -> float:
+        return float(self.memory.total) / 2**30
+
+    @property
+    def tokens_per_s(self) -> float:
+        return float(self.plan.batch * self.plan.seq) / self.seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Model flops over the peak of the chosen precision."""
+        flops = self.shape.flops_per_token(self.plan.seq) * self.tokens_per_s
+        return float(flops / (self.plan.world * self.machine.peak))
+
+    @property
+    def fits(self) -> bool:
+        return float(self.memory.total) <= self.machine.memory * USABLE
+
+
+def finalists(found: Found, count: int = 10, vocabulary: bool = False) -> list[Final]:
+    """The first ``count`` layouts that fit, and the best of every near schedule, simulated and ranked again.
+
+    ``vocabulary``: the program can cut embedding and output layer over all ranks of a pipeline (Yeung et al. 2024).
+    """
+    total = np.asarray(found.cost.total)
+    columns = np.stack([np.broadcast_to(getattr(found.plans, name), found.count) for name in FAMILY])
+    # One of each family, and of every schedule that is near: closed forms err, and not for all schedules alike.
+    families: dict[tuple[float, ...], int] = {}
+    near = found.order[total[found.order] <= (1 + NEAR) * total[found.order[:1]].sum()]
+    for i in near[:4000]:
+        families.setdefault(tuple(columns[:, i]), int(i))
+    members = list(families.items())
+    others: dict[float, int] = {}
+    for family, i in members[count:]:
+        others.setdefault(family[FAMILY.index("schedule")], i)
+    seen = {family[FAMILY.index("schedule")] for family, _ in members[:count]}
+    chosen = [i for _, i in members[:count]] + [i for schedule, i in others.items() if schedule not in seen]
+    tables: dict[Any, Table] = {}
+    finals, spent = list[Final](), 0
+    longer: dict[float, float] = {}  # by schedule: simulated over closed form, least so far
+    for i in chosen:
+        plan, closed = found.plan(i), found.seconds(i)
+        first = min((final.seconds for final in finals), default=closed)
+        # A large table takes long: it is worth it if the layout may win.
+        slack = NEAR if 2 * plan.pp**2 * chunks_of(plan) <= LARGEST else 0.0
+        if spent > BUDGET or closed * longer.get(plan.schedule, 1.0) > (1 + slack) * first:
+            continue
+        if final := refine(found, plan, closed, 0, tables):
+            finals.append(final)
+            longer[plan.schedule] = min(longer.get(plan.schedule, 9.0), final.seconds / closed)
+            spent += sum(map(len, final.simulation.table.ranks)) if final.simulation else 0
+    best = sorted(finals, key=lambda final: final.seconds)[:3]
+    for final in best if vocabulary else ():
+        cut = refine(found, final.plan, final.closed, 1, tables) if final.plan.pp > 1 else None
+        finals += [cut] if cut else []
+    fit = [final for final in finals if final.fits] or finals
+    return sorted(fit, key=lambda final: final.seconds)
+
+
+def chunks_of(plan: Plan) -> int:
+    """Stages that a pipeline rank holds for a microbatch."""
+    builder = BUILDERS[SCHEDULES[int(plan.schedule)]]
+    return int(plan.virtual) if builder.free else builder.chunks
+
+
+def refine(
+    found: Found, plan: Plan, closed: float, barriers: int = 0, tables: dict[Any, Table] | None = None
+) -> Final | None:
+    """``plan`` (of numbers) with its pipeline simulated; None where the schedule cannot be built.
+
+    ``tables``: those built before, to be used again.
+    """
+    shape, machine, engine = found.shape, found.machine, found.engine
+    if plan.pp == 1:
+        cost, memory = step_time(shape, machine, plan, engine), peak_memory(shape, plan, engine)
+        return Final(shape, machine, plan, at(cost, 0), (at(memory, 0),), closed)
+    one = at(passes(shape, machine, plan, engine), 0)
+    m, p, virtual = int(plan.microbatches), int(plan.pp), int(plan.virtual)
+    name, chunks = SCHEDULES[int(plan.schedule)], chunks_of(plan)
+    look_up = (one.forward + one.backward) * 4 * shape.embed / shape.active_weights
+    shown = min(m, max(p, LARGEST // (2 * p * chunks) // p * p)) if not barriers else min(m, p)
+    if barriers and shown * p > VOCABULARY:
+        return None
+    known, runs = {} if tables is None else tables, []
+    try:
+        stages = deal(int(shape.layers), p * chunks, one.forward + one.backward + one.again, look_up,
+                      one.head, ends=not barriers)  # fmt: skip
+        costs = _costs(shape, plan, engine, one, look_up, stages, barriers)
+        for size in {shown: 0} if shown == m else {shown: 0, max(p, shown // 2 // p * p): 0}:
+            key = (name, p, size, virtual, barriers, stages if barriers else None)
+            if key not in known:
+                table = build(name, p, size, virtual if BUILDERS[name].free else None)
+                known[key] = with_vocabulary(table, barriers, costs.compute) if barriers else table
+            runs.append(simulate(known[key], costs))
+    except WeftError:
+        return None
+    return _final(found, plan, closed, barriers, one, stages, runs)
+
+
+def deal(layers: int, stages: int, layer: float, first: float, last: float, ends: bool = True) -> tuple[Stage, ...]:
+    """Layers to stages as :func:`weft.schedule.partition.partition` deals them: the slowest stage is as fast as can be.
+
+    ``first``, ``last``: what embedding and output layer take, ``ends``: whether the end stages have them. All layers
+    are alike, so that it is enough to try numbers of them for the two ends.
+    """
+    if not ends or stages == 1:
+        first = last = 0.0
+    found = None
+    for a in range(layers + 1) if stages > 1 else [0]:
+        for b in range(layers - a + 1) if stages > 1 else [layers]:
+            middle, rest_of = stages - 2, layers - a - b
+            if (middle <= 0 and rest_of) or (middle > 0 and rest_of < middle):
+                continue
+            if not ends and stages > 1 and (a == 0 or b == 0):
+                continue
+            low, more = divmod(rest_of, middle) if middle > 0 else (0, 0)
+            times = [first + a * layer, last + b * layer, (low + (more > 0)) * layer]
+            squares = times[0] ** 2 + times[1] ** 2 + ((middle - more) * low**2 + more * (low + 1) ** 2) * layer**2
+            choice = (round(max(times), 9), round(squares, 9), a, b, low, more)
+            found = choice if found is None or choice < found else found
+    if found is None:
+        raise UsageError(f"{layers} layers cannot fill {stages} stages; use fewer stages")
+    a, b, low, more = found[2:]
+    counts = [a, *[low] * (stages - 2 - more), *[low + 1] * more, b] if stages > 1 else [b]
+    return tuple(Stage(n, ends and i == 0, ends and i == len(counts) - 1) for i, n in enumerate(counts))
+
+
+def _costs(
+    shape: Shape, plan: Plan, engine: Engine, one: Passes, look_up: float, stages: Sequence[Stage], barriers: int
+) -> Costs:
+    """Seconds of every action and bytes of what is kept."""
+    exposed = one.tp + CONTEXT_MORE * one.cp + one.ep
+    wait = float(engine.exposed_pp) * one.hop
+    kept = float(layer_bytes(shape, plan, engine)[0])
+    third, shares = one.head / 3, int(plan.pp)
+    times: dict[tuple[str, int], float] = {}
+    for s, stage in enumerate(stages):
+        # Output layer and loss make all their gradients with the loss, in forward, as Weft does.
+        ends = stage.embedding * look_up / 3 + stage.head * one.head
+        times["F", s] = stage.layers * (one.forward + exposed) + ends + wait * (s > 0)
+        back = stage.layers * (one.backward + one.again + (one.count - 1) * exposed) + stage.embedding * look_up / 1.5
+        times["B", s] = back + wait * (s < len(stages) - 1)
+        times["W", s] = stage.layers * one.weight
+        times["I", s] = times["B", s] - times["W", s]
+    early = barriers == 1
+    ours = {"S": (2 if early else 1) * third, "T": (1 if early else 2) * third, "E": look_up / 3, "D": look_up / 1.5}
+
+    def compute(a: Action) -> float:
+        return times[a.kind, a.stage] if a.stage < len(stages) and a.kind not in "C" else ours.get(a.kind, 0.0) / shares
+
+    def size(value: Value) -> float:
+        here = value.name in ("saved", "tape") and value.stage < len(stages)
+        return stages[value.stage].layers * kept if here else 0.0
+
+    return Costs(compute, lambda value, source, target: one.hop, size)
+
+
+def _final(
+    found: Found, plan: Plan, closed: float, barriers: int, one: Passes, stages: Sequence[Stage], runs: list[Simulation]
+) -> Final:
+    shape, machine, engine = found.shape, found.machine, found.engine
+    run, m = runs[0], float(plan.microbatches)
+    size = run.table.microbatches
+    # Beyond what was simulated every microbatch takes as long as those before, and never less than a rank's work.
+    busiest = int(np.argmax(run.busy))
+    each = run.busy[busiest] / size
+    if len(runs) > 1 and (step := size - runs[1].table.microbatches):
+        each = max(each, (run.makespan - runs[1].makespan) / step)
+    span = run.makespan + (m - size) * each
+    # Of the busiest rank: what it does in a microbatch, by cause.
+    numbers = [run.table.held(r) for r in range(len(run.timeline))]
+    held = [stages[s] for s in numbers[busiest]]
+    share = 0.5 if BUILDERS[SCHEDULES[int(plan.schedule)]].twice else 1.0  # each flow has half of the microbatches
+    layers = share * sum(s.layers for s in held)
+    recompute, tp, cp, ep = (m * layers * x for x in (one.again, one.count * one.tp, one.count * one.cp * CONTEXT_MORE,
+                                                     one.count * one.ep))  # fmt: skip
+    hops = m * share * sum((s > 0) + (s < len(stages) - 1) for s in numbers[busiest])
+    pp = hops * engine.exposed_pp * one.hop
+    work = m * run.busy[busiest] / size
+    compute = work - recompute - tp - cp - ep - pp
+    largest = max(sum(stages[s].layers for s in here) for here in numbers)
+    turn = float(layers * (one.forward + one.backward + one.again))
+    dp, optimizer = gradients(shape, machine, plan, engine, largest, compute + recompute + tp, turn)
+    cost = Cost(compute, recompute, tp, cp, ep, pp, dp, max(span - work, 0.0), optimizer, 0.0)
+    cost = at(replace(cost, other=rest(plan, engine, cost.total)), 0)
+    ranks, before = [], runs[-1].peaks
+    for r, peak in enumerate(run.peaks):
+        here = [stages[s] for s in numbers[r]]
+        more = (m - size) * (peak - before[r]) / max(1, size - runs[-1].table.microbatches)
+        tables = barriers * (2.0 - float(shape.tied)) / len(numbers) + sum(s.embedding + s.head for s in here)
+        head = 1 / len(numbers) if barriers else float(any(s.head for s in here))
+        held_bytes = peak + more + head * logit_bytes(shape, plan, engine)
+        ranks.append(at(rank_memory(shape, plan, engine, sum(s.layers for s in here), tables, held_bytes), 0))
+    return Final(shape, machine, plan, cost, tuple(ranks), closed, tuple(stages), barriers, run)
