@@ -1,0 +1,56 @@
+"""Training with the sequence cut in every way equals one device, and attention is never run twice under recompute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.cases import Case, write_corpus
+from tests.test_equality import difference, name, tree
+from weft.layout.layout import Layout
+from weft.parallel.context.tables import SCHEMES
+from weft.recipe import ModelShape, Train
+from weft.train.verify import check_types
+
+USP: list[Case] = [
+    {"layout": {"cp": 4, "ulysses": 2}, "context": "zigzag", "recompute": "selective"},
+    {"layout": {"cp": 4, "ulysses": 2}, "context": "lightseq", "kv_heads": 1},
+    {"layout": {"cp": 4, "tp": 2, "ulysses": 2}, "context": "tokenring", "kv_heads": 1, "recompute": "full"},
+    {"layout": {"cp": 6, "ulysses": 3}, "context": "gather", "heads": 5, "kv_heads": 1},
+]
+ULYSSES: list[Case] = [
+    {"layout": {"cp": 4}, "context": "ulysses", "heads": 6, "kv_heads": 3, "recompute": "selective"},
+    {"layout": {"cp": 3, "tp": 2}, "context": "ulysses", "heads": 7, "kv_heads": 1},
+]
+QUICK: list[Case] = [{"layout": {"cp": 3}, "context": scheme, "recompute": "selective"} for scheme in SCHEMES]
+SLOW: list[Case] = [
+    {"layout": layout, "context": scheme, "recompute": recompute, "kv_heads": kv_heads, "extras": True}
+    for scheme in SCHEMES
+    for layout, recompute, kv_heads in [
+        ({"cp": 8}, "none", 2), ({"cp": 4}, "full", 1), ({"cp": 2, "tp": 2, "shard": 2}, "selective", 1),
+        ({"cp": 2, "pp": 2}, "selective", 4),
+    ]
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=name(c)) for c in QUICK + USP[:2] + ULYSSES[:1]]
+    + [pytest.param(c, id=name(c), marks=pytest.mark.slow) for c in SLOW + USP[2:] + ULYSSES[1:]],
+)
+def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
+    found = pool.run(Layout(**case["layout"]).world, difference, tree(corpus, case))[0]
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("case", QUICK + USP + ULYSSES, ids=name)
+def test_every_scheme_is_well_typed(case: Case) -> None:
+    shape = ModelShape(vocab=257, layers=2, embed=32, heads=case.get("heads", 4), kv_heads=case.get("kv_heads", 2))
+    layout = Layout(**case["layout"], context=case["context"])
+    assert check_types(shape, layout, Train(recompute=case.get("recompute", "none"))) is None
