@@ -1,5 +1,6 @@
 """``weft plan``: the best layouts of a model on a cluster, and the planner against measured rows."""
 
+import gc
 import json
 import math
 import statistics
@@ -75,6 +76,7 @@ def search(
     from weft.planner.shape import load_shape
     from weft.recipe import load_recipe
 
+    gc.set_threshold(200_000)  # a simulation makes many small objects; looking for circles among them takes a quarter
     bits = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
     if precision not in bits:
         raise UsageError(f"--precision {precision!r} is not possible; {nearest(precision, bits)}")

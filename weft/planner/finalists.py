@@ -32,7 +32,7 @@ BUDGET = 50_000
 #: Layouts that agree in these differ little: the best of them stands for all.
 FAMILY = ("tp", "pp", "schedule", "virtual", "recompute", "zero", "ep")
 #: Placing vocabulary passes takes time with the square of their number.
-VOCABULARY = 300
+VOCABULARY = 150
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,8 @@ def refine(
     m, p, virtual = int(plan.microbatches), int(plan.pp), int(plan.virtual)
     name, chunks = SCHEDULES[int(plan.schedule)], chunks_of(plan)
     look_up = (one.forward + one.backward) * 4 * shape.embed / shape.active_weights
-    shown = min(m, max(p, LARGEST // (2 * p * chunks) // p * p)) if not barriers else min(m, p)
+    most = VOCABULARY // p if barriers else LARGEST // (2 * p * chunks)
+    shown = min(m, max(p, most // p * p))
     if barriers and shown * p > VOCABULARY:
         return None
     known, runs = {} if tables is None else tables, []
