@@ -51,6 +51,7 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
 
 @pytest.mark.parametrize("case", QUICK + USP + ULYSSES, ids=name)
 def test_every_scheme_is_well_typed(case: Case) -> None:
-    shape = ModelShape(vocab=257, layers=2, embed=32, heads=case.get("heads", 4), kv_heads=case.get("kv_heads", 2))
+    heads = {"heads": case.get("heads", 4), "kv_heads": case.get("kv_heads", 2), "head_dim": 8}
+    shape = ModelShape(vocab=257, layers=2, embed=32, **heads)
     layout = Layout(**case["layout"], context=case["context"])
     assert check_types(shape, layout, Train(recompute=case.get("recompute", "none"))) is None
