@@ -29,6 +29,7 @@ RunFolder = Annotated[Path | None, typer.Option(help="Run folder; runs/NAME by d
 Resume = Annotated[
     str | None, typer.Option(metavar="auto|DIR|s3://...", help="Continue a run or checkpoint, under any layout.")
 ]
+_ranks = "Ranks for a recipe without a layout, which the planner then chooses; else one per GPU, or one."
 _ms = "{} of a microbatch on a rank, all its stages."
 _types = typer.Option("--types", help="Type-check the step instead: no devices, any world size.")
 
@@ -54,11 +55,12 @@ def train(
     overrides: Overrides = None,
     out: RunFolder = None,
     resume: Resume = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help=_ranks)] = None,
 ) -> int:
     """Train a model. Starts one process per rank, or joins those of torchrun or Slurm."""
     from weft.cli.train import run
 
-    return run(recipe, layout, overrides or [], out, resume)
+    return run(recipe, layout, overrides or [], out, resume, ranks)
 
 
 @app.command()

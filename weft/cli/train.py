@@ -8,20 +8,60 @@ from pathlib import Path
 from rich.console import Console
 
 from weft.cli.launch import in_ranks, init_ranks, launch, set_threads
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.recipe import Recipe, load_recipe
 
 
-def run(path: Path, layout: str | None, overrides: list[str], out: Path | None, resume: str | None) -> int:
+def run(
+    path: Path, layout: str | None, overrides: list[str], out: Path | None, resume: str | None, ranks: int | None = None
+) -> int:
     recipe = load_recipe(path, overrides, layout)
+    argv = sys.argv[1:]
+    if "layout" not in recipe.model_fields_set:
+        recipe, more = planned(recipe, ranks)
+        argv += more
+    elif ranks is not None and ranks != recipe.layout.world:
+        raise UsageError(
+            f"--ranks {ranks}, but layout {recipe.layout} has {recipe.layout.world}; leave out one of them, or write "
+            "--layout with so many"
+        )
     if not in_ranks():
         from weft.train.setup import prepare
 
         with Console(stderr=True).status("preparing the data"):
             prepare(recipe)
         if recipe.layout.world > 1:
-            return launch(sys.argv[1:], recipe.layout.world, threads=recipe.train.threads)
+            return launch(argv, recipe.layout.world, threads=recipe.train.threads)
     return be_rank(recipe, out, resume)
+
+
+def planned(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list[str]]:
+    """A recipe that names no layout, with the planner's; and the same for the command lines of its ranks.
+
+    Its ranks are those that were started, else ``ranks``, else one per GPU; on a CPU alone it stays one.
+    """
+    import psutil
+    import torch
+
+    from weft.planner.choose import choose, local_cluster
+    from weft.train.setup import device_type, model_shape
+
+    started = in_ranks()
+    gpus = torch.cuda.device_count() if device_type(recipe) == "cuda" else 0
+    world = int(os.environ["WORLD_SIZE"]) if started else ranks or gpus or 1
+    if ranks is not None and ranks != world:
+        raise UsageError(f"--ranks {ranks}, but {world} ranks were started; leave it out")
+    if world == 1:
+        return recipe, []
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if gpus:
+        device, memory = torch.cuda.get_device_name(0), float(torch.cuda.get_device_properties(0).total_memory)
+    else:
+        device, memory = "CPU", psutil.virtual_memory().total / local
+    choice = choose(recipe, model_shape(recipe), local_cluster(device, memory, world, local))
+    if not started or os.environ["RANK"] == "0":
+        print(choice.line, flush=True)
+    return choice.recipe, list(choice.overrides)
 
 
 def be_rank(recipe: Recipe, out: Path | None, resume: str | None) -> int:

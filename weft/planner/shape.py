@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.errors import UsageError, WeftError, nearest
 from weft.planner.machine import Num
-from weft.recipe import ModelShape, load_recipe
+from weft.recipe import ModelShape, Recipe, load_recipe
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,7 @@ def load_shape(model: str) -> Shape:
         return SHAPES[model]
     if path.suffix == ".toml":
         recipe = load_recipe(path)
-        kind, _, size = recipe.data.tokenizer.partition(":")
-        vocab = int(size) if kind == "train" and size.isdigit() else 256 if kind == "bytes" else 50_000
-        return shape_of(recipe.model, vocab)
+        return shape_of(recipe.model, vocab_of(recipe))
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise WeftError(f"model {model!r} is neither a file nor built in; {nearest(model, SHAPES)}")
@@ -155,6 +153,12 @@ def load_shape(model: str) -> Shape:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid JSON: {error}") from None
     return shape_from_config(config, str(path))
+
+
+def vocab_of(recipe: Recipe) -> int:
+    """Entries of the recipe's tokenizer, as far as its name tells."""
+    kind, _, size = recipe.data.tokenizer.partition(":")
+    return int(size) if kind == "train" and size.isdigit() else 257 if kind == "bytes" else 50_000
 
 
 def shape_of(model: ModelShape, vocab: int) -> Shape:

@@ -1,0 +1,101 @@
+"""``weft train`` without a layout: the planner's first choice, said in one line; a layout that is there stays."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.errors import UsageError
+from weft.layout.layout import Layout
+from weft.parallel.build import check_fits
+from weft.planner.choose import choose, local_cluster
+from weft.planner.machine import Cluster
+from weft.recipe import Recipe, build_recipe, load_recipe
+
+RECIPE = """
+[model]
+layers = 2
+embed = 32
+heads = 4
+[data]
+seq_len = 32
+[train]
+steps = 1
+batch = 8
+[validation]
+every = 0
+"""
+
+
+def recipe_of(**train: object) -> Recipe:
+    return build_recipe({"model": {"layers": 8, "embed": 256, "heads": 8}, "train": {"batch": 16, **train}})
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_the_choice_can_be_built_and_says_how_to_pin_it(world: int) -> None:
+    recipe = recipe_of()
+    choice = choose(recipe, recipe.model, local_cluster("CPU", 4e9, world, world))
+    layout = choice.recipe.layout
+    assert layout.world == world
+    check_fits(recipe.model.model_copy(update={"vocab": 257}), layout)
+    assert "\n" not in choice.line and choice.line.startswith("layout  ") and f"fit {world} ranks" in choice.line
+    assert Layout.parse(choice.line.rpartition("--layout ")[2]) == layout
+    words = list(choice.overrides)
+    assert Layout.parse(words[words.index("--layout") + 1]) == layout
+    assert choice == choose(recipe, recipe.model, local_cluster("CPU", 4e9, world, world)), "every rank must agree"
+
+
+def test_what_the_recipe_says_stays() -> None:
+    recipe = recipe_of(micro_batch=2, recompute="full", dtype="bfloat16")
+    choice = choose(recipe, recipe.model, Cluster(device="H100-80GB", count=4))
+    assert choice.recipe.train.micro_batch == 2 and choice.recipe.train.recompute == "full"
+    assert choice.recipe.model == recipe.model and choice.recipe.data == recipe.data
+    with pytest.raises(UsageError, match=r"no layout for 11 ranks: .*the batch does not divide.*--layout dp=N"):
+        choose(recipe, recipe.model, Cluster(device="H100-80GB", count=11))
+
+
+def test_unknown_devices_count_as_the_nearest_in_memory() -> None:
+    assert local_cluster("NVIDIA H100 80GB HBM3", 85e9, 8, 8).device == "H100-80GB"
+    assert local_cluster("Some Accelerator", 24e9, 2, 2).device == "RTX 4090"
+    assert local_cluster("Some Accelerator", 24e9, 2, 2).memory == 24
+
+
+def weft(folder: Path, *words: str, torchrun: int = 0) -> subprocess.CompletedProcess[str]:
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, *start, "-m", "weft", "train", "recipe.toml", "--out", "run", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=env)
+
+
+def written(folder: Path) -> str:
+    return "".join(path.read_text() for path in (folder / "run").glob("*.jsonl"))
+
+
+def test_train_plans_for_the_ranks_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    done = weft(tmp_path, "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("layout  ")]
+    assert len(lines) == 1 and re.search(r"--layout \S+$", lines[0])
+    assert Layout.parse(lines[0].rpartition("--layout ")[2]).world == 2
+    assert '"world": 2' in written(tmp_path) or '"world":2' in written(tmp_path)
+
+
+def test_train_plans_for_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    done = weft(tmp_path, torchrun=2)
+    assert done.returncode == 0, done.stderr
+    assert sum(line.startswith("layout  ") for line in done.stdout.splitlines()) == 1
+
+
+def test_one_rank_and_given_layouts_stay(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    done = weft(tmp_path, "--set", "train.device=cpu")
+    assert done.returncode == 0 and "layout  " not in done.stdout
+    (tmp_path / "recipe.toml").write_text(RECIPE + "[layout]\ntp = 2\n")
+    assert load_recipe(tmp_path / "recipe.toml").layout.tp == 2
+    done = weft(tmp_path, "--resume", "run", "--ranks", "4")
+    assert done.returncode == 2 and "--ranks 4, but layout tp=2 has 2" in done.stderr
