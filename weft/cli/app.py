@@ -148,6 +148,18 @@ def schedule(
 
 
 @app.command()
+def probe(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The cluster file to write.")] = Path("probe.toml"),
+    ranks: Annotated[int, typer.Option(min=1, help="Measure with 1, 2, 4 ... up to so many ranks at once.")] = 4,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and turns.")] = False,
+) -> int:
+    """Measure this machine for weft plan: products, memory, operators, collectives. Under torchrun: its ranks."""
+    from weft.cli.probe import run
+
+    return run(out, ranks, quick)
+
+
+@app.command()
 def techniques() -> int:
     """List the published techniques in Weft, with recipe, proof and measured figure."""
     from weft.cli.techniques import run

@@ -1,9 +1,10 @@
 """A layout: how many ranks stand along each mesh axis, and which named dimension each axis cuts."""
 
+import re
 from math import prod
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from weft.errors import UsageError, nearest
 
@@ -34,12 +35,16 @@ class Layout(BaseModel):
 
     Of ``cp``: ``context``, how attention crosses it (a table of :mod:`weft.parallel.context.tables`, or heads exchanged
     among all its ranks); with ``ulysses`` > 1, heads are exchanged among so many neighbours, and the table of
-    ``context`` runs over the rest.
+    ``context`` runs over the rest. ``scan`` is how states of linear attention cross ``cp``: all ranks ``gather`` them,
+    or each can ``pass`` the running one on.
 
     Of ``pp``: ``schedule`` (see ``weft schedule``) and its ``virtual`` stages per rank, where it leaves that open;
     ``vocab_barriers`` (1 or 2: embedding and output layer are cut over all pipeline ranks, with so many barriers
     between their passes; 0: they are on the first and last stage); ``skip``, the share of stages that a microbatch
     leaves out.
+
+    ``order``: the axes from the slowest links to the fastest, e.g. ``"tp pp"``, if neighbouring ranks are to be
+    neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.planner.mapping`` chooses).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,10 +58,29 @@ class Layout(BaseModel):
     zero: Literal[1, 2, 3] = 3
     context: Literal["zigzag", "ring", "lightseq", "tokenring", "gather", "ulysses"] = "zigzag"
     ulysses: int = Field(1, ge=1)
+    scan: Literal["gather", "pass"] = "gather"
     schedule: str = "1f1b"
     virtual: int | None = Field(None, ge=1)
     vocab_barriers: Literal[0, 1, 2] = 0
     skip: float = Field(0.0, ge=0, lt=1)
+    order: str = ""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        named = re.findall(r"\w+", self.order)
+        if unknown := [name for name in named if name not in AXES]:
+            raise ValueError(f"unknown axis {unknown[0]!r} in the order; {nearest(unknown[0], AXES)}")
+        if len(set(named)) < len(named):
+            raise ValueError("an axis is twice in the order")
+        if named and (missing := [axis for axis in AXES if self.size(axis) > 1 and axis not in named]):
+            raise ValueError(f"the order leaves out {missing[0]}, which is {self.size(missing[0])}")
+        return self
+
+    @property
+    def axis_order(self) -> tuple[str, ...]:
+        """All axes from the slowest-varying to the fastest, those of size 1 anywhere."""
+        named = re.findall(r"\w+", self.order)
+        return (*(axis for axis in AXES if axis not in named), *named)
 
     def size(self, *axes: str) -> int:
         return prod(getattr(self, axis) for axis in axes)
@@ -73,7 +97,7 @@ class Layout(BaseModel):
     @classmethod
     def parse(cls, text: str, base: dict[str, Any] | None = None) -> Self:
         """Read ``"shard=2,tp=2"``. Axes that are not named are 1; ``zero`` and ``context`` come from ``base``."""
-        values: dict[str, Any] = {k: v for k, v in (base or {}).items() if k not in AXES}
+        values: dict[str, Any] = {k: v for k, v in (base or {}).items() if k not in (*AXES, "order")}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = (part.strip() for part in item.partition("="))
             if name not in cls.model_fields:
@@ -85,6 +109,8 @@ class Layout(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
+            if not first["loc"]:
+                raise UsageError(f"layout {text!r}: {first['msg'].removeprefix('Value error, ')}") from None
             raise UsageError(
                 f"layout {text!r}: {first['loc'][0]} = {first['input']!r} is not possible: {first['msg'].lower()}"
             ) from None

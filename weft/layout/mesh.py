@@ -53,11 +53,12 @@ class Mesh:
                 f"layout {layout} has {layout.world} places but {dist.get_world_size()} ranks were started; "
                 f"start {layout.world} ranks or change --layout"
             )
-        shape = [layout.size(axis) for axis in LIVE_AXES]
-        ranks = torch.arange(layout.world)
-        device_mesh = DeviceMesh(device.type, ranks.view(shape), mesh_dim_names=LIVE_AXES)
+        order = [axis for axis in layout.axis_order if axis in LIVE_AXES]
+        laid = torch.arange(layout.world).view([layout.size(axis) for axis in order])
+        ranks = laid.permute([order.index(axis) for axis in LIVE_AXES])  # the rank at each place
+        device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=LIVE_AXES)
         # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
-        places = ranks.view(layout.pp, layout.dp, layout.shard * layout.cp, layout.tp)
+        places = ranks.reshape(layout.pp, layout.dp, layout.shard * layout.cp, layout.tp)
         data_mesh = DeviceMesh(device.type, places, mesh_dim_names=("pp", "replica", "state", "tp"))
         own = {axis: device_mesh.get_local_rank(axis) for axis in LIVE_AXES}
         groups = {axis: device_mesh.get_group(axis) for axis in LIVE_AXES}

@@ -49,17 +49,20 @@ class Happening(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
     @property
     def number(self) -> int: ...
+    @property
+    def turned(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Setting:
     """What was measured while ``ranks`` processes of ``threads`` threads each were busy with the same.
 
-    ``ops``: ``{name: [[bytes, seconds]]}``; ``products``: ``{"linear" | "mm": [[rows, out, in, seconds]]}`` on a full
-    grid; ``attention``: ``[[scores, seconds]]`` by direction; ``collectives``: ``{"reduce.2": [[bytes, cpu seconds,
-    seconds besides]]}`` by group size; ``messages`` alike; ``overhead``: seconds of the framework per ``op``,
-    ``functional`` and ``sharded`` collective, ``message`` and ``step``; ``memory``: resident bytes of a rank without
-    tensors; ``slow``: factor on the operators of a whole step, beyond what they cost one by one.
+    ``ops``: ``{name: [[bytes, seconds]]}``; ``products``: ``{"linear" | "back" | "mm": [[rows, out, in, seconds]]}``
+    on a full grid; ``attention``: ``[[scores, seconds]]`` by direction; ``collectives``: ``{"reduce.2": [[bytes, cpu
+    seconds, seconds besides]]}`` by group size, ``message.2`` alike; ``overhead``: seconds of the framework per
+    ``op``, ``functional`` and ``sharded`` collective, ``message`` and ``step``; ``memory``: resident bytes of a rank
+    without tensors (``plain``, and more by the same kinds) and ``per_byte`` of tensors; ``slow``: factor on the
+    operators of a whole step, beyond what they cost one by one.
     """
 
     ranks: int
@@ -69,7 +72,7 @@ class Setting:
     attention: Mapping[str, Sequence[Sequence[float]]]
     collectives: Mapping[str, Sequence[Sequence[float]]]
     overhead: Mapping[str, float]
-    memory: float
+    memory: Mapping[str, float]
     slow: float = 1.0
 
 
@@ -148,7 +151,7 @@ class Clerk:
             a, b = (e.shapes[i] for i in PRODUCTS[e.name])
             if e.name == "_linear_pointwise":
                 weight = e.shapes[-1] if len(e.shapes) > 2 else b
-                return self.grids["linear"](a[0], weight[0], a[1])
+                return self.grids["back" if e.turned else "linear"](a[0], weight[0], a[1])
             batch = a[0] if len(a) == 3 else 1
             return batch * self.grids["mm"](a[-2], b[-1], a[-1])
         if e.name in ATTENTION:
@@ -280,8 +283,6 @@ def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> flo
             left[r] -= (then - now) * rate
             if left[r] < 1e-12:
                 left[r] = 0.0
-        for key in [key for key, t in there.items() if t < now - 1]:
-            del there[key]
         now = then
 
 
@@ -317,4 +318,16 @@ def predict(local: Local, rehearsed: Sequence[tuple[Sequence[Happening], int]]) 
                 parts["messages"] += sum(clerk.message(e.bytes)) + setting.overhead["message"]
     seconds = run(programs, local.cores, setting.threads)
     busy = tuple(sum(do.cpu for do in p) for p in programs)
-    return Prediction(seconds, tuple(setting.memory + peak for _, peak in rehearsed), busy, dict(parts))
+    memory = tuple(resident(setting, events, peak) for events, peak in rehearsed)
+    return Prediction(seconds, memory, busy, dict(parts))
+
+
+def resident(setting: Setting, events: Sequence[Happening], peak: float) -> float:
+    """Most bytes resident of a rank whose tensors take ``peak`` bytes at most."""
+    known = setting.memory
+    uses = {
+        "sharded": any(e.name in SHARDED for e in events),
+        "functional": any(e.name in FUNCTIONAL and len(e.ranks) > 1 and e.bytes > 2**10 for e in events),
+        "message": any(e.kind == "send" for e in events),
+    }
+    return known["plain"] + known["per_byte"] * peak + sum(known.get(kind, 0.0) for kind, used in uses.items() if used)

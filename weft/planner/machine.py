@@ -109,6 +109,7 @@ class Cluster(Section):
     site: PositiveInt | None = None
     between: PositiveFloat | None = None
     between_latency: PositiveFloat = Field(5000.0, description="microseconds, one way")
+    calibration: dict[str, Any] = Field({}, description="measured curves, from weft probe")
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -1,0 +1,427 @@
+"""What ``weft probe`` measures on the machine at hand, for :mod:`weft.planner.local`.
+
+Everything is measured while as many processes do the same at once as a run would have ranks: they share cores, caches
+and memory. With one thread per rank a cost is processor time, which other programs on the machine hardly change; with
+several it is elapsed time, the least of some turns. Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from weft.planner.local import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Happening, Setting
+
+aten = torch.ops.aten
+Sized = Callable[[str, str, bool], Any]
+Points = list[list[float]]
+
+SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # of one operand
+GRID = ((128, 512, 2048), (64, 128, 256, 512, 1024), (64, 128, 256, 512, 1024))  # tokens, out, in
+MESSAGES = (64, 2**14, 2**17, 2**19, 2**21, 2**23)
+
+
+def clock() -> float:
+    """Seconds: of this thread's processor, or with several threads of the wall."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def timed(call: Callable[[], Any], budget: float) -> float:
+    """Seconds of one call, from turns within about ``budget`` seconds.
+
+    Results are kept for a while, as a step keeps them for backward, so that they do not all go to the same cache lines.
+    """
+    size = sum(map(_size, _tensors([call()])))
+    kept: deque[Any] = deque(maxlen=max(1, min(64, 2**25 // max(size, 1))))
+    begun = time.perf_counter()
+    call()
+    once = max(time.perf_counter() - begun, 1e-6)
+    turns = max(1, int(budget / 5 / once))
+    found = []
+    for _ in range(5 if once < budget else 2):
+        begun = clock()
+        for _ in range(turns):
+            kept.append(call())
+        found.append((clock() - begun) / turns)
+    return statistics.median(found) if torch.get_num_threads() == 1 else min(found)
+
+
+def triad(budget: float) -> float:
+    """Bytes per second of ``a = b + s * c`` on arrays that no cache holds (McCalpin's STREAM)."""
+    a, b, c = torch.ones(3, 2**23).unbind()
+    return 3 * 4 * 2**23 / timed(lambda: torch.add(b, c, alpha=3.0, out=a), budget)
+
+
+def operators(budget: float, sizes: Iterable[int]) -> dict[str, Points]:
+    """``{name: [[bytes read and written, seconds]]}`` of what a step is made of beside products."""
+    found: dict[str, Points] = {}
+    for size in sizes:
+        rows = size // 512
+        x, y, z = torch.rand(3, rows, 128).unbind()
+        ids = torch.arange(rows) % 512
+        table, vector, column = torch.rand(512, 128), torch.rand(128), ids[:, None] % 128
+        steps = [torch.ones(())]
+        calls: dict[str, tuple[Any, ...]] = {
+            "mul": (aten.mul, x, y), "add": (aten.add, x, y), "sub": (aten.sub, x, y), "neg": (aten.neg, x),
+            "mul_": (aten.mul_, x, y), "add_": (aten.add_, x, y), "sub_": (aten.sub_, x, y),
+            "copy_": (aten.copy_, x, y), "addcmul_": (aten.addcmul_, x, y, z), "cat": (aten.cat, [x, y], -1),
+            "zeros_like": (aten.zeros_like, x),
+            "silu": (aten.silu, x), "silu_backward": (aten.silu_backward, x, y), "exp_": (aten.exp_, x.clone()),
+            "sum": (aten.sum, x, [1]), "amax": (aten.amax, x, [1]), "mv": (aten.mv, x, vector),
+            "linalg_vector_norm": (aten.linalg_vector_norm, x, 2, [1], True), "gather": (aten.gather, x, 1, column),
+            "scatter_add_": (aten.scatter_add_, z, 1, column, x[:, :1]), "embedding": (aten.embedding, table, ids),
+            "embedding_dense_backward": (aten.embedding_dense_backward, x, ids, 512, -1, False),
+            "_foreach_norm": (aten._foreach_norm, [x]), "_foreach_mul_": (aten._foreach_mul_, [y], 1.0),
+            "_fused_adamw_": (aten._fused_adamw_, [x.clone()], [y], [z.clone()], [z.clone()], [], steps),
+        }  # fmt: skip
+        more = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False,
+                "maximize": False}  # fmt: skip
+        for name, (func, *args) in calls.items():
+            given: dict[str, Any] = more if name == "_fused_adamw_" else {}
+            moved = sum(map(_size, _tensors(args))) + sum(map(_size, _tensors([func(*args, **given)])))
+            seconds = timed(lambda f=func, a=args, g=given: f(*a, **g), budget)  # type: ignore[misc]
+            found.setdefault(name, []).append([float(moved), seconds])
+            x.fill_(0.5)  # what is multiplied again and again must not become denormal
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def products(budget: float, grid: Sequence[Sequence[int]]) -> dict[str, Points]:
+    """``[[rows, out, in, seconds]]`` of a linear layer, of its input's gradient and of its weight's.
+
+    ``grid``: tokens, and the two widths of a weight.
+    """
+    from weft.models.fused import times
+
+    found: dict[str, Points] = {"linear": [], "back": [], "mm": []}
+    for tokens, out, into in itertools.product(*grid):
+        x, weight, grad = torch.rand(tokens, into), torch.rand(out, into), torch.rand(tokens, out)
+        found["linear"].append([tokens, out, into, timed(partial(times, x, weight), budget)])
+        found["back"].append([tokens, into, out, timed(partial(times, grad, weight.t()), budget)])
+        # As gradients of weights are made: [out, tokens], a transposed view, times [tokens, in].
+        found["mm"].append([out, into, tokens, timed(partial(torch.mm, grad.t(), x), budget)])
+    return found
+
+
+def attention(budget: float, lengths: Iterable[int]) -> dict[str, Points]:
+    """``[[batch * heads * queries * keys * head_dim, seconds]]`` of the fused kernel, causal, forward and backward."""
+    found: dict[str, Points] = {"attention": [], "attention_backward": []}
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for length in lengths:
+        # As attention hands them over: heads were transposed to the front.
+        q, k, v, grad = (torch.rand(2, length, 4, 32).transpose(1, 2) for _ in range(4))
+        work = float(2 * 4 * length * length * 32)
+        out, lse = forward(q, k, v, 0.0, True)
+        found["attention"].append([work, timed(lambda a=(q, k, v): forward(*a, 0.0, True), budget)])  # type: ignore[misc]
+        args = (grad, q, k, v, out, lse, 0.0, True)
+        found["attention_backward"].append([work, timed(lambda a=args: backward(*a), budget)])  # type: ignore[misc]
+    return found
+
+
+def peaks(budget: float) -> dict[str, float]:
+    """Multiply-adds twice per second of a large square product, by precision."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.rand(768, 768).to(dtype)
+        found[str(dtype).removeprefix("torch.")] = 2 * 768**3 / timed(lambda a=a: a @ a, budget)  # type: ignore[misc]
+    return found
+
+
+# --- between ranks ---
+
+
+def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
+    """``{"reduce.2": [[bytes, cpu seconds of a rank, seconds besides]]}`` by group size, amid other work.
+
+    Groups smaller than the world work at the same time. Bytes are those of the whole tensor. ``besides``: what a
+    rank waits beyond the work of all ranks on the cores.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    cores = cores_here()
+    share = max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", world)) * torch.get_num_threads() / cores)
+    from weft.parallel.state import all_gather, reduce_scatter
+
+    a, b = torch.rand(256, 128), torch.rand(128, 512)
+    found: dict[str, Points] = {}
+    groups = {world: dist.group.WORLD}
+    if world > 2 and world % 2 == 0:
+        pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
+        groups[2] = pairs[rank // 2]
+    peer = rank ^ 1 if world % 2 == 0 else None
+
+    def average(call: Callable[[], Any], count: int) -> tuple[float, float]:
+        """Least elapsed seconds of a turn, and its processor seconds, both amid a product."""
+        wall, cpu = [], []
+        for _ in range(5):
+            dist.barrier()
+            begun = time.perf_counter(), time.process_time()
+            for _ in range(count):
+                a @ b
+                call()
+            wall.append((time.perf_counter() - begun[0]) / count)
+            cpu.append((time.process_time() - begun[1]) / count)
+        both = torch.tensor([min(wall), min(cpu)])
+        dist.all_reduce(both)
+        return float(both[0]) / world, float(both[1]) / world
+
+    plain = average(lambda: None, 4 * turns)[1]
+
+    def measure(name: str, size: int, call: Callable[[], Any]) -> None:
+        call()
+        wall, cpu = average(call, turns if size < 2**18 else max(2, turns // 4))
+        besides = max(0.0, wall - share * cpu)
+        found.setdefault(name, []).append([float(size), max(1e-6, cpu - plain), besides])
+
+    for size in sizes:
+        for members, group in groups.items():
+            if members < 2:
+                continue
+            whole, piece = torch.zeros(size // 4), torch.zeros(max(1, size // 4 // members))
+            out = torch.zeros(len(piece) * members)
+            measure(f"reduce.{members}", size, lambda w=whole, g=group: dist.all_reduce(w, group=g))  # type: ignore[misc]
+            measure(
+                f"gather.{members}", size,
+                lambda o=out, p=piece, g=group: all_gather(o, p, group=g),  # type: ignore[misc]
+            )  # fmt: skip
+            measure(
+                f"scatter.{members}", size,
+                lambda o=out, p=piece, g=group: reduce_scatter(p, o, group=g),  # type: ignore[misc]
+            )  # fmt: skip
+            other = torch.zeros_like(out)
+            measure(
+                f"exchange.{members}", size,
+                lambda o=out, t=other, g=group: dist.all_to_all_single(t, o, group=g),  # type: ignore[misc]
+            )  # fmt: skip
+        if peer is not None:
+            mine, theirs = torch.zeros(size // 4), torch.zeros(size // 4)
+
+            def swap(mine: torch.Tensor = mine, theirs: torch.Tensor = theirs) -> None:
+                works = [dist.isend(mine, peer), dist.irecv(theirs, peer)]
+                for work in works:
+                    work.wait()  # type: ignore[union-attr]
+
+            measure("message.2", size, swap)
+    return found
+
+
+def links(turns: int = 3) -> dict[str, list[list[float]]]:
+    """``latency`` (seconds) and ``bandwidth`` (bytes per second) of every ordered pair of ranks, one at a time."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    table = torch.zeros(2, world, world, dtype=torch.float64)
+    small, large = torch.zeros(16), torch.zeros(2**18)
+    for i in range(world):
+        for j in range(i + 1, world):
+            dist.barrier()
+            if rank not in (i, j):
+                continue
+            peer, found = j if rank == i else i, []
+            for tensor, count in ((small, 10), (large, turns)):
+                seen = []
+                for _ in range(count):
+                    begun = time.perf_counter()
+                    for turn in (i, j):
+                        if rank == turn:
+                            dist.send(tensor, peer)
+                        else:
+                            dist.recv(tensor, peer)
+                    seen.append((time.perf_counter() - begun) / 2)
+                found.append(min(seen))
+            if rank == i:
+                table[0, i, j] = table[0, j, i] = found[0]
+                speed = _size(large) / max(found[1] - found[0], 1e-9)
+                table[1, i, j] = table[1, j, i] = speed
+    dist.all_reduce(table)
+    return {"latency": table[0].tolist(), "bandwidth": table[1].tolist()}
+
+
+# --- the framework ---
+
+
+def framework(reference: Sized, plain: Setting) -> dict[str, float]:
+    """Seconds of the framework per operator, per collective by kind, and per message, from steps of a tiny model.
+
+    Their operators are as small as can be; what a layout adds to one device's step is put down to its collectives.
+    """
+    clerk = Clerk(plain)
+    found = {"op": 0.0, "functional": 0.0, "sharded": 0.0, "message": 0.0, "step": 0.0}
+
+    def spent(layout: str) -> tuple[float, dict[str, int]]:
+        seen = reference(layout, "tiny", True)
+        work = sum(max(0.0, clerk.alone(e) - clerk.least) for e in seen.events if e.kind == "op")
+        counts = {
+            "op": sum(e.kind == "op" for e in seen.events),
+            "functional": sum(e.name in FUNCTIONAL for e in seen.events),
+            "sharded": sum(e.name in SHARDED for e in seen.events),
+            "message": sum(e.kind in ("send", "recv") for e in seen.events),
+        }
+        return max(0.0, (seen.cpu if plain.threads == 1 else seen.wall) - work), counts
+
+    seconds, counts = spent("dp=1")
+    found["op"] = seconds / counts["op"]
+    for kind, layout in (("functional", "tp=2"), ("sharded", "shard=2"), ("message", "pp=2")):
+        seconds, counts = spent(layout)
+        rest = seconds - sum(found[k] * n for k, n in counts.items() if k != kind)
+        found[kind] = max(0.0, rest / max(1, counts[kind]))
+    return found
+
+
+def slowness(reference: Sized, setting: Setting) -> float:
+    """How much longer operators take in a step than one by one: what they touch is colder there."""
+    seen = reference("dp=1", "small", True)
+    clerk = Clerk(setting)
+    events: list[Happening] = [e for e in seen.events if e.kind == "op"]
+    work = sum(max(0.0, clerk.alone(e) - clerk.least) for e in events)
+    whole = seen.cpu if setting.threads == 1 else seen.wall
+    return min(2.0, max(0.5, (whole - setting.overhead["op"] * len(events)) / work))
+
+
+# --- one process of a setting ---
+
+
+def measure(reference: Sized, join: Callable[[], None], quick: bool) -> dict[str, Any]:
+    """Everything about the setting that this process is in, one of those that ``join`` brings together.
+
+    Rank 0's table of links is complete.
+    """
+    every = 2 if quick else 1
+    sizes, grid, messages = SIZES[::every], [axis[::every] for axis in GRID], MESSAGES[::every]
+    budget = 0.004 if quick else 0.01
+    world, threads = int(os.environ["WORLD_SIZE"]), torch.get_num_threads()
+    found: dict[str, Any] = {"ranks": world, "threads": threads, "memory": empty_memory(reference, join, world)}
+    between = collectives(messages, 8 if quick else 20) if world > 1 else {}
+    table = links() if 1 < world <= 16 else {}
+    dist.barrier()
+    dist.destroy_process_group()  # what follows is each process's own, side by side with the others
+    speed = triad(4 * budget)
+    found |= {
+        "ops": operators(budget, sizes),
+        "products": products(budget, grid),
+        "attention": attention(budget, (64, 256) if quick else (32, 64, 128, 256, 512, 1024)),
+    }
+    plain = Setting(**found, collectives=between, overhead={"op": 0.0, "functional": 0.0, "sharded": 0.0})
+    found["overhead"] = framework(reference, plain)
+    setting = Setting(**found, collectives=between)
+    found["slow"] = slowness(reference, setting)
+    return found | {"collectives": between, "links": table, "triad": speed, "peaks": peaks(budget)}
+
+
+def empty_memory(reference: Sized, join: Callable[[], None], world: int) -> dict[str, float]:
+    """Resident bytes of a rank besides its tensors: ``plain``, ``per_byte`` of tensors at their peak (the heap has
+    gaps), and with several ranks what kinds of layouts load and keep, the first as a peak that :func:`cluster` reads.
+    """
+    found: dict[str, float] = {}
+    if world == 1:
+        small = reference("dp=1", "small", True).peak
+        first = peak_memory()
+        per_byte = (peak_of(reference, "dp=1", "large", True) - first) / (reference("dp=1", "large", True).peak - small)
+        found = {"plain": first - max(1.0, per_byte) * small, "per_byte": max(1.0, per_byte)}
+    join()
+    if world > 1:
+        tensors = reference(f"tp={world}", "small", False).peak
+        found = {"peak": float(peak_memory()), "tensors": float(tensors)}
+        for kind, axis in (("sharded", "shard"), ("message", "pp")):
+            before = peak_memory()
+            found[kind] = float(peak_of(reference, f"{axis}={world}", "small", False) - before)
+    return found
+
+
+def peak_of(reference: Sized, layout: str, size: str, alone: bool) -> int:
+    reference(layout, size, alone)
+    return peak_memory()
+
+
+def cores_here() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_memory() -> int:
+    """Most bytes that this process has had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def cluster(settings: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
+    """The tree of a cluster file: the few numbers of :class:`weft.planner.machine.Cluster`, and all the curves."""
+    full = max(settings, key=lambda s: (min(s["ranks"] * s["threads"], cores_here()), -s["ranks"]))
+    most = max(settings, key=lambda s: s["ranks"])
+    rate = full["peaks"]["float32"]
+    table = most["links"]
+    base = next((s["memory"] for s in settings if "plain" in s["memory"]), {"plain": 3.6e8, "per_byte": 1.25})
+    for s in settings:
+        found = s["memory"]
+        if "peak" in found:  # of a rank under tensor parallelism
+            empty = base["plain"] + base["per_byte"] * found.pop("tensors")
+            s["memory"] = base | {"functional": max(0.0, found.pop("peak") - empty)} | found
+    speeds = [x for row in table.get("bandwidth", []) for x in row if x] or [1e9]
+    delays = [x for row in table.get("latency", []) for x in row if x] or [5e-5]
+    return {
+        "device": "CPU",
+        "count": count,
+        "per_node": count,
+        "memory": psutil.virtual_memory().total / 1e9 / count,
+        "bf16": max(rate, full["peaks"]["bfloat16"]) / 1e12,
+        "hbm": full["triad"] / 1e9,
+        "link": statistics.median(speeds) / 1e9,
+        "network": min(speeds) / 1e9,
+        "link_latency": statistics.median(delays) * 1e6,
+        "network_latency": max(delays) * 1e6,
+        "calibration": {
+            "cores": cores_here(),
+            "triad": {str(s["ranks"]): s["triad"] for s in settings},
+            "peaks": {str(s["ranks"]): s["peaks"] for s in settings},
+            "links": table,
+            "settings": {
+                str(s["ranks"]): {k: v for k, v in s.items() if k not in ("links", "triad", "peaks")} for s in settings
+            },
+        },
+    }
+
+
+def as_toml(tree: dict[str, Any], path: str = "") -> str:
+    """A tree of tables, numbers, strings and lists as TOML."""
+    lines = [f"[{path}]"] if path else []
+    lines += [f"{_key(k)} = {_value(v)}" for k, v in tree.items() if not isinstance(v, dict)]
+    tables = [as_toml(v, f"{path}.{_key(k)}" if path else _key(k)) for k, v in tree.items() if isinstance(v, dict)]
+    return "\n".join([*lines, *(f"\n{t}" if t else "" for t in tables)])
+
+
+def _key(text: str) -> str:
+    return text if text.replace("_", "").replace("-", "").isalnum() else f'"{text}"'
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, float):
+        return f"{value:.5g}" if any(c in f"{value:.5g}" for c in ".en") else f"{value:.5g}.0"
+    return str(value) if isinstance(value, int) else f'"{value}"'
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+assert set(FUNCTIONAL) | set(SHARDED) <= set(COLLECTIVES)

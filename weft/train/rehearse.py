@@ -1,0 +1,306 @@
+"""One rank's training step alone, in a process group that moves nothing: what it runs, sends and keeps.
+
+The planner's view of a layout on a machine at hand: our own modules, with every operator, collective and message in
+the order in which this rank issues them, so that counts and shapes cannot drift from the code. Values are worthless.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._library.custom_ops import OPDEFS
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.data.batch import Batch
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.layout.sequence import padded_length
+from weft.parallel.build import local_parts, parallelize
+from weft.recipe import Data, ModelShape, Recipe, Train
+from weft.train.optim import build_optimizer
+from weft.train.step import clear_gradients, clipped, gradients, update
+
+
+@dataclass(frozen=True)
+class Event:
+    """``kind``: ``op``, ``collective`` (``later``: one that is not waited for here), ``send``, ``recv`` or ``wait``.
+
+    ``bytes``: of an operator read and written; of a collective, its whole tensor; ``ranks``: who takes part (global),
+    of a message the peer and the tag. ``shapes``: of an operator's first tensors, the last of which may be a
+    ``turned`` (transposed) view. ``number``: of a message.
+    """
+
+    kind: str
+    name: str = ""
+    bytes: int = 0
+    shapes: tuple[tuple[int, ...], ...] = ()
+    ranks: tuple[int, ...] = ()
+    number: int = 0
+    turned: bool = False
+
+
+@dataclass
+class Rehearsal:
+    """What one rank does in one step; ``peak``: bytes of tensors alive at most, ``state``: before the step.
+
+    ``cpu``, ``wall``: seconds of the step without the recording; of a tiny model, those of the framework.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    state: int = 0
+    peak: int = 0
+    cpu: float = 0.0
+    wall: float = 0.0
+
+
+#: Operators that neither compute nor move anything, beside views of what is there.
+_FREE = {
+    "_record_function_enter_new", "_record_function_exit", "empty", "empty_like", "new_empty", "empty_strided",
+    "new_empty_strided", "set_", "resize_", "detach", "_local_scalar_dense", "is_same_size", "lift_fresh", "alias",
+}  # fmt: skip
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down operators and keeps account of the storages that are alive."""
+
+    def __init__(self, found: Rehearsal) -> None:
+        super().__init__()
+        self.found, self.level = found, 0
+        self.known: set[int] = set()
+        self.on = True
+        self.later = False  # the collective under way is waited for at some other time
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage until it is gone."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known or not size or tensor.device.type == "meta":
+            return
+        self.known.add(key)
+        self.level += size
+        if self.level > self.found.peak:
+            self.found.peak = self.level
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.level -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, name = func.namespace, func.overloadpacket.__name__
+        if space == "weft":  # look inside: its kernels and messages count
+            with self:
+                result = OPDEFS[f"weft::{name}"]._init_fn(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+        if not self.on:
+            return result
+        if "c10d" in space:
+            self._collective(name, args)
+        elif space != "weft" and name not in _FREE:
+            tensors = _tensors(args)
+            made = _tensors((result,))
+            if (
+                not name.endswith("_")
+                and made
+                and {t.untyped_storage()._cdata for t in made} <= {t.untyped_storage()._cdata for t in tensors}
+            ):
+                return result
+            shapes = tuple(tuple(t.shape) for t in tensors[:3])
+            moved = sum(map(_size, tensors)) + sum(map(_size, made))
+            turned = bool(tensors) and not tensors[: len(shapes)][-1].is_contiguous()
+            self.found.events.append(Event("op", name, moved, shapes, turned=turned))
+        for t in _tensors((result,)):
+            self.hold(t)
+        return result
+
+    def _collective(self, name: str, args: Any) -> None:
+        if name in ("wait_tensor", "_wrap_tensor_autograd", "send", "recv_", "barrier", "monitored_barrier_"):
+            return
+        group = next((_group(a) for a in args if _group(a) is not None), None)
+        ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
+        sizes = [_size(t) for t in _tensors(args)]
+        whole = max(sizes, default=0)
+        if name == "all_gather_into_tensor":
+            whole *= len(ranks)
+        elif name == "allgather_":
+            whole = sizes[-1] * len(ranks)
+        self.found.events.append(Event("collective" if not self.later else "later", name, whole, ranks=ranks))
+
+
+def _group(value: Any) -> dist.ProcessGroup | None:
+    if isinstance(value, str) and value not in ("sum", "avg", "max", "min"):
+        return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(value)
+        except (RuntimeError, TypeError):
+            return None
+    return None
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class _Sent:
+    """What a send or receive returns: waiting for it is noted."""
+
+    def __init__(self, events: list[Event], kind: str, number: int) -> None:
+        self.events, self.kind, self.number = events, kind, number
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        self.events.append(Event("wait", self.kind, number=self.number))
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@contextmanager
+def _messages(found: Rehearsal) -> Iterator[None]:
+    """Note what is sent to whom, asked of whom, and when the rank waits for it."""
+    count = iter(range(1 << 60))
+
+    def noted(kind: str) -> Callable[..., Any]:
+        def call(
+            tensor: torch.Tensor, peer: int | None = None, group: dist.ProcessGroup | None = None, tag: int = 0,
+            group_src: int | None = None, group_dst: int | None = None, **kwargs: Any,
+        ) -> _Sent:  # fmt: skip
+            if peer is None:
+                inner = group_dst or 0 if group_src is None else group_src
+                peer = dist.get_process_group_ranks(group)[inner] if group is not None else inner
+            number = next(count)
+            found.events.append(Event(kind, bytes=_size(tensor), ranks=(int(peer or 0), tag), number=number))
+            return _Sent(found.events, kind, number)
+
+        return call
+
+    send, recv = noted("send"), noted("recv")
+    with ExitStack() as stack:
+        for module in (dist, dist.distributed_c10d):
+            stack.enter_context(mock.patch.object(module, "isend", send))
+            stack.enter_context(mock.patch.object(module, "irecv", recv))
+        yield
+
+
+@contextmanager
+def _pending(recorder: _Recorder) -> Iterator[None]:
+    """Mark all-reduces that the step does not wait for at once."""
+    real = dist.all_reduce
+
+    def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        recorder.later = async_op
+        try:
+            return real(*args, **kwargs, async_op=async_op)  # type: ignore[misc]
+        finally:
+            recorder.later = False
+
+    with mock.patch.object(dist, "all_reduce", call):
+        yield
+
+
+@contextmanager
+def fake_rank(rank: int, world: int) -> Iterator[None]:
+    """A default process group of ``world`` ranks in which this process is ``rank`` and nothing moves."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def rehearse(
+    recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]], rank: int, times: int = 1
+) -> Rehearsal:
+    """One step of ``rank`` under the recipe's layout, after a few that make what lasts. On the CPU, alone."""
+    with fake_rank(rank, recipe.layout.world):
+        return watch(recipe, shape, batches, times)
+
+
+def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]], times: int = 1) -> Rehearsal:
+    """As :func:`rehearse`, in the process group that there is. ``times``: steps of which the fastest counts."""
+    found = Rehearsal()
+    mesh = Mesh.create(recipe.layout, "cpu")
+    recorder = _Recorder(found)
+    model = parallelize(shape, mesh, recipe.train, lambda *_: torch.zeros(()), recipe.data.seq_len)
+    parts = local_parts(model, mesh)
+    optimizer = build_optimizer(parts, recipe.optimizer)
+    kept = [*model.parameters(), *(p.local for p in parts), *_tensors(_states(optimizer))]
+    for tensor in kept:
+        recorder.hold(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    del kept
+    given = batches(mesh)
+
+    def step() -> None:
+        grads, _ = gradients(model, parts, given, mesh)
+        clipped(grads, 2.0, 1.0)
+        update(optimizer, grads, parts, 1e-3)
+        clear_gradients(model, parts)
+
+    step()
+    cpu, wall = [], []
+    for _ in range(times):
+        begun = time.process_time(), time.perf_counter()
+        step()
+        cpu.append(time.process_time() - begun[0])
+        wall.append(time.perf_counter() - begun[1])
+    found.cpu, found.wall = min(cpu), min(wall)
+    found.state = found.peak = recorder.level
+    with recorder, _messages(found), _pending(recorder):
+        step()
+    return found
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [list(state.values()) for state in optimizer.state.values()]
+
+
+def plain_batches(recipe: Recipe, shape: ModelShape) -> Callable[[Mesh], list[Batch]]:
+    """Batches of the recipe's sizes with one document per row."""
+
+    def make(mesh: Mesh) -> list[Batch]:
+        rows, passes = recipe.rows_per_pass(mesh.layout)
+        length = padded_length(recipe.data.seq_len, mesh.layout)
+        ids = torch.arange(rows * length // mesh.size("cp")).view(rows, -1)
+        edges = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+        return [Batch(ids % shape.vocab, ids % shape.vocab, ids % length, edges) for _ in range(passes)]
+
+    return make
+
+
+def reference(layout: str, size: str, alone: bool = True) -> Rehearsal:
+    """Rank 0's step of a small model for the probe: ``tiny`` is all framework, ``small`` has work to do.
+
+    ``alone``: in a process group that moves nothing, else with the ranks that there are.
+    """
+    sizes = {"tiny": (4, 16, 8, 64), "small": (2, 256, 256, 2048), "large": (4, 256, 512, 2048)}
+    layers, embed, seq, vocab = sizes[size]
+    model = ModelShape(
+        layers=layers, embed=embed, heads=4, kv_heads=2, ffn=2 * embed, vocab=vocab, qk_norm=True, tied=True
+    )
+    recipe = Recipe(model=model, layout=Layout.parse(layout), data=Data(seq_len=seq), train=Train(batch=4))
+    batches = plain_batches(recipe, model)
+    times = {"tiny": 9, "small": 5, "large": 1}[size]
+    return rehearse(recipe, model, batches, 0, times) if alone else watch(recipe, model, batches)
