@@ -13,9 +13,10 @@ from tests.cases import Case, pairwise, recipe, write_corpus
 from tests.faults import FAULTS
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.recipe import build_recipe
+from weft.models import linear_attention
+from weft.recipe import Train, build_recipe
 from weft.train.setup import prepare
-from weft.train.verify import Difference, compare, run_layout
+from weft.train.verify import Difference, check_types, compare, run_layout
 
 AXES = ("dp", "shard", "cp", "tp")
 #: Every combination of the axes in {1, 2} with at most 8 ranks, and each axis alone at 4.
@@ -57,6 +58,9 @@ def tree(corpus: str, case: Case) -> dict[str, Any]:
         model__tied=case.get("tied", False),
         model__qk_norm=extras,
         model__qkv_bias=extras,
+        model__mixer=case.get("mixer", "softmax"),
+        model__softmax_every=2 * ("mixer" in case),
+        layout__scan=case.get("scan", "gather"),
         **{f"layout__{axis}": size for axis, size in case["layout"].items()},
     ).model_dump(mode="json")
 
@@ -100,6 +104,43 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
 def test_odd_sizes(pool: Any, corpus: str, case: Case) -> None:
     found = pool.run(Layout(**case["layout"]).world, difference, tree(corpus, case))[0]
     assert found.ok, found
+
+
+@pytest.mark.parametrize("case", [
+    {"layout": {"cp": 3}, "mixer": "retention", "context": "zigzag", "scan": "pass"},
+    {"layout": {"cp": 4}, "mixer": "linear", "kv_heads": 1},
+    pytest.param({"layout": {"cp": 4}, "mixer": "retention", "recompute": "selective", "scan": "pass"},
+                 marks=pytest.mark.slow),
+    pytest.param({"layout": {"cp": 2, "tp": 2, "shard": 2}, "mixer": "retention"}, marks=pytest.mark.slow),
+    pytest.param({"layout": {"cp": 2, "tp": 2, "shard": 2}, "mixer": "linear", "recompute": "full", "scan": "pass"},
+                 marks=pytest.mark.slow),
+    pytest.param({"layout": {"pp": 2, "cp": 2}, "mixer": "retention", "recompute": "selective"},
+                 marks=pytest.mark.slow),
+], ids=name)  # fmt: skip
+def test_hybrids_of_softmax_and_linear_attention(pool: Any, corpus: str, case: Case) -> None:
+    layout = Layout(**case["layout"], context=case.get("context", "ring"), scan=case.get("scan", "gather"))
+    found = pool.run(layout.world, difference, tree(corpus, case))[0]
+    assert found.ok, found
+    shape = build_recipe(tree(corpus, case)).model.model_copy(update={"vocab": 257})
+    assert check_types(shape, layout, Train(recompute=case.get("recompute", "none"))) is None
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_recompute_runs_no_linear_attention_again(pool: Any, corpus: str, mode: str) -> None:
+    case = {"layout": {"cp": 2}, "mixer": "linear", "recompute": mode}
+    forwards, scans = pool.run(2, count_scans, tree(corpus, case))[0]
+    assert (forwards, scans) == (1 * 3, 2 * 3)  # one linear layer, three steps of one pass; a scan back as well
+
+
+def count_scans(values: dict[str, Any]) -> tuple[int, int]:
+    """How often linear attention is run forward, and how often states cross the ranks."""
+    settings = build_recipe(values)
+    with (
+        mock.patch.object(linear_attention, "forward", wraps=linear_attention.forward) as forward,
+        mock.patch.object(linear_attention, "prefixes", wraps=linear_attention.prefixes) as prefixes,
+    ):
+        run_layout(prepare(settings), Mesh.create(settings.layout, "cpu"), steps=3)
+    return forward.call_count, prefixes.call_count
 
 
 def test_all_layouts_and_pairs_are_covered() -> None:

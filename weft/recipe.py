@@ -40,6 +40,9 @@ class ModelShape(Section):
     """A decoder-only transformer. ``config`` takes every field from a Hugging Face ``config.json`` instead.
 
     ``vocab = 0`` means "as large as the tokenizer's". ``weights`` names a folder with safetensors to start from.
+
+    ``mixer`` is what mixes tokens: ``softmax`` attention, ``linear`` attention, or ``retention`` (linear with decay).
+    Of the last two, ``softmax_every = n`` keeps softmax attention in every n-th layer (a hybrid; 0: in none).
     """
 
     config: Path | None = None
@@ -58,6 +61,12 @@ class ModelShape(Section):
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: RopeScaling | None = None
     init_std: PositiveFloat = 0.02
+    mixer: Literal["softmax", "linear", "retention"] = "softmax"
+    softmax_every: int = Field(0, ge=0)
+
+    def mixer_of(self, layer: int) -> str:
+        every = self.softmax_every
+        return "softmax" if every and (layer + 1) % every == 0 else self.mixer
 
     @model_validator(mode="after")
     def _fill(self) -> Self:

@@ -106,6 +106,8 @@ def config_from_shape(
     shape: ModelShape, dtype: torch.dtype = torch.float32, eos: int | None = None, max_positions: int = 8192
 ) -> dict[str, Any]:
     """The ``config.json`` with which transformers (4 and 5) computes the same model; ``max_positions`` is a hint."""
+    if shape.mixer != "softmax":
+        raise WeftError(f"Hugging Face has no architecture for mixer = {shape.mixer!r}; keep Weft's own checkpoint")
     if shape.qkv_bias and shape.qk_norm:
         raise WeftError("no Hugging Face architecture has both qkv_bias and qk_norm; keep this model as a checkpoint")
     name = "Qwen2ForCausalLM" if shape.qkv_bias else "Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"

@@ -21,6 +21,7 @@ from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
 from weft.models.attention import attention
 from weft.models.fused import Tape, current_tape, deferred, project, rms_norm
+from weft.models.linear_attention import linear_mixer, log_decay, remembered
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import angles, frequencies, rotate
 from weft.recipe import ModelShape
@@ -78,9 +79,9 @@ class Embedding(Module):
 
 
 class Attention(Module):
-    """Grouped-query attention (Ainslie et al. 2023) over packed documents."""
+    """Grouped-query attention (Ainslie et al. 2023) over packed documents, or linear attention in its place."""
 
-    def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
+    def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
         super().__init__(mesh)
         assert shape.kv_heads and shape.head_dim
         embed = Dim("embed", shape.embed)
@@ -109,7 +110,14 @@ class Attention(Module):
             self.weight("bv", kv, std=0, whole=self.shared_kv)
         self.q_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh) if shape.qk_norm else None
         self.k_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh) if shape.qk_norm else None
+        self.mixer = shape.mixer_of(layer)
         self.attend: Attend = local_attention
+        # Linear attention does not average: its outputs grow with what has been seen.
+        self.o_norm = None
+        if self.mixer != "softmax":
+            self.decay = log_decay(self.mixer, shape.heads)[first:last]
+            self.attend = linear_mixer(mesh, self.decay)
+            self.o_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh)
 
     def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T, cache: Cache | None = None) -> T:
         """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
@@ -122,7 +130,14 @@ class Attention(Module):
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.kv_index is not None:
             k, v = k[:, :, self.kv_index], v[:, :, self.kv_index]
-        out = self.attend(q, k, v, cu_seqlens) if cache is None else _cached(q, k, v, cache)
+        if cache is None:
+            out = self.attend(q, k, v, cu_seqlens)
+        elif self.o_norm is None:
+            out = _cached(q, k, v, cache)
+        else:
+            out = remembered(q, k, v, self.decay, cache)
+        if self.o_norm is not None:
+            out = self.o_norm(out)
         return project(out.flatten(-2), self.wo)[0]
 
     def _kv(self, weight: T) -> T:
@@ -167,11 +182,11 @@ class FeedForward(Module):
 class Block(Module):
     """Pre-norm block. ``recompute`` is ``none``, ``full`` or ``selective`` (attention and its moves are kept)."""
 
-    def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
+    def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
         super().__init__(mesh)
         embed = Dim("embed", shape.embed)
         self.attention_norm = Norm(embed, shape.norm_eps, mesh)
-        self.attention = Attention(shape, mesh)
+        self.attention = Attention(shape, mesh, layer)
         self.ffn_norm = Norm(embed, shape.norm_eps, mesh)
         self.ffn = FeedForward(shape, mesh)
         self.recompute = "none"
@@ -232,7 +247,7 @@ class Transformer(Module):
         if "embedding" in ends or (shape.tied and "head" in ends):
             self.embedding = Embedding(shape, mesh)
         held = range(shape.layers) if layers is None else sorted(layers)
-        self.blocks = nn.ModuleDict({str(i): Block(shape, mesh) for i in held})
+        self.blocks = nn.ModuleDict({str(i): Block(shape, mesh, i) for i in held})
         if "norm" in ends:
             self.norm = Norm(Dim("embed", shape.embed), shape.norm_eps, mesh)
         if "head" in ends and not shape.tied:

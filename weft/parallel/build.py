@@ -72,10 +72,14 @@ def parallelize(
     attend = context_attention(mesh, shape)
     for block in model.blocks.values():
         assert isinstance(block, Block)
-        block.attention.attend = attend
+        if block.attention.mixer == "softmax":
+            block.attention.attend = attend
         block.recompute = train.recompute
         kept = torch.ops.weft
-        block.kept_ops = [kept.attention.default, kept.tile_attention.default, kept.exchange_heads.default]
+        block.kept_ops = [
+            kept.attention.default, kept.tile_attention.default, kept.exchange_heads.default,
+            kept.linear_attention.default,
+        ]  # fmt: skip
         if train.compile:
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)

@@ -160,7 +160,8 @@ def check_types(shape: ModelShape, layout: Layout, train: Train) -> TypeFault | 
         model.freq = model.freq.to("meta")
         for block in model.blocks.values():
             assert isinstance(block, Block)
-            block.attention.attend = context_attention(mesh, shape)
+            if block.attention.mixer == "softmax":
+                block.attention.attend = context_attention(mesh, shape)
             block.recompute = train.recompute
         try:
             parts, batch = local_parts(model, mesh), _meta_batch(mesh)

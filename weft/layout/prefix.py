@@ -1,0 +1,100 @@
+"""Prefixes over states that are spread along an axis: what a stretch of a sequence starts with.
+
+States form a monoid: after a stretch there is its own state and what it lets through of the one before. Which routine
+combines them is a choice: all ranks gather all states (LASP-2, Sun et al. 2025, 2502.07563), or each passes the running
+one on to the next, in pieces (ZeCO, Chou et al. 2025, 2507.01004). Neither depends on the sequence's length.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+T = torch.Tensor
+
+#: Pieces in which a state is passed on: while one is on its way the next is combined.
+PIECES = 4
+
+
+class Places(NamedTuple):
+    """Who holds which stretch: ``owner[s]`` is a place in the group of which this rank is ``mine``."""
+
+    owner: tuple[int, ...]
+    mine: int
+
+    @property
+    def own(self) -> list[int]:
+        return [s for s, who in enumerate(self.owner) if who == self.mine]
+
+
+def prefixes(
+    states: dict[int, T], through: Sequence[T], places: Places, group: str, routine: str, backward: bool = False
+) -> dict[int, T]:
+    """The state before every own stretch (``backward``: the gradient of the state after it).
+
+    ``states``: of own stretches, ``[rows, heads, dk, dv]``; ``through[s]``: what stretch ``s`` lets through,
+    broadcastable to that. Collective over ``group``, unless all stretches are this rank's.
+    """
+    order = range(len(places.owner))[:: -1 if backward else 1]
+    if len(set(places.owner)) == 1:
+        return _fold(order, states, through, places)
+    if routine == "gather":
+        return _fold(order, _gather(states, places, group), through, places)
+    return _pass_on(order, states, through, places, group)
+
+
+def _fold(order: range, states: dict[int, T], through: Sequence[T], places: Places) -> dict[int, T]:
+    before, running = {}, torch.zeros_like(next(iter(states.values())))
+    for s in order:
+        if places.owner[s] == places.mine:
+            before[s] = running
+        running = states[s] + through[s] * running
+    return before
+
+
+def _gather(states: dict[int, T], places: Places, group: str) -> dict[int, T]:
+    mine = torch.stack([states[s] for s in places.own])
+    peers = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    everyone = [torch.empty_like(mine) for _ in set(places.owner)]
+    dist.all_gather(everyone, mine, group=peers)
+    found: dict[int, T] = {}
+    for who, theirs in enumerate(everyone):
+        found |= zip(places._replace(mine=who).own, theirs, strict=True)
+    return found
+
+
+def _pass_on(order: range, states: dict[int, T], through: Sequence[T], places: Places, group: str) -> dict[int, T]:
+    peers = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    before: dict[int, T] = {}
+    sent: list[tuple[dist.Work, T]] = []
+    last = order[-1]
+    for number, s in enumerate(order):
+        if places.owner[s] != places.mine:
+            continue
+        previous = order[number - 1] if number else None
+        following = order[number + 1] if s != last else None
+        incoming = torch.zeros_like(states[s])
+        outgoing = torch.empty_like(incoming)
+        allowed = through[s].expand_as(incoming)
+        if previous is not None and places.owner[previous] == places.mine:
+            incoming.copy_(before.pop(-1))
+        for piece, (into, out, own, let) in enumerate(
+            zip(*(x.chunk(PIECES, dim=2) for x in (incoming, outgoing, states[s], allowed)), strict=True)
+        ):
+            if previous is not None and places.owner[previous] != places.mine:
+                arrived = torch.empty(into.shape, dtype=into.dtype, device=into.device)
+                dist.recv(arrived, group=peers, group_src=places.owner[previous], tag=piece)
+                into.copy_(arrived)
+            out.copy_(torch.addcmul(own, let, into))
+            if following is not None and places.owner[following] != places.mine:
+                leaving = out.contiguous()
+                work = dist.isend(leaving, group=peers, group_dst=places.owner[following], tag=piece)
+                assert work is not None
+                sent.append((work, leaving))
+        before[s] = incoming
+        if following is not None and places.owner[following] == places.mine:
+            before[-1] = outgoing
+    for work, _ in sent:
+        work.wait()
+    return before

@@ -1,0 +1,269 @@
+"""Causal linear attention and retention over packed documents: one chunked kernel, forward and backward.
+
+A head remembers what it has seen as one matrix, ``state = sum_j decay^(now - j) k_j v_j^T``, so that the past costs
+the same however long it is. Linear attention (Katharopoulos et al. 2020, 2006.16236) has decay 1, retention (Sun et
+al. 2023, 2307.08621) a fixed one per head. Chunks of one token are the recurrent form, one chunk is the parallel
+form; all chunk sizes give the same numbers. A document begins with an empty state, wherever it begins in a row.
+
+A *stretch* is a run of tokens of each row that one rank holds. It is an element of a monoid: its state, and by how
+much it lets an earlier state through (:func:`carry`). Under ``cp`` :mod:`weft.layout.prefix` combines those of all
+ranks, and what is added to each stretch is one product with the state before it; backward is the same from the end.
+
+Shapes: ``q, k: [rows, heads, tokens, dk]``, ``v: [rows, heads, tokens, dv]``, ``positions: [rows, tokens]`` within the
+document, ``decay: [heads]`` as logarithms, states ``[rows, heads, dk, dv]``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from weft.errors import UsageError
+from weft.layout.mesh import Mesh
+from weft.layout.prefix import Places, prefixes
+from weft.layout.sequence import chunk_owners
+from weft.models.attention import fold, spread, wide
+
+T = torch.Tensor
+
+#: Tokens of a chunk: larger ones multiply more, smaller ones take more steps.
+CHUNK = 64
+
+
+def log_decay(mixer: str, heads: int) -> list[float]:
+    """Of every head: retention's are 1 - 2^-5, 1 - 2^-6, ..."""
+    if mixer == "linear":
+        return [0.0] * heads
+    return torch.log1p(-torch.pow(2.0, -5.0 - torch.arange(heads, dtype=torch.float64))).tolist()
+
+
+def seen(positions: T, decay: T) -> T:
+    """How much every token sees of the state before the stretch. ``[rows, heads, tokens, 1]``."""
+    i = torch.arange(positions.shape[1], device=positions.device)
+    began_before = (positions > i)[:, None]
+    return ((decay[:, None] * (i + 1)).exp() * began_before)[..., None]
+
+
+def kept(positions: T, decay: T) -> T:
+    """How much of every token is in the state after the stretch. ``[rows, heads, tokens, 1]``."""
+    after = torch.arange(positions.shape[1] - 1, -1, -1, device=positions.device)
+    same_document = (after <= positions[:, -1:])[:, None]
+    return ((decay[:, None] * after).exp() * same_document)[..., None]
+
+
+def carry(positions: T, decay: T) -> T:
+    """How much of the state before the stretch is in the one after it. ``[rows, heads, 1, 1]``."""
+    tokens = positions.shape[1]
+    return ((decay * tokens).exp() * (positions[:, -1:] >= tokens))[..., None, None]
+
+
+def _among(positions: T, decay: T) -> T:
+    """How much every token sees of every other one in its chunk. ``[rows, heads, tokens, tokens]``."""
+    i = torch.arange(positions.shape[1], device=positions.device)
+    apart = i[:, None] - i
+    visible = ((apart >= 0) & (apart <= positions[..., None]))[:, None]
+    return (decay[:, None, None] * apart.clamp(min=0)).exp() * visible
+
+
+def _chunks(positions: T, size: int) -> Iterator[tuple[slice, T]]:
+    for lo in range(0, positions.shape[1], size):
+        yield slice(lo, lo + size), positions[:, lo : lo + size]
+
+
+def local_state(k: T, v: T, positions: T, decay: T) -> T:
+    """The state after a stretch that nothing came before."""
+    return (k * kept(positions, decay)).mT @ v
+
+
+def forward(q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> T:
+    """The outputs of a stretch that nothing came before. ``[rows, heads, tokens, dv]``."""
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
+    state: T | None = None
+    for at, here in _chunks(positions, size):
+        qc, kc, vc = q[:, :, at], k[:, :, at], v[:, :, at]
+        made = (qc @ kc.mT).mul_(_among(here, decay)) @ vc
+        out[:, :, at] = made if state is None else made.add_((qc * seen(here, decay)) @ state)
+        fresh = local_state(kc, vc, here, decay)
+        state = fresh if state is None else fresh.add_(state * carry(here, decay))
+    return out
+
+
+def backward(grad: T, q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> tuple[T, T, T]:
+    """Gradients of q, k and v by the outputs of :func:`forward`."""
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    chunks = list(_chunks(positions, size))
+    states = [torch.zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=q.dtype, device=q.device)]
+    for at, here in chunks[:-1]:
+        states.append(local_state(k[:, :, at], v[:, :, at], here, decay).add_(states[-1] * carry(here, decay)))
+    later = torch.zeros_like(states[0])  # the gradient of the state after the chunk
+    for (at, here), state in zip(reversed(chunks), reversed(states), strict=True):
+        gc, qc, kc, vc = grad[:, :, at], q[:, :, at], k[:, :, at], v[:, :, at]
+        weights, into, from_before = _among(here, decay), kept(here, decay), seen(here, decay)
+        d_scores = (gc @ vc.mT).mul_(weights)
+        dq[:, :, at] = (d_scores @ kc).add_((gc @ state.mT).mul_(from_before))
+        dk[:, :, at] = (d_scores.mT @ qc).add_((vc @ later.mT).mul_(into))
+        dv[:, :, at] = ((qc @ kc.mT).mul_(weights).mT @ gc).add_((kc @ later).mul_(into))
+        later = (qc * from_before).mT @ gc + later * carry(here, decay)
+    return dq, dk, dv
+
+
+def positions_of(cu_seqlens: Sequence[int], row: int, lo: int, hi: int) -> T:
+    """Positions in their documents of tokens ``lo:hi`` of every row of ``row`` tokens. ``[rows, hi - lo]``."""
+    starts = torch.zeros(cu_seqlens[-1], dtype=torch.int64)
+    for a, b in pairwise(cu_seqlens):
+        starts[a:b] = a
+    here = torch.arange(cu_seqlens[-1]) - starts
+    return here.view(-1, row)[:, lo:hi]
+
+
+class Cut(NamedTuple):
+    """What :func:`linear_attention` works on: own stretches and what every stretch lets through."""
+
+    places: Places
+    size: int  # tokens of a stretch
+    positions: dict[int, T]
+    through: list[T]
+    decay: T
+
+
+@lru_cache(maxsize=16)
+def _cut(
+    cu: tuple[int, ...], owner: tuple[int, ...], index: int, held: int, decay: tuple[float, ...], dtype: torch.dtype
+) -> Cut:
+    """All layers of a kind, and forward and backward, share it."""
+    places = Places(owner, index)
+    size = held // len(places.own)
+    row = size * len(owner)
+    if cu[0] != 0 or cu[-1] % row:
+        raise UsageError(f"documents at {cu[0]} to {cu[-1]} do not fill rows of {row} tokens")
+    logs = torch.tensor(decay, dtype=dtype)
+    positions = [positions_of(cu, row, s * size, (s + 1) * size) for s in range(len(owner))]
+    through = [carry(p, logs) for p in positions]
+    return Cut(places, size, {s: positions[s] for s in places.own}, through, logs)
+
+
+def _prepare(
+    q: T, k: T, v: T, cu_seqlens: T, decay: Sequence[float], owner: Sequence[int], index: int
+) -> tuple[Cut, list[dict[int, T]]]:
+    """The cut, and ``q``, ``k`` and ``v`` of own stretches, ``[rows, heads, tokens, head_dim]``, in wide precision."""
+    dtype = wide(q.dtype)
+    cut = _cut(tuple(cu_seqlens.tolist()), tuple(owner), index, q.shape[1], tuple(decay), dtype)
+    if q.is_cuda:
+        there = {s: p.to(q.device) for s, p in cut.positions.items()}
+        cut = Cut(cut.places, cut.size, there, [t.to(q.device) for t in cut.through], cut.decay.to(q.device))
+    group = q.shape[2] // k.shape[2]
+    return cut, [_stretches(x, cut, dtype) for x in (q, spread(k, group), spread(v, group))]
+
+
+def _stretches(x: T, cut: Cut, dtype: torch.dtype) -> dict[int, T]:
+    parts = x.to(dtype).transpose(1, 2).split(cut.size, dim=2)
+    return dict(zip(cut.places.own, parts, strict=True))
+
+
+def _joined(parts: dict[int, T], dtype: torch.dtype) -> T:
+    return torch.cat([parts[s] for s in sorted(parts)], dim=2).transpose(1, 2).to(dtype)
+
+
+@torch.library.custom_op("weft::linear_attention", mutates_args=())
+def linear_attention(
+    q: T, k: T, v: T, cu_seqlens: T, decay: Sequence[float], owner: Sequence[int], index: int, group: str, routine: str
+) -> tuple[T, T]:
+    """``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]``; ``decay``: logarithms, one per head.
+
+    ``owner[s]``: which rank of ``group`` holds stretch ``s`` of every row; ``cu_seqlens`` as in
+    :class:`weft.data.batch.Batch`. Returns ``out`` like ``q``, and the states before own stretches.
+    """
+    cut, (qs, ks, vs) = _prepare(q * q.shape[-1] ** -0.5, k, v, cu_seqlens, decay, owner, index)
+    at, logs = cut.positions, cut.decay
+    states = {s: local_state(ks[s], vs[s], at[s], logs) for s in at}
+    before = prefixes(states, cut.through, cut.places, group, routine)
+    outs = {}
+    for s in at:
+        outs[s] = forward(qs[s], ks[s], vs[s], at[s], logs)
+        outs[s] += (qs[s] * seen(at[s], logs)) @ before[s]
+    return _joined(outs, q.dtype).contiguous(), torch.stack([before[s] for s in at])
+
+
+@torch.library.custom_op("weft::linear_attention_backward", mutates_args=())
+def linear_attention_backward(
+    grad: T, q: T, k: T, v: T, before: T, cu_seqlens: T, decay: Sequence[float], owner: Sequence[int], index: int,
+    group: str, routine: str,
+) -> tuple[T, T, T]:  # fmt: skip
+    scale = q.shape[-1] ** -0.5
+    cut, (qs, ks, vs) = _prepare(q * scale, k, v, cu_seqlens, decay, owner, index)
+    gs, at, logs = _stretches(grad, cut, wide(q.dtype)), cut.positions, cut.decay
+    earlier = dict(zip(at, before, strict=True))
+    weights = {s: seen(at[s], logs) for s in at}
+    asked = {s: (qs[s] * weights[s]).mT @ gs[s] for s in at}  # the gradient of the state before
+    later = prefixes(asked, cut.through, cut.places, group, routine, backward=True)
+    grads: list[dict[int, T]] = [{}, {}, {}]
+    for s in at:
+        dq, dk, dv = backward(gs[s], qs[s], ks[s], vs[s], at[s], logs)
+        into = kept(at[s], logs)
+        grads[0][s] = dq.add_((gs[s] @ earlier[s].mT).mul_(weights[s])).mul_(scale)
+        grads[1][s] = dk.add_((vs[s] @ later[s].mT).mul_(into))
+        grads[2][s] = dv.add_((ks[s] @ later[s]).mul_(into))
+    dq, dk, dv = (_joined(one, q.dtype) for one in grads)
+    kv_heads = k.shape[2]
+    return dq.contiguous(), fold(dk, kv_heads).contiguous(), fold(dv, kv_heads).contiguous()
+
+
+@linear_attention.register_fake
+def _(
+    q: T, k: T, v: T, cu_seqlens: T, decay: Sequence[float], owner: Sequence[int], index: int, group: str, routine: str
+) -> tuple[T, T]:
+    own = sum(who == index for who in owner)
+    states = q.new_empty(own, q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=wide(q.dtype))
+    return q.new_empty(q.shape), states
+
+
+@linear_attention_backward.register_fake
+def _(
+    grad: T, q: T, k: T, v: T, before: T, cu_seqlens: T, decay: Sequence[float], owner: Sequence[int], index: int,
+    group: str, routine: str,
+) -> tuple[T, T, T]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, cu, *ctx.where = inputs
+    ctx.save_for_backward(q, k, v, output[1], cu)
+
+
+def _grad(ctx, grad, _):  # type: ignore[no-untyped-def]
+    return *linear_attention_backward(grad, *ctx.saved_tensors, *ctx.where), *[None] * (1 + len(ctx.where))
+
+
+linear_attention.register_autograd(_grad, setup_context=_save)
+
+
+def remembered(q: T, k: T, v: T, decay: Sequence[float], cache: list[tuple[T, T]]) -> T:
+    """New tokens of one document after those that ``cache`` remembers as a state (generation, recurrent form)."""
+    state, count = cache.pop() if cache else (None, torch.zeros((), dtype=torch.int64))
+    dtype, group = wide(q.dtype), q.shape[2] // k.shape[2]
+    logs = torch.tensor(decay, dtype=dtype, device=q.device)
+    at = (count + torch.arange(q.shape[1])).to(q.device).expand(q.shape[0], -1)
+    qs, ks, vs = (x.to(dtype).transpose(1, 2) for x in (q * q.shape[-1] ** -0.5, spread(k, group), spread(v, group)))
+    out, after = forward(qs, ks, vs, at, logs), local_state(ks, vs, at, logs)
+    if state is not None:
+        out = out + (qs * seen(at, logs)) @ state
+        after = after + state * carry(at, logs)
+    cache.append((after, count + q.shape[1]))
+    return out.transpose(1, 2).to(q.dtype)
+
+
+def linear_mixer(mesh: Mesh, decay: Sequence[float]) -> Callable[[T, T, T, T], T]:
+    """What a linear layer does in place of attention, under the layout's ``cp`` and ``scan``."""
+    layout, group, index = mesh.layout, "", 0
+    owner = [0]
+    if mesh.size("cp") > 1:
+        group, index = mesh.group("cp").group_name, mesh.rank("cp")
+        held = {s: who for who, stretches in enumerate(chunk_owners(layout)) for s in stretches}
+        owner = [held[s] for s in range(len(held))]
+
+    def mix(q: T, k: T, v: T, cu_seqlens: T) -> T:
+        return linear_attention(q, k, v, cu_seqlens, decay, owner, index, group, layout.scan)[0]
+
+    return mix
