@@ -32,7 +32,7 @@ LAYOUTS = [
     "pp=2,tp=2", "cp=2,tp=2", "pp=4",
 ]  # fmt: skip
 OTHERS = 1 / 12  # of the cores, while a step is measured
-WARM, ENOUGH, LIMIT_S = 4, 12, 25.0
+WARM, ENOUGH, LIMIT_S = 3, 12, 12.0
 
 
 def busy_seconds() -> float:

@@ -62,7 +62,8 @@ class Setting:
     seconds, seconds besides]]}`` by group size, ``message.2`` alike; ``overhead``: seconds of the framework per
     ``op``, ``functional`` and ``sharded`` collective, ``message`` and ``step``; ``memory``: resident bytes of a rank
     without tensors (``plain``, and more by the same kinds) and ``per_byte`` of tensors; ``slow``: factor on the
-    operators of a whole step, beyond what they cost one by one.
+    operators of a whole step, beyond what they cost one by one; ``cold``: seconds per byte from memory, as operands of
+    products in a step come from there.
     """
 
     ranks: int
@@ -74,6 +75,7 @@ class Setting:
     overhead: Mapping[str, float]
     memory: Mapping[str, float]
     slow: float = 1.0
+    cold: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,12 @@ class Clerk:
 
     def op(self, e: Happening) -> float:
         """Seconds of an operator inside a step."""
-        return self.setting.overhead["op"] + max(0.0, self.alone(e) - self.least) * self.setting.slow
+        return self.setting.overhead["op"] + self.work(e) * self.setting.slow
+
+    def work(self, e: Happening) -> float:
+        """Seconds of an operator inside a step beyond those of starting it."""
+        fetched = self.setting.cold * e.bytes if e.name in PRODUCTS else 0.0
+        return max(0.0, self.alone(e) - self.least) + fetched
 
     def alone(self, e: Happening) -> float:
         """Seconds of an operator by itself."""

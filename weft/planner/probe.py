@@ -259,21 +259,24 @@ def framework(reference: Sized, plain: Setting) -> dict[str, float]:
 
     def spent(layout: str) -> tuple[float, dict[str, int]]:
         seen = reference(layout, "tiny", True)
-        work = sum(max(0.0, clerk.alone(e) - clerk.least) for e in seen.events if e.kind == "op")
+        work = sum(clerk.work(e) for e in seen.events if e.kind == "op")
         counts = {
             "op": sum(e.kind == "op" for e in seen.events),
             "functional": sum(e.name in FUNCTIONAL for e in seen.events),
             "sharded": sum(e.name in SHARDED for e in seen.events),
             "message": sum(e.kind in ("send", "recv") for e in seen.events),
         }
-        return max(0.0, (seen.cpu if plain.threads == 1 else seen.wall) - work), counts
+        return max(0.0, seen.cpu - work), counts
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small that more would not be used, only wait
     seconds, counts = spent("dp=1")
     found["op"] = seconds / counts["op"]
     for kind, layout in (("functional", "tp=2"), ("sharded", "shard=2"), ("message", "pp=2")):
         seconds, counts = spent(layout)
         rest = seconds - sum(found[k] * n for k, n in counts.items() if k != kind)
         found[kind] = max(0.0, rest / max(1, counts[kind]))
+    torch.set_num_threads(threads)
     return found
 
 
@@ -282,9 +285,9 @@ def slowness(reference: Sized, setting: Setting) -> float:
     seen = reference("dp=1", "small", True)
     clerk = Clerk(setting)
     events: list[Happening] = [e for e in seen.events if e.kind == "op"]
-    work = sum(max(0.0, clerk.alone(e) - clerk.least) for e in events)
+    work = sum(clerk.work(e) for e in events)
     whole = seen.cpu if setting.threads == 1 else seen.wall
-    return min(2.0, max(0.5, (whole - setting.overhead["op"] * len(events)) / work))
+    return min(1.6, max(0.8, (whole - setting.overhead["op"] * len(events)) / work))
 
 
 # --- one process of a setting ---
@@ -306,6 +309,7 @@ def measure(reference: Sized, join: Callable[[], None], quick: bool) -> dict[str
     dist.destroy_process_group()  # what follows is each process's own, side by side with the others
     speed = triad(4 * budget)
     found |= {
+        "cold": 1 / speed,
         "ops": operators(budget, sizes),
         "products": products(budget, grid),
         "attention": attention(budget, (64, 256) if quick else (32, 64, 128, 256, 512, 1024)),

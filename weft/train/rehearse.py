@@ -6,6 +6,7 @@ the order in which this rank issues them, so that counts and shapes cannot drift
 
 from __future__ import annotations
 
+import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -240,7 +241,7 @@ def rehearse(
 
 
 def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]], times: int = 1) -> Rehearsal:
-    """As :func:`rehearse`, in the process group that there is. ``times``: steps of which the fastest counts."""
+    """As :func:`rehearse`, in the process group that there is. ``times``: steps to take the time of."""
     found = Rehearsal()
     mesh = Mesh.create(recipe.layout, "cpu")
     recorder = _Recorder(found)
@@ -266,7 +267,7 @@ def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[
         step()
         cpu.append(time.process_time() - begun[0])
         wall.append(time.perf_counter() - begun[1])
-    found.cpu, found.wall = min(cpu), min(wall)
+    found.cpu, found.wall = statistics.median(cpu), min(wall)
     found.state = found.peak = recorder.level
     with recorder, _messages(found), _pending(recorder):
         step()
