@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +59,15 @@ def test_every_scheme_is_well_typed(case: Case) -> None:
     shape = ModelShape(vocab=257, layers=2, embed=32, **heads)
     layout = Layout(**case["layout"], context=case["context"])
     assert check_types(shape, layout, Train(recompute=case.get("recompute", "none"))) is None
+
+
+@pytest.mark.slow
+def test_benchmark(tmp_path: Path) -> None:
+    """It runs, every side computes the same, and PyTorch's ring sends what ours does not need to."""
+    script, path = Path(__file__).parents[1] / "bench" / "sequence.py", tmp_path / "sequence.json"
+    command = [sys.executable, str(script), "--quick", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for rows in json.loads(path.read_text())["steps"].values():
+        assert all(row["error"] < 1e-5 and row["ratio"] > 0 for row in rows.values())
+        assert rows["PyTorch, alltoall"]["bytes_mean"] > 1.4 * rows["zigzag"]["bytes_mean"]

@@ -6,7 +6,8 @@ parts of them, without work; a block that no query elsewhere needs does not trav
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from weft.errors import UsageError
 from weft.models.attention import Segment, attend_backward, attend_forward, join, wide
-from weft.parallel.context.tables import RESULT, TileTable, build
+from weft.parallel.context.tables import RESULT, TileTable, Visit, build
 
 T = torch.Tensor
 Key = tuple[str, int]
@@ -45,6 +46,10 @@ class Trip:
         self.table = table.only(lambda t: bool(self.work[t.q, t.k]))
         self.steps = table.steps
         self.lengths, self.peers, self.index = lengths, peers, index
+        self.ends: dict[int, list[Visit]] = defaultdict(list)
+        for visit in self.table.visits:
+            if visit.rank == index:
+                self.ends[visit.last].append(visit)
 
     def tokens(self, block: int) -> int:
         return self.rows * self.lengths[block]
@@ -63,32 +68,34 @@ class Trip:
     def run(
         self,
         held: dict[Key, list[T]],
-        results: Sequence[str],
-        empty: Callable[[str, int], list[T]],
-        blank: Callable[[str, int], list[T]],
+        like: dict[str, list[T]],
+        blank: dict[str, tuple[float, ...]],
         compute: Callable[[list[T], list[T], Piece], dict[str, list[T]]],
         merge: Callable[[list[T], list[T]], None],
     ) -> dict[Key, list[T]]:
-        """Results of own blocks, by kind (``results`` names them) and block.
+        """Results of own blocks, of every kind in ``blank``, by kind and block.
 
-        ``held``: own blocks at first, and what visits while it does. ``empty``: tensors for a block to arrive in;
-        ``blank``: a result to which nothing has been added; ``merge`` adds a part in place.
+        ``held``: own blocks at first, and what visits while it does. ``like``: per kind, tensors of no rows, as which
+        others arrive. ``blank``: what a result is full of to which nothing has been added; ``merge`` adds in place.
         """
         totals: dict[Key, list[T]] = {}
         leaving: dict[Key, list[T]] = {}
-        ends = {step: [v for v in self.table.visits if (v.rank, v.last) == (self.index, step)] for step in
-                range(self.steps)}  # fmt: skip
+
+        def fresh(kind: str, block: int) -> list[T]:
+            given = zip(like[kind], blank[kind], strict=True)
+            return [x.new_full((self.tokens(block), *x.shape[1:]), value) for x, value in given]
 
         def add(kind: str, block: int, parts: list[T], rows: slice = slice(None)) -> None:
-            if (kind, block) not in totals:
-                if len(parts[0]) == self.tokens(block):
-                    totals[kind, block] = [p.to(b.dtype) for p, b in zip(parts, blank(kind, 0), strict=True)]
-                    return
-                totals[kind, block] = blank(kind, self.tokens(block))
-            merge([total[rows] for total in totals[kind, block]], parts)
+            total = totals.get((kind, block))
+            if total is None and len(parts[0]) == self.tokens(block):  # the first of all, and whole
+                totals[kind, block] = [part.to(x.dtype) for part, x in zip(parts, like[kind], strict=True)]
+                return
+            if total is None:
+                total = totals[kind, block] = fresh(kind, block)
+            merge([x[rows] for x in total], parts)
 
         for step in range(-1, self.steps + 1):
-            arriving, moves = self._start(step, held, leaving, results, empty)
+            arriving, moves = self._start(step, held, leaving, like, blank)
             for tile in self.table.at.get((step, self.index), ()):
                 for piece in self.work[tile.q, tile.k]:
                     made = compute(held["q", tile.q], held["kv", tile.k], piece)
@@ -97,43 +104,41 @@ class Trip:
             for move in moves:
                 move.wait()
             leaving = {}
-            for visit in ends.get(step, ()):
+            for visit in self.ends.get(step, ()):
                 del held[visit.kind, visit.block]
-                kind = RESULT[visit.kind]
-                if kind in results:
-                    leaving[kind, visit.block] = totals.pop((kind, visit.block))
+                if (result := (RESULT[visit.kind], visit.block)) in totals:
+                    leaving[result] = totals.pop(result)
             for kind, block, tensors in arriving:
-                if kind in results:
+                if kind in blank:
                     add(kind, block, tensors)
                 else:
                     held[kind, block] = tensors
-        own = [(kind, block) for kind in results for block in self.table.owners[self.index]]
-        return {key: totals[key] if key in totals else blank(key[0], self.tokens(key[1])) for key in own}
+        own = [(kind, block) for kind in blank for block in self.table.owners[self.index]]
+        return {key: totals.get(key) or fresh(*key) for key in own}
 
     def _start(
         self,
         step: int,
         held: dict[Key, list[T]],
         leaving: dict[Key, list[T]],
-        results: Sequence[str],
-        empty: Callable[[str, int], list[T]],
+        like: dict[str, list[T]],
+        results: Container[str],
     ) -> tuple[list[tuple[str, int, list[T]]], list[dist.Work]]:
         """Start the moves of a step. Both ends number them alike, and give them in the same order (NCCL)."""
         arriving, ops = [], []
         for number, m in self.table.moves_at.get(step, ()):
-            if self.index not in (m.source, m.target) or m.kind not in ("q", "kv", *results):
+            if self.index not in (m.source, m.target) or m.kind not in like:
                 continue
             sends = m.source == self.index
             if sends:
                 tensors = (leaving if m.kind in results else held)[m.kind, m.block]
             else:
-                tensors = empty(m.kind, self.tokens(m.block))
+                tensors = [x.new_empty(self.tokens(m.block), *x.shape[1:]) for x in like[m.kind]]
                 arriving.append((m.kind, m.block, tensors))
             peer = self.peers[m.target if sends else m.source]
             for i, tensor in enumerate(tensors):
-                ops.append(
-                    dist.P2POp(dist.isend if sends else dist.irecv, tensor.contiguous(), peer, tag=4 * number + i)
-                )
+                op = dist.isend if sends else dist.irecv
+                ops.append(dist.P2POp(op, tensor.contiguous(), peer, tag=4 * number + i))
         return arriving, dist.batch_isend_irecv(ops) if ops else []
 
 
@@ -182,16 +187,17 @@ def tile_pieces(cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int) -
 
 
 @lru_cache(maxsize=16)
-def _trip(scheme: str, cu: tuple[int, ...], lengths: tuple[int, ...], peers: tuple[int, ...], index: int) -> Trip:
+def _trip(
+    scheme: str, cu: tuple[int, ...], lengths: tuple[int, ...], seq: int, peers: tuple[int, ...], index: int
+) -> Trip:
     """All layers, and forward and backward, take the same trip."""
-    return Trip(build(scheme, len(peers)), cu, lengths, peers, index)
+    table = build(scheme, len(peers))
+    blocks = len(table.owner)
+    return Trip(table, cu, lengths or (seq * len(peers) // blocks,) * blocks, peers, index)
 
 
-def _lengths(lengths: Sequence[int], scheme: str, seq: int, ranks: int) -> tuple[int, ...]:
-    if lengths:
-        return tuple(lengths)
-    blocks = len(build(scheme, ranks).owner)
-    return (seq * ranks // blocks,) * blocks
+def trip_of(q: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int]) -> Trip:
+    return _trip(scheme, tuple(cu_seqlens.tolist()), tuple(lengths), q.shape[1], tuple(peers), index)
 
 
 @torch.library.custom_op("weft::tile_attention", mutates_args=())
@@ -203,27 +209,17 @@ def tile_attention(
     ``peers``: the global ranks in the order of the table; ``lengths``: tokens of a row in every block, none for equal
     ones. Returns ``out`` like ``q`` and ``lse`` ``[batch * seq held, heads]``. What is sent: docs/techniques.md.
     """
-    trip = _trip(scheme, tuple(cu_seqlens.tolist()), _lengths(lengths, scheme, q.shape[1], len(peers)), tuple(peers),
-                 index)  # fmt: skip
+    trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths)
     qs, ks, vs = trip.cut(q), trip.cut(k), trip.cut(v)
     held = {("q", b): [x] for b, x in qs.items()} | {("kv", b): [ks[b], vs[b]] for b in ks}
-    high = wide(q.dtype)
-
-    def empty(kind: str, n: int) -> list[T]:
-        if kind == "kv":
-            return [k.new_empty(n, *k.shape[2:]), v.new_empty(n, *v.shape[2:])]
-        one = q.new_empty(n, *q.shape[2:], dtype=high if kind == "o" else q.dtype)
-        return [one, q.new_empty(n, q.shape[2], dtype=high)] if kind == "o" else [one]
-
-    def blank(kind: str, n: int) -> list[T]:
-        out, lse = empty(kind, n)
-        return [out.zero_(), lse.fill_(-torch.inf)]
+    none, high = q[0, :0], wide(q.dtype)
+    like = {"q": [none], "kv": [k[0, :0], v[0, :0]], "o": [none.to(high), none[..., 0].to(high)]}
 
     def compute(query: list[T], block: list[T], piece: Piece) -> dict[str, list[T]]:
         rows, cols = piece.rows, piece.cols
         return {"o": list(attend_forward(query[0][rows], block[0][cols], block[1][cols], piece.segments))}
 
-    done = trip.run(held, ("o",), empty, blank, compute, lambda total, part: join(*total, *part))
+    done = trip.run(held, like, {"o": (0.0, -torch.inf)}, compute, lambda total, part: join(*total, *part))
     out = trip.whole({b: done["o", b][0] for b in qs}).to(q.dtype)
     return out, trip.whole({b: done["o", b][1] for b in qs}).flatten(0, 1)
 
@@ -233,18 +229,12 @@ def tile_attention_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int,
     lengths: Sequence[int],
 ) -> tuple[T, T, T]:  # fmt: skip
-    trip = _trip(scheme, tuple(cu_seqlens.tolist()), _lengths(lengths, scheme, q.shape[1], len(peers)), tuple(peers),
-                 index)  # fmt: skip
+    trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths)
     queries = [trip.cut(x) for x in (q, grad, out, lse.unflatten(0, q.shape[:2]))]
     keys = [trip.cut(x) for x in (k, v)]
     held = {("q", b): [x[b] for x in queries] for b in queries[0]} | {("kv", b): [x[b] for x in keys] for b in keys[0]}
-    like = {"q": (q, grad, out, lse[None]), "kv": (k, v), "o": (q,), "dkv": (k, v)}
-
-    def empty(kind: str, n: int) -> list[T]:
-        return [x.new_empty(n, *x.shape[2:], dtype=lse.dtype if kind in ("o", "dkv") else x.dtype) for x in like[kind]]
-
-    def blank(kind: str, n: int) -> list[T]:
-        return [x.zero_() for x in empty(kind, n)]
+    like = {"q": [q[0, :0], grad[0, :0], out[0, :0], lse[:0]], "kv": [k[0, :0], v[0, :0]]}
+    like |= {"o": [q[0, :0].to(lse.dtype)], "dkv": [x.to(lse.dtype) for x in like["kv"]]}
 
     def compute(query: list[T], block: list[T], piece: Piece) -> dict[str, list[T]]:
         q, grad, out, lse = (x[piece.rows] for x in query)
@@ -256,7 +246,7 @@ def tile_attention_backward(
         for a, b in zip(total, part, strict=True):
             a += b
 
-    done = trip.run(held, ("o", "dkv"), empty, blank, compute, merge)
+    done = trip.run(held, like, {"o": (0.0,), "dkv": (0.0, 0.0)}, compute, merge)
     dq = trip.whole({b: done["o", b][0] for b in queries[0]}).to(q.dtype)
     dk, dv = (trip.whole({b: done["dkv", b][i] for b in keys[0]}).to(k.dtype) for i in (0, 1))
     return dq, dk, dv

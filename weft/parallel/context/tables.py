@@ -259,16 +259,3 @@ def work_per_step(table: TileTable) -> list[list[float]]:
          range(table.ranks)]
         for step in range(table.steps)
     ]  # fmt: skip
-
-
-def volume(
-    table: TileTable, lengths: Collection[int], width: int, kv_width: int, heads: int, backward: bool
-) -> list[int]:
-    """Elements that every rank sends, given tokens per block and widths of all heads; see docs/techniques.md."""
-    per = {"q": width, "kv": 2 * kv_width, "o": width + heads, "dkv": 0}
-    if backward:
-        per = {"q": 3 * width + heads, "kv": 2 * kv_width, "o": width, "dkv": 2 * kv_width}
-    sent, sizes = [0] * table.ranks, list(lengths)
-    for m in table.moves:
-        sent[m.source] += per[m.kind] * sizes[m.block]
-    return sent
