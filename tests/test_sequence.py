@@ -12,6 +12,8 @@ import pytest
 
 from tests.cases import Case, write_corpus
 from tests.test_equality import difference, name, tree
+from tests.test_step import steps
+from tests.test_step import tree as job
 from weft.layout.layout import Layout
 from weft.parallel.context.tables import SCHEMES
 from weft.recipe import ModelShape, Train
@@ -59,6 +61,17 @@ def test_every_scheme_is_well_typed(case: Case) -> None:
     shape = ModelShape(vocab=257, layers=2, embed=32, **heads)
     layout = Layout(**case["layout"], context=case["context"])
     assert check_types(shape, layout, Train(recompute=case.get("recompute", "none"))) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"cp": 2, "context": "tokenring"}, {"cp": 4, "ulysses": 2}], ids=str)
+def test_compiled_equals_eager(pool: Any, corpus: str, layout: dict[str, Any]) -> None:
+    runs = []
+    for compiled in (False, True):
+        values = job(corpus, layout, train__dtype="float32", train__compile=compiled, train__recompute="selective")
+        runs.append(pool.run(Layout(**layout).world, steps, values, 2, timeout=400)[0])
+    assert [r.loss for r in runs[1]] == pytest.approx([r.loss for r in runs[0]], rel=1e-5)
+    assert [r.grad_norm for r in runs[1]] == pytest.approx([r.grad_norm for r in runs[0]], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ app = typer.Typer(
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML recipe, e.g. recipes/quickstart.toml.")]
 _layout = (
-    'Ranks per axis, e.g. "shard=2,tp=2". Axes: pp, dp, shard, cp, tp; also zero, context, and of pp: schedule, '
-    "virtual, vocab_barriers, skip."
+    'Ranks per axis, e.g. "shard=2,tp=2". Axes: pp, dp, shard, cp, tp; also zero, context, ulysses, and of pp: '
+    "schedule, virtual, vocab_barriers, skip."
 )
 LayoutText = Annotated[str | None, typer.Option("--layout", help=_layout)]
 _set = typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a recipe value; may be repeated.")
