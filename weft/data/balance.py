@@ -1,0 +1,332 @@
+"""Which ranks compute which documents of a step, and in which passes: hybrid data parallelism.
+
+Short documents stay on single ranks, long ones get a group of ranks for one pass, and ranks run unequal numbers of
+passes; the loss is divided by the real tokens of the step, so the result is that of any other packing. What is balanced
+is time (quadratic in a document's length), not tokens. :func:`greedy` is ByteScale's way (Ge et al. 2025, 2502.21231),
+:func:`flexsp` chooses group sizes per micro-batch by integer programming (Wang et al. 2024, 2412.01523).
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.errors import UsageError, WeftError
+from weft.recipe import ModelShape
+
+#: What moving a byte between ranks takes, in floating-point operations: an H100 at 40 % over links of 400 GB/s.
+FLOPS_PER_BYTE = 1000
+#: A document gets more ranks than its memory asks for when it takes longer than this share of the ideal step.
+SPREADS = (0.5, 0.75, 1.0, 1.5, np.inf)
+#: Bound of the search for group sizes. Nodes, not seconds: all ranks must come to the same plan.
+NODES = 200
+
+
+class Costs(NamedTuple):
+    """Time of documents, in any one unit.
+
+    Of a document of ``s`` tokens on ``d`` ranks ``(quadratic s^2 + linear s) / d + move s (d - 1) / d``: every rank of
+    a group gets the keys and values of the others. ``fixed``: of a pass, whatever it holds.
+    """
+
+    quadratic: float
+    linear: float
+    move: float = 0.0
+    fixed: float = 0.0
+
+    def time(self, tokens: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
+        s = np.asarray(tokens, float)
+        return ((self.quadratic * s + self.linear + self.move * (np.asarray(ranks) - 1)) * s) / ranks
+
+
+class Pass(NamedTuple):
+    """``documents`` (numbers within the step) on the data ranks ``peers``, joined and cut over them in this order."""
+
+    peers: tuple[int, ...]
+    documents: tuple[int, ...]
+
+
+#: What every data rank runs, in order. Groups come first and in one order that all ranks share, so that no two ranks
+#: can wait for each other; each rank ends with a pass of its own, in which gradients are reduced over all ranks.
+Plan = tuple[tuple[Pass, ...], ...]
+
+
+class PlanError(WeftError):
+    """A plan that would lose a document, not fit, or hang; the message names the document or the rank."""
+
+
+def costs_of(shape: ModelShape) -> Costs:
+    """Costs in floating-point operations, forward and backward; attention's backward computes the scores again."""
+    assert shape.kv_heads and shape.head_dim and shape.ffn
+    softmax = sum(shape.mixer_of(layer) == "softmax" for layer in range(shape.layers))
+    attention = shape.embed * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
+    linear = 6 * (shape.layers * (attention + 3 * shape.embed * shape.ffn) + shape.vocab * shape.embed)
+    moved = 2 * 3 * 2 * shape.kv_heads * shape.head_dim * softmax  # bf16: keys and values twice, their gradients back
+    # A pass of few tokens is bound by reading the weights: worth about 256 tokens.
+    return Costs(7 * shape.heads * shape.head_dim * softmax, linear, moved * FLOPS_PER_BYTE, 256 * linear)
+
+
+def greedy(lengths: np.ndarray, capacity: int, ranks: int, costs: Costs) -> Plan:
+    """Documents of ``lengths`` (tokens) on ``ranks`` that hold ``capacity`` tokens per pass (ByteScale).
+
+    A document gets the ranks that its memory needs, and more if one rank would keep all others waiting. Groups take the
+    ranks that are free first, then short documents fill up the least busy ranks, longest first (LPT). How readily
+    documents are spread is tried out on the model of costs.
+    """
+    need = _needed(lengths, capacity, ranks)
+    plans = {_spread(lengths, need, capacity, ranks, costs, spread) for spread in SPREADS}
+    return min(sorted(plans), key=lambda plan: max(finish(plan, lengths, costs)))
+
+
+def _needed(lengths: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
+    """Ranks that the memory of every document asks for."""
+    if len(lengths) and (longest := int(lengths.max())) > capacity * ranks:
+        raise UsageError(
+            f"a document of {longest} tokens does not fit {ranks} ranks of {capacity} tokens each; "
+            "raise train.micro_batch or the number of ranks"
+        )
+    if (lengths < 1).any():
+        raise UsageError(f"document {int(np.argmin(lengths))} of the step is empty; leave out empty documents")
+    return -(-lengths // capacity)
+
+
+def _spread(lengths: np.ndarray, need: np.ndarray, capacity: int, ranks: int, costs: Costs, spread: float) -> Plan:
+    alone = costs.time(lengths, 1) + costs.fixed * lengths / capacity
+    limit = spread * (alone.sum() / ranks or 1.0)
+    width = need.copy()
+    slow = np.flatnonzero((alone > limit) | (need > 1))
+    if len(slow):  # the fewest ranks that are fast enough, or else those that are fastest
+        degrees = np.arange(1, ranks + 1)
+        times = costs.time(lengths[slow, None], degrees) + costs.fixed
+        times[(degrees < need[slow, None]) | (degrees > lengths[slow, None])] = np.inf
+        enough = np.isfinite(times) & (times <= limit)
+        width[slow] = np.where(enough.any(1), enough.argmax(1), times.argmin(1)) + 1
+    groups = np.flatnonzero(width > 1)
+    groups = groups[np.lexsort((groups, -lengths[groups], -width[groups]))]
+    busy, passes = np.zeros(ranks), []
+    for document in groups.tolist():
+        passes.append(_place((document,), int(width[document]), busy, lengths, costs))
+    return _by_rank(passes + _fill(np.flatnonzero(width == 1), alone, busy, lengths, capacity), ranks)
+
+
+def _place(documents: tuple[int, ...], width: int, busy: np.ndarray, lengths: np.ndarray, costs: Costs) -> Pass:
+    """A pass on the ranks that are free first; all of them wait for the last one."""
+    peers = np.sort(np.argsort(busy, kind="stable")[:width])
+    busy[peers] = busy[peers].max() + costs.time(lengths[list(documents)], width).sum() + costs.fixed
+    return Pass(tuple(peers.tolist()), documents)
+
+
+def _fill(short: np.ndarray, times: np.ndarray, busy: np.ndarray, lengths: np.ndarray, capacity: int) -> list[Pass]:
+    """Longest first to the least busy rank; there into the first pass with room."""
+    heap = [(time, rank) for rank, time in enumerate(busy.tolist())]
+    heapq.heapify(heap)
+    packs: list[list[list[int]]] = [[] for _ in heap]
+    rooms: list[list[int]] = [[] for _ in heap]
+    for document in short[np.argsort(-lengths[short], kind="stable")].tolist():
+        time, rank = heap[0]
+        heapq.heapreplace(heap, (time + float(times[document]), rank))
+        size, room = int(lengths[document]), rooms[rank]
+        at = next((i for i, left in enumerate(room) if left >= size), len(room))
+        if at == len(room):
+            room.append(capacity)
+            packs[rank].append([])
+        room[at] -= size
+        packs[rank][at].append(document)
+    return [Pass((rank,), tuple(pack)) for rank, mine in enumerate(packs) for pack in mine]
+
+
+def _by_rank(passes: Iterable[Pass], ranks: int) -> Plan:
+    """What each rank runs of passes in a global order: groups, then its own, at least an empty one."""
+    shared: list[list[Pass]] = [[] for _ in range(ranks)]
+    own: list[list[Pass]] = [[] for _ in range(ranks)]
+    for p in passes:
+        for rank in p.peers:
+            (shared if len(p.peers) > 1 else own)[rank].append(p)
+    return tuple((*shared[r], *(own[r] or [Pass((r,), ())])) for r in range(ranks))
+
+
+def finish(plan: Plan, lengths: np.ndarray, costs: Costs) -> list[float]:
+    """When every rank is done. Raises :class:`PlanError` if the plan would hang."""
+    clock, seconds = [0.0] * len(plan), dict[Pass, float]()
+    for p in _in_turn(plan):
+        if p not in seconds:
+            seconds[p] = float(costs.time(lengths[list(p.documents)], len(p.peers)).sum()) + costs.fixed
+        end = max(clock[rank] for rank in p.peers) + seconds[p]
+        for rank in p.peers:
+            clock[rank] = end
+    return clock
+
+
+def _in_turn(plan: Plan) -> list[Pass]:
+    """The passes in an order in which they can run: each as soon as it is the next one of all its ranks."""
+    at, done = [0] * len(plan), []
+    ready = list(range(len(plan)))
+    while ready:
+        rank = ready.pop()
+        while at[rank] < len(plan[rank]):
+            p = plan[rank][at[rank]]
+            if not all(0 <= r < len(plan) and at[r] < len(plan[r]) and plan[r][at[r]] == p for r in p.peers):
+                break
+            done.append(p)
+            for r in p.peers:
+                at[r] += 1
+            ready += [r for r in p.peers if r != rank]
+    stuck = [r for r in range(len(plan)) if at[r] < len(plan[r])]
+    if stuck:
+        p = plan[stuck[0]][at[stuck[0]]]
+        others = [r for r in p.peers if not 0 <= r < len(plan) or at[r] >= len(plan[r]) or plan[r][at[r]] != p]
+        raise PlanError(
+            f"the plan would hang: rank {stuck[0]} waits in the pass of documents {_some(p.documents)} "
+            f"for rank {others[0]}, which runs another or none at that point"
+        )
+    return done
+
+
+def _some(documents: tuple[int, ...]) -> str:
+    return ", ".join(map(str, documents[:4])) + (", ..." if len(documents) > 4 else "")
+
+
+def check(plan: Plan, lengths: np.ndarray, capacity: int) -> None:
+    """Raise :class:`PlanError` unless every document is computed once, every pass fits, and no rank waits for ever."""
+    for rank, mine in enumerate(plan):
+        for p in mine:
+            if rank not in p.peers or len(set(p.peers)) < len(p.peers):
+                raise PlanError(f"rank {rank} runs a pass of the ranks {p.peers}")
+            tokens = int(lengths[list(p.documents)].sum())
+            if -(-tokens // len(p.peers)) > capacity or 0 < tokens < len(p.peers):
+                raise PlanError(
+                    f"the pass of documents {_some(p.documents)} has {tokens} tokens for {len(p.peers)} ranks "
+                    f"of {capacity} tokens"
+                )
+            if len(p.peers) > 1 and not tokens:
+                raise PlanError(f"the ranks {p.peers} share a pass without documents")
+        if not mine or len(mine[-1].peers) > 1:
+            raise PlanError(f"rank {rank} does not end with a pass of its own, in which to reduce gradients")
+    seen = Counter(document for p in _in_turn(plan) for document in p.documents)
+    for document in range(len(lengths)):
+        if seen[document] != 1:
+            raise PlanError(f"document {document} is computed {seen[document]} times")
+
+
+# --- FlexSP ---
+
+
+def flexsp(lengths: np.ndarray, capacity: int, ranks: int, costs: Costs, buckets: int = 8, nodes: int = NODES) -> Plan:
+    """Group sizes of every micro-batch by mixed-integer programming over buckets of lengths. Needs scipy (HiGHS).
+
+    Documents, sorted by length, are cut into as few micro-batches as memory allows, or up to two more ("blaster").
+    """
+    _needed(lengths, capacity, ranks)
+    order = np.argsort(-lengths, kind="stable")
+    fewest = max(1, -(-int(lengths.sum()) // (capacity * ranks)))
+    plans: list[Plan] = []
+    count = fewest
+    while len(lengths) and (count < fewest + 3 or not plans):
+        busy, passes = np.zeros(ranks), list[Pass]()
+        for chunk in _blast(order, lengths, count):
+            found = _solve(chunk, lengths, capacity, ranks, costs, buckets, nodes)
+            if found is None:
+                break
+            found.sort(key=lambda group: -float(costs.time(lengths[list(group[1])], group[0]).sum()))
+            passes += [_place(documents, width, busy, lengths, costs) for width, documents in found]
+        else:
+            plans.append(_by_rank(passes, ranks))
+        count = count + 1 if count < fewest + 3 else min(2 * count, len(lengths))
+    return min(plans, key=lambda plan: max(finish(plan, lengths, costs)), default=_by_rank((), ranks))
+
+
+def _blast(order: np.ndarray, lengths: np.ndarray, count: int) -> list[np.ndarray]:
+    """At most ``count`` micro-batches of neighbours in length, about equal in tokens."""
+    middle = np.cumsum(lengths[order]) - lengths[order] / 2
+    where = (middle * count / lengths.sum()).astype(int)
+    return [part for part in np.split(order, np.flatnonzero(np.diff(where)) + 1) if len(part)]
+
+
+def bucket(lengths: np.ndarray, count: int) -> list[np.ndarray]:
+    """Indices in at most ``count`` buckets, so that what is lost by rounding up to their longest is least (DP)."""
+    order = np.argsort(lengths, kind="stable")
+    tops, counts = np.unique(lengths, return_counts=True)
+    n = len(tops)
+    ends, sums = np.append(0, np.cumsum(counts)), np.append(0, np.cumsum(counts * tops))
+    i, j = np.arange(n)[:, None], np.arange(n)[None, :]  # a bucket of the values i to j
+    waste = np.where(i <= j, tops[j] * (ends[j + 1] - ends[i]) - (sums[j + 1] - sums[i]), np.inf)
+    best, cuts = waste[0], list[np.ndarray]()
+    for _ in range(min(count, n) - 1):
+        through = np.append(0, best[:-1])[:, None] + waste
+        cuts.append(through.argmin(0))
+        best = through.min(0)
+    edges = [n]
+    for cut in reversed(cuts):
+        edges.append(int(cut[edges[-1] - 1]) if edges[-1] else 0)
+    edges.append(0)
+    return [order[ends[a] : ends[b]] for b, a in pairwise(edges) if b > a]
+
+
+def _solve(
+    chunk: np.ndarray, lengths: np.ndarray, capacity: int, ranks: int, costs: Costs, buckets: int, nodes: int
+) -> list[tuple[int, tuple[int, ...]]] | None:
+    """Groups ``(ranks, documents)`` of one micro-batch, or None if it does not fit memory.
+
+    Least ``M`` over counts ``A[bucket, group]`` and groups in use, at the longest length of every bucket.
+    """
+    try:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array
+    except ImportError:
+        raise UsageError("balance = 'flexsp' needs scipy; pip install scipy, or use 'greedy'") from None
+    members = [chunk[b] for b in bucket(lengths[chunk], buckets)]
+    tops, counts = np.array([lengths[m].max() for m in members]), np.array([len(m) for m in members])
+    sizes = sorted({*(1 << i for i in range(ranks.bit_length())), ranks})
+    groups = np.array([d for d in sizes for _ in range(min(ranks // d, len(chunk)))])
+    k, p = len(tops), len(groups)
+    times = costs.time(tops[:, None], groups[None, :])
+    # Variables: A[k, p] row by row, whether each group is in use, the end of the last one. Times in units of the ideal.
+    unit = float((costs.time(tops, 1) * counts).sum()) / ranks or 1.0
+    on, last = k * p + np.arange(p), k * p + p
+    a, g = np.arange(k * p), np.tile(np.arange(p), k)
+    same = np.flatnonzero(np.diff(groups) == 0)
+    parts = [  # rows, columns, values, lower and upper bounds of the rows
+        (a // p, a, np.ones(k * p), counts, counts),
+        (np.append(g, np.arange(p)), np.append(a, on), np.append(np.repeat(tops, p), -capacity * groups),
+         np.full(p, -np.inf), np.zeros(p)),
+        (np.concatenate((g, np.arange(p), np.arange(p))), np.concatenate((a, on, np.full(p, last))),
+         np.concatenate((times.ravel() / unit, np.full(p, costs.fixed / unit), np.full(p, -1.0))),
+         np.full(p, -np.inf), np.zeros(p)),
+        (np.zeros(p, int), on, groups, np.zeros(1), np.full(1, ranks)),
+        (np.tile(np.arange(len(same)), 2), np.append(on[same], on[same + 1]),
+         np.repeat([1.0, -1.0], len(same)), np.zeros(len(same)), np.ones(len(same))),
+    ]  # fmt: skip
+    rules = [
+        LinearConstraint(coo_array((v, (r, c)), shape=(len(low), last + 1)).tocsr(), low, high)
+        for r, c, v, low, high in parts
+        if len(low)
+    ]
+    upper = np.concatenate((np.repeat(counts, p), np.ones(p), [np.inf])).astype(float)
+    upper[a] = np.where(tops[a // p] >= groups[g], upper[a], 0)  # no group larger than a document has tokens
+    goal = np.append(np.zeros(last), 1.0)
+    integer = np.append(np.ones(last), 0)
+    options = {"node_limit": nodes, "mip_rel_gap": 0.01}
+    found = milp(goal, integrality=integer, bounds=Bounds(0, upper), constraints=rules, options=options)
+    if found.x is None:
+        return None
+    chosen = np.round(found.x[: k * p]).astype(int).reshape(k, p)
+    taken: list[list[int]] = [[] for _ in range(p)]
+    for bucketed, row in zip(members, chosen, strict=True):
+        for documents, part in zip(taken, np.split(bucketed, np.cumsum(row)[:-1]), strict=True):
+            documents += part.tolist()
+    return [(int(d), tuple(documents)) for d, documents in zip(groups, taken, strict=True) if documents]
+
+
+#: Planners by the name that a layout gives them.
+PLANNERS: dict[str, Callable[[np.ndarray, int, int, Costs], Plan]] = {"greedy": greedy, "flexsp": flexsp}
+
+
+def balanced(name: str, lengths: Sequence[int] | np.ndarray, capacity: int, ranks: int, costs: Costs) -> Plan:
+    """The plan that the planner ``name`` makes, checked."""
+    lengths = np.asarray(lengths, np.int64)
+    plan = PLANNERS[name](lengths, capacity, ranks, costs)
+    check(plan, lengths, capacity)
+    return plan
