@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import statistics
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,6 +47,7 @@ _COLOURS = {
 }  # fmt: skip
 #: Devices with published runs among those.
 _MEASURED = ("A100", "H100", "B200", "GB200")
+_check = "Run a step of our own modules on tensors without memory for the first K: what they hold."
 _calibration = typer.Option(metavar="FILE", help="Factors from weft plan calibrate; presets without it.")
 
 
@@ -64,6 +66,7 @@ def search(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page: times, memory, timeline, why.")
     ] = None,
+    check: Annotated[int, typer.Option(min=0, metavar="K", help=_check)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time (this is what ``weft plan MODEL`` does)."""
@@ -106,11 +109,13 @@ def search(
         told = Question(model, where, batch, seq, precision, engine, error[:1].upper() + error[1:] + ".",
                         _BAND if earned else None)  # fmt: skip
         write_page(html, told, found, finals, max(top, 8))
+    checks = [_rehearsed(final, model) for final in finals[:check]]
     if as_json:
         refused = [vars(rule) for rule in found.refused]
         print(json.dumps({"candidates": found.count, "fitting": len(found.order), "finalists": len(finals),
                           "calibration": error, "layouts": [record(final) for final in finals[:top]],
-                          "rejected": [str(line) for line in found.rejected(top)], "refused": refused}))  # fmt: skip
+                          "rejected": [str(line) for line in found.rejected(top)], "refused": refused,
+                          "checks": [vars(done) for done in checks]}))  # fmt: skip
         return 0
     console = Console(highlight=False, soft_wrap=True)
     console.print(
@@ -133,12 +138,65 @@ def search(
         + " GiB on the fullest rank of 1"
     )
     say(f"error   {error}")
+    for rank, done in enumerate(checks, 1):
+        say(f"check   {rank}: {done}")
     for line in found.rejected(3):
         say(f"out     {line}")
     for path, name in ((recipe, "recipe"), (html, "page")):
         if path is not None:
             say(f"{name:<7} {path}")
     return 0
+
+
+#: Ranks in a fake process group: beyond, making the groups takes longer than anybody waits.
+REHEARSED = 512
+
+
+@dataclass(frozen=True)
+class Checked:
+    """GiB that our modules hold at most, on pipeline position ``rank``, and what was predicted of it; or why not."""
+
+    rank: int = 0
+    gib: float = 0.0
+    predicted_gib: float = 0.0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"cannot be rehearsed: {self.reason}"
+        off = self.predicted_gib / self.gib - 1
+        return (
+            f"a step of our own modules holds {self.gib:.3g} GiB at most (pipeline rank {self.rank}); predicted "
+            f"{self.predicted_gib:.3g} without context and fragmentation, {off:+.0%}"
+        )
+
+
+def _rehearsed(final: "Final", model: str) -> Checked:
+    """The peak of the first, second and last pipeline rank."""
+    from weft.errors import WeftError
+    from weft.planner.explain import recipe_tree
+    from weft.recipe import build_recipe
+
+    try:
+        recipe = build_recipe(recipe_tree(final, model))
+        world = recipe.layout.world // recipe.layout.dp * min(2, recipe.layout.dp)
+        if world > REHEARSED:
+            return Checked(reason=f"{world:,} ranks; {REHEARSED} at most")
+        if final.barriers:
+            return Checked(reason="vocabulary passes send sizes along, which tensors without memory do not have")
+        from weft.train.fit import peak_of, pipeline_ranks
+        from weft.train.setup import model_shape
+
+        shape = model_shape(recipe).model_copy(update={"vocab": int(final.shape.vocab)})
+        ranks = pipeline_ranks(recipe.layout)
+        done = []
+        for place in sorted({0, min(1, len(ranks) - 1), len(ranks) - 1}):
+            memory = final.ranks[place]
+            predicted = float(memory.total - memory.constant) / 2**30
+            done.append(Checked(place, peak_of(recipe, shape, ranks[place]).peak / 2**30, predicted))
+        return max(done, key=lambda checked: checked.gib)
+    except WeftError as error:
+        return Checked(reason=str(error))
 
 
 def _table(console: Console, finals: "list[Final]") -> None:

@@ -233,7 +233,7 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     full = plan.recompute == 2
     again = np.where(full, forward, 0.0)
     # Selective: scores again where they are written; under fused attention, half of the products.
-    selective = np.where(engine.flash > 0, 0.5 * matmuls + pointwise, attention)
+    selective = np.where(engine.flash > 0, (1 - 0.5 * engine.products) * matmuls + pointwise, attention)
     again = again + (plan.recompute == 1) * selective
     head = 3 * product(tokens, shape.vocab / tp, shape.embed) + 30 * tokens * shape.vocab / tp / memory
     pair, _, start = axis(machine, engine, plan.world / plan.pp, np.minimum(plan.pp, 2))

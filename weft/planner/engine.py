@@ -26,7 +26,13 @@ class Engine:
 
     ``gradient``: bytes per parameter; ``master``: bytes of optimizer state per parameter; ``constant``: GiB of
     context, communication buffers and fragmentation (measured, one number per class); ``saved``: bytes kept per
-    token and unit of width outside attention and feed-forward; ``vocab``: bytes per logit.
+    token and unit of width outside attention and feed-forward; ``vocab``: bytes per logit, of at most ``chunk`` tokens
+    at a time; ``gathered``: of ``saved``, bytes that tensor parallelism does not cut (inputs of products, gathered);
+    ``inside``: tensors of the feed-forward's inner width that are saved beyond gate, up and their product;
+    ``stream``: bytes per token and unit of width of a block's input; ``products``: 1 if selective recomputation keeps
+    every other product, 0 if it keeps attention alone; ``undone``: bytes per token and inner width of what backward is
+    at; ``table``: bytes per entry of the output layer's gradient, from loss to backward; ``single``: 1 if gradients of
+    a step's only pass are whole, 0 if each is reduced as it is made.
     """
 
     matmul: Num = 1.0
@@ -58,6 +64,14 @@ class Engine:
     constant: Num = 3.0
     saved: Num = 16.0
     vocab: Num = 10.0
+    chunk: Num = 1e12
+    gathered: Num = 0.0
+    inside: Num = 0.0
+    stream: Num = 2.0
+    products: Num = 1.0
+    undone: Num = 0.0
+    table: Num = 0.0
+    single: Num = 1.0
 
 
 _PLAIN = Engine()
@@ -87,8 +101,11 @@ ENGINES: dict[str, Engine] = {
     # XLA: one program, compiled.
     "xla": replace(_PLAIN, matmul=0.9, elementwise=18.0, inner=3.5, kernels=8.0, exposed_dp=0.4, network=0.6),
 }  # fmt: skip
-#: Weft itself: FSDP2 and torch.compile. Its own runs replace these figures (weft plan calibrate).
-ENGINES["weft"] = ENGINES["compiled"]
+#: Weft itself: FSDP2 and torch.compile; what it keeps, counted on its own modules (weft plan --check).
+ENGINES["weft"] = replace(
+    ENGINES["compiled"], saved=22.75, gathered=4.0, inside=1.0, stream=4.7, products=0.0, undone=6.0, chunk=1024.0,
+    table=6.0, single=0.0,
+)  # fmt: skip
 
 #: GiB beyond the formulas, per program: medians over published peaks. Megatron-DeepSpeed's is what nvidia-smi shows
 #: (context, communication buffers and what the allocator keeps), the others' what the allocator has handed out.

@@ -47,25 +47,36 @@ def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
     dense = shape.dense_share
     ffn = dense * shape.ffn + (1 - dense) * (shape.top_k * shape.expert_ffn * plan.tp + shape.shared_ffn)
     routed = (1 - dense) * 4 * shape.top_k * shape.embed / plan.tp
-    norms = engine.saved * shape.embed / cut
+    wide = 1 + (plan.bits == 32)  # float32 takes twice the room
+    norms = ((engine.saved - engine.gathered) / cut + engine.gathered) * shape.embed
     attention = 2 * (shape.qkv_width + shape.heads * shape.head_dim) / plan.tp
-    inner = 2 * (2 + shape.gated) * ffn / plan.tp
+    inner = 2 * (2 + shape.gated + engine.inside) * ffn / plan.tp
     scores = np.where(engine.flash > 0, 0.0, 5 * shape.heads * plan.seq / plan.tp)
     whole = norms + attention + inner + routed
     # Selective: scores where there are any; under fused attention all but inputs and every other product.
     products = (2 * shape.heads * shape.head_dim + shape.qkv_width + (1 + shape.gated) * ffn) / plan.tp
-    selective = np.where(engine.flash > 0, 4 * shape.embed / cut + products, whole)
-    kept = np.select([plan.recompute == 2, plan.recompute == 1], [2 * shape.embed / cut, selective], whole + scores)
-    return tokens * kept, tokens * (whole + scores)
+    stream = engine.stream * shape.embed / cut
+    attended = stream + 2 * shape.heads * shape.head_dim / plan.tp
+    selective = np.where(engine.products > 0, 4 * shape.embed / cut + products, attended)
+    selective = np.where(engine.flash > 0, selective, whole)
+    kept = np.select([plan.recompute == 2, plan.recompute == 1], [stream, selective], whole + scores)
+    return wide * tokens * kept, wide * tokens * (whole + scores)
 
 
 def logit_bytes(shape: Shape, plan: Plan, engine: Engine) -> Num:
-    """Bytes of one microbatch's logits and what the loss makes of them."""
-    return engine.vocab * plan.micro_batch * plan.seq / plan.cp * shape.vocab / plan.tp
+    """Bytes of one microbatch's logits, of what the loss makes of them, and of the output layer's gradient."""
+    tokens = np.minimum(plan.micro_batch * plan.seq / plan.cp, engine.chunk)
+    return (engine.vocab * tokens + engine.table * shape.embed) * shape.vocab / plan.tp
 
 
-def rank_memory(shape: Shape, plan: Plan, engine: Engine, layers: Num, tables: Num, activations: Num) -> Memory:
-    """A rank that holds so many ``layers`` and vocabulary ``tables``, and at most so many bytes of ``activations``."""
+def rank_memory(
+    shape: Shape, plan: Plan, engine: Engine, layers: Num, tables: Num, activations: Num, logits: Num = 0.0
+) -> Memory:
+    """A rank that holds so many ``layers`` and vocabulary ``tables``, and at most so many bytes of ``activations``.
+
+    ``logits``: bytes of those that are of the loss. What backward works with comes after they are gone, where the
+    gradients are made with the loss (``engine.table``).
+    """
     kept, alive = layer_bytes(shape, plan, engine)
     layer = shape.dense_weights / plan.tp
     expert = shape.expert_weights / np.maximum(plan.ep, 1)
@@ -79,18 +90,26 @@ def rank_memory(shape: Shape, plan: Plan, engine: Engine, layers: Num, tables: N
     sharded = plan.zero >= 3
     # ... unless a pipeline keeps them, and the sums of their gradients, over its microbatches.
     held = np.where(plan.pp > 1, layers, np.minimum(2, layers)) * (layer + expert) + tables * table
-    gathered = np.where(sharded, (2 + engine.gradient * trained) * held, 0.0)
+    gathered = np.where(sharded, 2 * held, 0.0)
+    made = np.where(sharded, engine.gradient * trained * held, 0.0)
     # What expert parallelism has cut is replicated over the ranks that are left.
     spread = np.where(plan.zero >= 1, inner, 1.0)
     expert_spread = np.where(plan.zero >= 1, np.maximum(inner * plan.tp / np.maximum(plan.ep, 1), 1), 1.0)
     states = (layers * layer + tables * table) / spread + layers * expert / expert_spread
     working = np.where(plan.recompute == 0, 0.0, np.maximum(alive - kept, 0))
+    ffn = shape.dense_share * shape.ffn + (1 - shape.dense_share) * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
+    working = working + (plan.recompute == 0) * engine.undone * plan.micro_batch * plan.seq / plan.cp * ffn / plan.tp
+    # Backward's own needs come when the logits are gone, where the loss makes its gradients at once.
+    working = np.where(engine.table > 0, np.maximum(working + (plan.pp == 1) * made - logits, 0), working)
+    made = np.where((engine.table > 0) & (plan.pp == 1), 0.0, made)
+    # A step of one pass need not keep sums of gradients, if each is reduced as soon as it is there.
+    cut = np.where((plan.pp == 1) & (plan.microbatches == 1) & (engine.single == 0), 1 / inner, 1.0)
     return Memory(
         parameters=2 * weights * whole,
-        gradients=trained * engine.gradient * weights * np.where(plan.zero >= 2, 1 / inner, 1.0),
+        gradients=trained * engine.gradient * weights * np.where(plan.zero >= 2, 1 / inner, cut),
         optimizer=trained * engine.master * states,
         activations=activations,
-        buffers=working + gathered,
+        buffers=working + gathered + made,
         constant=engine.constant * 2**30 + 0 * weights,
     )
 
@@ -105,7 +124,7 @@ def peak_memory(shape: Shape, plan: Plan, engine: Engine) -> Memory:
 
     def at(position: Num, layers: Num, tables: Num, out: Num) -> Memory:
         held = in_flight(plan, position) * layers * kept + out * logits
-        return rank_memory(shape, plan, engine, copies(plan) * layers, copies(plan) * tables, held)
+        return rank_memory(shape, plan, engine, copies(plan) * layers, copies(plan) * tables, held, out * logits)
 
     alone = plan.pp == 1
     both = 2 - shape.tied

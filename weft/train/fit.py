@@ -1,0 +1,156 @@
+"""What a rank of a layout holds at its peak: our own modules and one step of training, on tensors without memory.
+
+Shapes, saved activations, gathered parameters, gradients and optimizer state are those of the real step, because it is
+the real step: only the data behind the tensors is missing (fake tensors) and messages go nowhere (a fake process
+group). What operators use inside themselves, fragmentation and the runtime's own memory are not in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.data.batch import Batch
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.layout.sequence import padded_length
+from weft.models.transformer import Transformer
+from weft.parallel.build import local_parts, parallelize
+from weft.recipe import ModelShape, Recipe
+from weft.train.optim import build_optimizer
+from weft.train.step import clear_gradients, gradients, update
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes on one rank: ``state`` of parameters and optimizer before the step, ``peak`` within it."""
+
+    rank: int
+    state: int
+    peak: int
+
+
+class _Ledger(TorchDispatchMode):
+    """Adds up the storages that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = self.peak = 0
+        self.known: dict[int, int] = {}  # bytes by storage
+
+    def hold(self, value: Any) -> None:
+        if isinstance(value, list | tuple):
+            for item in value:
+                self.hold(item)
+        elif isinstance(value, DTensor):
+            self.hold(value.to_local())
+        elif isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if size and key not in self.known:
+                self.known[key] = 0
+                self._resize(key, size)
+                weakref.finalize(storage, self._gone, key)
+
+    def _resize(self, key: int, size: int) -> None:
+        self.level += size - self.known[key]
+        self.known[key] = size
+        self.peak = max(self.peak, self.level)
+
+    def _gone(self, key: int) -> None:
+        self.level -= self.known.pop(key)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count what is made within; FSDP gathers and frees parameters by the size of their storage."""
+        real = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = real(storage, size)
+            if storage._cdata in self.known:
+                self._resize(storage._cdata, size)
+            return result
+
+        with self, mock.patch.object(torch.UntypedStorage, "resize_", resize):
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.hold(result)
+        return result
+
+
+class _Counted(Batch):
+    """A batch whose real tokens are known without looking."""
+
+    @property
+    def real_tokens(self) -> int:
+        return self.tokens.numel()
+
+
+def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
+    """One step of ``rank`` under the recipe's layout; ``shape``: the model with its vocabulary.
+
+    Replicas hold the same, so ``dp`` counts as two at most; of many microbatches, as many as fill a pipeline.
+    """
+    layout = recipe.layout.model_copy(update={"dp": min(recipe.layout.dp, 2)})
+    ledger = _Ledger()
+    with ExitStack() as stack:
+        stack.enter_context(fake_rank(rank, layout.world))
+        mesh = Mesh.create(layout, "cpu")
+        batches = _batches(recipe, shape, mesh)
+        real = Transformer.to_empty
+
+        def to_empty(model: Transformer, **more: Any) -> Any:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))  # from here on nothing has memory
+            return real(model, **more)
+
+        with mock.patch.object(Transformer, "to_empty", to_empty):
+            model = parallelize(shape, mesh, recipe.train, lambda *_: torch.zeros(()), recipe.data.seq_len)
+        parts = local_parts(model, mesh)
+        optimizer = build_optimizer(parts, recipe.optimizer)
+        ledger.hold([*model.parameters(), *(part.local for part in parts)])
+        ledger.hold([list(state.values()) for state in optimizer.state.values()])
+        state = ledger.level
+        with ledger.watch():
+            grads, _ = gradients(model, parts, batches, mesh)
+            update(optimizer, grads, parts, 1e-3)
+            clear_gradients(model, parts)
+        return Peak(rank, state, ledger.peak)
+
+
+def pipeline_ranks(layout: Layout) -> list[int]:
+    """One rank of every pipeline position."""
+    world = layout.model_copy(update={"dp": min(layout.dp, 2)}).world
+    return [p * world // layout.pp for p in range(layout.pp)]
+
+
+@contextmanager
+def fake_rank(rank: int, world: int) -> Iterator[None]:
+    """A default process group of ``world`` ranks in which this process is ``rank`` and nothing moves."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _batches(recipe: Recipe, shape: ModelShape, mesh: Mesh) -> list[Batch]:
+    rows, passes = recipe.rows_per_pass(recipe.layout)
+    length = padded_length(recipe.data.seq_len, mesh.layout)
+    ids = torch.zeros(rows, length // mesh.size("cp"), dtype=torch.int64)
+    edges = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+    count = min(passes, 2 * mesh.size("pp") + 2 if mesh.size("pp") > 1 else 2)
+    return [_Counted(ids, ids, ids, edges) for _ in range(count)]
