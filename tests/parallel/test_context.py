@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
-from weft.models.attention import attention
+from weft.models.attention import attend_forward, attention
 from weft.parallel.context import check_context, context_attention, tile_attention
 from weft.parallel.context.execute import Trip, tile_pieces
 from weft.parallel.context.heads import head_index, head_ranges
@@ -31,7 +32,9 @@ from weft.parallel.context.tables import (
     work_per_step,
 )
 from weft.recipe import ModelShape
+from weft.train.verify import fake_ranks
 
+EXECUTE = "weft.parallel.context.execute"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 #: name: context and ulysses of the layout; of the last ones the second is half of cp.
 WAYS = [(scheme, 1) for scheme in SCHEMES] + [("ulysses", 1), ("zigzag", 2), ("lightseq", 2), ("tokenring", 2)]
@@ -190,6 +193,33 @@ def test_every_way_to_lay_attention_over_ranks(pool: Any, world: int) -> None:
     answers = pool.run(world, layout_cases, cases)
     for number, case in enumerate(cases):
         assert max(answer[number] for answer in answers) < 1e-10, case
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_moves_are_under_way_while_tiles_are_computed(scheme: str) -> None:
+    """On a rank whose messages go nowhere: what a step needs is asked for before the tiles of the step before it."""
+    seen: list[str] = []
+
+    class Work:
+        def wait(self) -> None:
+            seen.append("wait")
+
+    def post(ops: list[Any]) -> list[Work]:
+        seen.append("post")
+        return [Work()]
+
+    def tile(*args: Any) -> Any:
+        seen.append("tile")
+        return attend_forward(*args)
+
+    with fake_ranks(4):
+        q = torch.zeros(1, 8, 2, 8)
+        cu = torch.tensor([0, 32], dtype=torch.int32)
+        with mock.patch("torch.distributed.batch_isend_irecv", post), mock.patch(f"{EXECUTE}.attend_forward", tile):
+            tile_attention(q, q, q, cu, scheme, [0, 1, 2, 3], 0, [])
+    steps = "".join(word[0] for word in seen)  # p: post, t: tile, w: wait
+    assert steps.startswith("pt") and re.fullmatch("(pt*w|t+)+", steps)
+    assert steps.count("p") <= build(scheme, 4).steps + 1  # the last results go home alone
 
 
 def in_bfloat16(scheme: str, length: int) -> tuple[list[float], list[float]]:
