@@ -10,18 +10,33 @@ IGNORE = -100
 
 
 @dataclass(frozen=True)
+class Group:
+    """The data ranks that share a pass, in the order of the attention table; ``index`` is this one among them.
+
+    ``lengths``: tokens in every block of the table. ``plan`` is the same on all ranks that follow the same plan.
+    """
+
+    plan: int
+    peers: tuple[int, ...]
+    index: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Batch:
     """Rows of packed documents, cut over ``cp`` (see :mod:`weft.layout.sequence`).
 
     ``tokens``, ``labels``, ``positions``: int64 ``[rows, seq/cp]``; positions count from 0 in every document.
     ``cu_seqlens``: int32 ``[segments + 1]``, on the CPU: document boundaries in the flattened ``rows * seq`` tokens
     of the *whole* (padded) rows; every row boundary is also a document boundary.
+    ``group``: whose tokens these are in a balanced step, where it is not all of ``cp`` (:mod:`weft.data.balance`).
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor
     cu_seqlens: torch.Tensor
+    group: Group | None = None
 
     @property
     def real_tokens(self) -> int:

@@ -1,18 +1,20 @@
 """The loader: the samples of a step, dealt out to the ranks and cut as the layout cuts them."""
 
 import sys
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from weft.data.batch import IGNORE, Batch
+from weft.data.balance import Costs, Pass, balanced
+from weft.data.batch import IGNORE, Batch, Group
 from weft.data.cache import digest
 from weft.data.order import Order, Stream, hashed, held_out
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import Progress, open_source
-from weft.layout.layout import Layout
-from weft.layout.sequence import owned_ranges, padded_length
+from weft.layout.layout import DATA_AXES, Layout
+from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
 from weft.recipe import Data
 
 
@@ -53,7 +55,7 @@ def open_data(data: Data, progress: Progress | None = None) -> Corpus:
 
 @dataclass(frozen=True)
 class Loader:
-    """Batches of one rank."""
+    """Batches of one rank. With ``costs`` (of documents) and ``layout.balance`` every step is planned by length."""
 
     order: Order
     layout: Layout
@@ -63,6 +65,7 @@ class Loader:
     rows: int  # of this rank, per pass
     passes: int
     seq_len: int
+    costs: Costs | None = None
 
     def step(self, position: int) -> list[Batch] | None:
         """The passes of the step that begins after ``position`` global samples, or None (on all ranks) past the end.
@@ -73,6 +76,8 @@ class Loader:
         if total is not None and position >= total:
             return None
         end = min(position + self.batch, total or sys.maxsize)
+        if self.costs is not None and self.layout.size(*DATA_AXES) > 1:
+            return self._balanced(range(position, end), self.costs)
         per_rank = -(-self.batch // self.layout.size("dp", "shard"))
         first = position + self.batch_rank * per_rank
         samples = range(first, min(first + per_rank, end))
@@ -100,3 +105,39 @@ class Loader:
             return torch.from_numpy(whole.reshape(tokens.shape).take(columns, axis=1))
 
         return Batch(mine(tokens), mine(labels), mine(positions), torch.from_numpy(edges.astype(np.int32)))
+
+    def _balanced(self, samples: range, costs: Costs) -> list[Batch]:
+        """The same tokens, document by document to the ranks that the plan gives them; all ranks make the same plan.
+
+        A rank has the memory for as many tokens per pass as without balance.
+        """
+        rows = [self.order.row(sample) for sample in samples]
+        ids, labels = (np.concatenate([row[i] for row in rows]) for i in (0, 1))
+        sizes = np.cumsum([0, *(len(row[0]) for row in rows)])
+        edges = np.append(np.concatenate([at + row[2] for at, row in zip(sizes, rows, strict=False)]), sizes[-1])
+        tp = self.layout.tp
+        capacity = -(-self.rows * self.seq_len // (self.layout.cp * tp)) * tp
+        plan = balanced(self.layout.balance, np.diff(edges), capacity, self.layout.size(*DATA_AXES), costs)
+        number = zlib.crc32(repr(plan).encode())
+        mine = plan[self.batch_rank * self.layout.cp + self.cp_rank]
+        return [self._shared(p, number, ids, labels, edges) for p in mine]
+
+    def _shared(self, p: Pass, plan: int, ids: np.ndarray, labels: np.ndarray, edges: np.ndarray) -> Batch:
+        """This rank's blocks of a pass: its documents, joined and padded until all have the same number of tokens."""
+        at = np.concatenate([np.empty(0, int), *(np.arange(edges[d], edges[d + 1]) for d in p.documents)])
+        ranks, tp = len(p.peers), self.layout.tp
+        each = -(-max(1, len(at)) // (ranks * tp)) * tp
+        whole = np.zeros((3, ranks * each), np.int64)
+        whole[1] = IGNORE
+        whole[:2, : len(at)] = ids[at], labels[at]
+        cu = np.unique(np.cumsum([0, *(edges[d + 1] - edges[d] for d in p.documents), whole.shape[1] - len(at)]))
+        whole[2] = np.arange(whole.shape[1]) - np.repeat(cu[:-1], np.diff(cu))
+        owners = chunk_owners(Layout(cp=ranks, context=self.layout.context))
+        blocks = {b: each * (i + 1) // len(own) - each * i // len(own) for own in owners for i, b in enumerate(own)}
+        lengths = tuple(blocks[b] for b in range(len(blocks)))
+        index = p.peers.index(self.batch_rank * self.layout.cp + self.cp_rank)
+        ends = np.cumsum(lengths)
+        columns = np.concatenate([np.arange(ends[b] - lengths[b], ends[b]) for b in owners[index]])
+        tokens, targets, positions = (torch.from_numpy(row[columns][None]) for row in whole)
+        group = Group(plan, p.peers, index, lengths)
+        return Batch(tokens, targets, positions, torch.from_numpy(cu.astype(np.int32)), group)

@@ -43,6 +43,9 @@ class Layout(BaseModel):
     between their passes; 0: they are on the first and last stage); ``skip``, the share of stages that a microbatch
     leaves out.
 
+    ``balance``: the documents of a step are placed on the data ranks by their length, long ones on several, and not
+    row by row (:mod:`weft.data.balance`); needs ``zero = 1``. The same loss and gradients come out.
+
     ``order``: the axes from the slowest links to the fastest, e.g. ``"tp pp"``, if neighbouring ranks are to be
     neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.planner.mapping`` chooses).
     """
@@ -63,6 +66,7 @@ class Layout(BaseModel):
     virtual: int | None = Field(None, ge=1)
     vocab_barriers: Literal[0, 1, 2] = 0
     skip: float = Field(0.0, ge=0, lt=1)
+    balance: Literal["", "greedy", "flexsp"] = ""
     order: str = ""
 
     @model_validator(mode="after")

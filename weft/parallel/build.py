@@ -15,6 +15,7 @@ from weft.models.init import initial_values
 from weft.models.transformer import Block, Transformer
 from weft.parallel.context import check_context, context_attention
 from weft.parallel.data import shard_data_parallel
+from weft.parallel.hybrid import check_hybrid, hybrid_attention
 from weft.parallel.pipeline import Pipeline, check_pipeline
 from weft.recipe import ModelShape, Train
 
@@ -65,11 +66,12 @@ def parallelize(
     where layers are dealt to stages.
     """
     check_fits(shape, mesh.layout)
+    check_hybrid(mesh.layout, shape, train)
     pipeline = None
     if mesh.size("pp") > 1:
         pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)
     model = pipeline.model if pipeline else Transformer(shape, mesh, train.loss_chunk)
-    attend = context_attention(mesh, shape)
+    attend = hybrid_attention(mesh, context_attention(mesh, shape))
     for block in model.blocks.values():
         assert isinstance(block, Block)
         if block.attention.mixer == "softmax":

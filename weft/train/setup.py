@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from weft.data.balance import costs_of
 from weft.data.loader import Corpus, Loader, open_data
 from weft.data.order import Order
 from weft.data.tokens import Progress
@@ -13,6 +14,7 @@ from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.observe.flops import parameter_count
 from weft.parallel.build import check_fits
+from weft.parallel.hybrid import check_hybrid
 from weft.recipe import ModelShape, Recipe
 
 
@@ -27,9 +29,12 @@ class Job:
     def loader(self, order: Order, mesh: Mesh) -> Loader:
         rows, passes = self.recipe.rows_per_pass(mesh.layout)
         data = self.recipe.data
+        # Only steps that train gather parameters once, which a balanced step needs.
+        costs = costs_of(self.shape) if mesh.layout.balance and order is self.corpus.train else None
         return Loader(
-            order, mesh.layout, mesh.batch_rank, mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len
-        )
+            order, mesh.layout, mesh.batch_rank, mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len,
+            costs,
+        )  # fmt: skip
 
 
 def device_type(recipe: Recipe) -> str:
@@ -44,6 +49,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
     """Open the data, complete the model's shape and check that layout, model, data and memory go together."""
     shape = model_shape(recipe)
     check_fits(shape.model_copy(update={"vocab": shape.vocab or 1 << 20}), recipe.layout)
+    check_hybrid(recipe.layout, shape, recipe.train)
     corpus = open_data(recipe.data, progress)
     vocab = corpus.tokenizer.vocab
     if shape.vocab and vocab > shape.vocab:

@@ -18,6 +18,7 @@ from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.build import LocalPart
 from weft.parallel.data import begin_pass
+from weft.parallel.hybrid import begin_step, share_pass
 from weft.train.optim import set_gradients
 
 
@@ -78,15 +79,18 @@ def accumulate(
     if model.pipeline is not None:
         count = PendingSum(share_of_tokens(batches, mesh))  # due when the first microbatch has passed all stages
         return model.pipeline.accumulate(batches, lambda: count().clamp(min=1)), count()
+    begin_step(model, batches, mesh)
     total = count_tokens(batches, mesh)
     shares = []
     for i, batch in enumerate(batches):
         begin_pass(model, mesh, last=i == len(batches) - 1)
+        share_pass(model, batch.group)
         model.route = routes[i % len(routes)] if routes else None
         share = pass_loss(model, batch.to(mesh.device), total.clamp(min=1), mesh)
         share.backward()
         shares.append(share.detach())
     model.route = None
+    share_pass(model, None)
     return torch.stack(shares).sum(), total
 
 

@@ -1,0 +1,93 @@
+"""Steps whose documents are placed by length: attention of a pass crosses the ranks that share it, no others.
+
+:mod:`weft.data.balance` makes the plan. Ranks run different passes, and unequal numbers of them (ByteScale, Ge et al.
+2025, 2502.21231), so nothing inside a pass may wait for a rank that is not in it. Parameters are gathered before the
+first pass, and gradients are reduced in the last, which every rank has to itself.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from weft.data.batch import Batch, Group
+from weft.errors import UsageError, WeftError
+from weft.layout.layout import DATA_AXES, Layout
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Attend, Block, T, Transformer, local_attention
+from weft.parallel.context.execute import tile_attention
+from weft.recipe import ModelShape, Train
+
+#: What does not go together with ``layout.balance``, why, and what to do.
+REFUSED: tuple[tuple[Callable[[Layout, ModelShape, Train], bool], str], ...] = (
+    (lambda layout, shape, train: layout.zero != 1,
+     "needs layout.zero = 1: other stages gather or reduce in every pass, and ranks run unequal numbers of them"),
+    (lambda layout, shape, train: layout.pp > 1,
+     "does not go together with pp: stages hand each other passes of one size; use pp = 1"),
+    (lambda layout, shape, train: layout.head_ranks > 1,
+     "does not go together with Ulysses, which exchanges heads in fixed groups; use layout.context = 'zigzag'"),
+    (lambda layout, shape, train: any(shape.mixer_of(i) != "softmax" for i in range(shape.layers)),
+     "does not go together with linear attention, whose states cross all of cp; leave layout.balance out"),
+    (lambda layout, shape, train: train.compile,
+     "does not go together with train.compile: every pass has a length and a group of its own"),
+)  # fmt: skip
+
+
+def check_hybrid(layout: Layout, shape: ModelShape, train: Train) -> None:
+    """Raises :class:`UsageError` for what :data:`REFUSED` names."""
+    for meets, why in REFUSED:
+        if layout.balance and meets(layout, shape, train):
+            raise UsageError(f"layout.balance = {layout.balance!r} {why}")
+
+
+class HybridAttention:
+    """Attention over the ranks of the current pass; ``static``, that of the layout, in passes that are not planned."""
+
+    def __init__(self, mesh: Mesh, static: Attend) -> None:
+        assert mesh.data_mesh is not None
+        self.static, self.scheme = static, mesh.layout.context
+        self.ranks: list[int] = mesh.data_mesh.mesh[mesh.rank("pp"), :, :, mesh.rank("tp")].flatten().tolist()
+        self.group: Group | None = None
+
+    def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
+        group = self.group
+        if group is None:
+            return self.static(q, k, v, cu_seqlens)
+        if len(group.peers) == 1:
+            return local_attention(q, k, v, cu_seqlens)
+        peers = [self.ranks[p] for p in group.peers]
+        return tile_attention(q, k, v, cu_seqlens, self.scheme, peers, group.index, group.lengths)[0]
+
+
+def hybrid_attention(mesh: Mesh, static: Attend) -> Attend:
+    """What ``layout.balance`` makes of the layout's attention; one for all layers."""
+    hybrid = mesh.layout.balance and mesh.size(*DATA_AXES) > 1
+    return HybridAttention(mesh, static) if hybrid else static
+
+
+def share_pass(model: Transformer, group: Group | None) -> None:
+    """From now on attention crosses the ranks of ``group``."""
+    for block in model.blocks.values():
+        assert isinstance(block, Block)
+        if isinstance(block.attention.attend, HybridAttention):
+            block.attention.attend.group = group
+            return
+
+
+@torch.no_grad()
+def begin_step(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> None:
+    """See that all ranks follow one plan, and gather the parameters: in a pass it is too late. Collective.
+
+    Raises :class:`WeftError` on all ranks where plans differ, which would otherwise end in a hang.
+    """
+    group = batches[0].group
+    if group is None:
+        return
+    both = torch.tensor([group.plan, -group.plan], device=mesh.device)
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    if both[0] != -both[1]:
+        raise WeftError("the ranks have planned the step differently: they see other data, or run other versions")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
