@@ -22,6 +22,8 @@ PARTS = {
     "ep": "experts", "pp": "pipeline sends", "dp": "data parallelism", "bubble": "bubble", "optimizer": "optimizer",
     "other": "stragglers and fixed costs",
 }  # fmt: skip
+#: Pipelines of more ranks take long to simulate: they are looked at where they are what is asked about.
+DEEP = 32
 #: What the user sets; the data axes follow from these.
 AXES = tuple(name for name in CHOSEN if name not in ("dp", "shard"))
 
@@ -162,6 +164,7 @@ def instead(found: Found, finals: Sequence[Final]) -> list[Instead]:
         ratios = [final.seconds / final.closed for final in finals if final.plan.schedule == schedule]
         total[schedules == schedule] *= max(1.0, min(ratios))
     memory = np.asarray(found.memory.total) / 2**30
+    pp = np.broadcast_to(found.plans.pp, found.count)
     tables: dict[Any, Any] = {}
     result = []
     for axis in ("tp", "pp", "cp", "zero", "ep", "micro_batch", "recompute"):
@@ -170,6 +173,8 @@ def instead(found: Found, finals: Sequence[Final]) -> list[Instead]:
         values = sorted(set(column) - {own}, key=lambda v: (abs(np.log((v + 0.5) / (own + 0.5))), v))[:3]
         for value in sorted(values):
             fit = limit[column[limit] == value]
+            if axis != "pp" and (quick := fit[pp[fit] <= DEEP]).size:
+                fit = quick
             if not len(fit):
                 result.append(Instead(axis, tell(axis, value), None, float(memory[column == value].min())))
                 continue

@@ -29,6 +29,8 @@ NEAR = 0.08
 LARGEST = 8000
 #: Actions that are simulated altogether: about a second's worth.
 BUDGET = 50_000
+#: So many are looked at even if they are far behind.
+SHOWN = 5
 #: Layouts that agree in these differ little: the best of them stands for all.
 FAMILY = ("tp", "pp", "schedule", "virtual", "recompute", "zero", "ep")
 #: Placing vocabulary passes takes time with the square of their number.
@@ -99,33 +101,40 @@ def finalists(found: Found, count: int = 10, vocabulary: bool = False) -> list[F
     columns = np.stack([np.broadcast_to(getattr(found.plans, name), found.count) for name in FAMILY])
     # One of each family, and of every schedule that is near: closed forms err, and not for all schedules alike.
     families: dict[tuple[float, ...], int] = {}
-    near = found.order[total[found.order] <= (1 + NEAR) * total[found.order[:1]].sum()]
-    for i in near[:4000]:
+    for i in found.order[:4000]:
         families.setdefault(tuple(columns[:, i]), int(i))
     members = list(families.items())
     others: dict[float, int] = {}
     for family, i in members[count:]:
-        others.setdefault(family[FAMILY.index("schedule")], i)
+        if total[i] <= (1 + NEAR) * total[found.order[0]]:
+            others.setdefault(family[FAMILY.index("schedule")], i)
     seen = {family[FAMILY.index("schedule")] for family, _ in members[:count]}
     chosen = [i for _, i in members[:count]] + [i for schedule, i in others.items() if schedule not in seen]
     tables: dict[Any, Table] = {}
     finals, spent = list[Final](), 0
-    longer: dict[float, float] = {}  # by schedule: simulated over closed form, least so far
-    for i in chosen:
+    ratios: dict[float, list[float]] = {}  # by schedule: simulated over closed form
+    large = {i: 2 * found.plan(i).pp ** 2 * chunks_of(found.plan(i)) > LARGEST for i in chosen}
+    for i in sorted(chosen, key=lambda i: large[i]):
         plan, closed = found.plan(i), found.seconds(i)
         first = min((final.seconds for final in finals), default=closed)
-        # A large table takes long: it is worth it if the layout may win.
-        slack = NEAR if 2 * plan.pp**2 * chunks_of(plan) <= LARGEST else 0.0
-        if spent > BUDGET or closed * longer.get(plan.schedule, 1.0) > (1 + slack) * first:
+        # A large table takes long: it is worth it if the layout may win by a percent.
+        known = ratios.get(plan.schedule, [1.0])
+        hopeless = closed * max(known) > 0.99 * first if large[i] else closed * min(known) > (1 + NEAR) * first
+        enough = len(finals) >= min(count, SHOWN)
+        if finals and (spent > BUDGET or (hopeless and (large[i] or enough))):
             continue
         if final := refine(found, plan, closed, 0, tables):
             finals.append(final)
-            longer[plan.schedule] = min(longer.get(plan.schedule, 9.0), final.seconds / closed)
+            ratios.setdefault(plan.schedule, []).append(final.seconds / closed)
             spent += sum(map(len, final.simulation.table.ranks)) if final.simulation else 0
     best = sorted(finals, key=lambda final: final.seconds)[:3]
     for final in best if vocabulary else ():
         cut = refine(found, final.plan, final.closed, 1, tables) if final.plan.pp > 1 else None
         finals += [cut] if cut else []
+    if not finals:  # no table of these schedules can be built: closed forms are all there is
+        i = int(found.order[0])
+        finals = [Final(found.shape, found.machine, found.plan(i), at(found.cost, i), (at(found.memory, i),),
+                        found.seconds(i))]  # fmt: skip
     fit = [final for final in finals if final.fits] or finals
     return sorted(fit, key=lambda final: final.seconds)
 
