@@ -18,7 +18,7 @@ from weft.schedule.draw import chunks, colours, headline, shaded, svg
 from weft.schedule.simulate import Simulation
 
 #: Boxes in the drawn timeline; longer ones are cut, for the eye as much as for the file.
-BOXES = 6000
+BOXES = 8000
 #: Constants of a program as a reader knows them.
 CONSTANTS = {
     "matmul": "share of the attainable product rate", "attention": "fused attention, share of the 16-bit peak",
@@ -214,7 +214,8 @@ def timeline(first: Final) -> tuple[str, str]:
     m, size = int(first.plan.microbatches), run.table.microbatches
     note = f"{headline(run, 's')}"
     if m > size:
-        note += f" · the first {size} of {m} microbatches; the others go on in the same way"
+        note += f" · the first {size} of {m} microbatches; the others go on in the same way, and the "
+        note += f"bubble becomes {part(first.cost, 'bubble') / first.seconds:.1%} of the step"
     count = sum(map(len, run.timeline))
     if count > BOXES:
         card = "The table has too many actions to be drawn; weft schedule draws smaller ones of the same kind."
