@@ -38,8 +38,7 @@ def test_every_plan_is_whole_and_never_hangs(lengths: list[int], ranks: int, cap
     assert plan == balanced("greedy", lengths, capacity, ranks, model)
     tokens = np.array(lengths, int)
     for rank, mine in enumerate(plan):
-        kinds = [len(p.peers) > 1 for p in mine]
-        assert kinds == sorted(kinds, reverse=True) and not kinds[-1]
+        assert mine[-1].peers == (rank,)
         assert all(-(-tokens[list(p.documents)].sum() // len(p.peers)) <= capacity for p in mine)
         assert all(rank in p.peers for p in mine)
     once = {p for mine in plan for p in mine}

@@ -7,6 +7,7 @@ is time (quadratic in a document's length), not tokens. :func:`greedy` is ByteSc
 """
 
 import heapq
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -20,7 +21,7 @@ from weft.recipe import ModelShape
 #: What moving a byte between ranks takes, in floating-point operations: an H100 at 40 % over links of 400 GB/s.
 FLOPS_PER_BYTE = 1000
 #: A document gets more ranks than its memory asks for when it takes longer than this share of the ideal step.
-SPREADS = (0.5, 0.75, 1.0, 1.5, np.inf)
+SPREADS = (0.5, 1.0, np.inf)
 #: Bound of the search for group sizes. Nodes, not seconds: all ranks must come to the same plan.
 NODES = 200
 
@@ -49,8 +50,8 @@ class Pass(NamedTuple):
     documents: tuple[int, ...]
 
 
-#: What every data rank runs, in order. Groups come first and in one order that all ranks share, so that no two ranks
-#: can wait for each other; each rank ends with a pass of its own, in which gradients are reduced over all ranks.
+#: What every data rank runs, in order. Passes are in one order that all ranks share, so that no two ranks can wait for
+#: each other; each rank ends with a pass of its own, in which gradients are reduced over all ranks.
 Plan = tuple[tuple[Pass, ...], ...]
 
 
@@ -73,12 +74,14 @@ def greedy(lengths: np.ndarray, capacity: int, ranks: int, costs: Costs) -> Plan
     """Documents of ``lengths`` (tokens) on ``ranks`` that hold ``capacity`` tokens per pass (ByteScale).
 
     A document gets the ranks that its memory needs, and more if one rank would keep all others waiting. Groups take the
-    ranks that are free first, then short documents fill up the least busy ranks, longest first (LPT). How readily
-    documents are spread is tried out on the model of costs.
+    ranks that are free first. Short documents fill the time in which a rank waits for a group, and then the least busy
+    ranks, longest first (LPT). How readily documents are spread is tried out on the model of costs.
     """
     need = _needed(lengths, capacity, ranks)
-    plans = {_spread(lengths, need, capacity, ranks, costs, spread) for spread in SPREADS}
-    return min(sorted(plans), key=lambda plan: max(finish(plan, lengths, costs)))
+    plans = [
+        _spread(lengths, need, capacity, ranks, costs, spread, even) for spread in SPREADS for even in (False, True)
+    ]
+    return min(dict.fromkeys(plans), key=lambda plan: max(finish(plan, lengths, costs)))
 
 
 def _needed(lengths: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
@@ -93,7 +96,10 @@ def _needed(lengths: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
     return -(-lengths // capacity)
 
 
-def _spread(lengths: np.ndarray, need: np.ndarray, capacity: int, ranks: int, costs: Costs, spread: float) -> Plan:
+def _spread(
+    lengths: np.ndarray, need: np.ndarray, capacity: int, ranks: int, costs: Costs, spread: float, even: bool
+) -> Plan:
+    """``even``: widths are powers of two, whose groups leave no rank over."""
     alone = costs.time(lengths, 1) + costs.fixed * lengths / capacity
     limit = spread * (alone.sum() / ranks or 1.0)
     width = need.copy()
@@ -104,12 +110,22 @@ def _spread(lengths: np.ndarray, need: np.ndarray, capacity: int, ranks: int, co
         times[(degrees < need[slow, None]) | (degrees > lengths[slow, None])] = np.inf
         enough = np.isfinite(times) & (times <= limit)
         width[slow] = np.where(enough.any(1), enough.argmax(1), times.argmin(1)) + 1
+    if even:
+        rounded = np.minimum(1 << np.ceil(np.log2(width)).astype(int), ranks)
+        width = np.where(rounded <= lengths, rounded, width)
     groups = np.flatnonzero(width > 1)
     groups = groups[np.lexsort((groups, -lengths[groups], -width[groups]))]
-    busy, passes = np.zeros(ranks), []
-    for document in groups.tolist():
-        passes.append(_place((document,), int(width[document]), busy, lengths, costs))
-    return _by_rank(passes + _fill(np.flatnonzero(width == 1), alone, busy, lengths, capacity), ranks)
+    busy, shared, holes = np.zeros(ranks), list[Pass](), list[tuple[float, int, int]]()
+    for i, document in enumerate(groups.tolist()):
+        before = busy.copy()
+        shared.append(_place((document,), int(width[document]), busy, lengths, costs))
+        start = max(before[list(shared[-1].peers)])
+        holes += [(float(start - before[rank]), rank, i) for rank in shared[-1].peers if before[rank] < start]
+    short = np.flatnonzero(width == 1)
+    short = short[np.argsort(alone[short], kind="stable")]
+    waiting, rest = _stop_gaps(short.tolist(), alone, holes, lengths, capacity, costs.fixed)
+    passes = [p for i, group in enumerate(shared) for p in (*waiting.get(i, ()), group)]
+    return _by_rank(passes + _fill(rest, alone, busy, lengths, capacity), ranks)
 
 
 def _place(documents: tuple[int, ...], width: int, busy: np.ndarray, lengths: np.ndarray, costs: Costs) -> Pass:
@@ -119,33 +135,65 @@ def _place(documents: tuple[int, ...], width: int, busy: np.ndarray, lengths: np
     return Pass(tuple(peers.tolist()), documents)
 
 
-def _fill(short: np.ndarray, times: np.ndarray, busy: np.ndarray, lengths: np.ndarray, capacity: int) -> list[Pass]:
-    """Longest first to the least busy rank; there into the first pass with room."""
+def _stop_gaps(
+    short: list[int],
+    times: np.ndarray,
+    holes: list[tuple[float, int, int]],
+    lengths: np.ndarray,
+    capacity: int,
+    fixed: float,
+) -> tuple[dict[int, list[Pass]], list[int]]:
+    """Short documents (by rising time) for ranks to compute while they wait for a group, and those that are left.
+
+    ``holes``: seconds, rank and number of the group.
+    """
+    left = [float(times[d]) for d in short]
+    found: dict[int, list[Pass]] = {}
+    for room, rank, group in sorted(holes, reverse=True):
+        room, mine = room - fixed, list[int]()
+        while (at := bisect_right(left, room)) > 0:
+            room -= left.pop(at - 1)
+            mine.append(short.pop(at - 1))
+        found.setdefault(group, []).extend(Pass((rank,), pack) for pack in _packs(mine, lengths, capacity))
+    return found, short
+
+
+def _fill(short: list[int], times: np.ndarray, busy: np.ndarray, lengths: np.ndarray, capacity: int) -> list[Pass]:
+    """Longest first to the least busy rank."""
     heap = [(time, rank) for rank, time in enumerate(busy.tolist())]
     heapq.heapify(heap)
-    packs: list[list[list[int]]] = [[] for _ in heap]
-    rooms: list[list[int]] = [[] for _ in heap]
-    for document in short[np.argsort(-lengths[short], kind="stable")].tolist():
+    mine: list[list[int]] = [[] for _ in heap]
+    for document in reversed(short):
         time, rank = heap[0]
         heapq.heapreplace(heap, (time + float(times[document]), rank))
-        size, room = int(lengths[document]), rooms[rank]
-        at = next((i for i, left in enumerate(room) if left >= size), len(room))
-        if at == len(room):
-            room.append(capacity)
-            packs[rank].append([])
-        room[at] -= size
-        packs[rank][at].append(document)
-    return [Pass((rank,), tuple(pack)) for rank, mine in enumerate(packs) for pack in mine]
+        mine[rank].append(document)
+    return [Pass((rank,), pack) for rank, own in enumerate(mine) for pack in _packs(own, lengths, capacity)]
+
+
+def _packs(documents: list[int], lengths: np.ndarray, capacity: int) -> list[tuple[int, ...]]:
+    """Passes of ``capacity`` tokens: every document into the first with room."""
+    packs: list[list[int]] = []
+    rooms: list[int] = []
+    for document, size in zip(documents, lengths[documents].tolist(), strict=True):
+        at = next((i for i, left in enumerate(rooms) if left >= size), len(rooms))
+        if at == len(rooms):
+            rooms.append(capacity)
+            packs.append([])
+        rooms[at] -= size
+        packs[at].append(document)
+    return [*map(tuple, packs)]
 
 
 def _by_rank(passes: Iterable[Pass], ranks: int) -> Plan:
-    """What each rank runs of passes in a global order: groups, then its own, at least an empty one."""
-    shared: list[list[Pass]] = [[] for _ in range(ranks)]
-    own: list[list[Pass]] = [[] for _ in range(ranks)]
+    """What each rank runs of passes in a global order, and at the end one of its own, be it empty."""
+    mine: list[list[Pass]] = [[] for _ in range(ranks)]
     for p in passes:
         for rank in p.peers:
-            (shared if len(p.peers) > 1 else own)[rank].append(p)
-    return tuple((*shared[r], *(own[r] or [Pass((r,), ())])) for r in range(ranks))
+            mine[rank].append(p)
+    for rank, run in enumerate(mine):
+        if not run or len(run[-1].peers) > 1:
+            run.append(Pass((rank,), ()))
+    return tuple(map(tuple, mine))
 
 
 def finish(plan: Plan, lengths: np.ndarray, costs: Costs) -> list[float]:
@@ -233,7 +281,7 @@ def flexsp(lengths: np.ndarray, capacity: int, ranks: int, costs: Costs, buckets
             found.sort(key=lambda group: -float(costs.time(lengths[list(group[1])], group[0]).sum()))
             passes += [_place(documents, width, busy, lengths, costs) for width, documents in found]
         else:
-            plans.append(_by_rank(passes, ranks))
+            plans.append(_by_rank(sorted(passes, key=lambda p: len(p.peers) == 1), ranks))
         count = count + 1 if count < fewest + 3 else min(2 * count, len(lengths))
     return min(plans, key=lambda plan: max(finish(plan, lengths, costs)), default=_by_rank((), ranks))
 
