@@ -111,10 +111,11 @@ def test_the_cases_are_what_they_are_there_for(folder: Path) -> None:
         shortest = min(int(np.diff(b.cu_seqlens).min()) for ranks in steps for mine in ranks for b in mine)
         return groups, counts, idle, shortest
 
-    groups, counts, _, shortest = seen(QUICK[3])
-    assert groups >= {1, 2, 4} and max(counts) > 1 and shortest == 1
+    groups, _, _, shortest = seen(QUICK[3])
+    assert groups >= {1, 2, 4} and shortest == 1
     assert seen(QUICK[2])[0] >= {1, 3}
     assert seen(QUICK[4])[2]
+    assert all(max(seen(QUICK[i])[1]) > 1 for i in (2, 4, 5, 6))
 
 
 @pytest.mark.parametrize("case", [QUICK[3], QUICK[4], QUICK[6]], ids=name)
