@@ -146,3 +146,14 @@ def test_wrong_plans_are_refused(plan: Plan, message: str) -> None:
 def test_empty_documents_are_refused() -> None:
     with pytest.raises(UsageError, match="document 1 of the step is empty"):
         balanced("greedy", [3, 0], 10, 2, COSTS)
+
+
+@pytest.mark.slow
+def test_simulated_steps_are_half_as_long_again_on_fixed_ranks() -> None:
+    """What bench/balance.py finds on 64 ranks, on 16: static context parallelism, the usual and Weft's own."""
+    from balance import LINKS, Speeds, log_normal, simulated  # bench/
+
+    speeds, job = Speeds.of(LINKS["50 GB/s"], 1), log_normal(131_072, 2)
+    found = {side: simulated(job, side, 16, speeds) for side in ("whole", "cp", "greedy")}
+    assert found["whole"][0] > 1.5 * found["greedy"][0] and found["cp"][0] > 1.3 * found["greedy"][0]
+    assert found["greedy"][1] < 0.15 < found["cp"][1]
