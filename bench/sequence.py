@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import tempfile
 import time
 import warnings
@@ -30,6 +29,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from picture import photograph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.layout.layout import Layout
@@ -423,25 +423,6 @@ def drawn(found: dict[str, Any]) -> str:
     return "\n".join([*out, "</svg>"])
 
 
-def photograph(svg: str, path: Path, chromium: str) -> None:
-    """The SVG as a PNG, by a headless browser; without one, the SVG itself beside it."""
-    if not Path(chromium).exists():
-        path.with_suffix(".svg").write_text(svg)
-        print(f"no {chromium}: written as {path.with_suffix('.svg')}")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "page.html"
-        page.write_text(f'<meta charset="utf-8"><body style="margin:0">{svg}')
-        quiet = ["quic", "background-networking", "component-update", "sync"]
-        subprocess.run(
-            [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
-             *(f"--disable-{what}" for what in quiet), f"--user-data-dir={folder}/browser", "--window-size=1500,1040",
-             f"--screenshot={path.resolve()}", page.as_uri()],
-            check=True, capture_output=True, timeout=120,
-        )  # fmt: skip
-    print(f"picture: {path}")
-
-
 def told(found: dict[str, Any]) -> None:
     for kind, rows in found["steps"].items():
         print(
@@ -494,7 +475,7 @@ def main() -> None:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(found, indent=1))
     if not options.quick:
-        photograph(drawn(found), PICTURE, options.chromium)
+        photograph(drawn(found), PICTURE, options.chromium, "1500,1040")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from picture import photograph
 
 from weft.errors import WeftError
 from weft.observe.metrics import read_metrics
@@ -310,25 +311,6 @@ def drawn(pair: dict[str, Any], title: str, note: str) -> str:
     return "\n".join([*out, "</svg>"])
 
 
-def photograph(svg: str, path: Path, chromium: str) -> None:
-    """The SVG as a PNG, by a headless browser; without one, the SVG itself beside it."""
-    if not Path(chromium).exists():
-        path.with_suffix(".svg").write_text(svg)
-        print(f"no {chromium}: written as {path.with_suffix('.svg')}")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "page.html"
-        page.write_text(f'<meta charset="utf-8"><body style="margin:0">{svg}')
-        quiet = ["quic", "background-networking", "component-update", "sync"]
-        subprocess.run(
-            [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
-             *(f"--disable-{what}" for what in quiet), f"--user-data-dir={folder}/browser", "--window-size=1200,820",
-             f"--screenshot={path.resolve()}", page.as_uri()],
-            check=True, capture_output=True, timeout=120,
-        )  # fmt: skip
-    print(f"picture: {path}")
-
-
 # --- running ---
 
 #: Backward whole or as I and W, microbatches' worth of memory, microbatches, Gbit/s between the sites.
@@ -390,9 +372,8 @@ def main() -> None:
         share = f"{facts['layers_skipped']:.0%}"
         note = f"{facts['model']['layers']} layers on pp=4, {share} of them left out by each microbatch{tried}"
         if not options.quick:
-            photograph(
-                drawn(shown, "SkipPipe: validation loss at equal tokens", note), options.picture, options.chromium
-            )
+            picture = drawn(shown, "SkipPipe: validation loss at equal tokens", note)
+            photograph(picture, options.picture, options.chromium, "1200,820")
     if options.quick and options.json == RESULTS:
         return
     if options.only and options.json.exists():  # the other half stays as it was

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.pool import Pool
+from weft.cli import main
+
+#: Exit code, standard output and standard error of ``weft`` with these words.
+Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +20,18 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs ``weft`` in this process, which no mistake may end with a traceback."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["weft", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert isinstance(ended.value.code, int) and "Traceback" not in out + err
+        return ended.value.code, out, err
+
+    return run

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,18 @@ import pytest
 import torch
 
 from tests.checkpoint.test_golden import GOLDEN
+from tests.conftest import Command
 from weft.checkpoint.format import ROOT, Tensor
 from weft.checkpoint.save import NAMES, Local, plan, within
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import committed, open_checkpoint, retained
 from weft.checkpoint.writer import Commit, Job, commit, write
-from weft.cli import main
 from weft.observe.metrics import Metrics
 
 
 @pytest.fixture
-def weft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a command: (exit code, stdout, stderr)."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["weft", "checkpoint", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert isinstance(ended.value.code, int) and "Traceback" not in out + err
-        return ended.value.code, out, err
-
-    return run
+def weft(command: Command) -> Any:
+    return partial(command, "checkpoint")
 
 
 def save(folder: Path, values: dict[str, torch.Tensor], step: int = 1) -> Path:

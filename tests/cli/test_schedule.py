@@ -2,33 +2,24 @@
 
 import json
 import re
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from weft.cli import main
+from tests.conftest import Command
 from weft.cli.schedule import timeline
 from weft.schedule.build import BUILDERS, build
 from weft.schedule.simulate import simulate, uniform
 
 
 @pytest.fixture
-def weft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Run a command in an empty folder: (exit code, stdout, stderr)."""
+def weft(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Run the command in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["weft", "schedule", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, out, err
-
-    return run
+    return partial(command, "schedule")
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

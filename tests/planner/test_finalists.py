@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weft.cli import main
+from tests.conftest import Command
 from weft.parallel.build import check_fits
 from weft.planner.cost import SCHEDULES, Plan
 from weft.planner.engine import ENGINES
@@ -147,16 +148,8 @@ class _Page(HTMLParser):
 
 
 @pytest.fixture
-def weft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["weft", "plan", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, out, err
-
-    return run
+def weft(command: Command) -> Any:
+    return partial(command, "plan")
 
 
 CASES = [

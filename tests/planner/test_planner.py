@@ -3,15 +3,15 @@
 import json
 import math
 import re
-import sys
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from weft.cli import main
+from tests.conftest import Command
 from weft.errors import UsageError, WeftError
 from weft.planner.calibrate import PRIORS, apply, calibrate, fit, held_out, predict
 from weft.planner.cost import SCHEDULES, Cost, Plan, axis, gather, step_time
@@ -40,16 +40,8 @@ def rows() -> list[Row]:
 
 
 @pytest.fixture
-def weft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["weft", "plan", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, out, err
-
-    return run
+def weft(command: Command) -> Any:
+    return partial(command, "plan")
 
 
 # --- shapes

@@ -9,7 +9,6 @@ reads a share of what it and its replicas need from storage, and gets the rest f
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from weft.checkpoint.save import TORCH_DTYPES, Local
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError
 from weft.layout.dims import Box
+from weft.layout.mesh import from_all
 
 #: Bytes of the logical tensors that are exchanged at a time; a tensor is never cut for this.
 ROUND = 256 << 20
@@ -70,9 +70,7 @@ def redistribute(sources: Mapping[str, Local], targets: Mapping[str, Local]) -> 
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     about = tuple({name: (v.tensor, v.box) for name, v in side.items()} for side in (sources, targets))
-    told: list[Any] = [about] * world
-    if world > 1:
-        dist.all_gather_object(told, about)
+    told = from_all(about)
     tensors: dict[str, Tensor] = {}
     for side in (side for sides in told for side in sides):
         for name, (tensor, _) in side.items():
@@ -174,11 +172,7 @@ def load(checkpoint: Checkpoint, locals_: Mapping[str, Local]) -> None:
         checkpoint.load(mine)
     except WeftError as error:
         problem = error
-    problems = [problem]
-    if world > 1:
-        problems *= world
-        dist.all_gather_object(problems, problem)
-    for found in problems:
+    for found in from_all(problem):
         if found is not None:
             raise found
     if shared:

@@ -31,6 +31,7 @@ from weft.checkpoint.storage import Storage
 from weft.checkpoint.writer import Commit, Job, Report
 from weft.errors import WeftError
 from weft.layout.dims import Box
+from weft.layout.mesh import from_all
 
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
@@ -226,7 +227,7 @@ class Saver:
         self.copied()
         while self._due > (self.rank == 0):
             self._take()
-        told = self._all((self.problem, self._untold))
+        told = from_all((self.problem, self._untold))
         self._untold = []
         if self.rank == 0:
             self.reports += [saved for _, theirs in told[1:] for saved in theirs]
@@ -237,11 +238,11 @@ class Saver:
             said = self.problem
             self._take()
             self.problem = said or self.problem
-        told = self._all((self.problem, what, secrets.token_hex(6)))
-        self.problem = _first([problem for problem, *_ in told])
-        if len({theirs for _, theirs, _ in told}) > 1:
+        agreed = from_all((self.problem, what, secrets.token_hex(6)))
+        self.problem = _first([problem for problem, *_ in agreed])
+        if len({theirs for _, theirs, _ in agreed}) > 1:
             raise WeftError("the ranks are not about to save the same thing; this is a defect of Weft")
-        return str(told[0][2])
+        return agreed[0][2]
 
     def _take(self) -> None:
         """The writer's next report."""
@@ -261,12 +262,6 @@ class Saver:
             self._untold.append(saved)
         if report.problem and not self.problem:
             self.problem = f"checkpoint at step {self._step} was not saved: {report.problem}"
-
-    def _all(self, mine: Any) -> list[Any]:
-        found = [mine] * self.world
-        if self.world > 1:
-            dist.all_gather_object(found, mine)
-        return found
 
     def _stage(self, locals_: Mapping[str, Local]) -> tuple[list[Piece], list[torch.Tensor]]:
         """What this rank writes, and the places in the staging memory for it."""

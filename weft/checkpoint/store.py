@@ -17,6 +17,7 @@ from weft.checkpoint.storage import MissingObject, Storage, StorageError, holds
 from weft.checkpoint.writer import Commit, commit
 from weft.errors import WeftError
 from weft.layout.layout import Layout
+from weft.layout.mesh import from_all
 
 T = TypeVar("T")
 
@@ -291,8 +292,4 @@ def _stream(head: bytes, blocks: Sequence[Block], source: Checkpoint) -> Iterato
 
 def agree(problem: str) -> str:
     """The first rank's problem on all ranks, so that none goes on alone. Collective."""
-    problems = [problem]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        problems = [""] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    return next(filter(None, problems), "")
+    return next(filter(None, from_all(problem)), "")

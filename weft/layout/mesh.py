@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.errors import UsageError
 from weft.layout.dims import Dim, Logical, part
 from weft.layout.layout import AXES, CUTS, Layout
+
+T = TypeVar("T")
 
 #: Axes that exist as process groups today; ``ep`` is planned and must be 1.
 LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
@@ -115,3 +118,12 @@ def check_live(layout: Layout) -> None:
     for axis in AXES:
         if axis not in LIVE_AXES and layout.size(axis) > 1:
             raise UsageError(f"layout axis {axis!r} is not available yet; use {', '.join(LIVE_AXES)}")
+
+
+def from_all(mine: T) -> list[T]:
+    """What every rank of the default process group gives, in their order; of one process its own. Collective."""
+    found = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, mine)
+    return found

@@ -22,6 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from weft.layout.tensors import tensors_in
 from weft.planner.local import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Happening, Setting
 
 aten = torch.ops.aten
@@ -43,7 +44,7 @@ def timed(call: Callable[[], Any], budget: float) -> float:
 
     Results are kept for a while, as a step keeps them for backward, so that they do not all go to the same cache lines.
     """
-    size = sum(map(_size, _tensors([call()])))
+    size = sum(t.nbytes for t in tensors_in([call()]))
     kept: deque[Any] = deque(maxlen=max(1, min(64, 2**25 // max(size, 1))))
     begun = time.perf_counter()
     call()
@@ -90,7 +91,7 @@ def operators(budget: float, sizes: Iterable[int]) -> dict[str, Points]:
                 "maximize": False}  # fmt: skip
         for name, (func, *args) in calls.items():
             given: dict[str, Any] = more if name == "_fused_adamw_" else {}
-            moved = sum(map(_size, _tensors(args))) + sum(map(_size, _tensors([func(*args, **given)])))
+            moved = sum(t.nbytes for t in tensors_in(args)) + sum(t.nbytes for t in tensors_in([func(*args, **given)]))
             seconds = timed(lambda f=func, a=args, g=given: f(*a, **g), budget)  # type: ignore[misc]
             found.setdefault(name, []).append([float(moved), seconds])
             x.fill_(0.5)  # what is multiplied again and again must not become denormal
@@ -240,7 +241,7 @@ def links(turns: int = 3) -> dict[str, list[list[float]]]:
                 found.append(min(seen))
             if rank == i:
                 table[0, i, j] = table[0, j, i] = found[0]
-                speed = _size(large) / max(found[1] - found[0], 1e-9)
+                speed = large.nbytes / max(found[1] - found[0], 1e-9)
                 table[1, i, j] = table[1, j, i] = speed
     dist.all_reduce(table)
     return {"latency": table[0].tolist(), "bandwidth": table[1].tolist()}
@@ -412,20 +413,6 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.5g}" if any(c in f"{value:.5g}" for c in ".en") else f"{value:.5g}.0"
     return str(value) if isinstance(value, int) else f'"{value}"'
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
-    return found
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 assert set(FUNCTIONAL) | set(SHARDED) <= set(COLLECTIVES)

@@ -26,7 +26,7 @@ from weft.checkpoint.storage import Storage
 from weft.checkpoint.store import PLACES, candidates, committed, load_newest, places
 from weft.checkpoint.weights import values_of
 from weft.errors import UsageError, WeftError
-from weft.layout.mesh import Mesh
+from weft.layout.mesh import Mesh, from_all
 from weft.observe.display import Display
 from weft.observe.flops import flops_per_token, memory_gib, parameter_count, peak_flops
 from weft.observe.metrics import FILE, Metrics
@@ -338,21 +338,12 @@ def _resume(
 
     checkpoint, progress = load_newest(sources, load, warn)
     warn(f"resumed from {checkpoint} at step {progress.step}")
-    return progress, _from_all({"bytes": checkpoint.bytes_read, **stages(checkpoint.seconds)})
+    return progress, from_all({"bytes": checkpoint.bytes_read, **stages(checkpoint.seconds)})
 
 
 def stages(seconds: Mapping[str, float]) -> dict[str, float]:
     """Seconds per stage as metrics name them."""
     return {f"{stage}_s": spent for stage, spent in seconds.items()}
-
-
-def _from_all(mine: T) -> list[T]:
-    """What every rank gives, in their order. Collective."""
-    found = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, mine)
-    return found
 
 
 def _peak(mesh: Mesh, dtype: torch.dtype) -> float:

@@ -25,6 +25,7 @@ from weft.data.batch import Batch
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import padded_length
+from weft.layout.tensors import tensors_in
 from weft.parallel.build import local_parts, parallelize
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.train.optim import build_optimizer
@@ -108,8 +109,8 @@ class _Recorder(TorchDispatchMode):
         if "c10d" in space:
             self._collective(name, args)
         elif space != "weft" and name not in _FREE:
-            tensors = _tensors(args)
-            made = _tensors((result,))
+            tensors = tensors_in(args)
+            made = tensors_in((result,))
             if (
                 not name.endswith("_")
                 and made
@@ -117,10 +118,10 @@ class _Recorder(TorchDispatchMode):
             ):
                 return result
             shapes = tuple(tuple(t.shape) for t in tensors[:3])
-            moved = sum(map(_size, tensors)) + sum(map(_size, made))
+            moved = sum(t.nbytes for t in (*tensors, *made))
             turned = bool(tensors) and not tensors[: len(shapes)][-1].is_contiguous()
             self.found.events.append(Event("op", name, moved, shapes, turned=turned))
-        for t in _tensors((result,)):
+        for t in tensors_in((result,)):
             self.hold(t)
         return result
 
@@ -129,7 +130,7 @@ class _Recorder(TorchDispatchMode):
             return
         group = next((_group(a) for a in args if _group(a) is not None), None)
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
-        sizes = [_size(t) for t in _tensors(args)]
+        sizes = [t.nbytes for t in tensors_in(args)]
         whole = max(sizes, default=0)
         if name == "all_gather_into_tensor":
             whole *= len(ranks)
@@ -147,20 +148,6 @@ def _group(value: Any) -> dist.ProcessGroup | None:
         except (RuntimeError, TypeError):
             return None
     return None
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
-    return found
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 class _Sent:
@@ -191,7 +178,7 @@ def _messages(found: Rehearsal) -> Iterator[None]:
                 inner = group_dst or 0 if group_src is None else group_src
                 peer = dist.get_process_group_ranks(group)[inner] if group is not None else inner
             number = next(count)
-            found.events.append(Event(kind, bytes=_size(tensor), ranks=(int(peer or 0), tag), number=number))
+            found.events.append(Event(kind, bytes=tensor.nbytes, ranks=(int(peer or 0), tag), number=number))
             return _Sent(found.events, kind, number)
 
         return call
@@ -248,7 +235,7 @@ def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[
     model = parallelize(shape, mesh, recipe.train, lambda *_: torch.zeros(()), recipe.data.seq_len)
     parts = local_parts(model, mesh)
     optimizer = build_optimizer(parts, recipe.optimizer)
-    kept = [*model.parameters(), *(p.local for p in parts), *_tensors(_states(optimizer))]
+    kept = [*model.parameters(), *(p.local for p in parts), *tensors_in(_states(optimizer))]
     for tensor in kept:
         recorder.hold(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
     del kept

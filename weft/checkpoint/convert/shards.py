@@ -4,6 +4,7 @@ import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,6 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from weft.checkpoint.convert.rules import Shard
 from weft.checkpoint.format import meet
 from weft.errors import WeftError
-
-#: Bytes of a part of a tensor that are read at a time.
-PIECE = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -195,22 +193,25 @@ class Reader(dcp.FileSystemReader):
             box = tuple((at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))
             boxes.append((box, places.get(metadata.MetadataIndex(name, chunk.offsets))))
 
+        @cache  # a tensor is read in pieces, and the head of its part need not be read for each
+        def opened(number: int) -> Stored:
+            info = boxes[number][1]
+            return _slice_of(name, Path(self.path) / info.relative_path, info)
+
         def read(lo: int, hi: int) -> torch.Tensor:
             out, filled = blank((hi - lo, *shape[1:]), dtype), 0
-            for box, info in boxes:
+            for number, (box, info) in enumerate(boxes):
                 if info is None or (both := meet(box, ((lo, hi), *((0, n) for n in shape[1:])))) is None:
                     continue
                 (first, last), *columns = both
-                part = _slice_of(name, Path(self.path) / info.relative_path, info)
+                part = opened(number)
                 if part.shape != tuple(b - a for a, b in box):
                     raise WeftError(f"{self.path}: tensor {name} has a part of another shape than was saved")
+                values = part.read(first - box[0][0], last - box[0][0])
+                to = (slice(first - lo, last - lo), *(slice(a, b) for a, b in columns))
                 cut = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(columns, box[1:], strict=True))
-                step = max(1, PIECE // (prod(part.shape[1:]) * dtype.itemsize))
-                for at in range(first, last, step):  # in pieces: the whole part would be the tensor a second time
-                    end = min(at + step, last)
-                    values = part.read(at - box[0][0], end - box[0][0])[(slice(None), *cut)]
-                    out[(slice(at - lo, end - lo), *(slice(a, b) for a, b in columns))] = values
-                    filled += values.numel()
+                out[to] = values[(slice(None), *cut)]
+                filled += out[to].numel()
             if filled != out.numel():
                 raise WeftError(f"{self.path}: tensor {name} has {out.numel() - filled} elements that no file holds")
             return out
