@@ -31,7 +31,9 @@ DATA_AXES = ("dp", "shard", "cp")
 class Layout(BaseModel):
     """Ranks per mesh axis.
 
-    ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``.
+    ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``. ``secondary``, with stage 3: after the forward pass
+    parameters stay cut over only so many neighbouring ranks, so that backward's gather does not leave their fast links
+    (ZeRO++ hpZ, Wang et al. 2023; Frontier, Dash et al. 2023); 0: it is over all ranks of ``shard`` and ``cp``.
 
     Of ``cp``: ``context``, how attention crosses it (a table of :mod:`weft.parallel.context.tables`, or heads exchanged
     among all its ranks); with ``ulysses`` > 1, heads are exchanged among so many neighbours, and the table of
@@ -59,6 +61,7 @@ class Layout(BaseModel):
     pp: int = Field(1, ge=1)
     ep: int = Field(1, ge=1)
     zero: Literal[1, 2, 3] = 3
+    secondary: int = Field(0, ge=0)
     context: Literal["zigzag", "ring", "lightseq", "tokenring", "gather", "ulysses"] = "zigzag"
     ulysses: int = Field(1, ge=1)
     scan: Literal["gather", "pass"] = "gather"
@@ -78,6 +81,20 @@ class Layout(BaseModel):
             raise ValueError("an axis is twice in the order")
         if named and (missing := [axis for axis in AXES if self.size(axis) > 1 and axis not in named]):
             raise ValueError(f"the order leaves out {missing[0]}, which is {self.size(missing[0])}")
+        return self
+
+    @model_validator(mode="after")
+    def _nearby(self) -> Self:
+        near, state = self.secondary, self.size("shard", "cp")
+        if near and self.zero != 3:
+            raise ValueError(
+                f"secondary = {near} is about what zero = 3 gathers for backward, and zero = {self.zero} gathers once "
+                "a step; use zero = 3 or leave secondary out"
+            )
+        fit = [n for n in range(2, state) if state % n == 0]
+        if near and near not in fit:
+            instead = f"use one of {', '.join(map(str, fit))}" if fit else "leave it out"
+            raise ValueError(f"secondary = {near} does not cut the {state} ranks of shard x cp into groups; {instead}")
         return self
 
     @property

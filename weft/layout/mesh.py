@@ -21,12 +21,17 @@ LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout laid over the ranks of the default process group. ``device_mesh`` is None on a single device."""
+    """A layout laid over the ranks of the default process group. ``device_mesh`` is None on a single device.
+
+    ``data_mesh``: the same ranks as ``pp``, ``replica``, ``state`` and ``tp``; ``near_mesh``: as ``apart`` and
+    ``near``, of which ``near`` are the groups of ``layout.secondary`` neighbours along ``state``.
+    """
 
     layout: Layout
     device: torch.device
     device_mesh: DeviceMesh | None = None
     data_mesh: DeviceMesh | None = None
+    near_mesh: DeviceMesh | None = None
     _size: dict[str, int] = field(init=False)
     _rank: dict[str, int] = field(default_factory=dict)
     _group: dict[str, dist.ProcessGroup] = field(default_factory=dict)
@@ -63,9 +68,13 @@ class Mesh:
         # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
         places = ranks.reshape(layout.pp, layout.dp, layout.shard * layout.cp, layout.tp)
         data_mesh = DeviceMesh(device.type, places, mesh_dim_names=("pp", "replica", "state", "tp"))
+        near_mesh = None
+        if layout.secondary:
+            near = places.unflatten(2, (-1, layout.secondary)).movedim(3, -1).flatten(0, -2)
+            near_mesh = DeviceMesh(device.type, near, mesh_dim_names=("apart", "near"))
         own = {axis: device_mesh.get_local_rank(axis) for axis in LIVE_AXES}
         groups = {axis: device_mesh.get_group(axis) for axis in LIVE_AXES}
-        return cls(layout, device, device_mesh, data_mesh, own, groups)
+        return cls(layout, device, device_mesh, data_mesh, near_mesh, _rank=own, _group=groups)
 
     def size(self, *axes: str) -> int:
         """Places along ``axes`` together. Plain integers from a dictionary, which ``torch.compile`` can read."""

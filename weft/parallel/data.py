@@ -1,9 +1,14 @@
 """Data parallelism on FSDP2: replicas (``dp``), sharded state (``shard`` and ``cp``), ZeRO stages as a table."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
@@ -32,15 +37,31 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, dtype: Dtype) -> None:
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    keep = STAGES[mesh.layout.zero].keep_parameters
-    for block in model.blocks.values():
-        fully_shard(block, mesh=data_mesh, reshard_after_forward=not keep, mp_policy=policy)
+    after: bool | int = mesh.layout.secondary or not STAGES[mesh.layout.zero].keep_parameters
+    with _near_groups(mesh):
+        for block in model.blocks.values():
+            fully_shard(block, mesh=data_mesh, reshard_after_forward=after, mp_policy=policy)
     # The root group (embedding, norm, head) is needed at both ends of a pass: it stays gathered in between.
     fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo knows as well
+
+
+@contextmanager
+def _near_groups(mesh: Mesh) -> Iterator[None]:
+    """Have FSDP2 keep parameters over the groups of ``mesh.near_mesh`` where it is told a number of ranks.
+
+    By itself it makes new process groups for every block, and of the ranks of one data mesh only: ranks of ``tp`` and
+    ``pp`` would not agree on them.
+    """
+    if mesh.near_mesh is None:
+        yield
+        return
+    near = HSDPMeshInfo(mesh.near_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    with mock.patch.object(fsdp, "_get_post_forward_mesh_info", lambda after, over: near):
+        yield
 
 
 def begin_pass(model: Transformer, mesh: Mesh, last: bool) -> None:
@@ -52,3 +73,10 @@ def begin_pass(model: Transformer, mesh: Mesh, last: bool) -> None:
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or not stage.keep_parameters)
     model.set_is_last_backward(last)
+
+
+def end_evaluation(model: Transformer, mesh: Mesh) -> None:
+    """Forget the copies that ``layout.secondary`` has kept for a backward that did not come: values may change."""
+    for module in model.modules() if mesh.near_mesh is not None else ():
+        if isinstance(module, FSDPModule):
+            module.reshard()

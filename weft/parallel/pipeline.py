@@ -251,6 +251,8 @@ class Pipeline:
         self.losses, self.ropes = [], {}
         ops = self._ops(table)
         self.last = execute(table, self.rank, ops, self.wire)
+        for unit in self.units:  # before the rows change
+            unit.near = None
 
     def _ops(self, table: Table) -> dict[str, Op]:
         split = {(a.stage, a.microbatch) for a in table.ranks[self.rank] if a.kind == "W"}

@@ -53,6 +53,7 @@ class Unit:
         self.chunks = [-(-h.full.shape[0] // self.size) * h.full[:1].numel() for h in self.held]
         self.shapes = [h.full.shape for h in self.held]
         self.live = not self.apart
+        self.near: torch.Tensor | None = None  # this rank's share of what the nearest ranks hold together
         self.sums: dict[str, torch.Tensor] = {}  # gradients in the wide type, until they are reduced
 
     @torch.no_grad()
@@ -61,19 +62,28 @@ class Unit:
         if self.live:
             return
         self.live = True
-        mine = torch.zeros(sum(self.chunks), dtype=self.compute, device=self.mesh.device)
-        for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
-            piece[: h.shard.numel()].copy_(h.shard.flatten())
-        whole = mine.new_empty(self.size, len(mine))
-        if self.size > 1:
-            all_gather(whole.view(-1), mine, group=self._group("state"))
+        whole = torch.empty(self.size, sum(self.chunks), dtype=self.compute, device=self.mesh.device)
+        near = self.mesh.near_mesh
+        if self.near is not None and near is not None:
+            all_gather(whole.view(-1), self.near, group=near.get_group("near"))
         else:
-            whole[0] = mine
+            self._gather_all(whole)
+            if near is not None:
+                self.near = whole.view(near.size(1), -1)[near.get_local_rank("near")].clone()
         for h, shape, pieces in zip(self.held, self.shapes, whole.split(self.chunks, dim=1), strict=True):
             storage, numel = h.full.untyped_storage(), shape.numel()
             storage.resize_(numel * h.full.element_size())
             # Through .data: what autograd saved of the parameter stays valid, as the values are the same.
             h.full.data.copy_(pieces.reshape(-1)[:numel].view(shape))
+
+    def _gather_all(self, whole: torch.Tensor) -> None:
+        mine = whole.new_zeros(sum(self.chunks))
+        for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
+            piece[: h.shard.numel()].copy_(h.shard.flatten())
+        if self.size > 1:
+            all_gather(whole.view(-1), mine, group=self._group("state"))
+        else:
+            whole[0] = mine
 
     def release(self, drop: bool) -> None:
         """Forget the full parameters, before the rows change; ``drop``: free their memory too."""

@@ -17,7 +17,7 @@ from weft.layout.boundary import I, R, V, declare, own_number, share_of_sum, sum
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.build import LocalPart
-from weft.parallel.data import begin_pass
+from weft.parallel.data import begin_pass, end_evaluation
 from weft.parallel.hybrid import begin_step, share_pass
 from weft.train.optim import set_gradients
 
@@ -241,5 +241,6 @@ def evaluate(model: Transformer, steps: Iterable[Sequence[Batch]], mesh: Mesh) -
             batch = batch.to(mesh.device)
             loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)
             sums += torch.stack((loss, own_number(batch.real_tokens, mesh)))
+    end_evaluation(model, mesh)
     loss, tokens = world_sum(share_of_sum(sums, mesh, dp=V, shard=V, cp=V, tp=R), mesh).tolist()
     return loss / max(1.0, tokens)

@@ -1,0 +1,129 @@
+"""Secondary partitions: equal to one device, and backward's gathers stay among the nearest ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cases import Case, recipe, write_corpus
+from tests.test_equality import difference, name, tree
+from weft.errors import UsageError
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.parallel import state
+from weft.parallel.build import local_parts, parallelize
+from weft.recipe import Data, ModelShape, Recipe, Train, build_recipe
+from weft.train.optim import build_optimizer
+from weft.train.rehearse import plain_batches, rehearse
+from weft.train.setup import prepare
+from weft.train.step import evaluate, train_step
+from weft.train.verify import Difference
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("case", [
+    {"layout": {"shard": 4, "secondary": 2}},
+    {"layout": {"shard": 4, "secondary": 2}, "micro_batch": 1, "recompute": "full"},
+    {"layout": {"shard": 2, "cp": 2, "tp": 2, "secondary": 2}, "micro_batch": 1, "recompute": "selective"},
+    {"layout": {"dp": 2, "shard": 4, "secondary": 2}, "tied": True},
+    {"layout": {"shard": 6, "secondary": 3}, "dtype": "float32", "extras": True},  # 41 and 257 rows over 6 ranks
+    {"layout": {"cp": 4, "tp": 2, "secondary": 2, "order": "tp cp"}, "context": "zigzag"},
+], ids=name)  # fmt: skip
+def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
+    found = pool.run(Layout(**case["layout"]).world, difference, tree(corpus, case))[0]
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("layout", ["pp=2,shard=4,secondary=2", "pp=2,shard=4,secondary=2,schedule=interleaved-1f1b"])
+def test_pipelines_gather_nearby_from_the_second_time_on(pool: Any, corpus: str, layout: str) -> None:
+    values = recipe(corpus, model__layers=4, train__batch=16, train__micro_batch=1)
+    values = values.model_copy(update={"layout": Layout.parse(layout)})
+    found, calls = pool.run(8, pipelined, values.model_dump(mode="json"))[0]
+    assert found.ok, found
+    far, near = calls[4], calls[2]
+    units = 2 if "interleaved" in layout else 1  # of rank 0: its chunks, with the embedding in the first
+    assert far == 3 * units and (near > 0) is ("interleaved" in layout)
+
+
+def pipelined(values: dict[str, Any]) -> tuple[Difference | None, Counter[int]]:
+    """Difference to one device, and this rank's gathers by the number of ranks."""
+    calls: Counter[int] = Counter()
+    real = state.all_gather
+
+    def gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        calls[group.size()] += 1
+        return real(out, mine, group=group)
+
+    with mock.patch.object(state, "all_gather", gather):
+        found = difference(values)
+    return found, calls
+
+
+LAYERS, EMBED, FFN, VOCAB = 3, 32, 48, 96
+
+
+@pytest.mark.parametrize(("near", "passes", "tp"), [(0, 1, 1), (2, 1, 1), (4, 2, 1), (2, 2, 2)])
+def test_gathers_go_to_whom_the_formula_says(near: int, passes: int, tp: int) -> None:
+    """Per block and pass: one gather over all ranks, one over ``near``; gradients are reduced over all."""
+    layout = Layout(shard=8, tp=tp, secondary=near)
+    model = ModelShape(layers=LAYERS, embed=EMBED, heads=4, kv_heads=2, ffn=FFN, vocab=VOCAB, tied=True)
+    train = Train(batch=8 * passes, micro_batch=1)
+    settings = Recipe(model=model, layout=layout, data=Data(seq_len=8), train=train)
+    events = rehearse(settings, model, plain_batches(settings, model), rank=5).events
+    gathers: Counter[tuple[int, ...]] = Counter()
+    moved: Counter[tuple[int, ...]] = Counter()
+    for event in events:
+        if event.kind == "collective" and event.name == "_allgather_base_":
+            gathers[event.ranks] += 1
+            moved[event.ranks] += event.bytes
+    first = 5 % tp
+    everyone = tuple(range(first, 8 * tp, tp))
+    nearby = everyone[5 // tp // near * near :][:near] if near else everyone
+    block = (EMBED * EMBED * 3 + 3 * EMBED * FFN) // tp + 2 * EMBED  # wq, wk, wv, wo; gate, up, down; two norms
+    root = VOCAB * EMBED // tp + EMBED
+    expected = {everyone: passes * (4 * LAYERS * block + 4 * root)}
+    expected[nearby] = expected.get(nearby, 0) + passes * 4 * LAYERS * block
+    assert gathers == (Counter({everyone: passes * (LAYERS + 1)}) + Counter({nearby: passes * LAYERS}))
+    assert dict(moved) == expected
+
+
+def stale(values: dict[str, Any]) -> tuple[float, float]:
+    """Validation loss after all parameters are set to zero, before and after an earlier validation."""
+    settings = build_recipe(values)
+    mesh = Mesh.create(settings.layout, "cpu")
+    job = prepare(settings)
+    model = parallelize(job.shape, mesh, settings.train)
+    parts = local_parts(model, mesh)
+    batches = job.loader(job.corpus.train, mesh).step(0) or []
+    train_step(model, parts, batches, build_optimizer(parts, settings.optimizer), mesh, lr=1e-3, clip=1.0)
+    before = evaluate(model, [batches], mesh)
+    with torch.no_grad():
+        for part in parts:
+            part.local.zero_()
+    return before, evaluate(model, [batches], mesh)
+
+
+def test_a_validation_keeps_no_old_values(pool: Any, corpus: str) -> None:
+    values = recipe(corpus, layout__shard=4, layout__secondary=2).model_dump(mode="json")
+    before, after = pool.run(4, stale, values)[0]
+    assert after == pytest.approx(float(torch.tensor(257.0).log()), rel=1e-6) and before != pytest.approx(after)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"shard": 4, "zero": 2, "secondary": 2}, "use zero = 3 or leave secondary out"),
+    ({"shard": 8, "secondary": 3}, "does not cut the 8 ranks of shard x cp into groups; use one of 2, 4"),
+    ({"shard": 4, "cp": 2, "secondary": 8}, "use one of 2, 4"),
+    ({"dp": 4, "secondary": 2}, "leave it out"),
+])  # fmt: skip
+def test_what_cannot_be_is_said(given: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Layout.parse(",".join(f"{name}={value}" for name, value in given.items()))
