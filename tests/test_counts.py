@@ -121,18 +121,19 @@ def test_zero_stages_differ_in_traffic(pool: Any, corpus: str, stage: int, gathe
 
 @pytest.mark.parametrize(("mode", "runs"), [("none", 1), ("selective", 1), ("full", 2)])
 @pytest.mark.parametrize("layout", [
-    {"tp": 2}, {"cp": 2}, {"cp": 2, "context": "ulysses"}, {"cp": 4, "ulysses": 2},
+    {"tp": 2}, {"cp": 2}, {"cp": 2, "context": "ulysses"}, {"cp": 4, "ulysses": 2}, {"cp": 2, "context": "rsa"},
 ], ids=str)  # fmt: skip
 def test_selective_recompute_skips_attention_and_its_moves(
     pool: Any, corpus: str, mode: str, runs: int, layout: dict[str, Any]
 ) -> None:
     calls, _, sent = run(pool, corpus, layout, train__recompute=mode)
-    table = "cp" in layout and "context" not in layout
-    assert calls["weft.tile_attention" if table else "weft.attention"] == LAYERS * runs
+    table, two_rounds = "cp" in layout and "context" not in layout, layout.get("context") == "rsa"
+    operator = "weft.tile_attention" if table else "weft.ring_self_attention" if two_rounds else "weft.attention"
+    assert calls[operator] == LAYERS * runs
     exchanged = Layout(**layout).head_ranks > 1
     assert calls.get("weft.exchange_heads", 0) == (4 * LAYERS * (1 + runs) if exchanged else 0)
     block = 4 * padded_length(19, Layout(**layout)) * KV * DIM
-    assert sent == (LAYERS * 1.5 * block * (2 + runs) if table else 0)
+    assert sent == LAYERS * (1.5 if table else 1.0 if two_rounds else 0.0) * block * (2 + runs)
 
 
 def test_catalogue_names_what_exists() -> None:

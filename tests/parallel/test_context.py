@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.errors import UsageError
 from weft.layout.layout import Layout
@@ -21,6 +23,7 @@ from weft.models.attention import attend_forward, attention
 from weft.parallel.context import check_context, context_attention, tile_attention
 from weft.parallel.context.execute import Trip, tile_pieces
 from weft.parallel.context.heads import head_index, head_ranges
+from weft.parallel.context.rsa import ring_self_attention
 from weft.parallel.context.tables import (
     SCHEMES,
     TableError,
@@ -84,10 +87,14 @@ def cut_case(
     for x in (q, k, v):
         x.requires_grad_()
     with mock.patch("torch.distributed.P2POp", Sent()) as sent:
-        out, lse = tile_attention(q, k, v, cu, scheme, list(range(world)), rank, lengths)
+        if scheme == "rsa":
+            out, kept = ring_self_attention(q, k, v, cu, list(range(world)), rank, lengths)
+            assert kept.shape == (len(documents), heads[0], q.shape[1], sum(lengths))  # tokens^2 / ranks scores
+        else:
+            out, kept = tile_attention(q, k, v, cu, scheme, list(range(world)), rank, lengths)
+            assert kept.shape == (q.shape[0] * q.shape[1], heads[0])
         forward = sent.elements
         out.backward(grad)
-    assert lse.shape == (q.shape[0] * q.shape[1], heads[0])
     found = [out.detach(), q.grad, k.grad, v.grad]
     expected = [torch.cat([x[:, a:b] for a, b in mine], 1) for x in one_device(tensors, cu)]
     worst = max(((a - b).abs().max().item() for a, b in zip(found, expected, strict=True) if a.numel()), default=0.0)
@@ -195,7 +202,7 @@ def test_every_way_to_lay_attention_over_ranks(pool: Any, world: int) -> None:
         assert max(answer[number] for answer in answers) < 1e-10, case
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s != "rsa"])
 def test_moves_are_under_way_while_tiles_are_computed(scheme: str) -> None:
     """On a rank whose messages go nowhere: what a step needs is asked for before the tiles of the step before it."""
     seen: list[str] = []
@@ -242,7 +249,7 @@ def in_bfloat16(scheme: str, length: int) -> tuple[list[float], list[float]]:
     ]
 
 
-@pytest.mark.parametrize("scheme", ["zigzag", "tokenring"])
+@pytest.mark.parametrize("scheme", ["zigzag", "tokenring", "rsa"])
 def test_many_ranks_are_as_exact_as_one_in_bfloat16(pool: Any, scheme: str) -> None:
     """Parts are joined and gradients summed in float32, so that errors do not grow with the number of ranks."""
     for several, one in pool.run(8, in_bfloat16, scheme, 256):
@@ -252,7 +259,7 @@ def test_many_ranks_are_as_exact_as_one_in_bfloat16(pool: Any, scheme: str) -> N
 def closed_form(scheme: str, ranks: int, tokens: int, d: int, kv: int, heads: int) -> tuple[float, float]:
     """Elements that all ranks send, forward and backward, of one document: the formulas of docs/techniques.md."""
     share = tokens / ranks
-    if scheme == "ring":
+    if scheme in ("ring", "rsa"):
         return (ranks - 1) * tokens * kv, 2 * (ranks - 1) * tokens * kv
     if scheme in ("zigzag", "gather"):
         return 1.5 * (ranks - 1) * tokens * kv, 3 * (ranks - 1) * tokens * kv
@@ -299,7 +306,7 @@ def test_critical_paths() -> None:
     for ranks in (2, 3, 4, 5, 7, 8, 9, 16):
         for scheme in ("zigzag", "tokenring", "gather"):
             assert critical_path(build(scheme, ranks)) == ranks / 2
-        assert critical_path(build("ring", ranks)) == ranks - 0.5
+        assert critical_path(build("ring", ranks)) == critical_path(build("rsa", ranks)) == ranks - 0.5
         assert critical_path(build("lightseq", ranks)) == ranks / 2 + (0 if ranks % 2 else 0.5)
     for scheme in SCHEMES:
         assert sum(map(sum, work_per_step(build(scheme, 8)))) == 32
@@ -376,8 +383,53 @@ def described(scheme: str) -> None:
     q, k, v = (torch.randn(1, 8, n, 8, requires_grad=True) for n in (4, 2, 2))
     cu = torch.tensor([0, 5, 8 * world], dtype=torch.int32)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(tile_attention, (q, k, v, cu, scheme, list(range(world)), rank, []), test_utils=tests)
+    where = (list(range(world)), rank, [])
+    torch.library.opcheck(tile_attention, (q, k, v, cu, scheme, *where), test_utils=tests)
+    torch.library.opcheck(ring_self_attention, (q, k, v, cu, *where), test_utils=tests)
 
 
 def test_the_operator_is_described_for_compilation(pool: Any) -> None:
     pool.run(2, described, "zigzag")
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made, and of all that autograd keeps of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = self.kept = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.made = max(self.made, x.numel() * x.element_size())
+        return out
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept += x.numel() * x.element_size()
+        return x
+
+
+def scores_of(scheme: str, length: int) -> tuple[int, int]:
+    """On every rank: bytes of the largest tensor, and of what backward is kept for, of a step of one document."""
+    layout, heads, dim = Layout(cp=dist.get_world_size(), context=scheme), 4, 8
+    attend = context_attention(Mesh.create(layout, "cpu"), ModelShape(heads=heads, kv_heads=2, head_dim=dim))
+    own = length // layout.cp
+    q, k, v = (torch.randn(1, own, n, dim, requires_grad=True) for n in (heads, 2, 2))
+    with Largest() as seen:
+        with torch.autograd.graph.saved_tensors_hooks(seen.keep, lambda x: x):
+            out = attend(q, k, v, torch.tensor([0, length], dtype=torch.int32))
+        out.sum().backward()
+    return seen.made, seen.kept
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ring_self_attention_holds_whole_rows_of_scores_and_no_other_scheme_does(pool: Any, world: int) -> None:
+    length = 128 * world
+    scores = 4 * 4 * length**2 // world  # fp32, of four heads
+    tokens = 4 * (2 * 32 + 2 * 16) * length // world + 4 * 2  # q, k, v and out of own tokens, and cu_seqlens
+    for made, kept in pool.run(world, scores_of, "rsa", length):
+        assert made == scores and kept == scores + tokens
+    for made, kept in pool.run(world, scores_of, "ring", length):
+        assert made < scores / 4 and kept == tokens + 4 * 4 * length // world  # and the log-sum-exp

@@ -65,6 +65,7 @@ QUICK: list[Case] = [
     {"layout": {"cp": 4}, "corpus": "tiny", "batch": 1, "seq_len": 5},  # ranks that own nothing
     {"layout": {"dp": 2, "cp": 2}, "context": "lightseq"},
     {"layout": {"cp": 3}, "context": "ring", "balance": "flexsp"},
+    {"layout": {"cp": 2}, "context": "rsa"},
     {"layout": {"cp": 2, "tp": 2}},
 ]
 SLOW: list[Case] = [

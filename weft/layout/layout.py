@@ -62,7 +62,7 @@ class Layout(BaseModel):
     ep: int = Field(1, ge=1)
     zero: Literal[1, 2, 3] = 3
     secondary: int = Field(0, ge=0)
-    context: Literal["zigzag", "ring", "lightseq", "tokenring", "gather", "ulysses"] = "zigzag"
+    context: Literal["zigzag", "ring", "lightseq", "tokenring", "gather", "rsa", "ulysses"] = "zigzag"
     ulysses: int = Field(1, ge=1)
     scan: Literal["gather", "pass"] = "gather"
     schedule: str = "1f1b"

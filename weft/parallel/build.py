@@ -80,7 +80,7 @@ def parallelize(
         kept = torch.ops.weft
         block.kept_ops = [
             kept.attention.default, kept.tile_attention.default, kept.exchange_heads.default,
-            kept.linear_attention.default,
+            kept.linear_attention.default, kept.ring_self_attention.default,
         ]  # fmt: skip
         if train.compile:
             block.compile()

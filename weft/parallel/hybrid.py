@@ -16,7 +16,7 @@ from weft.errors import UsageError, WeftError
 from weft.layout.layout import DATA_AXES, Layout
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Attend, Block, T, Transformer, local_attention
-from weft.parallel.context.execute import tile_attention
+from weft.parallel.context import across
 from weft.recipe import ModelShape, Train
 
 #: What does not go together with ``layout.balance``, why, and what to do.
@@ -57,7 +57,7 @@ class HybridAttention:
         if len(group.peers) == 1:
             return local_attention(q, k, v, cu_seqlens)
         peers = [self.ranks[p] for p in group.peers]
-        return tile_attention(q, k, v, cu_seqlens, self.scheme, peers, group.index, group.lengths)[0]
+        return across(q, k, v, cu_seqlens, self.scheme, peers, group.index, group.lengths)
 
 
 def hybrid_attention(mesh: Mesh, static: Attend) -> Attend:

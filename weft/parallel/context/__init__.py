@@ -1,8 +1,11 @@
 """Attention over a sequence that is cut along ``cp``: a table of tiles, heads exchanged around it, or both.
 
-:mod:`tables` has the schemes, :mod:`execute` the one operator that runs them, :mod:`heads` the exchange. With both
-(USP, Fang & Zhao 2024, 2405.07719) heads are exchanged among neighbours and the table runs over what is left of cp.
+:mod:`tables` has the schemes, :mod:`execute` the one operator that runs them (:mod:`rsa` the one that is older than
+online softmax), :mod:`heads` the exchange. With both (USP, Fang & Zhao 2024, 2405.07719) heads are exchanged among
+neighbours and the table runs over what is left of cp.
 """
+
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -12,9 +15,17 @@ from weft.layout.mesh import Mesh
 from weft.models.transformer import Attend, T, local_attention
 from weft.parallel.context.execute import tile_attention, tile_attention_backward
 from weft.parallel.context.heads import exchange_heads, head_index, head_ranges
+from weft.parallel.context.rsa import ring_self_attention
 from weft.recipe import ModelShape
 
-__all__ = ["check_context", "context_attention", "exchange_heads", "tile_attention", "tile_attention_backward"]
+__all__ = [
+    "across",
+    "check_context",
+    "context_attention",
+    "exchange_heads",
+    "tile_attention",
+    "tile_attention_backward",
+]
 
 
 def check_context(layout: Layout, shape: ModelShape) -> None:
@@ -41,7 +52,7 @@ def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
         peers, index, scheme = ranks[rank % inner :: inner], rank // inner, layout.context
 
         def attend(q: T, k: T, v: T, cu_seqlens: T) -> T:
-            return tile_attention(q, k, v, cu_seqlens, scheme, peers, index, [])[0]
+            return across(q, k, v, cu_seqlens, scheme, peers, index, [])
 
     if inner == 1:
         return attend
@@ -50,6 +61,13 @@ def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
         first = rank - rank % inner
         group = dist.new_group(ranks[first : first + inner], use_local_synchronization=True, group_desc="ulysses")
     return ulysses(attend, group.group_name, inner, rank % inner)
+
+
+def across(q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int]) -> T:
+    """Attention by a scheme over ``peers``; arguments as of :func:`tile_attention`, of which it is the ``out``."""
+    if scheme == "rsa":
+        return ring_self_attention(q, k, v, cu_seqlens, peers, index, lengths)[0]
+    return tile_attention(q, k, v, cu_seqlens, scheme, peers, index, lengths)[0]
 
 
 def ulysses(attend: Attend, group: str, ranks: int, index: int) -> Attend:

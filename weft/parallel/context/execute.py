@@ -24,11 +24,13 @@ Key = tuple[str, int]
 
 
 class Piece(NamedTuple):
-    """One call of a kernel: these rows of a query block against these of a key block."""
+    """One call of a kernel: these rows of query block ``q`` against these of key block ``k``."""
 
     rows: slice
     cols: slice
     segments: list[Segment]
+    q: int
+    k: int
 
 
 class Trip:
@@ -180,9 +182,10 @@ def tile_pieces(cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int) -
             segments.append(Segment(r * nq, r * nq + q1, r * nk + k0, (r + 1) * nk, False))
     full = len(segments) == rows and all((s.q1 - s.q0, s.k1 - s.k0) == (nq, nk) for s in segments)
     if segments and (q == k or full):
-        return [Piece(slice(0, rows * nq), slice(0, rows * nk), segments)]
+        return [Piece(slice(0, rows * nq), slice(0, rows * nk), segments, q, k)]
     return [
-        Piece(slice(s.q0, s.q1), slice(s.k0, s.k1), [Segment(0, s.q1 - s.q0, 0, s.k1 - s.k0, False)]) for s in segments
+        Piece(slice(s.q0, s.q1), slice(s.k0, s.k1), [Segment(0, s.q1 - s.q0, 0, s.k1 - s.k0, False)], q, k)
+        for s in segments
     ]
 
 

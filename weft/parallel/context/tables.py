@@ -195,6 +195,11 @@ def ring(ranks: int) -> TileTable:
     return _circle("ring", contiguous_owners(ranks), "kv", buffers=2)
 
 
+def rsa(ranks: int) -> TileTable:
+    """Ring Self-Attention (Li et al. 2021, 2105.13120) takes the ring twice, see :mod:`weft.parallel.context.rsa`."""
+    return _circle("rsa", contiguous_owners(ranks), "kv", buffers=2)
+
+
 def zigzag(ranks: int) -> TileTable:
     """The ring with an early and a late block per rank: two tiles per rank and step."""
     return _circle("zigzag", zigzag_owners(ranks), "kv", buffers=4)
@@ -231,7 +236,7 @@ def gather(ranks: int) -> TileTable:
 
 #: Schemes by the name that a layout gives them.
 SCHEMES: dict[str, Callable[[int], TileTable]] = {
-    "ring": ring, "zigzag": zigzag, "lightseq": lightseq, "tokenring": tokenring, "gather": gather,
+    "ring": ring, "zigzag": zigzag, "lightseq": lightseq, "tokenring": tokenring, "gather": gather, "rsa": rsa,
 }  # fmt: skip
 
 
