@@ -29,8 +29,8 @@ NODES = 200
 class Costs(NamedTuple):
     """Time of documents, in any one unit.
 
-    Of a document of ``s`` tokens on ``d`` ranks ``(quadratic s^2 + linear s) / d + move s (d - 1) / d``: every rank of
-    a group gets the keys and values of the others. ``fixed``: of a pass, whatever it holds.
+    Of a document of ``s`` tokens on ``d`` ranks ``(linear s + max(quadratic s^2, move s (d - 1))) / d``: every rank of
+    a group gets the keys and values of the others while it attends. ``fixed``: of a pass, whatever it holds.
     """
 
     quadratic: float
@@ -40,7 +40,7 @@ class Costs(NamedTuple):
 
     def time(self, tokens: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
         s = np.asarray(tokens, float)
-        return ((self.quadratic * s + self.linear + self.move * (np.asarray(ranks) - 1)) * s) / ranks
+        return (self.linear + np.maximum(self.quadratic * s, self.move * (np.asarray(ranks) - 1))) * s / ranks
 
 
 class Pass(NamedTuple):
