@@ -95,6 +95,9 @@ def weft(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     (["verify", QUICKSTART, "--dtype", "float8"], 2, r"--dtype 'float8' is not possible"),
     (["report", "nowhere"], 1, r"nowhere"),
     (["generate", "--checkpoint", "nowhere", "--prompt", "x"], 1, r"nowhere does not exist"),
+    (["generate", "--checkpoint", "nowhere"], 2, r"either --prompt TEXT or --prompt-file FILE"),
+    (["generate", "--checkpoint", "nowhere", "--prompt-file", "none.txt"], 2, r"none\.txt cannot be read"),
+    (["generate", "--checkpoint", "nowhere", "--prompt", "x", "--layout", "tp=2"], 2, r"over cp only, not over tp"),
 ])  # fmt: skip
 def test_mistakes_cost_one_line(
     words: list[str],
@@ -138,6 +141,10 @@ def test_train_report_generate_resume(tiny: str, tmp_path: Path) -> None:
     assert exported.returncode == 0, exported.stderr
     again = weft("generate", "--checkpoint", "hf", "--prompt", "abc", "--tokens", "4", "--temperature", "0")
     assert again.stdout == text.stdout
+    (tmp_path / "prompt.txt").write_text("abc")
+    words = ["generate", "--checkpoint", "hf", "--prompt-file", "prompt.txt", "--tokens", "4", "--temperature", "0"]
+    spread = weft(*words, "--layout", "cp=2")
+    assert "abc" + spread.stdout == text.stdout and "3 tokens of prompt over 2 ranks" in spread.stderr, spread.stderr
 
 
 @pytest.mark.slow

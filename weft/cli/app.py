@@ -84,16 +84,18 @@ def generate(
     checkpoint: Annotated[
         str, typer.Option(help="A run, a checkpoint (folder or s3://...), or a Hugging Face folder.")
     ],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with it; not printed.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 120,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many; 0 means all.")] = 40,
     seed: int = 0,
+    layout: Annotated[str | None, typer.Option(help='Ranks for long prompts, e.g. "cp=4"; each has the model.')] = None,
 ) -> int:
-    """Continue a text with a trained model."""
+    """Continue a text with a trained model; a long one on several ranks, which cut it and its keys and values."""
     from weft.cli.generate import run
 
-    return run(checkpoint, prompt, tokens, temperature, top_k, seed)
+    return run(checkpoint, prompt, prompt_file, tokens, temperature, top_k, seed, layout)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Token by token generation on one device, with key/value caches."""
+"""Token by token generation with key/value caches, on one device or, of long prompts, over several ranks."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,6 +6,8 @@ import torch
 
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
+from weft.generate.spread import Spread
+from weft.layout.layout import Layout
 from weft.models.transformer import Cache, Transformer
 
 
@@ -18,27 +20,47 @@ def generate(
     temperature: float,
     top_k: int,
     seed: int = 0,
+    layout: Layout | None = None,
 ) -> Iterator[int]:
     """Yield up to ``max_new`` ids that continue ``prompt_ids``, as they come; ends at ``eos``, which is not yielded.
 
-    ``temperature`` 0 takes the likeliest id; ``top_k`` 0 samples from all; the same ``seed`` gives the same ids.
+    ``temperature`` 0 takes the likeliest id; ``top_k`` 0 samples from all; the same ``seed`` gives the same ids. With
+    ``cp`` > 1 in ``layout`` all its ranks call this with the same arguments, each with the whole model, and get the
+    same ids (:mod:`weft.generate.spread`). Errors: prompts out of range, and those of :func:`check_spread`.
     """
     if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= model.shape.vocab:
         raise UsageError(f"the prompt must be at least one token, of ids below the model's {model.shape.vocab}")
-    device = model.mesh.device
-    generator = torch.Generator(device).manual_seed(seed)
-    caches: list[Cache] = [[] for _ in model.blocks]
-    ids, past = prompt_ids, 0
+    generator = torch.Generator(model.mesh.device).manual_seed(seed)
+    reader = Spread(model, layout) if layout and layout.world > 1 else Alone(model)
+    ids = prompt_ids
     for _ in range(max_new):
-        tokens = torch.tensor([ids], device=device)
-        positions = torch.arange(past, past + len(ids), device=device)[None]
-        logits = model(tokens, positions, torch.tensor([0, len(ids)], dtype=torch.int32), caches=caches)[0, -1]
-        past += len(ids)
-        chosen = choose(logits, temperature, top_k, generator)
+        logits = reader.read(ids)
+        chosen = reader.share(None if logits is None else choose(logits, temperature, top_k, generator))
         if chosen == eos:
             return
         yield chosen
         ids = [chosen]
+
+
+class Alone:
+    """Reads tokens of one sequence on one device."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self.past = model, 0
+        self.caches: list[Cache] = [[] for _ in model.blocks]
+
+    def read(self, ids: list[int]) -> torch.Tensor:
+        """The prompt, later new tokens: logits ``[vocab]`` of the last one."""
+        device = self.model.mesh.device
+        tokens = torch.tensor([ids], device=device)
+        positions = torch.arange(self.past, self.past + len(ids), device=device)[None]
+        documents = torch.tensor([0, len(ids)], dtype=torch.int32)
+        self.past += len(ids)
+        return self.model(tokens, positions, documents, caches=self.caches, last=1)[0, 0]
+
+    def share(self, chosen: int | None) -> int:
+        assert chosen is not None
+        return chosen
 
 
 def choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

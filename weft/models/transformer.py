@@ -254,11 +254,18 @@ class Transformer(Module):
             self.weight("head", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
 
     def forward(
-        self, tokens: T, positions: T, cu_seqlens: T, labels: T | None = None, caches: list[Cache] | None = None
+        self,
+        tokens: T,
+        positions: T,
+        cu_seqlens: T,
+        labels: T | None = None,
+        caches: list[Cache] | None = None,
+        last: int | None = None,
     ) -> T:
         """Logits ``[batch, seq, vocab]``, or with ``labels`` the sum of the tokens' losses on this rank's data.
 
         ``tokens, positions, labels``: ``[batch, seq]``; ``cu_seqlens`` as in :class:`weft.data.batch.Batch`.
+        ``last``: logits of so many last positions only; the output layer computes nothing else.
         """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype)
@@ -267,6 +274,8 @@ class Transformer(Module):
         if labels is not None:
             return self.loss(self.norm(x), labels)
         hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]
+        if last is not None:
+            hidden = hidden[:, hidden.shape[1] - last :]
         tp = self.mesh.size("tp")
         sizes = [hi - lo for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))]
         return gather_vocab(F.linear(hidden, self.output), sizes, self.mesh)

@@ -1,0 +1,140 @@
+"""Generation over several ranks, for prompts that are too long for one (Long-VITA, Shen et al. 2025, 2502.05177).
+
+Every rank has the whole model. The prompt is cut over ``cp`` by the attention tables of training, in blocks of unequal
+lengths, so that nothing is padded; keys and values stay where they were computed. Of the prompt one position's logits
+are evaluated, on the rank that has it. Then every rank computes each new token: it attends to its part of the cache,
+and parts are merged by their log-sum-exp.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import UsageError
+from weft.layout.layout import AXES, Layout
+from weft.models.attention import Segment, attend_forward, join, wide
+from weft.models.transformer import Block, Transformer
+from weft.parallel.context import across
+from weft.parallel.context.tables import build
+from weft.recipe import ModelShape
+
+T = torch.Tensor
+
+#: Tokens by which a cache grows at least, so that it is seldom copied.
+ROOM = 256
+
+
+def check_spread(layout: Layout, shape: ModelShape) -> None:
+    """Raises :class:`UsageError` for layouts and models that generation cannot be spread by."""
+    if other := [axis for axis in AXES if axis != "cp" and layout.size(axis) > 1]:
+        raise UsageError(f"generation can be spread over cp only, not over {other[0]}; use --layout cp={layout.world}")
+    if layout.cp > 1 and layout.head_ranks > 1:
+        raise UsageError("generation does not exchange heads (Ulysses); use a table, such as layout.context = 'zigzag'")
+    if layout.cp > 1 and any(shape.mixer_of(i) != "softmax" for i in range(shape.layers)):
+        raise UsageError("generation over cp is for softmax layers; linear ones need no cache: leave out --layout")
+
+
+class SharedCache:
+    """One layer's keys and values over the ranks, called in place of its attention: first with the prompt."""
+
+    def __init__(self, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int]) -> None:
+        self.where = (scheme, peers, index, lengths)
+        self.tokens = 0
+        self.store: T | None = None  # [2, room, kv_heads, head_dim]
+
+    def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
+        """``[1, tokens, heads or kv_heads, head_dim]``: own part of the prompt, or the new token on every rank."""
+        if self.store is None:
+            self._keep(k, v)
+            self.next = 0
+            return across(q, k, v, cu_seqlens, *self.where)
+        _, peers, index, _ = self.where
+        if self.next % len(peers) == index:
+            self._keep(k, v)
+        self.next += 1
+        return self._ask(q)
+
+    def _keep(self, k: T, v: T) -> None:
+        end = self.tokens + k.shape[1]
+        if self.store is None or end > self.store.shape[1]:
+            grown = k.new_empty(2, end + max(ROOM, self.tokens // 8), *k.shape[2:])
+            if self.store is not None:
+                grown[:, : self.tokens] = self.store[:, : self.tokens]
+            self.store = grown
+        self.store[0, self.tokens : end], self.store[1, self.tokens : end] = k[0], v[0]
+        self.tokens = end
+
+    def _ask(self, q: T) -> T:
+        """Attention of one new token to the caches of all ranks."""
+        assert self.store is not None
+        k, v = self.store[:, : self.tokens]
+        # Without a mask the query heads that share a key head are so many queries: [group, kv_heads, head_dim].
+        asked = q[0, 0].unflatten(0, (k.shape[1], -1)).transpose(0, 1).contiguous()
+        mine = asked.new_zeros(*asked.shape[:2], asked.shape[2] + 1, dtype=wide(q.dtype))
+        mine[..., -1] = -torch.inf
+        if self.tokens:
+            out, lse = attend_forward(asked, k, v, [Segment(0, len(asked), 0, self.tokens, False)])
+            mine[..., :-1], mine[..., -1] = out, lse
+        parts = mine.new_empty(len(self.where[1]), *mine.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), mine)
+        total, logs = parts[0, ..., :-1], parts[0, ..., -1]
+        for part in parts[1:]:  # in the same order on all ranks, which so get the same bits
+            join(total, logs, part[..., :-1], part[..., -1])
+        return total.transpose(0, 1).reshape(q.shape).to(q.dtype)
+
+
+class Spread:
+    """Reads tokens of one sequence on all ranks of the default process group; every rank calls every method."""
+
+    def __init__(self, model: Transformer, layout: Layout) -> None:
+        check_spread(layout, model.shape)
+        if not dist.is_initialized() or dist.get_world_size() != layout.cp:
+            raise UsageError(f"generation under {layout} needs {layout.cp} ranks that are started together")
+        self.model, self.rank = model, dist.get_rank()
+        self.scheme, self.owners = layout.context, build(layout.context, layout.cp).owners
+        blocks = sum(map(len, self.owners))
+        self.root = next(r for r, owned in enumerate(self.owners) if blocks - 1 in owned)  # has the prompt's end
+        self.caches: list[SharedCache] = []
+        self.past = 0
+
+    def read(self, ids: list[int]) -> T | None:
+        """The prompt, later one new token. Logits ``[vocab]`` of the last one, on one rank and None on the others."""
+        mine = list(range(self.past, self.past + len(ids))) if self.caches else self._cut(len(ids))
+        device = self.model.mesh.device
+        tokens = torch.tensor([[ids[i - self.past] for i in mine]], dtype=torch.int64, device=device)
+        positions = torch.tensor([mine], dtype=torch.int64, device=device)
+        documents = torch.tensor([0, len(ids)], dtype=torch.int32)
+        with self._attending():
+            logits = self.model(tokens, positions, documents, last=int(self.rank == self.root))
+        self.past += len(ids)
+        return logits[0, 0] if self.rank == self.root else None
+
+    def share(self, chosen: int | None) -> int:
+        """What the rank with the logits has chosen."""
+        told = torch.tensor([0 if chosen is None else chosen], device=self.model.mesh.device)
+        dist.broadcast(told, self.root)
+        return int(told)
+
+    @contextmanager
+    def _attending(self) -> Iterator[None]:
+        """The caches in place of the layers' attention."""
+        layers = [block.attention for block in self.model.blocks.values() if isinstance(block, Block)]
+        before = [layer.attend for layer in layers]
+        try:
+            for layer, cache in zip(layers, self.caches, strict=True):
+                layer.attend = cache
+            yield
+        finally:
+            for layer, attend in zip(layers, before, strict=True):
+                layer.attend = attend
+
+    def _cut(self, tokens: int) -> list[int]:
+        """Positions of a prompt that are this rank's, and empty caches for them."""
+        count = sum(map(len, self.owners))
+        edges = [tokens * b // count for b in range(count + 1)]
+        lengths, peers = [b - a for a, b in pairwise(edges)], list(range(len(self.owners)))
+        self.caches = [SharedCache(self.scheme, peers, self.rank, lengths) for _ in self.model.blocks]
+        return [i for b in self.owners[self.rank] for i in range(edges[b], edges[b + 1])]
