@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.data.batch import IGNORE
 from weft.layout.mesh import Mesh
@@ -104,3 +105,17 @@ def test_evaluation_needs_no_gradient() -> None:
         loss = linear_cross_entropy(hidden, weight.requires_grad_(), labels, 0, 7, SINGLE)
     assert not loss.requires_grad
     torch.testing.assert_close(loss, both(hidden, weight.detach(), labels, 20)[1][0])
+
+
+def test_tokens_without_label_cost_no_product() -> None:
+    """Three products per chunk of tokens that have a label, as counted; a few others are not worth a copy."""
+    for ignored, chunks in ((0.0, 10), (0.01, 10), (0.75, 3), (1.0, 0)):
+        hidden, weight, labels = inputs(200, 8, 16, 0.0)
+        labels[: int(200 * ignored)] = IGNORE
+        hidden.requires_grad_()
+        weight.requires_grad_()
+        with FlopCounterMode(display=False) as count:
+            linear_cross_entropy(hidden, weight, labels, 0, 20, SINGLE).backward()
+        rows = len(labels) if ignored < 0.05 else int((labels != IGNORE).sum())
+        assert count.get_total_flops() == 3 * 2 * rows * 8 * 16
+        assert -(-rows // 20) == chunks

@@ -7,11 +7,15 @@ with the loss, chunk by chunk, so that logits are neither stored nor computed tw
 import torch
 import torch.distributed as dist
 from spmd_types import rules
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.data.batch import IGNORE
 from weft.layout.boundary import I, V
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
+
+#: Largest share of tokens with a label at which the others are left out.
+WORTH = 0.95
 
 
 def linear_cross_entropy(
@@ -34,6 +38,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, first, chunk, group):  # type: ignore[no-untyped-def]
+        ctx.tokens, ctx.rows = len(hidden), scored(labels)
+        if ctx.rows is not None:
+            hidden, labels = hidden[ctx.rows], labels[ctx.rows]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with_grad = any(ctx.needs_input_grad[:2])
@@ -66,7 +73,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In at least float32: 1 / tokens rounded to bfloat16 would make every gradient up to 0.4 % too large or small.
         wide = torch.promote_types(ctx.saved_tensors[0].dtype, torch.float32)
         d_hidden, d_weight = ((d.to(wide) * grad.to(wide)).to(d.dtype) for d in ctx.saved_tensors)
+        if ctx.rows is not None:
+            d_hidden = d_hidden.new_zeros(ctx.tokens, d_hidden.shape[1]).index_copy_(0, ctx.rows, d_hidden)
         return d_hidden, d_weight, None, None, None, None
+
+
+def scored(labels: torch.Tensor) -> torch.Tensor | None:
+    """Indices of the tokens that have a label, where computing these alone is worth a copy of them; else None.
+
+    Prompts that are not learned from, or padding, then cost the output layer nothing. Not on a GPU, where the host
+    would have to wait for all that was asked of it before it could know how many there are.
+    """
+    if labels.device.type != "cpu" or isinstance(labels, FakeTensor):
+        return None
+    rows = (labels != IGNORE).nonzero()[:, 0]
+    return rows if len(rows) < WORTH * len(labels) else None
 
 
 def merge(lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
