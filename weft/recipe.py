@@ -136,19 +136,42 @@ class Optimizer(Section):
 
 
 class Train(Section):
-    """One training run. ``batch`` counts sequences per step over all ranks; ``micro_batch`` per rank and pass."""
+    """One training run. ``batch`` counts sequences per step over all ranks; ``micro_batch`` per rank and pass.
+
+    ``offload``: what waits in the host's memory while it is not in use. ``optimizer``: parameters, gradients and
+    moments, which are updated there (ZeRO-Offload, Ren et al. 2021); ``activations``: what backward needs of each
+    block; ``all``: both.
+    """
 
     steps: PositiveInt = 100
     batch: PositiveInt = 8
     micro_batch: PositiveInt | None = None
     dtype: Dtype = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
+    offload: Literal["none", "optimizer", "activations", "all"] = "none"
     compile: bool = False
     loss_chunk: PositiveInt = 1024
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(0, ge=0, description="threads per rank; 0 divides the cores among the local ranks")
     timeout: PositiveInt = Field(600, description="seconds a rank waits for the others in a collective")
+
+    @property
+    def offloads_state(self) -> bool:
+        return self.offload in ("optimizer", "all")
+
+    @property
+    def offloads_activations(self) -> bool:
+        return self.offload in ("activations", "all")
+
+    @model_validator(mode="after")
+    def _seen(self) -> Self:
+        if self.offloads_activations and self.recompute == "selective":
+            raise ValueError(
+                f"offload = {self.offload!r} does not see what recompute = 'selective' keeps; "
+                "use recompute = 'none' or 'full'"
+            )
+        return self
 
 
 class Validation(Section):

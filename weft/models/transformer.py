@@ -6,7 +6,7 @@ holds. Data changes hands only at ``gather_tokens`` / ``scatter_tokens`` (into a
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -243,6 +243,8 @@ class Transformer(Module):
         self.shape, self.loss_chunk = shape, loss_chunk
         self.pipeline: Any = None  # what runs this rank's stages, if it has some only (weft.parallel.pipeline)
         self.route: Sequence[int] | None = None  # the blocks to run and their order, if not all (partial pipelines)
+        # What surrounds a block's forward run: offloading of what it saves (weft.memory.activations).
+        self.around: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
         self.freq = frequencies(shape)
         if "embedding" in ends or (shape.tied and "head" in ends):
             self.embedding = Embedding(shape, mesh)
@@ -270,7 +272,7 @@ class Transformer(Module):
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype)
         for i in range(len(self.blocks)) if self.route is None else self.route:
-            x = self.blocks[str(i)](x, rope, cu_seqlens, caches[i] if caches is not None else None)
+            x = self.run_block(i, x, rope, cu_seqlens, caches[i] if caches is not None else None)
         if labels is not None:
             return self.loss(self.norm(x), labels)
         hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]
@@ -279,6 +281,12 @@ class Transformer(Module):
         tp = self.mesh.size("tp")
         sizes = [hi - lo for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))]
         return gather_vocab(F.linear(hidden, self.output), sizes, self.mesh)
+
+    def run_block(self, i: int, x: T, rope: tuple[T, T], cu_seqlens: T, cache: Cache | None = None) -> T:
+        """Block ``i`` of ``[batch, seq/tp, embed]``."""
+        block = self.blocks[str(i)]
+        with self.around(block, *rope, cu_seqlens):
+            return block(x, rope, cu_seqlens, cache)
 
     @property
     def output(self) -> T:

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft.errors import UsageError
 from weft.layout.dims import Box, Logical, ceil_part
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh, check_live
+from weft.memory.activations import HostActivations
 from weft.models.init import initial_values
 from weft.models.transformer import Block, Transformer
 from weft.parallel.context import check_context, context_attention
@@ -86,12 +88,15 @@ def parallelize(
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
     if pipeline is None:
-        shard_data_parallel(model, mesh, train.dtype)
-    model.to_empty(device=mesh.device)
+        shard_data_parallel(model, mesh, train)
+    sharded = isinstance(model, FSDPModule)
+    model.to_empty(device="cpu" if sharded and train.offloads_state else mesh.device)
     model.freq = model.freq.to(mesh.device)
     if pipeline is not None:
-        pipeline.start(getattr(torch, train.dtype))
+        pipeline.start(getattr(torch, train.dtype), train.offloads_state)
         model.pipeline = pipeline
+    if train.offloads_activations:
+        model.around = HostActivations(mesh.device).block
     fill(model, mesh, values or (lambda name, logical, box: initial_values(name, logical, box, train.seed)))
     return model
 

@@ -6,13 +6,13 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
-from weft.recipe import Dtype
+from weft.recipe import Train
 
 
 class Stage(NamedTuple):
@@ -25,24 +25,28 @@ class Stage(NamedTuple):
 STAGES: dict[int, Stage] = {1: Stage(True, True), 2: Stage(True, False), 3: Stage(False, False)}
 
 
-def shard_data_parallel(model: Transformer, mesh: Mesh, dtype: Dtype) -> None:
+def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train) -> None:
     """Hand parameters, gradients and their reduction over the data axes to FSDP2, one group per block.
 
     Gradients become *sums* over ``dp``, ``shard`` and ``cp`` (the loss is already divided by the global token count).
-    With ``bfloat16`` the groups also compute in bf16 from fp32 parameters and reduce in fp32.
+    With ``bfloat16`` the groups also compute in bf16 from fp32 parameters and reduce in fp32. If the state is
+    offloaded, each gather fetches parameters from the host, and gradients go there as soon as they are reduced.
     """
-    if mesh.data_mesh is None or (mesh.size("dp", "shard", "cp") == 1 and dtype != "bfloat16"):
+    dtype = train.dtype
+    alone = mesh.size("dp", "shard", "cp") == 1 and dtype != "bfloat16" and not train.offloads_state
+    if mesh.data_mesh is None or alone:
         return
     data_mesh = mesh.data_mesh["replica", "state"] if mesh.size("dp") > 1 else mesh.data_mesh["state"]
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    away = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if train.offloads_state else OffloadPolicy()
     after: bool | int = mesh.layout.secondary or not STAGES[mesh.layout.zero].keep_parameters
     with _near_groups(mesh):
         for block in model.blocks.values():
-            fully_shard(block, mesh=data_mesh, reshard_after_forward=after, mp_policy=policy)
+            fully_shard(block, mesh=data_mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=away)
     # The root group (embedding, norm, head) is needed at both ends of a pass: it stays gathered in between.
-    fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy)
+    fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=away)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

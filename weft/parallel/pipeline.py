@@ -159,13 +159,16 @@ class Pipeline:
             ends |= {"embedding", "head"} | ({"norm"} if len(self.stages) - 1 in held else set())
         return ends
 
-    def start(self, compute: torch.dtype) -> None:
-        """Take over the model's parameters, which are on the device by now, and connect to the other ranks."""
+    def start(self, compute: torch.dtype, offload: bool = False) -> None:
+        """Take over the model's parameters, which are on the device by now, and connect to the other ranks.
+
+        ``offload``: the state is kept on the host.
+        """
         described = dict(self.model.logical_parameters())
         used: dict[frozenset[int], list[Any]] = {}
         for name, parameter in self.model.named_parameters():
             used.setdefault(frozenset(self._users(name)), []).append((name, described[name], parameter))
-        self.users = {stages: Unit(named, self.mesh, compute) for stages, named in used.items()}
+        self.users = {stages: Unit(named, self.mesh, compute, offload) for stages, named in used.items()}
         self.units = list(self.users.values())
         self.compute = compute
         # The model holds its pipeline; a circle would keep process groups, and gloo's threads, until it is collected.
@@ -282,7 +285,7 @@ class Pipeline:
                 leaf = x = x.detach().requires_grad_(training)
             rope = self._rope(a.microbatch, batch, x.dtype)
             for i in self.stages[a.stage].layers:
-                x = model.blocks[str(i)](x, rope, batch.cu_seqlens)
+                x = model.run_block(i, x, rope, batch.cu_seqlens)
             if a.stage == path[-1]:
                 x = model.norm(x)
                 if self.output is None:
@@ -354,9 +357,9 @@ class Pipeline:
         summed: dict[str, T] = {}
         for ranks, group in self.groups.items():
             names = sorted(name for name, copies in self.copies.items() if copies == ranks)
-            flat = torch.cat([grads[name].flatten() for name in names])
+            flat = torch.cat([grads[name].flatten() for name in names]).to(self.mesh.device)
             dist.all_reduce(flat, group=group)
-            pieces = flat.split([grads[name].numel() for name in names])
+            pieces = flat.to(grads[names[0]].device).split([grads[name].numel() for name in names])
             summed |= {name: piece.view(grads[name].shape) for name, piece in zip(names, pieces, strict=True)}
         return grads | summed
 

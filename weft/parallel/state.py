@@ -34,19 +34,25 @@ class Unit:
     """Parameters that are gathered and reduced together, over the data axes of ``mesh``.
 
     ``compute``: type of the gathered parameters; the state is float32 (float64 if that is what is computed in).
+    ``offload``: the state is on the host.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Logical, nn.Parameter]], mesh: Mesh, compute: torch.dtype) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, Logical, nn.Parameter]], mesh: Mesh, compute: torch.dtype, offload: bool
+    ) -> None:
         self.mesh, self.size, self.compute = mesh, mesh.size("shard", "cp"), compute
         self.wide = torch.promote_types(compute, torch.float32)
-        self.apart = self.size > 1 or self.wide != compute  # whether state and parameters are different tensors
+        # Whether state and parameters are different tensors.
+        self.apart = self.size > 1 or self.wide != compute or offload
         rank = mesh.rank("shard") * mesh.size("cp") + mesh.rank("cp")
         self.held = []
         for name, logical, full in named:
             lo, hi = ceil_part(full.shape[0], self.size, rank)
             shard = full
             if self.apart:
-                shard = nn.Parameter(torch.empty((hi - lo, *full.shape[1:]), dtype=self.wide, device=full.device))
+                place = torch.device("cpu") if offload else full.device
+                rows = torch.empty((hi - lo, *full.shape[1:]), dtype=self.wide, device=place)
+                shard = nn.Parameter(rows.pin_memory() if offload and full.is_cuda else rows)
                 full.data = full.data.to(compute)
             self.held.append(Held(name, logical, full, shard, (lo, hi)))
         # Every rank's share of a parameter takes as much room in a message as the largest.
@@ -79,7 +85,7 @@ class Unit:
     def _gather_all(self, whole: torch.Tensor) -> None:
         mine = whole.new_zeros(sum(self.chunks))
         for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
-            piece[: h.shard.numel()].copy_(h.shard.flatten())
+            piece[: h.shard.numel()].copy_(h.shard.to(whole.device, non_blocking=True).flatten())
         if self.size > 1:
             all_gather(whole.view(-1), mine, group=self._group("state"))
         else:
@@ -123,7 +129,8 @@ class Unit:
             reduce_scatter(mine, whole.view(-1), group=self._group("state"))
         for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
             share = piece[: h.shard.numel()].view(h.shard.shape)
-            h.shard.grad = share.clone() if h.shard.grad is None else h.shard.grad.add_(share)
+            share = share.to(h.shard.device, copy=True)
+            h.shard.grad = share if h.shard.grad is None else h.shard.grad.add_(share)
 
     def _group(self, name: str) -> dist.ProcessGroup:
         assert self.mesh.data_mesh is not None
@@ -141,7 +148,8 @@ def sum_over_replicas(units: Iterable[Unit], mesh: Mesh) -> None:
         if h.shard.grad is None:
             h.shard.grad = torch.zeros_like(h.shard)
     if held:
-        flat = torch.cat([h.shard.grad.flatten() for h in held if h.shard.grad is not None])
+        flat = torch.cat([h.shard.grad.flatten() for h in held if h.shard.grad is not None]).to(mesh.device)
         dist.all_reduce(flat, group=mesh.data_mesh.get_group("replica"))
+        flat = flat.to(held[0].shard.device)
         for h, piece in zip(held, flat.split([h.shard.numel() for h in held]), strict=True):
             h.shard.grad = piece.view(h.shard.shape)

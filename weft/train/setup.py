@@ -81,13 +81,14 @@ def _check_memory(recipe: Recipe, shape: ModelShape) -> None:
     width = 8 if recipe.train.dtype == "float64" else 4
     parameters = parameter_count(shape, shape.vocab)
     need = 4 * width * parameters / recipe.layout.size("pp", "tp", "shard", "cp")
-    if device_type(recipe) == "cuda":
+    cuda = device_type(recipe) == "cuda" and not recipe.train.offloads_state
+    if cuda:
         free, ranks = torch.cuda.get_device_properties(0).total_memory, 1
     else:  # this machine holds as many ranks as the launcher says, else all
         free, ranks = psutil.virtual_memory().available, int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world))
     if need * ranks > free:
         raise WeftError(
             f"too little memory: {parameters / 1e9:.2f}B parameters need {need * ranks / 2**30:.1f} GiB for weights, "
-            f"gradients and optimizer state, and this {'device' if ranks == 1 else 'machine'} has {free / 2**30:.1f}; "
+            f"gradients and optimizer state, and this {'device' if cuda else 'machine'} has {free / 2**30:.1f}; "
             "raise layout.shard or layout.tp, or choose a smaller model"
         )

@@ -94,13 +94,20 @@ def accumulate(
     return torch.stack(shares).sum(), total
 
 
+def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``x`` on ``device``: where the state is offloaded, gradients are on the host and sums are not."""
+    return x if x.device == device else x.to(device)
+
+
 @torch.no_grad()
 def reduce_over_tp(grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], mesh: Mesh) -> dict[str, torch.Tensor]:
     """Sum, in one call, the gradients of what every ``tp`` rank holds whole (norms, shared key/value heads)."""
     whole = [p.name for p in parts if p.logical.whole]
     if mesh.size("tp") == 1 or not whole:
         return grads
-    flat = sum_over_tp(torch.cat([grads[name].flatten() for name in whole]), mesh)
+    flat = torch.cat([grads[name].flatten() for name in whole])
+    place = flat.device
+    flat = moved(sum_over_tp(moved(flat, mesh.device), mesh), place)  # they may be on the host
     shares = flat.split([grads[name].numel() for name in whole])
     return grads | {name: share.view(grads[name].shape) for name, share in zip(whole, shares, strict=True)}
 
@@ -116,7 +123,8 @@ def square_norm(grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], mesh
         tensors = [grads[name] for name in mine if grads[name].numel()]
         if tensors:
             norm = torch.nn.utils.get_total_norm([declare(g, mesh, **data, tp=tp) for g in tensors])
-            shares.append(share_of_sum(norm.double().square(), mesh, **data, tp=tp))
+            square = moved(norm.double().square(), mesh.device)
+            shares.append(share_of_sum(square, mesh, **data, tp=tp))
     return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=mesh.device)
 
 

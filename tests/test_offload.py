@@ -1,0 +1,187 @@
+"""State and activations on the host: equal to one device, everything moved once, and checkpoints as before."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.cases import Case, recipe, write_corpus
+from tests.checkpoint.test_resume import go, state_of
+from tests.checkpoint.test_resume import tree as save_tree
+from tests.test_equality import difference, name, tree
+from weft.checkpoint.state import local_state
+from weft.errors import UsageError
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.memory.activations import HostActivations
+from weft.parallel.build import local_parts, parallelize
+from weft.recipe import build_recipe
+from weft.train.optim import build_optimizer
+from weft.train.setup import prepare
+from weft.train.step import evaluate, train_step
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("case", [
+    {"layout": {"shard": 1}, "offload": "all"},
+    {"layout": {"shard": 2, "tp": 2}, "offload": "all", "micro_batch": 1},
+    {"layout": {"dp": 2, "shard": 2}, "zero": 2, "offload": "optimizer", "micro_batch": 1, "tied": True},
+    {"layout": {"shard": 4, "secondary": 2}, "offload": "all", "recompute": "full"},
+    {"layout": {"cp": 2, "tp": 2}, "zero": 1, "offload": "activations", "kv_heads": 1, "extras": True},
+    {"layout": {"cp": 2}, "offload": "activations", "context": "zigzag", "mixer": "retention"},
+    {"layout": {"pp": 2, "shard": 2, "dp": 2}, "offload": "all", "micro_batch": 1, "tied": True},
+    {"layout": {"pp": 2, "tp": 2, "schedule": "zb-h1"}, "offload": "all", "micro_batch": 1, "recompute": "full"},
+    {"layout": {"pp": 2, "shard": 2, "virtual": 2, "schedule": "interleaved-1f1b"}, "offload": "optimizer",
+     "batch": 8, "micro_batch": 1},
+], ids=lambda case: name(case).replace("/", "_"))  # fmt: skip
+def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
+    values = tree(corpus, case)
+    values["train"] |= {"offload": case["offload"], "batch": case.get("batch", 5)}
+    values["model"]["layers"] = 4
+    found = pool.run(Layout(**case["layout"]).world, difference, values)[0]
+    assert found.ok, found
+
+
+# --- activations
+
+
+class Widths(nn.Module):
+    """A block that saves its input, a view of it, and two tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x.flatten(0, 1)))).view_as(x) * shared
+
+
+def test_every_storage_leaves_once_and_parameters_stay() -> None:
+    blocks, shared = [Widths() for _ in range(5)], torch.rand(8)
+    host = HostActivations(torch.device("cpu"))
+
+    def run(offload: bool) -> list[torch.Tensor]:
+        x = leaf = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        for block in blocks:
+            if offload:
+                with host.block(block, shared):
+                    x = block(x, shared)
+            else:
+                x = block(x, shared)
+        x.square().sum().backward()
+        return [leaf.grad, *(p.grad.clone() for block in blocks for p in block.parameters())]  # type: ignore[list-item, union-attr]
+
+    plain = run(False)
+    for block in blocks:
+        block.zero_grad()
+    moved = run(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+    # Per block: its input and tanh's output; the product with `shared` needs that alone, which has no gradient.
+    assert host.sent == 5 * 4 * 6 * (8 + 32)
+
+
+def test_host_memory_is_free_after_backward_and_little_stays_on_the_device() -> None:
+    blocks, shared = [Widths() for _ in range(6)], torch.rand(8)
+    host = HostActivations(torch.device("cpu"))
+    x = torch.rand(2, 3, 8).requires_grad_()
+    runs = []
+    for block in blocks:
+        with host.block(block, shared):
+            x = block(x, shared)
+        assert host.latest is not None
+        runs.append(host.latest[1])
+    on_device = [sum(stored.here is not None for stored in run.stored) for run in runs]
+    assert on_device == [0, 0, 0, 0, 2, 2] and all(len(run.stored) == 2 for run in runs)
+    gc.disable()
+    try:
+        x.sum().backward()
+        del x
+        assert all(not run.stored for run in runs) and not host.leaving
+    finally:
+        gc.enable()
+
+
+def counted(values: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Bytes that leave in one pass on this rank, the same with full recompute, and those of block inputs."""
+    sent = []
+    for mode in ("none", "full"):
+        values["train"]["recompute"] = mode
+        settings = build_recipe(values)
+        mesh = Mesh.create(settings.layout, "cpu")
+        job = prepare(settings)
+        model = parallelize(job.shape, mesh, settings.train)
+        parts = local_parts(model, mesh)
+        batches = job.loader(job.corpus.train, mesh).step(0) or []
+        optimizer = build_optimizer(parts, settings.optimizer)
+        train_step(model, parts, batches, optimizer, mesh, lr=1e-3, clip=1.0)
+        around = model.around.__self__  # type: ignore[attr-defined]
+        sent.append(around.sent)
+        evaluate(model, [batches], mesh)
+        assert around.sent == sent[-1]  # without gradients nothing is saved
+    inputs = 8 * settings.model.layers * sum(b.tokens.numel() for b in batches) // mesh.size("tp")
+    return (*sent, inputs * settings.model.embed, len(batches))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("layout", [{"shard": 2}, {"tp": 2}], ids=str)
+def test_full_recompute_sends_inputs_of_blocks_alone(pool: Any, corpus: str, layout: dict[str, int]) -> None:
+    values = tree(corpus, {"layout": layout, "micro_batch": 1})
+    values["train"] |= {"offload": "activations"}
+    for whole, inputs, formula, _ in pool.run(2, counted, values):
+        assert inputs == formula and whole > 5 * inputs
+
+
+# --- state
+
+
+def places(values: dict[str, Any]) -> dict[str, set[str]]:
+    settings = build_recipe(values)
+    mesh = Mesh.create(settings.layout, "cpu")
+    model = parallelize(prepare(settings).shape, mesh, settings.train)
+    parts = local_parts(model, mesh)
+    state = local_state(parts, build_optimizer(parts, settings.optimizer)).values()
+    return {
+        "kind": {type(p.parameter).__name__ for p in parts},
+        "state": {str(tensor.values.device) for tensor in state},
+    }
+
+
+def test_one_rank_has_its_state_apart_as_well(pool: Any, corpus: str) -> None:
+    """Without offloading a lone rank's parameters are its state; with it they are gathered from the host."""
+    for offload, kind in (("none", "Parameter"), ("optimizer", "DTensor")):
+        values = tree(corpus, {"layout": {}})
+        values["train"] |= {"offload": offload}
+        assert pool.run(1, places, values)[0] == {"kind": {kind}, "state": {"cpu"}}
+
+
+def test_checkpoints_do_not_know_of_it(pool: Any, corpus: str, tmp_path: Path) -> None:
+    """Six steps; three with and three without, or the other way round: the same state to the last bit."""
+
+    def values(offload: str, steps: int) -> dict[str, Any]:
+        constant = {"optimizer__schedule": "constant", "train__steps": steps, "train__offload": offload}
+        return save_tree(corpus, {"shard": 2}, **constant)
+
+    def final(folder: str, *runs: tuple[str, int]) -> dict[str, torch.Tensor]:
+        out = tmp_path / folder
+        for i, (offload, steps) in enumerate(runs):
+            pool.run(2, go, values(offload, steps), str(out), str(out) if i else None)
+        return state_of(out / "checkpoints" / "step-000006", values("none", 6))
+
+    whole = final("whole", ("none", 6))
+    for folder, first, then in (("on", "all", "none"), ("off", "none", "all")):
+        mixed = final(folder, (first, 3), (then, 6))
+        assert mixed.keys() == whole.keys()
+        assert all(torch.equal(mixed[key], whole[key]) for key in whole)
+
+
+def test_what_cannot_be_is_said(corpus: str) -> None:
+    with pytest.raises(UsageError, match="does not see what recompute = 'selective' keeps"):
+        recipe(corpus, train__offload="activations", train__recompute="selective")

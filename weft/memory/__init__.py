@@ -1,0 +1,1 @@
+"""Where tensors wait while nobody computes with them."""
