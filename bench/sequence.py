@@ -3,7 +3,8 @@
 Forward and backward of one attention layer on one document: time and bytes of each scheme, beside gathering all keys
 and values and PyTorch's own ring (``torch.distributed.tensor.experimental``), whose template takes the CPU kernel. Then
 the same steps with kernels that sleep as long as their tile is large, as if every rank had a device of its own: what
-the critical path of a table costs. Then the memory of a rank as its share of the sequence grows.
+the critical path of a table costs. Then the memory of a rank as its share of the sequence grows, and that of reading a
+long prompt: on one rank with the logits of all positions, with those of the last alone, and cut over four ranks.
 
     python bench/sequence.py [--rounds 9] [--tokens 4096] [--quick] [--json bench/results/sequence.json]
 """
@@ -32,23 +33,26 @@ import torch.multiprocessing as mp
 from picture import photograph
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.generate.engine import Alone
+from weft.generate.spread import Spread
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners, owned_ranges
 from weft.models.attention import Segment, attend_backward, attend_forward, attention, join, wide
+from weft.parallel.build import parallelize
 from weft.parallel.context import context_attention
 from weft.parallel.context.tables import TileTable, build, critical_path, work_per_step
-from weft.recipe import ModelShape
+from weft.recipe import ModelShape, Train
 from weft.schedule.draw import FONT, INK, LANE, LINE, PAGE, SOFT, text, ticks
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PICTURE = Path(__file__).parent / "results/sequence.json", ROOT / "docs/sequence-balance.png"
-RANKS, HEADS, DIM = 4, 8, 64
+RANKS, HEADS, DIM, PROMPT_VOCAB = 4, 8, 64, 32_768
 T = torch.Tensor
 #: Name -> context and ulysses of the layout.
 WEFT = {
     "zigzag": ("zigzag", 1), "ring": ("ring", 1), "lightseq": ("lightseq", 1), "tokenring": ("tokenring", 1),
-    "gather": ("gather", 1), "ulysses": ("ulysses", 1), "usp 2x2": ("zigzag", 2),
+    "gather": ("gather", 1), "ulysses": ("ulysses", 1), "usp 2x2": ("zigzag", 2), "rsa": ("rsa", 1),
 }  # fmt: skip
 SLEPT = ("zigzag", "ring", "lightseq", "tokenring", "gather")
 COLOURS = {"ring": "#dc6803", "zigzag": "#2563eb", "lightseq": "#15803d", "tokenring": "#9333ea", "gather": "#64748b"}
@@ -294,22 +298,69 @@ def slept(rounds: int, unit: float) -> dict[str, Any]:
 def memory(local: Sequence[int]) -> dict[str, list[float]]:
     """MiB that a step needs beside its inputs, most of any rank, per local length: the process' high-water mark."""
     found: dict[str, list[float]] = {}
-    for name in ("zigzag", "tokenring", "gather"):
+    for name in ("zigzag", "tokenring", "gather", "rsa"):
         layout = Layout(cp=RANKS, context=name)
         attend = context_attention(Mesh.create(layout, "cpu"), ModelShape(heads=HEADS))
         found[name] = []
-        for length in (16, *local):  # the first one only touches what stays
+        # The first length only touches what stays; whole rows of scores are too much for this machine at the longest.
+        for length in (16, *(local[:2] if name == "rsa" else local)):
             cu = torch.tensor([0, length * RANKS], dtype=torch.int32)
             given = [torch.randn(1, length, HEADS, DIM) for _ in range(4)]
-            dist.barrier()
-            before = _resident("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-            one_step(attend, given, cu)
-            grown = torch.tensor(_resident("VmHWM") - before)
-            dist.all_reduce(grown, dist.ReduceOp.MAX)
-            found[name].append(grown.item())
+            found[name].append(grown(partial(one_step, attend, given, cu)))
         del found[name][0]
     return found
+
+
+def grown(call: Callable[[], object]) -> float:
+    """MiB that a call needs at most, on the rank that needs most."""
+    dist.barrier()
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    call()
+    most = torch.tensor(_resident("VmHWM") - before)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
+
+
+@torch.inference_mode()
+def prompts(lengths: Sequence[int]) -> dict[str, dict[str, list[float]]]:
+    """Seconds and MiB to read a prompt, cache and logits included; alone means that the other ranks wait."""
+    shape = ModelShape(vocab=PROMPT_VOCAB, layers=2, embed=256, heads=HEADS, kv_heads=2)
+    model = parallelize(shape, Mesh.single(), Train())
+
+    def whole(ids: list[int]) -> T:
+        """What reading took before: logits of every position, of which the last is used."""
+        n = len(ids)
+        return model(torch.tensor([ids]), torch.arange(n)[None], torch.tensor([0, n]), caches=[[], []])[0, -1]
+
+    ways: dict[str, tuple[int, Callable[[], Callable[[list[int]], object]]]] = {
+        "one rank, all logits": (1, lambda: whole),
+        "one rank": (1, lambda: Alone(model).read),
+        f"cp={RANKS}": (RANKS, lambda: Spread(model, Layout(cp=RANKS)).read),
+    }
+    found: dict[str, dict[str, list[float]]] = {name: {"s": [], "MiB": []} for name in ways}
+    for length in (64, *lengths):
+        ids = [i % shape.vocab for i in range(length)]
+        for name, (ranks, make) in ways.items():
+            read = partial(make(), ids) if dist.get_rank() < ranks else (lambda: None)
+            took: list[float] = []
+            found[name]["MiB"].append(grown(lambda read=read, took=took: took.append(timed(read))))
+            found[name]["s"].append(took[0])
+    return {name: {what: values[1:] for what, values in row.items()} for name, row in found.items()}
+
+
+def public() -> str:
+    """PyTorch's documented interface, ``context_parallel`` around ``scaled_dot_product_attention``: does it run?"""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    q, k, v = (torch.randn(1, HEADS, 256, DIM) for _ in range(3))
+    try:
+        with context_parallel(init_device_mesh("cpu", (RANKS,)), buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    except Exception as error:  # whatever it is, it is what a user sees
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return "runs"
 
 
 def _resident(what: str) -> float:
@@ -325,9 +376,11 @@ def work(rank: int, folder: str, options: argparse.Namespace) -> None:
     found: dict[str, Any] = {}
     if options.part == "memory":
         found["memory"] = {"local": options.local, **memory(options.local)}
+        found["prompts"] = {"lengths": options.prompts, "ways": prompts(options.prompts)}
     else:
         found["steps"] = {f"{n} key/value heads": steps(options.tokens, n, options.rounds) for n in (HEADS, 2)}
         found["slept"] = slept(options.rounds, options.tile)
+        found["context_parallel"] = public()  # last: where it fails it leaves patches behind
     if rank == 0:
         (Path(folder) / f"{options.part}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -405,7 +458,8 @@ def drawn(found: dict[str, Any]) -> str:
         out.append(f'<rect x="564" y="{at + 8}" width="{f["tiles"] * unit:.1f}" height="20" fill="{COLOURS[name]}"/>')
         out.append(f'<path d="M{564 + f["path"] * unit:.1f} {at + 4}v28" stroke="{INK}" stroke-width="2.4"/>')
     out.append(text(1044, top - 22, "Memory of a step, MiB, by tokens per rank", 17, bold))
-    local, curves = found["memory"]["local"], {k: v for k, v in found["memory"].items() if k != "local"}
+    local, rows = found["memory"]["local"], found["memory"]["rsa"]
+    curves = {name: v for name, v in found["memory"].items() if name not in ("local", "rsa")}
     most = max(max(v) for v in curves.values()) * 1.05
     marks = ticks(most)[::2]
     a, b = (lambda n: 1044 + 380 * n / local[-1]), (lambda m: top + tall * (1 - m / most))
@@ -420,6 +474,8 @@ def drawn(found: dict[str, Any]) -> str:
         out += [f'<circle cx="{a(n):.1f}" cy="{b(m):.1f}" r="4" fill="{COLOURS[name]}"/>'
                 for n, m in zip(local, grown, strict=True)]  # fmt: skip
         out.append(text(1064, top + 22 + 22 * i, name, 15, f'fill="{COLOURS[name]}" font-weight="600"'))
+    for i, (n, m) in enumerate(zip(local, rows, strict=False)):  # off the scale
+        out.append(text(1064, top + 22 + 22 * (len(curves) + i), f"rsa: {m:,.0f} at {n:,}", 15, soft))
     return "\n".join([*out, "</svg>"])
 
 
@@ -433,19 +489,24 @@ def told(found: dict[str, Any]) -> None:
             low, high = r["quartiles"]
             print(f"  {name:20}{r['ms']:8.0f}{r['ratio']:10.2f}x{low:9.2f} - {high:.2f}{r['bytes_mean'] / 2**20:10.2f}"
                   f"{r['bytes_max'] / 2**20:7.2f}{r['error']:10.1e}")  # fmt: skip
+    print(f"\nPyTorch's context_parallel around F.scaled_dot_product_attention here: {found['context_parallel']}")
     print("\nKernels that sleep: tiles that a step took, and the table's critical path")
     for name, r in found["slept"].items():
         print(f"  {name:20}{r['tiles']:8.2f}{r['path']:8.2f}")
     local, *curves = found["memory"].items()
     print("\nMemory of a step, MiB, at tokens per rank " + ", ".join(f"{n:,}" for n in local[1]))
     for name, grown in curves:
-        per = [m / n * 1024 for m, n in zip(grown, local[1], strict=True)]
+        per = [m / n * 1024 for m, n in zip(grown, local[1], strict=False)]
         print(
             f"  {name:20}"
             + "".join(f"{m:8.0f}" for m in grown)
             + "   KiB per token:"
             + "".join(f"{p:7.1f}" for p in per)
         )
+    lengths = found["prompts"]["lengths"]
+    print("\nReading a prompt of " + ", ".join(f"{n:,}" for n in lengths) + " tokens: MiB on a rank, and seconds")
+    for name, row in found["prompts"]["ways"].items():
+        print(f"  {name:20}" + "".join(f"{m:8.0f}" for m in row["MiB"]) + "".join(f"{s:8.2f} s" for s in row["s"]))
 
 
 def main() -> None:
@@ -456,9 +517,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     options = parser.parse_args()
-    options.local, options.tile = [512, 1024, 2048, 4096], 0.08
+    options.local, options.tile, options.prompts = [512, 1024, 2048, 4096], 0.08, [4096, 8192, 16_384]
     if options.quick:
         options.rounds, options.tokens, options.local, options.tile = 2, 256, [32, 64], 0.005
+        options.prompts = [128]
     load, found = os.getloadavg()[0], dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         for part in ("time", "memory"):

@@ -81,6 +81,9 @@ def test_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, str(script), "--quick", "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    for rows in json.loads(path.read_text())["steps"].values():
+    found = json.loads(path.read_text())
+    for rows in found["steps"].values():
         assert all(row["error"] < 1e-5 and row["ratio"] > 0 for row in rows.values())
         assert rows["PyTorch, alltoall"]["bytes_mean"] > 1.4 * rows["zigzag"]["bytes_mean"]
+    assert found["context_parallel"] == "runs" or "Error" in found["context_parallel"]
+    assert set(found["prompts"]["ways"]) == {"one rank, all logits", "one rank", "cp=4"}
