@@ -9,7 +9,7 @@ folds at once: a fold is a set of row weights.
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,30 @@ PRIORS: dict[str, float] = {
     "matmul": 0.3, "traffic": 0.5, "attention": 0.5, "scores": 0.5, "elementwise": 0.5, "inner": 0.5, "kernels": 0.7,
     "step": 1.0, "link": 0.4, "network": 0.5, "latency": 0.7, "exposed_tp": 0.3, "exposed_dp": 0.7, "exposed_pp": 0.7,
     "exposed_cp": 0.5, "exposed_ep": 0.5, "moe": 0.7, "optimizer": 0.5, "jitter": 0.7, "buckets": 0.5,
+    "dispatch": 0.5,
 }  # fmt: skip
 #: Prior of the extra factor on ``matmul`` of one device and precision within a source.
 GROUP = 0.2
+#: Priors of what changes from one release of a program to the next, in a source that states them. Models with experts
+#: change most: between 25.09 and 26.08 of Megatron-Bridge by up to 1.9 times under one layout.
+RELEASE, RELEASE_EXPERTS = {"matmul": 0.05}, {"matmul": 0.2, "moe": 0.3}
 NOISE, HUBER, BOUND, FORMS, STEP = 0.06, 1.5, 3.0, 6, 1e-3
 
 
 @dataclass(frozen=True)
 class Knob:
-    """A fitted constant; ``key``: the group (see :func:`group`) or class of programs it is for, empty for all rows."""
+    """A fitted constant; ``key``: the group (see :func:`group`) or class of programs it is for, empty for all rows, or
+    ``from`` and a release: for this one and those after it."""
 
     field: str
     sigma: float
     key: str = ""
+
+    def applies(self, row: Row) -> bool:
+        start, _, release = self.key.partition(" ")
+        if start == "from":
+            return row.release >= tuple(int(part) for part in release.split("."))
+        return self.key in ("", group(row), row.family)
 
 
 def group(row: Row) -> str:
@@ -53,7 +64,15 @@ def group(row: Row) -> str:
 def knobs_of(rows: Sequence[Row]) -> list[Knob]:
     groups = sorted({group(row) for row in rows})
     knobs = [Knob(name, sigma) for name, sigma in PRIORS.items()]
-    return knobs + [Knob("matmul", GROUP, key) for key in groups] * (len(groups) > 1)
+    knobs += [Knob("matmul", GROUP, key) for key in groups] * (len(groups) > 1)
+    if len({row.source for row in rows}) > 1:  # versions of different programs do not compare
+        return knobs
+    # A step from each release to the next: with these priors a random walk over releases.
+    steps = RELEASE_EXPERTS if any(row.shape.experts for row in rows) else RELEASE
+    for release in sorted({row.release for row in rows if row.release})[1:]:
+        key = "from " + ".".join(map(str, release))
+        knobs += [Knob(name, sigma, key) for name, sigma in steps.items()]
+    return knobs
 
 
 def columns(rows: Sequence[Row]) -> tuple[Any, Any, Any, Engine]:
@@ -73,7 +92,7 @@ def factors(knobs: Sequence[Knob], theta: Array, masks: Array) -> dict[str, Arra
 
 
 def masks_of(knobs: Sequence[Knob], rows: Sequence[Row]) -> Array:
-    return np.array([[knob.key in ("", group(row), row.family) for row in rows] for knob in knobs], dtype=float)
+    return np.array([[knob.applies(row) for row in rows] for knob in knobs], dtype=float)
 
 
 def fit(
@@ -90,7 +109,8 @@ def fit(
     # One shape cannot tell the constants apart: the fewer there are, the closer to the presets all but one must stay.
     forms = [len({row.form for row, w in zip(rows, fold, strict=True) if w > 0}) for fold in weight]
     narrow = np.clip(np.array(forms) / FORMS, 1 / FORMS, 1.0)
-    sigma = np.array([[k.sigma * (1.0 if k.field == "matmul" else x) for k in knobs] for x in narrow])
+    free = np.array([k.field == "matmul" or k.key.startswith("from") for k in knobs])
+    sigma = np.array([k.sigma for k in knobs]) * np.where(free, 1.0, narrow[:, None])
     theta = np.zeros((len(weight), len(knobs)))
 
     def residual(theta: Array) -> Array:
@@ -255,6 +275,21 @@ def apply(calibration: dict[str, Any] | None, rows: Sequence[Row]) -> tuple[Arra
             time[index] = predict(part, knobs, theta)
         if part and table.get("correction"):
             time[index] *= Correction.of(table["correction"]).factor(part)
-    own = calibration["memory"]
-    gib = formulas(rows) + [own.get(row.framework, row.engine.constant) for row in rows] if rows else np.zeros(0)
-    return time, gib
+    return time, gib_of(rows, calibration["memory"])
+
+
+def gib_of(rows: Sequence[Row], constants: dict[str, float]) -> Array:
+    """GiB of each row. Of rows that do not state recomputation: with the least under which they fit, as their
+    operators must have found it; without any if none suffices."""
+    if not rows:
+        return np.zeros(0)
+    own = np.array([constants.get(row.framework, row.engine.constant) for row in rows])
+    found = np.asarray(formulas(rows) + own, dtype=float)
+    room = np.array([float(row.machine.memory) / 2**30 for row in rows])
+    for kind in (1, 2):
+        tight = [i for i, row in enumerate(rows) if "recompute=none" in row.assumed and found[i] > room[i]]
+        if tight:
+            again = [replace(rows[i], plan=replace(rows[i].plan, recompute=kind)) for i in tight]
+            less = formulas(again) + own[tight]
+            found[tight] = np.where((less <= room[tight]) | (kind == 1), np.minimum(less, found[tight]), found[tight])
+    return found

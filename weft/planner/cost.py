@@ -185,14 +185,16 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     matmuls = matmuls + moe * ((shape.experts > 0) * experts + (shape.shared_ffn > 0) * shared_time)
 
     score = tokens * plan.seq * shape.heads / tp  # entries of the score matrix, masked half included
-    fused = 2 * score * shape.head_dim / (machine.peak16 * machine.fused * engine.attention)
-    split = 4 * score * shape.head_dim / (machine.peak16 * 0.5) + engine.scores * score / memory
+    near = score * shape.reach(plan.seq) / plan.seq  # fused kernels skip what windows leave out
+    fused = 2 * near * shape.score_dim / (machine.peak16 * machine.fused * engine.attention)
+    split = 4 * score * shape.score_dim / (machine.peak16 * 0.5) + engine.scores * score / memory
     attention = np.where(engine.flash > 0, fused, split)
     # Norms, residuals, rotary embedding and activation; lower precisions read once more to scale and to cast.
     norms = shape.embed / np.where(engine.sequence > 0, tp, 1.0)
     casts = 1 + 0.3 * (width < 2)
     ffn = dense * shape.ffn + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
     inner = (shape.qkv_width + up * ffn) / tp
+    inner = inner + moe * shape.clamped * engine.rough * shape.top_k * shape.expert_ffn
     routing = moe * engine.moe * shape.top_k * shape.embed
     pointwise = casts * tokens * (engine.elementwise * (norms + routing) + engine.inner * inner) / memory
 
@@ -216,7 +218,7 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
 
     # The processor that launches can be slower than the device: a smooth maximum of the two. What communication
     # adds is what it makes this maximum grow.
-    floor = engine.kernels * engine.launch * (1 + 3 * moe) * (1 + 0.15 * (tp > 1))
+    floor = engine.kernels * engine.launch * (1 + engine.dispatch * moe) * (1 + 0.15 * (tp > 1))
 
     def either(device: Num, launches: Num) -> Num:
         return (device**SHARP + launches**SHARP) ** (1 / SHARP)
@@ -289,6 +291,13 @@ def rest(plan: Plan, engine: Engine, known: Num) -> Num:
     return engine.step + engine.jitter * np.log2(np.maximum(plan.world / 8, 1)) * known
 
 
+def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
+    """Layers of the first and last stage of a pipeline that is cut by work: the embedding is none, the output layer as
+    much as its weights are of a layer's, and a stage ends with the layer that fills its share (nanotron)."""
+    share = (shape.layers + shape.table / shape.active_weights) / plan.pp
+    return np.ceil(share), np.maximum(shape.layers - np.ceil(share * (plan.pp - 1)), 0)
+
+
 def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cost:
     """Time of one optimizer step, split by cause."""
     one = passes(shape, machine, plan, engine)
@@ -299,7 +308,10 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cos
     # Where layers do not divide, embedding and head are counted as layers, as Megatron and Weft place them.
     most = np.where(even, shape.layers / stages, np.ceil((shape.layers + 2) / stages))
     last = np.where(even, most, most - 1)
+    level = (engine.level > 0) & (stages > 1)
+    most = np.where(level, by_work(shape, plan)[0], most)
     tail = np.maximum(0, last * layer + one.head - most * layer) * (stages > 1) + one.head * (stages == 1)
+    tail = np.where(level, 0.0, tail)
     m = plan.microbatches
     compute = m * (most * layer + tail)
     recompute = m * most * one.again

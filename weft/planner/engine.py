@@ -22,7 +22,10 @@ class Engine:
     ``buckets``: gradient scatters per layer under ZeRO-1; ``optimizer``: bytes
     moved per local parameter; ``step``: seconds per step of everything else; ``jitter``: share of time lost per
     doubling of ranks beyond a node; ``sequence``: 1 if norm regions are cut over tp as well; ``balance``: load of
-    the fullest expert rank over the mean; ``moe``: elementwise traffic of routing, in units of ``elementwise``.
+    the fullest expert rank over the mean; ``moe``: elementwise traffic of routing, in units of ``elementwise``;
+    ``dispatch``: launches that routing adds, in units of ``kernels`` (with waits for the counts of tokens per expert);
+    ``rough``: traffic of experts with biases and a clamped gate beyond that of others, in units of ``inner``;
+    ``level``: 1 if pipelines are cut by work, the output layer as the layers that weigh as much, 0 if by layers.
 
     ``gradient``: bytes per parameter; ``master``: bytes of optimizer state per parameter; ``constant``: GiB of
     context, communication buffers and fragmentation (measured, one number per class); ``saved``: bytes kept per
@@ -59,6 +62,9 @@ class Engine:
     sequence: Num = 1.0
     balance: Num = 1.1
     moe: Num = 0.7
+    dispatch: Num = 3.0
+    rough: Num = 8.0
+    level: Num = 0.0
     gradient: Num = 4.0
     master: Num = 12.0
     constant: Num = 3.0
@@ -88,15 +94,17 @@ ENGINES: dict[str, Engine] = {
         gradient=2.0, inner=4.0, kernels=40.0, step=0.012, scores=8.0, link=0.65,
     ),
     # PyTorch FSDP with parameters gathered per layer and pass.
-    "fsdp": replace(_PLAIN, exposed_dp=0.4, gradient=2.0, step=0.018),
+    # Memory counted: 32 bytes per token and unit of width in a layer without gate and dropout, and a loss that keeps
+    # logits and their gradient in 16 bits (llm-foundry with FlashAttention's cross-entropy).
+    "fsdp": replace(_PLAIN, exposed_dp=0.4, gradient=2.0, step=0.018, saved=8.0, vocab=4.0, constant=2.0),
     # FSDP2, tensor and pipeline parallelism under torch.compile; scaled_dot_product_attention.
     "compiled": replace(
         _PLAIN, matmul=0.93, elementwise=18.0, inner=3.5, kernels=20.0, exposed_dp=0.25, attention=0.5, gathered=4.0
     ),
     # Eager PyTorch modules with their own parallelism.
     "eager": replace(
-        _PLAIN, elementwise=25.0, kernels=36.0, exposed_tp=0.75, exposed_dp=1.0, exposed_pp=1.0, network=0.5,
-        step=0.025, buckets=2.5, saved=32.0, constant=2.0,
+        _PLAIN, matmul=0.93, elementwise=25.0, kernels=36.0, exposed_tp=0.75, exposed_dp=1.0, exposed_pp=1.0,
+        network=0.5, step=0.025, buckets=2.5, saved=24.0, constant=2.0,
     ),
     # XLA: one program, compiled.
     "xla": replace(_PLAIN, matmul=0.9, elementwise=18.0, inner=3.5, kernels=8.0, exposed_dp=0.4, network=0.6),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from weft.planner.cost import Plan, copies
+from weft.planner.cost import Plan, by_work, copies
 from weft.planner.engine import Engine
 from weft.planner.machine import Num
 from weft.planner.shape import Shape
@@ -119,6 +119,8 @@ def peak_memory(shape: Shape, plan: Plan, engine: Engine) -> Memory:
     even = np.ceil(shape.layers / plan.pp) == shape.layers / plan.pp
     most = np.where(even, shape.layers / plan.pp, np.ceil((shape.layers + 2) / plan.pp))
     ends = np.where(even, most, most - 1)
+    first, final = by_work(shape, plan)
+    level = (engine.level > 0) & (plan.pp > 1)
     kept, _ = layer_bytes(shape, plan, engine)
     logits = logit_bytes(shape, plan, engine)
 
@@ -129,9 +131,9 @@ def peak_memory(shape: Shape, plan: Plan, engine: Engine) -> Memory:
     alone = plan.pp == 1
     both = 2 - shape.tied
     candidates = [
-        at(0, ends, np.where(alone, both, 1.0), np.where(alone, 1.0, 0.0)),
+        at(0, np.where(level, first, ends), np.where(alone, both, 1.0), np.where(alone, 1.0, 0.0)),
         at(np.minimum(1, plan.pp - 1), np.where(plan.pp > 2, most, 0), 0.0, 0.0),
-        at(plan.pp - 1, np.where(alone, 0, ends), 1.0, 1.0),
+        at(plan.pp - 1, np.where(alone, 0, np.where(level, final, ends)), 1.0, 1.0),
     ]
 
     def column(name: str) -> list[Num]:

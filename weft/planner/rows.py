@@ -14,11 +14,22 @@ from weft.planner.shape import Shape, find_shape
 NEEDED = ("id", "source", "model", "layers", "hidden", "heads", "seq_len", "hardware", "n_gpus", "global_batch")
 #: Published schedule names, newest first, as indices into :data:`weft.planner.cost.SCHEDULES`.
 _SCHEDULES = {"zb-2p": 5, "zb-1p": 4, "zb-v": 6, "zb-h1": 2, "zb-h2": 3}
+#: Models with layers that the cost model does not know: state spaces, gated delta rules, sparse attention.
+_UNKNOWN = re.compile(
+    r"nemotron[-_ ]?(3|h|nano)|mamba|jamba|zamba|falcon[-_ ]?h|qwen[-_ ]?3([-_ ]?next|\.5)|kimi[-_ ]?linear|"
+    r"deepseek[-_ ]?v(4|3\.2)"
+)
+_BLANK = ("", "-", "--", "—", "n/a", "na", "nan", "null", "?", "unknown")
+#: GiB per unit of memory; a blank is GiB.
+_UNITS = {"": 1.0, "GIB": 1.0, "GB": 1e9 / 2**30, "MIB": 1 / 1024, "MB": 1e6 / 2**30, "TIB": 1024.0, "TB": 1e12 / 2**30}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. ``seconds`` and ``gib`` are None where the row does not say; ``ran`` is False for OOM rows."""
+    """One measurement. ``seconds`` and ``gib`` are None where the row does not say; ``ran`` is False for OOM rows.
+
+    ``assumed``: what was taken where the row does not say; ``release``: of the program, as numbers that compare.
+    """
 
     id: str
     source: str
@@ -34,6 +45,7 @@ class Row:
     gib: float | None
     ran: bool
     assumed: tuple[str, ...] = ()
+    release: tuple[int, ...] = ()
 
     @property
     def form(self) -> tuple[float, ...]:
@@ -86,8 +98,18 @@ def program(framework: str) -> str:
     return re.split(r"[ +/]", framework.strip() or "unknown")[0].lower()
 
 
+def release_of(framework: str, reference: str) -> tuple[int, ...]:
+    """The version in a program's name, else year and month in the name of where the row was published."""
+    if found := re.search(r"(?<![\d.])(\d+(?:\.\d+)+)", framework):
+        return tuple(int(part) for part in found[1].split("."))
+    if found := re.search(r"[-_/ ](20[12]\d)-?(0[1-9]|1[0-2])(?=[-_./ ]|$)", reference):
+        return int(found[1]), int(found[2])
+    return ()
+
+
 def parse(r: dict[str, str]) -> Row:
     """One line. Raises ValueError with the reason it cannot be read."""
+    r = {name: "" if text.lower() in _BLANK else text for name, text in r.items()}
     assumed: list[str] = []
 
     def number(name: str, default: float | None = None) -> float:
@@ -97,7 +119,7 @@ def parse(r: dict[str, str]) -> Row:
                 raise ValueError(f"{name} is not stated")
             return default
         try:
-            value = float(text)
+            value = float(re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))  # 1,024 is a number
         except ValueError:
             raise ValueError(f"{name} = {text!r} is not a number") from None
         if not 0 <= value < 1e15:
@@ -106,7 +128,7 @@ def parse(r: dict[str, str]) -> Row:
 
     if "formula" in r.get("mem_kind", "") or "ANALYTIC" in r.get("source", ""):
         raise ValueError("values of a formula, not a measurement")
-    shape = _shape(r, number)
+    shape = _shape(r, number, assumed)
     world = number("n_gpus")
     device = find_device(r["hardware"], number("gpu_mem_gb", 80))
     seq = number("seq_len")
@@ -121,8 +143,10 @@ def parse(r: dict[str, str]) -> Row:
         tp = min(8.0, ways)
         pp = ways / tp
         assumed.append(f"tp={tp:.0f},pp={pp:.0f}")
-    if min(world, batch, tp, pp, cp, seq) < 1:
-        raise ValueError("a size of zero")
+    wrong = [n for n in ("n_gpus", "global_batch", "tp", "pp", "cp", "seq_len", "micro_batch", "vpp", "ep",
+                         "gpus_per_node") if number(n, 1) < 1]  # fmt: skip
+    if wrong or min(tp, pp) < 1:
+        raise ValueError(f"{(wrong or ['dp'])[0]} leaves a size of zero")
     data = world / (tp * pp * cp)  # what is stated as dp may contradict the number of devices
     if data < 1 or data != int(data):
         raise ValueError(f"tp x pp x cp = {tp * pp * cp:.0f} does not divide {world:.0f} devices")
@@ -144,6 +168,8 @@ def parse(r: dict[str, str]) -> Row:
     if sharding in ("none", "ZeRO-0") or (not sharding and family == "megatron-2021"):
         zero = 0
     recompute = r.get("recompute", "").lower()
+    if not recompute:
+        assumed.append("recompute=none")
     schedule = next((i for name, i in _SCHEDULES.items() if name in f"{framework} {notes}".lower()), 0)
     virtual = number("vpp", 1)
     if schedule >= 2:
@@ -168,8 +194,20 @@ def parse(r: dict[str, str]) -> Row:
         bits=bits,
         frozen=int("lora" in notes.lower()),
     )
+    per_node = int(number("gpus_per_node", 8))
+    domain = device.domain if per_node < device.domain and device.domain > 8 else per_node
+    release = release_of(framework, r.get("source_ref", ""))
     constant = CONSTANTS.get(program(framework), ENGINES[family].constant)
     engine = replace(ENGINES[family], constant=constant)
+    if program(framework) == "nanotron":  # build_model places blocks by their compute cost
+        engine = replace(engine, level=1.0)
+    if program(framework) == "torchtitan" and "compile" in framework.lower() and release >= (2025, 4):
+        # The loss is compiled as well (its pull request 1033): logits and their gradient stay in 16 bits.
+        engine = replace(engine, vocab=4.0)
+    if "drop" in r["model"].lower() or (program(framework) == "megatron-bridge" and domain > 8):
+        # Dropped and padded tokens need no counts of tokens per expert on the host; and where the fast domain is a
+        # rack, the recipes of Megatron-Bridge capture the routing in CUDA graphs.
+        engine = replace(engine, dispatch=1.0)
     if "flash" in r.get("attention", "").lower():
         engine = replace(engine, flash=1.0)
     elif "unfused" in r.get("attention", "").lower():
@@ -180,11 +218,12 @@ def parse(r: dict[str, str]) -> Row:
     if "+SP" in r.get("recompute", ""):
         engine = replace(engine, sequence=1.0)
     network = number("internode_gbps_per_gpu", 0) / 8 or None
-    per_node = int(number("gpus_per_node", 8))
-    domain = device.domain if per_node < device.domain and device.domain > 8 else per_node
     machine = machine_of(device, bits, memory=number("gpu_mem_gb", 0) or None, network=network, domain=domain)
-    gib = number("peak_mem", 0) * (1e9 / 2**30 if r.get("peak_mem_unit") == "GB" else 1) or None
-    ran = r.get("status", "ok").lower() != "oom"
+    unit = r.get("peak_mem_unit", "")
+    if unit.upper() not in _UNITS:
+        raise ValueError(f"peak_mem_unit = {unit!r} is not known; GiB, GB, MiB, MB, TiB or TB")
+    gib = number("peak_mem", 0) * _UNITS[unit.upper()] or None
+    ran = not re.search(r"oom|out[- ]of[- ]memory", r.get("status", ""), re.I)
     seconds = _seconds(r, number, shape, plan, machine, world) if ran else None
     if ran and seconds is None and gib is None:
         raise ValueError("neither a time nor a memory is stated")
@@ -203,18 +242,40 @@ def parse(r: dict[str, str]) -> Row:
         gib=gib,
         ran=ran,
         assumed=tuple(assumed),
+        release=release,
     )
 
 
-def _shape(r: dict[str, str], number) -> Shape:  # type: ignore[no-untyped-def]
-    if not r.get("layers") or not r.get("hidden"):
-        known = find_shape(r.get("model", ""))
-        if known is None:
-            raise ValueError(f"the shape of {r.get('model')!r} is neither stated nor built in")
-        return known
-    embed, heads = number("hidden"), number("heads")
-    if embed < 1 or heads < 1:
-        raise ValueError("hidden or heads is zero")
+def _depth(r: dict[str, str], number) -> float:  # type: ignore[no-untyped-def]
+    """Layers of a GPT of stated size and width (12 hidden^2 weights each), as many as its pipeline divides. Nothing is
+    made of a size alone: the same size is up to 1.4 times slower at a width that its kernels do not like."""
+    label = re.search(r"(\d+(?:\.\d+)?)\s*B\b", r["model"], re.I)
+    size = number("params_b", float(label[1]) if label else 0.0) * 1e9
+    embed, stages, vocab = number("hidden", 0), max(1.0, number("pp", 1)), number("vocab", 51200)
+    if "gpt" not in r["model"].lower() or not size or embed < 1:
+        raise ValueError(f"the shape of {r['model']!r} is neither stated nor built in")
+    layers = max(1, round((size - vocab * embed) / (12 * embed**2) / stages)) * stages
+    if abs(12 * layers * embed**2 + vocab * embed - size) > 0.03 * size:
+        raise ValueError(f"no depth of {r['model']!r} with hidden {embed:g} and {stages:g} stages is of its size")
+    return layers
+
+
+def _shape(r: dict[str, str], number, assumed: list[str]) -> Shape:  # type: ignore[no-untyped-def]
+    if _UNKNOWN.search(r["model"].lower()):
+        raise ValueError(f"{r['model']!r} has layers that are not modelled (state spaces, sparse attention)")
+    experts = "moe" in r.get("arch", "").lower()  # the columns say nothing about experts
+    if experts or not r.get("layers") or not r.get("hidden"):
+        known = find_shape(r["model"])
+        if known is not None:
+            return known
+        if experts:
+            raise ValueError(f"the experts of {r['model']!r} are not built in")
+        r["layers"] = f"{_depth(r, number):g}"
+        assumed.append(f"layers={r['layers']}")
+    embed = number("hidden")
+    heads = number("heads", max(1, round(embed / 128)))
+    if min(embed, heads, number("layers")) < 1:
+        raise ValueError("layers, hidden or heads is zero")
     gated = number("gated_mlp", 0)
     shape = Shape(
         number("layers"),

@@ -1,9 +1,12 @@
 """The model that is planned for, as the few numbers that time and memory depend on."""
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from weft.errors import UsageError, WeftError, nearest
 from weft.planner.machine import Num
@@ -16,7 +19,9 @@ class Shape:
 
     ``gated``: 1 for SwiGLU (three matrices), 0 for two. ``experts`` of width ``expert_ffn``, ``top_k`` of them per
     token, and a shared one of ``shared_ffn``, in ``moe_layers`` of the layers. ``qkv``: width of the projections into
-    attention where it is not ``(heads + 2 kv_heads) head_dim`` (latent attention).
+    attention where it is not ``(heads + 2 kv_heads) head_dim`` (latent attention). ``qk``: width of a head's queries
+    and keys, if it is not that of its values. ``windowed``: share of the layers whose attention reaches back ``window``
+    tokens. ``clamped``: 1 if experts have biases and a clamped gate (GPT-OSS), which grouped kernels do not fuse.
     """
 
     layers: Num
@@ -34,10 +39,24 @@ class Shape:
     shared_ffn: Num = 0
     moe_layers: Num = 0
     qkv: Num = 0
+    qk: Num = 0
+    window: Num = 0
+    windowed: Num = 0
+    clamped: Num = 0
 
     @property
     def qkv_width(self) -> Num:
         return self.qkv + (self.qkv == 0) * (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def score_dim(self) -> Num:
+        """Mean of the widths of keys and values per head."""
+        return (self.qk + (self.qk == 0) * self.head_dim + self.head_dim) / 2
+
+    def reach(self, seq: Num) -> Num:
+        """Twice the tokens that a token attends to, as the mean over the layers: ``seq`` without windows."""
+        short = np.minimum(seq, 2 * self.window)
+        return seq + self.windowed * (short - seq)
 
     @property
     def attention_weights(self) -> Num:
@@ -79,7 +98,7 @@ class Shape:
 
     def flops_per_token(self, seq: Num, causal: float = 0.5) -> Num:
         """Model flops of forward and backward per token; ``causal`` 1 counts the masked half of attention too."""
-        attention = 4 * self.heads * self.head_dim * seq * causal
+        attention = 4 * self.heads * self.score_dim * self.reach(seq) * causal
         return 3 * (self.layers * (2 * self.active_weights + attention) + 2 * self.table)
 
 
@@ -109,6 +128,14 @@ SHAPES: dict[str, Shape] = {
     "llama2-7b": _llama(32, 4096, 32, 11008, 32000, 32),
     "llama2-13b": _llama(40, 5120, 40, 13824, 32000, 40),
     "llama2-70b": _llama(80, 8192, 64, 28672, 32000),
+    "codellama-34b": _llama(48, 8192, 64, 22016, 32000),
+    "mistral-7b": _llama(32, 4096, 32, 14336, 32000),
+    "qwen2.5-7b": _llama(28, 3584, 28, 18944, 152064, 4),
+    "qwen2.5-32b": _llama(64, 5120, 40, 27648, 152064),
+    "qwen2.5-72b": _llama(80, 8192, 64, 29568, 152064),
+    "qwen3-8b": _llama(36, 4096, 32, 12288, 151936),
+    "qwen3-14b": _llama(40, 5120, 40, 17408, 151936),
+    "qwen3-32b": replace(_llama(64, 5120, 64, 25600, 151936), head_dim=128),
     "llama3.2-1b": _llama(16, 2048, 32, 8192, tied=1),
     "llama3.2-3b": replace(_llama(28, 3072, 24, 8192, tied=1)),
     "llama3-8b": _llama(32, 4096, 32, 14336),
@@ -118,22 +145,26 @@ SHAPES: dict[str, Shape] = {
     "nemotron4-340b": replace(_llama(96, 18432, 96, 73728, 256000), gated=0),
     "qwen3-30b": _moe(48, 2048, 32, 4, 151936, 128, 8, 768),
     "qwen3-235b": _moe(94, 4096, 64, 4, 151936, 128, 8, 1536),
-    "gpt-oss-20b": _moe(24, 2880, 64, 8, 201088, 32, 4, 2880, head_dim=64),
-    "gpt-oss-120b": _moe(36, 2880, 64, 8, 201088, 128, 4, 2880, head_dim=64),
+    "gpt-oss-20b": _moe(24, 2880, 64, 8, 201088, 32, 4, 2880, head_dim=64, window=128, windowed=0.5, clamped=1),
+    "gpt-oss-120b": _moe(36, 2880, 64, 8, 201088, 128, 4, 2880, head_dim=64, window=128, windowed=0.5, clamped=1),
     "mixtral-8x7b": _moe(32, 4096, 32, 8, 32000, 8, 2, 14336),
     "mixtral-8x22b": _moe(56, 6144, 48, 8, 32768, 8, 2, 16384),
     # Latent attention: 187 M weights per layer, of which the output has heads x 128.
-    "deepseek-v3": _moe(61, 7168, 128, 128, 129280, 256, 8, 2048, ffn=18432, moe_layers=58, shared_ffn=2048, qkv=9700),
-    "kimi-k2": _moe(61, 7168, 64, 64, 163840, 384, 8, 2048, ffn=18432, moe_layers=60, shared_ffn=2048, qkv=6000),
+    "deepseek-v3": _moe(
+        61, 7168, 128, 128, 129280, 256, 8, 2048, ffn=18432, moe_layers=58, shared_ffn=2048, qkv=9700, qk=192
+    ),
+    "kimi-k2": _moe(
+        61, 7168, 64, 64, 163840, 384, 8, 2048, ffn=18432, moe_layers=60, shared_ffn=2048, qkv=6000, qk=192
+    ),
 }  # fmt: skip
 
 
 def find_shape(text: str) -> Shape | None:
     """The built-in that a free text names, e.g. ``LLAMA3_70B`` or ``Qwen3_30B_a3B``; none if there is none."""
-    plain = "".join(c for c in text.lower().replace("3.1", "3") if c.isalnum())
+    plain = "".join(c for c in re.sub(r"llama[-_ ]?3\.[13]", "llama3", text.lower()) if c.isalnum())
     names = {"".join(c for c in name if c.isalnum()): name for name in SHAPES}
     names["qwen330ba3b"] = "qwen3-30b"
-    best = max((n for n in names if plain.startswith(n)), key=len, default=None)
+    best = max((n for n in names if n in plain), key=len, default=None)
     return SHAPES[names[best]] if best else None
 
 
@@ -194,10 +225,13 @@ def shape_from_config(config: dict[str, Any], origin: str) -> Shape:
     expert_ffn = get("moe_intermediate_size", default=ffn) if experts else 0
     dense = get("first_k_dense_replace", default=0) if experts else layers
     head_dim = get("v_head_dim", "head_dim", default=embed // heads)
-    qkv = 0
+    kinds = config.get("layer_types") or []
+    windowed = kinds.count("sliding_attention") / max(1, len(kinds))
+    qkv = qk = 0
     if config.get("kv_lora_rank"):  # latent attention: low-rank queries, keys and values (DeepSeek-V2)
         kv, q = config["kv_lora_rank"], config.get("q_lora_rank")
         wide = heads * (get("qk_nope_head_dim") + get("qk_rope_head_dim"))
+        qk = get("qk_nope_head_dim") + get("qk_rope_head_dim")
         into = kv + get("qk_rope_head_dim") + (q or wide)
         qkv = into + (kv * heads * (get("qk_nope_head_dim") + head_dim) + (q * wide if q else 0)) // embed
     return Shape(
@@ -217,4 +251,8 @@ def shape_from_config(config: dict[str, Any], origin: str) -> Shape:
         shared_ffn=get("n_shared_experts", default=0) * expert_ffn,
         moe_layers=layers - dense,
         qkv=qkv,
+        qk=qk,
+        window=get("sliding_window", default=0) if windowed else 0,
+        windowed=windowed,
+        clamped=int(bool(experts) and config.get("swiglu_limit") is not None),
     )  # fmt: skip
