@@ -44,6 +44,7 @@ FINALISTS = 10
 _COLOURS = {
     "compute": "blue", "recompute": "bright_blue", "tp": "red", "cp": "yellow", "ep": "bright_magenta",
     "pp": "bright_yellow", "dp": "cyan", "bubble": "bright_black", "optimizer": "magenta", "other": "white",
+    "host": "green",
 }  # fmt: skip
 #: Devices with published runs among those.
 _MEASURED = ("A100", "H100", "B200", "GB200")

@@ -5,19 +5,36 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from weft.planner.cost import SCHEDULES
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.cost import SCHEDULES, Plan
 from weft.planner.machine import Machine
 from weft.planner.shape import Shape
 
-#: Fields of a plan that the search chooses, in the order in which they are told.
-CHOSEN = (
+#: Fields of a plan that the search chooses first, in the order in which they are told.
+FIRST = (
     "dp", "shard", "zero", "tp", "cp", "context", "pp", "schedule", "virtual", "ep", "micro_batch", "recompute",
 )  # fmt: skip
+#: What is added to plans that it may help (:func:`variants`).
+ADDED = ("secondary", "offload")
+CHOSEN = (*FIRST, *ADDED)
+
+
+Mask = NDArray[np.bool_]
 
 
 def divisors(n: int, most: float = math.inf) -> list[int]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return [d for d in sorted({*small, *(n // d for d in small)}) if d <= most]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Values that the user has fixed, of what is added."""
+
+    secondary: int | None = None
+    offload: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +99,7 @@ class Rules:
         return [Refused(rule, len(cases), *cases[0]) for rule, cases in found.items()]
 
     def candidates(self) -> Iterator[tuple[float, ...]]:
-        """Rows of :data:`CHOSEN`: everything that breaks no rule."""
+        """Rows of :data:`FIRST`: everything that breaks no rule."""
         for tp, pp, cp, data in self.ways():
             if not self.broken(tp, pp, cp, data):
                 yield from self._filled(tp, pp, cp, data)
@@ -102,6 +119,54 @@ class Rules:
                 schedules, sharding, contexts, experts, range(3)
             ):
                 yield dp, shard, zero, tp, cp, context, pp, schedule, virtual, ep, b, recompute
+
+
+def variants(plans: Plan, machine: Machine, fits: Mask, cheap: dict[str, Mask], wanted: Wanted) -> NDArray[np.float64]:
+    """Columns of :data:`CHOSEN`: plans with secondary partitions, and with something offloaded.
+
+    Both cost something, so that they are tried where they may help only: a secondary partition where ZeRO-3 gathers
+    across the border of the fast links and memory is left, offloading where memory is not enough. ``cheap``: plans
+    that may win if the addition cost nothing. ``wanted``: what the user has asked for, which is tried everywhere.
+    """
+    count = len(plans.tp)
+    table = np.stack([np.broadcast_to(getattr(plans, name), count) for name in CHOSEN])
+    row = {name: table[k] for k, name in enumerate(CHOSEN)}
+    found = [table[:, :0]]
+    state = plans.state_ranks
+    # A pipeline gathers once a step: there is no second gather to keep inside.
+    twice = (row["zero"] >= 3) & (row["pp"] == 1)
+    if wanted.secondary is None:
+        twice &= (state * row["tp"] > machine.domain) & fits & cheap["secondary"]
+        near = nearby(state[twice], row["tp"][twice], machine)
+    else:
+        near = np.full(int(twice.sum()), float(wanted.secondary))
+    cut = (near > 1) & (near < state[twice]) & (state[twice] % np.maximum(near, 1) == 0)
+    if cut.any():
+        chosen = table[:, twice][:, cut]
+        chosen[CHOSEN.index("secondary")] = near[cut]
+        found.append(chosen)
+    if not machine.host_memory or wanted.offload == 0:
+        return np.concatenate(found, axis=1)
+    kinds = [wanted.offload] if wanted.offload is not None else [1, 2, 3]
+    short = cheap["offload"] & ~fits if wanted.offload is None else np.ones(count, dtype=bool)
+    for base in (table[:, short], *([found[1]] if wanted.offload is not None and len(found) > 1 else [])):
+        for kind in kinds:
+            # Hooks do not see what selective recomputation keeps.
+            chosen = base[:, base[FIRST.index("recompute")] != 1] if kind >= 2 else base.copy()
+            chosen[CHOSEN.index("offload")] = kind
+            found.append(chosen)
+            if kind % 2:  # alone, a device can fetch its parameters block by block too
+                alone = (chosen[FIRST.index("zero")] == 0) & (chosen[FIRST.index("cp")] == 1)
+                fetching = chosen[:, alone & (chosen[FIRST.index("pp")] == 1)]
+                fetching[FIRST.index("zero")] = 3
+                found.append(fetching)
+    return np.concatenate(found, axis=1)
+
+
+def nearby(state: NDArray[np.float64], tp: NDArray[np.float64], machine: Machine) -> NDArray[np.float64]:
+    """The most of so many ranks that hold the state which fast links join, if they cut it evenly."""
+    pairs = {(s, t): max(divisors(int(s), machine.domain // t), default=1) for s, t in set(zip(state, tp, strict=True))}
+    return np.array([pairs[pair] for pair in zip(state, tp, strict=True)], dtype=float)
 
 
 def _near(values: Sequence[int], wanted: int) -> int:

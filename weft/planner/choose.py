@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from weft.errors import UsageError
 from weft.layout.layout import Layout
-from weft.planner.cost import RECOMPUTE
+from weft.planner.cost import OFFLOAD, RECOMPUTE
 from weft.planner.engine import ENGINES
 from weft.planner.explain import layout_tree, title, verdict
 from weft.planner.finalists import finalists
@@ -44,6 +44,8 @@ def choose(recipe: Recipe, model: ModelShape, cluster: Cluster) -> Choice:
     train = recipe.train
     pins = [Pin.parse(f"{name}={getattr(train, name)}") for name in ("micro_batch", "recompute")
             if name in train.model_fields_set and getattr(train, name) is not None]  # fmt: skip
+    if train.offload != "none" and cluster.machine().host_memory:  # on a CPU, device and host are one
+        pins.append(Pin.parse(f"offload={train.offload}"))
     shape = shape_of(model, vocab_of(recipe))
     try:
         found = search(shape, cluster, ENGINES["weft"], train.batch, recipe.data.seq_len, BITS[train.dtype], pins)
@@ -53,6 +55,7 @@ def choose(recipe: Recipe, model: ModelShape, cluster: Cluster) -> Choice:
     first = finals[0]
     layout = Layout.model_validate(layout_tree(first))
     new = {"micro_batch": int(first.plan.micro_batch), "recompute": RECOMPUTE[int(first.plan.recompute)]}
+    new |= {"offload": OFFLOAD[int(first.plan.offload)]} if first.plan.offload else {}
     planned = recipe.model_copy(update={"layout": layout, "train": train.model_copy(update=new)})
     text = ",".join(f"{name}={value}" for name, value in layout if value != Layout.model_fields[name].default)
     overrides = ("--layout", text, *(word for k, v in new.items() for word in ("--set", f"train.{k}={v}")))

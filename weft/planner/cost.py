@@ -16,6 +16,8 @@ from weft.planner.shape import Shape
 
 RECOMPUTE = ("none", "selective", "full")
 CONTEXT = ("zigzag", "ulysses", "gather")
+#: What is kept on the host, by index: bit 0 state, bit 1 saved activations.
+OFFLOAD = ("none", "optimizer", "activations", "all")
 #: Schedules by index. The closed forms of the last four are rough: :mod:`weft.planner.finalists` simulates them.
 SCHEDULES = (
     "1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b", "breadth-first", "v-half",
@@ -35,8 +37,9 @@ REACHED = 0.8
 class Plan:
     """How a step is laid over devices. ``dp`` copies x ``shard`` x ``cp`` x ``pp`` x ``tp`` ranks.
 
-    ``ep`` divides ``dp * shard``: experts live on the ranks of other axes. ``schedule``, ``recompute`` and
-    ``context`` are indices into the tables above; ``bits``: of the products. ``batch`` and ``micro_batch`` count
+    ``ep`` divides ``dp * shard``: experts live on the ranks of other axes. ``secondary``: the ranks over which ZeRO-3
+    keeps parameters cut until backward, if not all (ZeRO++ hpZ). ``schedule``, ``recompute``, ``context`` and
+    ``offload`` are indices into the tables above; ``bits``: of the products. ``batch`` and ``micro_batch`` count
     sequences of ``seq`` tokens. ``frozen`` 1: only adapters are trained, weights get no gradient (LoRA, 2106.09685).
     """
 
@@ -56,6 +59,13 @@ class Plan:
     recompute: Num = 0
     bits: Num = 16
     frozen: Num = 0
+    secondary: Num = 0
+    offload: Num = 0
+
+    @property
+    def state_ranks(self) -> Num:
+        """Ranks over which ZeRO cuts the state."""
+        return np.where(self.shard > 1, self.shard * self.cp, self.data * self.cp)
 
     @property
     def data(self) -> Num:
@@ -72,7 +82,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds per step on the slowest rank, by cause; communication is what compute does not hide."""
+    """Seconds per step on the slowest rank, by cause; communication is what compute does not hide.
+
+    ``host``: transfers of what is offloaded (:func:`weft.planner.host.with_host`), likewise.
+    """
 
     compute: Num
     recompute: Num
@@ -84,11 +97,12 @@ class Cost:
     bubble: Num
     optimizer: Num
     other: Num
+    host: Num = 0.0
 
     @property
     def total(self) -> Num:
         parts = (self.compute, self.recompute, self.tp, self.cp, self.ep, self.pp, self.dp, self.bubble)
-        return sum(parts) + self.optimizer + self.other
+        return sum(parts) + self.optimizer + self.other + self.host
 
 
 def axis(machine: Machine, engine: Engine, stride: Num, size: Num) -> tuple[Num, Num, Num]:
@@ -261,7 +275,7 @@ def gradients(
     summed = reduce(replicas, engine.gradient * own, link, parts)
     scattered = gather(replicas, (engine.gradient + 2) * own, link, 2 * np.maximum(1, engine.buckets * layers))
     # Copies of sharded groups (HSDP): gathers stay inside a group, gradients cross to the copies once per step.
-    inner = np.where(plan.shard > 1, plan.shard * cp, replicas)
+    inner = plan.state_ranks
     link_in = axis(machine, engine, tp, inner)
     apart = axis(machine, engine, tp * inner, plan.dp)
     across = reduce(plan.dp, engine.gradient * own / inner, apart, parts) * (plan.shard > 1)
@@ -271,7 +285,11 @@ def gradients(
     sharded = plan.zero >= 3
     # A pipeline keeps gathered parameters over its microbatches, and gathers them once.
     m = plan.microbatches
-    gathers = np.where(plan.pp > 1, 1, m) * 2 * fetch3
+    again3 = fetch3
+    if np.any(plan.secondary):  # backward gathers from the nearest ranks what forward has left there
+        near = np.where(plan.secondary > 0, plan.secondary, inner)
+        again3 = gather(near, 2 * own, axis(machine, engine, tp, near), units)
+    gathers = np.where(plan.pp > 1, 1, m) * (fetch3 + again3)
     moved = np.where(sharded, gathers + m * reduce3 + across, np.where(plan.zero >= 1, scattered, summed)) * (
         1 - plan.frozen
     )
@@ -291,6 +309,13 @@ def rest(plan: Plan, engine: Engine, known: Num) -> Num:
     return engine.step + engine.jitter * np.log2(np.maximum(plan.world / 8, 1)) * known
 
 
+def most_layers(shape: Shape, stages: Num) -> Num:
+    """Layers of the fullest of so many stages."""
+    even = np.ceil(shape.layers / stages) == shape.layers / stages
+    # Where layers do not divide, embedding and head are counted as layers, as Megatron and Weft place them.
+    return np.where(even, shape.layers / stages, np.ceil((shape.layers + 2) / stages))
+
+
 def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
     """Layers of the first and last stage of a pipeline that is cut by work: the embedding is none, the output layer as
     much as its weights are of a layer's, and a stage ends with the layer that fills its share (nanotron)."""
@@ -299,14 +324,13 @@ def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
 
 
 def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cost:
-    """Time of one optimizer step, split by cause."""
+    """Time of one optimizer step, split by cause; of plans that offload, what they would take if they did not."""
     one = passes(shape, machine, plan, engine)
     layer = one.forward + one.backward
     # --- one stage, one microbatch
     stages = plan.pp
-    even = np.ceil(shape.layers / stages) == shape.layers / stages
-    # Where layers do not divide, embedding and head are counted as layers, as Megatron and Weft place them.
-    most = np.where(even, shape.layers / stages, np.ceil((shape.layers + 2) / stages))
+    most = most_layers(shape, stages)
+    even = most == shape.layers / stages
     last = np.where(even, most, most - 1)
     level = (engine.level > 0) & (stages > 1)
     most = np.where(level, by_work(shape, plan)[0], most)

@@ -36,6 +36,8 @@ class Engine:
     every other product, 0 if it keeps attention alone; ``undone``: bytes per token and inner width of what backward is
     at; ``table``: bytes per entry of the output layer's gradient, from loss to backward; ``single``: 1 if gradients of
     a step's only pass are whole, 0 if each is reduced as it is made.
+
+    ``exposed_host``: share of the transfers to and from the host that is never hidden (not measured).
     """
 
     matmul: Num = 1.0
@@ -78,6 +80,7 @@ class Engine:
     undone: Num = 0.0
     table: Num = 0.0
     single: Num = 1.0
+    exposed_host: Num = 0.25
 
 
 _PLAIN = Engine()

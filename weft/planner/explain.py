@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError
-from weft.planner.candidates import CHOSEN
-from weft.planner.cost import CONTEXT, RECOMPUTE, SCHEDULES
+from weft.planner.candidates import ADDED, CHOSEN
+from weft.planner.cost import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES
 from weft.planner.finalists import Final, refine
 from weft.planner.search import Found, describe, tell
 from weft.planner.shape import SHAPES
@@ -20,7 +20,7 @@ from weft.planner.shape import SHAPES
 PARTS = {
     "compute": "compute", "recompute": "recompute", "tp": "tensor parallelism", "cp": "context parallelism",
     "ep": "experts", "pp": "pipeline sends", "dp": "data parallelism", "bubble": "bubble", "optimizer": "optimizer",
-    "other": "stragglers and fixed costs",
+    "host": "transfers to and from the host", "other": "stragglers and fixed costs",
 }  # fmt: skip
 #: Pipelines of more ranks take long to simulate: they are looked at where they are what is asked about.
 DEEP = 32
@@ -30,7 +30,8 @@ AXES = tuple(name for name in CHOSEN if name not in ("dp", "shard"))
 
 def title(final: Final) -> str:
     """The layout in one line."""
-    return describe(final.plan) + (" vocabulary over pp" if final.barriers else "")
+    order = f' order="{final.order}"' if final.order else ""
+    return describe(final.plan) + (" vocabulary over pp" if final.barriers else "") + order
 
 
 def differences(first: Final, other: Final) -> list[str]:
@@ -97,7 +98,13 @@ def _cause(name: str, first: Final, other: Final, more: bool) -> str:
     if name == "ep":
         far = crosses(b, b.ep) and not crosses(a, a.ep)
         return f"tokens travel to experts on {b.ep:.0f} ranks" + (f", across {border}" if far else "")
+    if name == "host":
+        what = {1: "the state", 2: "activations", 3: "state and activations"}[int(b.offload)]
+        return f"{what} travel to the host at {machine.host / 1e9:.0f} GB/s and back"
     if name == "dp":
+        if a.secondary and not b.secondary and b.zero >= 3 and a.microbatches == b.microbatches:
+            far = f"across {border} ({domain:.0f} devices)"
+            return f"backward gathers parameters {far} instead of among {a.secondary:.0f} neighbours"
         if b.zero >= 3 > a.zero:
             return "parameters are gathered again in every pass"
         if b.pp * b.tp < a.pp * a.tp:
@@ -128,6 +135,8 @@ def _cause(name: str, first: Final, other: Final, more: bool) -> str:
             return "the output layer makes the last stage the slowest"
         return "its slowest rank has more to compute"
     if name == "optimizer":
+        if b.offload % 2 > a.offload % 2:
+            return "the host's processor updates the parameters"
         return "each rank updates a larger share of the parameters"
     return "more ranks wait for the slowest"
 
@@ -167,7 +176,7 @@ def instead(found: Found, finals: Sequence[Final]) -> list[Instead]:
     pp = np.broadcast_to(found.plans.pp, found.count)
     tables: dict[Any, Any] = {}
     result = []
-    for axis in ("tp", "pp", "cp", "zero", "ep", "micro_batch", "recompute"):
+    for axis in ("tp", "pp", "cp", "zero", "ep", "micro_batch", "recompute", *ADDED):
         column = np.broadcast_to(getattr(found.plans, axis), found.count)
         own = getattr(first.plan, axis)
         values = sorted(set(column) - {own}, key=lambda v: (abs(np.log((v + 0.5) / (own + 0.5))), v))[:3]
@@ -189,7 +198,7 @@ def record(final: Final) -> dict[str, Any]:
     """A layout with its seconds and GiB, split by cause."""
     layout = {k: tell(k, getattr(final.plan, k)) for k in CHOSEN}
     return {
-        "layout": {k: v if k in ("context", "schedule", "recompute") else int(v) for k, v in layout.items()},
+        "layout": {k: v if k in ("context", "schedule", "recompute", "offload") else int(v) for k, v in layout.items()},
         "text": title(final),
         "vocabulary_barriers": final.barriers,
         "seconds": final.seconds,
@@ -227,6 +236,7 @@ def recipe_tree(final: Final, model: str) -> dict[str, Any]:
         tree = {"model": {"config": str((path / "config.json" if path.is_dir() else path).resolve())}}
     train: dict[str, Any] = {"batch": int(plan.batch), "micro_batch": int(plan.micro_batch)}
     train |= {"recompute": RECOMPUTE[int(plan.recompute)], "dtype": "float32" if plan.bits == 32 else "bfloat16"}
+    train |= {"offload": OFFLOAD[int(plan.offload)]} if plan.offload else {}
     tree["layout"] = layout_tree(final)
     tree["train"] = tree.get("train", {}) | train
     tree["data"] = tree.get("data", {}) | {"seq_len": int(plan.seq)}
@@ -238,10 +248,12 @@ def layout_tree(final: Final) -> dict[str, Any]:
     plan = final.plan
     layout: dict[str, Any] = {axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")}
     layout |= {"zero": max(1, int(plan.zero)), "context": CONTEXT[int(plan.context)]}
+    layout |= {"secondary": int(plan.secondary)} if plan.secondary else {}
     if plan.pp > 1:
         layout["schedule"] = SCHEDULES[int(plan.schedule)]
         layout |= {"virtual": int(plan.virtual)} if plan.virtual > 1 else {}
         layout |= {"vocab_barriers": final.barriers} if final.barriers else {}
+    layout |= {"order": final.order} if final.order else {}
     return layout
 
 

@@ -14,8 +14,9 @@ import numpy as np
 from weft.errors import UsageError, WeftError
 from weft.planner.cost import CONTEXT_MORE, SCHEDULES, Cost, Passes, Plan, gradients, passes, rest, step_time
 from weft.planner.engine import Engine
+from weft.planner.host import with_host
 from weft.planner.machine import Machine
-from weft.planner.memory import Memory, layer_bytes, logit_bytes, peak_memory, rank_memory
+from weft.planner.memory import Memory, held_bytes, logit_bytes, peak_memory, rank_memory
 from weft.planner.search import USABLE, Found, at
 from weft.planner.shape import Shape
 from weft.schedule.actions import Action, Table, Value
@@ -32,7 +33,7 @@ BUDGET = 50_000
 #: So many are looked at even if they are far behind.
 SHOWN = 5
 #: Layouts that agree in these differ little: the best of them stands for all.
-FAMILY = ("tp", "pp", "schedule", "virtual", "recompute", "zero", "ep")
+FAMILY = ("tp", "pp", "schedule", "virtual", "recompute", "zero", "ep", "secondary", "offload")
 #: Placing vocabulary passes takes time with the square of their number.
 VOCABULARY = 150
 
@@ -51,7 +52,7 @@ class Final:
     """One layout, seen closely. ``ranks``: memory of every pipeline rank; ``closed``: seconds by closed form.
 
     ``barriers``: the vocabulary is cut over the pipeline, with so many barriers between its passes. ``simulation``: of
-    the first microbatches (all, if they are few), None without a pipeline.
+    the first microbatches (all, if they are few), None without a pipeline. ``order``: of the axes, if not the usual.
     """
 
     shape: Shape
@@ -63,6 +64,7 @@ class Final:
     stages: tuple[Stage, ...] = ()
     barriers: int = 0
     simulation: Simulation | None = None
+    order: str = ""
 
     @cached_property
     def seconds(self) -> float:
@@ -155,6 +157,9 @@ def refine(
     shape, machine, engine = found.shape, found.machine, found.engine
     if plan.pp == 1:
         cost, memory = step_time(shape, machine, plan, engine), peak_memory(shape, plan, engine)
+        if plan.offload:
+            one = passes(shape, machine, plan, engine)
+            cost = with_host(cost, shape, machine, plan, engine, one, shape.layers)
         return Final(shape, machine, plan, at(cost, 0), (at(memory, 0),), closed)
     one = at(passes(shape, machine, plan, engine), 0)
     m, p, virtual = int(plan.microbatches), int(plan.pp), int(plan.virtual)
@@ -214,7 +219,7 @@ def _costs(
     """Seconds of every action and bytes of what is kept."""
     exposed = one.tp + CONTEXT_MORE * one.cp + one.ep
     wait = float(engine.exposed_pp) * one.hop
-    kept = float(layer_bytes(shape, plan, engine)[0])
+    kept = float(held_bytes(shape, plan, engine))
     third, shares = one.head / 3, int(plan.pp)
     times: dict[tuple[str, int], float] = {}
     for s, stage in enumerate(stages):
@@ -265,7 +270,10 @@ def _final(
     turn = float(layers * (one.forward + one.backward + one.again))
     dp, optimizer = gradients(shape, machine, plan, engine, largest, compute + recompute + tp, turn)
     cost = Cost(compute, recompute, tp, cp, ep, pp, dp, max(span - work, 0.0), optimizer, 0.0)
-    cost = at(replace(cost, other=rest(plan, engine, cost.total)), 0)
+    cost = replace(cost, other=rest(plan, engine, cost.total))
+    if plan.offload:
+        cost = with_host(cost, shape, machine, plan, engine, one, share * largest)
+    cost = at(cost, 0)
     ranks, before = [], runs[-1].peaks
     for r, peak in enumerate(run.peaks):
         here = [stages[s] for s in numbers[r]]

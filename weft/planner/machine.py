@@ -21,6 +21,9 @@ class Device:
     ``domain``: how many devices the fast links join; ``network``: share of the node's network of one device.
     ``clock``: share of the 16-bit peak that a large product reaches (power and clock limits), ``low``: the same for
     8 bits, ``least`` for 4 bits. Measured: pooled over published runs (docs/planner.md).
+
+    Of the host, each device's share: ``host``, the link to it per direction (PCIe 3, 4, 5: 12, 25, 55; NVLink-C2C 450),
+    ``host_memory`` in GB (0: the device is the host) and ``host_bandwidth``, that of its memory.
     """
 
     name: str
@@ -36,6 +39,9 @@ class Device:
     low: float = 0.76
     least: float = 0.45
     fused: float = 0.5
+    host: float = 55
+    host_memory: float = 256
+    host_bandwidth: float = 77
 
 
 def _devices(*devices: Device) -> dict[str, Device]:
@@ -44,27 +50,29 @@ def _devices(*devices: Device) -> dict[str, Device]:
 
 #: Presets; from the makers' data sheets, without sparsity. A device without 8-bit units has its 16-bit peak there.
 DEVICES: dict[str, Device] = _devices(
-    Device("CPU", 0.05, 0.05, 0.05, 16, 20, 5, 1, 1, 0.7, 0.7, 0.7),
-    Device("V100", 125, 125, 125, 32, 900, 150, 12.5, 8, 0.6),
-    Device("A100-40GB", 312, 312, 312, 40, 1555, 300, 25),
-    Device("A100-80GB", 312, 312, 312, 80, 2039, 300, 25),
-    Device("A800-80GB", 312, 312, 312, 80, 2039, 200, 25),
-    Device("L40S", 362, 733, 733, 48, 864, 32, 25),
-    Device("RTX 4090", 165, 330, 330, 24, 1008, 32, 3),
+    Device("CPU", 0.05, 0.05, 0.05, 16, 20, 5, 1, 1, 0.7, 0.7, 0.7, host=20, host_memory=0, host_bandwidth=20),
+    Device("V100", 125, 125, 125, 32, 900, 150, 12.5, 8, 0.6, host=12, host_memory=96, host_bandwidth=32),
+    Device("A100-40GB", 312, 312, 312, 40, 1555, 300, 25, host=25, host_memory=128, host_bandwidth=51),
+    Device("A100-80GB", 312, 312, 312, 80, 2039, 300, 25, host=25, host_bandwidth=51),
+    Device("A800-80GB", 312, 312, 312, 80, 2039, 200, 25, host=25, host_bandwidth=51),
+    Device("L40S", 362, 733, 733, 48, 864, 32, 25, host=25, host_memory=128),
+    Device("RTX 4090", 165, 330, 330, 24, 1008, 32, 3, host=25, host_memory=64, host_bandwidth=40),
     Device("H100-80GB", 989, 1979, 1979, 80, 3350, 450, 50, 8, 0.88, 0.84),
     Device("H100-96GB", 989, 1979, 1979, 96, 2400, 450, 50, 8, 0.66, 0.63, fused=0.4),
     Device("H100-PCIe", 756, 1513, 1513, 80, 2000, 64, 25),
     Device("H800-80GB", 989, 1979, 1979, 80, 3350, 200, 50, 8, 0.88, 0.84),
     Device("H20-96GB", 148, 296, 296, 96, 4000, 450, 50),
     Device("H200-141GB", 989, 1979, 1979, 141, 4800, 450, 50, 8, 0.88, 0.84),
-    Device("B200-180GB", 2250, 4500, 9000, 180, 8000, 900, 50, 8, 0.64, 0.64, 0.48),
-    Device("B300-270GB", 2250, 4500, 13500, 270, 8000, 900, 100, 8, 0.64, 0.64, 0.48),
-    Device("GB200-186GB", 2450, 4900, 9800, 186, 8000, 900, 50, 72, 0.6, 0.56, 0.48),
-    Device("GB300-288GB", 2450, 4900, 14700, 288, 8000, 900, 100, 72, 0.62, 0.6, 0.48),
-    Device("MI250X", 383, 383, 383, 128, 3277, 100, 25),
+    Device("B200-180GB", 2250, 4500, 9000, 180, 8000, 900, 50, 8, 0.64, 0.64, 0.48, host_bandwidth=90),
+    Device("B300-270GB", 2250, 4500, 13500, 270, 8000, 900, 100, 8, 0.64, 0.64, 0.48, host_bandwidth=90),
+    Device("GB200-186GB", 2450, 4900, 9800, 186, 8000, 900, 50, 72, 0.6, 0.56, 0.48,
+           host=450, host_memory=240, host_bandwidth=250),
+    Device("GB300-288GB", 2450, 4900, 14700, 288, 8000, 900, 100, 72, 0.62, 0.6, 0.48,
+           host=450, host_memory=240, host_bandwidth=250),
+    Device("MI250X", 383, 383, 383, 128, 3277, 100, 25, host=72, host_memory=128, host_bandwidth=51),
     Device("MI300X", 1307, 2615, 2615, 192, 5300, 448, 50),
-    Device("MI355X", 2300, 4600, 9200, 288, 8000, 538, 50),
-)
+    Device("MI355X", 2300, 4600, 9200, 288, 8000, 538, 50, host_bandwidth=90),
+)  # fmt: skip
 
 
 def find_device(text: str, memory: float | None = None) -> Device:
@@ -90,7 +98,8 @@ class Cluster(Section):
     Units: memory in GB, ``hbm``, ``link`` and ``network`` in GB/s per device and direction, latencies in
     microseconds, peaks in TFLOP/s. ``domain``: devices that the fast links join (``per_node`` if left out).
     ``site``: devices of one site, with ``between`` GB/s per device among the sites. ``slowest_network``: the
-    slowest NIC, if they differ: a collective is as fast as its slowest member.
+    slowest NIC, if they differ: a collective is as fast as its slowest member. ``host``, ``host_memory`` and
+    ``host_bandwidth``: each device's share of its host, for offloading; no ``host_memory``, 0, rules that out.
     """
 
     device: str
@@ -106,6 +115,9 @@ class Cluster(Section):
     slowest_network: PositiveFloat | None = None
     link_latency: PositiveFloat = 4.0
     network_latency: PositiveFloat = 12.0
+    host: PositiveFloat | None = None
+    host_memory: float | None = Field(None, ge=0)
+    host_bandwidth: PositiveFloat | None = None
     site: PositiveInt | None = None
     between: PositiveFloat | None = None
     between_latency: PositiveFloat = Field(5000.0, description="microseconds, one way")
@@ -135,6 +147,9 @@ class Cluster(Section):
             domain=self.domain or (self.per_node if self.per_node != 8 else None),
             link_latency=self.link_latency,
             network_latency=self.network_latency,
+            host=self.host,
+            host_memory=self.host_memory,
+            host_bandwidth=self.host_bandwidth,
             site=self.site,
             between=self.between,
             between_latency=self.between_latency,
@@ -203,6 +218,9 @@ class Machine:
     site: Num
     between: Num
     between_latency: Num
+    host: Num
+    host_memory: Num
+    host_bandwidth: Num
 
 
 def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
@@ -229,4 +247,7 @@ def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
         site=g.get("site", 1e9),
         between=1e9 * g.get("between", 1e3),
         between_latency=1e-6 * g.get("between_latency", 0.0),
+        host=1e9 * g.get("host", device.host),
+        host_memory=1e9 * g.get("host_memory", device.host_memory),
+        host_bandwidth=1e9 * g.get("host_bandwidth", device.host_bandwidth),
     )

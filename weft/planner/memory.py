@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from weft.planner.cost import Plan, by_work, copies
+from weft.planner.cost import Plan, by_work, copies, most_layers
 from weft.planner.engine import Engine
 from weft.planner.machine import Num
 from weft.planner.shape import Shape
@@ -41,7 +41,10 @@ def in_flight(plan: Plan, position: Num) -> Num:
 
 
 def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
-    """Bytes of one layer and microbatch: ``(kept for backward, alive while the layer is computed)``."""
+    """Bytes of one layer and microbatch: ``(kept for backward, alive while the layer is computed)``.
+
+    Also of activations that are offloaded: :func:`held_bytes` says what of these is kept on the device.
+    """
     tokens = plan.micro_batch * plan.seq / plan.cp
     cut = np.where(engine.sequence > 0, plan.tp, 1.0)
     dense = shape.dense_share
@@ -63,6 +66,11 @@ def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
     return wide * tokens * kept, wide * tokens * (whole + scores)
 
 
+def held_bytes(shape: Shape, plan: Plan, engine: Engine) -> Num:
+    """Bytes of one layer and microbatch that are kept on the device for backward."""
+    return layer_bytes(shape, plan, engine)[0] * (plan.offload < 2)
+
+
 def logit_bytes(shape: Shape, plan: Plan, engine: Engine) -> Num:
     """Bytes of one microbatch's logits, of what the loss makes of them, and of the output layer's gradient."""
     tokens = np.minimum(plan.micro_batch * plan.seq / plan.cp, engine.chunk)
@@ -81,8 +89,7 @@ def rank_memory(
     layer = shape.dense_weights / plan.tp
     expert = shape.expert_weights / np.maximum(plan.ep, 1)
     table = shape.table / plan.tp
-    replicas = plan.data * plan.cp
-    inner = np.where(plan.shard > 1, plan.shard * plan.cp, replicas)
+    inner = plan.state_ranks
     weights = layers * (layer + expert) + tables * table
     whole = np.where(plan.zero >= 3, 1 / inner, 1.0)
     trained = 1 - plan.frozen
@@ -97,17 +104,30 @@ def rank_memory(
     expert_spread = np.where(plan.zero >= 1, np.maximum(inner * plan.tp / np.maximum(plan.ep, 1), 1), 1.0)
     states = (layers * layer + tables * table) / spread + layers * expert / expert_spread
     working = np.where(plan.recompute == 0, 0.0, np.maximum(alive - kept, 0))
+    if np.any(plan.offload >= 2):  # one layer's activations come back while the next one's are in use
+        working = np.where(plan.offload >= 2, working + 2 * kept, working)
     ffn = shape.dense_share * shape.ffn + (1 - shape.dense_share) * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
     working = working + (plan.recompute == 0) * engine.undone * plan.micro_batch * plan.seq / plan.cp * ffn / plan.tp
     # Backward's own needs come when the logits are gone, where the loss makes its gradients at once.
     working = np.where(engine.table > 0, np.maximum(working + (plan.pp == 1) * made - logits, 0), working)
     made = np.where((engine.table > 0) & (plan.pp == 1), 0.0, made)
     # A step of one pass need not keep sums of gradients, if each is reduced as soon as it is there.
-    cut = np.where((plan.pp == 1) & (plan.microbatches == 1) & (engine.single == 0), 1 / inner, 1.0)
+    once = (plan.pp == 1) & (plan.microbatches == 1) & (engine.single == 0)
+    cut = np.where(once, 1 / inner, 1.0)
+    parameters = 2 * weights * whole
+    gradients = trained * engine.gradient * weights * np.where(plan.zero >= 2, 1 / inner, cut)
+    optimizer = trained * engine.master * states
+    if np.any(plan.offload):  # with the state, the shards of parameters, and gradients as soon as they are reduced
+        away = plan.offload % 2 == 1
+        parameters, optimizer = np.where(away & sharded, 0.0, parameters), np.where(away, 0.0, optimizer)
+        gradients = np.where(away & ((plan.zero >= 2) | once), 0.0, gradients)
+    if np.any(plan.secondary):  # blocks stay gathered over a few ranks from forward to backward
+        near = 2 * layers * (layer + expert) / np.maximum(plan.secondary, 1)
+        parameters = parameters + np.where(plan.secondary > 0, near, 0.0)
     return Memory(
-        parameters=2 * weights * whole,
-        gradients=trained * engine.gradient * weights * np.where(plan.zero >= 2, 1 / inner, cut),
-        optimizer=trained * engine.master * states,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
         activations=activations,
         buffers=working + gathered + made,
         constant=engine.constant * 2**30 + 0 * weights,
@@ -116,12 +136,11 @@ def rank_memory(
 
 def peak_memory(shape: Shape, plan: Plan, engine: Engine) -> Memory:
     """Memory of the fullest pipeline rank: the first two and the last are compared."""
-    even = np.ceil(shape.layers / plan.pp) == shape.layers / plan.pp
-    most = np.where(even, shape.layers / plan.pp, np.ceil((shape.layers + 2) / plan.pp))
-    ends = np.where(even, most, most - 1)
+    most = most_layers(shape, plan.pp)
+    ends = np.where(most == shape.layers / plan.pp, most, most - 1)
     first, final = by_work(shape, plan)
     level = (engine.level > 0) & (plan.pp > 1)
-    kept, _ = layer_bytes(shape, plan, engine)
+    kept = held_bytes(shape, plan, engine)
     logits = logit_bytes(shape, plan, engine)
 
     def at(position: Num, layers: Num, tables: Num, out: Num) -> Memory:

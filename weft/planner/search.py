@@ -13,16 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import UsageError, nearest
-from weft.planner.candidates import CHOSEN, Refused, Rules
-from weft.planner.cost import CONTEXT, RECOMPUTE, SCHEDULES, Cost, Plan, step_time
+from weft.planner.candidates import ADDED, CHOSEN, FIRST, Refused, Rules, Wanted, variants
+from weft.planner.cost import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Cost, Plan, most_layers, passes, step_time
 from weft.planner.engine import Engine
+from weft.planner.host import host_bytes, joined, with_host
 from weft.planner.machine import Cluster, Machine
 from weft.planner.memory import Memory, peak_memory
 from weft.planner.shape import Shape
 
 #: Share of device memory that a plan may use: what is left absorbs the error of the memory model.
 USABLE = 0.93
-_NAMES = {"context": CONTEXT, "schedule": SCHEDULES, "recompute": RECOMPUTE}
+#: What a plan with an addition may take of the time of the best without; less where its times were never measured.
+WORTH = {"secondary": 0.98, "offload": 0.9}
+_NAMES = {"context": CONTEXT, "schedule": SCHEDULES, "recompute": RECOMPUTE, "offload": OFFLOAD}
 
 
 @dataclass(frozen=True)
@@ -146,15 +149,18 @@ def describe(plan: Plan) -> str:
     """A layout in one line, without what is off."""
     parts = [f"{name}={tell(name, getattr(plan, name))}" for name in ("pp", "dp", "shard", "cp", "ep", "tp")
              if getattr(plan, name) > 1]  # fmt: skip
-    if plan.shard > 1:
-        parts.append(f"zero={plan.zero:.0f}")
+    if plan.shard > 1 or plan.zero >= 3:
+        parts.append(f"zero={plan.zero:.0f}" + (f" secondary={plan.secondary:.0f}" if plan.secondary else ""))
     if plan.cp > 1:
         parts.append(tell("context", plan.context))
     if plan.pp > 1:
         parts.append(tell("schedule", plan.schedule) + (f" v={plan.virtual:.0f}" if plan.virtual > 1 else ""))
+    parts = parts or ["one rank"]
     parts.append(f"micro_batch={plan.micro_batch:.0f}")
     if plan.recompute:
         parts.append(f"recompute={tell('recompute', plan.recompute)}")
+    if plan.offload:
+        parts.append(f"offload={tell('offload', plan.offload)}")
     return " ".join(parts)
 
 
@@ -163,24 +169,42 @@ def search(
 ) -> Found:
     """Score every layout. Raises :class:`UsageError` saying which demand rules out everything and what is nearest."""
     machine = cluster.machine(bits)
+    total = {"batch": batch, "seq": seq, "bits": bits}
     rules = Rules(shape, machine, cluster.count, batch, seq)
     table = np.array(list(rules.candidates()), dtype=float).T
     if not table.size:
         raise UsageError(f"no layout of {cluster.count} devices is possible: " + "; ".join(
             f"{r.rule} ({r.example}; nearest: {r.fix})" for r in rules.refused()))  # fmt: skip
-    for pin in pins:
-        kept = pin.holds(table[CHOSEN.index(pin.field)])
-        if not kept.any():
-            values = sorted({tell(pin.field, v) for v in table[CHOSEN.index(pin.field)]}, key=lambda t: (len(t), t))
-            raise UsageError(f"pin {pin} rules out every layout that is left; {pin.field} can be {', '.join(values)}")
-        table = table[:, kept]
-    plans = Plan(**dict(zip(CHOSEN, table, strict=True)), batch=batch, seq=seq, bits=bits)
-    cost = step_time(shape, machine, plans, engine)
-    memory = peak_memory(shape, plans, engine)
-    total = np.asarray(cost.total)
-    fit = np.flatnonzero(np.asarray(memory.total) <= machine.memory * USABLE)
+    table = _pinned(table, [pin for pin in pins if pin.field in FIRST], FIRST)
+    plans, cost, memory = _scored(shape, machine, engine, np.vstack([table, np.zeros((2, table.shape[1]))]), total)
+    limit = machine.memory * USABLE
+    fits, seconds = np.asarray(memory.total) <= limit, np.asarray(cost.total)
+    added = [pin for pin in pins if pin.field in ADDED]
+    best = seconds[fits].min() if fits.any() else np.inf
+    wanted = _wanted(added)
+    cheap = {"secondary": seconds - cost.dp <= WORTH["secondary"] * best, "offload": seconds <= WORTH["offload"] * best}
+    more = variants(plans, machine, fits, cheap, wanted)
+    if more.shape[1]:
+        more = _leanest(shape, machine, engine, more, total)
+        others = _scored(shape, machine, engine, more, total)
+        worth = np.ones(more.shape[1], dtype=bool)
+        for name in ADDED:
+            if getattr(wanted, name) is None:
+                has = more[CHOSEN.index(name)] > 0
+                worth &= ~has | (others[1].total <= WORTH[name] * best)
+        if not worth.all():
+            more = more[:, worth]
+            others = _scored(shape, machine, engine, more, total)
+    if more.shape[1]:
+        sizes = (table.shape[1], more.shape[1])
+        plans, cost, memory = (joined(a, b, sizes) for a, b in zip((plans, cost, memory), others, strict=True))
+    if added:
+        table = np.stack([np.broadcast_to(getattr(plans, name), len(plans.tp)) for name in CHOSEN])
+        plans, cost, memory = _scored(shape, machine, engine, _pinned(table, added, CHOSEN), total)
+    fit = np.flatnonzero(np.asarray(memory.total) <= limit)
+    seconds = np.asarray(cost.total)
     found = Found(
-        shape, machine, engine, plans, cost, memory, fit[np.argsort(total[fit], kind="stable")], rules.refused()
+        shape, machine, engine, plans, cost, memory, fit[np.argsort(seconds[fit], kind="stable")], rules.refused()
     )
     if not len(fit):
         least = int(np.asarray(memory.total).argmin())
@@ -191,3 +215,44 @@ def search(
             f"devices, a smaller batch or a shorter sequence"
         )
     return found
+
+
+def _pinned(table: NDArray[np.float64], pins: Sequence[Pin], names: Sequence[str]) -> NDArray[np.float64]:
+    """The plans (columns) of ``table`` that meet every pin."""
+    for pin in pins:
+        column = table[names.index(pin.field)]
+        kept = pin.holds(column)
+        if not kept.any():
+            values = sorted({tell(pin.field, v) for v in column}, key=lambda t: (len(t), t))
+            raise UsageError(f"pin {pin} rules out every layout that is left; {pin.field} can be {', '.join(values)}")
+        table = table[:, kept]
+    return table
+
+
+def _wanted(pins: Sequence[Pin]) -> Wanted:
+    return Wanted(**{pin.field: pin.value for pin in pins if pin.sign == "="})
+
+
+def _scored(
+    shape: Shape, machine: Machine, engine: Engine, table: NDArray[np.float64], total: dict[str, int]
+) -> tuple[Plan, Cost, Memory]:
+    """The plans in the columns of ``table`` (rows: :data:`CHOSEN`), their time and memory."""
+    plans = Plan(**dict(zip(CHOSEN, table, strict=True)), **total)
+    cost = step_time(shape, machine, plans, engine)
+    if plans.offload.any():
+        one = passes(shape, machine, plans, engine)
+        cost = with_host(cost, shape, machine, plans, engine, one, most_layers(shape, plans.pp))
+    return plans, cost, peak_memory(shape, plans, engine)
+
+
+def _leanest(
+    shape: Shape, machine: Machine, engine: Engine, table: NDArray[np.float64], total: dict[str, int]
+) -> NDArray[np.float64]:
+    """The plans that fit into the memory of device and host; the leanest, if none does."""
+    plans = Plan(**dict(zip(CHOSEN, table, strict=True)), **total)
+    held = np.asarray(peak_memory(shape, plans, engine).total)
+    room = np.asarray(host_bytes(shape, plans, engine)) <= machine.host_memory * USABLE
+    fits = room & (held <= machine.memory * USABLE)
+    if fits.any():
+        return table[:, fits]
+    return table[:, np.flatnonzero(room)[held[room].argsort()[:1]]]

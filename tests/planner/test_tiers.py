@@ -1,0 +1,195 @@
+"""Secondary partitions and offloading in the planner: by formula, chosen where they must be, and not elsewhere."""
+
+import json
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import Command
+from weft.errors import UsageError
+from weft.planner.cost import OFFLOAD, Plan, axis, gather, passes, step_time
+from weft.planner.engine import ENGINES, Engine
+from weft.planner.explain import verdict
+from weft.planner.finalists import finalists
+from weft.planner.host import UPDATE, host_bytes, with_host
+from weft.planner.machine import CLUSTERS, DEVICES, Cluster, load_cluster, machine_of
+from weft.planner.memory import in_flight, layer_bytes, peak_memory, rank_memory
+from weft.planner.search import USABLE, WORTH, Found, Pin, search
+from weft.planner.shape import SHAPES
+from weft.recipe import build_recipe, load_recipe
+
+LLAMA = SHAPES["llama3-8b"]
+WEFT = ENGINES["weft"]
+
+
+def find(model: str, batch: int, seq: int, *pins: str, **cluster: Any) -> Found:
+    demands = [Pin.parse(pin) for pin in pins]
+    return search(SHAPES[model], Cluster(**cluster), WEFT, batch, seq, pins=demands)
+
+
+# --- secondary partitions
+
+
+def test_backward_gathers_among_the_nearest() -> None:
+    machine, engine = machine_of(DEVICES["A100-40GB"], network=3), replace(Engine(), exposed_dp=1.0)
+    plan = Plan(shard=64, zero=3, batch=256, micro_batch=1, seq=4096)
+    far, near = (step_time(LLAMA, machine, p, engine) for p in (plan, replace(plan, secondary=8)))
+    own, units, passes_ = 2 * (32 * LLAMA.dense_weights + LLAMA.table), 32, 4
+    gathers = [gather(n, own, axis(machine, engine, 1, n), units) for n in (64, 8)]
+    assert far.dp - near.dp == pytest.approx(passes_ * (gathers[0] - gathers[1]))
+    assert far.dp - near.dp > 0.2 * far.dp
+    assert step_time(LLAMA, machine, replace(plan, secondary=64), engine).dp == pytest.approx(float(far.dp))
+
+
+def test_a_secondary_partition_keeps_half_width_parameters() -> None:
+    plan = Plan(shard=64, zero=3, batch=64, micro_batch=1, seq=4096)
+    whole, near = (peak_memory(LLAMA, p, WEFT) for p in (plan, replace(plan, secondary=8)))
+    assert near.total - whole.total == pytest.approx(2 * 32 * LLAMA.dense_weights / 8)
+
+
+#: Four devices with fast links, a slow network. A whole copy in every four would take 52 GB of a device.
+SLOW = {"device": "RTX 4090", "memory": 32, "count": 64, "per_node": 4, "network": 3}
+PINS = ("tp=1", "pp=1", "micro_batch=1", "offload=none")
+
+
+def test_it_is_chosen_where_links_are_few_and_memory_is_too_small_for_copies() -> None:
+    found = find("llama2-13b", 256, 4096, *PINS, **SLOW)
+    first = finalists(found, 6)[0]
+    assert first.plan.secondary == 4 and first.plan.shard == 64 and first.plan.zero == 3
+    without = finalists(find("llama2-13b", 256, 4096, *PINS, "secondary=0", **SLOW), 6)[0]
+    assert first.seconds < 0.9 * without.seconds
+    assert "across the border of the fast links (4 devices) instead of among 4 neighbours" in verdict(first, without)
+
+
+@pytest.mark.parametrize("other", [
+    {"network": 300},  # as fast as the links
+    {"count": 4, "memory": 96},  # nothing crosses the border
+    {"memory": 96},  # enough for whole copies, which reduce gradients over the network once a step
+], ids=str)  # fmt: skip
+def test_it_is_not_chosen_elsewhere(other: dict[str, Any]) -> None:
+    found = find("llama2-13b", 256, 4096, *PINS, **SLOW | other)
+    assert finalists(found, 6)[0].plan.secondary == 0
+
+
+def test_secondary_partitions_can_be_pinned() -> None:
+    found = find("llama3-8b", 256, 4096, "secondary=2", **SLOW)
+    assert (found.plans.secondary == 2).all() and (found.plans.zero == 3).all()
+    assert (found.plans.state_ranks % 2 == 0).all() and (found.plans.state_ranks > 2).all()
+    with pytest.raises(UsageError, match="pin secondary = 7 rules out every layout that is left"):
+        find("llama3-8b", 256, 4096, "secondary=7", **SLOW)
+
+
+# --- offloading
+
+
+def test_devices_have_a_host() -> None:
+    machines = {name: load_cluster(name, 8).machine() for name in CLUSTERS}
+    assert machines["gb200"].host == 450e9 and machines["a100"].host == 25e9 and machines["h100"].host == 55e9
+    assert machines["cpu"].host_memory == 0
+    assert Cluster(device="H100-80GB", count=8, host=28, host_memory=64).machine().host_memory == 64e9
+
+
+@pytest.mark.parametrize(("zero", "micro", "fetched", "reduced"), [(1, 1, 1, 1), (2, 1, 1, 4), (3, 1, 8, 4)])
+def test_transfers_of_state_follow_their_formula(zero: int, micro: int, fetched: int, reduced: int) -> None:
+    machine, engine = machine_of(DEVICES["H100-80GB"], host=1.0), replace(WEFT, exposed_host=1.0)
+    plan = Plan(shard=8, zero=zero, batch=32, micro_batch=micro, seq=4096, offload=OFFLOAD.index("optimizer"))
+    one = passes(LLAMA, machine, plan, engine)
+    plain = step_time(LLAMA, machine, plan, engine)
+    cost = with_host(plain, LLAMA, machine, plan, engine, one, LLAMA.layers)
+    own = (32 * LLAMA.dense_weights + 2 * LLAMA.table) / 8
+    assert cost.host == pytest.approx((fetched + reduced) * 4 * own / 1e9)
+    assert cost.optimizer == pytest.approx(UPDATE * own / (0.8 * machine.host_bandwidth))
+    assert cost.total - cost.host - cost.optimizer == pytest.approx(plain.total - plain.optimizer)
+    near = replace(plan, secondary=4)
+    assert zero < 3 or with_host(plain, LLAMA, machine, near, engine, one, 32).host == pytest.approx(8 * 4 * own / 1e9)
+    hidden = with_host(plain, LLAMA, replace(machine, host=1e15, host_bandwidth=1e15), plan, engine, one, 32)
+    assert hidden.host < 1e-3
+
+
+def test_activations_travel_both_ways_behind_compute() -> None:
+    plan = Plan(shard=8, zero=3, batch=32, micro_batch=1, seq=4096, offload=OFFLOAD.index("activations"))
+    machine = machine_of(DEVICES["H100-80GB"], host=10)
+    kept = float(layer_bytes(LLAMA, plan, WEFT)[0])
+    for share in (1.0, 0.25):
+        engine = replace(WEFT, exposed_host=share)
+        one = passes(LLAMA, machine, plan, engine)
+        cost = with_host(step_time(LLAMA, machine, plan, engine), LLAMA, machine, plan, engine, one, 32)
+        spent = 4 * 32 * kept / 10e9
+        seen = [share * spent + max(0.0, (1 - share) * spent - 4 * 32 * float(t)) for t in (one.forward, one.backward)]
+        assert cost.host == pytest.approx(sum(seen))
+
+
+def test_what_is_offloaded_leaves_the_device() -> None:
+    plan = Plan(shard=4, zero=1, pp=2, batch=64, micro_batch=1, seq=4096)
+    base = peak_memory(LLAMA, plan, WEFT)
+    state, saved, both = (replace(plan, offload=k) for k in (1, 2, 3))
+    memory = peak_memory(LLAMA, state, WEFT)
+    assert memory.optimizer == 0 and memory.activations == base.activations and memory.parameters == base.parameters
+    assert peak_memory(LLAMA, replace(state, zero=3), WEFT).parameters == 0
+    assert peak_memory(LLAMA, replace(state, zero=2), WEFT).gradients == 0
+    gone = peak_memory(LLAMA, saved, WEFT)
+    assert gone.activations < 0.2 * base.activations and gone.total < base.total  # logits are left
+    kept = float(layer_bytes(LLAMA, plan, WEFT)[0])
+    stays, leaves = (rank_memory(LLAMA, p, WEFT, 16, 1, 0.0) for p in (plan, saved))
+    assert leaves.buffers - stays.buffers == pytest.approx(2 * kept)  # of two layers that are on their way
+    held = (16 * LLAMA.dense_weights + LLAMA.table) / 4
+    assert host_bytes(LLAMA, state, WEFT) == pytest.approx((WEFT.master + 4) * held)
+    assert host_bytes(LLAMA, saved, WEFT) == pytest.approx(float(in_flight(plan, 0)) * 16 * kept)
+    assert host_bytes(LLAMA, both, WEFT) == pytest.approx(
+        float(host_bytes(LLAMA, state, WEFT) + host_bytes(LLAMA, saved, WEFT))
+    )
+
+
+def test_offloading_is_chosen_where_nothing_else_fits() -> None:
+    found = find("llama3-8b", 8, 8192, device="H100-80GB", count=1)
+    first = finalists(found, 5)[0]
+    assert first.plan.offload % 2 == 1 and first.fits and first.cost.host > 0
+    assert (np.asarray(host_bytes(LLAMA, found.plans, WEFT))[found.order] <= 256e9 * USABLE).all()
+    with pytest.raises(UsageError, match="memory rules out all"):
+        find("llama3-8b", 8, 8192, device="H100-80GB", count=1, host_memory=64)
+    with pytest.raises(UsageError, match="memory rules out all"):
+        find("llama3-8b", 8, 8192, "offload=none", device="H100-80GB", count=1)
+
+
+@pytest.mark.parametrize(("model", "gpus", "batch"), [("llama3-8b", 16, 64), ("llama3-70b", 64, 256)])
+def test_elsewhere_it_must_win_clearly(model: str, gpus: int, batch: int) -> None:
+    """Its times are not measured: where a layout without it fits, it has to be faster by more than a tenth."""
+    found = find(model, batch, 8192, device="H100-80GB", count=gpus)
+    away = found.plans.offload[found.order] > 0
+    seconds = np.asarray(found.cost.total)[found.order]
+    assert not away.any() or seconds[away].max() <= WORTH["offload"] * seconds[~away].min()
+
+
+def test_offloading_can_be_pinned_and_the_verdict_names_its_price() -> None:
+    pinned = find("llama3-70b", 64, 8192, "offload=all", device="H100-80GB", count=16)
+    assert (pinned.plans.offload == 3).all() and (pinned.plans.recompute != 1).all()
+    base = finalists(find("llama3-8b", 64, 8192, device="H100-80GB", count=16), 3)[0]
+    other = finalists(find("llama3-8b", 64, 8192, "offload=activations", device="A100-80GB", count=16, host=2), 3)[0]
+    assert "activations travel to the host at 2 GB/s and back" in verdict(base, replace(other, machine=other.machine))
+    with pytest.raises(UsageError, match="offload cannot be 'optimiser'; did you mean 'optimizer'"):
+        Pin.parse("offload=optimiser")
+
+
+def test_a_recipe_says_both(command: Command, tmp_path: Path) -> None:
+    weft, path = partial(command, "plan"), tmp_path / "plan.toml"
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text('device = "A100-40GB"\ncount = 64\nnetwork = 3\n')
+    words = ["llama3-8b", "--cluster", cluster, "--batch", 256, "--seq", 4096, "--recipe", path]
+    code, out, _ = weft(*words, "--pin", "secondary=8", "--pin", "offload=optimizer", "--json")
+    layout = json.loads(out)["layouts"][0]["layout"]
+    assert code == 0 and layout["secondary"] == 8 and layout["offload"] == "optimizer"
+    recipe = load_recipe(path)
+    assert recipe.layout.secondary == 8 and recipe.train.offload == "optimizer"
+    code, out, _ = weft(*words, "--pin", "secondary=8", "--html", tmp_path / "plan.html")
+    assert code == 0 and "secondary=8" in out and build_recipe(load_recipe(path).model_dump()).train.offload == "none"
+
+
+def test_the_search_stays_fast() -> None:
+    start = time.process_time()
+    found = search(SHAPES["llama3-405b"], load_cluster("h100", 16384), ENGINES["megatron"], 2048, 8192)
+    assert time.process_time() - start < 1.0 and len(found.order) > 1000
