@@ -116,29 +116,29 @@ def measure(layout: str) -> dict[str, Any]:
 # --- predictions ---
 
 
-def rehearsals(layout: str) -> list[tuple[list[Any], int]]:
-    """Every rank's step of ``layout``, on the recipe's own first batch."""
+def rehearsals(layout: str) -> tuple[Any, Any]:
+    """The layout, and every rank's step of it on the recipe's own first batch."""
     import torch
 
     from weft.recipe import load_recipe
-    from weft.train.rehearse import rehearse
+    from weft.train.rehearse import every_rank
     from weft.train.setup import prepare
 
     torch.set_num_threads(1)
     recipe = load_recipe(RECIPE, [], layout)
     job = prepare(recipe)
-    batches = lambda mesh: job.loader(job.corpus.train, mesh).step(0) or []  # noqa: E731
-    seen = [rehearse(recipe, job.shape, batches, rank) for rank in range(recipe.layout.world)]
-    return [(s.events, s.peak) for s in seen]
+    return recipe.layout, every_rank(recipe, job.shape, lambda mesh: job.loader(job.corpus.train, mesh).step(0) or [])
 
 
 def predictions(probe: Path, layouts: list[str]) -> dict[str, dict[str, Any]]:
-    from weft.planner.local import Local, predict
+    from weft.planner.clock import predict
+    from weft.planner.local import Local
 
     local = Local.of(tomllib.loads(probe.read_text())["calibration"])
     found = {}
     for layout in layouts:
-        p = predict(local, rehearsals(layout))
+        where, seen = rehearsals(layout)
+        p = predict(local, seen, where)
         found[layout] = {"seconds": p.seconds, "memory": list(p.memory), "busy": list(p.busy), "parts": dict(p.parts)}
     return found
 

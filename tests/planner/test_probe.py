@@ -15,11 +15,13 @@ import torch.distributed as dist
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.planner.local import Do, Grid, Local, curve, predict, run
+from weft.planner.clock import Do, predict, run
+from weft.planner.links import Links
+from weft.planner.local import Grid, Local, curve
 from weft.planner.machine import load_cluster
-from weft.planner.mapping import Links, Traffic, place_axes, place_workers, ranks_of, seconds, traffic_of
+from weft.planner.mapping import Traffic, place_axes, place_workers, ranks_of, seconds, traffic_of
 from weft.planner.probe import as_toml, attention, operators, products
-from weft.train.rehearse import Event, reference
+from weft.train.rehearse import Event, Rehearsal, reference
 
 
 def test_curves_pass_through_their_points() -> None:
@@ -71,11 +73,13 @@ def test_prediction_adds_up() -> None:
         Event("op", "mul", 1_000_000),
         Event("collective", "all_reduce", 1_000_000, ranks=(0, 1)),
     ]
-    found = predict(Local.of(calibration()), [(events, 10**6)] * 2)
+    found = predict(Local.of(calibration()), [Rehearsal(events, 0, 10**6)] * 2, Layout(tp=2))
     work = 2e-5 + (64**3 / 1e9 - 1e-6) + (1e-3 - 1e-6)
     assert found.seconds == pytest.approx(work + 1e-3 + 1e-4 + 1e-3)
     assert found.memory[0] == pytest.approx(1e8 + 1.5e6 + 1e6)
     assert found.busy[0] == pytest.approx(work + 1.1e-3)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert found.parts["tp"] == pytest.approx(2.1e-3) and found.parts["compute"] == pytest.approx(work)
 
 
 def test_a_rehearsed_step_has_the_collectives_of_its_layout() -> None:
@@ -106,8 +110,8 @@ def test_measured_curves_are_a_cluster_file(tmp_path: Path) -> None:
     cluster = load_cluster(str(path))
     assert cluster.count == 2
     local = Local.of(cluster.calibration)
-    events = reference("tp=2", "tiny").events
-    assert 0 < predict(local, [(events, 0), (events, 0)]).seconds < 10
+    seen = reference("tp=2", "tiny")
+    assert 0 < predict(local, [seen, seen], Layout(tp=2)).seconds < 10
 
 
 def test_axis_with_most_traffic_stays_inside_a_site() -> None:

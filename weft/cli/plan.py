@@ -59,7 +59,9 @@ def search(
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step over all devices.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; of a recipe: its own.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Devices; else the cluster's count.")] = None,
-    precision: Annotated[str, typer.Option(help="bf16, fp8, fp4 or fp32 products.")] = "bf16",
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp8, fp4 or fp32 products; of a recipe: its own.", show_default="bf16")
+    ] = None,
     engine: Annotated[str, typer.Option(help="The class of program whose constants count.")] = "weft",
     pin: Annotated[list[str] | None, typer.Option(metavar="FIELD=VALUE", help=_pin)] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
@@ -71,6 +73,7 @@ def search(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time (this is what ``weft plan MODEL`` does)."""
+    from weft.cli.at_hand import probed, search_here
     from weft.errors import UsageError, nearest
     from weft.planner import search as searching
     from weft.planner.engine import ENGINES
@@ -82,28 +85,39 @@ def search(
 
     gc.set_threshold(200_000)  # a simulation makes many small objects; looking for circles among them takes a quarter
     bits = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
-    if precision not in bits:
-        raise UsageError(f"--precision {precision!r} is not possible; {nearest(precision, bits)}")
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine!r} is not known; {nearest(engine, ENGINES)}")
     if Path(model).suffix == ".toml":
         own = load_recipe(model)
         batch, seq = batch or own.train.batch, seq or own.data.seq_len
+        precision = precision or {"bfloat16": "bf16"}.get(own.train.dtype, "fp32")
+    precision = precision or "bf16"
+    if precision not in bits:
+        raise UsageError(f"--precision {precision!r} is not possible; {nearest(precision, bits)}")
     if batch is None or seq is None:
         raise UsageError(f"--{'batch' if batch is None else 'seq'} is missing; only a recipe says it by itself")
     pins = [searching.Pin.parse(text) for text in pin or []]
     machines = load_cluster(cluster, gpus)
-    found = searching.search(load_shape(model), machines, ENGINES[engine], batch, seq, bits[precision], pins)
-    finals = finalists(found, max(top, FINALISTS), vocabulary=engine == "weft")
+    shape = load_shape(model)
+    here = probed(machines)
+    if here:
+        with Console(stderr=True).status("rehearsing") as status:
+            found, finals, error = search_here(
+                model, shape, machines, gpus, batch, seq, bits[precision], pins, status.update
+            )
+    else:
+        found = searching.search(shape, machines, ENGINES[engine], batch, seq, bits[precision], pins)
+        finals = finalists(found, max(top, FINALISTS), vocabulary=engine == "weft")
     if recipe is not None:
         _write_recipe(finals[0], model, recipe)
     earned = machines.device.upper().startswith(_MEASURED)
-    error = (
-        f"presets, not calibrated: times within {_BAND} % for nine published runs in ten"
-        if earned
-        else f"no published run on {machines.device} has been compared: take the order, not the times"
-    )
-    where = f"{machines.count:,} x {machines.device}"
+    if not here:
+        error = (
+            f"presets, not calibrated: times within {_BAND} % for nine published runs in ten"
+            if earned
+            else f"no published run on {machines.device} has been compared: take the order, not the times"
+        )
+    where = f"{cluster}, up to {machines.count:,} ranks" if here else f"{machines.count:,} x {machines.device}"
     if html is not None:
         from weft.planner.page import Question, write_page
 

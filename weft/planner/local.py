@@ -9,12 +9,13 @@ run against each other on a clock in which ranks that are busy share the cores. 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+
+from weft.planner.links import Links
 
 #: Collectives by what they do: the names under which PyTorch dispatches them.
 COLLECTIVES = {
@@ -53,6 +54,17 @@ class Happening(Protocol):
     def turned(self) -> bool: ...
 
 
+class Seen(Protocol):
+    """A rank's rehearsed step (:class:`weft.train.rehearse.Rehearsal`): what it does, and bytes of its tensors."""
+
+    @property
+    def events(self) -> Sequence[Happening]: ...
+    @property
+    def state(self) -> int: ...
+    @property
+    def peak(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Setting:
     """What was measured while ``ranks`` processes of ``threads`` threads each were busy with the same.
@@ -84,12 +96,18 @@ class Local:
 
     cores: int
     settings: Mapping[int, Setting]
+    links: Links | None = None  # of the largest setting
 
     @classmethod
     def of(cls, calibration: Mapping[str, Any]) -> Local:
         """From the ``calibration`` table of a cluster file that ``weft probe`` has written."""
         found = {int(n): Setting(**s) for n, s in calibration["settings"].items()}
-        return cls(int(calibration["cores"]), dict(sorted(found.items())))
+        table = calibration.get("links")
+        return cls(int(calibration["cores"]), dict(sorted(found.items())), Links.of(table) if table else None)
+
+    def uneven(self, ranks: int) -> Links | None:
+        """The links of a run of so many ranks, if some of them are much slower than others."""
+        return self.links if self.links is not None and len(self.links) == ranks and self.links.uneven else None
 
     def setting(self, ranks: int) -> Setting:
         """The measured setting nearest above ``ranks``, else the largest."""
@@ -183,158 +201,3 @@ class Clerk:
     def message(self, size: float) -> tuple[float, float]:
         points = self.setting.collectives["message.2"]
         return curve(points, size) / 2, max(0.0, curve(points, size, 2))
-
-
-@dataclass(frozen=True)
-class Do:
-    """A piece of a rank's program: ``cpu`` seconds of work, after ``key`` has happened, before ``wait`` seconds.
-
-    ``kind``: ``work``, ``meet`` (with ``members``), ``post`` or ``take`` a message.
-    """
-
-    kind: str
-    cpu: float
-    wait: float = 0.0
-    key: tuple[Any, ...] = ()
-    members: tuple[int, ...] = ()
-
-
-def program(rank: int, events: Sequence[Happening], clerk: Clerk) -> list[Do]:
-    """What ``rank`` does in a step, with its costs."""
-    found: list[Do] = []
-    cpu = clerk.setting.overhead["step"]
-    met: dict[tuple[int, ...], int] = defaultdict(int)
-    sent: dict[tuple[int, ...], int] = defaultdict(int)
-    asked: dict[int, Do] = {}
-
-    def flush() -> None:
-        nonlocal cpu
-        if cpu:
-            found.append(Do("work", cpu))
-            cpu = 0.0
-
-    for e in events:
-        if e.kind == "op":
-            cpu += clerk.op(e)
-        elif e.kind == "later":
-            cpu += clerk.collective(e)[0]
-        elif e.kind == "collective":
-            flush()
-            work, wait = clerk.collective(e)
-            met[e.ranks] += 1
-            found.append(Do("meet", work, wait, (e.ranks, met[e.ranks]), e.ranks))
-        elif e.kind in ("send", "recv"):
-            peer, tag = e.ranks
-            ends = (rank, peer, tag) if e.kind == "send" else (peer, rank, tag)
-            sent[ends] += 1
-            work, wait = clerk.message(e.bytes)
-            cpu += clerk.setting.overhead["message"]
-            if e.kind == "send":
-                flush()
-                found.append(Do("post", work, wait, (*ends, sent[ends])))
-            else:
-                asked[e.number] = Do("take", work, 0.0, (*ends, sent[ends]))
-        elif e.kind == "wait" and e.name == "recv" and e.number in asked:
-            flush()
-            found.append(asked.pop(e.number))
-    flush()
-    return found
-
-
-def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> float:
-    """Seconds until all ranks are through, if those that are busy share the cores evenly.
-
-    :mod:`weft.schedule.simulate` has a device per rank and moves that cost no compute, and so no way to say this.
-    """
-    count = len(programs)
-    at, left = [0] * count, [0.0] * count
-    begun = [False] * count
-    until = [0.0] * count  # asleep before
-    arrived: dict[Any, set[int]] = defaultdict(set)
-    there: dict[Any, float] = {}  # messages, and when they arrive
-    now = 0.0
-    while True:
-        moved = True
-        while moved:
-            moved = False
-            for r in range(count):
-                while at[r] < len(programs[r]) and until[r] <= now and left[r] <= 0:
-                    do = programs[r][at[r]]
-                    if begun[r]:  # its work is done
-                        if do.kind == "post":
-                            there[do.key] = now + do.wait
-                        elif do.wait:
-                            until[r] = now + do.wait
-                        at[r], begun[r], moved = at[r] + 1, False, True
-                        continue
-                    if do.kind == "meet":
-                        if r not in arrived[do.key]:
-                            arrived[do.key].add(r)
-                            moved = True
-                        if len(arrived[do.key]) < len(do.members):
-                            break
-                    if do.kind == "take" and there.get(do.key, math.inf) > now + 1e-12:
-                        break
-                    begun[r], left[r], moved = True, max(do.cpu, 1e-12), True
-        busy = [r for r in range(count) if left[r] > 0]
-        if not busy and all(at[r] >= len(programs[r]) for r in range(count)):
-            return max([now, *until])
-        rate = min(1.0, cores / (threads * len(busy))) if busy else 1.0
-        ahead = [now + left[r] / rate for r in busy] + [t for t in until if t > now]
-        ahead += [t for t in there.values() if t > now + 1e-12]
-        if not ahead:
-            stuck = [(r, programs[r][at[r]]) for r in range(count) if at[r] < len(programs[r])]
-            raise ValueError(f"these ranks wait for each other: {stuck}")
-        then = min(ahead)
-        for r in busy:
-            left[r] -= (then - now) * rate
-            if left[r] < 1e-12:
-                left[r] = 0.0
-        now = then
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """``seconds`` of a step; ``memory``: peak resident bytes per rank; ``busy``: cpu seconds per rank.
-
-    ``parts``: seconds of all ranks together, by cause, as if each had a core.
-    """
-
-    seconds: float
-    memory: tuple[float, ...]
-    busy: tuple[float, ...]
-    parts: Mapping[str, float]
-
-
-def predict(local: Local, rehearsed: Sequence[tuple[Sequence[Happening], int]]) -> Prediction:
-    """From every rank's rehearsed events and its peak bytes of tensors."""
-    world = len(rehearsed)
-    setting = local.setting(world)
-    clerk = Clerk(setting)
-    programs = [program(r, events, clerk) for r, (events, _) in enumerate(rehearsed)]
-    parts: dict[str, float] = defaultdict(float)
-    for events, _ in rehearsed:
-        for e in events:
-            if e.kind == "op":
-                kind = "products" if e.name in PRODUCTS else "attention" if e.name in ATTENTION else "memory"
-                parts["launch"] += setting.overhead["op"]
-                parts[kind] += clerk.op(e) - setting.overhead["op"]
-            elif e.kind == "collective":
-                parts["collectives"] += sum(clerk.collective(e))
-            elif e.kind in ("send", "recv"):
-                parts["messages"] += sum(clerk.message(e.bytes)) + setting.overhead["message"]
-    seconds = run(programs, local.cores, setting.threads)
-    busy = tuple(sum(do.cpu for do in p) for p in programs)
-    memory = tuple(resident(setting, events, peak) for events, peak in rehearsed)
-    return Prediction(seconds, memory, busy, dict(parts))
-
-
-def resident(setting: Setting, events: Sequence[Happening], peak: float) -> float:
-    """Most bytes resident of a rank whose tensors take ``peak`` bytes at most."""
-    known = setting.memory
-    uses = {
-        "sharded": any(e.name in SHARDED for e in events),
-        "functional": any(e.name in FUNCTIONAL and len(e.ranks) > 1 and e.bytes > 2**10 for e in events),
-        "message": any(e.kind == "send" for e in events),
-    }
-    return known["plain"] + known["per_byte"] * peak + sum(known.get(kind, 0.0) for kind, used in uses.items() if used)

@@ -17,36 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.layout.layout import AXES, Layout
+from weft.planner.links import Links
 from weft.planner.local import COLLECTIVES, Happening
 
 #: Axes whose ranks pass values on from one to the next; the others run rings over all.
 CHAINS = ("pp",)
 SMALL = 8  # workers whose numberings are all tried
-
-
-@dataclass(frozen=True)
-class Links:
-    """Seconds (``latency``) and bytes per second (``bandwidth``) of every ordered pair of workers, ``[n, n]``."""
-
-    latency: np.ndarray
-    bandwidth: np.ndarray
-
-    @classmethod
-    def of(cls, table: Mapping[str, Sequence[Sequence[float]]]) -> Links:
-        """From the ``calibration.links`` of a cluster file that ``weft probe`` has written."""
-        return cls(np.array(table["latency"], dtype=float), np.array(table["bandwidth"], dtype=float))
-
-    @classmethod
-    def sites(cls, sizes: Sequence[int], inside: tuple[float, float], between: tuple[float, float]) -> Links:
-        """Workers of several sites, in turn; ``(latency, bandwidth)`` ``inside`` of them and ``between``."""
-        site = np.repeat(np.arange(len(sizes)), sizes)
-        near = site[:, None] == site
-        latency, bandwidth = (np.where(near, a, b) for a, b in zip(inside, between, strict=True))
-        np.fill_diagonal(latency, 0.0)
-        return cls(latency, bandwidth)
-
-    def __len__(self) -> int:
-        return len(self.latency)
 
 
 @dataclass(frozen=True)
@@ -75,25 +51,16 @@ def ranks_of(layout: Layout, order: Sequence[str]) -> np.ndarray:
 def seconds(links: Links, layout: Layout, traffic: Mapping[str, Traffic], places: np.ndarray) -> float:
     """Communication of a step when worker ``places[...]`` has each place.
 
-    Axes take turns. All groups of an axis are busy at once, and those that cross between the same two sets of workers
-    that only a slow link joins share it: a link that is slower than a tenth of the fastest is taken to be shared.
+    Axes take turns; all groups of an axis are busy at once and share what is slow.
     """
-    shared = links.bandwidth.max() / 10
     total = 0.0
     for axis, t in traffic.items():
         size = layout.size(axis)
         if size < 2 or not t.bytes:
             continue
         groups = np.moveaxis(places, AXES.index(axis), -1).reshape(-1, size)
-        pairs = np.stack([groups, np.roll(groups, -1, 1)], -1).reshape(len(groups), size, 2)
-        if axis in CHAINS:
-            pairs = pairs[:, :-1]
-        speed = links.bandwidth[pairs[..., 0], pairs[..., 1]]
-        delay = links.latency[pairs[..., 0], pairs[..., 1]]
-        crossing = (speed < shared).sum()
-        both = 2 if size == 2 and axis not in CHAINS else 1  # a ring of two uses its link both ways, which are two
-        share = np.where(speed < shared, max(1.0, crossing / both), 1.0)
-        total += float((t.bytes * share / speed + t.messages * delay).max())
+        speed, delay = links.pairs(groups, axis in CHAINS)
+        total += float((t.bytes / speed + t.messages * delay).max())
     return total
 
 

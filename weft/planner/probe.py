@@ -7,6 +7,7 @@ several it is elapsed time, the least of some turns. Times are seconds, sizes by
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import resource
@@ -31,6 +32,7 @@ Points = list[list[float]]
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # of one operand
 GRID = ((128, 512, 2048), (64, 128, 256, 512, 1024), (64, 128, 256, 512, 1024))  # tokens, out, in
+RUNS = 3  # of every table
 MESSAGES = (64, 2**14, 2**17, 2**19, 2**21, 2**23)
 
 
@@ -57,6 +59,28 @@ def timed(call: Callable[[], Any], budget: float) -> float:
             kept.append(call())
         found.append((clock() - begun) / turns)
     return statistics.median(found) if torch.get_num_threads() == 1 else min(found)
+
+
+def steady(measure: Callable[[], dict[str, Points]]) -> dict[str, Points]:
+    """Tables of ``[..., seconds]`` with the middle of some runs at every point: a machine has slow moments."""
+    runs = [measure() for _ in range(RUNS)]
+    return {
+        name: [[*p[:-1], statistics.median(run[name][i][-1] for run in runs)] for i, p in enumerate(points)]
+        for name, points in runs[0].items()
+    }
+
+
+def keep_heap() -> None:
+    """Let this process keep the memory that it frees (glibc): a loop of one operator frees and takes the same again.
+
+    Handed back to the system, it would be mapped and zeroed anew each time; in a step there is other memory to take.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        for parameter in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            libc.mallopt(parameter, 1 << 30)
+    except (AttributeError, OSError):  # another allocator: nothing to say to it
+        pass
 
 
 def triad(budget: float) -> float:
@@ -271,23 +295,26 @@ def framework(reference: Sized, plain: Setting) -> dict[str, float]:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small that more would not be used, only wait
-    seconds, counts = spent("dp=1")
-    found["op"] = seconds / counts["op"]
-    for kind, layout in (("functional", "tp=2"), ("sharded", "shard=2"), ("message", "pp=2")):
-        seconds, counts = spent(layout)
-        rest = seconds - sum(found[k] * n for k, n in counts.items() if k != kind)
-        found[kind] = max(0.0, rest / max(1, counts[kind]))
+    kinds = {"op": "dp=1", "functional": "tp=2", "sharded": "shard=2", "message": "pp=2"}
+    runs: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(RUNS):  # in turns: a difference of two steps is small beside a slow moment
+        mine = dict(found)
+        for kind, layout in kinds.items():
+            seconds, counts = spent(layout)
+            rest = seconds - sum(mine[k] * n for k, n in counts.items() if k != kind)
+            mine[kind] = max(0.0, rest / max(1, counts[kind]))
+            runs[kind].append(mine[kind])
     torch.set_num_threads(threads)
-    return found
+    return found | {kind: statistics.median(values) for kind, values in runs.items()}
 
 
 def slowness(reference: Sized, setting: Setting) -> float:
     """How much longer operators take in a step than one by one: what they touch is colder there."""
-    seen = reference("dp=1", "small", True)
+    seen = [reference("dp=1", "small", True) for _ in range(RUNS)]
     clerk = Clerk(setting)
-    events: list[Happening] = [e for e in seen.events if e.kind == "op"]
+    events: list[Happening] = [e for e in seen[0].events if e.kind == "op"]
     work = sum(clerk.work(e) for e in events)
-    whole = seen.cpu if setting.threads == 1 else seen.wall
+    whole = statistics.median(s.cpu if setting.threads == 1 else s.wall for s in seen)
     return min(1.6, max(0.8, (whole - setting.overhead["op"] * len(events)) / work))
 
 
@@ -301,25 +328,26 @@ def measure(reference: Sized, join: Callable[[], None], quick: bool) -> dict[str
     """
     every = 2 if quick else 1
     sizes, grid, messages = SIZES[::every], [axis[::every] for axis in GRID], MESSAGES[::every]
-    budget = 0.004 if quick else 0.01
+    budget = (0.003 if quick else 0.009) / RUNS
     world, threads = int(os.environ["WORLD_SIZE"]), torch.get_num_threads()
     found: dict[str, Any] = {"ranks": world, "threads": threads, "memory": empty_memory(reference, join, world)}
     between = collectives(messages, 8 if quick else 20) if world > 1 else {}
     table = links() if 1 < world <= 16 else {}
     dist.barrier()
     dist.destroy_process_group()  # what follows is each process's own, side by side with the others
-    speed = triad(4 * budget)
+    keep_heap()
+    speed = triad(15 * budget)
     found |= {
         "cold": 1 / speed,
-        "ops": operators(budget, sizes),
-        "products": products(budget, grid),
-        "attention": attention(budget, (64, 256) if quick else (32, 64, 128, 256, 512, 1024)),
+        "ops": steady(lambda: operators(budget, sizes)),
+        "products": steady(lambda: products(budget, grid)),
+        "attention": steady(lambda: attention(budget, (64, 256) if quick else (32, 64, 128, 256, 512, 1024))),
     }
     plain = Setting(**found, collectives=between, overhead={"op": 0.0, "functional": 0.0, "sharded": 0.0})
     found["overhead"] = framework(reference, plain)
     setting = Setting(**found, collectives=between)
     found["slow"] = slowness(reference, setting)
-    return found | {"collectives": between, "links": table, "triad": speed, "peaks": peaks(budget)}
+    return found | {"collectives": between, "links": table, "triad": speed, "peaks": peaks(4 * budget)}
 
 
 def empty_memory(reference: Sized, join: Callable[[], None], world: int) -> dict[str, float]:

@@ -11,10 +11,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._library.custom_ops import OPDEFS
@@ -30,6 +31,10 @@ from weft.parallel.build import local_parts, parallelize
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.train.optim import build_optimizer
 from weft.train.step import clear_gradients, clipped, gradients, update
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -227,6 +232,50 @@ def rehearse(
         return watch(recipe, shape, batches, times)
 
 
+def every_rank(
+    recipe: Recipe,
+    shape: ModelShape,
+    batches: Callable[[Mesh], Sequence[Batch]],
+    watched: Callable[[], None] = _nothing,
+) -> list[Rehearsal]:
+    """The rehearsed step of all ranks. ``watched`` is called after every one that was really rehearsed.
+
+    Ranks along ``dp``, ``shard`` and ``tp`` do the same on parts of one size (to a row), so that one of them stands for
+    all: the others' groups and peers are its own, moved along these axes.
+    """
+    layout = recipe.layout
+    found: dict[tuple[int, ...], Rehearsal] = {}
+    sizes = [layout.size(axis) for axis in layout.axis_order]
+    alike = [axis in ("dp", "shard", "tp") for axis in layout.axis_order]
+    ranks = []
+    for rank in range(layout.world):
+        place = np.array(np.unravel_index(rank, sizes))
+        model = np.where(alike, 0, place)
+        key = tuple(model.tolist())
+        if key not in found:
+            source = int(np.ravel_multi_index(key, sizes))
+            found[key] = rehearse(recipe, shape, batches, source, times=0)
+            watched()
+        ranks.append(_moved(found[key], place - model, sizes))
+    return ranks
+
+
+def _moved(seen: Rehearsal, by: np.ndarray, sizes: Sequence[int]) -> Rehearsal:
+    """The rehearsal of the rank whose coordinates are ``by`` further along every axis."""
+    if not by.any():
+        return seen
+    wide = np.array(sizes)
+    at = np.array(np.unravel_index(np.arange(wide.prod()), sizes)).T  # [rank, axis]
+    to = np.ravel_multi_index(tuple(((at + by) % wide).T), sizes).tolist()
+
+    def move(e: Event) -> Event:
+        if e.kind in ("send", "recv"):
+            return replace(e, ranks=(to[e.ranks[0]], e.ranks[1]))
+        return replace(e, ranks=tuple(sorted(to[r] for r in e.ranks))) if e.ranks else e
+
+    return replace(seen, events=[move(e) for e in seen.events])
+
+
 def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]], times: int = 1) -> Rehearsal:
     """As :func:`rehearse`, in the process group that there is. ``times``: steps to take the time of."""
     found = Rehearsal()
@@ -254,7 +303,8 @@ def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[
         step()
         cpu.append(time.process_time() - begun[0])
         wall.append(time.perf_counter() - begun[1])
-    found.cpu, found.wall = statistics.median(cpu), min(wall)
+    if times:
+        found.cpu, found.wall = statistics.median(cpu), min(wall)
     found.state = found.peak = recorder.level
     with recorder, _messages(found), _pending(recorder):
         step()

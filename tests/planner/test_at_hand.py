@@ -1,0 +1,102 @@
+"""Plans for a machine that weft probe has measured: rehearsed layouts, by the clock of the measured curves."""
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.planner.test_probe import calibration
+from weft.layout.layout import Layout
+from weft.planner.at_hand import placed
+from weft.planner.clock import axis_of, predict
+from weft.planner.links import Links
+from weft.planner.local import Local
+from weft.planner.probe import as_toml
+from weft.recipe import Data, ModelShape, Recipe, Train, load_recipe
+from weft.train.rehearse import every_rank, plain_batches, rehearse
+
+MODEL = ModelShape(layers=2, embed=32, heads=4, kv_heads=2, ffn=64, vocab=128)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def recipe_of(layout: str, seq: int = 32) -> Recipe:
+    return Recipe(model=MODEL, layout=Layout.parse(layout), data=Data(seq_len=seq), train=Train(batch=4))
+
+
+def seen_of(layout: str, seq: int) -> Any:
+    recipe = recipe_of(layout, seq)
+    return every_rank(recipe, MODEL, plain_batches(recipe, MODEL))
+
+
+@pytest.mark.parametrize("layout", ["dp=2,tp=2", "pp=2,shard=2", "cp=2,tp=2", "pp=2,tp=2", "shard=2,cp=2"])
+def test_one_rank_stands_for_those_that_do_the_same(layout: str) -> None:
+    recipe = recipe_of(layout)
+    batches = plain_batches(recipe, MODEL)
+    for rank, moved in enumerate(every_rank(recipe, MODEL, batches)):
+        own = rehearse(recipe, MODEL, batches, rank, times=0)
+        talk = [[(e.kind, e.name, e.ranks, e.bytes) for e in s.events if e.kind != "op"] for s in (moved, own)]
+        assert talk[0] == talk[1], f"rank {rank} of {layout}"
+        assert abs(moved.peak / own.peak - 1) < 0.02
+
+
+def test_groups_belong_to_axes() -> None:
+    layout = Layout(pp=2, dp=2, tp=2)
+    assert [axis_of(layout, ranks) for ranks in ([0, 1], [0, 2], [0, 4], range(8))] == ["tp", "dp", "pp", "other"]
+    assert axis_of(Layout(shard=2, cp=2), [0, 1, 2, 3]) == "dp"
+
+
+def test_a_slow_link_costs_what_crosses_it_and_the_order_avoids_it() -> None:
+    """Workers 0, 2 and 1, 3 stand together: in rank order tensor parallelism would cross."""
+    near = np.arange(4)[:, None] % 2 == np.arange(4) % 2
+    links = Links(np.where(near, 1e-5, 1e-3), np.where(near, 1e9, 1e6))
+    setting = calibration()["settings"]["2"] | {"ranks": 4, "threads": 1}
+    table = {"latency": links.latency.tolist(), "bandwidth": links.bandwidth.tolist()}
+    local = Local.of({"cores": 4, "settings": {"4": setting}, "links": table})
+    layout, seen = Layout(dp=2, tp=2), seen_of("dp=2,tp=2", 512)
+    order, workers = placed(layout, seen, local.uneven(4))
+    assert order == "tp dp" and workers == [0, 2, 1, 3]
+    naive, planned = predict(local, seen, layout), predict(local, seen, layout, workers)
+    assert naive.seconds > 1.5 * planned.seconds
+    assert naive.parts["tp"] > 2 * planned.parts["tp"]
+    assert placed(layout, seen, None) == ("", [])
+
+
+def test_plan_of_a_probed_machine(tmp_path: Path, command: Callable[..., tuple[int, str, str]]) -> None:
+    """All numbers of ranks are compared, the recipe that comes out trains, and demands are kept."""
+    settings = {}
+    for n in (1, 2):
+        setting = calibration()["settings"]["2"] | {"ranks": n}
+        settings[str(n)] = setting
+    probe = tmp_path / "probe.toml"
+    known = {"cores": 2, "settings": settings}
+    probe.write_text(as_toml({"device": "CPU", "count": 2, "bf16": 0.1, "calibration": known}))
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(
+        "[model]\nlayers = 2\nembed = 32\nheads = 4\nkv_heads = 2\nvocab = 512\n[data]\n"
+        'sources = [{ kind = "stdlib" }]\ntokenizer = "bytes"\nseq_len = 64\n[train]\nsteps = 2\nbatch = 4\n'
+    )
+    out = tmp_path / "planned.toml"
+    code, told, _ = command("plan", recipe, "--cluster", probe, "--json", "--top", 30, "--recipe", out)
+    assert code == 0
+    found = json.loads(told)
+    worlds = {layout["layout"]["tp"] * layout["layout"]["dp"] * layout["layout"]["shard"] * layout["layout"]["pp"]
+              for layout in found["layouts"]}  # fmt: skip
+    assert worlds == {1, 2} and "rehearsed" in found["calibration"]
+    assert [x["seconds"] for x in found["layouts"]] == sorted(x["seconds"] for x in found["layouts"])
+    assert load_recipe(out, [], None).layout.world in (1, 2) and "layout" in tomllib.loads(out.read_text())
+    _, told, _ = command("plan", recipe, "--cluster", probe, "--json", "--gpus", 2, "--pin", "tp=2")
+    assert {x["layout"]["tp"] for x in json.loads(told)["layouts"]} == {2}
+    code, _, why = command("plan", "llama3-8b", "--cluster", probe, "--batch", 4, "--seq", 64)
+    assert code == 2 and "too many to rehearse" in why

@@ -1,0 +1,91 @@
+"""Planning for the machine at hand: ``weft plan`` and ``weft train`` on a cluster file that ``weft probe`` wrote."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from weft.errors import UsageError, WeftError
+from weft.planner.at_hand import Rehearsed, at_hand
+from weft.planner.engine import ENGINES
+from weft.planner.explain import recipe_tree
+from weft.planner.finalists import Final
+from weft.planner.local import Local
+from weft.planner.machine import Cluster
+from weft.planner.search import Found, Pin, search
+from weft.planner.shape import Shape
+from weft.recipe import Recipe, build_recipe
+
+#: Parameters times ranks beyond which rehearsals, which allocate what they compute on, would take long.
+LARGEST = 2e9
+
+
+def probed(cluster: Cluster) -> bool:
+    return bool(cluster.calibration.get("settings"))
+
+
+def search_here(
+    model: str, shape: Shape, cluster: Cluster, ranks: int | None, batch: int, seq: int, bits: int,
+    pins: Sequence[Pin], say: Callable[[str], None],
+) -> tuple[Found, list[Final], str]:  # fmt: skip
+    """The best layouts on the probed machine, of ``ranks`` or else of every number of ranks that was probed; the
+    search of the winner's number; and what the times rest on. ``model``: as ``weft plan`` takes it."""
+    if float(shape.parameters) * (ranks or cluster.count) > LARGEST:
+        raise UsageError(
+            f"{model} has {float(shape.parameters) / 1e9:.1f} B parameters: too many to rehearse on a CPU; plan for "
+            "GPUs, e.g. --cluster h100 --gpus 8"
+        )
+    local = Local.of(cluster.calibration)
+    counts = [ranks] if ranks else [n for n in local.settings if n <= cluster.count]
+    founds, refusal = [], None
+    for n in counts:
+        engine = replace(ENGINES["weft"], constant=local.setting(n).memory["plain"] / 2**30)
+        memory = (cluster.memory or 16) * cluster.count / n
+        share = {"memory": memory, "bf16": (cluster.bf16 or 0.05) / n, "hbm": (cluster.hbm or 20) / n}
+        mine = cluster.model_copy(update={"count": n, "per_node": min(n, cluster.per_node)} | share)
+        try:
+            founds.append(search(shape, mine, engine, batch, seq, bits, pins))
+        except UsageError as error:
+            refusal = error
+    if not founds:
+        raise refusal or UsageError("no number of ranks was probed; run weft probe again")
+    with _threads():
+        found, finals = at_hand(founds, local, lambda final: build_recipe(recipe_tree(final, model)), _rehearse, say)
+    told = " or ".join(map(str, counts))
+    rest = f"{len(finals)} layouts of {told} ranks rehearsed, timed with what weft probe measured here"
+    return found, finals, f"calibrated: {rest}"
+
+
+def _rehearse(recipe: Recipe) -> Rehearsed:
+    """Every rank's step, on the recipe's own first batch if its data is there."""
+    from weft.train.rehearse import every_rank, plain_batches
+    from weft.train.setup import model_shape, prepare
+
+    shape = model_shape(recipe)
+    batches: Any = plain_batches(recipe, shape)
+    if recipe.data.sources:
+        try:
+            job = prepare(recipe)
+        except WeftError:
+            pass  # whether the data is there is not what is asked
+        else:
+            shape = job.shape
+
+            def batches(mesh: Any) -> Any:
+                return job.loader(job.corpus.train, mesh).step(0) or []
+
+    return every_rank(recipe, shape, batches)
+
+
+class _threads:
+    """Rehearsals compute on one thread: their operators are counted, not timed."""
+
+    def __enter__(self) -> None:
+        import torch
+
+        self.before = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *error: object) -> None:
+        import torch
+
+        torch.set_num_threads(self.before)

@@ -1,0 +1,254 @@
+"""The ranks' programs of a rehearsed step against each other, on a clock in which busy ranks share the cores.
+
+Times are seconds, sizes bytes. What each piece costs is looked up in :mod:`weft.planner.local`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weft.layout.layout import Layout
+from weft.planner.links import Links
+from weft.planner.local import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Happening, Local, Seen, Setting
+
+#: What belongs to the update of the parameters.
+UPDATES = ("_fused_adamw_", "_foreach_mul_", "_foreach_norm", "linalg_vector_norm")
+
+
+@dataclass(frozen=True)
+class Do:
+    """A piece of a rank's program: ``cpu`` seconds of work, after ``key`` has happened, before ``wait`` seconds.
+
+    ``kind``: ``work``, ``meet`` (with ``members``), ``post`` or ``take`` a message.
+    """
+
+    kind: str
+    cpu: float
+    wait: float = 0.0
+    key: tuple[Any, ...] = ()
+    members: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Far:
+    """What slow links add: ``groups`` are those of the step that are as large, by size, and busy at the same time.
+
+    ``workers``: which worker each rank is. Curves know only the links between neighbours; here is what a ring over a
+    link takes that is much slower than the fastest.
+    """
+
+    links: Links
+    groups: Mapping[tuple[int, ...], np.ndarray]
+    workers: np.ndarray
+
+    @classmethod
+    def of(cls, links: Links, rehearsed: Sequence[Sequence[Happening]], workers: Sequence[int]) -> Far:
+        met = {
+            e.ranks for events in rehearsed for e in events if e.kind in ("collective", "later") and len(e.ranks) > 1
+        }
+        groups = {}
+        for ranks in met:
+            beside, taken = [ranks], set(ranks)
+            for other in sorted(met):
+                if len(other) == len(ranks) and not taken & set(other):
+                    beside.append(other)
+                    taken |= set(other)
+            groups[ranks] = np.array(beside)
+        return cls(links, groups, np.array(workers))
+
+    def collective(self, e: Happening) -> float:
+        if e.ranks not in self.groups:
+            return 0.0
+        speed, delay = (x[0] for x in self.links.pairs(self.workers[self.groups[e.ranks]], False))
+        if speed.min() >= self.links.shared:
+            return 0.0
+        n = len(e.ranks)
+        rounds = (2 if COLLECTIVES.get(e.name, "reduce") == "reduce" else 1) * (n - 1)
+        return float(rounds * (e.bytes / n / speed.min() + delay.max()))
+
+    def message(self, a: int, b: int, size: float) -> float:
+        speed, delay = self.links.pairs(self.workers[[[a, b]]], True)
+        return 0.0 if speed[0, 0] >= self.links.shared else float(size / speed[0, 0] + delay[0, 0])
+
+
+def program(rank: int, events: Sequence[Happening], clerk: Clerk, far: Far | None = None) -> list[Do]:
+    """What ``rank`` does in a step, with its costs."""
+    found: list[Do] = []
+    cpu = clerk.setting.overhead["step"]
+    met: dict[tuple[int, ...], int] = defaultdict(int)
+    sent: dict[tuple[int, ...], int] = defaultdict(int)
+    asked: dict[int, Do] = {}
+
+    def flush() -> None:
+        nonlocal cpu
+        if cpu:
+            found.append(Do("work", cpu))
+            cpu = 0.0
+
+    for e in events:
+        if e.kind == "op":
+            cpu += clerk.op(e)
+        elif e.kind == "later":
+            cpu += clerk.collective(e)[0]
+        elif e.kind == "collective":
+            flush()
+            work, wait = clerk.collective(e)
+            if far is not None:
+                wait = max(wait, far.collective(e) - work)
+            met[e.ranks] += 1
+            found.append(Do("meet", work, wait, (e.ranks, met[e.ranks]), e.ranks))
+        elif e.kind in ("send", "recv"):
+            peer, tag = e.ranks
+            ends = (rank, peer, tag) if e.kind == "send" else (peer, rank, tag)
+            sent[ends] += 1
+            work, wait = clerk.message(e.bytes)
+            if far is not None:
+                wait = max(wait, far.message(rank, peer, e.bytes))
+            cpu += clerk.setting.overhead["message"]
+            if e.kind == "send":
+                flush()
+                found.append(Do("post", work, wait, (*ends, sent[ends])))
+            else:
+                asked[e.number] = Do("take", work, 0.0, (*ends, sent[ends]))
+        elif e.kind == "wait" and e.name == "recv" and e.number in asked:
+            flush()
+            found.append(asked.pop(e.number))
+    flush()
+    return found
+
+
+def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> float:
+    """Seconds until all ranks are through, if those that are busy share the cores evenly.
+
+    :mod:`weft.schedule.simulate` has a device per rank and moves that cost no compute, and so no way to say this.
+    """
+    count = len(programs)
+    at, left = [0] * count, [0.0] * count
+    begun = [False] * count
+    until = [0.0] * count  # asleep before
+    arrived: dict[Any, set[int]] = defaultdict(set)
+    there: dict[Any, float] = {}  # messages, and when they arrive
+    now = 0.0
+    while True:
+        moved = True
+        while moved:
+            moved = False
+            for r in range(count):
+                while at[r] < len(programs[r]) and until[r] <= now and left[r] <= 0:
+                    do = programs[r][at[r]]
+                    if begun[r]:  # its work is done
+                        if do.kind == "post":
+                            there[do.key] = now + do.wait
+                        elif do.wait:
+                            until[r] = now + do.wait
+                        at[r], begun[r], moved = at[r] + 1, False, True
+                        continue
+                    if do.kind == "meet":
+                        if r not in arrived[do.key]:
+                            arrived[do.key].add(r)
+                            moved = True
+                        if len(arrived[do.key]) < len(do.members):
+                            break
+                    if do.kind == "take" and there.get(do.key, math.inf) > now + 1e-12:
+                        break
+                    begun[r], left[r], moved = True, max(do.cpu, 1e-12), True
+        busy = [r for r in range(count) if left[r] > 0]
+        if not busy and all(at[r] >= len(programs[r]) for r in range(count)):
+            return max([now, *until])
+        rate = min(1.0, cores / (threads * len(busy))) if busy else 1.0
+        ahead = [now + left[r] / rate for r in busy] + [t for t in until if t > now]
+        ahead += [t for t in there.values() if t > now + 1e-12]
+        if not ahead:
+            stuck = [(r, programs[r][at[r]]) for r in range(count) if at[r] < len(programs[r])]
+            raise ValueError(f"these ranks wait for each other: {stuck}")
+        then = min(ahead)
+        for r in busy:
+            left[r] -= (then - now) * rate
+            if left[r] < 1e-12:
+                left[r] = 0.0
+        now = then
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """``seconds`` of a step; ``memory``: peak resident bytes per rank; ``busy``: cpu seconds per rank.
+
+    ``parts``: seconds of the step by cause (a field of :class:`weft.planner.cost.Cost`); ``bubble`` is waiting.
+    """
+
+    seconds: float
+    memory: tuple[float, ...]
+    busy: tuple[float, ...]
+    parts: Mapping[str, float]
+
+
+def predict(local: Local, rehearsed: Sequence[Seen], layout: Layout, workers: Sequence[int] = ()) -> Prediction:
+    """From every rank's rehearsed step.
+
+    ``workers``: which of the probed machine's workers each rank is, if not the one of its number.
+    """
+    world = len(rehearsed)
+    setting, uneven = local.setting(world), local.uneven(world)
+    clerk = Clerk(setting)
+    far = Far.of(uneven, [seen.events for seen in rehearsed], workers or range(world)) if uneven else None
+    programs = [program(r, seen.events, clerk, far) for r, seen in enumerate(rehearsed)]
+    seconds = run(programs, local.cores, setting.threads)
+    busy = tuple(sum(do.cpu for do in p) for p in programs)
+    memory = tuple(resident(setting, seen.events, seen.peak) for seen in rehearsed)
+    parts: dict[str, float] = defaultdict(float)
+    side_by_side = max(1.0, min(world, local.cores / setting.threads))
+    for rank, seen in enumerate(rehearsed):
+        for cause, cpu, wait in spent(rank, seen.events, clerk, far, layout):
+            parts[cause] += cpu / side_by_side + wait / world
+    known = sum(parts.values())
+    if known > seconds:  # some waited while others worked
+        parts = defaultdict(float, {cause: s * seconds / known for cause, s in parts.items()})
+    return Prediction(seconds, memory, busy, parts | {"bubble": max(0.0, seconds - known)})
+
+
+def spent(
+    rank: int, events: Sequence[Happening], clerk: Clerk, far: Far | None, layout: Layout
+) -> list[tuple[str, float, float]]:
+    """``(cause, cpu seconds, seconds besides)`` of everything that ``rank`` does."""
+    found = [("other", clerk.setting.overhead["step"], 0.0)]
+    for e in events:
+        if e.kind == "op":
+            found.append(("optimizer" if e.name in UPDATES else "compute", clerk.op(e), 0.0))
+        elif e.kind in ("collective", "later"):
+            work, wait = clerk.collective(e)
+            wait = max(wait, far.collective(e) - work) if far else wait
+            found.append((axis_of(layout, e.ranks), work, wait if e.kind == "collective" else 0.0))
+        elif e.kind in ("send", "recv"):
+            work, wait = clerk.message(e.bytes)
+            if far and e.kind == "recv":
+                wait = max(wait, far.message(e.ranks[0], rank, e.bytes))
+            cause = axis_of(layout, (rank, e.ranks[0]))
+            found.append((cause, work + clerk.setting.overhead["message"], wait if e.kind == "recv" else 0.0))
+    return found
+
+
+def axis_of(layout: Layout, ranks: Sequence[int]) -> str:
+    """The field of :class:`weft.planner.cost.Cost` for traffic among ``ranks``: by the axes along which they lie."""
+    sizes = [layout.size(axis) for axis in layout.axis_order]
+    places = np.array(np.unravel_index(np.array(ranks, dtype=int), sizes))
+    along = {axis for axis, row in zip(layout.axis_order, places, strict=True) if len(set(row.tolist())) > 1}
+    if along & {"dp", "shard"}:
+        return "dp" if not along & {"tp", "pp"} else "other"
+    return along.pop() if len(along) == 1 else "other"
+
+
+def resident(setting: Setting, events: Sequence[Happening], peak: float) -> float:
+    """Most bytes resident of a rank whose tensors take ``peak`` bytes at most."""
+    known = setting.memory
+    uses = {
+        "sharded": any(e.name in SHARDED for e in events),
+        "functional": any(e.name in FUNCTIONAL and len(e.ranks) > 1 and e.bytes > 2**10 for e in events),
+        "message": any(e.kind == "send" for e in events),
+    }
+    return known["plain"] + known["per_byte"] * peak + sum(known.get(kind, 0.0) for kind, used in uses.items() if used)

@@ -1,0 +1,61 @@
+"""Links between workers as they were measured: what a transfer over several of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+#: A link that is slower than this share of the fastest is taken to be shared by all that cross there.
+SLOW = 0.1
+
+
+@dataclass(frozen=True)
+class Links:
+    """Seconds (``latency``) and bytes per second (``bandwidth``) of every ordered pair of workers, ``[n, n]``."""
+
+    latency: np.ndarray
+    bandwidth: np.ndarray
+
+    @classmethod
+    def of(cls, table: Mapping[str, Sequence[Sequence[float]]]) -> Links:
+        """From the ``calibration.links`` of a cluster file that ``weft probe`` has written."""
+        return cls(np.array(table["latency"], dtype=float), np.array(table["bandwidth"], dtype=float))
+
+    @classmethod
+    def sites(cls, sizes: Sequence[int], inside: tuple[float, float], between: tuple[float, float]) -> Links:
+        """Workers of several sites, in turn; ``(latency, bandwidth)`` ``inside`` of them and ``between``."""
+        site = np.repeat(np.arange(len(sizes)), sizes)
+        near = site[:, None] == site
+        latency, bandwidth = (np.where(near, a, b) for a, b in zip(inside, between, strict=True))
+        np.fill_diagonal(latency, 0.0)
+        return cls(latency, bandwidth)
+
+    def __len__(self) -> int:
+        return len(self.latency)
+
+    @property
+    def shared(self) -> float:
+        """Bytes per second below which a link counts as shared."""
+        return float(self.bandwidth.max()) * SLOW
+
+    @property
+    def uneven(self) -> bool:
+        """Whether it matters where a rank stands."""
+        apart = self.bandwidth[~np.eye(len(self), dtype=bool)]
+        return bool(len(apart) and apart.min() < self.shared)
+
+    def pairs(self, groups: np.ndarray, chain: bool) -> tuple[np.ndarray, np.ndarray]:
+        """``(bandwidth, latency)`` of the links of rings (or chains) over the rows of ``groups``, ``[groups, links]``.
+
+        All groups are busy at once: those that cross a shared link divide it among them.
+        """
+        ends = np.stack([groups, np.roll(groups, -1, 1)], -1)
+        if chain:
+            ends = ends[:, :-1]
+        speed = self.bandwidth[ends[..., 0], ends[..., 1]]
+        delay = self.latency[ends[..., 0], ends[..., 1]]
+        slow = speed < self.shared
+        both = 2 if groups.shape[1] == 2 and not chain else 1  # a ring of two uses its link both ways, which are two
+        return np.where(slow, speed / max(1.0, slow.sum() / both), speed), delay
