@@ -5,11 +5,12 @@ go round the ring. ``cp`` is Weft's static layout, which cuts rows of joined doc
 ``greedy`` and ``flexsp`` are ``layout.balance`` of it, with the same tokens per rank and pass. ``packing`` gives every
 rank whole rows, ``greedy-rows`` balances within the memory for that, which is that of the longest document.
 
-First every step is executed on four ranks whose compute and links sleep as long as an 8B model takes on devices of its
-own, ten times as fast, and simulated; then simulated on 64 ranks; then a small model is really trained by four ranks
-on the cores that there are. Then planning.
+First every step is executed on four, eight and sixteen ranks whose compute and links sleep as long as an 8B model takes
+on devices of its own, some times as fast, and simulated (ranks in step with each other, so that waits of static ``cp``
+come out up to a tenth too long); then a small model is really trained by four ranks on the cores that there are; then
+steps are simulated on 64 ranks, and planning is timed.
 
-    python bench/balance.py [--rounds 3] [--quick] [--json bench/results/balance.json]
+    python bench/balance.py [--rounds 3] [--quick] [--only slept4 slept8 ...] [--json bench/results/balance.json]
 """
 
 from __future__ import annotations
@@ -50,14 +51,31 @@ from weft.recipe import ModelShape, Train
 from weft.train.optim import build_optimizer
 from weft.train.step import train_step
 
-RANKS = 4
+RANKS = 4  # of those that train
 RESULTS = Path(__file__).parent / "results" / "balance.json"
 SHAPE = ModelShape(vocab=128_000, layers=32, embed=4096, heads=32, kv_heads=8, ffn=14_336)
 FLOPS = 400e12  # of a device, on this work
 #: Into and out of a device at once: NVLink, InfiniBand, 25 Gbit Ethernet.
 LINKS = {"400 GB/s": 400e9, "50 GB/s": 50e9, "3 GB/s": 3e9}
-FASTER = 10.0  # sleeps are so many times shorter
 SIDES = ("whole", "cp", "greedy", "flexsp", "packing", "greedy-rows")
+
+
+class Sleeping(NamedTuple):
+    """``faster``: sleeps are so many times shorter; more ranks need longer ones, as their own work is on few cores."""
+
+    ranks: int
+    seq_len: int
+    faster: float
+    sides: tuple[str, ...]
+    links: int  # so many of the fastest
+
+
+SLEEPING = {
+    "slept4": Sleeping(4, 131_072, 10, SIDES, 3),
+    "slept8": Sleeping(8, 131_072, 5, SIDES[1:4], 3),
+    "slept16": Sleeping(16, 262_144, 4, SIDES[1:3], 2),
+}
+PARTS = (*SLEEPING, "trained", "simulated", "planning")
 SMALL = ModelShape(vocab=1024, layers=2, embed=128, heads=4, kv_heads=2)
 
 
@@ -257,11 +275,11 @@ def one_pass(batch: Batch, attend: HybridAttention | Any, sleeper: Sleeper) -> N
 
 
 def one_whole_pass(batch: Batch, sleeper: Sleeper) -> None:
-    rank = dist.get_rank()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     sleeper.sleep(sleeper.speeds.linear * batch.tokens.numel())
-    for compute, link in whole_steps(batch, RANKS, sleeper.speeds):
+    for compute, link in whole_steps(batch, ranks, sleeper.speeds):
         begun, ours, theirs = time.perf_counter(), torch.zeros(1), torch.zeros(1)
-        ops = [dist.P2POp(dist.isend, ours, (rank + 1) % RANKS), dist.P2POp(dist.irecv, theirs, (rank - 1) % RANKS)]
+        ops = [dist.P2POp(dist.isend, ours, (rank + 1) % ranks), dist.P2POp(dist.irecv, theirs, (rank - 1) % ranks)]
         moves = dist.batch_isend_irecv(ops) if link else []
         sleeper.sleep(compute)
         for move in moves:
@@ -269,14 +287,14 @@ def one_whole_pass(batch: Batch, sleeper: Sleeper) -> None:
         _Link(begun + link).wait()
 
 
-def slept(job: Job, speeds: Speeds, rounds: int) -> dict[str, Any]:
+def slept(job: Job, speeds: Speeds, rounds: int, sides: Sequence[str]) -> dict[str, Any]:
     """Executed seconds and idle share of every side, with what is simulated for them."""
-    found: dict[str, Any] = {side: {"s": [], "idle": []} for side in SIDES}
-    todo = {}
-    for side in SIDES:
-        mesh = Mesh.create(layout_of(side, RANKS), "cpu")
+    found: dict[str, Any] = {side: {"s": [], "idle": []} for side in sides}
+    todo, ranks = {}, dist.get_world_size()
+    for side in sides:
+        mesh = Mesh.create(layout_of(side, ranks), "cpu")
         attend = HybridAttention(mesh, context_attention(mesh, SHAPE))
-        todo[side] = (batches_of(job, side, dist.get_rank(), RANKS, speeds.costs), attend)
+        todo[side] = (batches_of(job, side, dist.get_rank(), ranks, speeds.costs), attend)
     for _ in range(rounds):
         for side, (batches, attend) in todo.items():
             sleeper = Sleeper(speeds)
@@ -297,14 +315,14 @@ def slept(job: Job, speeds: Speeds, rounds: int) -> dict[str, Any]:
             for patch in patches:
                 patch.stop()
             dist.all_reduce(took, dist.ReduceOp.MAX)
-            busy = torch.tensor([sleeper.busy / RANKS])
+            busy = torch.tensor([sleeper.busy / ranks])
             dist.all_reduce(busy)
             found[side]["s"].append(took.item())
             found[side]["idle"].append(1 - busy.item() / took.item())
     for side, row in found.items():
         row |= {"s": statistics.median(row["s"]), "idle": statistics.median(row["idle"])}
         if dist.get_rank() == 0:
-            row["simulated_s"], row["simulated_idle"] = simulated(job, side, RANKS, speeds)
+            row["simulated_s"], row["simulated_idle"] = simulated(job, side, ranks, speeds)
     return ratios(found, "s")
 
 
@@ -356,7 +374,7 @@ def trained(job: Job, rounds: int) -> dict[str, Any]:
 # --- planning ---
 
 
-def planning() -> dict[str, Any]:
+def planning(quick: bool) -> dict[str, Any]:
     """Milliseconds to plan 1,024 documents on 64 ranks, and greedy plans against those of the integer program."""
     costs, took = Speeds.of(LINKS["50 GB/s"], 1).costs, []
     lengths = np.array(log_normal(524_288, 4).lengths[:1024])
@@ -365,8 +383,8 @@ def planning() -> dict[str, Any]:
         balanced("greedy", lengths, 8192, 64, costs)
         took.append(time.perf_counter() - begun)
     against, search = [], []
-    for seed in range(8):
-        for ranks, count in ((4, 48), (8, 64)):
+    for seed in range(1 if quick else 8):
+        for ranks, count in ((4, 12),) if quick else ((4, 48), (8, 64)):
             lengths = np.minimum(np.array(log_normal(131_072, 4, seed).lengths[:count]), 8192 * ranks)
             begun = time.perf_counter()
             oracle = max(finish(balanced("flexsp", lengths, 8192, ranks, costs), lengths, costs))
@@ -377,22 +395,25 @@ def planning() -> dict[str, Any]:
         "flexsp_s": statistics.median(search)}  # fmt: skip
 
 
-def on_rank(rank: int, store: str, quick: bool, rounds: int, path: str) -> None:
+def on_rank(rank: int, part: str, store: str, quick: bool, rounds: int, path: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    found: dict[str, Any] = {"slept": {}, "trained": {}}
-    faster = FASTER * (10 if quick else 1)
-    for name, make in JOBS.items():
-        for link, bandwidth in LINKS.items():
-            key = f"{name}, {link}"
-            found["slept"][key] = slept(make(131_072, 4), Speeds.of(bandwidth, faster), rounds)
+    sleeping = SLEEPING.get(part, Sleeping(RANKS, 0, 1.0, (), 0))
+    ranks = sleeping.ranks
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    found: dict[str, Any] = {}
+    for name, make in [*JOBS.items()][: 1 if quick else None]:
+        if part == "trained":
+            found[name] = trained(make(256, 2) if quick else make(2048, 4), rounds)
             if rank == 0:
-                show(f"{RANKS} ranks that sleep, {key}", found["slept"][key])
-    for name, make in JOBS.items():
-        found["trained"][name] = trained(make(512 if quick else 2048, 4), rounds)
-        if rank == 0:
-            show(f"{RANKS} ranks that train a small model, {name}", found["trained"][name])
+                show(f"{ranks} ranks that train a small model, {name}", found[name])
+            continue
+        for link, bandwidth in [*LINKS.items()][: 1 if quick else sleeping.links]:
+            key = f"{name}, {link}"
+            job = make(16_384, 2) if quick else make(sleeping.seq_len, 4)
+            found[key] = slept(job, Speeds.of(bandwidth, 8 if quick else sleeping.faster), rounds, sleeping.sides)
+            if rank == 0:
+                show(f"{ranks} ranks that sleep, {key}", found[key])
     if rank == 0:
         Path(path).write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -408,34 +429,47 @@ def show(title: str, table: dict[str, Any]) -> None:
         print(line, flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="short sleeps and rows, to see that everything runs")
-    parser.add_argument("--json", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    facts, rounds = machine(), 2 if options.quick else options.rounds
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/results.json"
-        mp.spawn(on_rank, (f"{folder}/store", options.quick, rounds, path), nprocs=RANKS)  # type: ignore[no-untyped-call]
-        found = json.loads(Path(path).read_text())
-    found["simulated"] = {}
-    ranks, seq_len = (8, 65_536) if options.quick else (64, 524_288)
-    for name, make in JOBS.items():
+def far(quick: bool) -> dict[str, Any]:
+    """Simulated steps on as many ranks as no machine here could let sleep."""
+    found, (ranks, seq_len) = {}, (8, 32_768) if quick else (64, 524_288)
+    for name, make in [*JOBS.items()][: 1 if quick else None]:
         for link, bandwidth in [*LINKS.items()][:2]:  # so many ranks do not hang on Ethernet
             table = {}
             for side in SIDES[:3]:  # the integer program takes minutes on so many ranks
                 seconds, idle = simulated(make(seq_len, 4), side, ranks, Speeds.of(bandwidth, 1))
                 table[side] = {"simulated_s": seconds, "simulated_idle": idle}
-            found["simulated"][f"{name}, {link}"] = ratios(table, "simulated_s")
+            found[f"{name}, {link}"] = ratios(table, "simulated_s")
             show(f"{ranks} ranks, simulated, {name}, {link}", table)
-    found["planning"] = planning()
-    p = found["planning"]
-    print(f"\nplanning 1,024 documents on 64 ranks: {p['ms']:.1f} ms (least {p['least_ms']:.1f})")
-    print("greedy over flexsp, by the model of costs:", {k: round(v, 3) for k, v in p["greedy_over_flexsp"].items()})
-    results = {"machine": facts, "rounds": rounds} | found
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=2) + "\n")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="short sleeps and rows, to see that everything runs")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the other figures stay as they are")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    rounds = 2 if options.quick else options.rounds
+    found: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
+    found |= {"machine": machine(), "rounds": rounds}
+    for part in options.only:
+        if part == "simulated":
+            found[part] = far(options.quick)
+        elif part == "planning":
+            found[part] = p = planning(options.quick)
+            print(f"\nplanning 1,024 documents on 64 ranks: {p['ms']:.1f} ms (least {p['least_ms']:.1f})")
+            print(
+                "greedy over flexsp, by the model of costs:",
+                {k: round(v, 3) for k, v in p["greedy_over_flexsp"].items()},
+            )
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                path, ranks = f"{folder}/results.json", SLEEPING[part].ranks if part in SLEEPING else RANKS
+                mp.spawn(on_rank, (part, f"{folder}/store", options.quick, rounds, path), nprocs=ranks)  # type: ignore[no-untyped-call]
+                found[part] = json.loads(Path(path).read_text())
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
     print(f"\nwritten to {options.json}")
 
 

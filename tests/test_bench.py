@@ -35,3 +35,20 @@ def test_pipeline(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     assert all(row["ratio"] > 0 for table in found["steps"].values() for name, row in table.items() if name != "weft")
     assert all(row["deviation"] > -0.01 for row in found["simulated"].values())  # nothing ends before it can
+
+
+@pytest.mark.slow
+def test_balance(tmp_path: Path) -> None:
+    """Every side trains the same (asserted there), static context parallelism waits, and plans by length hardly do."""
+    script, path = Path(__file__).parents[1] / "bench" / "balance.py", tmp_path / "balance.json"
+    command = [sys.executable, str(script), "--quick", "--json", str(path), "--only"]
+    done = subprocess.run(
+        [*command, "slept4", "trained", "simulated", "planning"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    for part in ("slept4", "simulated"):
+        for table in found[part].values():
+            assert table["cp"]["simulated_ratio"] > 1 and table["greedy"]["simulated_idle"] < 0.2
+            assert all(row["ratio"] > 0 for row in table.values())
+    assert found["trained"] and found["planning"]["greedy_over_flexsp"]["worst"] < 1.2

@@ -142,7 +142,7 @@ def test_train_report_generate_resume(tiny: str, tmp_path: Path) -> None:
     again = weft("generate", "--checkpoint", "hf", "--prompt", "abc", "--tokens", "4", "--temperature", "0")
     assert again.stdout == text.stdout
     (tmp_path / "prompt.txt").write_text("abc")
-    words = ["generate", "--checkpoint", "hf", "--prompt-file", "prompt.txt", "--tokens", "4", "--temperature", "0"]
+    words = ["generate", "--checkpoint", "run", "--prompt-file", "prompt.txt", "--tokens", "4", "--temperature", "0"]
     spread = weft(*words, "--layout", "cp=2")
     assert "abc" + spread.stdout == text.stdout and "3 tokens of prompt over 2 ranks" in spread.stderr, spread.stderr
 
