@@ -103,8 +103,8 @@ def _cause(name: str, first: Final, other: Final, more: bool) -> str:
         return f"{what} travel to the host at {machine.host / 1e9:.0f} GB/s and back"
     if name == "dp":
         if a.secondary and not b.secondary and b.zero >= 3 and a.microbatches == b.microbatches:
-            far = f"across {border} ({domain:.0f} devices)"
-            return f"backward gathers parameters {far} instead of among {a.secondary:.0f} neighbours"
+            where = f"across {border} ({domain:.0f} devices)"
+            return f"backward gathers parameters {where} instead of among {a.secondary:.0f} neighbours"
         if b.zero >= 3 > a.zero:
             return "parameters are gathered again in every pass"
         if b.pp * b.tp < a.pp * a.tp:

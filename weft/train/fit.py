@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.data.batch import Batch
+from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import padded_length
@@ -101,8 +102,11 @@ class _Counted(Batch):
 def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
     """One step of ``rank`` under the recipe's layout; ``shape``: the model with its vocabulary.
 
-    Replicas hold the same, so ``dp`` counts as two at most; of many microbatches, as many as fill a pipeline.
+    Replicas hold the same, so ``dp`` counts as two at most; of many microbatches, as many as fill a pipeline. Raises
+    :class:`UsageError` for what is offloaded.
     """
+    if recipe.train.offload != "none":
+        raise UsageError(f"train.offload = {recipe.train.offload!r}: without memory, host and device are one")
     layout = recipe.layout.model_copy(update={"dp": min(recipe.layout.dp, 2)})
     ledger = _Ledger()
     with ExitStack() as stack:
