@@ -49,49 +49,34 @@ def be_rank(layout: str, out: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from weft.cli.launch import set_threads
-    from weft.cli.train import join
-    from weft.layout.mesh import Mesh
-    from weft.parallel.build import local_parts, parallelize
-    from weft.planner.probe import peak_memory
+    from weft.cli.trial import steps as trained
+    from weft.layout.mesh import from_all
+    from weft.observe.flops import peak_resident
     from weft.recipe import load_recipe
-    from weft.train.optim import build_optimizer
-    from weft.train.setup import prepare
-    from weft.train.step import train_step
 
     recipe = load_recipe(RECIPE, [], layout)
-    set_threads(0, recipe.layout.world)
-    join("cpu", 120)
-    mesh = Mesh.create(recipe.layout, "cpu")
-    job = prepare(recipe)
-    model = parallelize(job.shape, mesh, recipe.train, None, recipe.data.seq_len)
-    parts = local_parts(model, mesh)
-    optimizer = build_optimizer(parts, recipe.optimizer)
-    loader = job.loader(job.corpus.train, mesh)
-    cores = len(os.sched_getaffinity(0))
+    cores, world = len(os.sched_getaffinity(0)), recipe.layout.world
     # Seconds, the share of the cores that others had, and processor seconds of a rank.
     steps: list[tuple[float, float, float]] = []
     begun = time.monotonic()
-    for number in range(1000):
-        before = time.perf_counter(), time.process_time(), busy_seconds()
-        batches = loader.step(number * recipe.train.batch) or []
-        train_step(model, parts, batches, optimizer, mesh, lr=1e-3, clip=1.0)
+    before = time.perf_counter(), time.process_time(), busy_seconds()
+    for _ in trained(recipe):
         after = time.perf_counter(), time.process_time(), busy_seconds()
         seconds = after[0] - before[0]
         mine = torch.tensor([after[1] - before[1], seconds])
-        if recipe.layout.world > 1:
+        if world > 1:
             dist.all_reduce(mine)
         others = (after[2] - before[2] - float(mine[0])) / seconds / cores
-        steps.append((float(mine[1]) / recipe.layout.world, others, float(mine[0]) / recipe.layout.world))
+        steps.append((float(mine[1]) / world, others, float(mine[0]) / world))
         good = sum(step[1] < OTHERS for step in steps[WARM:])
         stop = torch.tensor(float(good >= ENOUGH or time.monotonic() - begun > LIMIT_S))
-        if recipe.layout.world > 1:
+        if world > 1:
             dist.broadcast(stop, 0)
         if stop:
             break
-    peaks: list[Any] = [None] * recipe.layout.world
-    dist.all_gather_object(peaks, peak_memory())
-    if mesh.is_main:
+        before = time.perf_counter(), time.process_time(), busy_seconds()
+    peaks = from_all(peak_resident())
+    if dist.get_rank() == 0:
         out.write_text(json.dumps({"steps": steps[WARM:], "memory": peaks}))
     dist.barrier()
     dist.destroy_process_group()

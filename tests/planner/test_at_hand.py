@@ -73,6 +73,7 @@ def test_a_slow_link_costs_what_crosses_it_and_the_order_avoids_it() -> None:
     assert placed(layout, seen, None) == ("", [])
 
 
+@pytest.mark.slow
 def test_plan_of_a_probed_machine(tmp_path: Path, command: Callable[..., tuple[int, str, str]]) -> None:
     """All numbers of ranks are compared, the recipe that comes out trains, and demands are kept."""
     settings = {}
@@ -98,5 +99,8 @@ def test_plan_of_a_probed_machine(tmp_path: Path, command: Callable[..., tuple[i
     assert load_recipe(out, [], None).layout.world in (1, 2) and "layout" in tomllib.loads(out.read_text())
     _, told, _ = command("plan", recipe, "--cluster", probe, "--json", "--gpus", 2, "--pin", "tp=2")
     assert {x["layout"]["tp"] for x in json.loads(told)["layouts"]} == {2}
+    _, told, _ = command("plan", recipe, "--cluster", probe, "--json", "--top", 30, "--probe", 2)
+    tried = json.loads(told)["probes"]
+    assert len(tried) == 2 and 0 < tried[0]["seconds"] <= tried[1]["seconds"] and tried[0]["memory"] > 10**8
     code, _, why = command("plan", "llama3-8b", "--cluster", probe, "--batch", 4, "--seq", 64)
     assert code == 2 and "too many to rehearse" in why

@@ -30,6 +30,7 @@ Resume = Annotated[
     str | None, typer.Option(metavar="auto|DIR|s3://...", help="Continue a run or checkpoint, under any layout.")
 ]
 _ranks = "Ranks for a recipe without a layout, which the planner then chooses; else one per GPU, or one."
+_probe_file = "From weft probe: the planner chooses by it, and also how many ranks."
 _ms = "{} of a microbatch on a rank, all its stages."
 _types = typer.Option("--types", help="Type-check the step instead: no devices, any world size.")
 
@@ -56,11 +57,12 @@ def train(
     out: RunFolder = None,
     resume: Resume = None,
     ranks: Annotated[int | None, typer.Option(min=1, help=_ranks)] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="FILE", help=_probe_file)] = None,
 ) -> int:
     """Train a model. Starts one process per rank, or joins those of torchrun or Slurm."""
     from weft.cli.train import run
 
-    return run(recipe, layout, overrides or [], out, resume, ranks)
+    return run(recipe, layout, overrides or [], out, resume, ranks, cluster)
 
 
 @app.command()

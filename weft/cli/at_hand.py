@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError
 from weft.planner.at_hand import Rehearsed, at_hand
+from weft.planner.choose import BITS, Choice, demands, laid, settled
 from weft.planner.engine import ENGINES
-from weft.planner.explain import recipe_tree
 from weft.planner.finalists import Final
 from weft.planner.local import Local
 from weft.planner.machine import Cluster
 from weft.planner.search import Found, Pin, search
-from weft.planner.shape import Shape
-from weft.recipe import Recipe, build_recipe
+from weft.planner.shape import Shape, shape_of, vocab_of
+from weft.recipe import Recipe
+from weft.train.setup import model_shape
 
 #: Parameters times ranks beyond which rehearsals, which allocate what they compute on, would take long.
 LARGEST = 2e9
@@ -24,14 +24,14 @@ def probed(cluster: Cluster) -> bool:
 
 
 def search_here(
-    model: str, shape: Shape, cluster: Cluster, ranks: int | None, batch: int, seq: int, bits: int,
-    pins: Sequence[Pin], say: Callable[[str], None],
+    recipe_of: Callable[[Final], Recipe], shape: Shape, cluster: Cluster, ranks: int | None, batch: int, seq: int,
+    bits: int, pins: Sequence[Pin], say: Callable[[str], None],
 ) -> tuple[Found, list[Final], str]:  # fmt: skip
     """The best layouts on the probed machine, of ``ranks`` or else of every number of ranks that was probed; the
-    search of the winner's number; and what the times rest on. ``model``: as ``weft plan`` takes it."""
+    search of the winner's number; and what was compared. ``recipe_of``: what a layout is rehearsed with."""
     if float(shape.parameters) * (ranks or cluster.count) > LARGEST:
         raise UsageError(
-            f"{model} has {float(shape.parameters) / 1e9:.1f} B parameters: too many to rehearse on a CPU; plan for "
+            f"the model has {float(shape.parameters) / 1e9:.1f} B parameters: too many to rehearse on a CPU; plan for "
             "GPUs, e.g. --cluster h100 --gpus 8"
         )
     local = Local.of(cluster.calibration)
@@ -49,31 +49,27 @@ def search_here(
     if not founds:
         raise refusal or UsageError("no number of ranks was probed; run weft probe again")
     with _threads():
-        found, finals = at_hand(founds, local, lambda final: build_recipe(recipe_tree(final, model)), _rehearse, say)
-    told = " or ".join(map(str, counts))
-    rest = f"{len(finals)} layouts of {told} ranks rehearsed, timed with what weft probe measured here"
-    return found, finals, f"calibrated: {rest}"
+        found, finals = at_hand(founds, local, recipe_of, _rehearse, say)
+    return found, finals, f"of {len(finals)} rehearsed layouts of {' or '.join(map(str, counts))} ranks"
+
+
+def choose_here(recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callable[[str], None]) -> Choice:
+    """The fastest layout for ``recipe`` on the probed machine; what its ``[train]`` section says stays."""
+    train = recipe.train
+    shape = shape_of(model_shape(recipe), vocab_of(recipe))
+    _, finals, among = search_here(
+        lambda final: laid(recipe, final)[0], shape, cluster, ranks, train.batch, recipe.data.seq_len,
+        BITS[train.dtype], demands(recipe, cluster), say,
+    )  # fmt: skip
+    return settled(recipe, finals, among)
 
 
 def _rehearse(recipe: Recipe) -> Rehearsed:
     """Every rank's step, on the recipe's own first batch if its data is there."""
-    from weft.train.rehearse import every_rank, plain_batches
-    from weft.train.setup import model_shape, prepare
+    from weft.train.rehearse import batches_of, every_rank
 
-    shape = model_shape(recipe)
-    batches: Any = plain_batches(recipe, shape)
-    if recipe.data.sources:
-        try:
-            job = prepare(recipe)
-        except WeftError:
-            pass  # whether the data is there is not what is asked
-        else:
-            shape = job.shape
-
-            def batches(mesh: Any) -> Any:
-                return job.loader(job.corpus.train, mesh).step(0) or []
-
-    return every_rank(recipe, shape, batches)
+    shape, batches = batches_of(recipe)
+    return every_rank(recipe, shape, lambda mesh: batches(mesh, 0))
 
 
 class _threads:

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 import statistics
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
+    from weft.cli.trial import Measured
     from weft.planner.finalists import Final
 
 
@@ -49,6 +51,7 @@ _COLOURS = {
 #: Devices with published runs among those.
 _MEASURED = ("A100", "H100", "B200", "GB200")
 _check = "Run a step of our own modules on tensors without memory for the first K: what they hold."
+_probe = "Really run the first K on this machine for some steps each; the fastest measured one is taken."
 _calibration = typer.Option(metavar="FILE", help="Factors from weft plan calibrate; presets without it.")
 
 
@@ -70,6 +73,7 @@ def search(
         Path | None, typer.Option(metavar="FILE", help="Write a page: times, memory, timeline, why.")
     ] = None,
     check: Annotated[int, typer.Option(min=0, metavar="K", help=_check)] = 0,
+    probe: Annotated[int, typer.Option(min=0, metavar="K", help=_probe)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time (this is what ``weft plan MODEL`` does)."""
@@ -77,11 +81,11 @@ def search(
     from weft.errors import UsageError, nearest
     from weft.planner import search as searching
     from weft.planner.engine import ENGINES
-    from weft.planner.explain import record
+    from weft.planner.explain import recipe_tree, record
     from weft.planner.finalists import finalists
     from weft.planner.machine import load_cluster
     from weft.planner.shape import load_shape
-    from weft.recipe import load_recipe
+    from weft.recipe import build_recipe, load_recipe
 
     gc.set_threshold(200_000)  # a simulation makes many small objects; looking for circles among them takes a quarter
     bits = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
@@ -102,12 +106,19 @@ def search(
     here = probed(machines)
     if here:
         with Console(stderr=True).status("rehearsing") as status:
-            found, finals, error = search_here(
-                model, shape, machines, gpus, batch, seq, bits[precision], pins, status.update
-            )
+            found, finals, compared = search_here(
+                lambda final: build_recipe(recipe_tree(final, model)), shape, machines, gpus, batch, seq,
+                bits[precision], pins, status.update,
+            )  # fmt: skip
+        error = f"calibrated: the best {compared}, timed with what weft probe measured here"
     else:
         found = searching.search(shape, machines, ENGINES[engine], batch, seq, bits[precision], pins)
         finals = finalists(found, max(top, FINALISTS), vocabulary=engine == "weft")
+    if probe:
+        finals, tried = _tried(finals, model, probe)
+        error += f"; the first {len(tried)} were run here"
+    else:
+        tried = []
     if recipe is not None:
         _write_recipe(finals[0], model, recipe)
     earned = machines.device.upper().startswith(_MEASURED)
@@ -130,7 +141,8 @@ def search(
         print(json.dumps({"candidates": found.count, "fitting": len(found.order), "finalists": len(finals),
                           "calibration": error, "layouts": [record(final) for final in finals[:top]],
                           "rejected": [str(line) for line in found.rejected(top)], "refused": refused,
-                          "checks": [vars(done) for done in checks]}))  # fmt: skip
+                          "checks": [vars(done) for done in checks],
+                          "probes": [vars(done) for done in tried]}))  # fmt: skip
         return 0
     console = Console(highlight=False, soft_wrap=True)
     console.print(
@@ -153,6 +165,10 @@ def search(
         + " GiB on the fullest rank of 1"
     )
     say(f"error   {error}")
+    for rank, (final, ran) in enumerate(zip(finals, tried, strict=False), 1):
+        off = final.seconds / ran.seconds - 1 if ran.seconds else 0.0
+        say(f"probe   {rank}: " + (ran.reason or f"{ran.seconds:.3g} s measured, predicted {off:+.0%}; "
+                                    f"{ran.memory / 2**30:.3g} GiB, predicted {final.gib:.3g}"))  # fmt: skip
     for rank, done in enumerate(checks, 1):
         say(f"check   {rank}: {done}")
     for line in found.rejected(3):
@@ -161,6 +177,37 @@ def search(
         if path is not None:
             say(f"{name:<7} {path}")
     return 0
+
+
+def _tried(finals: "list[Final]", model: str, count: int) -> "tuple[list[Final], list[Measured]]":
+    """The first ``count`` run for real: those that ran by their measured time, the others behind; and what was found.
+
+    What did not run comes after what did, in the order predicted.
+    """
+    import tempfile
+
+    import torch
+
+    from weft.cli.trial import Measured, trial
+    from weft.errors import UsageError
+    from weft.planner.explain import recipe_tree, title, toml
+
+    gpus = torch.cuda.device_count()
+    here = gpus or 4 * (os.cpu_count() or 1)
+    if large := next((f for f in finals[:count] if f.plan.world > here), None):
+        raise UsageError(
+            f"--probe runs layouts on this machine, which has {gpus or os.cpu_count()} {'GPUs' if gpus else 'cores'}; "
+            f"{title(large)} has {large.plan.world:.0f} ranks: leave it out, or give --gpus {gpus or os.cpu_count()}"
+        )
+    found: list[tuple[Final, Measured]] = []
+    with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("") as status:
+        for n, final in enumerate(finals[:count], 1):
+            status.update(f"running {title(final)} ({n} of {min(count, len(finals))})")
+            path = Path(folder) / f"{n}.toml"
+            path.write_text(toml(recipe_tree(final, model)))
+            found.append((final, trial(path, int(final.plan.world))))
+    found.sort(key=lambda pair: pair[1].seconds or math.inf)
+    return [final for final, _ in found] + finals[count:], [done for _, done in found]
 
 
 #: Ranks in a fake process group: beyond, making the groups takes longer than anybody waits.

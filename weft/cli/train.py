@@ -13,13 +13,16 @@ from weft.recipe import Recipe, load_recipe
 
 
 def run(
-    path: Path, layout: str | None, overrides: list[str], out: Path | None, resume: str | None, ranks: int | None = None
-) -> int:
+    path: Path, layout: str | None, overrides: list[str], out: Path | None, resume: str | None,
+    ranks: int | None = None, cluster: str | None = None,
+) -> int:  # fmt: skip
     recipe = load_recipe(path, overrides, layout)
     argv = sys.argv[1:]
     if "layout" not in recipe.model_fields_set:
-        recipe, more = planned(recipe, ranks)
+        recipe, more = planned(recipe, ranks, cluster)
         argv += more
+    elif cluster is not None and not in_ranks():
+        raise UsageError("--cluster is for a recipe without a layout, which the planner then chooses; leave out one")
     elif ranks is not None and ranks != recipe.layout.world:
         raise UsageError(
             f"--ranks {ranks}, but layout {recipe.layout} has {recipe.layout.world}; leave out one of them, or write "
@@ -35,11 +38,14 @@ def run(
     return be_rank(recipe, out, resume)
 
 
-def planned(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list[str]]:
+def planned(recipe: Recipe, ranks: int | None, cluster: str | None = None) -> tuple[Recipe, list[str]]:
     """A recipe that names no layout, with the planner's; and the same for the command lines of its ranks.
 
-    Its ranks are those that were started, else ``ranks``, else one per GPU; on a CPU alone it stays one.
+    Its ranks are those that were started, else ``ranks``, else one per GPU; on a CPU alone it stays one, unless
+    ``cluster`` is a file from ``weft probe``, which knows what several would take.
     """
+    if cluster is not None:
+        return probed_choice(recipe, ranks, cluster)
     import psutil
     import torch
 
@@ -61,6 +67,24 @@ def planned(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list[str]]:
     choice = choose(recipe, model_shape(recipe), local_cluster(device, memory, world, local))
     if not started or os.environ["RANK"] == "0":
         print(choice.line, flush=True)
+    return choice.recipe, list(choice.overrides)
+
+
+def probed_choice(recipe: Recipe, ranks: int | None, file: str) -> tuple[Recipe, list[str]]:
+    """As :func:`planned`, from rehearsals on the machine that ``file`` describes."""
+    from weft.cli.at_hand import choose_here, probed
+    from weft.planner.machine import load_cluster
+
+    cluster = load_cluster(file, ranks)
+    if not probed(cluster):
+        raise UsageError(f"--cluster {file} is not from weft probe; leave it out, or run: weft probe --out probe.toml")
+    if in_ranks():
+        raise UsageError(
+            "--cluster plans before ranks are started; write the layout first: weft plan ... --recipe FILE"
+        )
+    with Console(stderr=True).status("rehearsing layouts") as status:
+        choice = choose_here(recipe, cluster, ranks, status.update)
+    print(choice.line, flush=True)
     return choice.recipe, list(choice.overrides)
 
 

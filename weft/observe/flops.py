@@ -1,8 +1,10 @@
 """What a step costs and what the device could do: the two sides of model flops utilisation (MFU)."""
 
+import contextlib
 import re
 import resource
 import sys
+from pathlib import Path
 
 import torch
 from torch.utils.benchmark import Timer
@@ -75,5 +77,13 @@ def memory_gib(device: torch.device) -> float:
     """Peak memory of this rank in GiB: what the CUDA allocator has handed out, else the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    return peak_resident() / 2**30
+
+
+def peak_resident() -> int:
+    """Most bytes that this process has had resident."""
+    with contextlib.suppress(OSError):  # ru_maxrss starts at what the process that started this one had
+        if found := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+            return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,13 +1,15 @@
 """The planner's first choice for a recipe that names no layout."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.planner.cost import OFFLOAD, RECOMPUTE
-from weft.planner.engine import ENGINES
+from weft.planner.engine import ENGINES, Engine
 from weft.planner.explain import layout_tree, title, verdict
-from weft.planner.finalists import finalists
+from weft.planner.finalists import Final, finalists
 from weft.planner.machine import DEVICES, Cluster, find_device
 from weft.planner.search import Pin, search
 from weft.planner.shape import shape_of, vocab_of
@@ -36,30 +38,47 @@ def local_cluster(device: str, memory: float, world: int, per_node: int) -> Clus
     return Cluster(device=name, count=world, per_node=per_node, domain=per_node, memory=memory / 1e9)
 
 
-def choose(recipe: Recipe, model: ModelShape, cluster: Cluster) -> Choice:
-    """Plan ``recipe`` for ``cluster``; what its ``[train]`` section says stays. ``model``: its shape, looked up.
-
-    Deterministic, so that every rank comes to the same layout by itself. Raises :class:`UsageError` if none fits.
-    """
+def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
+    """What the ``[train]`` section of ``recipe`` says, as pins."""
     train = recipe.train
     pins = [Pin.parse(f"{name}={getattr(train, name)}") for name in ("micro_batch", "recompute")
             if name in train.model_fields_set and getattr(train, name) is not None]  # fmt: skip
     if train.offload != "none" and cluster.machine().host_memory:  # on a CPU, device and host are one
         pins.append(Pin.parse(f"offload={train.offload}"))
+    return pins
+
+
+def choose(recipe: Recipe, model: ModelShape, cluster: Cluster, engine: Engine = ENGINES["weft"]) -> Choice:
+    """Plan ``recipe`` for ``cluster``; what its ``[train]`` section says stays. ``model``: its shape, looked up.
+
+    Deterministic, so that every rank comes to the same layout by itself. Raises :class:`UsageError` if none fits.
+    """
+    train = recipe.train
     shape = shape_of(model, vocab_of(recipe))
     try:
-        found = search(shape, cluster, ENGINES["weft"], train.batch, recipe.data.seq_len, BITS[train.dtype], pins)
+        found = search(shape, cluster, engine, train.batch, recipe.data.seq_len, BITS[train.dtype],
+                       demands(recipe, cluster))  # fmt: skip
     except UsageError as error:
         raise UsageError(f"no layout for {cluster.count} ranks: {error}; or name one: --layout dp=N") from None
     finals = finalists(found, 5, vocabulary=True)
-    first = finals[0]
-    layout = Layout.model_validate(layout_tree(first))
-    new = {"micro_batch": int(first.plan.micro_batch), "recompute": RECOMPUTE[int(first.plan.recompute)]}
-    new |= {"offload": OFFLOAD[int(first.plan.offload)]} if first.plan.offload else {}
-    planned = recipe.model_copy(update={"layout": layout, "train": train.model_copy(update=new)})
-    text = ",".join(f"{name}={value}" for name, value in layout if value != Layout.model_fields[name].default)
+    return settled(recipe, finals, f"of {len(found.order):,} that fit {cluster.count} ranks")
+
+
+def laid(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
+    """``recipe`` under the layout of ``final``, and what that sets in its ``[train]`` section."""
+    plan = final.plan
+    new: dict[str, Any] = {"micro_batch": int(plan.micro_batch), "recompute": RECOMPUTE[int(plan.recompute)]}
+    new |= {"offload": OFFLOAD[int(plan.offload)]} if plan.offload else {}
+    layout = Layout.model_validate(layout_tree(final))
+    return recipe.model_copy(update={"layout": layout, "train": recipe.train.model_copy(update=new)}), new
+
+
+def settled(recipe: Recipe, finals: Sequence[Final], among: str) -> Choice:
+    """The first of ``finals`` for ``recipe``; ``among`` how many."""
+    planned, new = laid(recipe, finals[0])
+    text = ",".join(f"{k}={v}" for k, v in planned.layout if v != Layout.model_fields[k].default) or "dp=1"
     overrides = ("--layout", text, *(word for k, v in new.items() for word in ("--set", f"train.{k}={v}")))
-    line = f"layout  {title(first)}: the planner's choice of {len(found.order):,} that fit {cluster.count} ranks"
+    line = f"layout  {title(finals[0])}: the planner's choice {among}"
     if len(finals) > 1:
-        line += f" ({verdict(first, finals[1])})"
+        line += f" ({verdict(finals[0], finals[1])})"
     return Choice(planned, overrides, f"{line}; to pin another: --layout {text}")

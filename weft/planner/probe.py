@@ -10,9 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-import resource
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from weft.layout.tensors import tensors_in
+from weft.observe.flops import peak_resident
 from weft.planner.local import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Happening, Setting
 
 aten = torch.ops.aten
@@ -357,33 +356,27 @@ def empty_memory(reference: Sized, join: Callable[[], None], world: int) -> dict
     found: dict[str, float] = {}
     if world == 1:
         small = reference("dp=1", "small", True).peak
-        first = peak_memory()
+        first = peak_resident()
         per_byte = (peak_of(reference, "dp=1", "large", True) - first) / (reference("dp=1", "large", True).peak - small)
         found = {"plain": first - max(1.0, per_byte) * small, "per_byte": max(1.0, per_byte)}
     join()
     if world > 1:
         tensors = reference(f"tp={world}", "small", False).peak
-        found = {"peak": float(peak_memory()), "tensors": float(tensors)}
+        found = {"peak": float(peak_resident()), "tensors": float(tensors)}
         for kind, axis in (("sharded", "shard"), ("message", "pp")):
-            before = peak_memory()
+            before = peak_resident()
             found[kind] = float(peak_of(reference, f"{axis}={world}", "small", False) - before)
     return found
 
 
 def peak_of(reference: Sized, layout: str, size: str, alone: bool) -> int:
     reference(layout, size, alone)
-    return peak_memory()
+    return peak_resident()
 
 
 def cores_here() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def peak_memory() -> int:
-    """Most bytes that this process has had resident."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def cluster(settings: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:

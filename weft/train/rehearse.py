@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.data.batch import Batch
+from weft.data.loader import Loader
+from weft.errors import WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import padded_length
@@ -30,6 +32,7 @@ from weft.layout.tensors import tensors_in
 from weft.parallel.build import local_parts, parallelize
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.train.optim import build_optimizer
+from weft.train.setup import model_shape, prepare
 from weft.train.step import clear_gradients, clipped, gradients, update
 
 
@@ -326,6 +329,26 @@ def plain_batches(recipe: Recipe, shape: ModelShape) -> Callable[[Mesh], list[Ba
         return [Batch(ids % shape.vocab, ids % shape.vocab, ids % length, edges) for _ in range(passes)]
 
     return make
+
+
+def batches_of(recipe: Recipe) -> tuple[ModelShape, Callable[[Mesh, int], Sequence[Batch]]]:
+    """The model's shape, and what makes the batches of a step: the recipe's data, plain rows where it has none."""
+    shape = model_shape(recipe)
+    if recipe.data.sources:
+        try:
+            job = prepare(recipe)
+        except WeftError:
+            pass  # whether the data is there is not what is asked
+        else:
+            loaders: list[Loader] = []  # made once the mesh is there
+
+            def real(mesh: Mesh, step: int) -> Sequence[Batch]:
+                loaders[:] = loaders or [job.loader(job.corpus.train, mesh)]
+                return loaders[0].step(step * recipe.train.batch) or []
+
+            return job.shape, real
+    plain = plain_batches(recipe, shape)
+    return shape, lambda mesh, step: plain(mesh)
 
 
 def reference(layout: str, size: str, alone: bool = True) -> Rehearsal:
