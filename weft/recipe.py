@@ -17,6 +17,8 @@ from weft.layout.layout import Layout
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 
+#: Where runs go, each in a folder of its own.
+RUNS = Path("runs")
 #: As ``checkpoint.levels.to``: a folder of this host's memory.
 MEMORY = "memory"
 

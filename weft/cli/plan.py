@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from weft.cli.trial import Measured
     from weft.planner.finalists import Final
+    from weft.planner.own import Own
 
 
 class _Group(TyperGroup):
@@ -51,6 +52,7 @@ _COLOURS = {
 #: Devices with published runs among those.
 _MEASURED = ("A100", "H100", "B200", "GB200")
 _check = "Run a step of our own modules on tensors without memory for the first K: what they hold."
+_own = "Rows that runs appended, or factors from weft plan calibrate; runs/measured.csv if it is there."
 _probe = "Really run the first K on this machine for some steps each; the fastest measured one is taken."
 _calibration = typer.Option(metavar="FILE", help="Factors from weft plan calibrate; presets without it.")
 
@@ -73,6 +75,7 @@ def search(
         Path | None, typer.Option(metavar="FILE", help="Write a page: times, memory, timeline, why.")
     ] = None,
     check: Annotated[int, typer.Option(min=0, metavar="K", help=_check)] = 0,
+    calibration: Annotated[Path | None, typer.Option(metavar="FILE", help=_own)] = None,
     probe: Annotated[int, typer.Option(min=0, metavar="K", help=_probe)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
@@ -103,7 +106,7 @@ def search(
     pins = [searching.Pin.parse(text) for text in pin or []]
     machines = load_cluster(cluster, gpus)
     shape = load_shape(model)
-    here = probed(machines)
+    here, runs = probed(machines), None
     if here:
         with Console(stderr=True).status("rehearsing") as status:
             found, finals, compared = search_here(
@@ -112,7 +115,9 @@ def search(
             )  # fmt: skip
         error = f"calibrated: the best {compared}, timed with what weft probe measured here"
     else:
-        found = searching.search(shape, machines, ENGINES[engine], batch, seq, bits[precision], pins)
+        runs = _own_runs(calibration, machines.device, bits[precision], engine)
+        constants = runs.engine if runs else ENGINES[engine]
+        found = searching.search(shape, machines, constants, batch, seq, bits[precision], pins)
         finals = finalists(found, max(top, FINALISTS), vocabulary=engine == "weft")
     if probe:
         finals, tried = _tried(finals, model, probe)
@@ -122,7 +127,9 @@ def search(
     if recipe is not None:
         _write_recipe(finals[0], model, recipe)
     earned = machines.device.upper().startswith(_MEASURED)
-    if not here:
+    if runs is not None:
+        error = runs.told
+    elif not here:
         error = (
             f"presets, not calibrated: times within {_BAND} % for nine published runs in ten"
             if earned
@@ -132,8 +139,8 @@ def search(
     if html is not None:
         from weft.planner.page import Question, write_page
 
-        told = Question(model, where, batch, seq, precision, engine, error[:1].upper() + error[1:] + ".",
-                        _BAND if earned else None)  # fmt: skip
+        band = round(runs.error) if runs and math.isfinite(runs.error) else _BAND if earned else None
+        told = Question(model, where, batch, seq, precision, engine, error[:1].upper() + error[1:] + ".", band)
         write_page(html, told, found, finals, max(top, 8))
     checks = [_rehearsed(final, model) for final in finals[:check]]
     if as_json:
@@ -177,6 +184,19 @@ def search(
         if path is not None:
             say(f"{name:<7} {path}")
     return 0
+
+
+def _own_runs(path: Path | None, device: str, bits: int, engine: str) -> "Own | None":
+    """What calibrates a plan for ``device``: the file that is given, or the runs of this folder."""
+    from weft.planner.engine import ENGINES
+    from weft.planner.machine import find_device
+    from weft.planner.own import FILE, calibrated, own_runs
+    from weft.recipe import RUNS
+
+    name = find_device(device).name
+    if path is not None:
+        return calibrated(path, name, bits, ENGINES[engine])
+    return own_runs(RUNS / FILE, name, bits) if engine == "weft" else None
 
 
 def _tried(finals: "list[Final]", model: str, count: int) -> "tuple[list[Final], list[Measured]]":

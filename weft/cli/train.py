@@ -9,7 +9,7 @@ from rich.console import Console
 
 from weft.cli.launch import in_ranks, init_ranks, launch, set_threads
 from weft.errors import UsageError, WeftError
-from weft.recipe import Recipe, load_recipe
+from weft.recipe import RUNS, Recipe, load_recipe
 
 
 def run(
@@ -49,7 +49,9 @@ def planned(recipe: Recipe, ranks: int | None, cluster: str | None = None) -> tu
     import psutil
     import torch
 
-    from weft.planner.choose import choose, local_cluster
+    from weft.planner.choose import BITS, choose, local_cluster
+    from weft.planner.engine import ENGINES
+    from weft.planner.own import FILE, own_runs
     from weft.train.setup import device_type, model_shape
 
     started = in_ranks()
@@ -64,7 +66,12 @@ def planned(recipe: Recipe, ranks: int | None, cluster: str | None = None) -> tu
         device, memory = torch.cuda.get_device_name(0), float(torch.cuda.get_device_properties(0).total_memory)
     else:
         device, memory = "CPU", psutil.virtual_memory().total / local
-    choice = choose(recipe, model_shape(recipe), local_cluster(device, memory, world, local))
+    cluster_here = local_cluster(device, memory, world, local)
+    # Ranks that were started elsewhere must all come to the same layout, whatever files each of them sees.
+    own = None if started else own_runs(RUNS / FILE, cluster_here.device, BITS[recipe.train.dtype])
+    choice = choose(recipe, model_shape(recipe), cluster_here, own.engine if own else ENGINES["weft"])
+    if own:
+        print(f"planner {own.told}")
     if not started or os.environ["RANK"] == "0":
         print(choice.line, flush=True)
     return choice.recipe, list(choice.overrides)
@@ -131,6 +138,8 @@ def join(device: str, timeout: int) -> None:
 
 
 def _conclude(recipe: Recipe, outcome, report: Path) -> None:  # type: ignore[no-untyped-def]
+    from weft.planner.own import append
+
     say = Console(highlight=False, soft_wrap=True).print
     if outcome.interrupted:
         name = signal.Signals(outcome.interrupted).name
@@ -143,3 +152,5 @@ def _conclude(recipe: Recipe, outcome, report: Path) -> None:  # type: ignore[no
 
         say_sample(outcome.checkpoint, recipe.generate)
     say(f"checkpoint  {outcome.checkpoint}\nreport      {report}")
+    if measured := append(outcome.run):
+        say(f"measured    {measured}: what the planner learns from")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.errors import UsageError, WeftError
-from weft.planner.cost import Plan
+from weft.planner.cost import CONTEXT, OFFLOAD, SCHEDULES, Plan
 from weft.planner.engine import CONSTANTS, ENGINES, Engine
 from weft.planner.machine import Machine, find_device, machine_of
 from weft.planner.shape import Shape, find_shape
@@ -79,6 +79,8 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
 def family_of(framework: str, sharding: str, device_peak: float, attention: str) -> str:
     """Class of a program from what it is called and does."""
     name = framework.lower()
+    if name.startswith("weft"):
+        return "weft"
     if "maxtext" in name or "jax" in name or "xla" in name:
         return "xla"
     if "torchtitan" in name or "compile" in name or "fms" in name:
@@ -171,6 +173,10 @@ def parse(r: dict[str, str]) -> Row:
     if not recompute:
         assumed.append("recompute=none")
     schedule = next((i for name, i in _SCHEDULES.items() if name in f"{framework} {notes}".lower()), 0)
+    said = dict(re.findall(r"(\w+)=([\w-]+)", notes)) if family == "weft" else {}  # as weft.planner.own writes it
+    schedule = SCHEDULES.index(said["schedule"]) if said.get("schedule") in SCHEDULES else schedule
+    part = re.search(r"shard=(\d+)", sharding)  # copies of sharded groups
+    shard = min(float(part[1]), data) if part else data if zero == 3 else 1.0
     virtual = number("vpp", 1)
     if schedule >= 2:
         virtual = 1
@@ -178,8 +184,8 @@ def parse(r: dict[str, str]) -> Row:
         virtual = 2
         assumed.append("virtual=2")
     plan = Plan(
-        dp=1 if zero == 3 else data,
-        shard=data if zero == 3 else 1,
+        dp=data / shard,
+        shard=shard,
         zero=zero,
         tp=tp,
         cp=cp,
@@ -193,6 +199,8 @@ def parse(r: dict[str, str]) -> Row:
         recompute=2 if "full" in recompute else 1 if "selective" in recompute else 0,
         bits=bits,
         frozen=int("lora" in notes.lower()),
+        context=CONTEXT.index(said["context"]) if said.get("context") in CONTEXT else 0,
+        offload=OFFLOAD.index(said["offload"]) if said.get("offload") in OFFLOAD else 0,
     )
     per_node = int(number("gpus_per_node", 8))
     domain = device.domain if per_node < device.domain and device.domain > 8 else per_node

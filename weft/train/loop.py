@@ -32,7 +32,7 @@ from weft.observe.flops import flops_per_token, memory_gib, parameter_count, pea
 from weft.observe.metrics import FILE, Metrics
 from weft.observe.split import Split, profile_step, trace
 from weft.parallel.build import LocalPart, local_parts, parallelize
-from weft.recipe import Recipe
+from weft.recipe import RUNS, Recipe
 from weft.train.later import PostValidation
 from weft.train.optim import build_optimizer, learning_rate
 from weft.train.setup import Job
@@ -99,7 +99,7 @@ def choose_run(job: Job, out: Path | None, resume: str | None) -> tuple[Path, li
 
 
 def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path, list[str]]:
-    folder = Path("runs") / recipe.name
+    folder = RUNS / recipe.name
     if resume and resume != "auto":
         candidates(resume)
         path = Path(resume)
