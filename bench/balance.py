@@ -6,9 +6,8 @@ go round the ring. ``cp`` is Weft's static layout, which cuts rows of joined doc
 rank whole rows, ``greedy-rows`` balances within the memory for that, which is that of the longest document.
 
 First every step is executed on four, eight and sixteen ranks whose compute and links sleep as long as an 8B model takes
-on devices of its own, some times as fast, and simulated (ranks in step with each other, so that waits of static ``cp``
-come out up to a tenth too long); then a small model is really trained by four ranks on the cores that there are; then
-steps are simulated on 64 ranks, and planning is timed.
+on devices of its own, some times as fast, and simulated; then a small model is really trained by four ranks on the
+cores that there are; then steps are simulated on 64 ranks, and planning is timed.
 
     python bench/balance.py [--rounds 3] [--quick] [--only slept4 slept8 ...] [--json bench/results/balance.json]
 """
@@ -158,30 +157,34 @@ def area(segments: Sequence[Segment]) -> float:
     return sum((s.q1 - s.q0) * (s.k1 - s.k0) / (2 if s.causal else 1) for s in segments)
 
 
-def attention_time(batch: Batch, ranks: int, speeds: Speeds) -> tuple[float, list[float]]:
-    """Simulated seconds of a pass' attention, ranks in step with each other, and what each of them computes."""
+def attend_from(batch: Batch, ranks: int, speeds: Speeds, start: list[float]) -> tuple[list[float], list[float]]:
+    """When the ranks of a pass, ready at ``start``, are done with its attention, and what each of them computes.
+
+    A rank begins a step when its last one is done and what that one waited for is there; nobody waits for all.
+    """
     cu = tuple(batch.cu_seqlens.tolist())
     if ranks == 1:
         alone = sum(n * n / 2 for n in np.diff(cu).tolist()) * (speeds.forward + speeds.backward)
-        return alone, [alone]
+        return [start[0] + alone], [alone]
     table = build("zigzag", ranks)
     lengths = batch.group.lengths if batch.group else (batch.tokens.shape[1] // 2,) * (2 * ranks)
     trip = Trip(table, cu, lengths, range(ranks), 0)
-    total, busy = 0.0, [0.0] * ranks
+    clock, busy = [*start], [0.0] * ranks
     for score, kinds in ((speeds.forward, ("kv",)), (speeds.backward, ("kv", "dkv"))):
         for step in range(-1, trip.steps + 1):
             links: dict[tuple[int, bool], float] = defaultdict(float)
+            begun = [*clock]
             for _, move in trip.table.moves_at.get(step, ()):
                 if move.kind in kinds:
                     for end in ((move.source, False), (move.target, True)):
                         links[end] += speeds.moved(move.kind, trip.tokens(move.block))
-            work = [
-                score * sum(area(p.segments) for t in trip.table.at.get((step, r), ()) for p in trip.work[t.q, t.k])
-                for r in range(ranks)
-            ]
-            total += max(*work, *links.values(), 0.0)
-            busy = [b + w for b, w in zip(busy, work, strict=True)]
-    return total, busy
+                    begun[move.target] = max(begun[move.target], clock[move.source])
+            for r in range(ranks):
+                tiles = trip.table.at.get((step, r), ())
+                work = score * sum(area(p.segments) for t in tiles for p in trip.work[t.q, t.k])
+                clock[r] = max(clock[r] + work, clock[r] + links[r, False], begun[r] + links[r, True])
+                busy[r] += work
+    return clock, busy
 
 
 def whole_steps(batch: Batch, ranks: int, speeds: Speeds) -> list[tuple[float, float]]:
@@ -209,15 +212,15 @@ def simulated(job: Job, side: str, ranks: int, speeds: Speeds, step: int = 0) ->
             peers = peers_of(batch, rank)
             if any(at[r] == len(todo[r]) or peers_of(todo[r][at[r]], r) != peers for r in peers):
                 continue
+            linear = speeds.linear * batch.tokens.numel()
             if side == "whole":
                 pairs = whole_steps(batch, ranks, speeds)
-                took, work = sum(max(pair) for pair in pairs), [sum(pair[0] for pair in pairs)] * ranks
+                work = [sum(pair[0] for pair in pairs)] * ranks
+                ends = [max(clock) + linear / 3 + sum(max(pair) for pair in pairs)] * ranks
             else:
-                took, work = attention_time(batch, len(peers), speeds)
-            linear = speeds.linear * batch.tokens.numel()
-            end = max(clock[r] for r in peers) + linear + took
-            for r, seconds in zip(peers, work, strict=True):
-                clock[r], busy[r], at[r] = end, busy[r] + linear + seconds, at[r] + 1
+                ends, work = attend_from(batch, len(peers), speeds, [clock[r] + linear / 3 for r in peers])
+            for r, end, seconds in zip(peers, ends, work, strict=True):
+                clock[r], busy[r], at[r] = end + 2 * linear / 3, busy[r] + linear + seconds, at[r] + 1
     return max(clock), 1 - sum(busy) / ranks / max(clock)
 
 
