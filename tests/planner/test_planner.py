@@ -17,7 +17,7 @@ from weft.planner.calibrate import PRIORS, apply, calibrate, fit, held_out, pred
 from weft.planner.cost import SCHEDULES, Cost, Plan, axis, gather, step_time
 from weft.planner.engine import CONSTANTS, ENGINES, Engine, stack
 from weft.planner.evaluate import error, fits, regrets
-from weft.planner.machine import CLUSTERS, DEVICES, find_device, load_cluster, machine_of
+from weft.planner.machine import CLUSTERS, DEVICES, Cluster, find_device, load_cluster, machine_of
 from weft.planner.memory import in_flight, peak_memory
 from weft.planner.rows import Row, parse, read_rows
 from weft.planner.search import USABLE, Found, Pin, search
@@ -434,3 +434,19 @@ def test_plan_writes_a_recipe_that_loads(weft: Any, tmp_path: Path) -> None:
     assert code == 2 and "SwiGLU only" in err
     code, _, err = weft("llama3-8b", "--cluster", "h100", "--batch", 32, "--seq", 8192)
     assert code == 2 and "give --gpus" in err
+
+
+def test_of_two_sites_the_cheaper_axis_crosses_the_slow_link() -> None:
+    """Long steps and a small model: gradients cross once. Large and short: activations do."""
+    two = Cluster(device="H100-80GB", count=128, site=64, between=0.125, between_latency=2000)
+    weft = ENGINES["weft"]
+    small = search(load_shape("llama3-8b"), two, weft, 4096, 4096, pins=[Pin.parse("pp>=2")])
+    first = small.plan(int(small.order[0]))
+    assert (first.outer, first.dp) == (1, 2)
+    inward = replace(first, outer=0.0)
+    shape, machine = small.shape, small.machine
+    assert step_time(shape, machine, inward, weft).total > 1.2 * step_time(shape, machine, first, weft).total
+    large = search(load_shape("llama3-70b"), two, weft, 512, 4096)
+    assert (large.plan(int(large.order[0])).pp, large.plan(int(large.order[0])).dp) == (2, 1)
+    one = Cluster(device="H100-80GB", count=128)
+    assert not np.any(search(load_shape("llama3-8b"), one, weft, 4096, 4096).plans.outer)

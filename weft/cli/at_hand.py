@@ -19,10 +19,6 @@ from weft.train.setup import model_shape
 LARGEST = 2e9
 
 
-def probed(cluster: Cluster) -> bool:
-    return bool(cluster.calibration.get("settings"))
-
-
 def search_here(
     recipe_of: Callable[[Final], Recipe], shape: Shape, cluster: Cluster, ranks: int | None, batch: int, seq: int,
     bits: int, pins: Sequence[Pin], say: Callable[[str], None],

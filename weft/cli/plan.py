@@ -80,7 +80,6 @@ def search(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time (this is what ``weft plan MODEL`` does)."""
-    from weft.cli.at_hand import probed, search_here
     from weft.errors import UsageError, nearest
     from weft.planner import search as searching
     from weft.planner.engine import ENGINES
@@ -106,8 +105,10 @@ def search(
     pins = [searching.Pin.parse(text) for text in pin or []]
     machines = load_cluster(cluster, gpus)
     shape = load_shape(model)
-    here, runs = probed(machines), None
+    here, runs = machines.probed, None
     if here:
+        from weft.cli.at_hand import search_here
+
         with Console(stderr=True).status("rehearsing") as status:
             found, finals, compared = search_here(
                 lambda final: build_recipe(recipe_tree(final, model)), shape, machines, gpus, batch, seq,

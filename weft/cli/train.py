@@ -79,11 +79,11 @@ def planned(recipe: Recipe, ranks: int | None, cluster: str | None = None) -> tu
 
 def probed_choice(recipe: Recipe, ranks: int | None, file: str) -> tuple[Recipe, list[str]]:
     """As :func:`planned`, from rehearsals on the machine that ``file`` describes."""
-    from weft.cli.at_hand import choose_here, probed
+    from weft.cli.at_hand import choose_here
     from weft.planner.machine import load_cluster
 
     cluster = load_cluster(file, ranks)
-    if not probed(cluster):
+    if not cluster.probed:
         raise UsageError(f"--cluster {file} is not from weft probe; leave it out, or run: weft probe --out probe.toml")
     if in_ranks():
         raise UsageError(

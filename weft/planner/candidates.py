@@ -112,6 +112,9 @@ class Rules:
         sharding = [(data, 1, 0)] if data == 1 else [(1, data, 1), (1, data, 3)]
         if 1 < inside < data and data % inside == 0:
             sharding.append((data // inside, inside, 3))
+        sites = self.count // int(min(self.machine.site, self.count))
+        if 1 < sites < data and data % sites == 0 and (sites, data // sites, 3) not in sharding:
+            sharding.append((sites, data // sites, 3))  # a copy on every site
         experts = [e for e in divisors(int(self.shape.experts or 1), ranks) if ranks % e == 0]
         for b in micro:
             schedules = _schedules(pp, share // b, int(self.shape.layers))

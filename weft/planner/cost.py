@@ -40,7 +40,8 @@ class Plan:
     ``ep`` divides ``dp * shard``: experts live on the ranks of other axes. ``secondary``: the ranks over which ZeRO-3
     keeps parameters cut until backward, if not all (ZeRO++ hpZ). ``schedule``, ``recompute``, ``context`` and
     ``offload`` are indices into the tables above; ``bits``: of the products. ``batch`` and ``micro_batch`` count
-    sequences of ``seq`` tokens. ``frozen`` 1: only adapters are trained, weights get no gradient (LoRA, 2106.09685).
+    sequences of ``seq`` tokens. ``outer`` 1: copies (``dp``) are further apart than pipeline ranks, instead of the
+    other way about. ``frozen`` 1: only adapters are trained, weights get no gradient (LoRA, 2106.09685).
     """
 
     dp: Num = 1
@@ -61,6 +62,7 @@ class Plan:
     frozen: Num = 0
     secondary: Num = 0
     offload: Num = 0
+    outer: Num = 0
 
     @property
     def state_ranks(self) -> Num:
@@ -252,7 +254,11 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     selective = np.where(engine.flash > 0, (1 - 0.5 * engine.products) * matmuls + pointwise, attention)
     again = again + (plan.recompute == 1) * selective
     head = 3 * product(tokens, shape.vocab / tp, shape.embed) + 30 * tokens * shape.vocab / tp / memory
-    pair, _, start = axis(machine, engine, plan.world / plan.pp, np.minimum(plan.pp, 2))
+    stride = plan.world / plan.pp / np.where(plan.outer > 0, plan.dp, 1)
+    pair, _, start = axis(machine, engine, stride, np.minimum(plan.pp, 2))
+    leaves = stride * plan.pp > machine.site  # one of the hops does, and every microbatch waits for it
+    pair = np.where(leaves, np.minimum(pair, machine.between * engine.network), pair)
+    start = start + leaves * engine.latency * machine.between_latency
     pair = np.minimum(pair, machine.link * engine.link)
     hop = hidden / tp / pair + start  # every tp rank sends its part
     return Passes(
@@ -277,7 +283,7 @@ def gradients(
     # Copies of sharded groups (HSDP): gathers stay inside a group, gradients cross to the copies once per step.
     inner = plan.state_ranks
     link_in = axis(machine, engine, tp, inner)
-    apart = axis(machine, engine, tp * inner, plan.dp)
+    apart = axis(machine, engine, tp * inner * np.where(plan.outer > 0, plan.pp, 1), plan.dp)
     across = reduce(plan.dp, engine.gradient * own / inner, apart, parts) * (plan.shard > 1)
     units = np.maximum(1, layers)
     fetch3 = gather(inner, 2 * own, link_in, units)

@@ -253,7 +253,8 @@ def layout_tree(final: Final) -> dict[str, Any]:
         layout["schedule"] = SCHEDULES[int(plan.schedule)]
         layout |= {"virtual": int(plan.virtual)} if plan.virtual > 1 else {}
         layout |= {"vocab_barriers": final.barriers} if final.barriers else {}
-    layout |= {"order": final.order} if final.order else {}
+    order = final.order or ("dp pp shard cp tp" if plan.outer else "")
+    layout |= {"order": " ".join(axis for axis in order.split() if layout[axis] > 1)} if order else {}
     return layout
 
 

@@ -133,6 +133,11 @@ class Cluster(Section):
         find_device(self.device, self.memory)
         return self
 
+    @property
+    def probed(self) -> bool:
+        """Whether ``weft probe`` has measured it."""
+        return bool(self.calibration.get("settings"))
+
     def machine(self, bits: Num = 16) -> "Machine":
         """The numbers that the cost model reads, for products of so many ``bits``."""
         return machine_of(

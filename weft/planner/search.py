@@ -157,6 +157,8 @@ def describe(plan: Plan) -> str:
         parts.append(tell("schedule", plan.schedule) + (f" v={plan.virtual:.0f}" if plan.virtual > 1 else ""))
     parts = parts or ["one rank"]
     parts.append(f"micro_batch={plan.micro_batch:.0f}")
+    if plan.outer:
+        parts.append("dp over the sites")
     if plan.recompute:
         parts.append(f"recompute={tell('recompute', plan.recompute)}")
     if plan.offload:
@@ -239,6 +241,11 @@ def _scored(
     """The plans in the columns of ``table`` (rows: :data:`CHOSEN`), their time and memory."""
     plans = Plan(**dict(zip(CHOSEN, table, strict=True)), **total)
     cost = step_time(shape, machine, plans, engine)
+    turning = (plans.pp > 1) & (plans.dp > 1)
+    if turning.any() and machine.site < np.max(plans.world):  # which of the two crosses between the sites
+        turned = step_time(shape, machine, replace(plans, outer=1.0 * turning), engine)
+        plans = replace(plans, outer=1.0 * (turned.total < 0.999 * cost.total))
+        cost = step_time(shape, machine, plans, engine)
     if plans.offload.any():
         one = passes(shape, machine, plans, engine)
         cost = with_host(cost, shape, machine, plans, engine, one, most_layers(shape, plans.pp))
