@@ -1,17 +1,13 @@
 """Data parallelism on FSDP2: replicas (``dp``), sharded state (``shard`` and ``cp``), ZeRO stages as a table."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
+from weft.parallel.near import near_groups
 from weft.recipe import Train
 
 
@@ -42,7 +38,7 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train) -> None:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     away = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if train.offloads_state else OffloadPolicy()
     after: bool | int = mesh.layout.secondary or not STAGES[mesh.layout.zero].keep_parameters
-    with _near_groups(mesh):
+    with near_groups(mesh):
         for block in model.blocks.values():
             fully_shard(block, mesh=data_mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=away)
     # The root group (embedding, norm, head) is needed at both ends of a pass: it stays gathered in between.
@@ -51,21 +47,6 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo knows as well
-
-
-@contextmanager
-def _near_groups(mesh: Mesh) -> Iterator[None]:
-    """Have FSDP2 keep parameters over the groups of ``mesh.near_mesh`` where it is told a number of ranks.
-
-    By itself it makes new process groups for every block, and of the ranks of one data mesh only: ranks of ``tp`` and
-    ``pp`` would not agree on them.
-    """
-    if mesh.near_mesh is None:
-        yield
-        return
-    near = HSDPMeshInfo(mesh.near_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    with mock.patch.object(fsdp, "_get_post_forward_mesh_info", lambda after, over: near):
-        yield
 
 
 def begin_pass(model: Transformer, mesh: Mesh, last: bool) -> None:
