@@ -53,7 +53,7 @@ _COLOURS = {
 _MEASURED = ("A100", "H100", "B200", "GB200")
 _check = "Run a step of our own modules on tensors without memory for the first K: what they hold."
 _own = "Rows that runs appended, or factors from weft plan calibrate; runs/measured.csv if it is there."
-_probe = "Really run the first K on this machine for some steps each; the fastest measured one is taken."
+_probe = "Really run K of the best on this machine for some steps each; the others' times are moved accordingly."
 _calibration = typer.Option(metavar="FILE", help="Factors from weft plan calibrate; presets without it.")
 
 
@@ -83,7 +83,7 @@ def search(
     from weft.errors import UsageError, nearest
     from weft.planner import search as searching
     from weft.planner.engine import ENGINES
-    from weft.planner.explain import recipe_tree, record
+    from weft.planner.explain import layout_tree, recipe_tree, record, title
     from weft.planner.finalists import finalists
     from weft.planner.machine import load_cluster
     from weft.planner.shape import load_shape
@@ -122,7 +122,7 @@ def search(
         finals = finalists(found, max(top, FINALISTS), vocabulary=engine == "weft")
     if probe:
         finals, tried = _tried(finals, model, probe)
-        error += f"; the first {len(tried)} were run here"
+        error += f"; {len(tried)} were run here, and the others moved as these were off"
     else:
         tried = []
     if recipe is not None:
@@ -146,11 +146,11 @@ def search(
     checks = [_rehearsed(final, model) for final in finals[:check]]
     if as_json:
         refused = [vars(rule) for rule in found.refused]
+        probes = [{"layout": layout_tree(f), "predicted_s": f.seconds} | vars(ran) for f, ran in tried]
         print(json.dumps({"candidates": found.count, "fitting": len(found.order), "finalists": len(finals),
                           "calibration": error, "layouts": [record(final) for final in finals[:top]],
                           "rejected": [str(line) for line in found.rejected(top)], "refused": refused,
-                          "checks": [vars(done) for done in checks],
-                          "probes": [vars(done) for done in tried]}))  # fmt: skip
+                          "checks": [vars(done) for done in checks], "probes": probes}))  # fmt: skip
         return 0
     console = Console(highlight=False, soft_wrap=True)
     console.print(
@@ -173,10 +173,10 @@ def search(
         + " GiB on the fullest rank of 1"
     )
     say(f"error   {error}")
-    for rank, (final, ran) in enumerate(zip(finals, tried, strict=False), 1):
+    for final, ran in tried:
         off = final.seconds / ran.seconds - 1 if ran.seconds else 0.0
-        say(f"probe   {rank}: " + (ran.reason or f"{ran.seconds:.3g} s measured, predicted {off:+.0%}; "
-                                    f"{ran.memory / 2**30:.3g} GiB, predicted {final.gib:.3g}"))  # fmt: skip
+        what = f"{ran.seconds:.3g} s measured, predicted {off:+.0%}; {ran.memory / 2**30:.3g} GiB ({final.gib:.3g})"
+        say(f"probe   {title(final)}: {ran.reason or what}")
     for rank, done in enumerate(checks, 1):
         say(f"check   {rank}: {done}")
     for line in found.rejected(3):
@@ -200,35 +200,45 @@ def _own_runs(path: Path | None, device: str, bits: int, engine: str) -> "Own | 
     return own_runs(RUNS / FILE, name, bits) if engine == "weft" else None
 
 
-def _tried(finals: "list[Final]", model: str, count: int) -> "tuple[list[Final], list[Measured]]":
-    """The first ``count`` run for real: those that ran by their measured time, the others behind; and what was found.
+def _tried(finals: "list[Final]", model: str, count: int) -> "tuple[list[Final], list[tuple[Final, Measured]]]":
+    """Some of ``finals`` run for real: all by time, with what that told; and every trial, with what was predicted.
 
-    What did not run comes after what did, in the order predicted.
+    The best of every number of ranks are tried first; if another comes first by what they told, it is tried as well.
     """
     import tempfile
 
     import torch
 
     from weft.cli.trial import Measured, trial
-    from weft.errors import UsageError
+    from weft.errors import UsageError, WeftError
+    from weft.planner.at_hand import anchored, to_try
     from weft.planner.explain import recipe_tree, title, toml
 
     gpus = torch.cuda.device_count()
     here = gpus or 4 * (os.cpu_count() or 1)
-    if large := next((f for f in finals[:count] if f.plan.world > here), None):
+    if large := next((f for f in to_try(finals, count) if f.plan.world > here), None):
         raise UsageError(
             f"--probe runs layouts on this machine, which has {gpus or os.cpu_count()} {'GPUs' if gpus else 'cores'}; "
             f"{title(large)} has {large.plan.world:.0f} ranks: leave it out, or give --gpus {gpus or os.cpu_count()}"
         )
     found: list[tuple[Final, Measured]] = []
+    waiting, ranked = to_try(finals, count), list(finals)
     with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("") as status:
-        for n, final in enumerate(finals[:count], 1):
-            status.update(f"running {title(final)} ({n} of {min(count, len(finals))})")
-            path = Path(folder) / f"{n}.toml"
+        while waiting:
+            final = waiting.pop(0)
+            status.update(f"running {title(final)} ({len(found) + 1} of {len(found) + 1 + len(waiting)})")
+            path = Path(folder) / f"{len(found)}.toml"
             path.write_text(toml(recipe_tree(final, model)))
             found.append((final, trial(path, int(final.plan.world))))
-    found.sort(key=lambda pair: pair[1].seconds or math.inf)
-    return [final for final, _ in found] + finals[count:], [done for _, done in found]
+            failed = [f for f, done in found if not done.seconds]
+            kept = [f for f in finals if all(f is not x for x in failed)]
+            ranked = anchored(kept, [(f, done.seconds) for f, done in found if done.seconds])
+            if not waiting and ranked and len(found) < 2 * count:  # what comes first now is to have run, too
+                first = next((f for f in kept if f.plan == ranked[0].plan and f.order == ranked[0].order), None)
+                waiting = [first] if first is not None and all(first is not f for f, _ in found) else []
+    if not ranked:
+        raise WeftError(f"none of the {len(found)} layouts that were tried ran: {found[0][1].reason}")
+    return ranked, found
 
 
 #: Ranks in a fake process group: beyond, making the groups takes longer than anybody waits.

@@ -111,3 +111,35 @@ def at_hand(
     fit = [(final, found) for final, found in judged if final.fits] or judged
     fit.sort(key=lambda pair: pair[0].seconds)
     return fit[0][1], [final for final, _ in fit]
+
+
+def to_try(finals: Sequence[Final], count: int) -> list[Final]:
+    """What to run for ``count`` trials: the best of every number of ranks, then the best of all."""
+    firsts: dict[float, Final] = {}
+    for final in finals:
+        firsts.setdefault(float(final.plan.world), final)
+    chosen = sorted(firsts.values(), key=lambda final: final.seconds)[:count]
+    return chosen + [final for final in finals if final not in chosen][: count - len(chosen)]
+
+
+def anchored(finals: Sequence[Final], measured: Sequence[tuple[Final, float]]) -> list[Final]:
+    """All of ``finals`` by time: those that ran with the seconds ``measured``, the others moved as those were.
+
+    The speed of a machine that others use too wanders, and a probe knows it as it was: layouts of as many ranks are off
+    by about as much. So each is moved by the ratio of those that ran (the mean of their logarithms), of all of them if
+    none has as many ranks.
+    """
+    ran = {id(final): seconds for final, seconds in measured}
+    off: dict[float, list[float]] = {}
+    for final, seconds in measured:
+        for world in (0.0, float(final.plan.world)):
+            off.setdefault(world, []).append(float(np.log(seconds / final.seconds)))
+
+    def moved(final: Final) -> Final:
+        ratio = float(np.exp(np.mean(off.get(float(final.plan.world), off.get(0.0, [0.0])))))
+        if id(final) in ran:
+            ratio = ran[id(final)] / final.seconds
+        cost = Cost(**{part.name: ratio * float(getattr(final.cost, part.name)) for part in fields(Cost)})
+        return replace(final, cost=cost, closed=ratio * final.closed)
+
+    return sorted((moved(final) for final in finals), key=lambda final: final.seconds)

@@ -26,7 +26,7 @@ COLLECTIVES = {
 }  # fmt: skip
 #: Of those, the ones that PyTorch's functional collectives or FSDP2 make: what surrounds them costs differently.
 FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "alltoall_")
-SHARDED = ("_allgather_base_", "_reduce_scatter_base_")
+SHARDED = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
 
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "_linear_pointwise": (0, 1), "bmm": (0, 1)}
 ATTENTION = {
