@@ -139,13 +139,30 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
               f"{row['memory_error']:+8.1%}")  # fmt: skip
 
 
+def anchored(rows: dict[str, dict[str, Any]]) -> list[float]:
+    """Errors of the others once the layouts predicted fastest of every number of ranks have run and moved the rest."""
+    from weft.layout.layout import Layout
+
+    worlds = {layout: Layout.parse(layout).world for layout in rows}
+    ran = {w: min((x for x in rows if worlds[x] == w), key=lambda x: rows[x]["predicted_s"]) for w in worlds.values()}
+    ratio = {w: rows[layout]["measured_s"] / rows[layout]["predicted_s"] for w, layout in ran.items()}
+    return [
+        row["predicted_s"] * ratio[worlds[layout]] / row["measured_s"] - 1
+        for layout, row in rows.items() if layout not in ran.values()
+    ]  # fmt: skip
+
+
 def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """How good the predictions are as a whole."""
     errors = sorted(abs(row["error"]) for row in rows.values())
     pick = min(rows, key=lambda layout: rows[layout]["predicted_s"])
     best = min(rows, key=lambda layout: rows[layout]["measured_s"])
+    moved = sorted(map(abs, anchored(rows)))
     return {
         "layouts": len(rows),
+        "others_after_trials": len(moved),
+        "others_within_15_percent": sum(e <= 0.15 for e in moved),
+        "others_median_error": statistics.median(moved) if moved else None,
         "within_15_percent": sum(e <= 0.15 for e in errors),
         "median_error": statistics.median(errors),
         "worst_error": errors[-1],

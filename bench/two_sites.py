@@ -28,9 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 #: Layout, recipe settings, and the site of every rank.
 CASES: dict[str, tuple[str, list[str], tuple[int, ...]]] = {
-    "ranks dealt in turn": ("shard=2,tp=2", [], (0, 1, 0, 1)),
+    "ranks dealt in turn": ("shard=2,tp=2", ["model.embed=64", "model.layers=8", "train.batch=16"], (0, 1, 0, 1)),
     "many weights, few tokens": (
-        "dp=2,tp=2", ["model.vocab=16384", "model.embed=256", "data.seq_len=64", "train.batch=2"], (0, 0, 1, 1)
+        "dp=2,tp=2", ["model.vocab=32768", "model.embed=512", "data.seq_len=32", "train.batch=2"], (0, 0, 1, 1)
     ),
 }  # fmt: skip
 STEPS, WARM = 14, 4

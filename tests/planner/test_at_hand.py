@@ -108,7 +108,9 @@ def test_plan_of_a_probed_machine(tmp_path: Path, command: Callable[..., tuple[i
         'sources = [{ kind = "stdlib" }]\ntokenizer = "bytes"\nseq_len = 64\n[train]\nsteps = 2\nbatch = 4\n'
     )
     out = tmp_path / "planned.toml"
-    code, told, _ = command("plan", recipe, "--cluster", probe, "--json", "--top", 30, "--recipe", out)
+    code, told, _ = command(
+        "plan", recipe, "--cluster", probe, "--json", "--top", 30, "--recipe", out, "--html", tmp_path / "p.html"
+    )
     assert code == 0
     found = json.loads(told)
     worlds = {layout["layout"]["tp"] * layout["layout"]["dp"] * layout["layout"]["shard"] * layout["layout"]["pp"]
@@ -116,6 +118,8 @@ def test_plan_of_a_probed_machine(tmp_path: Path, command: Callable[..., tuple[i
     assert worlds == {1, 2} and "rehearsed" in found["calibration"]
     assert [x["seconds"] for x in found["layouts"]] == sorted(x["seconds"] for x in found["layouts"])
     assert load_recipe(out, [], None).layout.world in (1, 2) and "layout" in tomllib.loads(out.read_text())
+    page = (tmp_path / "p.html").read_text()
+    assert "were rehearsed" in page and "schedule simulator" not in page
     _, told, _ = command("plan", recipe, "--cluster", probe, "--json", "--gpus", 2, "--pin", "tp=2")
     assert {x["layout"]["tp"] for x in json.loads(told)["layouts"]} == {2}
     _, told, _ = command("plan", recipe, "--cluster", probe, "--json", "--top", 30, "--probe", 2)

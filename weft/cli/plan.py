@@ -141,7 +141,7 @@ def search(
         from weft.planner.page import Question, write_page
 
         band = round(runs.error) if runs and math.isfinite(runs.error) else _BAND if earned else None
-        told = Question(model, where, batch, seq, precision, engine, error[:1].upper() + error[1:] + ".", band)
+        told = Question(model, where, batch, seq, precision, engine, error[:1].upper() + error[1:] + ".", band, here)
         write_page(html, told, found, finals, max(top, 8))
     checks = [_rehearsed(final, model) for final in finals[:check]]
     if as_json:

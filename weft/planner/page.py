@@ -10,10 +10,10 @@ from typing import Any
 
 from weft.errors import WeftError
 from weft.planner.cost import Cost
-from weft.planner.explain import PARTS, Instead, differences, instead, title, verdict, why
+from weft.planner.explain import AXES, PARTS, Instead, differences, instead, title, verdict, why
 from weft.planner.finalists import Final
 from weft.planner.memory import Memory
-from weft.planner.search import USABLE, Found, describe
+from weft.planner.search import USABLE, Found, describe, tell
 from weft.schedule.draw import chunks, colours, headline, shaded, svg
 from weft.schedule.simulate import Simulation
 
@@ -33,7 +33,10 @@ CONSTANTS = {
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked, as it is told; ``band``: error of the time in percent, None where nothing was compared."""
+    """What was asked, as it is told; ``band``: error of the time in percent, None where nothing was compared.
+
+    ``rehearsed``: the layouts were timed on a probed machine; closed forms, which were not, are not told beside them.
+    """
 
     model: str
     cluster: str
@@ -43,6 +46,7 @@ class Question:
     engine: str
     calibration: str
     band: int | None
+    rehearsed: bool = False
 
 
 def write_page(path: Path, asked: Question, found: Found, finals: Sequence[Final], top: int) -> None:
@@ -55,7 +59,7 @@ def write_page(path: Path, asked: Question, found: Found, finals: Sequence[Final
 
 def page(asked: Question, found: Found, finals: Sequence[Final], top: int) -> str:
     first, machine = finals[0], found.machine
-    others = instead(found, finals)
+    others = among(finals) if asked.rehearsed else instead(found, finals)
     band = f"± {asked.band} %" if asked.band else "not compared"
     tokens = first.tokens_per_s
     size = float(found.shape.parameters)
@@ -73,7 +77,7 @@ def page(asked: Question, found: Found, finals: Sequence[Final], top: int) -> st
         "tiles": "".join(f'<div class="card"><span>{a}</span><b>{b}</b><span>{c}</span></div>' for a, b, c in tiles),
         "pick": escape(title(first)),
         "verdict": choice(first, finals, others),
-        "ranked": ranked(finals, top),
+        "ranked": ranked(finals, top, asked.rehearsed),
         "legend": legend({name: told for name, told in PARTS.items() if any(part(f.cost, name) > 0 for f in finals)}),
         "layouts": "".join(layout(i, final, first, finals[:top]) for i, final in enumerate(finals[:top], 1)),
         "instead": alternatives(first, others),
@@ -112,12 +116,28 @@ def choice(first: Final, finals: Sequence[Final], others: Sequence[Instead]) -> 
     return "".join(f"<p>{escape(line)}.</p>" for line in lines)
 
 
-def ranked(finals: Sequence[Final], top: int) -> str:
+def among(finals: Sequence[Final]) -> list[Instead]:
+    """For each thing that one can set: the best of ``finals`` with another value."""
+    first, found = finals[0], dict[tuple[str, str], Instead]()
+    for final in finals[1:]:
+        for axis in AXES:
+            value = getattr(final.plan, axis)
+            if value != getattr(first.plan, axis) and not (axis in ("schedule", "virtual") and final.plan.pp == 1):
+                key = axis, tell(axis, value)
+                found.setdefault(key, Instead(*key, final, final.gib))
+    return list(found.values())
+
+
+def ranked(finals: Sequence[Final], top: int, rehearsed: bool) -> str:
     simulated = sum(final.simulation is not None for final in finals)
     text = (
         f"The best of each kind among all that fit. Bars are to scale: where the {finals[0].seconds:.3g} s and more go."
     )
-    if simulated:
+    if rehearsed:
+        text += (
+            f" {len(finals)} layouts were rehearsed, on all ranks, and timed with what was measured on this machine."
+        )
+    elif simulated:
         text += f" {simulated} pipelines ran on the schedule simulator with the times of their own stages."
     return text
 
@@ -130,6 +150,7 @@ def layout(i: int, final: Final, first: Final, shown: Sequence[Final]) -> str:
         for name in PARTS
     )
     limit = float(final.machine.memory) / 2**30
+    digits = 0 if final.gib >= 10 else 2
     slower = "" if final is first else f"<span>{final.seconds / first.seconds - 1:+.1%}</span>"
     text = escape(verdict(first, final)) if final is not first else ""
     if final.simulation is not None and abs(final.seconds / final.closed - 1) > 0.02:
@@ -137,7 +158,8 @@ def layout(i: int, final: Final, first: Final, shown: Sequence[Final]) -> str:
     return (
         f'<div class="row"><header><span class="n">{i}</span><b>{escape(title(final))}</b><span class="f">{slower}'
         f"<b>{seconds(final.seconds)}</b><span>{final.tokens_per_s:,.0f} tokens/s</span>"
-        f"<span>MFU {final.utilisation:.1%}</span><span>{final.gib:.0f} GiB, {limit - final.gib:.0f} free</span></span>"
+        f"<span>MFU {final.utilisation:.1%}</span><span>{final.gib:.{digits}f} GiB, "
+        f"{limit - final.gib:.0f} free</span></span>"
         f'</header><div class="bar" style="width: calc((100% - 30px) * {share:.4f})">{bar}</div><p>{text}</p></div>'
     )
 
@@ -269,11 +291,9 @@ def rejected(found: Found) -> str:
 
 
 def machine_facts(found: Found) -> Iterable[tuple[str, str]]:
-    machine = found.machine
-    yield (
-        "peak of the products",
-        f"{float(machine.peak) / 1e12:,.0f} TFLOP/s, {float(machine.clock):.0%} of it attainable",
-    )
+    machine, digits = found.machine, 0 if found.machine.peak > 1e13 else 2
+    peak = f"{float(machine.peak) / 1e12:,.{digits}f} TFLOP/s"
+    yield "peak of the products", f"{peak}, {float(machine.clock):.0%} of it attainable"
     yield "memory", f"{float(machine.memory) / 2**30:.0f} GiB at {float(machine.hbm) / 1e9:,.0f} GB/s"
     yield "fast links", f"{float(machine.link) / 1e9:,.0f} GB/s among {float(machine.domain):.0f} devices"
     yield "network", f"{float(machine.network) / 1e9:,.1f} GB/s per device"
