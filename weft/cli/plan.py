@@ -408,7 +408,7 @@ def evaluate(
 
 @app.command()
 def calibrate(rows: Rows, out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write (JSON).")]) -> int:
-    """Fit the model's constants to measured rows, within bounds, for weft plan evaluate --calibration."""
+    """Fit the model's constants to measured rows, within bounds, for --calibration."""
     from weft.planner import calibrate as fitting
     from weft.planner.rows import read_rows
 
