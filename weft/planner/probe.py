@@ -328,7 +328,7 @@ def measure(reference: Sized, join: Callable[[], None], quick: bool) -> dict[str
     """
     every = 2 if quick else 1
     sizes, grid, messages = SIZES[::every], [axis[::every] for axis in GRID], MESSAGES[::every]
-    budget = (0.003 if quick else 0.009) / RUNS
+    budget = (0.003 if quick else 0.007) / RUNS
     world, threads = int(os.environ["WORLD_SIZE"]), torch.get_num_threads()
     found: dict[str, Any] = {"ranks": world, "threads": threads, "memory": empty_memory(reference, join, world)}
     between = collectives(messages, 8 if quick else 20) if world > 1 else {}

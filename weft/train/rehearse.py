@@ -363,5 +363,5 @@ def reference(layout: str, size: str, alone: bool = True) -> Rehearsal:
     )
     recipe = Recipe(model=model, layout=Layout.parse(layout), data=Data(seq_len=seq), train=Train(batch=4))
     batches = plain_batches(recipe, model)
-    times = {"tiny": 9, "small": 5, "large": 6}[size]
+    times = {"tiny": 9, "small": 5, "large": 4}[size]
     return rehearse(recipe, model, batches, 0, times) if alone else watch(recipe, model, batches)
