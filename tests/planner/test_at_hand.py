@@ -127,5 +127,10 @@ def test_plan_of_a_probed_machine(tmp_path: Path, command: Callable[..., tuple[i
     tried = found["probes"]
     assert 2 <= len(tried) <= 4 and all(t["seconds"] > 0 and t["memory"] > 10**8 for t in tried)
     assert found["layouts"][0]["seconds"] == pytest.approx(min(t["seconds"] for t in tried))  # the first has run
+    # Without a probe the same trials stand beside presets.
+    code, told, _ = command("plan", recipe, "--cluster", "cpu", "--gpus", 1, "--json", "--probe", 1)
+    found = json.loads(told)
+    assert code == 0 and found["calibration"].startswith("no published run on CPU") and len(found["probes"]) >= 1
+    assert "run here" in found["calibration"]
     code, _, why = command("plan", "llama3-8b", "--cluster", probe, "--batch", 4, "--seq", 64)
     assert code == 2 and "too many to rehearse" in why

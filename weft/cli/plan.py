@@ -105,7 +105,7 @@ def search(
     pins = [searching.Pin.parse(text) for text in pin or []]
     machines = load_cluster(cluster, gpus)
     shape = load_shape(model)
-    here, runs = machines.probed, None
+    here, band = machines.probed, None
     if here:
         from weft.cli.at_hand import search_here
 
@@ -120,27 +120,23 @@ def search(
         constants = runs.engine if runs else ENGINES[engine]
         found = searching.search(shape, machines, constants, batch, seq, bits[precision], pins)
         finals = finalists(found, max(top, FINALISTS), vocabulary=engine == "weft")
+        band = _BAND if machines.device.upper().startswith(_MEASURED) else None
+        if runs is not None:
+            error, band = runs.told, round(runs.error) if math.isfinite(runs.error) else band
+        elif band is not None:
+            error = f"presets, not calibrated: times within {band} % for nine published runs in ten"
+        else:
+            error = f"no published run on {machines.device} has been compared: take the order, not the times"
+    tried: list[tuple[Final, Measured]] = []
     if probe:
         finals, tried = _tried(finals, model, probe)
         error += f"; {len(tried)} were run here, and the others moved as these were off"
-    else:
-        tried = []
     if recipe is not None:
         _write_recipe(finals[0], model, recipe)
-    earned = machines.device.upper().startswith(_MEASURED)
-    if runs is not None:
-        error = runs.told
-    elif not here:
-        error = (
-            f"presets, not calibrated: times within {_BAND} % for nine published runs in ten"
-            if earned
-            else f"no published run on {machines.device} has been compared: take the order, not the times"
-        )
     where = f"{cluster}, up to {machines.count:,} ranks" if here else f"{machines.count:,} x {machines.device}"
     if html is not None:
         from weft.planner.page import Question, write_page
 
-        band = round(runs.error) if runs and math.isfinite(runs.error) else _BAND if earned else None
         told = Question(model, where, batch, seq, precision, engine, error[:1].upper() + error[1:] + ".", band, here)
         write_page(html, told, found, finals, max(top, 8))
     checks = [_rehearsed(final, model) for final in finals[:check]]
