@@ -106,13 +106,12 @@ def rehearsals(layout: str) -> tuple[Any, Any]:
     import torch
 
     from weft.recipe import load_recipe
-    from weft.train.rehearse import every_rank
-    from weft.train.setup import prepare
+    from weft.train.rehearse import batches_of, every_rank
 
     torch.set_num_threads(1)
     recipe = load_recipe(RECIPE, [], layout)
-    job = prepare(recipe)
-    return recipe.layout, every_rank(recipe, job.shape, lambda mesh: job.loader(job.corpus.train, mesh).step(0) or [])
+    shape, batches = batches_of(recipe)
+    return recipe.layout, every_rank(recipe, shape, lambda mesh: batches(mesh, 0))
 
 
 def predictions(probe: Path, layouts: list[str]) -> dict[str, dict[str, Any]]:

@@ -7,9 +7,17 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from weft.data.loader import Loader
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
+from weft.parallel.build import LocalPart, local_parts, parallelize
 from weft.recipe import Recipe, build_recipe
+from weft.train.optim import build_optimizer
+from weft.train.setup import prepare
 
 Case = dict[str, Any]
 
@@ -46,6 +54,27 @@ def recipe(corpus: str, **change: Any) -> Recipe:
         section, _, name = key.partition("__")
         tree.setdefault(section, {})[name] = value
     return build_recipe(tree)
+
+
+class Started(NamedTuple):
+    """A job on this rank, as it is before its first step."""
+
+    settings: Recipe
+    mesh: Mesh
+    model: Transformer
+    parts: list[LocalPart]
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+
+
+def start(values: dict[str, Any]) -> Started:
+    """Set up the recipe of this tree in the process group that there is."""
+    settings = build_recipe(values)
+    mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
+    model = parallelize(job.shape, mesh, settings.train)
+    parts = local_parts(model, mesh)
+    optimizer = build_optimizer(parts, settings.optimizer)
+    return Started(settings, mesh, model, parts, optimizer, job.loader(job.corpus.train, mesh))
 
 
 def pairwise(**factors: list[Any]) -> Iterator[Case]:

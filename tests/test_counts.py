@@ -12,14 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cases import recipe, write_corpus
+from tests.cases import recipe, start, write_corpus
 from weft.layout.layout import Layout
-from weft.layout.mesh import Mesh
 from weft.layout.sequence import padded_length
-from weft.parallel.build import local_parts, parallelize
-from weft.recipe import build_recipe
-from weft.train.optim import build_optimizer
-from weft.train.setup import prepare
 from weft.train.step import train_step
 
 LAYERS, HEADS, KV, DIM, EMBED = 2, 4, 2, 6, 24
@@ -44,13 +39,7 @@ class Recorder(TorchDispatchMode):
 
 def counted(values: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int]:
     """On every rank: operators of one step after a warm-up step, their elements, and elements sent point to point."""
-    settings = build_recipe(values)
-    mesh = Mesh.create(settings.layout, "cpu")
-    job = prepare(settings)
-    model = parallelize(job.shape, mesh, settings.train)
-    parts = local_parts(model, mesh)
-    optimizer = build_optimizer(parts, settings.optimizer)
-    loader = job.loader(job.corpus.train, mesh)
+    _, mesh, model, parts, optimizer, loader = start(values)
     train_step(model, parts, loader.step(0) or [], optimizer, mesh, lr=1e-3, clip=1.0)
     sent = 0
     real = dist.P2POp

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cases import Case, recipe, write_corpus
+from tests.cases import Case, recipe, start, write_corpus
 from tests.checkpoint.test_resume import go, state_of
 from tests.checkpoint.test_resume import tree as save_tree
 from tests.test_equality import difference, name, tree
@@ -115,13 +115,8 @@ def counted(values: dict[str, Any]) -> tuple[int, int, int, int]:
     sent = []
     for mode in ("none", "full"):
         values["train"]["recompute"] = mode
-        settings = build_recipe(values)
-        mesh = Mesh.create(settings.layout, "cpu")
-        job = prepare(settings)
-        model = parallelize(job.shape, mesh, settings.train)
-        parts = local_parts(model, mesh)
-        batches = job.loader(job.corpus.train, mesh).step(0) or []
-        optimizer = build_optimizer(parts, settings.optimizer)
+        settings, mesh, model, parts, optimizer, loader = start(values)
+        batches = loader.step(0) or []
         train_step(model, parts, batches, optimizer, mesh, lr=1e-3, clip=1.0)
         around = model.around.__self__  # type: ignore[attr-defined]
         sent.append(around.sent)

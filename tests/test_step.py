@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import recipe, write_corpus
+from tests.cases import recipe, start, write_corpus
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.parallel.build import local_parts, parallelize
-from weft.recipe import Optimizer, build_recipe
+from weft.recipe import Optimizer
 from weft.train.optim import build_optimizer, learning_rate
 from weft.train.setup import prepare
 from weft.train.step import StepResult, train_step
@@ -27,13 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def steps(values: dict[str, Any], count: int, poison: int = -1) -> list[StepResult]:
     """On every rank: some steps; for step ``poison`` one rank's part of a parameter is infinite."""
-    settings = build_recipe(values)
-    mesh = Mesh.create(settings.layout, "cpu")
-    job = prepare(settings)
-    model = parallelize(job.shape, mesh, settings.train)
-    parts = local_parts(model, mesh)
-    optimizer = build_optimizer(parts, settings.optimizer)
-    loader = job.loader(job.corpus.train, mesh)
+    _, mesh, model, parts, optimizer, loader = start(values)
     victim = next(p.local for p in parts if p.name == "norm.scale")
     results = []
     for step in range(count):

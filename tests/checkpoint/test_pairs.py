@@ -19,12 +19,12 @@ from weft.checkpoint.state import local_state
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.writer import Commit, Job, commit, write
 from weft.errors import UsageError
+from weft.layout.fake import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.parallel.build import check_fits, local_parts, parallelize
 from weft.recipe import ModelShape, Optimizer, Train
 from weft.train.optim import build_optimizer
-from weft.train.rehearse import fake_rank
 
 AXES = ("dp", "shard", "cp", "tp", "pp")
 SHAPE = ModelShape(

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.errors import UsageError
+from weft.layout.fake import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
@@ -35,7 +36,6 @@ from weft.parallel.context.tables import (
     work_per_step,
 )
 from weft.recipe import ModelShape
-from weft.train.verify import fake_ranks
 
 EXECUTE = "weft.parallel.context.execute"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -219,7 +219,7 @@ def test_moves_are_under_way_while_tiles_are_computed(scheme: str) -> None:
         seen.append("tile")
         return attend_forward(*args)
 
-    with fake_ranks(4):
+    with fake_rank(0, 4):
         q = torch.zeros(1, 8, 2, 8)
         cu = torch.tensor([0, 32], dtype=torch.int32)
         with mock.patch("torch.distributed.batch_isend_irecv", post), mock.patch(f"{EXECUTE}.attend_forward", tile):

@@ -10,17 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cases import Case, recipe, write_corpus
+from tests.cases import Case, recipe, start, write_corpus
 from tests.test_equality import difference, name, tree
 from weft.errors import UsageError
 from weft.layout.layout import Layout
-from weft.layout.mesh import Mesh
 from weft.parallel import state
-from weft.parallel.build import local_parts, parallelize
-from weft.recipe import Data, ModelShape, Recipe, Train, build_recipe
-from weft.train.optim import build_optimizer
+from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.train.rehearse import plain_batches, rehearse
-from weft.train.setup import prepare
 from weft.train.step import evaluate, train_step
 from weft.train.verify import Difference
 
@@ -98,13 +94,9 @@ def test_gathers_go_to_whom_the_formula_says(near: int, passes: int, tp: int) ->
 
 def stale(values: dict[str, Any]) -> tuple[float, float]:
     """Validation loss after all parameters are set to zero, before and after an earlier validation."""
-    settings = build_recipe(values)
-    mesh = Mesh.create(settings.layout, "cpu")
-    job = prepare(settings)
-    model = parallelize(job.shape, mesh, settings.train)
-    parts = local_parts(model, mesh)
-    batches = job.loader(job.corpus.train, mesh).step(0) or []
-    train_step(model, parts, batches, build_optimizer(parts, settings.optimizer), mesh, lr=1e-3, clip=1.0)
+    _, mesh, model, parts, optimizer, loader = start(values)
+    batches = loader.step(0) or []
+    train_step(model, parts, batches, optimizer, mesh, lr=1e-3, clip=1.0)
     before = evaluate(model, [batches], mesh)
     with torch.no_grad():
         for part in parts:

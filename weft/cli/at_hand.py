@@ -1,7 +1,10 @@
 """Planning for the machine at hand: ``weft plan`` and ``weft train`` on a cluster file that ``weft probe`` wrote."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+
+import torch
 
 from weft.errors import UsageError
 from weft.planner.at_hand import Rehearsed, at_hand
@@ -13,6 +16,7 @@ from weft.planner.machine import Cluster
 from weft.planner.search import Found, Pin, search
 from weft.planner.shape import Shape, shape_of, vocab_of
 from weft.recipe import Recipe
+from weft.train.rehearse import batches_of, every_rank
 from weft.train.setup import model_shape
 
 #: Parameters times ranks beyond which rehearsals, which allocate what they compute on, would take long.
@@ -44,7 +48,7 @@ def search_here(
             refusal = error
     if not founds:
         raise refusal or UsageError("no number of ranks was probed; run weft probe again")
-    with _threads():
+    with _one_thread():
         found, finals = at_hand(founds, local, recipe_of, _rehearse, say)
     return found, finals, f"of {len(finals)} rehearsed layouts of {' or '.join(map(str, counts))} ranks"
 
@@ -62,22 +66,16 @@ def choose_here(recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callab
 
 def _rehearse(recipe: Recipe) -> Rehearsed:
     """Every rank's step, on the recipe's own first batch if its data is there."""
-    from weft.train.rehearse import batches_of, every_rank
-
     shape, batches = batches_of(recipe)
     return every_rank(recipe, shape, lambda mesh: batches(mesh, 0))
 
 
-class _threads:
+@contextmanager
+def _one_thread() -> Iterator[None]:
     """Rehearsals compute on one thread: their operators are counted, not timed."""
-
-    def __enter__(self) -> None:
-        import torch
-
-        self.before = torch.get_num_threads()
-        torch.set_num_threads(1)
-
-    def __exit__(self, *error: object) -> None:
-        import torch
-
-        torch.set_num_threads(self.before)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

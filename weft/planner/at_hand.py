@@ -51,11 +51,8 @@ def shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield n, max(2, round(REHEARSED * n / whole))
 
 
-def judge(found: Found, i: int, layout: Layout, rehearsed: Rehearsed, local: Local) -> Final | None:
-    """Candidate ``i`` with the time, the memory and (where links differ) the order of axes that the rehearsal gives."""
-    final = refine(found, found.plan(i), found.seconds(i))
-    if final is None:
-        return None
+def judge(final: Final, layout: Layout, rehearsed: Rehearsed, local: Local) -> Final:
+    """``final`` with the time, the memory and (where links differ) the order of axes that the rehearsal gives."""
     order, workers = placed(layout, rehearsed, local.uneven(layout.world))
     prediction = predict(local, rehearsed, layout, workers)
     cost = Cost(**{part.name: prediction.parts.get(part.name, 0.0) for part in fields(Cost)})
@@ -101,13 +98,12 @@ def at_hand(
         for i in shortlist(found, most)
     ]
     for n, (found, i) in enumerate(chosen, 1):
-        start = refine(found, found.plan(i), found.seconds(i))
-        if start is None:
+        final = refine(found, found.plan(i), found.seconds(i))
+        if final is None:
             continue
-        recipe = recipe_of(start)
+        recipe = recipe_of(final)
         say(f"rehearsing {recipe.layout} ({n} of {len(chosen)})")
-        if final := judge(found, i, recipe.layout, rehearse(recipe), local):
-            judged.append((final, found))
+        judged.append((judge(final, recipe.layout, rehearse(recipe), local), found))
     fit = [(final, found) for final, found in judged if final.fits] or judged
     fit.sort(key=lambda pair: pair[0].seconds)
     return fit[0][1], [final for final, _ in fit]

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from weft.errors import WeftError
 from weft.observe.metrics import read_metrics
 from weft.planner.calibrate import Knob, constants, factors, fit, load, masks_of, predict
 from weft.planner.engine import ENGINES, Engine, scaled
-from weft.planner.rows import Row, read_rows
+from weft.planner.rows import read_rows
 
 #: The file of rows, beside the run folders.
 FILE = "measured.csv"
@@ -103,7 +104,7 @@ def own_runs(path: Path, device: str, bits: int, base: Engine = ENGINES["weft"])
     if not mine:
         return None
     knobs, theta = fit(mine)
-    engine = _engine(base, knobs, theta, _Like(device, bits, mine[-1]))
+    engine = _engine(base, knobs, theta, _like(device, bits, "weft", mine[-1].release))
     held = constants(mine).get("weft")
     engine = engine if held is None else replace(engine, constant=held)
     off = np.abs(predict(mine, knobs, theta) / np.array([r.seconds for r in mine], dtype=float) - 1)
@@ -123,21 +124,13 @@ def calibrated(path: Path, device: str, bits: int, base: Engine) -> Own:
     knobs = [Knob(item["constant"], 0.0, item["for"]) for item in table]
     theta = np.log([float(item["factor"]) for item in table])
     family = next((name for name, engine in ENGINES.items() if engine is base), "")
-    engine = _engine(base, knobs, theta, _Like(device, bits, None, family))
+    engine = _engine(base, knobs, theta, _like(device, bits, family))
     return Own(engine, f"calibrated with the factors of {path}", float("nan"))
 
 
-class _Like:
-    """As much of a :class:`Row` as decides which factors are its own."""
-
-    def __init__(self, device: str, bits: int, row: Row | None, family: str = "weft") -> None:
-        self.device, self.bits, self.family = device, bits, family
-        self.release = row.release if row else ()
-        self.shape = _Dense()
-
-
-class _Dense:
-    experts = 0
+def _like(device: str, bits: int, family: str, release: tuple[int, ...] = ()) -> Any:
+    """As much of a row of a dense model as decides which factors are its own."""
+    return SimpleNamespace(device=device, bits=bits, family=family, release=release, shape=SimpleNamespace(experts=0))
 
 
 def _engine(base: Engine, knobs: Sequence[Knob], theta: Any, like: Any) -> Engine:

@@ -15,13 +15,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.data.batch import Batch
 from weft.errors import UsageError
+from weft.layout.fake import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import padded_length
@@ -137,18 +137,6 @@ def pipeline_ranks(layout: Layout) -> list[int]:
     """One rank of every pipeline position."""
     world = layout.model_copy(update={"dp": min(layout.dp, 2)}).world
     return [p * world // layout.pp for p in range(layout.pp)]
-
-
-@contextmanager
-def fake_rank(rank: int, world: int) -> Iterator[None]:
-    """A default process group of ``world`` ranks in which this process is ``rank`` and nothing moves."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _batches(recipe: Recipe, shape: ModelShape, mesh: Mesh) -> list[Batch]:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.data.batch import Batch
 from weft.data.loader import Loader
 from weft.errors import WeftError
+from weft.layout.fake import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import padded_length
@@ -213,18 +214,6 @@ def _pending(recorder: _Recorder) -> Iterator[None]:
 
     with mock.patch.object(dist, "all_reduce", call):
         yield
-
-
-@contextmanager
-def fake_rank(rank: int, world: int) -> Iterator[None]:
-    """A default process group of ``world`` ranks in which this process is ``rank`` and nothing moves."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def rehearse(

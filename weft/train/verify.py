@@ -3,8 +3,8 @@
 import dataclasses
 import linecache
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from weft.errors import WeftError
 from weft.layout import boundary
 from weft.layout.boundary import I, P, R, V, declare
 from weft.layout.dims import Box
+from weft.layout.fake import fake_rank
 from weft.layout.layout import DATA_AXES, Layout
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Block, Transformer
@@ -154,7 +155,7 @@ def check_types(shape: ModelShape, layout: Layout, train: Train) -> TypeFault | 
     """
     check_fits(shape, layout)
     layout = layout.model_copy(update={"pp": 1})
-    with fake_ranks(layout.world):
+    with fake_rank(0, layout.world) if layout.world > 1 else nullcontext():
         mesh = dataclasses.replace(Mesh.create(layout, "cpu"), device=torch.device("meta"))
         model = Transformer(shape, mesh, train.loss_chunk)
         model.freq = model.freq.to("meta")
@@ -177,22 +178,6 @@ def check_types(shape: ModelShape, layout: Layout, train: Train) -> TypeFault | 
         except spmd.SpmdTypeError as error:
             return _locate(error)
     return None
-
-
-@contextmanager
-def fake_ranks(world: int) -> Iterator[None]:
-    """A default process group of ``world`` ranks in which collectives do nothing. Replaces none that exists."""
-    # The fake group lives in torch.testing: there is no public spelling of it.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if world == 1:
-        yield
-        return
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
