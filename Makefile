@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
-.PHONY: install train test test-quick lint bench clean
+.PHONY: install train test test-quick soak lint bench clean
 
 install: $(STAMP)
 
@@ -27,10 +27,14 @@ train: install
 	$(BIN)/weft train recipes/quickstart.toml
 
 test: install
-	$(BIN)/python -m pytest tests -q
+	$(BIN)/python -m pytest tests -q -m "not soak"
 
 test-quick: install
-	$(BIN)/python -m pytest tests -q -m "not slow"
+	$(BIN)/python -m pytest tests -q -m "not slow and not soak"
+
+# Exhaustive campaigns, for a night: what is too much for every day.
+soak: install
+	$(BIN)/python -m pytest tests -q -m soak
 
 lint: install
 	$(BIN)/ruff check .
