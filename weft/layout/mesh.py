@@ -23,7 +23,9 @@ LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
 class Mesh:
     """A layout laid over the ranks of the default process group. ``device_mesh`` is None on a single device.
 
-    ``data_mesh``: the same ranks as ``pp``, ``replica``, ``state`` and ``tp``; ``near_mesh``: as ``apart`` and
+    ``data_mesh``: the same ranks as ``pp``, ``replica``, ``state`` and ``tp``. ``state`` are the ranks of ``shard`` and
+    ``cp`` together, which share in holding the state; they are numbered by their rank in the world, whatever
+    ``layout.order`` says, because that is how PyTorch numbers the ranks of a group. ``near_mesh``: as ``apart`` and
     ``near``, of which ``near`` are the groups of ``layout.secondary`` neighbours along ``state``.
     """
 
@@ -37,7 +39,8 @@ class Mesh:
     _group: dict[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_size", {axis: self.layout.size(axis) for axis in AXES})
+        sizes = {axis: self.layout.size(axis) for axis in AXES}
+        object.__setattr__(self, "_size", sizes | {"state": self.layout.size("shard", "cp")})
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu", layout: Layout | None = None) -> Mesh:
@@ -66,14 +69,18 @@ class Mesh:
         ranks = laid.permute([order.index(axis) for axis in LIVE_AXES])  # the rank at each place
         device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=LIVE_AXES)
         # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
-        places = ranks.reshape(layout.pp, layout.dp, layout.shard * layout.cp, layout.tp)
+        places = ranks.reshape(layout.pp, layout.dp, layout.shard * layout.cp, layout.tp).sort(dim=2).values
         data_mesh = DeviceMesh(device.type, places, mesh_dim_names=("pp", "replica", "state", "tp"))
         near_mesh = None
         if layout.secondary:
             near = places.unflatten(2, (-1, layout.secondary)).movedim(3, -1).flatten(0, -2)
             near_mesh = DeviceMesh(device.type, near, mesh_dim_names=("apart", "near"))
+            _check_numbering(near_mesh, "near")
+        _check_numbering(device_mesh, *LIVE_AXES)
+        _check_numbering(data_mesh, "replica", "state")
         own = {axis: device_mesh.get_local_rank(axis) for axis in LIVE_AXES}
         groups = {axis: device_mesh.get_group(axis) for axis in LIVE_AXES}
+        own["state"], groups["state"] = data_mesh.get_local_rank("state"), data_mesh.get_group("state")
         return cls(layout, device, device_mesh, data_mesh, near_mesh, _rank=own, _group=groups)
 
     def size(self, *axes: str) -> int:
@@ -84,7 +91,7 @@ class Mesh:
         return product
 
     def rank(self, axis: str) -> int:
-        """This rank's coordinate along ``axis``."""
+        """This rank's coordinate along ``axis``, or along ``state``; it is also its rank in the axis's group."""
         return self._rank.get(axis, 0)
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -94,6 +101,15 @@ class Mesh:
     def batch_rank(self) -> int:
         """Coordinate among the ranks that split the batch (``dp`` and ``shard`` together)."""
         return self.rank("dp") * self.size("shard") + self.rank("shard")
+
+    @property
+    def data_ranks(self) -> list[int]:
+        """World ranks of those that see the step's data with this rank's part of the model, ``dp`` slowest."""
+        if self.device_mesh is None:
+            return [0]
+        here = self.device_mesh.mesh[self.rank("pp"), ..., self.rank("tp")]
+        ranks: list[int] = here.flatten().tolist()  # [dp, shard, cp] -> one number each
+        return ranks
 
     @property
     def is_main(self) -> bool:
@@ -120,6 +136,14 @@ class Mesh:
         if dim.name == "vocab" and self.layout.vocab_barriers:
             return self.size("pp") * tp, self.rank("pp") * tp + rank
         return tp, rank
+
+
+def _check_numbering(mesh: DeviceMesh, *axes: str) -> None:
+    """See that this rank's number in each axis's group is its coordinate, which all index arithmetic rests on."""
+    for axis in axes:
+        number, place = dist.get_rank(mesh.get_group(axis)), mesh.get_local_rank(axis)
+        if number != place:
+            raise RuntimeError(f"rank {dist.get_rank()} is number {number} of its {axis} group but stands at {place}")
 
 
 def check_live(layout: Layout) -> None:

@@ -114,8 +114,7 @@ def local_parts(model: Transformer, mesh: Mesh) -> list[LocalPart]:
             for h in held
         ]  # fmt: skip
     described = dict(model.logical_parameters())
-    state_size = mesh.size("shard", "cp")
-    state_rank = mesh.rank("shard") * mesh.size("cp") + mesh.rank("cp")
+    state_size, state_rank = mesh.size("state"), mesh.rank("state")
     parts = []
     for name, parameter in model.named_parameters():
         logical = described[name]

@@ -45,9 +45,7 @@ class HybridAttention:
     """Attention over the ranks of the current pass; ``static``, that of the layout, in passes that are not planned."""
 
     def __init__(self, mesh: Mesh, static: Attend) -> None:
-        assert mesh.data_mesh is not None
-        self.static, self.scheme = static, mesh.layout.context
-        self.ranks: list[int] = mesh.data_mesh.mesh[mesh.rank("pp"), :, :, mesh.rank("tp")].flatten().tolist()
+        self.static, self.scheme, self.ranks = static, mesh.layout.context, mesh.data_ranks
         self.group: Group | None = None
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:

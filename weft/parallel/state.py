@@ -40,11 +40,11 @@ class Unit:
     def __init__(
         self, named: Sequence[tuple[str, Logical, nn.Parameter]], mesh: Mesh, compute: torch.dtype, offload: bool
     ) -> None:
-        self.mesh, self.size, self.compute = mesh, mesh.size("shard", "cp"), compute
+        self.mesh, self.size, self.compute = mesh, mesh.size("state"), compute
         self.wide = torch.promote_types(compute, torch.float32)
         # Whether state and parameters are different tensors.
         self.apart = self.size > 1 or self.wide != compute or offload
-        rank = mesh.rank("shard") * mesh.size("cp") + mesh.rank("cp")
+        rank = mesh.rank("state")
         self.held = []
         for name, logical, full in named:
             lo, hi = ceil_part(full.shape[0], self.size, rank)
