@@ -349,6 +349,13 @@ def test_export_is_whole_or_absent(exported: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
+def test_exported_files_are_readable_as_any_others(exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("")
+    export(whole(ours(exported)), shape_from_config(exported), tmp_path / "out", max_file_bytes=4000)
+    files = list((tmp_path / "out").iterdir())
+    assert len(files) > 4 and {f.stat().st_mode for f in files} == {(tmp_path / "other").stat().st_mode}
+
+
 def test_the_tokenizer_goes_along(exported: Path, tmp_path: Path) -> None:
     source = tmp_path / "from"
     source.mkdir()

@@ -17,7 +17,14 @@ def test_plain_lines_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     with Display(1000, "run [x] · tp=2", interval=0.0) as display:
         for step in (1, 2, 999):
             display.update(
-                step, loss=5.0 / step, grad_norm=0.5, tokens_per_s=1e5 * step, mfu=0.4, memory_gib=3.0, ignored=1
+                step,
+                loss=5.0 / step,
+                grad_norm=0.5,
+                tokens_per_s=1e5 * step,
+                mfu=0.4,
+                memory_now_gib=1.25,
+                memory_gib=3.0,
+                ignored=1,
             )
             display.note(f"step {step} [done]")
         display.update(1000, loss=None)
@@ -26,7 +33,8 @@ def test_plain_lines_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     steps = [line for line in lines if line.startswith("step ")]
     assert len({line.index("memory") for line in steps}) == 1
     assert re.fullmatch(
-        r"step 1000/1000  loss  0\.0050  grad    0\.5  tok/s  99\.9M  MFU 40\.0%  memory 3\.00 GiB", steps[-1]
+        r"step 1000/1000  loss  0\.0050  grad    0\.5  tok/s  99\.9M  MFU 40\.0%  memory 1\.25 GiB  peak 3\.00 GiB",
+        steps[-1],
     )
 
 

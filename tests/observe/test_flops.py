@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from weft.observe.flops import flops_per_token, memory_gib, parameter_count, peak_flops
+from weft.observe.flops import flops_per_token, measured_flops, memory_gib, parameter_count, peak_flops
 from weft.recipe import ModelShape
 
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -62,6 +62,23 @@ def test_known_peaks(name: str, dtype: torch.dtype, peak: float) -> None:
         assert peak_flops(torch.device("cuda"), dtype) == pytest.approx(peak)
 
 
-def test_cpu_is_measured() -> None:
-    assert 1e8 < peak_flops(torch.device("cpu"), torch.float32) < 1e14
-    assert 0.01 < memory_gib(torch.device("cpu")) < 1000
+def test_a_gpu_of_no_data_sheet_is_measured() -> None:
+    measured = mock.patch("weft.observe.flops.measured_flops", lambda device, dtype: 7e12)
+    with mock.patch("torch.cuda.get_device_name", lambda device: "NVIDIA T99"), measured:
+        assert peak_flops(torch.device("cuda"), torch.float32) == 7e12
+    assert 1e8 < measured_flops(torch.device("cpu"), torch.float32, seconds=0.01) < 1e14
+
+
+def test_a_processor_has_no_peak_to_compare_with() -> None:
+    assert peak_flops(torch.device("cpu"), torch.float32) is None
+
+
+def test_memory_falls_when_it_is_given_back_and_the_peak_stays() -> None:
+    device = torch.device("cpu")
+    before, held = memory_gib(device), torch.ones(2**27)  # half a GiB, which the allocator hands back
+    during = memory_gib(device)
+    del held
+    after = memory_gib(device)
+    assert 0.01 < before.now <= before.peak
+    assert during.now - before.now > 0.4 and during.now - after.now > 0.4
+    assert after.peak >= during.peak - 0.01 and after.peak > after.now + 0.4

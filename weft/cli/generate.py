@@ -108,16 +108,17 @@ def _timed(ids: Iterator[int], clock: list[float]) -> Iterator[int]:
         yield i
 
 
-def say_sample(checkpoint: Where, settings: Generate) -> None:
-    """Show a few lines from a freshly trained model."""
+def say_sample(checkpoint: Where, settings: Generate) -> str:
+    """Show a few lines from a freshly trained model, and return what it wrote after the prompt."""
     with open_model(checkpoint, "cpu") as (model, tokenizer, _):
         ids = [int(i) for i in tokenizer.encode(settings.prompt)] or [tokenizer.eos]
         fresh = generate(model, ids, settings.tokens, tokenizer.eos, settings.temperature, settings.top_k)
-        text = settings.prompt + "".join(stream_text(tokenizer, fresh))
+        text = "".join(stream_text(tokenizer, fresh))
     console = Console(highlight=False, soft_wrap=True)
     console.rule("the model writes", style="dim", align="left")
-    console.print(text, markup=False)
+    console.print(settings.prompt + text, markup=False)
     console.rule(style="dim")
+    return text
 
 
 def export_model(checkpoint: str, out: Path) -> Path:

@@ -101,7 +101,6 @@ def be_rank(recipe: Recipe, out: Path | None, resume: str | None) -> int:
     import torch.distributed as dist
 
     from weft.layout.mesh import Mesh
-    from weft.observe.report import write_report
     from weft.train.loop import train
     from weft.train.setup import device_type, prepare
 
@@ -121,7 +120,7 @@ def be_rank(recipe: Recipe, out: Path | None, resume: str | None) -> int:
     main = mesh.is_main
     dist.destroy_process_group()
     if main:
-        _conclude(recipe, outcome, write_report(outcome.run))
+        _conclude(recipe, outcome)
     # Of several ranks the launcher knows best what a signal means; each of them ended as it should.
     return 128 + outcome.interrupted if mesh.layout.world == 1 and outcome.interrupted else 0
 
@@ -137,7 +136,9 @@ def join(device: str, timeout: int) -> None:
     init_ranks(device, timeout)
 
 
-def _conclude(recipe: Recipe, outcome, report: Path) -> None:  # type: ignore[no-untyped-def]
+def _conclude(recipe: Recipe, outcome) -> None:  # type: ignore[no-untyped-def]
+    from weft.observe.metrics import Metrics
+    from weft.observe.report import write_report
     from weft.planner.own import append
 
     say = Console(highlight=False, soft_wrap=True).print
@@ -150,7 +151,10 @@ def _conclude(recipe: Recipe, outcome, report: Path) -> None:  # type: ignore[no
     if recipe.generate and outcome.checkpoint and not outcome.interrupted:
         from weft.cli.generate import say_sample
 
-        say_sample(outcome.checkpoint, recipe.generate)
-    say(f"checkpoint  {outcome.checkpoint}\nreport      {report}")
+        sample = say_sample(outcome.checkpoint, recipe.generate)
+        metrics = Metrics(outcome.run, tensorboard=False)
+        metrics.log("sample", outcome.progress.step, prompt=recipe.generate.prompt, text=sample)
+        metrics.close()
+    say(f"checkpoint  {outcome.checkpoint}\nreport      {write_report(outcome.run)}")
     if measured := append(outcome.run):
         say(f"measured    {measured}: what the planner learns from")

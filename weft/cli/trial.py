@@ -93,7 +93,7 @@ def be_rank(recipe: Recipe, out: Path) -> None:
             break
         last = time.perf_counter()
     seconds = from_all(statistics.median(taken[WARM:]))
-    memory = from_all(2**30 * memory_gib(mesh.device))
+    memory = from_all(2**30 * memory_gib(mesh.device).peak)
     if mesh.is_main:
         out.write_text(json.dumps({"seconds": statistics.mean(seconds), "memory": max(memory)}))
     dist.barrier()

@@ -188,7 +188,9 @@ def export(
         for source in tokenizer_folder.iterdir() if tokenizer_folder else ():
             if re.fullmatch(TOKENIZER_FILES, source.name):
                 shutil.copyfile(source, draft / source.name)
+        mode = (draft / "config.json").stat().st_mode
         for file in draft.iterdir():
+            file.chmod(mode)  # safetensors makes its files readable for their owner only
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
         draft.rename(folder)

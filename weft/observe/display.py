@@ -16,7 +16,8 @@ CELLS = {
     "lr": ("lr", 7, lambda v: f"{v:.1e}"),
     "tokens_per_s": ("tok/s", 6, lambda v: compact(v)),
     "mfu": ("MFU", 5, lambda v: f"{v:.1%}"),
-    "memory_gib": ("memory", 8, lambda v: f"{v:.2f} GiB"),
+    "memory_now_gib": ("memory", 8, lambda v: f"{v:.2f} GiB"),
+    "memory_gib": ("peak", 8, lambda v: f"{v:.2f} GiB"),
     "validation": ("validation", 7, lambda v: f"{v:.4f}"),
 }
 

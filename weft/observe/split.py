@@ -53,6 +53,8 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, Split]:
     # The raw events: profiler.events() builds a tree that nobody reads, at twenty times the cost.
     raw = profiler.profiler.kineto_results.events()
     events = [(e.name(), e.start_ns() / 1e9, e.end_ns() / 1e9, e.start_thread_id(), e.activity_type()) for e in raw]
+    # The profiler's table of actions refers to itself, so that the raw events would stay until a full collection.
+    profiler.profiler, profiler.action_map = None, {}
     return result, split_events([Event(*event) for event in events])
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
@@ -29,6 +28,7 @@ from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.observe.display import Display
 from weft.observe.flops import flops_per_token, memory_gib, parameter_count, peak_flops
+from weft.observe.host import Hardware, environment
 from weft.observe.metrics import FILE, Metrics
 from weft.observe.split import Split, profile_step, trace
 from weft.parallel.build import LocalPart, local_parts, parallelize
@@ -160,11 +160,14 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
     on_main(lambda: open_levels(levels, run), mesh.is_main)
     parameters = parameter_count(shape, shape.vocab)
     per_token = flops_per_token(shape, shape.vocab, recipe.data.seq_len)
-    peak = _peak(mesh, getattr(torch, settings.dtype))
+    one_peak = peak_flops(mesh.device, getattr(torch, settings.dtype))
+    peak = one_peak and one_peak * mesh.layout.world
     metrics.log(
         "run", progress.step, **about, device=_device_name(mesh), parameters=parameters, flops_per_token=per_token,
         peak_flops=peak, started=datetime.datetime.now().isoformat(timespec="seconds"),
+        **(environment() if mesh.is_main else {}),
     )  # fmt: skip
+    hardware = Hardware(mesh.device)
     for rank, load in enumerate(loads):
         metrics.log("loaded", progress.step, rank=rank, **load)
     title = f"{recipe.name}: {parameters / 1e6:.1f}M parameters on {mesh.layout}, {_device_name(mesh)}"
@@ -242,13 +245,18 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             progress.tokens += result.tokens
             progress.updates += not result.skipped
             rate = result.tokens / seconds
-            seen = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "memory_gib": memory_gib(mesh.device)}
+            memory = memory_gib(mesh.device)
+            seen: dict[str, float | None] = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
+            seen |= {"memory_gib": memory.peak, "memory_now_gib": memory.now}
             if result.skipped:
                 event(f"step {progress.step}: loss or gradient norm is not finite; the update was skipped on all ranks")
             if split is not None:  # a profiled step's own speed means nothing
                 metrics.log("split", progress.step, **{k: v for k, v in asdict(split).items() if k != "total"})
             else:
-                seen |= {"tokens_per_s": rate, "mfu": rate * per_token / peak, "step_s": seconds, "data_s": waited}
+                seen |= {"tokens_per_s": rate, "mfu": peak and rate * per_token / peak}
+                seen |= {"step_s": seconds, "data_s": waited}
+            if mesh.is_main and (load := hardware.sample()):
+                metrics.log("hardware", progress.step, **load)
             if progress.step % recipe.observe.every == 0:
                 metrics.log("train", progress.step, **seen, tokens=progress.tokens, skipped=int(result.skipped))
             display.update(progress.step, **seen)
@@ -344,15 +352,6 @@ def _resume(
 def stages(seconds: Mapping[str, float]) -> dict[str, float]:
     """Seconds per stage as metrics name them."""
     return {f"{stage}_s": spent for stage, spent in seconds.items()}
-
-
-def _peak(mesh: Mesh, dtype: torch.dtype) -> float:
-    """Peak flop/s of all ranks together; ranks that share a CPU's cores do not add up beyond them."""
-    share = 1.0
-    if mesh.device.type == "cpu":
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.layout.world))
-        share = min(1.0, psutil.cpu_count() / (here * torch.get_num_threads()))
-    return peak_flops(mesh.device, dtype) * mesh.layout.world * share
 
 
 def _device_name(mesh: Mesh) -> str:

@@ -1,0 +1,50 @@
+"""What a run says of the machine that it is on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.observe.host import Hardware, environment, git_state
+
+
+def test_the_environment_names_host_versions_and_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["/x/weft", "train", "a b.toml", "--layout", "tp=2"])
+    monkeypatch.chdir(tmp_path)
+    found = environment()
+    assert found["command"] == "weft train 'a b.toml' --layout tp=2" and found["folder"] == str(tmp_path)
+    assert f"PyTorch {torch.__version__}" in found["versions"] and " cores, " in found["host"]
+
+
+def test_git_state_is_the_commit_and_says_whether_it_was_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_state() == ""
+    (tmp_path / "a").write_text("1")
+    who = ["-c", "user.name=x", "-c", "user.email=x@y"]
+    for command in (["init", "-q"], ["add", "a"], [*who, "commit", "-q", "-m", "one"]):
+        subprocess.run(["git", *command], check=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout[:12]
+    assert git_state() == commit
+    (tmp_path / "a").write_text("2")
+    assert git_state() == f"{commit} with changes"
+    monkeypatch.setenv("PATH", "")
+    assert git_state() == ""
+
+
+def test_hardware_is_sampled_when_it_is_time() -> None:
+    hardware = Hardware(torch.device("cpu"), interval=0.2)
+    assert hardware.sample() is None
+    until = time.monotonic() + 0.25
+    while time.monotonic() < until:  # one core is busy
+        pass
+    sample = hardware.sample()
+    assert sample is not None and 0 < sample["cpu"] <= 1 and sample["host_gib"] > 0
+    assert set(sample) == {"cpu", "host_gib"} and hardware.sample() is None

@@ -1,0 +1,65 @@
+"""The machine that the main rank runs on: what it is and runs, and what it was doing while the run went on."""
+
+import contextlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+
+import psutil
+import torch
+
+import weft
+
+Sample = dict[str, float]
+
+
+def environment() -> dict[str, str]:
+    """Where a run takes place: host, processor, versions, the state of the code, and the command."""
+    cores = f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
+    versions = {"Weft": weft.__version__, "PyTorch": torch.__version__, "Python": platform.python_version()}
+    if torch.version.cuda:
+        versions["CUDA"] = torch.version.cuda
+    return {
+        "host": f"{platform.node()}, {platform.system()} {platform.release()}, {platform.machine()}, {cores}",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "git": git_state(),
+        "command": shlex.join(["weft", *sys.argv[1:]]),
+        "folder": os.getcwd(),
+    }
+
+
+def git_state() -> str:
+    """Commit of the checkout that this folder is in, and whether anything differs from it; empty outside of one."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty= with changes"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+    return ""
+
+
+class Hardware:
+    """Load of the main rank's machine, at most every ``interval`` seconds; its processor's since the sample before."""
+
+    def __init__(self, device: torch.device, interval: float = 5.0) -> None:
+        self._device, self._interval, self._sampled = device, interval, time.monotonic()
+        psutil.cpu_percent()  # from here on the next call counts
+
+    def sample(self) -> Sample | None:
+        """Shares of processor and GPU that were busy, memory in use in GiB, watts; None if it is not yet time."""
+        now = time.monotonic()
+        if now - self._sampled < self._interval:
+            return None
+        self._sampled = now
+        memory = psutil.virtual_memory()
+        found = {"cpu": psutil.cpu_percent() / 100, "host_gib": (memory.total - memory.available) / 2**30}
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            found["gpu_gib"] = (total - free) / 2**30
+            # What follows needs NVIDIA's library, which not every machine offers.
+            with contextlib.suppress(ImportError, RuntimeError):
+                found["gpu"] = torch.cuda.utilization(self._device) / 100
+                found["gpu_watts"] = torch.cuda.power_draw(self._device) / 1000
+        return found
