@@ -126,10 +126,10 @@ def test_selective_recompute_skips_attention_and_its_moves(
 
 
 def test_catalogue_names_what_exists() -> None:
-    from weft.cli.techniques import rows
+    from weft.shipped import techniques
 
     root = Path(__file__).parents[1]
-    for row in rows():
+    for row in techniques():
         for path in [*row[2].split(", "), *row[4].split(", ")]:
             path = path.strip("`")
             assert "/" not in path or (root / path).exists(), path

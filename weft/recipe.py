@@ -7,6 +7,7 @@ The same classes build a recipe in Python::
 
 import tomllib
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.layout import Layout
+from weft.shipped import find_recipe, shipped_recipes
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 
@@ -270,11 +272,16 @@ class Recipe(Section):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), layout: str | None = None) -> Recipe:
-    """Read a TOML recipe. Raises :class:`UsageError` with one line that names the nearest valid choice."""
-    path = Path(path)
-    if not path.is_file():
-        known = ", ".join(sorted(str(p) for p in Path("recipes").glob("*.toml"))) or "none in ./recipes"
-        raise WeftError(f"recipe {path} does not exist; recipes here: {known}")
+    """Read a TOML recipe: a file, or one of Weft's own by its name. An error is one line with the nearest valid choice.
+
+    ``overrides`` are ``section.key=value``, ``layout`` is ``"shard=2,tp=2"``, as on the command line.
+    """
+    found = Path(path) if Path(path).is_file() else find_recipe(path)
+    if found is None:
+        alike = get_close_matches(Path(path).stem, shipped_recipes(), n=1)
+        remedy = f"did you mean {alike[0]!r}?" if alike else "see 'weft recipes', or write one with 'weft new NAME'"
+        raise WeftError(f"recipe {path} does not exist; {remedy}")
+    path = found
     try:
         tree = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

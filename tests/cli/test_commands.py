@@ -131,10 +131,12 @@ def test_train_report_generate_resume(tiny: str, tmp_path: Path) -> None:
     assert (tmp_path / "run/report.html").stat().st_size > 1_000_000
     assert "already holds something" in weft("train", tiny, "--layout", "shard=2", "--out", "run").stderr
 
-    more = weft("train", tiny, "--layout", "tp=2", "--out", "run", "--resume", "auto", "--set", "train.steps=7")
+    changed = ["--set", "train.steps=9", "--set", "observe.trace=1"]
+    more = weft("train", tiny, "--layout", "tp=2", "--out", "run", "--resume", "auto", *changed)
     assert more.returncode == 0, more.stderr
+    assert "trace       run/trace: a file per rank" in more.stdout and len(list(Path("run/trace").iterdir())) == 2
     assert "resumed from run/checkpoints/step-000005" in more.stdout
-    assert [r["step"] for r in read_metrics(tmp_path / "run")["train"]] == list(range(1, 8))
+    assert [r["step"] for r in read_metrics(tmp_path / "run")["train"]] == list(range(1, 10))
     text = weft("generate", "--checkpoint", "run", "--prompt", "abc", "--tokens", "4", "--temperature", "0")
     assert text.returncode == 0 and text.stdout.startswith("abc")
     exported = weft("export", "--checkpoint", "run", "--out", "hf")

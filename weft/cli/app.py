@@ -1,5 +1,7 @@
 """The typer application: what each command takes. What it does stands in the file named after it."""
 
+import glob
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -7,17 +9,25 @@ import typer
 
 import weft
 from weft.cli.plan import app as plan
+from weft.shipped import shipped_recipes
 
 app = typer.Typer(
     name="weft",
     help="Train large models on whatever devices there are, under any layout, proved equal to one device.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML recipe, e.g. recipes/quickstart.toml.")]
+
+def _recipes(incomplete: str) -> list[str]:
+    """What the shell offers for RECIPE: names of Weft's own, and files; of anything else what it offers by itself."""
+    files = glob.glob(f"{glob.escape(incomplete)}*.toml")
+    return [name for name in (*shipped_recipes(), *files) if name.startswith(incomplete)]
+
+
+_recipe = "A TOML recipe: a file, or one of Weft's by name (weft recipes), e.g. quickstart."
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help=_recipe, autocompletion=_recipes)]
 _layout = (
     'Ranks per axis, e.g. "shard=2,tp=2". Axes: pp, dp, shard, cp, tp; also zero, context, ulysses, and of pp: '
     "schedule, virtual, vocab_barriers, skip."
@@ -35,18 +45,23 @@ _ms = "{} of a microbatch on a rank, all its stages."
 _types = typer.Option("--types", help="Type-check the step instead: no devices, any world size.")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+_verbose = "Show tracebacks, as WEFT_DEBUG=1 does; without a command: print the version."
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help=_verbose)] = False,
+) -> None:
+    if version or (verbose and context.invoked_subcommand is None):
         typer.echo(f"weft {weft.__version__}")
         raise typer.Exit
-
-
-_show_version = typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-
-
-@app.callback()
-def _root(version: Annotated[bool, _show_version] = False) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+    if verbose:
+        os.environ["WEFT_DEBUG"] = "1"
 
 
 @app.command()
@@ -161,6 +176,25 @@ def probe(
     from weft.cli.probe import run
 
     return run(out, ranks, quick)
+
+
+@app.command()
+def recipes() -> int:
+    """List the recipes that come with Weft: name, layout and what each shows. Commands take them by name."""
+    from weft.cli.recipes import ls
+
+    return ls()
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="NAME.toml is written.")],
+    source: Annotated[str, typer.Option("--from", metavar="RECIPE", help="What to start from.")] = "quickstart",
+) -> int:
+    """Write a recipe to edit: one that runs, with every other setting and its meaning as comments."""
+    from weft.cli.recipes import new as write
+
+    return write(name, source)
 
 
 @app.command()

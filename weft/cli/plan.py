@@ -86,13 +86,16 @@ def search(
     from weft.planner.explain import layout_tree, recipe_tree, record, title
     from weft.planner.finalists import finalists
     from weft.planner.machine import load_cluster
-    from weft.planner.shape import load_shape
+    from weft.planner.shape import SHAPES, load_shape
     from weft.recipe import build_recipe, load_recipe
+    from weft.shipped import find_recipe
 
     gc.set_threshold(200_000)  # a simulation makes many small objects; looking for circles among them takes a quarter
     bits = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine!r} is not known; {nearest(engine, ENGINES)}")
+    if model not in SHAPES:
+        model = str(find_recipe(model) or model)
     if Path(model).suffix == ".toml":
         own = load_recipe(model)
         batch, seq = batch or own.train.batch, seq or own.data.seq_len

@@ -5,9 +5,9 @@ import math
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table as Grid
 from rich.text import Text
 
+from weft.cli.table import print_table
 from weft.errors import UsageError, WeftError
 from weft.schedule import draw
 from weft.schedule.build import BUILDERS, Times, build
@@ -141,8 +141,5 @@ def _list(files: dict[str, Path | None], as_json: bool) -> int:
     if as_json:
         print(json.dumps([{"schedule": n, "about": b.about, "paper": b.paper} for n, b in BUILDERS.items()]))
         return 0
-    grid = Grid("schedule", "what it does", "paper", header_style="bold", box=None, padding=(0, 2, 0, 0))
-    for name, builder in BUILDERS.items():
-        grid.add_row(name, builder.about, builder.paper)
-    Console(highlight=False).print(grid)
+    print_table(("schedule", "what it does", "paper"), ((n, b.about, b.paper) for n, b in BUILDERS.items()))
     return 0

@@ -156,5 +156,7 @@ def _conclude(recipe: Recipe, outcome) -> None:  # type: ignore[no-untyped-def]
         metrics.log("sample", outcome.progress.step, prompt=recipe.generate.prompt, text=sample)
         metrics.close()
     say(f"checkpoint  {outcome.checkpoint}\nreport      {write_report(outcome.run)}")
+    if traces := sorted(outcome.run.glob("trace/*.json")):
+        say(f"trace       {traces[0].parent}: a file per rank, to open in ui.perfetto.dev")
     if measured := append(outcome.run):
         say(f"measured    {measured}: what the planner learns from")

@@ -1,0 +1,41 @@
+"""The recipes and the catalogue that come with Weft: beside the package in a checkout, inside it when installed."""
+
+from pathlib import Path
+
+from weft.errors import WeftError
+
+
+def shipped(folder: str) -> Path:
+    """Where the files of ``recipes`` or ``docs`` are."""
+    package = Path(__file__).parent
+    installed = package / "shipped_files" / folder
+    return installed if installed.is_dir() else package.parent / folder
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The file of every recipe that comes with Weft, by its name."""
+    return {path.stem: path for path in sorted(shipped("recipes").glob("*.toml"))}
+
+
+def find_recipe(name: str | Path) -> Path | None:
+    """The file that ``name`` means: itself, ``name.toml`` in this folder, or Weft's recipe ``name`` or ``name.toml``.
+
+    None if there is no such file, or none that ends in ``.toml``.
+    """
+    here = (path for path in (Path(name), Path(f"{name}.toml")) if path.suffix == ".toml" and path.is_file())
+    return next(here, None) or shipped_recipes().get(str(name).removesuffix(".toml"))
+
+
+def headline(path: Path) -> str:
+    """The first line of a recipe's comment, which says what it shows."""
+    return path.read_text().partition("\n")[0].lstrip("# ")
+
+
+def techniques() -> list[list[str]]:
+    """The rows of the catalogue's table (``docs/techniques.md``), without its header."""
+    page = shipped("docs") / "techniques.md"
+    if not page.is_file():
+        raise WeftError(f"{page} is missing; install Weft again")
+    table = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table]
+    return [row for row in cells[2:] if len(row) == len(cells[0])]

@@ -1,0 +1,77 @@
+"""A recipe to edit: one that works, with every other setting beside it as a comment."""
+
+import re
+import tomllib
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from weft.recipe import Recipe, Section, build_recipe
+
+_HEAD = """\
+# A line with '#' and no space after it is a setting at its default: take the '#' away to change it.
+# Try it: weft train {file}      Prove its layout: weft verify {file}
+"""
+
+
+def template(text: str, file: str) -> str:
+    """The TOML recipe ``text``, to be written to ``file``, with all settings that it leaves out as comments."""
+    given = tomllib.loads(text)
+    recipe = build_recipe(given)
+    sections = {key: value for key, value in recipe if key in _sections()}
+    out = [_HEAD.format(file=file)]
+    for part in re.split(r"(?m)^(?=\[)", text):
+        head = re.match(r"\[(\w+)\]\n", part)
+        section = sections.pop(head[1], None) if head else None
+        if head and section is not None:
+            part = head[0] + _about(section) + part[head.end() :].rstrip() + "\n" + _defaults(section, given[head[1]])
+        out.append(part.strip() + "\n")
+    for key, section in sections.items():
+        if key not in given:
+            section = section or _sections()[key]()
+            out.append(f"#[{key}]\n{_about(section)}{_defaults(section, {})}")
+    return "\n".join(out)
+
+
+def _sections() -> dict[str, type[Section]]:
+    """The sections of a recipe in their order."""
+    kinds = (
+        (name, kind) for name, f in Recipe.model_fields.items() for kind in (f.annotation, *get_args(f.annotation))
+    )
+    return {name: kind for name, kind in kinds if hasattr(kind, "model_fields")}
+
+
+def _about(section: Section) -> str:
+    """What the section's class says of itself, as a comment."""
+    lines = re.sub(r"``|:\w+:|`", "", type(section).__doc__ or "").strip().splitlines()
+    return "".join(f"# {line.strip()}".rstrip() + "\n" for line in lines)
+
+
+def _defaults(section: Section, given: dict[str, Any]) -> str:
+    """A commented line for every field that ``given`` leaves out."""
+    lines = [
+        f"#{name} = {_toml(getattr(section, name))}".ljust(34) + _note(field)
+        for name, field in type(section).model_fields.items()
+        if name not in given
+    ]
+    return "".join(line.rstrip() + "\n" for line in lines)
+
+
+def _note(field: FieldInfo) -> str:
+    """What a setting means, and what else it can be."""
+    choices = [str(c) for c in get_args(field.annotation) if isinstance(c, str | int) and str(c)]
+    notes = [field.description or "", ", ".join(choices)]
+    return " # " + "; ".join(filter(None, notes)) if any(notes) else ""
+
+
+def _toml(value: Any) -> str:
+    """A default as TOML; ``...`` where there is none and the user must say something."""
+    if value is None:
+        return "..."
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, Section):
+        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value if v is not None) + " }"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if not isinstance(value, int | float) else repr(value)
