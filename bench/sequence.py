@@ -33,6 +33,7 @@ import torch.multiprocessing as mp
 from picture import photograph
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.generate.cache import attending, layer_caches
 from weft.generate.engine import Alone
 from weft.generate.spread import Spread
 from weft.layout.layout import Layout
@@ -331,7 +332,8 @@ def prompts(lengths: Sequence[int]) -> dict[str, dict[str, list[float]]]:
     def whole(ids: list[int]) -> T:
         """What reading took before: logits of every position, of which the last is used."""
         n = len(ids)
-        return model(torch.tensor([ids]), torch.arange(n)[None], torch.tensor([0, n]), caches=[[], []])[0, -1]
+        with attending(model, layer_caches(model)):
+            return model(torch.tensor([ids]), torch.arange(n)[None], torch.tensor([0, n]))[0, -1]
 
     ways: dict[str, tuple[int, Callable[[], Callable[[list[int]], object]]]] = {
         "one rank, all logits": (1, lambda: whole),

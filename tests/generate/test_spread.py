@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from weft.errors import UsageError
 from weft.generate import engine, spread
+from weft.generate.cache import ROOM
 from weft.generate.engine import generate
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -113,8 +114,8 @@ def kept(length: int, new: int) -> tuple[list[int], int]:
         reader.read(prompt(length))
         for _ in range(new):
             reader.read([1])
-    stores = [cache.store for cache in reader.caches]
-    return [c.tokens for c in reader.caches], sum(s.numel() * s.element_size() for s in stores if s is not None)
+    stores = [cache.past.store for cache in reader.caches]
+    return [c.past.tokens for c in reader.caches], sum(s.numel() * s.element_size() for s in stores if s is not None)
 
 
 def test_the_cache_is_cut_evenly_and_grows_evenly(pool: Any) -> None:
@@ -124,7 +125,7 @@ def test_the_cache_is_cut_evenly_and_grows_evenly(pool: Any) -> None:
         held = [tokens[layer] for tokens, _ in answers]
         assert sum(held) == length + new and max(held) - min(held) <= 2
     one_token = 2 * 8 * KV * EMBED // HEADS * LAYERS
-    assert all(size <= one_token * (max(held) * 9 / 8 + spread.ROOM) for _, size in answers)
+    assert all(size <= one_token * (max(held) * 9 / 8 + ROOM) for _, size in answers)
 
 
 def refused(settings: dict[str, Any], shape: dict[str, Any]) -> str:

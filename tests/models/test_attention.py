@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.models.attention import Segment, attend_backward, attend_forward, attention, document_segments
-from weft.models.transformer import Cache, _cached
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
@@ -121,13 +120,3 @@ def test_segments_that_merge_give_the_whole() -> None:
 def test_the_operator_is_described_for_compilation() -> None:
     q, k, v, _ = (x[None].float().requires_grad_() for x in inputs(9, 4, 2, 8, torch.float32))
     torch.library.opcheck(attention, (q, k, v, torch.tensor([0, 4, 9], dtype=torch.int32)), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 6], [1, 11]])
-def test_a_cache_continues_where_it_stopped(pieces: list[int]) -> None:
-    q, k, v, _ = (x[None] for x in inputs(12, 4, 2, 8))
-    cache: Cache = []
-    outs = [_cached(*part, cache) for part in zip(*(x.split(pieces, 1) for x in (q, k, v)), strict=True)]
-    expected, _ = attention(q, k, v, torch.tensor([0, 12], dtype=torch.int32))
-    torch.testing.assert_close(torch.cat(outs, 1), expected)
-    assert len(cache) == 1 and torch.equal(cache[0][0], k) and torch.equal(cache[0][1], v)

@@ -18,11 +18,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import owned_ranges
 from weft.models.attention import spread
-from weft.models.init import initial_values
 from weft.models.linear_attention import forward, linear_mixer, log_decay, positions_of
-from weft.models.transformer import Transformer
-from weft.parallel.build import fill
-from weft.recipe import ModelShape
 
 T = torch.Tensor
 HEADS, KV, DIM = 4, 2, 6
@@ -135,18 +131,3 @@ def test_ranks_agree_with_one_device(pool: Any, ranks: int, context: str, scan: 
         crossings = ranks - 1 if own == 1 else 2 * (ranks - 1)
         expected = ranks * (ranks - 1) * own if scan == "gather" else crossings
         assert sum(sent[scan] for _, sent in found) == 2 * expected * rows * STATE
-
-
-def test_generation_remembers_what_it_has_read() -> None:
-    shape = ModelShape(vocab=31, layers=3, embed=16, heads=4, kv_heads=2, mixer="retention", softmax_every=3)
-    mesh = Mesh.single()
-    model = Transformer(shape, mesh).double().to_empty(device="cpu")
-    fill(model, mesh, lambda name, logical, box: initial_values(name, logical, box, 0))
-    tokens = torch.randint(0, 31, (1, 12), generator=torch.Generator().manual_seed(0))
-    cu = torch.tensor([0, 12], dtype=torch.int32)
-    whole = model(tokens, torch.arange(12)[None], cu)
-    caches: list[Any] = [[] for _ in model.blocks]
-    steps = [model(tokens[:, :5], torch.arange(5)[None], torch.tensor([0, 5]), caches=caches)]
-    for i in range(5, 12):
-        steps.append(model(tokens[:, i : i + 1], torch.tensor([[i]]), torch.tensor([0, 1]), caches=caches))
-    assert torch.allclose(torch.cat(steps, dim=1), whole, atol=1e-10)

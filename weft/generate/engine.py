@@ -6,9 +6,10 @@ import torch
 
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
+from weft.generate.cache import attending, layer_caches
 from weft.generate.spread import Spread
 from weft.layout.layout import Layout
-from weft.models.transformer import Cache, Transformer
+from weft.models.transformer import Transformer
 
 
 @torch.inference_mode()
@@ -47,7 +48,7 @@ class Alone:
 
     def __init__(self, model: Transformer) -> None:
         self.model, self.past = model, 0
-        self.caches: list[Cache] = [[] for _ in model.blocks]
+        self.caches = layer_caches(model)
 
     def read(self, ids: list[int]) -> torch.Tensor:
         """The prompt, later new tokens: logits ``[vocab]`` of the last one."""
@@ -56,7 +57,8 @@ class Alone:
         positions = torch.arange(self.past, self.past + len(ids), device=device)[None]
         documents = torch.tensor([0, len(ids)], dtype=torch.int32)
         self.past += len(ids)
-        return self.model(tokens, positions, documents, caches=self.caches, last=1)[0, 0]
+        with attending(self.model, self.caches):
+            return self.model(tokens, positions, documents, last=1)[0, 0]
 
     def share(self, chosen: int | None) -> int:
         assert chosen is not None

@@ -6,25 +6,22 @@ are evaluated, on the rank that has it. Then every rank computes each new token:
 and parts are merged by their log-sum-exp.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from weft.errors import UsageError
+from weft.generate.cache import KeyValues, attending
 from weft.layout.layout import AXES, Layout
 from weft.models.attention import Segment, attend_forward, join, wide
-from weft.models.transformer import Block, Transformer
+from weft.models.transformer import Transformer
 from weft.parallel.context import across
 from weft.parallel.context.tables import build
 from weft.recipe import ModelShape
 
 T = torch.Tensor
-
-#: Tokens by which a cache grows at least, so that it is seldom copied.
-ROOM = 256
 
 
 def check_spread(layout: Layout, shape: ModelShape) -> None:
@@ -42,41 +39,28 @@ class SharedCache:
 
     def __init__(self, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int]) -> None:
         self.where = (scheme, peers, index, lengths)
-        self.tokens = 0
-        self.store: T | None = None  # [2, room, kv_heads, head_dim]
+        self.past = KeyValues()
+        self.following: int | None = None  # tokens that came after the prompt; None before it
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
         """``[1, tokens, heads or kv_heads, head_dim]``: own part of the prompt, or the new token on every rank."""
-        if self.store is None:
-            self._keep(k, v)
-            self.next = 0
+        if self.following is None:
+            self.past.append(k, v)
+            self.following = 0
             return across(q, k, v, cu_seqlens, *self.where)
         _, peers, index, _ = self.where
-        if self.next % len(peers) == index:
-            self._keep(k, v)
-        self.next += 1
-        return self._ask(q)
+        mine = self.following % len(peers) == index
+        self.following += 1
+        return self._ask(q, *self.past.append(*((k, v) if mine else (k[:, :0], v[:, :0]))))
 
-    def _keep(self, k: T, v: T) -> None:
-        end = self.tokens + k.shape[1]
-        if self.store is None or end > self.store.shape[1]:
-            grown = k.new_empty(2, end + max(ROOM, self.tokens // 8), *k.shape[2:])
-            if self.store is not None:
-                grown[:, : self.tokens] = self.store[:, : self.tokens]
-            self.store = grown
-        self.store[0, self.tokens : end], self.store[1, self.tokens : end] = k[0], v[0]
-        self.tokens = end
-
-    def _ask(self, q: T) -> T:
-        """Attention of one new token to the caches of all ranks."""
-        assert self.store is not None
-        k, v = self.store[:, : self.tokens]
+    def _ask(self, q: T, k: T, v: T) -> T:
+        """Attention of one new token to the keys and values of all ranks, of which ``k`` and ``v`` are here."""
         # Without a mask the query heads that share a key head are so many queries: [group, kv_heads, head_dim].
-        asked = q[0, 0].unflatten(0, (k.shape[1], -1)).transpose(0, 1).contiguous()
+        asked = q[0, 0].unflatten(0, (k.shape[2], -1)).transpose(0, 1).contiguous()
         mine = asked.new_zeros(*asked.shape[:2], asked.shape[2] + 1, dtype=wide(q.dtype))
         mine[..., -1] = -torch.inf
-        if self.tokens:
-            out, lse = attend_forward(asked, k, v, [Segment(0, len(asked), 0, self.tokens, False)])
+        if k.shape[1]:
+            out, lse = attend_forward(asked, k[0], v[0], [Segment(0, len(asked), 0, k.shape[1], False)])
             mine[..., :-1], mine[..., -1] = out, lse
         parts = mine.new_empty(len(self.where[1]), *mine.shape)
         dist.all_gather_into_tensor(parts.flatten(0, 1), mine)
@@ -107,7 +91,7 @@ class Spread:
         tokens = torch.tensor([[ids[i - self.past] for i in mine]], dtype=torch.int64, device=device)
         positions = torch.tensor([mine], dtype=torch.int64, device=device)
         documents = torch.tensor([0, len(ids)], dtype=torch.int32)
-        with self._attending():
+        with attending(self.model, self.caches):
             logits = self.model(tokens, positions, documents, last=int(self.rank == self.root))
         self.past += len(ids)
         return logits[0, 0] if self.rank == self.root else None
@@ -117,19 +101,6 @@ class Spread:
         told = torch.tensor([0 if chosen is None else chosen], device=self.model.mesh.device)
         dist.broadcast(told, self.root)
         return int(told)
-
-    @contextmanager
-    def _attending(self) -> Iterator[None]:
-        """The caches in place of the layers' attention."""
-        layers = [block.attention for block in self.model.blocks.values() if isinstance(block, Block)]
-        before = [layer.attend for layer in layers]
-        try:
-            for layer, cache in zip(layers, self.caches, strict=True):
-                layer.attend = cache
-            yield
-        finally:
-            for layer, attend in zip(layers, before, strict=True):
-                layer.attend = attend
 
     def _cut(self, tokens: int) -> list[int]:
         """Positions of a prompt that are this rank's, and empty caches for them."""

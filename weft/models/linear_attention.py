@@ -239,21 +239,6 @@ def _grad(ctx, grad, _):  # type: ignore[no-untyped-def]
 linear_attention.register_autograd(_grad, setup_context=_save)
 
 
-def remembered(q: T, k: T, v: T, decay: Sequence[float], cache: list[tuple[T, T]]) -> T:
-    """New tokens of one document after those that ``cache`` remembers as a state (generation, recurrent form)."""
-    state, count = cache.pop() if cache else (None, torch.zeros((), dtype=torch.int64))
-    dtype, group = wide(q.dtype), q.shape[2] // k.shape[2]
-    logs = torch.tensor(decay, dtype=dtype, device=q.device)
-    at = (count + torch.arange(q.shape[1])).to(q.device).expand(q.shape[0], -1)
-    qs, ks, vs = (x.to(dtype).transpose(1, 2) for x in (q * q.shape[-1] ** -0.5, spread(k, group), spread(v, group)))
-    out, after = forward(qs, ks, vs, at, logs), local_state(ks, vs, at, logs)
-    if state is not None:
-        out = out + (qs * seen(at, logs)) @ state
-        after = after + state * carry(at, logs)
-    cache.append((after, count + q.shape[1]))
-    return out.transpose(1, 2).to(q.dtype)
-
-
 def linear_mixer(mesh: Mesh, decay: Sequence[float]) -> Callable[[T, T, T, T], T]:
     """What a linear layer does in place of attention, under the layout's ``cp`` and ``scan``."""
     layout, group, index = mesh.layout, "", 0

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from weft.layout.boundary import gather_tokens, gather_vocab, own, scatter_tokens
@@ -21,14 +20,13 @@ from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
 from weft.models.attention import attention
 from weft.models.fused import Tape, current_tape, deferred, project, rms_norm
-from weft.models.linear_attention import linear_mixer, log_decay, remembered
+from weft.models.linear_attention import linear_mixer, log_decay
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import angles, frequencies, rotate
 from weft.recipe import ModelShape
 
 T = torch.Tensor
 Attend = Callable[[T, T, T, T], T]
-Cache = list[tuple[T, T]]
 
 
 class Module(nn.Module):
@@ -119,7 +117,7 @@ class Attention(Module):
             self.attend = linear_mixer(mesh, self.decay)
             self.o_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh)
 
-    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T, cache: Cache | None = None) -> T:
+    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T) -> T:
         """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
         q, k, v = project(x, self.wq, self._kv(self.wk), self._kv(self.wv))
         if self.bias:
@@ -130,12 +128,7 @@ class Attention(Module):
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.kv_index is not None:
             k, v = k[:, :, self.kv_index], v[:, :, self.kv_index]
-        if cache is None:
-            out = self.attend(q, k, v, cu_seqlens)
-        elif self.o_norm is None:
-            out = _cached(q, k, v, cache)
-        else:
-            out = remembered(q, k, v, self.decay, cache)
+        out = self.attend(q, k, v, cu_seqlens)
         if self.o_norm is not None:
             out = self.o_norm(out)
         return project(out.flatten(-2), self.wo)[0]
@@ -148,18 +141,6 @@ class Attention(Module):
 
 def local_attention(q: T, k: T, v: T, cu_seqlens: T) -> T:
     return attention(q, k, v, cu_seqlens)[0]
-
-
-def _cached(q: T, k: T, v: T, cache: Cache) -> T:
-    """Attention of new tokens to all earlier ones of their row (generation; one document per row)."""
-    if cache:
-        past_k, past_v = cache.pop()
-        k, v = torch.cat((past_k, k), dim=1), torch.cat((past_v, v), dim=1)
-    cache.append((k, v))
-    # Aligned at the last key: `is_causal` would align at the first one, and hide the past from several new tokens.
-    mask = causal_lower_right(q.shape[1], k.shape[1]) if q.shape[1] > 1 else None
-    q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 class FeedForward(Module):
@@ -192,10 +173,10 @@ class Block(Module):
         self.recompute = "none"
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
-    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T, cache: Cache | None = None) -> T:
+    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T) -> T:
         """``[batch, seq/tp, embed]`` to the same."""
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._body(x, rope, cu_seqlens, cache)
+            return self._body(x, rope, cu_seqlens)
         tape = current_tape()
         kept: dict[str, Any] = {}
         if tape is not None:
@@ -206,9 +187,9 @@ class Block(Module):
             kept = {"context_fn": partial(create_selective_checkpoint_contexts, self.kept_ops)}
         return checkpoint(self._body, x, rope, cu_seqlens, use_reentrant=False, preserve_rng_state=False, **kept)
 
-    def _body(self, x: T, rope: tuple[T, T], cu_seqlens: T, cache: Cache | None = None) -> T:
+    def _body(self, x: T, rope: tuple[T, T], cu_seqlens: T) -> T:
         y = gather_tokens(self.attention_norm(x), self.mesh)
-        x = x + scatter_tokens(self.attention(y, rope, cu_seqlens, cache), self.mesh)
+        x = x + scatter_tokens(self.attention(y, rope, cu_seqlens), self.mesh)
         y = gather_tokens(self.ffn_norm(x), self.mesh)
         return x + scatter_tokens(self.ffn(y), self.mesh)
 
@@ -255,15 +236,7 @@ class Transformer(Module):
         if "head" in ends and not shape.tied:
             self.weight("head", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
 
-    def forward(
-        self,
-        tokens: T,
-        positions: T,
-        cu_seqlens: T,
-        labels: T | None = None,
-        caches: list[Cache] | None = None,
-        last: int | None = None,
-    ) -> T:
+    def forward(self, tokens: T, positions: T, cu_seqlens: T, labels: T | None = None, last: int | None = None) -> T:
         """Logits ``[batch, seq, vocab]``, or with ``labels`` the sum of the tokens' losses on this rank's data.
 
         ``tokens, positions, labels``: ``[batch, seq]``; ``cu_seqlens`` as in :class:`weft.data.batch.Batch`.
@@ -272,7 +245,7 @@ class Transformer(Module):
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype)
         for i in range(len(self.blocks)) if self.route is None else self.route:
-            x = self.run_block(i, x, rope, cu_seqlens, caches[i] if caches is not None else None)
+            x = self.run_block(i, x, rope, cu_seqlens)
         if labels is not None:
             return self.loss(self.norm(x), labels)
         hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]
@@ -282,11 +255,11 @@ class Transformer(Module):
         sizes = [hi - lo for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))]
         return gather_vocab(F.linear(hidden, self.output), sizes, self.mesh)
 
-    def run_block(self, i: int, x: T, rope: tuple[T, T], cu_seqlens: T, cache: Cache | None = None) -> T:
+    def run_block(self, i: int, x: T, rope: tuple[T, T], cu_seqlens: T) -> T:
         """Block ``i`` of ``[batch, seq/tp, embed]``."""
         block = self.blocks[str(i)]
         with self.around(block, *rope, cu_seqlens):
-            return block(x, rope, cu_seqlens, cache)
+            return block(x, rope, cu_seqlens)
 
     @property
     def output(self) -> T:
