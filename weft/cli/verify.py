@@ -64,9 +64,7 @@ def _numbers(recipe: Recipe, steps: int, as_json: bool) -> int:
     join(device, recipe.train.timeout)
     mesh = Mesh.create(recipe.layout, device)
     job = prepare(recipe)
-    mine = run_layout(job, mesh, steps)
-    reference = run_layout(job, Mesh.single(device), steps) if mesh.is_main else None
-    difference = compare(mine, reference, dtype, mesh)
+    difference = compare(run_layout(job, mesh, steps), job, mesh)
     dist.destroy_process_group()
     if difference is None:
         return 0

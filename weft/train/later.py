@@ -47,9 +47,17 @@ class PostValidation:
         self.repeated = 0
 
     def step(
-        self, batches: Sequence[Batch], lr: float, stop: bool = False, before_update: Callable[[], None] = lambda: None
+        self,
+        batches: Sequence[Batch],
+        lr: float,
+        stop: bool = False,
+        before_update: Callable[[], None] = lambda: None,
+        inspect: Callable[[dict[str, T]], None] | None = None,
     ) -> StepResult | None:
-        """Run a step and return the result of the one before, which is valid now; None after the first."""
+        """Run a step and return the result of the one before, which is valid now; None after the first.
+
+        ``inspect`` sees the step's reduced, unclipped local gradients.
+        """
         count = PendingSum(share_of_tokens(batches, self.mesh))
         loss = self._run(batches, count)
         before_update()
@@ -60,6 +68,8 @@ class PostValidation:
             loss = self._run(batches, count)
         with record_function("weft:optimizer"):
             grads = reduced(self.model, self.parts, self.mesh)
+            if inspect is not None:
+                inspect(grads)
             sums = PendingSum(shares_of_sums(loss, grads, self.parts, count(), stop, self.mesh))
             torch._foreach_copy_(self.copy, self.state)
             update(self.optimizer, grads, self.parts, lr)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import linecache
+import math
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -26,12 +27,16 @@ from weft.parallel.build import LocalPart, check_fits, local_parts, parallelize
 from weft.parallel.context import context_attention
 from weft.parallel.pipeline import routes
 from weft.recipe import ModelShape, Train
+from weft.train.later import PostValidation
 from weft.train.optim import build_optimizer
 from weft.train.setup import Job
-from weft.train.step import gradients, train_step
+from weft.train.step import StepResult, gradients, train_step
 
 #: Largest relative difference that rounding explains.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+#: Rounding of sums over a whole model, in units of the precision and of the global norm. Gradients that are zero in
+#: exact arithmetic (of the keys' bias, of queries that see one key) are of this size, so that theirs is no measure.
+NOISE = 64
 
 Piece = tuple[str, Box, torch.Tensor]
 
@@ -55,15 +60,22 @@ class Trace:
 
     losses: list[float]
     norms: list[float]
-    grads: list[list[Piece]]  # per step
+    grads: list[list[Piece]]  # per step, reduced and unclipped
     params: list[Piece]  # at the end
 
 
-def run_layout(job: Job, mesh: Mesh, steps: int, watch: Callable[[Transformer], object] | None = None) -> Trace:
+def run_layout(
+    job: Job,
+    mesh: Mesh,
+    steps: int,
+    watch: Callable[[Transformer], object] | None = None,
+    follow: Sequence[dict[str, torch.Tensor]] = (),
+) -> Trace:
     """Train ``steps`` steps from the seeded initial values and the first sample; keep what there is to compare.
 
-    ``watch`` sees the model before the first step. On one device, the reference of a partial pipeline skips what that
-    skips, microbatch by microbatch.
+    ``watch`` sees the model before the first step; ``follow`` are the gradients to update with, by step, where these
+    are not the run's own. On one device, the reference of a partial pipeline skips what that skips, microbatch by
+    microbatch.
     """
     taken: list[tuple[int, ...]] = []
     if job.recipe.layout.skip and mesh.size("pp") == 1:
@@ -77,45 +89,74 @@ def run_layout(job: Job, mesh: Mesh, steps: int, watch: Callable[[Transformer], 
     parts = local_parts(model, mesh)
     settings, loader = job.recipe.optimizer, job.loader(job.corpus.train, mesh)
     optimizer = build_optimizer(parts, settings)
+    later = None
+    if settings.post_validation and model.pipeline is not None:
+        later = PostValidation(model, parts, optimizer, mesh, settings.clip)
     trace = Trace([], [], [], [])
+    results: list[StepResult | None] = []
 
     def keep(grads: dict[str, torch.Tensor]) -> None:
         trace.grads.append([(p.name, p.box, grads[p.name].clone().cpu()) for p in parts])
+        for name, grad in follow[len(trace.grads) - 1].items() if follow else ():
+            grads[name].copy_(grad)
 
     for step in range(steps):
         batches = loader.step(step * job.recipe.train.batch)
         if batches is None:
             raise WeftError(f"the data ends after {step} steps; use fewer --steps or a smaller train.batch")
-        result = train_step(
-            model, parts, batches, optimizer, mesh, lr=settings.lr, clip=settings.clip, inspect=keep, routes=taken
-        )
+        if later is not None:
+            results.append(later.step(batches, settings.lr, inspect=keep))
+        else:
+            results.append(train_step(
+                model, parts, batches, optimizer, mesh, lr=settings.lr, clip=settings.clip, inspect=keep, routes=taken
+            ))  # fmt: skip
+    results.append(later.finish() if later is not None else None)
+    for result in filter(None, results):
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
     trace.params.extend((p.name, p.box, p.local.clone().cpu()) for p in parts)
     return trace
 
 
-def compare(mine: Trace, reference: Trace | None, dtype: str, mesh: Mesh) -> Difference | None:
-    """Compare every rank's trace with the reference that rank 0 holds. Collective; the answer is on rank 0."""
+def compare(mine: Trace, job: Job, mesh: Mesh) -> Difference | None:
+    """Compare every rank's trace with a run on one device. Collective; the answer is on rank 0.
+
+    One device computes its own gradients in every step, and then updates with the layout's: Adam would turn the
+    rounding noise of gradients that are zero into steps of full size. So each step is compared from one and the same
+    state, and the parameters at the end are what one device's optimizer makes of the same gradients.
+    """
     traces = [mine] * mesh.layout.world
     if mesh.layout.world > 1:
         dist.gather_object(mine, traces if mesh.is_main else None)
-    if reference is None:
+    if not mesh.is_main:
         return None
+    follow = [_assembled([t.grads[step] for t in traces]) for step in range(len(mine.grads))]
+    reference = run_layout(job, Mesh.single(mesh.device), len(follow), follow=follow)
+    return difference(traces, reference, job.recipe.train.dtype)
+
+
+def difference(traces: Sequence[Trace], reference: Trace, dtype: str) -> Difference:
+    """All ranks' traces beside one device's: per tensor, and on the scale of the whole model."""
 
     def relative(a: float, b: float) -> float:
         return abs(a - b) / max(abs(b), 1e-300) if a == a and b == b else float("inf")
 
+    limit = TOLERANCE[dtype]
+    noise = NOISE * torch.finfo(getattr(torch, dtype)).eps / limit
     loss = max(relative(a, b) for t in traces for a, b in zip(t.losses, reference.losses, strict=True))
     norm = max(relative(a, b) for t in traces for a, b in zip(t.norms, reference.norms, strict=True))
-    grad = max(_worst([t.grads[i] for t in traces], whole) for i, whole in enumerate(reference.grads))
-    param = _worst([t.params for t in traces], reference.params)
-    ok = max(loss, norm, grad[0], param[0]) <= TOLERANCE[dtype]
-    return Difference(ok, loss, grad[0], norm, param[0], grad[1], param[1])
+    grad = max(_worst([t.grads[i] for t in traces], whole, noise) for i, whole in enumerate(reference.grads))
+    param = _worst([t.params for t in traces], reference.params, noise)
+    return Difference(max(loss, norm, grad[0], param[0]) <= limit, loss, grad[0], norm, param[0], grad[1], param[1])
 
 
-def _worst(ranks: list[list[Piece]], reference: list[Piece]) -> tuple[float, str]:
-    """Largest relative difference (2-norm) of any copy of any tensor, and its name; inf if a part is missing."""
+def _worst(ranks: Sequence[Sequence[Piece]], reference: Sequence[Piece], noise: float) -> tuple[float, str]:
+    """Largest relative difference (2-norm) of any copy of any tensor, and its name; inf if a part is missing.
+
+    A tensor whose norm is below ``noise`` of the norm of all is measured against that.
+    """
+    norms = {name: whole.double().norm().item() for name, _, whole in reference}
+    least = max(noise * math.hypot(*norms.values()), 1e-300)
     worst = (0.0, "")
     for name, _, whole in reference:
         covered: dict[Box, int] = {}
@@ -123,14 +164,31 @@ def _worst(ranks: list[list[Piece]], reference: list[Piece]) -> tuple[float, str
         for pieces in ranks:
             for other, box, values in pieces:
                 if other == name:
-                    diff = (values - whole[tuple(slice(lo, hi) for lo, hi in box)]).double().square().sum().item()
-                    square[box] = max(square.get(box, 0.0), diff)
+                    diff = (values - whole[_slices(box)]).double().square().sum().item()
+                    square[box] = max(square.get(box, 0.0), diff) if diff == diff else float("inf")
                     covered[box] = values.numel()
-        value = sum(square.values()) ** 0.5 / max(whole.double().norm().item(), 1e-300)
+        value = sum(square.values()) ** 0.5 / max(norms[name], least)
         if sum(covered.values()) != whole.numel() or value != value:
             value = float("inf")
         worst = max(worst, (value, name))
     return worst
+
+
+def _assembled(ranks: Sequence[Sequence[Piece]]) -> dict[str, torch.Tensor]:
+    """Whole tensors from all ranks' parts of them; what no rank has is zero."""
+    pieces = [piece for rank in ranks for piece in rank]
+    ends: dict[str, list[int]] = {}
+    for name, box, _ in pieces:
+        here = [hi for _, hi in box]
+        ends[name] = [max(pair) for pair in zip(ends.get(name, here), here, strict=True)]
+    whole = {name: torch.zeros(shape, dtype=pieces[0][2].dtype) for name, shape in ends.items()}
+    for name, box, values in pieces:
+        whole[name][_slices(box)] = values
+    return whole
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(lo, hi) for lo, hi in box)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,93 @@
+"""The comparison with one device: rounding noise is no difference, and a millionth of a gradient is."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.cases import recipe, write_corpus
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.recipe import build_recipe
+from weft.train import step
+from weft.train.setup import prepare
+from weft.train.verify import Difference, compare, run_layout
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def on_another_processor(values: dict[str, Any]) -> Difference | None:
+    """The layout's gradients get what rounding may leave of them elsewhere, also those that are zero here."""
+    settings = build_recipe(values)
+    mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
+    real = step.reduced
+
+    def rounded(model: Any, parts: Any, mesh: Mesh) -> dict[str, torch.Tensor]:
+        grads, rng = real(model, parts, mesh), torch.Generator().manual_seed(0)
+        for grad in grads.values():
+            noise = torch.randn(grad.shape, generator=rng, dtype=grad.dtype)
+            grad += noise * torch.finfo(grad.dtype).eps / max(1, grad.numel()) ** 0.5
+        return grads
+
+    with mock.patch.object(step, "reduced", rounded):
+        mine = run_layout(job, mesh, 3)
+    return compare(mine, job, mesh)
+
+
+@pytest.mark.parametrize(("layout", "change"), [
+    # One key gets all the attention: the gradients of queries and keys are zero.
+    ("dp=2", {"data__seq_len": 1, "train__dtype": "float32"}),
+    ("shard=2", {"data__seq_len": 1}),
+    ("tp=2", {"model__qkv_bias": True, "model__init_std": 0.02, "train__dtype": "float32", "optimizer__lr": 1e-2}),
+], ids=str)  # fmt: skip
+def test_rounding_noise_does_not_decide(pool: Any, corpus: str, layout: str, change: dict[str, Any]) -> None:
+    settings = recipe(corpus, **change).model_copy(update={"layout": Layout.parse(layout)})
+    found = pool.run(2, on_another_processor, settings.model_dump(mode="json"))[0]
+    assert found.ok, found
+
+
+#: Parameters, and what is done to their gradient; all of it by a millionth of the gradient's norm.
+TENSORS = (
+    "embedding.table", "head", "norm.scale", "blocks.0.attention_norm.scale", "blocks.1.ffn_norm.scale",
+    "blocks.0.attention.wq", "blocks.1.attention.wk", "blocks.0.attention.bv", "blocks.1.attention.wo",
+    "blocks.1.ffn.gate",
+)  # fmt: skip
+DAMAGE = ("scaled", "one element")
+
+
+def damaged(values: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
+    """Every tensor and damage: the largest relative difference of gradients, and whether it passes for equal."""
+    settings = build_recipe(values)
+    mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
+    real, found = step.reduced, []
+    for name in TENSORS:
+        for damage in DAMAGE:
+
+            def wrong(model: Any, parts: Any, mesh: Mesh, name: str = name, damage: str = damage) -> dict[str, Any]:
+                grads = real(model, parts, mesh)
+                whole = torch.linalg.vector_norm(grads[name])
+                if damage == "scaled":
+                    grads[name] = grads[name] * (1 + 1e-6)
+                elif mesh.is_main:
+                    grads[name].view(-1)[-1] += 1e-6 * whole
+                return grads
+
+            with mock.patch.object(step, "reduced", wrong):
+                mine = run_layout(job, mesh, 1)
+            seen = compare(mine, job, mesh)
+            if seen is not None:
+                found.append((name, damage, seen.grad, seen.ok))
+    return found
+
+
+def test_a_millionth_of_a_gradient_is_found(pool: Any, corpus: str) -> None:
+    values = recipe(corpus, layout__tp=2, model__init_std=0.02, model__qkv_bias=True).model_dump(mode="json")
+    found = pool.run(2, damaged, values)[0]
+    assert len(found) == 20
+    assert [one for one in found if one[3] or not 1e-7 < one[2] < 1e-5] == []
