@@ -13,7 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from weft.layout.mesh import Mesh
-from weft.models.hf import config_from_shape, hf_name
+from weft.model_config import config_from_shape
+from weft.models.hf import hf_name
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 

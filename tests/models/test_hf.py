@@ -14,7 +14,8 @@ from weft.errors import WeftError
 from weft.layout.dims import Dim
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.models.hf import INDEX, SINGLE, config_from_shape, export, hf_name, hf_values, shape_from_config
+from weft.model_config import config_from_shape, shape_from_config
+from weft.models.hf import INDEX, SINGLE, export, hf_name, hf_values
 from weft.models.transformer import Transformer
 from weft.parallel.build import local_parts, parallelize
 from weft.recipe import ModelShape, RopeScaling, Train

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from weft.layout.layout import Layout
+from weft.model_shape import shape_of
 from weft.planner.cost import RECOMPUTE, Plan
 from weft.planner.engine import ENGINES
 from weft.planner.finalists import refine
 from weft.planner.machine import Cluster
 from weft.planner.memory import peak_memory
 from weft.planner.search import search
-from weft.planner.shape import shape_of
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.train.fit import peak_of, pipeline_ranks
 

@@ -21,7 +21,7 @@ from weft.planner.machine import CLUSTERS, DEVICES, Cluster, find_device, load_c
 from weft.planner.memory import in_flight, peak_memory
 from weft.planner.rows import Row, parse, read_rows
 from weft.planner.search import USABLE, Found, Pin, search
-from weft.planner.shape import SHAPES, find_shape, load_shape, shape_from_config
+from weft.planner.shape import SHAPES, find_shape, load_model, shape_from_config
 from weft.recipe import load_recipe
 from weft.schedule.build import build
 from weft.schedule.simulate import simulate, uniform
@@ -61,11 +61,11 @@ def test_a_config_gives_the_built_in_shape(tmp_path: Path) -> None:
     config = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
               "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_shape(str(tmp_path)) == SHAPES["llama3-8b"]
+    assert load_model(str(tmp_path)).shape == SHAPES["llama3-8b"]
     with pytest.raises(UsageError, match="vocab_size is missing"):
         shape_from_config({**config, "vocab_size": None}, "x")
     with pytest.raises(WeftError, match="did you mean 'llama3-70b'"):
-        load_shape("llama3-70")
+        load_model("llama3-70")
 
 
 def test_latent_attention_and_experts_from_a_config() -> None:
@@ -440,13 +440,13 @@ def test_of_two_sites_the_cheaper_axis_crosses_the_slow_link() -> None:
     """Long steps and a small model: gradients cross once. Large and short: activations do."""
     two = Cluster(device="H100-80GB", count=128, site=64, between=0.125, between_latency=2000)
     weft = ENGINES["weft"]
-    small = search(load_shape("llama3-8b"), two, weft, 4096, 4096, pins=[Pin.parse("pp>=2")])
+    small = search(SHAPES["llama3-8b"], two, weft, 4096, 4096, pins=[Pin.parse("pp>=2")])
     first = small.plan(int(small.order[0]))
     assert (first.outer, first.dp) == (1, 2)
     inward = replace(first, outer=0.0)
     shape, machine = small.shape, small.machine
     assert step_time(shape, machine, inward, weft).total > 1.2 * step_time(shape, machine, first, weft).total
-    large = search(load_shape("llama3-70b"), two, weft, 512, 4096)
+    large = search(SHAPES["llama3-70b"], two, weft, 512, 4096)
     assert (large.plan(int(large.order[0])).pp, large.plan(int(large.order[0])).dp) == (2, 1)
     one = Cluster(device="H100-80GB", count=128)
-    assert not np.any(search(load_shape("llama3-8b"), one, weft, 4096, 4096).plans.outer)
+    assert not np.any(search(SHAPES["llama3-8b"], one, weft, 4096, 4096).plans.outer)

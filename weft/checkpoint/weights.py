@@ -13,7 +13,8 @@ from weft.checkpoint.storage import holds
 from weft.checkpoint.store import candidates, open_checkpoint
 from weft.errors import WeftError
 from weft.layout.dims import Box, Logical
-from weft.models.hf import hf_values, shape_from_config
+from weft.model_config import shape_from_config
+from weft.models.hf import hf_values
 from weft.parallel.build import Values
 from weft.recipe import ModelShape, Recipe
 

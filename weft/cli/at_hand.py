@@ -7,14 +7,16 @@ from dataclasses import replace
 import torch
 
 from weft.errors import UsageError
+from weft.model_shape import Shape, shape_of
 from weft.planner.at_hand import Rehearsed, at_hand
-from weft.planner.choose import BITS, Choice, demands, laid, settled
+from weft.planner.choose import Choice, demands, laid, settled
+from weft.planner.cost import BITS
 from weft.planner.engine import ENGINES
 from weft.planner.finalists import Final
 from weft.planner.local import Local
 from weft.planner.machine import Cluster
 from weft.planner.search import Found, Pin, search
-from weft.planner.shape import Shape, shape_of, vocab_of
+from weft.planner.shape import vocab_of
 from weft.recipe import Recipe
 from weft.train.rehearse import batches_of, every_rank
 from weft.train.setup import model_shape

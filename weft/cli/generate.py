@@ -25,7 +25,8 @@ from weft.generate.engine import generate, stream_text
 from weft.generate.spread import check_spread
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.models.hf import export, hf_values, shape_from_config
+from weft.model_config import shape_from_config
+from weft.models.hf import export, hf_values
 from weft.models.transformer import Transformer
 from weft.parallel.build import local_parts, parallelize
 from weft.recipe import Generate, ModelShape, Train

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weft.cli.trial import Measured
     from weft.planner.finalists import Final
     from weft.planner.own import Own
+    from weft.planner.shape import Model
 
 
 class _Group(TyperGroup):
@@ -83,10 +84,10 @@ def search(
     from weft.errors import UsageError, nearest
     from weft.planner import search as searching
     from weft.planner.engine import ENGINES
-    from weft.planner.explain import layout_tree, recipe_tree, record, title
+    from weft.planner.explain import layout_tree, recipe_tree, record, title, untrainable
     from weft.planner.finalists import finalists
     from weft.planner.machine import load_cluster
-    from weft.planner.shape import SHAPES, load_shape
+    from weft.planner.shape import SHAPES, load_model
     from weft.recipe import build_recipe, load_recipe
     from weft.shipped import find_recipe
 
@@ -105,16 +106,19 @@ def search(
         raise UsageError(f"--precision {precision!r} is not possible; {nearest(precision, bits)}")
     if batch is None or seq is None:
         raise UsageError(f"--{'batch' if batch is None else 'seq'} is missing; only a recipe says it by itself")
-    pins = [searching.Pin.parse(text) for text in pin or []]
+    subject = load_model(model)
+    demanded = [*(pin or []), *["pp>=2"] * bool(subject.recipe.get("optimizer", {}).get("post_validation"))]
+    pins = [searching.Pin.parse(text) for text in demanded]
     machines = load_cluster(cluster, gpus)
-    shape = load_shape(model)
+    missing = untrainable(subject, bits[precision])
+    shape = subject.shape
     here, band = machines.probed, None
     if here:
         from weft.cli.at_hand import search_here
 
         with Console(stderr=True).status("rehearsing") as status:
             found, finals, compared = search_here(
-                lambda final: build_recipe(recipe_tree(final, model)), shape, machines, gpus, batch, seq,
+                lambda final: build_recipe(recipe_tree(final, subject)), shape, machines, gpus, batch, seq,
                 bits[precision], pins, status.update,
             )  # fmt: skip
         error = f"calibrated: the best {compared}, timed with what weft probe measured here"
@@ -132,24 +136,26 @@ def search(
             error = f"no published run on {machines.device} has been compared: take the order, not the times"
     tried: list[tuple[Final, Measured]] = []
     if probe:
-        finals, tried = _tried(finals, model, probe)
+        finals, tried = _tried(finals, subject, probe)
         error += f"; {len(tried)} were run here, and the others moved as these were off"
     if recipe is not None:
-        _write_recipe(finals[0], model, recipe)
+        _write_recipe(finals[0], model, subject, recipe)
     where = f"{cluster}, up to {machines.count:,} ranks" if here else f"{machines.count:,} x {machines.device}"
     if html is not None:
         from weft.planner.page import Question, write_page
 
-        told = Question(model, where, batch, seq, precision, engine, error[:1].upper() + error[1:] + ".", band, here)
+        told = Question(model, where, batch, seq, precision, engine, error[:1].upper() + error[1:] + ".", band, here,
+                        missing)  # fmt: skip
         write_page(html, told, found, finals, max(top, 8))
-    checks = [_rehearsed(final, model) for final in finals[:check]]
+    checks = [_rehearsed(final, subject) for final in finals[:check]]
     if as_json:
         refused = [vars(rule) for rule in found.refused]
         probes = [{"layout": layout_tree(f), "predicted_s": f.seconds} | vars(ran) for f, ran in tried]
         print(json.dumps({"candidates": found.count, "fitting": len(found.order), "finalists": len(finals),
                           "calibration": error, "layouts": [record(final) for final in finals[:top]],
                           "rejected": [str(line) for line in found.rejected(top)], "refused": refused,
-                          "checks": [vars(done) for done in checks], "probes": probes}))  # fmt: skip
+                          "checks": [vars(done) for done in checks], "probes": probes,
+                          "not_trainable": missing or None}))  # fmt: skip
         return 0
     console = Console(highlight=False, soft_wrap=True)
     console.print(
@@ -172,6 +178,8 @@ def search(
         + " GiB on the fullest rank of 1"
     )
     say(f"error   {error}")
+    if missing:
+        say(f"train   not trainable yet: {missing}")
     for final, ran in tried:
         off = final.seconds / ran.seconds - 1 if ran.seconds else 0.0
         what = f"{ran.seconds:.3g} s measured, predicted {off:+.0%}; {ran.memory / 2**30:.3g} GiB ({final.gib:.3g})"
@@ -199,7 +207,7 @@ def _own_runs(path: Path | None, device: str, bits: int, engine: str) -> "Own | 
     return own_runs(RUNS / FILE, name, bits) if engine == "weft" else None
 
 
-def _tried(finals: "list[Final]", model: str, count: int) -> "tuple[list[Final], list[tuple[Final, Measured]]]":
+def _tried(finals: "list[Final]", model: "Model", count: int) -> "tuple[list[Final], list[tuple[Final, Measured]]]":
     """Some of ``finals`` run for real: all by time, with what that told; and every trial, with what was predicted.
 
     The best of every number of ranks are tried first; if another comes first by what they told, it is tried as well.
@@ -263,7 +271,7 @@ class Checked:
         )
 
 
-def _rehearsed(final: "Final", model: str) -> Checked:
+def _rehearsed(final: "Final", model: "Model") -> Checked:
     """The peak of the first, second and last pipeline rank."""
     from weft.errors import WeftError
     from weft.planner.explain import recipe_tree
@@ -418,7 +426,7 @@ def calibrate(rows: Rows, out: Annotated[Path, typer.Option(metavar="FILE", help
     return 0
 
 
-def _write_recipe(final: "Final", model: str, path: Path) -> None:
+def _write_recipe(final: "Final", name: str, model: "Model", path: Path) -> None:
     """The layout as a recipe that ``weft train`` takes."""
     from weft.errors import UsageError
     from weft.planner.explain import recipe_tree, toml
@@ -427,7 +435,7 @@ def _write_recipe(final: "Final", model: str, path: Path) -> None:
     tree = recipe_tree(final, model)
     build_recipe(tree, str(path))
     try:
-        path.write_text(f"# weft plan {model}\n\n{toml(tree)}")
+        path.write_text(f"# Planned by: weft plan {name}. Your own data goes into [data].\n\n{toml(tree)}")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
 

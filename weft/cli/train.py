@@ -49,7 +49,8 @@ def planned(recipe: Recipe, ranks: int | None, cluster: str | None = None) -> tu
     import psutil
     import torch
 
-    from weft.planner.choose import BITS, choose, local_cluster
+    from weft.planner.choose import choose, local_cluster
+    from weft.planner.cost import BITS
     from weft.planner.engine import ENGINES
     from weft.planner.own import FILE, own_runs
     from weft.train.setup import device_type, model_shape

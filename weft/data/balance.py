@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.errors import UsageError, WeftError
+from weft.model_shape import shape_of
 from weft.recipe import ModelShape
 
 #: What moving a byte between ranks takes, in floating-point operations: an H100 at 40 % over links of 400 GB/s.
@@ -59,15 +60,15 @@ class PlanError(WeftError):
     """A plan that would lose a document, not fit, or hang; the message names the document or the rank."""
 
 
-def costs_of(shape: ModelShape) -> Costs:
+def costs_of(model: ModelShape) -> Costs:
     """Costs in floating-point operations, forward and backward; attention's backward computes the scores again."""
-    assert shape.kv_heads and shape.head_dim and shape.ffn
-    softmax = sum(shape.mixer_of(layer) == "softmax" for layer in range(shape.layers))
-    attention = shape.embed * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
-    linear = 6 * (shape.layers * (attention + 3 * shape.embed * shape.ffn) + shape.vocab * shape.embed)
-    moved = 2 * 3 * 2 * shape.kv_heads * shape.head_dim * softmax  # bf16: keys and values twice, their gradients back
+    shape = shape_of(model)
+    full = shape.layers * (1 - shape.linear)  # layers whose attention is quadratic
+    linear = 6 * (shape.layers * shape.active_weights + shape.table)
+    # bf16: keys and values twice, their gradients back
+    moved = 2 * 3 * 2 * shape.kv_heads * shape.head_dim * full
     # A pass of few tokens is bound by reading the weights: worth about 256 tokens.
-    return Costs(7 * shape.heads * shape.head_dim * softmax, linear, moved * FLOPS_PER_BYTE, 256 * linear)
+    return Costs(7 * shape.heads * shape.head_dim * full, linear, moved * FLOPS_PER_BYTE, 256 * linear)
 
 
 def greedy(lengths: np.ndarray, capacity: int, ranks: int, costs: Costs) -> Plan:

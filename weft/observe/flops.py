@@ -11,6 +11,7 @@ import psutil
 import torch
 from torch.utils.benchmark import Timer
 
+from weft.model_shape import shape_of
 from weft.recipe import ModelShape
 
 #: Dense peaks in TFLOP/s (bfloat16, float32 without tensor cores) from NVIDIA's data sheets, no sparsity. The first
@@ -22,40 +23,14 @@ PEAKS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 
 
-def layer_matmuls(shape: ModelShape) -> int:
-    """Weights of one layer that every token is multiplied with: query, key, value, output and SwiGLU."""
-    attention = 2 * (shape.heads + (shape.kv_heads or 0)) * (shape.head_dim or 0) * shape.embed
-    return attention + 3 * shape.embed * (shape.ffn or 0)
-
-
-def softmax_layers(shape: ModelShape) -> int:
-    return sum(shape.mixer_of(layer) == "softmax" for layer in range(shape.layers))
-
-
 def parameter_count(shape: ModelShape, vocab: int) -> int:
-    """Number of parameters, tied embedding counted once."""
-    biases = (shape.heads + 2 * (shape.kv_heads or 0)) * shape.qkv_bias
-    per_layer = layer_matmuls(shape) + 2 * shape.embed + (2 * shape.qk_norm + biases) * (shape.head_dim or 0)
-    linear = shape.layers - softmax_layers(shape)  # which have a norm more
-    return (
-        shape.layers * per_layer
-        + linear * (shape.head_dim or 0)
-        + shape.embed
-        + (1 if shape.tied else 2) * vocab * shape.embed
-    )
+    """Number of parameters, a tied embedding counted once."""
+    return round(shape_of(shape, vocab).parameters)
 
 
 def flops_per_token(shape: ModelShape, vocab: int, seq_len: int) -> float:
-    """Model flops of forward and backward per token (Chowdhery et al. 2022): three times the forward's products.
-
-    Attention's products count half (a causal token sees ``seq_len / 2`` others); recomputation does not count. Linear
-    attention counts as the recurrence: a token is added to the state and read from it.
-    """
-    width = shape.heads * (shape.head_dim or 0)
-    softmax = softmax_layers(shape)
-    mixing = softmax * 4 * width * seq_len / 2 + (shape.layers - softmax) * 4 * width * (shape.head_dim or 0)
-    forward = shape.layers * 2 * layer_matmuls(shape) + mixing + 2 * shape.embed * vocab
-    return 3.0 * forward
+    """Model flops of forward and backward per token (:meth:`weft.model_shape.Shape.flops_per_token`)."""
+    return float(shape_of(shape, vocab).flops_per_token(seq_len))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.model_shape import Shape
 from weft.planner.cost import SCHEDULES, Plan
 from weft.planner.machine import Machine
-from weft.planner.shape import Shape
 
 #: Fields of a plan that the search chooses first, in the order in which they are told.
 FIRST = (

@@ -6,17 +6,15 @@ from typing import Any
 
 from weft.errors import UsageError
 from weft.layout.layout import Layout
-from weft.planner.cost import OFFLOAD, RECOMPUTE
+from weft.model_shape import shape_of
+from weft.planner.cost import BITS, OFFLOAD, RECOMPUTE
 from weft.planner.engine import ENGINES, Engine
 from weft.planner.explain import layout_tree, title, verdict
 from weft.planner.finalists import Final, finalists
 from weft.planner.machine import DEVICES, Cluster, find_device
 from weft.planner.search import Pin, search
-from weft.planner.shape import shape_of, vocab_of
+from weft.planner.shape import vocab_of
 from weft.recipe import ModelShape, Recipe
-
-#: Products of so many bits in a precision.
-BITS = {"float64": 32, "float32": 32, "bfloat16": 16}
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,14 @@ def local_cluster(device: str, memory: float, world: int, per_node: int) -> Clus
 
 
 def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
-    """What the ``[train]`` section of ``recipe`` says, as pins."""
+    """What the ``[train]`` and ``[optimizer]`` sections of ``recipe`` say, as pins."""
     train = recipe.train
     pins = [Pin.parse(f"{name}={getattr(train, name)}") for name in ("micro_batch", "recompute")
             if name in train.model_fields_set and getattr(train, name) is not None]  # fmt: skip
     if train.offload != "none" and cluster.machine().host_memory:  # on a CPU, device and host are one
         pins.append(Pin.parse(f"offload={train.offload}"))
+    if recipe.optimizer.post_validation:
+        pins.append(Pin.parse("pp>=2"))
     return pins
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.model_shape import Num, Shape
 from weft.planner.engine import Engine
-from weft.planner.machine import Machine, Num
-from weft.planner.shape import Shape
+from weft.planner.machine import Machine
 
 RECOMPUTE = ("none", "selective", "full")
 CONTEXT = ("zigzag", "ulysses", "gather")
@@ -23,6 +23,8 @@ SCHEDULES = (
     "1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b", "breadth-first", "v-half",
     "v-min", "dualpipe", "dualpipe-v",
 )  # fmt: skip
+#: Bits of the products in a precision of a recipe.
+BITS = {"float64": 32, "float32": 32, "bfloat16": 16}
 #: What crosses between context ranks in a step over twice what crosses in the forward: gradients travel too.
 CONTEXT_MORE = 1.2
 

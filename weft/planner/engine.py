@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.planner.machine import Num
+from weft.model_shape import Num
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,18 @@
 """Why one layout beats another, in words; a layout as plain data and as a recipe."""
 
 import json
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from weft.errors import UsageError
 from weft.planner.candidates import ADDED, CHOSEN
-from weft.planner.cost import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES
+from weft.planner.cost import BITS, CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES
 from weft.planner.finalists import Final, refine
 from weft.planner.search import Found, describe, tell
-from weft.planner.shape import SHAPES
+from weft.planner.shape import Model
 
 #: Parts of a step as they are told.
 PARTS = {
@@ -216,30 +214,26 @@ def record(final: Final) -> dict[str, Any]:
     }
 
 
-def recipe_tree(final: Final, model: str) -> dict[str, Any]:
-    """A layout as the sections of a recipe; if ``model`` is a recipe, that one with another layout.
+def untrainable(model: Model, bits: int) -> str:
+    """Why ``weft train`` cannot train ``model`` with products of so many ``bits`` yet; empty if it can."""
+    return model.untrainable or ("" if bits >= 16 else f"weft train has no products of {bits} bits yet")
+
+
+def recipe_tree(final: Final, model: Model) -> dict[str, Any]:
+    """A layout as the sections of a recipe that ``weft train`` takes as it is; what ``model`` says itself stays.
 
     Raises :class:`UsageError` for what Weft cannot train yet.
     """
-    plan, shape = final.plan, final.shape
-    if shape.experts:
-        raise UsageError("weft train has no experts yet, so there is no recipe for this model; leave --recipe out")
-    if not shape.gated:
-        raise UsageError("weft train computes SwiGLU only, and this model has no gate; leave --recipe out")
-    path = Path(model)
-    if path.suffix == ".toml":
-        tree = tomllib.loads(path.read_text())
-    elif model in SHAPES:
-        names = ("vocab", "layers", "embed", "heads", "kv_heads", "head_dim", "ffn")
-        tree = {"model": {name: int(getattr(shape, name)) for name in names} | {"tied": bool(shape.tied)}}
-    else:
-        tree = {"model": {"config": str((path / "config.json" if path.is_dir() else path).resolve())}}
+    plan, tree = final.plan, dict(model.recipe)
+    if reason := untrainable(model, int(plan.bits)):
+        raise UsageError(f"no recipe can be written: {reason}; leave --recipe out")
     train: dict[str, Any] = {"batch": int(plan.batch), "micro_batch": int(plan.micro_batch)}
-    train |= {"recompute": RECOMPUTE[int(plan.recompute)], "dtype": "float32" if plan.bits == 32 else "bfloat16"}
-    train |= {"offload": OFFLOAD[int(plan.offload)]} if plan.offload else {}
+    train |= {"recompute": RECOMPUTE[int(plan.recompute)], "offload": OFFLOAD[int(plan.offload)]}
+    if BITS.get(tree.get("train", {}).get("dtype", "")) != plan.bits:
+        train["dtype"] = "float32" if plan.bits == 32 else "bfloat16"
+    tree["data"] = tree.get("data", {}) | {"seq_len": int(plan.seq)}
     tree["layout"] = layout_tree(final)
     tree["train"] = tree.get("train", {}) | train
-    tree["data"] = tree.get("data", {}) | {"seq_len": int(plan.seq)}
     return tree
 
 

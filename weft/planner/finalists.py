@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError, WeftError
+from weft.model_shape import Shape
 from weft.planner.cost import CONTEXT_MORE, SCHEDULES, Cost, Passes, Plan, gradients, passes, rest, step_time
 from weft.planner.engine import Engine
 from weft.planner.host import with_host
 from weft.planner.machine import Machine
 from weft.planner.memory import Memory, held_bytes, logit_bytes, peak_memory, rank_memory
 from weft.planner.search import USABLE, Found, at
-from weft.planner.shape import Shape
 from weft.schedule.actions import Action, Table, Value
 from weft.schedule.build import BUILDERS, build
 from weft.schedule.simulate import Costs, Simulation, simulate

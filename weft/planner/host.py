@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from weft.model_shape import Num, Shape
 from weft.planner.cost import REACHED, Cost, Passes, Plan, most_layers
 from weft.planner.engine import Engine
-from weft.planner.machine import Machine, Num
+from weft.planner.machine import Machine
 from weft.planner.memory import in_flight, layer_bytes
-from weft.planner.shape import Shape
 
 #: Bytes of host memory that an update moves per parameter: seven of float32 (gradient, parameter, two moments, the
 #: last three also written), and one for the norm.

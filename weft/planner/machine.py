@@ -8,10 +8,8 @@ from typing import Any, Self
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from weft.errors import UsageError, WeftError, nearest
+from weft.model_shape import Num
 from weft.recipe import Section, explain
-
-#: A number, or an array with one entry per row or candidate: the model runs on both without change.
-Num = Any
 
 
 @dataclass(frozen=True)

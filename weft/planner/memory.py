@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from weft.model_shape import Num, Shape
 from weft.planner.cost import Plan, by_work, copies, most_layers
 from weft.planner.engine import Engine
-from weft.planner.machine import Num
-from weft.planner.shape import Shape
 
 
 @dataclass(frozen=True)

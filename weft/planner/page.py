@@ -36,6 +36,7 @@ class Question:
     """What was asked, as it is told; ``band``: error of the time in percent, None where nothing was compared.
 
     ``rehearsed``: the layouts were timed on a probed machine; closed forms, which were not, are not told beside them.
+    ``untrainable``: why ``weft train`` cannot train this yet.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Question:
     calibration: str
     band: int | None
     rehearsed: bool = False
+    untrainable: str = ""
 
 
 def write_page(path: Path, asked: Question, found: Found, finals: Sequence[Final], top: int) -> None:
@@ -76,7 +78,8 @@ def page(asked: Question, found: Found, finals: Sequence[Final], top: int) -> st
         f"{escape(asked.precision)} · {found.count:,} layouts compared, {len(found.order):,} fit",
         "tiles": "".join(f'<div class="card"><span>{a}</span><b>{b}</b><span>{c}</span></div>' for a, b, c in tiles),
         "pick": escape(title(first)),
-        "verdict": choice(first, finals, others),
+        "verdict": choice(first, finals, others)
+        + (f'<p class="bad">Not trainable yet: {escape(asked.untrainable)}.</p>' if asked.untrainable else ""),
         "ranked": ranked(finals, top, asked.rehearsed),
         "legend": legend({name: told for name, told in PARTS.items() if any(part(f.cost, name) > 0 for f in finals)}),
         "layouts": "".join(layout(i, final, first, finals[:top]) for i, final in enumerate(finals[:top], 1)),

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.errors import UsageError, WeftError
+from weft.model_shape import Shape
 from weft.planner.cost import CONTEXT, OFFLOAD, SCHEDULES, Plan
 from weft.planner.engine import CONSTANTS, ENGINES, Engine
 from weft.planner.machine import Machine, find_device, machine_of
-from weft.planner.shape import Shape, find_shape
+from weft.planner.shape import find_shape
 
 NEEDED = ("id", "source", "model", "layers", "hidden", "heads", "seq_len", "hardware", "n_gpus", "global_batch")
 #: Published schedule names, newest first, as indices into :data:`weft.planner.cost.SCHEDULES`.

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import UsageError, nearest
+from weft.model_shape import Shape
 from weft.planner.candidates import ADDED, CHOSEN, FIRST, Refused, Rules, Wanted, variants
 from weft.planner.cost import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Cost, Plan, most_layers, passes, step_time
 from weft.planner.engine import Engine
 from weft.planner.host import host_bytes, joined, with_host
 from weft.planner.machine import Cluster, Machine
 from weft.planner.memory import Memory, peak_memory
-from weft.planner.shape import Shape
 
 #: Share of device memory that a plan may use: what is left absorbs the error of the memory model.
 USABLE = 0.93

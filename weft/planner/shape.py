@@ -1,113 +1,49 @@
-"""The model that is planned for, as the few numbers that time and memory depend on."""
+"""What a plan is for: models by name, recipes and the ``config.json`` of Hugging Face, trainable by Weft or not."""
 
-import json
 import re
-from dataclasses import dataclass, replace
+import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from weft.errors import UsageError, WeftError, nearest
-from weft.planner.machine import Num
-from weft.recipe import ModelShape, Recipe, load_recipe
+from weft.model_config import read_json
+from weft.model_config import shape_from_config as section_from_config
+from weft.model_shape import Shape, shape_of
+from weft.recipe import ModelShape, Recipe, RopeScaling, build_recipe
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A decoder; every field may be an array with one entry per row.
+class Model:
+    """A model to plan for.
 
-    ``gated``: 1 for SwiGLU (three matrices), 0 for two. ``experts`` of width ``expert_ffn``, ``top_k`` of them per
-    token, and a shared one of ``shared_ffn``, in ``moe_layers`` of the layers. ``qkv``: width of the projections into
-    attention where it is not ``(heads + 2 kv_heads) head_dim`` (latent attention). ``qk``: width of a head's queries
-    and keys, if it is not that of its values. ``windowed``: share of the layers whose attention reaches back ``window``
-    tokens. ``clamped``: 1 if experts have biases and a clamped gate (GPT-OSS), which grouped kernels do not fuse.
+    ``shape``: what time and memory depend on. ``recipe``: what a recipe that trains it says beside layout and batch,
+    by section. ``untrainable``: why ``weft train`` cannot train it yet; empty if it can.
     """
 
-    layers: Num
-    embed: Num
-    heads: Num
-    kv_heads: Num
-    head_dim: Num
-    ffn: Num
-    vocab: Num
-    gated: Num = 1
-    tied: Num = 0
-    experts: Num = 0
-    top_k: Num = 0
-    expert_ffn: Num = 0
-    shared_ffn: Num = 0
-    moe_layers: Num = 0
-    qkv: Num = 0
-    qk: Num = 0
-    window: Num = 0
-    windowed: Num = 0
-    clamped: Num = 0
-
-    @property
-    def qkv_width(self) -> Num:
-        return self.qkv + (self.qkv == 0) * (self.heads + 2 * self.kv_heads) * self.head_dim
-
-    @property
-    def score_dim(self) -> Num:
-        """Mean of the widths of keys and values per head."""
-        return (self.qk + (self.qk == 0) * self.head_dim + self.head_dim) / 2
-
-    def reach(self, seq: Num) -> Num:
-        """Twice the tokens that a token attends to, as the mean over the layers: ``seq`` without windows."""
-        short = np.minimum(seq, 2 * self.window)
-        return seq + self.windowed * (short - seq)
-
-    @property
-    def attention_weights(self) -> Num:
-        return self.embed * (self.qkv_width + self.heads * self.head_dim)
-
-    @property
-    def dense_share(self) -> Num:
-        """Share of the layers whose feed-forward is dense."""
-        return 1 - self.moe_layers / self.layers
-
-    @property
-    def dense_weights(self) -> Num:
-        """Per layer, averaged over the layers: attention, dense and shared feed-forward, router; no experts."""
-        mlp = (2 + self.gated) * self.embed
-        moe = self.shared_ffn * mlp + self.experts * self.embed
-        return self.attention_weights + self.dense_share * self.ffn * mlp + (1 - self.dense_share) * moe
-
-    @property
-    def expert_weights(self) -> Num:
-        """Weights of all experts, averaged over the layers."""
-        return (1 - self.dense_share) * self.experts * self.expert_ffn * (2 + self.gated) * self.embed
-
-    @property
-    def active_weights(self) -> Num:
-        """Per layer, what a token is multiplied with."""
-        return self.dense_weights + (1 - self.dense_share) * self.top_k * self.expert_ffn * (2 + self.gated) * (
-            self.embed
-        )
-
-    @property
-    def table(self) -> Num:
-        return self.vocab * self.embed
-
-    @property
-    def parameters(self) -> Num:
-        """All parameters; norms counted, biases not."""
-        layer = self.dense_weights + self.expert_weights + 2 * self.embed
-        return self.layers * layer + (2 - self.tied) * self.table + self.embed
-
-    def flops_per_token(self, seq: Num, causal: float = 0.5) -> Num:
-        """Model flops of forward and backward per token; ``causal`` 1 counts the masked half of attention too."""
-        attention = 4 * self.heads * self.score_dim * self.reach(seq) * causal
-        return 3 * (self.layers * (2 * self.active_weights + attention) + 2 * self.table)
+    shape: Shape
+    recipe: dict[str, Any]
+    untrainable: str = ""
 
 
-def _llama(layers: int, embed: int, heads: int, ffn: int, vocab: int = 128256, kv: int = 8, tied: int = 0) -> Shape:
-    return Shape(layers, embed, heads, kv, embed // heads, ffn, vocab, tied=tied)
+def _llama(
+    layers: int, embed: int, heads: int, ffn: int, vocab: int = 128256, kv: int = 8, theta: float = 5e5, **more: Any
+) -> ModelShape:
+    return ModelShape(layers=layers, embed=embed, heads=heads, ffn=ffn, vocab=vocab, kv_heads=kv, rope_theta=theta,
+                      **more)  # fmt: skip
 
 
-def _gpt(layers: int, embed: int, heads: int, vocab: int = 51200) -> Shape:
-    return Shape(layers, embed, heads, heads, embed // heads, 4 * embed, vocab, gated=0, tied=1)
+def _qwen2(layers: int, embed: int, heads: int, ffn: int, kv: int = 8) -> ModelShape:
+    return _llama(layers, embed, heads, ffn, 152064, kv, 1e6, qkv_bias=True, norm_eps=1e-6)
+
+
+def _qwen3(layers: int, embed: int, heads: int, ffn: int) -> ModelShape:
+    return _llama(layers, embed, heads, ffn, 151936, 8, 1e6, head_dim=128, qk_norm=True, norm_eps=1e-6)
+
+
+def _gpt(layers: int, embed: int, heads: int, ffn: int = 0, vocab: int = 51200, kv: int = 0, tied: int = 1) -> Shape:
+    """Two matrices in the feed-forward, without a gate."""
+    return Shape(layers, embed, heads, kv or heads, embed // heads, ffn or 4 * embed, vocab, gated=0, tied=tied)
 
 
 def _moe(
@@ -119,30 +55,33 @@ def _moe(
     )  # fmt: skip
 
 
-#: Shapes by name, from the papers and config.json of the models.
-SHAPES: dict[str, Shape] = {
+#: Models that Weft trains, from the papers and config.json of the models.
+SECTIONS: dict[str, ModelShape] = {
+    "llama2-7b": _llama(32, 4096, 32, 11008, 32000, 32, 1e4),
+    "llama2-13b": _llama(40, 5120, 40, 13824, 32000, 40, 1e4),
+    "llama2-70b": _llama(80, 8192, 64, 28672, 32000, 8, 1e4),
+    "codellama-34b": _llama(48, 8192, 64, 22016, 32000, 8, 1e6),
+    "mistral-7b": _llama(32, 4096, 32, 14336, 32000, 8, 1e6),
+    "qwen2.5-7b": _qwen2(28, 3584, 28, 18944, 4),
+    "qwen2.5-32b": _qwen2(64, 5120, 40, 27648),
+    "qwen2.5-72b": _qwen2(80, 8192, 64, 29568),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12288),
+    "qwen3-14b": _qwen3(40, 5120, 40, 17408),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25600),
+    "llama3.2-1b": _llama(16, 2048, 32, 8192, tied=True, rope_scaling=RopeScaling(factor=32)),
+    "llama3.2-3b": _llama(28, 3072, 24, 8192, tied=True, rope_scaling=RopeScaling(factor=32)),
+    "llama3-8b": _llama(32, 4096, 32, 14336),
+    "llama3-70b": _llama(80, 8192, 64, 28672),
+    "llama3-405b": _llama(126, 16384, 128, 53248, rope_scaling=RopeScaling(factor=8)),
+}
+#: Shapes by name: those, and models that it can plan for only.
+SHAPES: dict[str, Shape] = {name: shape_of(section) for name, section in SECTIONS.items()} | {
     "gpt3-175b": _gpt(96, 12288, 96),
     "gpt-22b": _gpt(48, 6144, 64),
     "gpt-530b": _gpt(105, 20480, 128),
     "gpt-1t": _gpt(128, 25600, 160),
-    "llama2-7b": _llama(32, 4096, 32, 11008, 32000, 32),
-    "llama2-13b": _llama(40, 5120, 40, 13824, 32000, 40),
-    "llama2-70b": _llama(80, 8192, 64, 28672, 32000),
-    "codellama-34b": _llama(48, 8192, 64, 22016, 32000),
-    "mistral-7b": _llama(32, 4096, 32, 14336, 32000),
-    "qwen2.5-7b": _llama(28, 3584, 28, 18944, 152064, 4),
-    "qwen2.5-32b": _llama(64, 5120, 40, 27648, 152064),
-    "qwen2.5-72b": _llama(80, 8192, 64, 29568, 152064),
-    "qwen3-8b": _llama(36, 4096, 32, 12288, 151936),
-    "qwen3-14b": _llama(40, 5120, 40, 17408, 151936),
-    "qwen3-32b": replace(_llama(64, 5120, 64, 25600, 151936), head_dim=128),
-    "llama3.2-1b": _llama(16, 2048, 32, 8192, tied=1),
-    "llama3.2-3b": replace(_llama(28, 3072, 24, 8192, tied=1)),
-    "llama3-8b": _llama(32, 4096, 32, 14336),
-    "llama3-70b": _llama(80, 8192, 64, 28672),
-    "llama3-405b": _llama(126, 16384, 128, 53248),
-    "nemotron4-15b": replace(_llama(32, 6144, 48, 24576, 256000), gated=0),
-    "nemotron4-340b": replace(_llama(96, 18432, 96, 73728, 256000), gated=0),
+    "nemotron4-15b": _gpt(32, 6144, 48, 24576, 256000, 8, tied=0),
+    "nemotron4-340b": _gpt(96, 18432, 96, 73728, 256000, 8, tied=0),
     "qwen3-30b": _moe(48, 2048, 32, 4, 151936, 128, 8, 768),
     "qwen3-235b": _moe(94, 4096, 64, 4, 151936, 128, 8, 1536),
     "gpt-oss-20b": _moe(24, 2880, 64, 8, 201088, 32, 4, 2880, head_dim=64, window=128, windowed=0.5, clamped=1),
@@ -157,6 +96,8 @@ SHAPES: dict[str, Shape] = {
         61, 7168, 64, 64, 163840, 384, 8, 2048, ffn=18432, moe_layers=60, shared_ffn=2048, qkv=6000, qk=192
     ),
 }  # fmt: skip
+#: What a recipe reads if nothing says better: text that every machine has.
+DATA: dict[str, Any] = {"sources": [{"kind": "stdlib"}], "tokenizer": "bytes"}
 
 
 def find_shape(text: str) -> Shape | None:
@@ -168,22 +109,47 @@ def find_shape(text: str) -> Shape | None:
     return SHAPES[names[best]] if best else None
 
 
-def load_shape(model: str) -> Shape:
+def load_model(name: str) -> Model:
     """From the name of a built-in, a Weft recipe (``.toml``) or a Hugging Face ``config.json`` (or its folder)."""
-    path = Path(model)
-    if model in SHAPES:
-        return SHAPES[model]
+    path = Path(name)
+    if name in SECTIONS:
+        fields = SECTIONS[name].model_dump(exclude_none=True, exclude={"mixer", "softmax_every"})
+        return Model(SHAPES[name], {"model": fields, "data": DATA})
+    if name in SHAPES:
+        return Model(SHAPES[name], {}, _missing(SHAPES[name]))
     if path.suffix == ".toml":
-        recipe = load_recipe(path)
-        return shape_of(recipe.model, vocab_of(recipe))
+        return _of_recipe(path)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise WeftError(f"model {model!r} is neither a file nor built in; {nearest(model, SHAPES)}")
+        raise WeftError(f"model {name!r} is neither a file nor built in; {nearest(name, SHAPES)}")
+    data = DATA | ({"tokenizer": str(path.parent.resolve())} if (path.parent / "tokenizer.json").is_file() else {})
     try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid JSON: {error}") from None
-    return shape_from_config(config, str(path))
+        return Model(shape_of(section_from_config(path)), {"model": {"config": str(path.resolve())}, "data": data})
+    except WeftError as error:  # planned for, as far as it is understood
+        shape = shape_from_config(read_json(path, "give a Hugging Face config.json"), str(path))
+        return Model(shape, {}, _missing(shape) or str(error))
+
+
+def _missing(shape: Shape) -> str:
+    """What Weft cannot train about a model of this shape."""
+    if shape.experts:
+        return "weft train has no experts yet"
+    return "" if shape.gated else "weft train computes SwiGLU only, and this model has no gate"
+
+
+def _of_recipe(path: Path) -> Model:
+    """The model of a recipe; its sections but ``[layout]``, which is what is planned, stay as they are."""
+    if not path.is_file():
+        raise WeftError(f"recipe {path} does not exist")
+    try:
+        tree = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    recipe = build_recipe(tree, str(path))
+    tree.pop("layout", None)
+    source = recipe.model.config or recipe.model.weights
+    section = recipe.model if source is None else section_from_config(source)
+    return Model(shape_of(section, vocab_of(recipe)), tree)
 
 
 def vocab_of(recipe: Recipe) -> int:
@@ -192,24 +158,11 @@ def vocab_of(recipe: Recipe) -> int:
     return int(size) if kind == "train" and size.isdigit() else 257 if kind == "bytes" else 50_000
 
 
-def shape_of(model: ModelShape, vocab: int) -> Shape:
-    """The shape of a recipe's model; ``vocab``: of the tokenizer, if the model leaves it to that."""
-    if model.config is not None:
-        return load_shape(str(model.config))
-    return Shape(
-        model.layers,
-        model.embed,
-        model.heads,
-        model.kv_heads or model.heads,
-        model.head_dim or model.embed // model.heads,
-        model.ffn or 4 * model.embed,
-        model.vocab or vocab,
-        tied=int(model.tied),
-    )
-
-
 def shape_from_config(config: dict[str, Any], origin: str) -> Shape:
-    """From the fields of a Hugging Face config, dense or with experts. Names the field that is missing."""
+    """From the fields of any Hugging Face config, dense or with experts, as far as time and memory depend on them.
+
+    Raises :class:`UsageError` with the name of the field that is missing.
+    """
 
     def get(*names: str, default: Any = None) -> Any:
         value = next((config[name] for name in names if config.get(name) is not None), default)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from weft.errors import UsageError
+from weft.model_shape import shape_of
 from weft.recipe import ModelShape
 
 
@@ -43,11 +44,5 @@ def partition(costs: Sequence[float], parts: int, speeds: Sequence[float] | None
 
 
 def layer_costs(shape: ModelShape, seq_len: int) -> tuple[float, float, float]:
-    """Forward flops per token of the embedding, one layer and the output layer with its loss.
-
-    A look-up moves bytes instead: a few flops' worth per element.
-    """
-    from weft.observe.flops import layer_matmuls
-
-    attention = 4 * shape.heads * (shape.head_dim or 0) * seq_len / 2
-    return 8.0 * shape.embed, 2.0 * layer_matmuls(shape) + attention, 2.0 * shape.embed * shape.vocab
+    """Forward flops per token of the embedding, one layer and the output layer with its loss."""
+    return shape_of(shape).forward_flops(seq_len)

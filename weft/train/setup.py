@@ -70,7 +70,7 @@ def model_shape(recipe: Recipe) -> ModelShape:
     if source is None:
         return given
     from weft.checkpoint.weights import shape_of
-    from weft.models.hf import shape_from_config
+    from weft.model_config import shape_from_config
 
     shape = shape_from_config(given.config) if given.config else shape_of(source)
     return shape.model_copy(update={"config": given.config, "weights": given.weights})

@@ -23,7 +23,8 @@ from weft.checkpoint.weights import model_of
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Logical
 from weft.layout.mesh import Mesh
-from weft.models.hf import INDEX, SINGLE, hf_values, shape_from_config
+from weft.model_config import shape_from_config
+from weft.models.hf import INDEX, SINGLE, hf_values
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 

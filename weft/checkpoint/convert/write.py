@@ -25,7 +25,8 @@ from weft.checkpoint.store import is_new
 from weft.checkpoint.writer import Commit, commit
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Box
-from weft.models.hf import TOKENIZER_FILES, config_from_shape, export, hf_name
+from weft.model_config import config_from_shape
+from weft.models.hf import TOKENIZER_FILES, export, hf_name
 from weft.recipe import Recipe
 
 #: Files of a Hugging Face export hold at least this much, if a tensor is not larger.

@@ -1,0 +1,138 @@
+"""The model as the few numbers that time and memory depend on: read by flops, planner, balancer and partition."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weft.recipe import ModelShape
+
+#: A number, or an array with one entry per row or candidate: everything here works on both without change.
+Num = Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder; every field may be an array with one entry per row.
+
+    ``gated``: 1 for SwiGLU (three matrices), 0 for two. ``experts`` of width ``expert_ffn``, ``top_k`` of them per
+    token, and a shared one of ``shared_ffn``, in ``moe_layers`` of the layers. ``qkv``: width of the projections into
+    attention where it is not ``(heads + 2 kv_heads) head_dim`` (latent attention). ``qk``: width of a head's queries
+    and keys, if it is not that of its values. ``windowed``: share of the layers whose attention reaches back ``window``
+    tokens. ``clamped``: 1 if experts have biases and a clamped gate (GPT-OSS), which grouped kernels do not fuse.
+    ``linear``: share of the layers with linear attention, whose tokens are added to a state and read from it.
+    ``extras``: parameters of a layer beside its matrices and its two norms, as the mean over the layers.
+    """
+
+    layers: Num
+    embed: Num
+    heads: Num
+    kv_heads: Num
+    head_dim: Num
+    ffn: Num
+    vocab: Num
+    gated: Num = 1
+    tied: Num = 0
+    experts: Num = 0
+    top_k: Num = 0
+    expert_ffn: Num = 0
+    shared_ffn: Num = 0
+    moe_layers: Num = 0
+    qkv: Num = 0
+    qk: Num = 0
+    window: Num = 0
+    windowed: Num = 0
+    clamped: Num = 0
+    linear: Num = 0
+    extras: Num = 0
+
+    @property
+    def qkv_width(self) -> Num:
+        return self.qkv + (self.qkv == 0) * (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def score_dim(self) -> Num:
+        """Mean of the widths of keys and values per head."""
+        return (self.qk + (self.qk == 0) * self.head_dim + self.head_dim) / 2
+
+    def reach(self, seq: Num) -> Num:
+        """Twice the tokens that a token attends to, as the mean over the layers: ``seq`` if all of them are full.
+
+        A state of linear attention costs as much as attending to as many tokens as a head is wide.
+        """
+        short = np.minimum(seq, 2 * self.window)
+        return seq + self.windowed * (short - seq) + self.linear * (2 * self.head_dim - seq)
+
+    @property
+    def attention_weights(self) -> Num:
+        return self.embed * (self.qkv_width + self.heads * self.head_dim)
+
+    @property
+    def dense_share(self) -> Num:
+        """Share of the layers whose feed-forward is dense."""
+        return 1 - self.moe_layers / self.layers
+
+    @property
+    def dense_weights(self) -> Num:
+        """Per layer, averaged over the layers: attention, dense and shared feed-forward, router; no experts."""
+        mlp = (2 + self.gated) * self.embed
+        moe = self.shared_ffn * mlp + self.experts * self.embed
+        return self.attention_weights + self.dense_share * self.ffn * mlp + (1 - self.dense_share) * moe
+
+    @property
+    def expert_weights(self) -> Num:
+        """Weights of all experts, averaged over the layers."""
+        return (1 - self.dense_share) * self.experts * self.expert_ffn * (2 + self.gated) * self.embed
+
+    @property
+    def active_weights(self) -> Num:
+        """Per layer, what a token is multiplied with."""
+        return self.dense_weights + (1 - self.dense_share) * self.top_k * self.expert_ffn * (2 + self.gated) * (
+            self.embed
+        )
+
+    @property
+    def table(self) -> Num:
+        return self.vocab * self.embed
+
+    @property
+    def parameters(self) -> Num:
+        """All parameters."""
+        layer = self.dense_weights + self.expert_weights + 2 * self.embed + self.extras
+        return self.layers * layer + (2 - self.tied) * self.table + self.embed
+
+    def flops_per_token(self, seq: Num, causal: float = 0.5) -> Num:
+        """Model flops of forward and backward per token (Chowdhery et al. 2022): three times the forward's products.
+
+        A causal token sees half of the others on average; ``causal`` 1 counts the masked half too. Recomputation does
+        not count.
+        """
+        attention = 4 * self.heads * self.score_dim * self.reach(seq) * causal
+        return 3 * (self.layers * (2 * self.active_weights + attention) + 2 * self.table)
+
+    def forward_flops(self, seq: Num) -> tuple[Num, Num, Num]:
+        """Forward flops per token of the embedding, one layer and the output layer with its loss.
+
+        A look-up moves bytes instead: a few flops' worth per element.
+        """
+        attention = 2 * self.heads * self.score_dim * self.reach(seq)
+        return 8.0 * self.embed, 2.0 * self.active_weights + attention, 2.0 * self.table
+
+
+def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
+    """The numbers of a recipe's model; ``vocab``: of the tokenizer, if the model leaves it to that."""
+    kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or 0
+    linear = sum(model.mixer_of(layer) != "softmax" for layer in range(model.layers)) / model.layers
+    biases = (model.heads + 2 * kv_heads) * model.qkv_bias
+    return Shape(
+        model.layers,
+        model.embed,
+        model.heads,
+        kv_heads,
+        head_dim,
+        model.ffn or 0,
+        model.vocab or vocab,
+        tied=int(model.tied),
+        linear=linear,
+        extras=(2 * model.qk_norm + biases + linear) * head_dim,  # linear attention has a norm of its own
+    )
