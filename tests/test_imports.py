@@ -1,0 +1,69 @@
+"""Imports point downward: the rooms of the house plan against every import of the package, also those in functions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "weft"
+
+#: Every room may import those before it.
+ORDER = (
+    "layout", "models", "schedule", "data", "memory", "parallel", "checkpoint", "sync", "train", "resilience",
+    "rehearse", "generate", "rl", "cli",
+)  # fmt: skip
+#: What the two rooms beside that order may import; the planner simulates the tables that training executes.
+BESIDE: dict[str, set[str]] = {"observe": set(), "planner": {"observe", "schedule"}}
+#: What every room may import: settings, errors, texts, and what a batch is.
+OPEN = ("errors", "recipe", "shipped", "template", "pages", "layout.layout", "data.batch")
+
+#: What still points upward, and what will end it. Take an entry out as soon as it does.
+UPWARD = {
+    ("checkpoint/state.py", "train"): "the optimizer's order, until checkpoints read State",
+    ("planner/probe.py", "layout"): "the probe runs operators: until it stands in rehearse/",
+    ("planner/probe.py", "models"): "likewise",
+    ("planner/probe.py", "parallel"): "likewise",
+    ("recipe.py", "checkpoint"): "where checkpoints go is opened when a recipe is read",
+}
+
+
+def room(name: str) -> str:
+    return name.split("/")[0].split(".")[0]
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """Every file of the package with each room, other than its own, of which it imports what is not open to all."""
+    for path in PACKAGE.rglob("*.py"):
+        file = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"weft.{name}" for name in names] if node.module == "weft" else [node.module or ""]
+            for name in names:
+                module = name.removeprefix("weft.")
+                if name.startswith("weft.") and not module.startswith(OPEN) and room(module) != room(file):
+                    yield file, room(module)
+
+
+def allowed(importing: str, imported: str) -> bool:
+    if importing in BESIDE:
+        return imported in BESIDE[importing]
+    if importing in ORDER:
+        return imported in BESIDE or imported in ORDER[: ORDER.index(importing)]
+    return importing in ("__main__", "__init__")  # the package's doors; what is open to all imports nothing else
+
+
+def test_imports_point_downward() -> None:
+    found = {(file, imported) for file, imported in imports() if not allowed(room(file), imported)}
+    assert not found - UPWARD.keys(), "these imports point upward: move down what both need, or hand it in"
+    assert not UPWARD.keys() - found, "these are mended: take them out of UPWARD"
+
+
+def test_no_cycle_between_rooms() -> None:
+    rooms: dict[str, set[str]] = {}
+    for file, imported in imports():
+        if (file, imported) not in UPWARD:
+            rooms.setdefault(room(file), set()).add(imported)
+    TopologicalSorter(rooms).prepare()  # raises CycleError, which names the cycle
