@@ -4,12 +4,16 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from weft.cli.launch import in_ranks, init_ranks, launch, set_threads
 from weft.errors import UsageError, WeftError
 from weft.recipe import RUNS, Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from weft.train.loop import Outcome
 
 
 def run(
@@ -35,7 +39,9 @@ def run(
             prepare(recipe)
         if recipe.layout.world > 1:
             return launch(argv, recipe.layout.world, threads=recipe.train.threads)
-    return be_rank(recipe, out, resume)
+    outcome = be_rank(recipe, out, resume)
+    # Of several ranks the launcher knows best what a signal means; each of them ended as it should.
+    return 128 + outcome.interrupted if recipe.layout.world == 1 and outcome.interrupted else 0
 
 
 def planned(recipe: Recipe, ranks: int | None, cluster: str | None = None) -> tuple[Recipe, list[str]]:
@@ -96,7 +102,7 @@ def probed_choice(recipe: Recipe, ranks: int | None, file: str) -> tuple[Recipe,
     return choice.recipe, list(choice.overrides)
 
 
-def be_rank(recipe: Recipe, out: Path | None, resume: str | None) -> int:
+def be_rank(recipe: Recipe, out: Path | None, resume: str | None) -> "Outcome":
     """One rank's whole life."""
     import torch
     import torch.distributed as dist
@@ -122,8 +128,7 @@ def be_rank(recipe: Recipe, out: Path | None, resume: str | None) -> int:
     dist.destroy_process_group()
     if main:
         _conclude(recipe, outcome)
-    # Of several ranks the launcher knows best what a signal means; each of them ended as it should.
-    return 128 + outcome.interrupted if mesh.layout.world == 1 and outcome.interrupted else 0
+    return outcome
 
 
 def join(device: str, timeout: int) -> None:

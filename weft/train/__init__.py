@@ -1,1 +1,25 @@
-"""One training step for every layout, and the loop around it."""
+"""One training step for every layout, and the loop around it. The package can be called: ``train(recipe)``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.recipe import Recipe
+    from weft.train.loop import Outcome
+
+
+class _Train(ModuleType):
+    """So that ``from weft import train`` is the function, whoever has imported something of this package before."""
+
+    def __call__(self, recipe: Recipe, out: str | Path | None = None, resume: str | None = None) -> Outcome:
+        """See :func:`weft.train.start.start`."""
+        from weft.train.start import start
+
+        return start(recipe, out, resume)
+
+
+sys.modules[__name__].__class__ = _Train

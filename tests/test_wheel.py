@@ -1,0 +1,66 @@
+"""What a user gets who has installed Weft and has no checkout: recipes, catalogue, and training from Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with Weft from a wheel, and everything else from that of the tests."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # pip builds where the sources are
+    source.mkdir()
+    for name in ("weft", "recipes", "docs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "wheel", *offline, "--wheel-dir", folder, source], check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True, timeout=60)
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder / "env")}))
+    (wheel,) = folder.glob("weft-*.whl")
+    subprocess.run([*pip, "install", *offline, "--target", site, wheel], check=True, timeout=300)
+    # A path file of another environment is not read, so the checkout that is installed there stays out of sight.
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "env/bin/python"
+
+
+def run(python: Path, folder: Path, *words: str) -> str:
+    """Standard output of ``python *words``, run in ``folder``, from where no checkout is to be found."""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([python, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_is_all_there(python: Path, tmp_path: Path) -> None:
+    assert str(python.parents[1]) in run(python, tmp_path, "-c", "import weft; print(weft.__file__)")
+    recipes = run(python, tmp_path, "-m", "weft", "recipes")
+    assert len(recipes.splitlines()) == 1 + len(list((ROOT / "recipes").glob("*.toml")))
+    assert "Rajbhandari et al. 2020" in run(python, tmp_path, "-m", "weft", "techniques")
+    small = ["--set", "train.steps=2", "--set", "data.tokenizer=bytes", "--set", "validation.every=0"]
+    said = run(python, tmp_path, "-m", "weft", "train", "quickstart", *small)
+    assert "report      runs/quickstart/report.html" in said
+    assert (tmp_path / "runs/quickstart/report.html").stat().st_size > 1_000_000
+    run(python, tmp_path, "-m", "weft", "schedule", "1f1b", "--html", "1f1b.html")
+
+
+@pytest.mark.slow
+def test_the_readme_trains_from_python(python: Path, tmp_path: Path) -> None:
+    (example,) = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "README.md").read_text())
+    (tmp_path / "example.py").write_text(example)
+    said = run(python, tmp_path, "example.py").splitlines()[-1]
+    assert re.fullmatch(r"runs/mine runs/mine/checkpoints/step-000020 \[\d.*, .*, .*]", said)
