@@ -16,8 +16,8 @@ ORDER = (
 )  # fmt: skip
 #: What the two rooms beside that order may import; the planner simulates the tables that training executes.
 BESIDE: dict[str, set[str]] = {"observe": set(), "planner": {"observe", "schedule"}}
-#: What every room may import: settings, errors, texts, and what a batch is.
-OPEN = ("errors", "recipe", "shipped", "template", "pages", "layout.layout", "data.batch")
+#: What every room may import beside the files that stand in no room: the settings of a layout, and what a batch is.
+OPEN = ("layout.layout", "data.batch")
 
 #: What still points upward, and what will end it. Take an entry out as soon as it does.
 UPWARD = {
@@ -30,7 +30,12 @@ UPWARD = {
 
 
 def room(name: str) -> str:
+    """Of ``data/loader.py`` or ``data.loader``; a file that stands in no room is its own."""
     return name.split("/")[0].split(".")[0]
+
+
+def is_open(module: str) -> bool:
+    return module.startswith(OPEN) or not (PACKAGE / room(module)).is_dir()
 
 
 def imports() -> Iterator[tuple[str, str]]:
@@ -43,7 +48,7 @@ def imports() -> Iterator[tuple[str, str]]:
                 names = [f"weft.{name}" for name in names] if node.module == "weft" else [node.module or ""]
             for name in names:
                 module = name.removeprefix("weft.")
-                if name.startswith("weft.") and not module.startswith(OPEN) and room(module) != room(file):
+                if name.startswith("weft.") and not is_open(module) and room(module) != room(file):
                     yield file, room(module)
 
 
