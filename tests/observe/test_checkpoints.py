@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tests.observe.test_report import CHROMIUM, dumped_dom, fake_run
+from weft.observe.charts import checkpoint_charts
 from weft.observe.checkpoints import ROWS, SLOWEST, duration, facts, heat_map, size, stalls, times, verdict
 from weft.observe.metrics import FILE, Metrics, read_metrics
-from weft.observe.report import checkpoint_card, checkpoint_charts, write_report
+from weft.observe.report import checkpoint_card, write_report
 
 STAGES = {"stage_s": 0.02, "copy_s": 0.1, "hash_s": 0.05, "write_s": 0.8}
 
@@ -138,13 +139,13 @@ def test_odd_records_do_no_harm(tmp_path: Path, rows: list[dict[str, Any]]) -> N
     (tmp_path / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     records = read_metrics(tmp_path)
     assert len(records["saved"]) == len(rows)
-    assert 'id="checkpoints"' in checkpoint_card(records)
+    assert checkpoint_card(records)["facts"]
     checkpoint_charts(records)
-    write_report(tmp_path)
+    assert 'id="checkpoints"' in write_report(tmp_path).read_text()
 
 
 def test_no_checkpoints_no_card(tmp_path: Path) -> None:
-    assert checkpoint_card({}) == "" and checkpoint_charts({}) == [] and heat_map([], []) is None
+    assert checkpoint_card({}) == {} and checkpoint_charts({}) == [] and heat_map([], []) is None
     page = write_report(fake_run(tmp_path / "run", steps=3, resume_at=None)).read_text()
     assert 'id="checkpoints"' not in page
 

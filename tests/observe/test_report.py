@@ -14,24 +14,29 @@ from unittest import mock
 
 import pytest
 
-from weft.errors import WeftError
-from weft.observe.metrics import FILE, Metrics, read_metrics
-from weft.observe.report import POINTS, charts, running_mean, thin, tiles, write_report
+from weft.errors import UsageError, WeftError
+from weft.observe.charts import POINTS, charts, running_mean, thin
+from weft.observe.metrics import FILE, Metrics, Run, read_metrics
+from weft.observe.report import beside, columns, flat, tiles, write_report
 from weft.recipe import Recipe, build_recipe
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-TITLES = ["Loss", "Throughput", "Model flops utilisation", "Step time", "Gradient norm", "Memory", "Learning rate"]
+TITLES = ["Loss", "Throughput", "Model flops utilisation", "Step time", "Gradient norm", "Memory", "Learning rate",
+          "Machine", "Memory of the machine", "Power"]  # fmt: skip
 
 
 def fake_run(
-    run: Path, steps: int = 400, resume_at: int | None = 250, validation: bool = True, split: bool = True
-) -> Path:
+    run: Path, steps: int = 400, resume_at: int | None = 250, validation: bool = True, split: bool = True,
+    scale: float = 1.0, **settings: object,
+) -> Path:  # fmt: skip
     """Write ``steps`` steps; with ``resume_at`` the run crashes 17 steps later and starts again from there."""
     rng, clock = random.Random(0), [1.7e9]
     recipe = Recipe(name="llama-tiny <zigzag>").model_dump(mode="json")
-    recipe["train"]["steps"] = steps
+    recipe["train"] |= {"steps": steps, **settings}
     head = {"recipe": recipe, "layout": "shard=2,cp=2", "world": 4, "device": "NVIDIA H200", "parameters": 12_345_678,
-            "flops_per_token": 8.1e7, "peak_flops": 9.89e14, "started": "2026-01-02T03:04:05"}  # fmt: skip
+            "flops_per_token": 8.1e7, "peak_flops": 9.89e14, "started": "2026-01-02T03:04:05",
+            "host": "node-7, Linux 6.1, x86_64, 96 cores, 1008 GiB", "versions": "Weft 0.1, PyTorch 2.13",
+            "git": "0123456789ab with changes", "command": "weft train a.toml", "folder": "/home/me"}  # fmt: skip
     attempts = [(0, steps)] if resume_at is None else [(0, min(steps, resume_at + 17)), (resume_at, steps)]
     for begin, end in attempts:
         with mock.patch("weft.observe.metrics.time.time", lambda: clock[0]):
@@ -52,20 +57,26 @@ def fake_run(
                     lr=3e-4 * min(step / 40, 0.55 + 0.45 * math.cos(math.pi * step / steps)),
                     tokens=step * 8192,
                     tokens_per_s=rate,
-                    mfu=rate * 3.3e-6,
+                    mfu=rate * scale * 3.3e-6,
                     memory_gib=11.2 + 0.3 * (step > 3),
+                    memory_now_gib=9.2 + rng.random() / 10,
                     step_s=0.4,
                     data_s=0.004,
                     skipped=skipped,
                 )
                 if validation and step % 50 == 0:
                     metrics.log("validation", step, loss=1.56 + 4.1 * math.exp(-step / steps * 6))
+                if step % 13 == 0:
+                    load = {"cpu": 0.3 + rng.random() / 5, "host_gib": 80 + step / 10, "gpu": 0.97, "gpu_gib": 70.0}
+                    metrics.log("hardware", step, **load, gpu_watts=600 + 50 * rng.random())
                 if split and step % 25 == 0:
                     metrics.log(
                         "split", step, compute=0.25 + rng.random() / 50, communication=0.06, data=0.004, optimizer=0.03
                     )
                 if step % 100 == 0:
                     metrics.log("event", step, message=f"checkpoint saved to {run.name}/step-{step}")
+            if end == steps:
+                metrics.log("sample", end, prompt="def read(", text="path):\n    <b>return</b> open(path)")
             metrics.close()
         clock[0] += 3600
     return run
@@ -94,8 +105,10 @@ def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> No
         marks = r'<g class="point"><path' if title == "Step time" else r'class="js-line"[^>]* d="M'
         assert re.search(marks, chart), f"{title} is empty"
     drawn = re.findall(r'aria-label="([^"]+)"', body)
-    assert drawn == (TITLES if complete else [t for t in TITLES if t != "Step time"])
-    for text in ("llama-tiny &lt;zigzag&gt;", "shard=2,cp=2", "4 ranks", "NVIDIA H200", "12.3M (12,345,678)", "run-7"):
+    assert drawn == (TITLES if complete else [t for t in TITLES[:-3] if t != "Step time"])
+    for text in ("llama-tiny &lt;zigzag&gt;", "shard=2,cp=2", "4 ranks", "NVIDIA H200", "12.3M (12,345,678)", "run-7",
+                 "node-7, Linux 6.1", "PyTorch 2.13", "0123456789ab with changes", "weft train a.toml", "/home/me",
+                 "<i>def read(</i>path):\n    &lt;b&gt;return"):  # fmt: skip
         assert text in body
     if complete:
         for text in ("400 of 400", "3.28M (3,276,800)", "resumed from checkpoint step-250", "2:40 in 2 attempts"):
@@ -105,7 +118,7 @@ def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> No
 
 
 def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:
-    page = write_report(fake_run(tmp_path / "run", steps=3, resume_at=None), tmp_path / "elsewhere" / "page.html")
+    page = write_report(fake_run(tmp_path / "run", steps=3, resume_at=None), out=tmp_path / "elsewhere" / "page.html")
     text = page.read_text()
     assert page == tmp_path / "elsewhere" / "page.html"
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text.replace("plotly", ""))
@@ -121,14 +134,14 @@ def test_no_run_is_one_line(tmp_path: Path) -> None:
             write_report(run)
         assert "\n" not in str(caught.value)
     with pytest.raises(WeftError, match="cannot write the report"):
-        write_report(fake_run(tmp_path / "run", steps=2, resume_at=None), tmp_path)
+        write_report(fake_run(tmp_path / "run", steps=2, resume_at=None), out=tmp_path)
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     run = tmp_path / "run"
     Metrics(run, tensorboard=False).log("run", 0)
     assert write_report(run).is_file()
-    assert charts(read_metrics(run)) == [] and tiles(read_metrics(run)) == []
+    assert charts([Run("run", read_metrics(run))]) == [] and tiles(read_metrics(run)) == []
 
 
 def test_the_recipe_is_on_the_page(tmp_path: Path) -> None:
@@ -138,12 +151,63 @@ def test_the_recipe_is_on_the_page(tmp_path: Path) -> None:
     assert recipe.name == "llama-tiny <zigzag>" and recipe.train.steps == 2
 
 
+def small_ticks(body: str) -> list[str]:
+    """Texts on the axis of the utilisation."""
+    chart = body[body.index('aria-label="Model flops utilisation"') :].split('class="chart')[0]
+    return re.findall(r'class="ytick"><text[^>]*>([^<]*)</text>', chart)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+def test_the_axis_of_a_small_utilisation_tells_its_ticks_apart(tmp_path: Path) -> None:
+    """It read 1%, 1%, 1%, 0%, 0%."""
+    run = fake_run(tmp_path / "run", steps=40, resume_at=None, scale=0.03)
+    ticks = small_ticks(dumped_dom(write_report(run), tmp_path / "profile"))
+    assert len(ticks) >= 4 and len(set(ticks)) == len(ticks) and all(t.endswith("%") for t in ticks), ticks
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+def test_runs_side_by_side(tmp_path: Path) -> None:
+    one = fake_run(tmp_path / "one", steps=80, resume_at=None)
+    two = fake_run(tmp_path / "two", steps=60, resume_at=None, scale=0.5, batch=16)
+    page = write_report(one, two)
+    assert page == one / "compare.html"
+    dom = dumped_dom(page, tmp_path / "profile")
+    assert "data-error" not in re.search(r"<html[^>]*>", dom)[0]
+    body = re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
+    assert re.findall(r'aria-label="([^"]+)"', body) == TITLES
+    for chart in body.split('class="chart')[1:]:
+        names = {name for name in ("one", "two") if re.search(rf'data-unformatted="{name}|>{name}<', chart)}
+        assert names == {"one", "two"}, chart[:200]
+    recipes = re.search(r'id="recipes".*?</section>', body, flags=re.DOTALL)[0]
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr class.*?</tr>", recipes)]
+    assert sorted(rows) == [["train.batch", "8", "16"], ["train.steps", "80", "60"]]
+    assert body.count("What the model writes · ") == 2 and "Side by side" in body
+
+
+def test_what_stands_beside_what() -> None:
+    rows = beside([{"a": "1", "b": "2"}, {"b": "3", "c": "4", "a": "1"}])
+    assert [(r.name, r.values, r.differs) for r in rows] == [
+        ("a", ["1", "1"], False), ("b", ["2", "3"], True), ("c", ["-", "4"], True)
+    ]  # fmt: skip
+    assert dict(flat({"x": {"y": 1, "z": [2]}, "w": None})) == {"x.y": "1", "x.z": "[2]", "w": "null"}
+
+
+def test_too_many_runs_are_one_line(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", steps=2, resume_at=None)
+    with pytest.raises(UsageError, match="6 runs are too many for one page; give at most 5"):
+        write_report(*[run] * 6)
+
+
+def test_rows_of_tiles_are_about_as_long() -> None:
+    assert [columns(n) for n in range(1, 9)] == [1, 2, 3, 4, 5, 3, 4, 4]
+
+
 def test_long_runs_are_thinned_but_keep_their_spikes() -> None:
     values = [1.0] * 50_000
     values[31_415] = 9.0
     thinned = thin(list(range(len(values))), values)
     assert len(thinned["x"]) <= POINTS + 2 and max(thinned["y"]) == 9.0 and thinned["x"][-1] == len(values) - 1
-    steps = charts({"train": [{"step": i, "loss": v} for i, v in enumerate(values)]})
+    steps = charts([Run("run", {"train": [{"step": i, "loss": v} for i, v in enumerate(values)]})])
     assert len(json.dumps(steps)) < 200_000
 
 

@@ -117,13 +117,13 @@ def generate(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write; RUN/report.html by default.")] = None,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run folder, or several to compare.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write; report.html or compare.html in RUN.")] = None,
 ) -> int:
-    """Write a run's report: one HTML page that works offline."""
+    """Write the report of a run, or of several side by side: one HTML page that works offline."""
     from weft.observe.report import write_report
 
-    typer.echo(write_report(run, out))
+    typer.echo(write_report(*runs, out=out))
     return 0
 
 

@@ -3,12 +3,17 @@
 import json
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.errors import WeftError
 
 FILE = "metrics.jsonl"
+
+Record = dict[str, Any]
+#: By kind.
+Records = dict[str, list[Record]]
 
 #: Kinds that are history: every record counts.
 HISTORY = ("run", "event")
@@ -69,13 +74,30 @@ class Metrics:
                 self._events.add_text(f"{kind}/{name}", f"```\n{json.dumps(value, indent=2, default=str)}\n```", step)
 
 
-def read_metrics(run: Path) -> dict[str, list[dict[str, Any]]]:
+@dataclass(frozen=True)
+class Run:
+    """A run as it was recorded."""
+
+    name: str
+    records: Records
+
+    @property
+    def head(self) -> Record:
+        """What the last attempt said of itself."""
+        return self.records.get("run", [{}])[-1]
+
+    @property
+    def recipe(self) -> Record:
+        return self.head.get("recipe") or {}
+
+
+def read_metrics(run: Path) -> Records:
     """Records of a run by kind, series in the order of their steps; a last line that is not complete is left out."""
     path = run / FILE
     if not path.is_file() or not (text := path.read_text(encoding="utf-8", errors="replace")).strip():
         raise WeftError(f"{run} holds no {FILE} with records; give the folder of a run that was started")
-    history: dict[str, list[dict[str, Any]]] = {}
-    series: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
+    history: Records = {}
+    series: dict[str, dict[tuple[int, int], Record]] = {}
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
             record = json.loads(line)

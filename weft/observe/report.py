@@ -1,67 +1,115 @@
-"""One self-contained HTML page about a run, from nothing but its metrics."""
+"""One self-contained HTML page about a run, or about several side by side, from nothing but their metrics."""
 
-import html
 import json
-import re
-from importlib import resources
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from weft.errors import WeftError
+from weft.errors import UsageError
 from weft.observe import checkpoints
+from weft.observe.charts import PARTS, RUNS, charts, checkpoint_charts, column
 from weft.observe.display import clock, compact
-from weft.observe.metrics import read_metrics
-
-Record = dict[str, Any]
-#: Parts of a step and their colors.
-PARTS = {"compute": "--c1", "communication": "--c2", "data": "--c5", "optimizer": "--c4"}
-#: Series longer than this are drawn faint, with a smoothed line on top.
-SMOOTH_FROM = 60
-#: Points a line is thinned to; every bucket keeps its smallest and largest value, so that spikes survive.
-POINTS = 2000
+from weft.observe.metrics import Record, Records, Run, read_metrics
+from weft.pages import render, write
 
 
-def write_report(run: Path, out: Path | None = None) -> Path:
-    """Write the page (default ``run/report.html``) and return its path; a run that is still going is fine."""
+class Row(NamedTuple):
+    """A row of a table of runs side by side."""
+
+    name: str
+    values: list[str]
+
+    @property
+    def differs(self) -> bool:
+        return len(set(self.values)) > 1
+
+
+def write_report(*folders: Path, out: Path | None = None) -> Path:
+    """Write the page about the runs in ``folders`` and return its path; a run that is still going is fine.
+
+    It is ``report.html`` in the run's folder, or ``compare.html`` in the first one's, unless ``out`` is given.
+    """
+    if len(folders) > len(RUNS):
+        raise UsageError(f"{len(folders)} runs are too many for one page; give at most {len(RUNS)}")
+    names = [folder.resolve().name for folder in folders]
+    alike = len(set(names)) < len(names)
+    runs = [Run(str(f) if alike else n, read_metrics(f)) for f, n in zip(folders, names, strict=True)]
+    page = page_of(runs[0]) if len(runs) == 1 else page_beside(runs)
+    default = folders[0] / ("report.html" if len(runs) == 1 else "compare.html")
+    return write(out or default, page, "the report to")
+
+
+def render_runs(runs: Sequence[Run], **values: Any) -> str:
     from plotly.offline import get_plotlyjs
 
-    records = read_metrics(run)
-    head: Record = records.get("run", [{}])[-1]
-    recipe = head.get("recipe") or {}
-    facts = run_facts(records, head)
-    subtitle = [facts[k] for k in ("Layout", "Ranks", "Device") if k in facts] + [run.name]
-    card = '<div class="card"><span>{}</span><b>{}</b><span>{}</span></div>'
-    page = {
-        "title": html.escape(str(recipe.get("name", run.name))),
-        "subtitle": html.escape(" · ".join(subtitle)),
-        "tiles": "".join(card.format(*tile) for tile in tiles(records)),
-        "facts": rows(facts.items()),
-        "events": rows((f"step {e['step']:,}", e.get("message", "")) for e in records.get("event", [])),
-        "recipe": html.escape(json.dumps(recipe, indent=2)),
-        "plotly": get_plotlyjs(),
-        "checkpoints": checkpoint_card(records),
-        "charts": json.dumps(charts(records)).replace("<", "\\u003c"),
-    }
-    template = resources.files("weft.observe").joinpath("report.html").read_text(encoding="utf-8")
-    text = re.sub(r"\{\{(\w+)\}\}", lambda match: page[match[1]], template)
-    out = out or run / "report.html"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WeftError(f"cannot write the report to {out}: {error.strerror}; name another file") from None
-    return out
+    drawn = charts(runs) + (checkpoint_charts(runs[0].records) if len(runs) == 1 else [])
+    samples = [(run.name, sample["prompt"], sample["text"]) for run in runs for sample in run.records.get("sample", [])]
+    names = [run.name for run in runs]
+    return render("observe/report.html", plotly=get_plotlyjs(), charts=drawn, samples=samples, names=names, **values)
 
 
-def column(records: list[Record], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the records that have a (finite) value."""
-    found = [(r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))]
-    return [s for s, _ in found], [v for _, v in found]
+def page_of(run: Run) -> str:
+    """The page about one run."""
+    facts, found = run_facts(run), tiles(run.records)
+    events = [(f"step {e['step']:,}", e.get("message", "")) for e in run.records.get("event", [])]
+    return render_runs(
+        [run],
+        title=run.recipe.get("name", run.name),
+        subtitle=" · ".join([facts[k] for k in ("Layout", "Ranks", "Device") if k in facts] + [run.name]),
+        tiles=found,
+        columns=columns(len(found)),
+        headline=None,
+        checkpoints=checkpoint_card(run.records),
+        facts=facts.items(),
+        events=events,
+        recipe=json.dumps(run.recipe, indent=2),
+    )
 
 
-def tiles(records: dict[str, list[Record]]) -> list[tuple[str, str, str]]:
+def page_beside(runs: Sequence[Run]) -> str:
+    """The page about several runs: the same charts with a color per run, and what differs in numbers and recipes."""
+    headline = beside([{name: f"{value} ({about})" for name, value, about in tiles(run.records)} for run in runs])
+    recipes = [row for row in beside([dict(flat(run.recipe)) for run in runs]) if row.differs]
+    made = [
+        run_facts(run) | dict(checkpoint_card(run.records).get("facts", ()))
+        for run in runs
+    ]  # fmt: skip
+    title, steps = " · ".join(run.name for run in runs), [len(run.records.get("train", [])) for run in runs]
+    return render_runs(
+        runs,
+        title=title,
+        subtitle=f"{len(runs)} runs side by side, {' and '.join(f'{n:,}' for n in steps)} steps",
+        tiles=None,
+        headline=headline,
+        checkpoints=None,
+        facts=beside(made),
+        recipes=recipes,
+    )
+
+
+def columns(tiles: int) -> int:
+    """How many tiles stand in a row, at most five, so that all rows are about as long."""
+    return -(-tiles // max(1, -(-tiles // 5)))
+
+
+def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Leaves of nested dictionaries with their names: ``train.batch``."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from flat(value, f"{name}.{key}" if name else key)
+    else:
+        yield name, json.dumps(values)
+
+
+def beside(runs: Sequence[dict[str, str]]) -> list[Row]:
+    """Rows of all names that any of ``runs`` has, in their order."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    return [Row(name, [run.get(name, "-") for run in runs]) for name in names]
+
+
+def tiles(records: Records) -> list[tuple[str, str, str]]:
     """The headline numbers: name, value, explanation."""
     found = []
     for kind, title in (("train", "Loss"), ("validation", "Validation loss")):
@@ -80,14 +128,15 @@ def tiles(records: dict[str, list[Record]]) -> list[tuple[str, str, str]]:
     return found
 
 
-def run_facts(records: dict[str, list[Record]], head: Record) -> dict[str, str]:
-    """What is fixed about a run, and how far it came."""
+def run_facts(run: Run) -> dict[str, str]:
+    """What is fixed about a run, how far it came, and on what."""
+    records, head = run.records, run.head
     runs, train = records.get("run", []), records.get("train", [])
     every = [r["time"] for kind in records.values() for r in kind if "time" in r]
     # A pause between two attempts is no time of the run: each attempt lasts until its last record that counts.
     starts = [r["time"] for r in runs if "time" in r] + [float("inf")]
     spent = sum(max((t for t in every if a <= t < b), default=a) - a for a, b in pairwise(starts))
-    planned = (head.get("recipe") or {}).get("train", {}).get("steps")
+    planned = run.recipe.get("train", {}).get("steps")
     skipped = sum(bool(r.get("skipped")) for r in train)
     facts = {
         "Layout": head.get("layout"),
@@ -101,109 +150,14 @@ def run_facts(records: dict[str, list[Record]], head: Record) -> dict[str, str]:
         "Skipped steps": skipped and f"{skipped} (loss or gradient not finite)",
         "Started": runs and runs[0].get("started"),
         "Wall time": spent and clock(spent) + (f" in {len(runs)} attempts" if len(runs) > 1 else ""),
+        **{name.capitalize(): head.get(name) for name in ("host", "versions", "git", "command", "folder")},
     }
     return {name: str(value) for name, value in facts.items() if value}
 
 
-def checkpoint_card(records: dict[str, list[Record]]) -> str:
-    """The card about checkpoints, with places for its charts; nothing if the run has none."""
+def checkpoint_card(records: Records) -> Record:
+    """What the card about checkpoints says; nothing if the run has none."""
     saved, loaded, made = (records.get(kind, []) for kind in ("saved", "loaded", "checkpoint"))
     found = checkpoints.facts(saved, loaded, made)
-    if not found:
-        return ""
     said = [checkpoints.verdict(checkpoints.times(r), what) for r, what in ((saved, "Saves"), (loaded, "Loads"))]
-    head = f"<h2>Checkpoints</h2><p>{html.escape(' '.join(filter(None, said)))}</p>"
-    places = f'<div id="heat"></div><div class="pair"><div id="stall"></div><table>{rows(found)}</table></div>'
-    return f'<section class="card" id="checkpoints">{head}{places}</section>'
-
-
-def charts(records: dict[str, list[Record]]) -> list[Record]:
-    """Plotly figures as plain JSON; a chart without data is left out. Colors are names of CSS variables."""
-    train, split = records.get("train", []), records.get("split", [])
-    loss = line(train, "loss", "--c1", ".4f", "training")
-    loss += line(records.get("validation", []), "loss", "--c2", ".4f", "validation", smooth=False)
-    figures: list[tuple[str, str, str, list[Record]]] = [
-        ("Loss", "Cross-entropy per real token", "", loss),
-        ("Throughput", "Real tokens per second, all ranks", "", line(train, "tokens_per_s", "--c1", ".4s")),
-        ("Model flops utilisation", "Of the peak of the devices", ".0%", line(train, "mfu", "--c3", ".1%")),
-        ("Step time", "Seconds of profiled steps", "", bars(split)),
-        ("Gradient norm", "Before clipping, over all parameters", "", line(train, "grad_norm", "--c4", ".4g")),
-        ("Memory", "Peak of the main rank, GiB", "", line(train, "memory_gib", "--c3", ".3f", smooth=False)),
-        ("Learning rate", "As scheduled", ".1e", line(train, "lr", "--c5", ".2e", smooth=False)),
-    ]
-    resumed = [r["step"] for r in records.get("run", []) if r["step"]]
-    found = []
-    for title, note, ticks, traces in figures:
-        if not traces:
-            continue
-        layout: Record = {"yaxis": {"rangemode": "normal" if title == "Loss" else "tozero", "tickformat": ticks}}
-        if title == "Step time":
-            layout |= {"barmode": "stack", "bargap": 0.25, "xaxis": {"type": "category", "nticks": 12}}
-        else:
-            layout["xaxis"] = {"range": [min(t["x"][0] for t in traces), max(t["x"][-1] for t in traces)]}
-            layout["shapes"] = [{"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1} for x in resumed]
-        found.append({"title": title, "note": note, "traces": traces, "layout": layout})
-    return found + checkpoint_charts(records)
-
-
-def checkpoint_charts(records: dict[str, list[Record]]) -> list[Record]:
-    """Those of :func:`checkpoint_card`."""
-    saved, made = records.get("saved", []), records.get("checkpoint", [])
-    found = [heat] if (heat := checkpoints.heat_map(saved, records.get("loaded", []))) else []
-    steps, stall = checkpoints.stalls(saved, made)
-    if steps:
-        (trace,) = line(
-            [{"step": s, "v": v} for s, v in zip(steps, stall, strict=True)], "v", "--c2", ".3~s", smooth=False
-        )
-        layout: Record = {"yaxis": {"rangemode": "tozero", "ticksuffix": " s"}}
-        trace["hovertemplate"] += "s"
-        note = "Seconds that training waited for a save, slowest rank"
-        found.append(
-            {"at": "stall", "title": "Stall", "note": note, "height": 210, "traces": [trace], "layout": layout}
-        )
-    return found
-
-
-def line(records: list[Record], name: str, color: str, form: str, label: str = "", smooth: bool = True) -> list[Record]:
-    """A line; a long noisy one becomes faint and gets a bold running mean on top."""
-    steps, values = column(records, name)
-    if not values:
-        return []
-    trace: Record = {"type": "scatter", "mode": "lines" if len(values) > 30 else "lines+markers", "name": label or name}
-    trace |= {"hovertemplate": f"%{{y:{form}}}", "showlegend": bool(label), "line": {"color": color, "width": 2}}
-    if not smooth or len(values) < SMOOTH_FROM:
-        return [trace | thin(steps, values)]
-    faint = {"opacity": 0.35, "showlegend": False, "hoverinfo": "skip", "hovertemplate": None}
-    return [trace | thin(steps, values) | faint, trace | thin(steps, running_mean(values))]
-
-
-def running_mean(values: list[float]) -> list[float]:
-    """Centered mean over about a fiftieth of the series; narrower at the start, so that a steep fall is not blurred."""
-    sums, last = [0.0, *accumulate(values)], len(values) - 1
-    half = [min(len(values) // 100 + 1, i) for i in range(len(values))]
-    return [(sums[min(i + h, last) + 1] - sums[i - h]) / (min(i + h, last) + 1 - i + h) for i, h in enumerate(half)]
-
-
-def thin(steps: list[int], values: list[float]) -> Record:
-    """At most :data:`POINTS` points: the smallest and the largest of every bucket, and the last."""
-    size = -(-2 * len(values) // POINTS)
-    keep = {0, len(values) - 1}
-    for start in range(0, len(values), size):
-        bucket = range(start, min(start + size, len(values)))
-        keep |= {min(bucket, key=values.__getitem__), max(bucket, key=values.__getitem__)}
-    return {"x": [steps[i] for i in sorted(keep)], "y": [float(f"{values[i]:.6g}") for i in sorted(keep)]}
-
-
-def bars(split: list[Record]) -> list[Record]:
-    """Stacked bars of the last sixty profiled steps."""
-    traces = []
-    for part, color in PARTS.items() if split else ():
-        label = "exposed communication" if part == "communication" else part
-        trace = {"type": "bar", "name": label, "marker": {"color": color}, "hovertemplate": "%{y:.3~s}s"}
-        traces.append(trace | {"x": [str(r["step"]) for r in split[-60:]], "y": [r[part] for r in split[-60:]]})
-    return traces
-
-
-def rows(items: Any) -> str:
-    """Table rows of pairs, escaped."""
-    return "".join(f"<tr><td>{html.escape(str(k))}</td><td>{html.escape(str(v))}</td></tr>" for k, v in items)
+    return {"verdict": " ".join(filter(None, said)), "facts": found} if found else {}

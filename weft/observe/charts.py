@@ -1,0 +1,174 @@
+"""The charts of a run's page, as plain data for Plotly; colors are names of CSS variables."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from statistics import mean
+from typing import NamedTuple
+
+from weft.observe import checkpoints
+from weft.observe.metrics import Record, Records, Run
+
+#: Parts of a step and their colors.
+PARTS = {"compute": "--c1", "communication": "--c2", "data": "--c5", "optimizer": "--c4"}
+NAMES = {"communication": "exposed communication"}
+#: Colors of runs side by side, and so their number.
+RUNS = ("--c1", "--c2", "--c3", "--c4", "--c5")
+#: Series longer than this are drawn faint, with a smoothed line on top.
+SMOOTH_FROM = 60
+#: Points a line is thinned to; every bucket keeps its smallest and largest value, so that spikes survive.
+POINTS = 2000
+
+
+class Series(NamedTuple):
+    """One line: a value of one kind of record; ``smooth``: noisy, so that a mean is drawn over it."""
+
+    kind: str
+    value: str
+    color: str
+    label: str = ""
+    smooth: bool = False
+
+
+class Chart(NamedTuple):
+    title: str
+    note: str
+    ticks: str  # formats of the axis and of single values, in the language of d3
+    form: str
+    series: tuple[Series, ...]
+    by_time: bool = False  # over minutes since the start, not over steps
+
+
+CHARTS = (
+    Chart("Loss", "Cross-entropy per real token", "", ".4f", (
+        Series("train", "loss", "--c1", "training", smooth=True), Series("validation", "loss", "--c2", "validation"),
+    )),
+    Chart("Throughput", "Real tokens per second, all ranks", "", ".4s",
+          (Series("train", "tokens_per_s", "--c1", smooth=True),)),
+    Chart("Model flops utilisation", "Of the peak of the devices", "~%", ".2~%",
+          (Series("train", "mfu", "--c3", smooth=True),)),
+    Chart("Gradient norm", "Before clipping, over all parameters", "", ".4g",
+          (Series("train", "grad_norm", "--c4", smooth=True),)),
+    Chart("Memory", "Of the main rank, GiB", "", ".3f", (
+        Series("train", "memory_gib", "--c3", "peak"), Series("train", "memory_now_gib", "--c5", "now"),
+    )),
+    Chart("Learning rate", "As scheduled", ".1e", ".2e", (Series("train", "lr", "--c5"),)),
+    Chart("Machine", "Busy share of the main rank's machine, over minutes", "~%", ".0%", (
+        Series("hardware", "cpu", "--c1", "processor"), Series("hardware", "gpu", "--c2", "its GPU"),
+    ), by_time=True),
+    Chart("Memory of the machine", "In use by everything, GiB, over minutes", "", ".2f", (
+        Series("hardware", "host_gib", "--c1", "host"), Series("hardware", "gpu_gib", "--c2", "its GPU"),
+    ), by_time=True),
+    Chart("Power", "Of the main rank's GPU, watts, over minutes", "", ".0f",
+          (Series("hardware", "gpu_watts", "--c4"),), by_time=True),
+)  # fmt: skip
+
+
+def column(records: list[Record], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the records that have a (finite) value."""
+    found = [(r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))]
+    return [s for s, _ in found], [v for _, v in found]
+
+
+def charts(runs: Sequence[Run]) -> list[Record]:
+    """Plotly figures as plain JSON; a chart without data is left out. Colors are names of CSS variables."""
+    several = len(runs) > 1
+    found = []
+    for chart in CHARTS:
+        traces = []
+        for run, color in zip(runs, RUNS, strict=False):
+            shown = [s for s in chart.series if column(run.records.get(s.kind, []), s.value)[1]]
+            for number, series in enumerate(shown):
+                label = series.label if len(shown) > 1 else ""
+                if several:
+                    label, series = " ".join(filter(None, [run.name, label])), series._replace(color=color)
+                traces += line(run.records, chart, series, label, "dot" if several and number else "solid")
+        if traces:
+            layout = frame(chart, traces, runs)
+            found.append({"title": chart.title, "note": chart.note, "traces": traces, "layout": layout})
+    split = step_times(runs)
+    return found[:3] + split + found[3:]
+
+
+def frame(chart: Chart, traces: list[Record], runs: Sequence[Run]) -> Record:
+    """Axes of a chart, with a mark where a single run was resumed."""
+    ends = [min(t["x"][0] for t in traces), max(t["x"][-1] for t in traces)]
+    mode = "normal" if chart.title == "Loss" else "tozero"
+    layout: Record = {"yaxis": {"rangemode": mode, "tickformat": chart.ticks}, "xaxis": {"range": ends}}
+    if chart.by_time:
+        layout["xaxis"] |= {"unifiedhovertitle": {"text": "minute %{x:.1f}"}}
+    elif len(runs) == 1:
+        resumed = [r["step"] for r in runs[0].records.get("run", []) if r["step"]]
+        layout["shapes"] = [{"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1} for x in resumed]
+    return layout
+
+
+def checkpoint_charts(records: Records) -> list[Record]:
+    """Those of :func:`checkpoint_card`."""
+    saved, made = records.get("saved", []), records.get("checkpoint", [])
+    found = [heat] if (heat := checkpoints.heat_map(saved, records.get("loaded", []))) else []
+    steps, stall = checkpoints.stalls(saved, made)
+    if steps:
+        layout: Record = {"yaxis": {"rangemode": "tozero", "ticksuffix": " s"}}
+        note = "Seconds that training waited for a save, slowest rank"
+        trace = style(steps, "Stall", "--c2", ".3~s", "s") | thin(steps, stall)
+        found.append(
+            {"at": "stall", "title": "Stall", "note": note, "height": 210, "traces": [trace], "layout": layout}
+        )
+    return found
+
+
+def style(points: Sequence[float], name: str, color: str, form: str, unit: str = "", dash: str = "solid") -> Record:
+    """How a line looks; one of few points shows them."""
+    look = {"color": color, "width": 2, "dash": dash}
+    mode = "lines" if len(points) > 30 else "lines+markers"
+    return {"type": "scatter", "mode": mode, "name": name, "hovertemplate": f"%{{y:{form}}}{unit}", "line": look,
+            "showlegend": False}  # fmt: skip
+
+
+def line(records: Records, chart: Chart, series: Series, label: str, dash: str) -> list[Record]:
+    """A line; a long noisy one becomes faint and gets a bold running mean on top."""
+    rows = records.get(series.kind, [])
+    steps, values = column(rows, series.value)
+    if chart.by_time:
+        start = records.get("run", rows)[0]["time"]
+        steps = [round((r["time"] - start) / 60, 3) for r in rows if isinstance(r.get(series.value), (int, float))]
+    trace = style(steps, label or chart.title, series.color, chart.form, dash=dash) | {"showlegend": bool(label)}
+    if not series.smooth or len(values) < SMOOTH_FROM:
+        return [trace | thin(steps, values)]
+    faint = {"opacity": 0.35, "showlegend": False, "hoverinfo": "skip", "hovertemplate": None}
+    return [trace | thin(steps, values) | faint, trace | thin(steps, running_mean(values))]
+
+
+def running_mean(values: list[float]) -> list[float]:
+    """Centered mean over about a fiftieth of the series; narrower at the start, so that a steep fall is not blurred."""
+    sums, last = [0.0, *accumulate(values)], len(values) - 1
+    half = [min(len(values) // 100 + 1, i) for i in range(len(values))]
+    return [(sums[min(i + h, last) + 1] - sums[i - h]) / (min(i + h, last) + 1 - i + h) for i, h in enumerate(half)]
+
+
+def thin(steps: Sequence[float], values: list[float]) -> Record:
+    """At most :data:`POINTS` points: the smallest and the largest of every bucket, and the last."""
+    size = -(-2 * len(values) // POINTS)
+    keep = {0, len(values) - 1}
+    for start in range(0, len(values), size):
+        bucket = range(start, min(start + size, len(values)))
+        keep |= {min(bucket, key=values.__getitem__), max(bucket, key=values.__getitem__)}
+    return {"x": [steps[i] for i in sorted(keep)], "y": [float(f"{values[i]:.6g}") for i in sorted(keep)]}
+
+
+def step_times(runs: Sequence[Run]) -> list[Record]:
+    """Stacked bars of the last sixty profiled steps of a run, or of the mean profiled step of each of several."""
+    split = runs[0].records.get("split", [])[-60:]
+    bars = [(str(r["step"]), r) for r in split]
+    if len(runs) > 1:
+        shares = [(run.name, run.records["split"]) for run in runs if "split" in run.records]
+        bars = [(name, {part: mean(r[part] for r in rows) for part in PARTS}) for name, rows in shares]
+    look = {"type": "bar", "hovertemplate": "%{y:.3~s}s", "x": [name for name, _ in bars]}
+    traces = [
+        look | {"name": NAMES.get(part, part), "marker": {"color": color}, "y": [bar[part] for _, bar in bars]}
+        for part, color in PARTS.items()
+    ]
+    layout: Record = {"yaxis": {"rangemode": "tozero"}, "barmode": "stack", "bargap": 0.25}
+    layout["xaxis"] = {"type": "category", "nticks": 12}
+    note = "Seconds of profiled steps" if len(runs) == 1 else "Seconds of a profiled step, mean"
+    return [{"title": "Step time", "note": note, "traces": traces, "layout": layout}] if bars else []

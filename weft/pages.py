@@ -1,0 +1,31 @@
+"""Weft's pages: Jinja templates that share one frame (``page.html``) and become one file that works offline."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from weft.errors import WeftError
+
+
+@cache
+def templates() -> Environment:
+    """Templates by their path in the package; what they show is escaped, and a value that is missing is an error."""
+    loader = PackageLoader("weft", package_path="")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+
+def render(template: str, **values: Any) -> str:
+    """The page that ``template`` (such as ``observe/report.html``) makes of ``values``."""
+    return templates().get_template(template).render(values)
+
+
+def write(path: Path, page: str, option: str) -> Path:
+    """Write ``page`` to ``path`` and return it; ``option`` is what named it, for the error if that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise WeftError(f"cannot write {option} {path}: {error.strerror}; name another file") from None
+    return path
