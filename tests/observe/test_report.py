@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from weft.errors import UsageError, WeftError
-from weft.observe.charts import POINTS, charts, running_mean, thin
+from weft.observe.charts import POINTS, charts, minutes, running_mean, thin
 from weft.observe.metrics import FILE, Metrics, Run, read_metrics
 from weft.observe.report import beside, columns, flat, tiles, write_report
 from weft.recipe import Recipe, build_recipe
@@ -209,6 +209,12 @@ def test_long_runs_are_thinned_but_keep_their_spikes() -> None:
     assert len(thinned["x"]) <= POINTS + 2 and max(thinned["y"]) == 9.0 and thinned["x"][-1] == len(values) - 1
     steps = charts([Run("run", {"train": [{"step": i, "loss": v} for i, v in enumerate(values)]})])
     assert len(json.dumps(steps)) < 200_000
+
+
+def test_pauses_between_attempts_are_no_time_of_the_run() -> None:
+    attempts = [{"time": 100.0}, {"time": 1000.0}]
+    rows = [{"time": t} for t in (160.0, 220.0, 1060.0, 1120.0)]
+    assert minutes(rows, attempts) == [1, 2, 3, 4] and minutes(rows[:2], []) == [0, 1]
 
 
 def test_running_mean_keeps_a_straight_line_straight() -> None:

@@ -128,15 +128,25 @@ def style(points: Sequence[float], name: str, color: str, form: str, unit: str =
 def line(records: Records, chart: Chart, series: Series, label: str, dash: str) -> list[Record]:
     """A line; a long noisy one becomes faint and gets a bold running mean on top."""
     rows = records.get(series.kind, [])
+    steps: Sequence[float]
     steps, values = column(rows, series.value)
     if chart.by_time:
-        start = records.get("run", rows)[0]["time"]
-        steps = [round((r["time"] - start) / 60, 3) for r in rows if isinstance(r.get(series.value), (int, float))]
+        steps = minutes([r for r in rows if isinstance(r.get(series.value), (int, float))], records.get("run", []))
     trace = style(steps, label or chart.title, series.color, chart.form, dash=dash) | {"showlegend": bool(label)}
     if not series.smooth or len(values) < SMOOTH_FROM:
         return [trace | thin(steps, values)]
     faint = {"opacity": 0.35, "showlegend": False, "hoverinfo": "skip", "hovertemplate": None}
     return [trace | thin(steps, values) | faint, trace | thin(steps, running_mean(values))]
+
+
+def minutes(rows: list[Record], attempts: list[Record]) -> list[float]:
+    """For how long the run had been going at each of ``rows``; pauses between its attempts do not count."""
+    found, spent, last = [], 0.0, attempts[0]["time"] if attempts else rows[0]["time"]
+    for row in rows:
+        begun = max((r["time"] for r in attempts if r["time"] <= row["time"]), default=last)
+        spent, last = spent + row["time"] - max(last, begun), row["time"]
+        found.append(round(spent / 60, 3))
+    return found
 
 
 def running_mean(values: list[float]) -> list[float]:

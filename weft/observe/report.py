@@ -121,7 +121,9 @@ def tiles(records: Records) -> list[tuple[str, str, str]]:
         if values := column(records.get("train", []), name)[1]:
             found.append((title, show(median(values)), f"median · last {show(values[-1])}"))
     if values := column(records.get("train", []), "memory_gib")[1]:
-        found.append(("Memory", f"{max(values):.2f} GiB", "peak, main rank"))
+        now = column(records["train"], "memory_now_gib")[1]
+        more = f" · last {now[-1]:.2f} GiB" if now else ""
+        found.append(("Memory", f"{max(values):.2f} GiB", f"peak of the main rank{more}"))
     if split := records.get("split"):
         share = sum(r["communication"] for r in split) / (sum(r[part] for r in split for part in PARTS) or 1)
         found.append(("Exposed communication", f"{share:.1%}", f"of the step · {len(split)} profiled"))
