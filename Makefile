@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check 
 install: $(STAMP)
 
 # PyTorch goes first and alone: nothing that follows can then pull in another version of it.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "weft needs Python 3.11 or newer; try: make install PYTHON=python3.12"; exit 1; }
 	@echo "[1/3] virtual environment in .venv"

@@ -25,6 +25,7 @@ UPWARD = {
     ("planner/probe.py", "layout"): "the probe runs operators: until it stands in rehearse/",
     ("planner/probe.py", "models"): "likewise",
     ("planner/probe.py", "parallel"): "likewise",
+    ("train/start.py", "cli"): "until the launcher stands in train/",
     ("recipe.py", "checkpoint"): "where checkpoints go is opened when a recipe is read",
 }
 
