@@ -42,13 +42,13 @@ from weft.models.rope import angles
 from weft.models.transformer import Transformer
 from weft.observe.flops import parameter_count
 from weft.parallel.build import local_parts, parallelize
-from weft.parallel.pipeline import Stage
 from weft.recipe import ModelShape, Train
 from weft.schedule.actions import Action
 from weft.schedule.build import BUILDERS, build
 from weft.schedule.execute import execute, sleeping
 from weft.schedule.lower import lower
 from weft.schedule.simulate import Costs, simulate
+from weft.schedule.stages import Stage
 from weft.schedule.wire import Wire
 from weft.train.optim import build_optimizer
 from weft.train.step import train_step

@@ -29,15 +29,17 @@ from picture import photograph
 
 from weft.errors import WeftError
 from weft.observe.metrics import read_metrics
-from weft.parallel.pipeline import assign_stages, routes
 from weft.recipe import load_recipe
 from weft.schedule.actions import Table, Value
 from weft.schedule.build import BUILDERS, build
 from weft.schedule.build.greedy import list_schedule
-from weft.schedule.draw import FONT, INK, KINDS, LINE, PAGE, SOFT, text, ticks
+from weft.schedule.draw import FONT, INK, LINE, PAGE, SOFT, text, ticks
+from weft.schedule.from_layout import routes
+from weft.schedule.kinds import kind_of
 from weft.schedule.partition import layer_costs
 from weft.schedule.simulate import Costs, Simulation, simulate
 from weft.schedule.skip import cut, plan_paths
+from weft.schedule.stages import assign_stages
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/skippipe.toml"
@@ -223,7 +225,10 @@ def about(more: dict[str, Any]) -> dict[str, Any]:
 
 # --- drawn ---
 
-SIDES = {"full": (KINDS["F"][0], "full pipeline"), "skip": (KINDS["W"][0], "a quarter of the stages skipped")}
+SIDES = {
+    "full": (kind_of("F").colour, "full pipeline"),
+    "skip": (kind_of("W").colour, "a quarter of the stages skipped"),
+}
 
 
 def smooth(points: Sequence[tuple[int, float]], window: int = 10) -> list[tuple[int, float]]:
@@ -301,7 +306,7 @@ def drawn(pair: dict[str, Any], title: str, note: str) -> str:
         )
     out.append(text(660, top + 26 + 56, "dots: validation, always of the whole model", 14, soft))
     out.append(text(660, top + 26 + 78, "faint: training, mean of 10 steps, of what each side ran", 14, soft))
-    goal = KINDS["B"][0]
+    goal = kind_of("B").colour
     out.append(f'<path d="M{left} {z(limit):.1f}H{right}" stroke="{goal}" stroke-width="2" stroke-dasharray="7 5"/>')
     out.append(text(right + 10, z(limit) + 5, f"goal: within {limit:g} %", 14, f'fill="{goal}"'))
     points = [(x(a), z(b)) for a, b in gaps]

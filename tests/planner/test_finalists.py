@@ -19,13 +19,12 @@ from weft.parallel.build import check_fits
 from weft.planner.cost import SCHEDULES, Plan
 from weft.planner.engine import ENGINES
 from weft.planner.explain import differences, instead, recipe_tree, verdict
-from weft.planner.finalists import Final, deal, finalists, refine
+from weft.planner.finalists import Final, finalists, refine
 from weft.planner.machine import load_cluster
 from weft.planner.page import Question, page
 from weft.planner.search import Found, Pin, search
 from weft.planner.shape import SHAPES
 from weft.recipe import build_recipe
-from weft.schedule.partition import partition
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -33,23 +32,6 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 def found_for(model: str, gpus: int, batch: int, seq: int = 8192, pins: tuple[str, ...] = ()) -> Found:
     demands = [Pin.parse(pin) for pin in pins]
     return search(SHAPES[model], load_cluster("h100", gpus), ENGINES["weft"], batch, seq, pins=demands)
-
-
-@pytest.mark.parametrize(("layers", "stages"), [(4, 2), (9, 4), (32, 8), (30, 32), (30, 8), (126, 64), (7, 7), (5, 6)])
-@pytest.mark.parametrize("head", [0.01, 0.7, 1.4, 3.9])
-def test_layers_are_dealt_as_by_dynamic_programming(layers: int, stages: int, head: float) -> None:
-    first = 0.01
-    costs = [first, *[1.0] * layers, head]
-    shares = partition(costs, stages)
-    expected = [sum(0 < i <= layers for i in share) for share in shares]
-    found = [stage.layers for stage in deal(layers, stages, 1.0, first, head)]
-    assert sum(found) == layers
-
-    def slowest(counts: list[int]) -> float:
-        return max(n + first * (i == 0) + head * (i == stages - 1) for i, n in enumerate(counts))
-
-    assert slowest(found) == pytest.approx(slowest(expected))
-    assert sorted(found) == sorted(expected)
 
 
 def test_simulation_agrees_with_the_closed_form_where_stages_are_alike() -> None:

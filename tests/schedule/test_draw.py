@@ -11,6 +11,7 @@ import pytest
 from weft.schedule import draw
 from weft.schedule.actions import Action, Table, assemble
 from weft.schedule.build import build
+from weft.schedule.kinds import KINDS
 from weft.schedule.simulate import Simulation, simulate, uniform
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -149,7 +150,7 @@ def test_text_contrasts_with_its_box() -> None:
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    for colour in [c for c, _ in draw.KINDS.values()] + list(draw.PALETTE):
+    for colour in [kind.colour for kind in KINDS.values() if kind.colour] + list(draw.PALETTE):
         for shade in range(4):
             for dark in (False, True):
                 low, high = sorted(map(luminance, draw.shaded(colour, shade, 4, dark)))

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from weft.schedule.actions import ScheduleError, Table, Value, assemble
 from weft.schedule.build.greedy import TAPE, list_schedule, zb_1p, zb_2p
-from weft.schedule.build.times import Times
 from weft.schedule.build.zero_bubble import zb_h1
 from weft.schedule.simulate import Costs, simulate
+from weft.schedule.times import Times
 
 #: 2401.10241, tables 4, 5 and 9, 8 ranks: microbatches; ms of F, B, W and move; bubble rate of ZB-1p and of ZB-2p.
 PUBLISHED = [

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,94 +18,18 @@ from weft.models.transformer import Transformer
 from weft.parallel.state import Unit, sum_over_replicas
 from weft.parallel.vocabulary import OutputShard
 from weft.recipe import ModelShape
-from weft.schedule.actions import Action, Table, Value
+from weft.schedule.actions import Action, Table, Value, forward_half
 from weft.schedule.build import build
 from weft.schedule.execute import Executed, Op, execute
-from weft.schedule.partition import layer_costs, partition
-from weft.schedule.simulate import Costs
-from weft.schedule.skip import cut, skip_pipe
+from weft.schedule.from_layout import make_table
+from weft.schedule.kinds import Duty, kind_of
+from weft.schedule.lower import GATHER, REDUCE, RELEASE, links
+from weft.schedule.skip import cut
+from weft.schedule.stages import assign_stages
 from weft.schedule.validate import validate
-from weft.schedule.vocab import with_vocabulary
 from weft.schedule.wire import Wire
 
 T = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What one stage computes: embedding (first), blocks, final norm and loss (last)."""
-
-    layers: tuple[int, ...]
-    embedding: bool
-    head: bool
-
-
-def make_table(layout: Layout, microbatches: int, shape: ModelShape, seq_len: int) -> Table:
-    """The schedule that ``layout`` asks for, as built; what the model computes decides where vocabulary passes go."""
-    if layout.skip:
-        lengths = cut(layout.pp, layout.skip)
-        costs = Costs(lambda a: lengths[a.stage])  # F, I and W take about the same
-        holders = [[r] for r in range(layout.pp)]
-        table = skip_pipe(holders, microbatches, layout.skip, costs, ranks=layout.pp, limit=layout.pp)
-    else:
-        table = build(layout.schedule, layout.pp, microbatches, layout.virtual)
-    if layout.vocab_barriers:
-        cost = modelled_costs(shape, layout, table, seq_len).compute
-        return with_vocabulary(table, layout.vocab_barriers, cost)
-    return table
-
-
-def assign_stages(shape: ModelShape, layout: Layout, stages: int, seq_len: int) -> list[Stage]:
-    """Layers to stages by modelled cost; embedding and output layer weigh as work where a stage has them whole.
-
-    Where microbatches skip stages, those that none may skip are made shorter.
-    """
-    first, layer, last = layer_costs(shape, seq_len)
-    ends = not layout.vocab_barriers
-    costs = [first, *[layer] * shape.layers, last] if ends else [layer] * shape.layers
-    cuts = partition(costs, stages, cut(stages, layout.skip) if layout.skip else None)
-    return [
-        Stage(
-            tuple(i - ends for i in share if ends <= i < shape.layers + ends),
-            embedding=ends and share.start == 0,
-            head=ends and share.stop == len(costs),
-        )
-        for share in cuts
-    ]
-
-
-def modelled_costs(shape: ModelShape, layout: Layout, table: Table, seq_len: int) -> Costs:
-    """Flops per token of every action of ``table`` under this layout's stages; activations weigh by their layers."""
-    stages = assign_stages(shape, layout, table.stages, seq_len)
-    look_up, layer, output = layer_costs(shape, seq_len)
-    shares = len(table.ranks)
-    # Two barriers: the gradient of the input is made in T, with the weight's; one barrier: in S, with the logits.
-    early = layout.vocab_barriers == 1
-    passes = {"S": (2 if early else 1) * output, "T": (1 if early else 2) * output, "E": look_up, "D": look_up}
-    times = {"F": 1, "I": 1, "W": 1, "B": 2}
-
-    def compute(a: Action) -> float:
-        if a.kind in passes:
-            return passes[a.kind] / shares
-        if a.kind not in times:
-            return 0.0
-        stage = stages[a.stage]
-        whole = len(stage.layers) * layer + stage.embedding * look_up
-        # Output layer and loss make all their gradients with the loss, in forward.
-        return times[a.kind] * whole + 3 * output * (stage.head and a.kind == "F")
-
-    def size(value: Value) -> float:
-        here = value.name in ("saved", "tape") and value.stage < len(stages)
-        return float(len(stages[value.stage].layers)) if here else 0.0
-
-    return Costs(compute, size=size)
-
-
-def routes(shape: ModelShape, layout: Layout, microbatches: int, seq_len: int) -> list[tuple[int, ...]]:
-    """The blocks that each microbatch passes, in order: what a partial pipeline computes, told to one device."""
-    table = make_table(layout, microbatches, shape, seq_len)
-    stages = assign_stages(shape, layout, table.stages, seq_len)
-    return [tuple(i for s in path for i in stages[s].layers) for path in table.paths]
 
 
 def check_pipeline(shape: ModelShape, layout: Layout) -> None:
@@ -223,11 +146,11 @@ class Pipeline:
         key = (microbatches, forward_only)
         if key not in self.tables:
             # Evaluation is of the whole model: nothing is skipped.
-            built = self.built(microbatches) if not forward_only else only_forward(self.whole(microbatches))
+            built = self.built(microbatches) if not forward_only else forward_half(self.whole(microbatches))
             # What is not cut needs no gathering.
             self.tables[key] = validate(built, zero=self.layout.zero if self.mesh.size("shard", "cp") > 1 else 1)
             if self.wire is not None:
-                self.wire.connect({(a.rank, a.peer) for a in self.tables[key] if a.kind == "SEND"})
+                self.wire.connect(links(self.tables[key]))
         return self.tables[key]
 
     def accumulate(self, batches: Sequence[Batch], total: Callable[[], T]) -> T:
@@ -258,20 +181,18 @@ class Pipeline:
             unit.near = None
 
     def _ops(self, table: Table) -> dict[str, Op]:
-        split = {(a.stage, a.microbatch) for a in table.ranks[self.rank] if a.kind == "W"}
+        # Where weight gradients are an action of their own, what they need goes on a tape.
+        split = {(a.stage, a.microbatch) for a in table.ranks[self.rank] if a.declared.duty is Duty.WEIGHT_GRADIENT}
         ops: dict[str, Op] = {
             "F": partial(self._forward, table, split),
             "B": self._backward,
             "I": self._backward,
             "W": self._weights,
-            "GATHER": self._gather,
-            "RELEASE": self._release,
-            "REDUCE": self._reduce,
         }
         if self.output is not None:
             ops |= self.output.ops(lambda m: self.batches[m], lambda: self.total(), self.losses)
-            ops |= {kind: self._then_fold(ops[kind]) for kind in ("T", "D")}
-        return ops
+        ops = {kind: op if kind_of(kind).forward else self._then_fold(op) for kind, op in ops.items()}
+        return ops | {GATHER: self._gather, RELEASE: self._release, REDUCE: self._reduce}
 
     def _forward(self, table: Table, split: set[tuple[int, int]], a: Action, reads: Sequence[Any]) -> list[Any]:
         model, batch, path = self.model, self.batches[a.microbatch], table.paths[a.microbatch]
@@ -302,27 +223,24 @@ class Pipeline:
     def _backward(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         *grads, (leaf, y, tape) = reads
         torch.autograd.backward(y, grads[0] if grads else None)
-        self._fold(a.stage)
         made = {"grad": leaf.grad if leaf is not None else None, "tape": tape}
         return [made[value.name] for value in a.writes]
 
     def _weights(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         run_tape(reads[0])
-        self._fold(a.stage)
         return []
 
     def _then_fold(self, op: Op) -> Op:
+        """``op``, after which the gradients that it leaves behind are added up in the wide type."""
+
         def folded(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
             made = op(a, reads)
-            self._fold(a.stage)
+            for stages, unit in self.users.items():
+                if a.stage in stages:
+                    unit.fold()
             return made
 
         return folded
-
-    def _fold(self, stage: int) -> None:
-        for stages, unit in self.users.items():
-            if stage in stages:
-                unit.fold()
 
     def _gather(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         self.live.add(a.stage)
@@ -362,16 +280,3 @@ class Pipeline:
             pieces = flat.to(grads[names[0]].device).split([grads[name].numel() for name in names])
             summed |= {name: piece.view(grads[name].shape) for name, piece in zip(names, pieces, strict=True)}
         return grads | summed
-
-
-def only_forward(table: Table) -> Table:
-    """The forward half of a schedule, for evaluation: no backward actions, nothing saved for them."""
-    keep = ("F", "E", "S", "C")
-    made = {value for a in table if a.kind in keep for value in a.writes}
-    read = {value for a in table if a.kind in keep for value in a.reads}
-
-    def trim(a: Action) -> Action:
-        return replace(a, writes=tuple(v for v in a.writes if v in read), reads=tuple(v for v in a.reads if v in made))
-
-    ranks = tuple(tuple(trim(a) for a in actions if a.kind in keep) for actions in table.ranks)
-    return replace(table, ranks=ranks)

@@ -148,7 +148,7 @@ def _most(final: Final) -> int:
     run = final.simulation
     if run is None:
         return int(final.shape.layers)
-    return max(sum(final.stages[s].layers for s in run.table.held(r)) for r in range(len(run.timeline)))
+    return max(sum(len(final.stages[s].layers) for s in run.table.held(r)) for r in range(len(run.timeline)))
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def record(final: Final) -> dict[str, Any]:
         "time": {f.name: float(getattr(final.cost, f.name)) for f in fields(final.cost)},
         "memory": {f.name: float(getattr(final.memory, f.name)) / 2**30 for f in fields(final.memory)},
         "stages": [
-            {"layers": stage.layers, "embedding": stage.embedding, "head": stage.head} for stage in final.stages
+            {"layers": len(stage.layers), "embedding": stage.embedding, "head": stage.head} for stage in final.stages
         ],
         "ranks_gib": [float(memory.total) / 2**30 for memory in final.ranks],
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.errors import UsageError, WeftError
+from weft.errors import WeftError
 from weft.model_shape import Shape
 from weft.planner.cost import CONTEXT_MORE, SCHEDULES, Cost, Passes, Plan, gradients, passes, rest, step_time
 from weft.planner.engine import Engine
@@ -19,10 +19,12 @@ from weft.planner.host import with_host
 from weft.planner.machine import Machine
 from weft.planner.memory import Memory, held_bytes, logit_bytes, peak_memory, rank_memory
 from weft.planner.search import USABLE, Found, at
-from weft.schedule.actions import Action, Table, Value
+from weft.schedule.actions import Table
 from weft.schedule.build import BUILDERS, build
 from weft.schedule.simulate import Costs, Simulation, simulate
-from weft.schedule.vocab import with_vocabulary
+from weft.schedule.stages import Stage, cut_stages, stage_costs
+from weft.schedule.times import ModelTimes, Times
+from weft.schedule.vocab import output_times, with_vocabulary
 
 #: How far behind the first a layout may be by closed form to be looked at, beyond the first few.
 NEAR = 0.08
@@ -36,15 +38,6 @@ SHOWN = 5
 FAMILY = ("tp", "pp", "schedule", "virtual", "recompute", "zero", "ep", "secondary", "offload")
 #: Placing vocabulary passes takes time with the square of their number.
 VOCABULARY = 150
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What one stage of a pipeline holds: so many layers, and the ends of the model."""
-
-    layers: int
-    embedding: bool = False
-    head: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,8 +164,8 @@ def refine(
         return None
     known, runs = {} if tables is None else tables, []
     try:
-        stages = deal(int(shape.layers), p * chunks, one.forward + one.backward + one.again, look_up,
-                      one.head, ends=not barriers)  # fmt: skip
+        layer = one.forward + one.backward + one.again
+        stages = cut_stages(int(shape.layers), p * chunks, layer, look_up, one.head, ends=not barriers)
         costs = _costs(shape, plan, engine, one, look_up, stages, barriers)
         for size in {shown: 0} if shown == m else {shown: 0, max(p, shown // 2 // p * p): 0}:
             key = (name, p, size, virtual, barriers, stages if barriers else None)
@@ -185,34 +178,6 @@ def refine(
     return _final(found, plan, closed, barriers, one, stages, runs)
 
 
-def deal(layers: int, stages: int, layer: float, first: float, last: float, ends: bool = True) -> tuple[Stage, ...]:
-    """Layers to stages as :func:`weft.schedule.partition.partition` deals them: the slowest stage is as fast as can be.
-
-    ``first``, ``last``: what embedding and output layer take, ``ends``: whether the end stages have them. All layers
-    are alike, so that it is enough to try numbers of them for the two ends.
-    """
-    if not ends or stages == 1:
-        first = last = 0.0
-    found = None
-    for a in range(layers + 1) if stages > 1 else [0]:
-        for b in range(layers - a + 1) if stages > 1 else [layers]:
-            middle, rest_of = stages - 2, layers - a - b
-            if (middle <= 0 and rest_of) or (middle > 0 and rest_of < middle):
-                continue
-            if not ends and stages > 1 and (a == 0 or b == 0):
-                continue
-            low, more = divmod(rest_of, middle) if middle > 0 else (0, 0)
-            times = [first + a * layer, last + b * layer, (low + (more > 0)) * layer]
-            squares = times[0] ** 2 + times[1] ** 2 + ((middle - more) * low**2 + more * (low + 1) ** 2) * layer**2
-            choice = (round(max(times), 9), round(squares, 9), a, b, low, more)
-            found = choice if found is None or choice < found else found
-    if found is None:
-        raise UsageError(f"{layers} layers cannot fill {stages} stages; use fewer stages")
-    a, b, low, more = found[2:]
-    counts = [a, *[low] * (stages - 2 - more), *[low + 1] * more, b] if stages > 1 else [b]
-    return tuple(Stage(n, ends and i == 0, ends and i == len(counts) - 1) for i, n in enumerate(counts))
-
-
 def _costs(
     shape: Shape, plan: Plan, engine: Engine, one: Passes, look_up: float, stages: Sequence[Stage], barriers: int
 ) -> Costs:
@@ -220,27 +185,17 @@ def _costs(
     exposed = one.tp + CONTEXT_MORE * one.cp + one.ep
     wait = float(engine.exposed_pp) * one.hop
     kept = float(held_bytes(shape, plan, engine))
-    third, shares = one.head / 3, int(plan.pp)
-    times: dict[tuple[str, int], float] = {}
+    times = []
     for s, stage in enumerate(stages):
+        layers = len(stage.layers)
         # Output layer and loss make all their gradients with the loss, in forward, as Weft does.
         ends = stage.embedding * look_up / 3 + stage.head * one.head
-        times["F", s] = stage.layers * (one.forward + exposed) + ends + wait * (s > 0)
-        back = stage.layers * (one.backward + one.again + (one.count - 1) * exposed) + stage.embedding * look_up / 1.5
-        times["B", s] = back + wait * (s < len(stages) - 1)
-        times["W", s] = stage.layers * one.weight
-        times["I", s] = times["B", s] - times["W", s]
-    early = barriers == 1
-    ours = {"S": (2 if early else 1) * third, "T": (1 if early else 2) * third, "E": look_up / 3, "D": look_up / 1.5}
-
-    def compute(a: Action) -> float:
-        return times[a.kind, a.stage] if a.stage < len(stages) and a.kind not in "C" else ours.get(a.kind, 0.0) / shares
-
-    def size(value: Value) -> float:
-        here = value.name in ("saved", "tape") and value.stage < len(stages)
-        return stages[value.stage].layers * kept if here else 0.0
-
-    return Costs(compute, lambda value, source, target: one.hop, size)
+        forward = layers * (one.forward + exposed) + ends + wait * (s > 0)
+        back = layers * (one.backward + one.again + (one.count - 1) * exposed) + stage.embedding * look_up / 1.5
+        weight = layers * one.weight
+        times.append(Times(forward, back + wait * (s < len(stages) - 1) - weight, weight))
+    ends_cut = Times(look_up / 3, 0.0, look_up / 1.5), output_times(one.head / 3, barriers)
+    return stage_costs(ModelTimes(times, *ends_cut, int(plan.pp)), stages, kept, one.hop)
 
 
 def _final(
@@ -259,14 +214,14 @@ def _final(
     numbers = [run.table.held(r) for r in range(len(run.timeline))]
     held = [stages[s] for s in numbers[busiest]]
     share = 0.5 if BUILDERS[SCHEDULES[int(plan.schedule)]].twice else 1.0  # each flow has half of the microbatches
-    layers = share * sum(s.layers for s in held)
+    layers = share * sum(len(s.layers) for s in held)
     recompute, tp, cp, ep = (m * layers * x for x in (one.again, one.count * one.tp, one.count * one.cp * CONTEXT_MORE,
                                                      one.count * one.ep))  # fmt: skip
     hops = m * share * sum((s > 0) + (s < len(stages) - 1) for s in numbers[busiest])
     pp = hops * engine.exposed_pp * one.hop
     work = m * run.busy[busiest] / size
     compute = work - recompute - tp - cp - ep - pp
-    largest = max(sum(stages[s].layers for s in here) for here in numbers)
+    largest = max(sum(len(stages[s].layers) for s in here) for here in numbers)
     turn = float(layers * (one.forward + one.backward + one.again))
     dp, optimizer = gradients(shape, machine, plan, engine, largest, compute + recompute + tp, turn)
     cost = Cost(compute, recompute, tp, cp, ep, pp, dp, max(span - work, 0.0), optimizer, 0.0)
@@ -281,6 +236,6 @@ def _final(
         tables = barriers * (2.0 - float(shape.tied)) / len(numbers) + sum(s.embedding + s.head for s in here)
         head = 1 / len(numbers) if barriers else float(any(s.head for s in here))
         loss = head * logit_bytes(shape, plan, engine)
-        layers_here = sum(s.layers for s in here)
+        layers_here = sum(len(s.layers) for s in here)
         ranks.append(at(rank_memory(shape, plan, engine, layers_here, tables, peak + more + loss, loss), 0))
     return Final(shape, machine, plan, cost, tuple(ranks), closed, tuple(stages), barriers, run)

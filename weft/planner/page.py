@@ -15,6 +15,7 @@ from weft.planner.finalists import Final
 from weft.planner.memory import Memory
 from weft.planner.search import USABLE, Found, describe, tell
 from weft.schedule.draw import chunks, colours, headline, shaded, svg
+from weft.schedule.kinds import kind_of
 from weft.schedule.simulate import Simulation
 
 #: Boxes in the drawn timeline; longer ones are cut, for the eye as much as for the file.
@@ -227,7 +228,7 @@ def label(first: Final, run: Simulation | None, rank: int) -> str:
     if run is None:
         return f"{float(first.shape.layers):.0f} layers"
     held = [first.stages[s] for s in run.table.held(rank)]
-    parts = [f"{sum(s.layers for s in held)} layers"]
+    parts = [f"{sum(len(s.layers) for s in held)} layers"]
     parts += ["embedding"] * any(s.embedding for s in held) + ["head"] * any(s.head for s in held)
     return " + ".join(parts)
 
@@ -253,10 +254,9 @@ def timeline(first: Final) -> tuple[str, str]:
                 fill, ink = shaded(colour, s, shades, dark=night)
                 rules.append(f".k{k}s{s} rect {{ fill: {fill}; }} .k{k}s{s} text {{ fill: {ink}; }}")
     fills = " ".join(light) + " @media (prefers-color-scheme: dark) { " + " ".join(dark) + " }"
-    keys = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "S": "output layer's share",
-            "T": "its gradient", "E": "embedding's share", "D": "its gradient", "C": "loss"}  # fmt: skip
-    marks = "".join(f'<span><i style="background: {shaded(c, 0, 1)[0]}"></i>{kind} {keys.get(kind, "")}</span>'
-                    for kind, c in kinds.items() if kind not in "CG")  # fmt: skip
+    seen = {t.action.kind for lane in run.timeline for t in lane if t.end > t.start}
+    marks = "".join(f'<span><i style="background: {shaded(c, 0, 1)[0]}"></i>{kind} {kind_of(kind).meaning}</span>'
+                    for kind, c in kinds.items() if kind in seen)  # fmt: skip
     marks += '<span><i class="bubble"></i>bubble</span>'
     levels = tuple(tuple((when, level / 2**30) for when, level in track) for track in run.memory)
     picture = svg(replace(run, memory=levels), unit="s", memory="activations held, GiB", page=True)

@@ -1,9 +1,10 @@
 """A schedule is a table: for every rank its actions in program order, with what each reads and writes.
 
-Kinds are open. The usual ones are ``F`` forward, ``B`` backward, and, where backward is split (Qi et al. 2023), ``I``
-the gradient of the input and ``W`` that of the weights. Builders (:mod:`weft.schedule.build`) give the order as plain
-``(kind, stage, microbatch)`` triples; :func:`assemble` adds who reads what. Moves between ranks are not written down:
-:func:`weft.schedule.lower.lower` derives them, because a value that is read elsewhere must travel.
+Kinds are open (:mod:`weft.schedule.kinds`). The passes of a pipeline, declared below, are ``F`` forward, ``B``
+backward, and, where backward is split (Qi et al. 2023), ``I`` the gradient of the input and ``W`` that of the weights.
+Builders (:mod:`weft.schedule.build`) give the order as plain ``(kind, stage, microbatch)`` triples; :func:`assemble`
+adds who reads what. Moves between ranks are not written down: :func:`weft.schedule.lower.lower` derives them, because a
+value that is read elsewhere must travel.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from weft.errors import WeftError
+from weft.schedule.kinds import KINDS, Duty, Flow, Kind, Place, declare, kind_of
 
 
 class Value(NamedTuple):
@@ -55,16 +57,14 @@ class Action:
     def key(self) -> Key:
         return (self.kind, self.stage, self.microbatch)
 
+    @property
+    def declared(self) -> Kind:
+        return kind_of(self.kind)
+
     def __str__(self) -> str:
-        moved = f" {'->' if self.kind == 'SEND' else '<-'} {self.peer}" if self.peer >= 0 else ""
-        what = (
-            ", ".join(map(str, self.reads or self.writes)) if self.kind in MOVES else f"{self.stage},{self.microbatch}"
-        )
-        return f"{self.kind}({what}){moved} on rank {self.rank}"
-
-
-#: Actions that :func:`weft.schedule.lower.lower` inserts and that compute nothing.
-MOVES = ("SEND", "RECV", "FREE", "GATHER", "RELEASE", "REDUCE")
+        moved = f" {'->' if self.reads else '<-'} {self.peer}" if self.peer >= 0 else ""
+        values = ", ".join(map(str, self.reads or self.writes)) if self.declared.inserted else ""
+        return f"{self.kind}({values or f'{self.stage},{self.microbatch}'}){moved} on rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -104,56 +104,70 @@ class ScheduleError(WeftError):
 
 
 def assemble(name: str, orders: Sequence[Order], stages: int, paths: Sequence[Sequence[int]]) -> Table:
-    """The table of these per-rank orders of F, B, I and W: what reads what follows from each microbatch's path.
+    """The table of these per-rank orders: what reads what follows from kinds and from each microbatch's path.
 
-    Raises :class:`ScheduleError` for a kind that is none of these or a stage that is not on the microbatch's path.
+    Raises :class:`ScheduleError` for a kind that is not declared with a flow, or a stage that is not on the
+    microbatch's path.
     """
-    neighbours = [
-        {s: (path[i - 1] if i else None, path[i + 1] if i + 1 < len(path) else None) for i, s in enumerate(path)}
-        for path in paths
-    ]
+    places = {
+        (stage, m): Place(stage, m, path[i - 1] if i else None, path[i + 1] if i + 1 < len(path) else None)
+        for m, path in enumerate(paths)
+        for i, stage in enumerate(path)
+    }
     ranks = []
     for rank, order in enumerate(orders):
         actions = []
         for kind, stage, microbatch in order:
-            if kind not in FLOWS:
-                raise ScheduleError(f"unknown kind {kind!r} in schedule {name}; a builder may use {', '.join(FLOWS)}")
-            if not 0 <= microbatch < len(paths) or stage not in neighbours[microbatch]:
+            flow = kind_of(kind).flow
+            if flow is None:
+                known = ", ".join(name for name, declared in KINDS.items() if declared.flow)
+                raise ScheduleError(f"unknown kind {kind!r} in schedule {name}; declare it, or use one of {known}")
+            if (stage, microbatch) not in places:
                 raise ScheduleError(f"{kind}({stage},{microbatch}) of schedule {name} is on no microbatch's path")
-            reads, writes = FLOWS[kind](stage, microbatch, *neighbours[microbatch][stage])
-            actions.append(Action(rank, kind, stage, microbatch, (), reads, writes))
+            actions.append(Action(rank, kind, stage, microbatch, (), *flow(places[stage, microbatch])))
         ranks.append(tuple(actions))
     return Table(name, tuple(ranks), stages, tuple(tuple(p) for p in paths))
 
 
-Flow = tuple[tuple[Value, ...], tuple[Value, ...]]
+def forward_half(table: Table) -> Table:
+    """What evaluation runs of a table: no actions of the backward half, and nothing that only those would read."""
+    kept = [[a for a in actions if a.declared.forward] for actions in table.ranks]
+    made = {value for actions in kept for a in actions for value in a.writes}
+    read = {value for actions in kept for a in actions for value in a.reads}
+
+    def trim(a: Action) -> Action:
+        return replace(a, writes=tuple(v for v in a.writes if v in read), reads=tuple(v for v in a.reads if v in made))
+
+    return replace(table, ranks=tuple(tuple(map(trim, actions)) for actions in kept))
 
 
-def _forward(s: int, m: int, before: int | None, after: int | None) -> Flow:
-    reads = () if before is None else (Value("act", before, m),)
-    sent = () if after is None else (Value("act", s, m),)
-    return reads, (*sent, Value("saved", s, m))
+def _forward(at: Place) -> Flow:
+    reads = () if at.before is None else (Value("act", at.before, at.microbatch),)
+    sent = () if at.after is None else (Value("act", at.stage, at.microbatch),)
+    return Flow(reads, (*sent, Value("saved", at.stage, at.microbatch)))
 
 
-def _backward(s: int, m: int, before: int | None, after: int | None) -> Flow:
+def _backward(at: Place) -> Flow:
     # The gradient that a stage reads is that of the next stage's input.
-    reads = () if after is None else (Value("grad", after, m),)
-    return (*reads, Value("saved", s, m)), () if before is None else (Value("grad", s, m),)
+    reads = () if at.after is None else (Value("grad", at.after, at.microbatch),)
+    writes = () if at.before is None else (Value("grad", at.stage, at.microbatch),)
+    return Flow((*reads, Value("saved", at.stage, at.microbatch)), writes)
 
 
-def _input(s: int, m: int, before: int | None, after: int | None) -> Flow:
-    reads, writes = _backward(s, m, before, after)
-    return reads, (*writes, Value("tape", s, m))
+def _input_gradient(at: Place) -> Flow:
+    reads, writes = _backward(at)
+    return Flow(reads, (*writes, Value("tape", at.stage, at.microbatch)))
 
 
-def _weight(s: int, m: int, before: int | None, after: int | None) -> Flow:
-    return (Value("tape", s, m),), ()
+def _weight_gradient(at: Place) -> Flow:
+    return Flow((Value("tape", at.stage, at.microbatch),), ())
 
 
-#: Kind -> what it reads and writes, given stage, microbatch, and the stages before and after on the path.
-FLOWS: dict[str, Callable[[int, int, int | None, int | None], Flow]] = {
-    "F": _forward,
-    "B": _backward,
-    "I": _input,
-    "W": _weight,
-}
+# Hues and lightnesses that survive colour blindness and a grey printer.
+F = declare(Kind("F", "forward", "#2563eb", Duty.FORWARD, forward=True, flow=_forward))
+B = declare(Kind("B", "backward", "#15803d", Duty.BACKWARD, flow=_backward))
+I = declare(Kind("I", "input gradient", "#0b7a6e", Duty.INPUT_GRADIENT, flow=_input_gradient))
+W = declare(Kind("W", "weight gradient", "#f0a021", Duty.WEIGHT_GRADIENT, flow=_weight_gradient))
+
+#: The passes of a microbatch at a stage, in order, by whether backward is split.
+PASSES = {False: (F, B), True: (F, I, W)}

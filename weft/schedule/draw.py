@@ -8,14 +8,11 @@ from importlib import resources
 from math import floor, log10
 from typing import Any
 
-from weft.schedule.actions import MOVES, Key, Table, Value
-from weft.schedule.simulate import Simulation
+from weft.schedule.actions import Key, Table, Value
+from weft.schedule.kinds import KINDS, Clock, kind_of
+from weft.schedule.simulate import Simulation, Timed
 
-#: Kind -> colour and meaning; others: PALETTE. Hues and lightnesses that survive colour blindness and a grey printer.
-KINDS = {
-    "F": ("#2563eb", "forward"), "B": ("#15803d", "backward"),
-    "I": ("#0b7a6e", "input gradient"), "W": ("#f0a021", "weight gradient"),
-}  # fmt: skip
+#: Colours of kinds that declare none.
 PALETTE = ("#9333ea", "#db2777", "#64748b", "#b91c1c", "#0891b2", "#7c5a3a", "#a3a31a", "#f472b6")
 INK, SOFT, LINE, LANE, HATCH, PAGE = "#16191f", "#667085", "#e4e7ec", "#f4f5f8", "#d5d9e1", "#ffffff"
 AREA, LEVEL, DARK_PAGE = "#e3e8f2", "#5b6b8c", "#171b22"
@@ -27,11 +24,11 @@ MEMORY = "activations held, in microbatches of a rank"
 def colours(table: Table) -> dict[str, str]:
     """The colour of every computing kind in the table; a kind keeps its colour from table to table where it can."""
     found: dict[str, str] = {}
-    present = {a.kind for a in table if a.kind not in MOVES}
+    present = {a.kind for a in table if not a.declared.inserted}
     for kind in [k for k in KINDS if k in present] + sorted(present - set(KINDS)):
         at = zlib.crc32(kind.encode())
         free = [c for i in range(len(PALETTE)) if (c := PALETTE[(at + i) % len(PALETTE)]) not in found.values()]
-        found[kind] = KINDS[kind][0] if kind in KINDS else (free or PALETTE)[0]
+        found[kind] = kind_of(kind).colour or (free or PALETTE)[0]
     return found
 
 
@@ -41,7 +38,7 @@ def chunks(table: Table) -> tuple[dict[tuple[int, int, int], int], int, str]:
     The virtual stage of its rank, or, where ranks share stages (DualPipe), the end at which the microbatch enters.
     """
     held = [table.held(rank) for rank in range(len(table.ranks))]
-    places = {(a.rank, a.stage, a.microbatch) for a in table if a.kind not in MOVES}
+    places = {(a.rank, a.stage, a.microbatch) for a in table if not a.declared.inserted}
     if sum(map(len, held)) == len({s for stages in held for s in stages}):
         shade = {p: held[p[0]].index(p[1]) if p[1] in held[p[0]] else 0 for p in places}
         return shade, max(1, *map(len, held)), "the rank's stages, strongest first"
@@ -49,6 +46,11 @@ def chunks(table: Table) -> tuple[dict[tuple[int, int, int], int], int, str]:
     ends = sorted(set(first.values()))
     told = f"enters at rank {', '.join(map(str, ends))}"
     return {p: ends.index(first.get(p[2], ends[0])) for p in places}, len(ends), told
+
+
+def boxes(simulation: Simulation) -> list[Timed]:
+    """What is drawn, in this order: the actions of all compute streams, then those of all communication streams."""
+    return [t for lane in (*simulation.timeline, *simulation.beside) for t in lane]
 
 
 def mix(a: str, b: str, share: float) -> str:
@@ -125,7 +127,8 @@ def svg(
     out.append("</g>" + text(left + plot + 16, axis + 18, f"time{unit and f', {unit}'}", 13, right))
     for rank, timeline in enumerate(simulation.timeline):
         y, span = top + rank * (lane + gap), simulation.makespan
-        begin = max(0.0, timeline[-1].end - span) if timeline else 0.0  # hatched: what the makespan counts, no more
+        ends = [t.end for t in (*timeline, *simulation.beside[rank])]
+        begin = max(0.0, max(ends, default=0.0) - span)  # hatched: what the makespan counts, no more
         tall, hatch = f'y="{y}" height="{lane}"', f'x="{left + begin * scale:.2f}" width="{span * scale:.2f}"'
         out.append(f'<rect x="{left}" width="{plot}" {tall} fill="{LANE}" class="lane"/>')
         out.append(f'<rect {hatch} {tall} fill="url(#hatch)" class="bubble" data-t="{begin:.9g}"/>')
@@ -135,17 +138,20 @@ def svg(
     shortest = min((t.end - t.start for r in simulation.timeline for t in r if t.end > t.start), default=1.0) * scale
     common = min(limit, (shortest - 2.5) / digits / 0.6)
     out.append('<g class="boxes" text-anchor="middle" font-weight="500">')
-    for i, t in enumerate(t for timeline in simulation.timeline for t in timeline):
+    strip_of = {Clock.COMPUTE: (0.0, 0.7), Clock.COMMUNICATION: (0.72, 0.28)}  # where in its lane, and how tall
+    for i, t in enumerate(boxes(simulation)):
         a, x, wide = t.action, left + t.start * scale, (t.end - t.start) * scale
-        y, level = top + a.rank * (lane + gap), shade[a.rank, a.stage, a.microbatch]
+        down, part = strip_of[a.declared.clock] if any(simulation.beside) else (0.0, 1.0)
+        box_y, box_tall = top + a.rank * (lane + gap) + down * lane, part * lane
+        level = shade[a.rank, a.stage, a.microbatch]
         fill, ink = shaded(kinds[a.kind], level, shades)
         slit = min(1.0, wide / 5) if wide > 2 else 0.0
-        size = common if common >= 8 else min(limit, 12, (wide - 2) / digits / 0.6)
-        label = text(x + wide / 2, y + lane / 2 + size * 0.36, str(a.microbatch), size, f'fill="{ink}"')
+        size = min(box_tall, common if common >= 8 else min(limit, 12, (wide - 2) / digits / 0.6))
+        label = text(x + wide / 2, box_y + box_tall / 2 + size * 0.36, str(a.microbatch), size, f'fill="{ink}"')
         tip = f"{a.kind} stage {a.stage}, microbatch {a.microbatch}: {number(t.start)} to {number(t.end)}"
         out.append(
             f'<g class="a k{list(kinds).index(a.kind)}s{level}" data-i="{i}">'
-            f'<rect x="{x + slit / 2:.2f}" y="{y}" width="{max(wide - slit, 0.3):.2f}" height="{lane}" '
+            f'<rect x="{x + slit / 2:.2f}" y="{box_y:g}" width="{max(wide - slit, 0.3):.2f}" height="{box_tall:g}" '
             f'rx="{min(3, wide / 5):.2g}" fill="{fill}">{"" if page else f"<title>{escape(tip)}</title>"}</rect>'
             f"{label if size >= 8 else ''}</g>"
         )
@@ -177,7 +183,7 @@ def _names(rank: int, x: float, y: float, tall: float, held: tuple[int, ...] = (
 
 
 def _legend(kinds: dict[str, str], shades: int, told: str, x: float, y: float) -> list[str]:
-    entries = [(f"{k}  {KINDS[k][1]}" if k in KINDS else k, [shaded(c, s, shades)[0] for s in range(shades)])
+    entries = [(f"{k}  {kind_of(k).meaning}".strip(), [shaded(c, s, shades)[0] for s in range(shades)])
                for k, c in kinds.items()]  # fmt: skip
     notes = "bubble · number: microbatch" + (f" · shade: {told}" if shades > 1 else "")
     out = []
@@ -203,11 +209,11 @@ def html(simulation: Simulation, title: str = "", note: str = "", unit: str = ""
         "end": simulation.elapsed or 1.0, "makespan": simulation.makespan, "bubble": simulation.bubble_rate,
         "unit": unit and f" {unit}", "memory": memory, "stages": table.stages, "microbatches": table.microbatches,
         "ranks": list(zip(map(table.held, range(len(table.ranks))), simulation.busy, simulation.peaks, strict=True)),
-        "kinds": [(kind, KINDS[kind][1] if kind in KINDS else "") for kind in kinds], "shades": shades, "told": told,
+        "kinds": [(kind, kind_of(kind).meaning) for kind in kinds], "shades": shades, "told": told,
         "fills": [(f"k{k}s{s}", *shaded(colour, s, shades), *shaded(colour, s, shades, dark=True))
                   for k, colour in enumerate(kinds.values()) for s in range(shades)],
         "actions": [(a.rank, list(kinds).index(a.kind), a.stage, a.microbatch, t.start, t.end, reads[a.key])
-                    for timeline in simulation.timeline for t in timeline for a in (t.action,)],
+                    for t in boxes(simulation) for a in (t.action,)],
         "moves": [(value.microbatch, *ends) for value, *ends in simulation.moves],
     }  # fmt: skip
     page = {
@@ -224,27 +230,34 @@ def perfetto(simulation: Simulation, microseconds: float = 1000.0) -> dict[str, 
     """A Chrome trace (ui.perfetto.dev): per rank a track and a counter of memory, an arrow per move."""
     us, reads, name = microseconds, _reads(simulation), simulation.table.name
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}]
-    leaves: dict[tuple[Value, int], float] = {}
-    needed: dict[tuple[Value, int], float] = {}
-    for rank, timeline in enumerate(simulation.timeline):
-        at = {"pid": 0, "tid": rank}
-        events.append({"ph": "M", **at, "name": "thread_name", "args": {"name": f"rank {rank}"}})
-        events.append({"ph": "M", **at, "name": "thread_sort_index", "args": {"sort_index": rank}})
-        for t in timeline:
+    # Where and when the arrow of a value begins on a rank, or ends: its track and time.
+    leaves: dict[tuple[Value, int], dict[str, float]] = {}
+    needed: dict[tuple[Value, int], dict[str, float]] = {}
+    count = len(simulation.timeline)
+    for track, lane in enumerate((*simulation.timeline, *simulation.beside)):
+        rank, at = track % count, {"pid": 0, "tid": track}
+        if track >= count and not lane:
+            continue
+        label = f"rank {rank}" + ", communication" * (track >= count)
+        events.append({"ph": "M", **at, "name": "thread_name", "args": {"name": label}})
+        events.append({"ph": "M", **at, "name": "thread_sort_index", "args": {"sort_index": 2 * rank + track // count}})
+        for t in lane:
             a, span = t.action, {"ts": t.start * us, "dur": (t.end - t.start) * us}
             args = {"stage": a.stage, "microbatch": a.microbatch, "reads": reads[a.key]}
             events.append({"ph": "X", **at, "name": f"{a.kind} {a.microbatch}", "cat": a.kind, **span, "args": args})
             # Inside the slice that sends: at its very end the next one would be taken for the sender.
-            leaves |= {(value, rank): (t.end - (t.end - t.start) / 100) * us for value in a.writes}
+            out = {"tid": track, "ts": (t.end - (t.end - t.start) / 100) * us}
+            leaves |= dict.fromkeys(((value, rank) for value in a.writes), out)
             for value in a.reads:
-                needed.setdefault((value, rank), t.start * us)
-        for time, level in dict(simulation.memory[rank]).items():
+                needed.setdefault((value, rank), {"tid": track, "ts": t.start * us})
+    for rank, levels in enumerate(simulation.memory):
+        for time, level in dict(levels).items():
             held = {"name": f"memory of rank {rank}", "args": {"level": level}}
             events.append({"ph": "C", "pid": 0, "ts": time * us, **held})
     for i, (value, source, target, start, end) in enumerate(simulation.moves):
         move = {"cat": "move", "name": str(value), "id": i, "pid": 0}
-        events.append({"ph": "s", **move, "tid": source, "ts": leaves[value, source]})
-        events.append({"ph": "f", "bp": "e", **move, "tid": target, "ts": needed[value, target]})
+        events.append({"ph": "s", **move, **leaves[value, source]})
+        events.append({"ph": "f", "bp": "e", **move, **needed[value, target]})
         for ph, when in (("b", start), ("e", end)) if end > start else ():
             events.append({"ph": ph, **move, "cat": "link", "tid": source, "ts": when * us})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from weft.schedule.actions import Action, ScheduleError, Table, Value
+from weft.schedule.actions import LOCAL, Action, ScheduleError, Table, Value
+from weft.schedule.kinds import KINDS
+from weft.schedule.lower import FREE, RECV, SEND
 from weft.schedule.validate import WINDOW
 from weft.schedule.wire import Wire
 
@@ -34,18 +36,18 @@ def execute(
     ops: Mapping[str, Op],
     wire: Wire | None,
     *,
-    weigh: Callable[[Value], float] = lambda value: float(value.name in ("saved", "tape")),
+    weigh: Callable[[Value], float] = lambda value: float(value.name in LOCAL),
     window: int = WINDOW,
 ) -> Executed:
     """Run rank ``rank`` of a lowered ``table``; every rank of the pipeline calls this with its own number.
 
-    ``ops[kind]`` computes an action; ``GATHER``, ``RELEASE`` and ``REDUCE`` do nothing where ``ops`` has none. Values
+    ``ops[kind]`` computes an action; what lowering has inserted does nothing where ``ops`` has none. Values
     that travel are tensors, tuples of tensors or None. Receives are posted up to ``window`` ahead, and a send waits
     while ``window`` earlier ones to the same rank are under way, so buffers are bounded. A rank that does not deliver
     within the wire's timeout is named in a :class:`weft.schedule.wire.PeerLost`. ``wire``: None on a single rank.
     """
     actions = table.ranks[rank]
-    unknown = {a.kind for a in actions if a.kind not in ops} - {"SEND", "RECV", "FREE", "GATHER", "RELEASE", "REDUCE"}
+    unknown = {a.kind for a in actions if a.kind not in ops and not a.declared.inserted}
     if unknown:
         raise ScheduleError(f"schedule {table.name} has actions of kind {', '.join(sorted(unknown))}, which no op runs")
     there: dict[Value, Any] = {}
@@ -53,7 +55,7 @@ def execute(
     level = 0.0
     expected: dict[int, deque[Value]] = defaultdict(deque)  # arrivals not yet asked for, per source
     for a in actions:
-        if a.kind == "RECV":
+        if a.kind == RECV:
             expected[a.peer].append(a.writes[0])
 
     def ask(source: int) -> None:
@@ -64,34 +66,30 @@ def execute(
         for _ in range(window):
             ask(source)
     for i, a in enumerate(actions):
-        match a.kind:
-            case "SEND":
-                assert wire is not None
-                wire.send(a.reads[0], there[a.reads[0]], a.peer, window)
-            case "RECV":
-                assert wire is not None
-                there[a.writes[0]] = wire.take(a.writes[0], a.peer, _next(actions, i))
-                ask(a.peer)
-            case "FREE":
-                for value in a.reads:
-                    level -= weigh(value)
-                    del there[value]
-            case _:
-                op = ops.get(a.kind)
-                if op is None:
-                    continue
-                # What a forward saves grows while it runs; what a backward leaves replaces what it has read.
-                run.peak = max(run.peak, level + sum(weigh(value) for value in a.writes if value.name == "saved"))
-                start = time.perf_counter()
-                with record_function(f"weft:{a.kind}"):
-                    results = op(a, [there[value] for value in a.reads if not _empty(value)])
-                for value, result in zip([v for v in a.writes if not _empty(v)], results or (), strict=True):
-                    there[value] = result
-                for value in a.writes:
-                    level += weigh(value)
-                    if _empty(value):
-                        there[value] = None
-                run.times.append((a, start, time.perf_counter()))
+        if a.kind == SEND:
+            assert wire is not None
+            wire.send(a.reads[0], there[a.reads[0]], a.peer, window)
+        elif a.kind == RECV:
+            assert wire is not None
+            there[a.writes[0]] = wire.take(a.writes[0], a.peer, _next(actions, i))
+            ask(a.peer)
+        elif a.kind == FREE:
+            for value in a.reads:
+                level -= weigh(value)
+                del there[value]
+        elif op := ops.get(a.kind):
+            # What a forward saves grows while it runs; what a backward leaves replaces what it has read.
+            run.peak = max(run.peak, level + sum(weigh(value) for value in a.writes if value.name == "saved"))
+            start = time.perf_counter()
+            with record_function(f"weft:{a.kind}"):
+                results = op(a, [there[value] for value in a.reads if not _empty(value)])
+            for value, result in zip([v for v in a.writes if not _empty(v)], results or (), strict=True):
+                there[value] = result
+            for value in a.writes:
+                level += weigh(value)
+                if _empty(value):
+                    there[value] = None
+            run.times.append((a, start, time.perf_counter()))
     if wire is not None:
         wire.flush()
     return run
@@ -144,4 +142,4 @@ def sleeping(costs: Callable[[Action], float]) -> Mapping[str, Op]:
         time.sleep(costs(a))
         return [torch.empty(1) for _ in a.writes if not _empty(_)]
 
-    return {kind: op for kind in ("F", "B", "I", "W", "S", "C", "T", "E", "D")}
+    return {name: op for name, kind in KINDS.items() if not kind.inserted}

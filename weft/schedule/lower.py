@@ -5,16 +5,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.schedule.actions import LOCAL, Action, Key, ScheduleError, Table, Value
+from weft.schedule.kinds import Clock, Duty, Kind, declare
 
-#: Kinds that leave gradients of parameters behind: whole and weight backward, and those of vocabulary shares.
-GRADIENTS = ("B", "W", "T", "D")
+
+def _inserted(name: str, meaning: str, clock: Clock) -> str:
+    return declare(Kind(name, meaning, clock=clock, parameters=False, inserted=True))
+
+
+SEND = _inserted("SEND", "a value leaves for another rank", Clock.COMMUNICATION)
+RECV = _inserted("RECV", "a value arrives from another rank", Clock.COMMUNICATION)
+FREE = _inserted("FREE", "a value is forgotten after its last use", Clock.COMPUTE)
+GATHER = _inserted("GATHER", "a stage's parameters are made whole", Clock.COMMUNICATION)
+RELEASE = _inserted("RELEASE", "a stage's whole parameters are forgotten", Clock.COMPUTE)
+REDUCE = _inserted("REDUCE", "a stage's gradients are summed over the ranks that hold it", Clock.COMMUNICATION)
+
+
+def links(lowered: Table) -> set[tuple[int, int]]:
+    """The ordered pairs of ranks between which values travel."""
+    return {(a.rank, a.peer) for a in lowered if a.kind == SEND}
 
 
 def producers(table: Table) -> dict[Value, Action]:
     """Who writes what. Raises :class:`ScheduleError` if two actions write the same."""
     found: dict[Value, Action] = {}
     for a in table:
-        for value in a.writes if a.kind != "RECV" else ():
+        for value in a.writes if a.kind != RECV else ():
             if value in found:
                 raise ScheduleError(f"schedule {table.name}: both {found[value]} and {a} write {value}")
             found[value] = a
@@ -56,16 +71,16 @@ def lower(table: Table, zero: int = 1) -> Table:
                 queue = sent[source, rank]
                 while source != rank and value in queue[received[source] :]:
                     arriving = queue[received[source]]
-                    out.append(_move("RECV", rank, arriving, source))
+                    out.append(_move(RECV, rank, arriving, source))
                     received[source] += 1
             out.append(a)
-            out += [_move("SEND", rank, value, target) for value in a.writes for target in needed[value]]
+            out += [_move(SEND, rank, value, target) for value in a.writes for target in needed[value]]
         ranks.append(_frees(_parameters(out, zero)))
     return replace(table, ranks=tuple(ranks))
 
 
 def _move(kind: str, rank: int, value: Value, peer: int) -> Action:
-    reads, writes = ((value,), ()) if kind == "SEND" else ((), (value,))
+    reads, writes = ((value,), ()) if kind == SEND else ((), (value,))
     return Action(rank, kind, value.stage, value.microbatch, (), reads, writes, peer)
 
 
@@ -89,23 +104,27 @@ def _handed_over(table: Table) -> Table:
 
 def _parameters(actions: Sequence[Action], zero: int) -> list[Action]:
     """Gathers before and releases after the runs in which a stage's parameters are used, and gradient reductions."""
-    computing = [a for a in actions if a.peer < 0]
-    last = {a.stage: a for a in computing}
+    using = [a for a in actions if a.declared.parameters]
+    last = {a.stage: a for a in using if _leaves_gradients(a)}
     held = None  # the stage whose parameters are gathered, under stage 3
     gathered: set[int] = set()
     out = []
     for a in actions:
-        if a.peer < 0 and a.stage not in gathered:
+        if a.declared.parameters and a.stage not in gathered:
             if zero == 3 and held is not None:
-                out.append(Action(a.rank, "RELEASE", held, -1))
+                out.append(Action(a.rank, RELEASE, held, -1))
                 gathered.discard(held)
-            out.append(Action(a.rank, "GATHER", a.stage, -1))
+            out.append(Action(a.rank, GATHER, a.stage, -1))
             gathered.add(a.stage)
             held = a.stage
         out.append(a)
-        if a.kind in GRADIENTS and a.peer < 0 and (zero > 1 or last[a.stage] is a):
-            out.append(Action(a.rank, "REDUCE", a.stage, a.microbatch))
-    return [*out, *(Action(a.rank, "RELEASE", s, -1) for s in sorted(gathered))] if computing else out
+        if _leaves_gradients(a) and (zero > 1 or last[a.stage] is a):
+            out.append(Action(a.rank, REDUCE, a.stage, a.microbatch))
+    return [*out, *(Action(a.rank, RELEASE, s, -1) for s in sorted(gathered))] if using else out
+
+
+def _leaves_gradients(a: Action) -> bool:
+    return a.declared.parameters and Duty.WEIGHT_GRADIENT in a.declared.duty
 
 
 def _frees(actions: Sequence[Action]) -> tuple[Action, ...]:
@@ -119,5 +138,5 @@ def _frees(actions: Sequence[Action]) -> tuple[Action, ...]:
     for a in actions:
         out.append(a)
         if freed := tuple(dying[id(a)]):
-            out.append(Action(a.rank, "FREE", a.stage, a.microbatch, (), freed))
+            out.append(Action(a.rank, FREE, a.stage, a.microbatch, (), freed))
     return tuple(out)

@@ -1,7 +1,9 @@
 """Which layers go to which stage: the split whose slowest stage is fastest."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 
 from weft.errors import UsageError
 from weft.model_shape import shape_of
@@ -17,9 +19,9 @@ def partition(costs: Sequence[float], parts: int, speeds: Sequence[float] | None
     if count < parts:
         raise UsageError(f"{count} layers (with embedding and head) cannot fill {parts} stages; use fewer stages")
     speed = list(speeds) if speeds is not None else [1.0] * parts
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
+    total = [0.0, *accumulate(costs)]
+    limit = _least_largest(total, speed) * (1 + 1e-9) + 1e-9
+    after = [*accumulate(reversed(speed), initial=0.0)][::-1]  # speed of the parts from here on, together
 
     @cache
     def best(start: int, part: int) -> tuple[float, float, int]:
@@ -28,8 +30,12 @@ def partition(costs: Sequence[float], parts: int, speeds: Sequence[float] | None
             time = (total[count] - total[start]) / speed[part]
             return time, time * time, count
         found = (float("inf"), float("inf"), start + 1)
-        for end in range(start + 1, count - (parts - part - 1) + 1):
+        # No share takes longer than the limit, nor leaves more than the parts after it can do in that time.
+        least = bisect_left(total, total[count] - limit * after[part + 1])
+        for end in range(max(start + 1, least), count - (parts - part - 1) + 1):
             time = (total[end] - total[start]) / speed[part]
+            if time > limit:
+                break
             longest, squares, _ = best(end, part + 1)
             # Rounded, so that two sums of the same numbers in another order count as equal.
             found = min(found, (round(max(time, longest), 9), round(squares + time * time, 9), end))
@@ -41,6 +47,26 @@ def partition(costs: Sequence[float], parts: int, speeds: Sequence[float] | None
         cuts.append(range(at, end))
         at = end
     return cuts
+
+
+def _least_largest(total: Sequence[float], speed: Sequence[float]) -> float:
+    """The time of the slowest share in the best split of ``total[-1]`` in order, by halving the interval around it."""
+    count, parts = len(total) - 1, len(speed)
+    low, high = 0.0, total[-1] / min(speed)
+
+    def enough(time: float) -> bool:
+        at = 0
+        for part in range(parts):
+            reach = bisect_right(total, total[at] + time * speed[part]) - 1
+            if reach == at:  # not even one item
+                return False
+            at = min(reach, count - (parts - part - 1))
+        return at == count
+
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 def layer_costs(shape: ModelShape, seq_len: int) -> tuple[float, float, float]:

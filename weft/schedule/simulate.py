@@ -5,8 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from typing import NamedTuple
 
-from weft.schedule.actions import MOVES, Action, ScheduleError, Table, Value
+from weft.schedule.actions import LOCAL, Action, ScheduleError, Table, Value
+from weft.schedule.kinds import Clock
+from weft.schedule.times import ModelTimes, Times
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,13 @@ class Costs:
 
     compute: Callable[[Action], float]
     move: Callable[[Value, int, int], float] = lambda value, source, target: 0.0
-    size: Callable[[Value], float] = lambda value: float(value.name in ("saved", "tape"))
+    size: Callable[[Value], float] = lambda value: float(value.name in LOCAL)
     exclusive: bool = False
+
+
+def by_kind(times: ModelTimes) -> Callable[[Action], float]:
+    """What every action takes if its kind is asked."""
+    return lambda a: a.declared.cost(a, times)
 
 
 def uniform(
@@ -32,11 +40,11 @@ def uniform(
     A stage's saved activations are then ``1 / v`` of a rank's, and alive from its forward to its weight gradient.
     """
     chunks = table.stages / len(table.ranks)
-    times = {"F": forward, "I": backward_input, "W": backward_weight, "B": backward_input + backward_weight}
+    stage = Times(forward, backward_input, backward_weight).scaled(1 / chunks)
     return Costs(
-        lambda a: times.get(a.kind, 0.0) / chunks,
+        by_kind(ModelTimes([stage] * table.stages)),
         lambda value, source, target: move,
-        lambda value: float(value.name in ("saved", "tape")) / chunks,
+        lambda value: float(value.name in LOCAL) / chunks,
     )
 
 
@@ -47,22 +55,32 @@ class Timed:
     end: float
 
 
+class Move(NamedTuple):
+    """A value on its way between two ranks."""
+
+    value: Value
+    source: int
+    target: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Simulation:
-    """``timeline[r]``: rank r's computing actions with their times; ``moves``: ``(value, source, target, start, end)``.
-
-    ``memory[r]``: ``(time, level)`` after every change.
+    """``timeline[r]``: rank r's actions on the compute stream with their times; ``beside[r]``: those on its
+    communication stream. ``moves``: values between ranks. ``memory[r]``: ``(time, level)`` after every change.
     """
 
     table: Table
     timeline: tuple[tuple[Timed, ...], ...]
-    moves: tuple[tuple[Value, int, int, float, float], ...]
+    beside: tuple[tuple[Timed, ...], ...]
+    moves: tuple[Move, ...]
     memory: tuple[tuple[tuple[float, float], ...], ...]
 
     @cached_property
     def elapsed(self) -> float:
         """From the first action anywhere to the last."""
-        return max((t.end for rank in self.timeline for t in rank), default=0.0)
+        return max((t.end for rank in (*self.timeline, *self.beside) for t in rank), default=0.0)
 
     @cached_property
     def makespan(self) -> float:
@@ -70,7 +88,8 @@ class Simulation:
 
         This is the time per step in a run of many steps: the ranks of a pipeline need not start a step together.
         """
-        return max((rank[-1].end - rank[0].start for rank in self.timeline if rank), default=0.0)
+        ranks = (a + b for a, b in zip(self.timeline, self.beside, strict=True))
+        return max((max(t.end for t in rank) - min(t.start for t in rank) for rank in ranks if rank), default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -89,70 +108,76 @@ class Simulation:
 
 
 def simulate(table: Table, costs: Costs) -> Simulation:
-    """Run the table by the clock: ranks run their actions in order, as soon as what they read is there.
+    """Run the table by the clock: each stream of a rank runs its actions in order, as soon as what they read is there.
 
     Moves overlap compute. Raises :class:`ScheduleError` naming the actions that wait for each other in a circle.
     """
-    queues = [[a for a in actions if a.kind not in MOVES] for actions in table.ranks]
+    count = len(table.ranks)
+    # The compute streams of all ranks, then their communication streams.
+    queues: list[list[Action]] = [[] for _ in range(2 * count)]
     readers: dict[Value, dict[int, None]] = defaultdict(dict)  # the ranks that read a value
-    for queue in queues:
-        for a in queue:
+    for a in table:
+        kind = a.declared
+        if not kind.inserted:
+            queues[a.rank + count * (kind.clock is Clock.COMMUNICATION)].append(a)
             for value in a.reads:
                 readers[value][a.rank] = None
     ended: dict[object, float] = {}  # by action key and by (value, rank)
-    waiting: dict[object, list[int]] = defaultdict(list)  # ranks whose next action waits for this to end
+    waiting: dict[object, list[int]] = defaultdict(list)  # streams whose next action waits for this to end
     link_free: dict[tuple[int, int], float] = defaultdict(float)
     at, free = [0] * len(queues), [0.0] * len(queues)
     timeline: list[list[Timed]] = [[] for _ in queues]
-    moves: list[tuple[Value, int, int, float, float]] = []
-    able: list[tuple[float, int]] = []  # heap of (start, rank) of the next actions that have all they need
+    moves: list[Move] = []
+    able: list[tuple[float, int]] = []  # heap of (start, stream) of the next actions that have all they need
 
-    def look(rank: int) -> None:
-        """Enter the next action of ``rank`` among those that are able to start, or note what it waits for."""
-        if at[rank] == len(queues[rank]):
+    def look(stream: int) -> None:
+        """Enter the next action of ``stream`` among those that are able to start, or note what it waits for."""
+        if at[stream] == len(queues[stream]):
             return
-        a, start = queues[rank][at[rank]], free[rank]
-        for need in (*a.deps, *((value, rank) for value in a.reads)):
+        a, start = queues[stream][at[stream]], free[stream]
+        for need in (*a.deps, *((value, a.rank) for value in a.reads)):
             if need not in ended:
-                waiting[need].append(rank)
+                waiting[need].append(stream)
                 return
             start = max(start, ended[need])
-        heappush(able, (start, rank))
+        heappush(able, (start, stream))
 
     def end(what: object, time: float) -> None:
         ended[what] = time
-        for rank in waiting.pop(what, ()):
-            look(rank)
+        for stream in waiting.pop(what, ()):
+            look(stream)
 
-    for rank in range(len(queues)):
-        look(rank)
+    for stream in range(len(queues)):
+        look(stream)
     while able:  # the earliest first: with exclusive links the order of sends depends on it
-        start, r = heappop(able)
-        a = queues[r][at[r]]
-        at[r] += 1
-        free[r] = now = start + costs.compute(a)
-        timeline[r].append(Timed(a, start, now))
+        start, stream = heappop(able)
+        a = queues[stream][at[stream]]
+        at[stream] += 1
+        free[stream] = now = start + costs.compute(a)
+        timeline[stream].append(Timed(a, start, now))
         end(a.key, now)
         for value in a.writes:
-            end((value, r), now)
+            end((value, a.rank), now)
             for other in readers[value]:
-                if other != r:
-                    begin = max(now, link_free[r, other]) if costs.exclusive else now
-                    link_free[r, other] = arrival = begin + costs.move(value, r, other)
-                    moves.append((value, r, other, begin, arrival))
+                if other != a.rank:
+                    begin = max(now, link_free[a.rank, other]) if costs.exclusive else now
+                    link_free[a.rank, other] = arrival = begin + costs.move(value, a.rank, other)
+                    moves.append(Move(value, a.rank, other, begin, arrival))
                     end((value, other), arrival)
-        look(r)
+        look(stream)
     left = [queue[i:] for queue, i in zip(queues, at, strict=True)]
     if any(left):
         raise ScheduleError(deadlock(table.name, left, {v: a for q in queues for a in q for v in a.writes}))
-    return Simulation(table, tuple(map(tuple, timeline)), tuple(moves), _memory(timeline, moves, readers, costs.size))
+    lanes = tuple(map(tuple, timeline))
+    both = [[*compute, *beside] for compute, beside in zip(lanes[:count], lanes[count:], strict=True)]
+    return Simulation(table, lanes[:count], lanes[count:], tuple(moves), _memory(both, moves, readers, costs.size))
 
 
 def deadlock(name: str, left: list[list[Action]], producer: dict[Value, Action]) -> str:
     """Why nothing of what is ``left`` can start: a circle of actions, or a value that nobody makes."""
     pending = {a.key: a for actions in left for a in actions}
     heads = [actions[0] for actions in left if actions]
-    head_of = {a.rank: a for a in heads}
+    head_of = {a.key: actions[0] for actions in left for a in actions}
     for start in heads:
         seen: list[Action] = []
         a: Action | None = start
@@ -162,12 +187,12 @@ def deadlock(name: str, left: list[list[Action]], producer: dict[Value, Action])
             absent = [v for v in a.reads if v not in producer]
             if absent:
                 return f"schedule {name}: {a} reads {absent[0]}, which no action writes"
-            # Wait for the first need that has not ended; it is behind the head of its rank's queue.
+            # Wait for the first need that has not ended; it is behind the head of its stream's queue.
             blocked = next((n for n in needs if n is not None and n.key in pending), None)
             if blocked is None:
                 gone = [k for k in a.deps if k not in pending]
                 return f"schedule {name}: {a} depends on {gone}, which is not in the table"
-            a = head_of[blocked.rank]
+            a = head_of[blocked.key]
             if a == seen[-1] or a in seen:
                 circle = seen[seen.index(a) :]
                 chain = " -> ".join(map(str, circle))
@@ -177,7 +202,7 @@ def deadlock(name: str, left: list[list[Action]], producer: dict[Value, Action])
 
 def _memory(
     timeline: list[list[Timed]],
-    moves: list[tuple[Value, int, int, float, float]],
+    moves: list[Move],
     readers: dict[Value, dict[int, None]],
     size: Callable[[Value], float],
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
@@ -185,7 +210,9 @@ def _memory(
     levels = []
     for rank, actions in enumerate(timeline):
         changes: list[tuple[float, int, float]] = []  # time, frees first, change
-        last = {value: t.end for t in actions for value in t.action.reads}
+        last: dict[Value, float] = {}
+        for t in actions:
+            last.update((value, max(t.end, last.get(value, 0.0))) for value in t.action.reads)
         for t in actions:
             for value in t.action.writes:
                 # An action's results occupy memory from its start: forward fills what it saves as it goes.
@@ -195,9 +222,9 @@ def _memory(
                     changes.append((last[value], 0, -size(value)))
                 else:
                     changes.append((t.end, 2, -size(value)))
-        for value, _, target, _, arrival in moves:
-            if target == rank:
-                changes += [(arrival, 1, size(value)), (last[value], 0, -size(value))]
+        for move in moves:
+            if move.target == rank:
+                changes += [(move.end, 1, size(move.value)), (last[move.value], 0, -size(move.value))]
         level, track = 0.0, []
         for time, _, change in sorted(changes):
             if change:

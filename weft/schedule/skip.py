@@ -11,7 +11,7 @@ from math import comb
 from random import Random
 
 from weft.errors import UsageError
-from weft.schedule.actions import Action, Table, Value
+from weft.schedule.actions import PASSES, Action, Table, Value
 from weft.schedule.build.greedy import list_schedule
 from weft.schedule.build.listing import Policy
 from weft.schedule.simulate import Costs, simulate
@@ -61,7 +61,7 @@ def plan_paths(
     plans: list[tuple[float, list[Path]]] = []
 
     def work(rank: int, s: int) -> float:
-        return sum(costs.compute(Action(rank, kind, s, 0)) for kind in ("FIW" if split else "FB")) or TINY
+        return sum(costs.compute(Action(rank, kind, s, 0)) for kind in PASSES[split]) or TINY
 
     orders: Callable[[Path], Iterable[Path]] = (lambda path: _swapped(path, keep)) if swaps else (lambda path: [path])
     for spread in WEIGHTS:

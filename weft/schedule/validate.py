@@ -2,13 +2,12 @@
 
 from collections import Counter, defaultdict, deque
 
-from weft.schedule.actions import MOVES, Action, ScheduleError, Table, Value
-from weft.schedule.lower import lower, producers
+from weft.schedule.actions import Action, Key, ScheduleError, Table, Value
+from weft.schedule.kinds import Duty
+from weft.schedule.lower import FREE, GATHER, RECV, RELEASE, SEND, lower, producers
 
 #: Messages that may be on their way between two ranks before the sender waits, and receives posted ahead.
 WINDOW = 4
-
-KINDS_ONCE = ({"F"}, {"B"}, {"I", "W"})
 
 
 def validate(table: Table, window: int = WINDOW, zero: int = 1) -> Table:
@@ -16,7 +15,7 @@ def validate(table: Table, window: int = WINDOW, zero: int = 1) -> Table:
 
     Raises :class:`ScheduleError` naming the actions at fault.
 
-    Every stage on a microbatch's path runs forward once and backward once (``B``, or ``I`` and ``W``), on one rank;
+    Every duty of every stage on a microbatch's path (:class:`weft.schedule.kinds.Duty`) is done once, on one rank;
     whatever is read has been written before; and with at most ``window`` messages under way between two ranks,
     executing the table on all ranks ends.
     """
@@ -33,34 +32,33 @@ def _exactly_once(table: Table) -> None:
     twice = next((key for key, n in seen.items() if n > 1), None)
     if twice:
         raise ScheduleError(f"schedule {table.name}: {_show(twice)} stands {seen[twice]} times in the table")
+    here: dict[tuple[int, int], list[Action]] = {(s, m): [] for m, path in enumerate(table.paths) for s in path}
     for a in table:
-        if a.kind in MOVES:
+        if a.declared.inserted:
             raise ScheduleError(f"schedule {table.name}: {a} is a move; moves are inserted by lowering")
         if not 0 <= a.microbatch < table.microbatches:
             raise ScheduleError(f"schedule {table.name}: {a} is of none of the {table.microbatches} microbatches")
-    ranks = {a.key: a.rank for a in table}
-    backward = any(a.kind in ("B", "I", "W") for a in table)
-    for m, path in enumerate(table.paths):
-        for s in path:
-            here = {kind: ranks[kind, s, m] for kind in ("F", "B", "I", "W") if (kind, s, m) in ranks}
-            if set(here) not in ({"F", "B"}, {"F", "I", "W"}) and (backward or set(here) != {"F"}):
-                found = ", ".join(here) or "nothing"
-                raise ScheduleError(
-                    f"schedule {table.name}: stage {s} runs {found} for microbatch {m}; it must run F and B, or F, I, W"
-                )
-            if len(set(here.values())) > 1:
-                where = ", ".join(f"{kind} on rank {rank}" for kind, rank in here.items())
-                raise ScheduleError(f"schedule {table.name}: stage {s} of microbatch {m} moves between ranks: {where}")
-    wanted = {(s, m) for m, path in enumerate(table.paths) for s in path}
-    for a in table:
-        if a.kind in ("F", "B", "I", "W") and (a.stage, a.microbatch) not in wanted:
+        if (a.stage, a.microbatch) in here:
+            here[a.stage, a.microbatch] += [a] * bool(a.declared.duty)
+        elif a.declared.flow:  # which reads its neighbours on a path
             raise ScheduleError(f"schedule {table.name}: {a} is not on the path of microbatch {a.microbatch}")
+    owed = Duty.FORWARD if all(a.declared.forward for a in table) else Duty.ALL
+    for (stage, m), actions in here.items():
+        if Counter(duty for a in actions for duty in a.declared.duty) != Counter(owed):
+            found = ", ".join(a.kind for a in actions) or "nothing"
+            raise ScheduleError(
+                f"schedule {table.name}: stage {stage} runs {found} for microbatch {m}; it must run forward, and make "
+                "the gradients of its input and of its weights, once each: F and B, or F, I and W"
+            )
+        if len({a.rank for a in actions}) > 1:
+            where = ", ".join(f"{a.kind} on rank {a.rank}" for a in actions)
+            raise ScheduleError(f"schedule {table.name}: stage {stage} of microbatch {m} moves between ranks: {where}")
 
 
 def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
     """On one rank: nothing is read before it is there, or after it was freed."""
     there: set[Value] = set()
-    done: set[tuple[str, int, int]] = set()
+    done: set[Key] = set()
     gathered: set[int] = set()
     for a in actions:
         missing = next((v for v in a.reads if v not in there), None)
@@ -69,13 +67,13 @@ def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
         early = next((k for k in a.deps if k not in done), None)
         if early:
             raise ScheduleError(f"schedule {name}: {a} comes before {_show(early)}, on which it depends")
-        if a.kind == "FREE":
+        if a.kind == FREE:
             there -= set(a.reads)
-        if a.kind == "GATHER":
+        if a.kind == GATHER:
             gathered.add(a.stage)
-        if a.kind == "RELEASE":
+        if a.kind == RELEASE:
             gathered.discard(a.stage)
-        if a.kind not in MOVES and a.stage not in gathered:
+        if a.declared.parameters and a.stage not in gathered:
             raise ScheduleError(f"schedule {name}: {a} runs while its parameters are not gathered")
         there |= set(a.writes)
         done.add(a.key)
@@ -89,13 +87,7 @@ def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
     A send waits while ``window`` messages to the same rank are neither received nor, ``window`` ahead, expected.
     """
     queues = [deque(actions) for actions in lowered.ranks]
-    # Arrivals that a rank expects, in its own order, per source; the executor posts receives for the first of them.
-    expected: dict[tuple[int, int], list[Value]] = defaultdict(list)
-    for a in lowered:
-        if a.kind == "RECV":
-            expected[a.peer, a.rank] += a.writes
     under_way: dict[tuple[int, int], deque[Value]] = defaultdict(deque)
-    taken: Counter[tuple[int, int]] = Counter()
     most: Counter[tuple[int, int]] = Counter()
     moved = True
     while moved:
@@ -103,16 +95,15 @@ def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
         for queue in queues:
             while queue and _can_run(queue[0], under_way, window):
                 a, moved = queue.popleft(), True
-                if a.kind == "SEND":
+                if a.kind == SEND:
                     pair = (a.rank, a.peer)
                     under_way[pair].append(a.reads[0])
                     most[pair] = max(most[pair], len(under_way[pair]))
-                elif a.kind == "RECV":
+                elif a.kind == RECV:
                     pair = (a.peer, a.rank)
                     value = under_way[pair].popleft()
                     if value != a.writes[0]:
                         raise ScheduleError(f"schedule {lowered.name}: {a}, but {value} is sent to it first")
-                    taken[pair] += 1
     stuck = [queue[0] for queue in queues if queue]
     if stuck:
         raise ScheduleError(f"schedule {lowered.name} deadlocks: {_circle(lowered, queues)}")
@@ -123,9 +114,9 @@ def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
 
 
 def _can_run(a: Action, under_way: dict[tuple[int, int], deque[Value]], window: int) -> bool:
-    if a.kind == "SEND":
+    if a.kind == SEND:
         return len(under_way[a.rank, a.peer]) < window
-    return a.kind != "RECV" or bool(under_way[a.peer, a.rank])
+    return a.kind != RECV or bool(under_way[a.peer, a.rank])
 
 
 def _circle(table: Table, queues: list[deque[Action]]) -> str:
@@ -143,11 +134,11 @@ def _circle(table: Table, queues: list[deque[Action]]) -> str:
     parts = []
     for a in circle:
         value = (a.reads or a.writes)[0]
-        what = f"{made[value]}" if a.kind == "RECV" and value in made else f"room for {value}"
-        blocked = next((x for queue in queues for x in queue if x.rank == a.rank and x.kind not in MOVES), a)
+        what = f"{made[value]}" if a.kind == RECV and value in made else f"room for {value}"
+        blocked = next((x for queue in queues for x in queue if x.rank == a.rank and not x.declared.inserted), a)
         parts.append(f"{blocked} waits for {what}")
     return "; ".join(parts)
 
 
-def _show(key: tuple[str, int, int]) -> str:
+def _show(key: Key) -> str:
     return f"{key[0]}({key[1]},{key[2]})"

@@ -19,25 +19,45 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from weft.schedule.actions import Action, Table, Value
-from weft.schedule.simulate import Costs, simulate
+from weft.schedule.kinds import Duty, Kind, declare
+from weft.schedule.simulate import Costs, by_kind, simulate
+from weft.schedule.times import ModelTimes, Times
+
+C = declare(Kind("C", "loss", forward=True, cost=lambda a, t: 0.0, parameters=False))
+G = declare(Kind("G", "sum of input gradients", cost=lambda a, t: 0.0, parameters=False))
+S = declare(Kind("S", "output layer's share", forward=True, cost=lambda a, t: t.output.forward / t.shares))
+E = declare(Kind("E", "embedding's share", forward=True, cost=lambda a, t: t.embedding.forward / t.shares))
+T = declare(Kind("T", "gradient of the output layer's share", duty=Duty.WEIGHT_GRADIENT,
+                 cost=lambda a, t: t.output.backward / t.shares))  # fmt: skip
+D = declare(Kind("D", "gradient of the embedding's share", duty=Duty.WEIGHT_GRADIENT,
+                 cost=lambda a, t: t.embedding.backward / t.shares))  # fmt: skip
 
 #: What runs first on a rank when several passes could: those that others wait for.
-URGENCY = ("C", "G", "S", "E", "T", "D")
+URGENCY = (C, G, S, E, T, D)
 
 #: Passes that nobody waits for fill holes, until so many of them are due on a rank.
 LAZY = 2
 
 
+def output_times(product: float, barriers: int) -> Times:
+    """Of the whole output layer as passes S and T compute it; ``product``: one of its three matrix products.
+
+    The gradient of the input is made by S, together with the logits, if there is one barrier, else by T.
+    """
+    return Times(2 * product, 0.0, product) if barriers == 1 else Times(product, product, product)
+
+
 def with_vocabulary(table: Table, barriers: int, cost: Callable[[Action], float] | None = None) -> Table:
     """Add the vocabulary passes to a table whose first and last stage compute neither embedding nor output layer.
 
-    ``cost``: time per action (without it, all but C and G take 1). Every barrier lets a rank hold one more microbatch,
-    so that it has other work while shares are combined.
+    ``cost``: time per action (without it, every pass of a stage, and a rank's product of its shares, takes 1). Every
+    barrier lets a rank hold one more microbatch, so that it has other work while shares are combined.
     """
-    cost = cost or (lambda a: float(a.kind not in "CG"))
-    held = Costs(cost, size=lambda value: float(value.name in ("saved", "tape")))
-    more = barriers * max(1, table.stages // len(table.ranks))
-    clock = simulate(table, held)
+    ranks = len(table.ranks)
+    whole = Times(ranks, 0.0, ranks)
+    cost = cost or by_kind(ModelTimes([Times()] * table.stages, whole, output_times(ranks, barriers), ranks))
+    more = barriers * max(1, table.stages // ranks)
+    clock = simulate(table, Costs(cost))
     limits = [round(peak) + more for peak in clock.peaks]
     begins = {t.action.key: t.start for lane in clock.timeline for t in lane}
     entering = sorted(range(table.microbatches), key=lambda m: (begins["F", table.paths[m][0], m], m))
@@ -53,31 +73,31 @@ def _passes(table: Table, m: int, barriers: int) -> list[Action]:
     stats = tuple(Value("stats", s, m) for s in shares)
     parts = tuple(Value("part", s, m) for s in shares)
     hub = next(a.rank for a in table if a.key == ("F", last, m))
-    training = any(a.kind in ("B", "I") and a.microbatch == m for a in table)
+    training = any(not a.declared.forward and a.microbatch == m for a in table)
     made = (lse, grad) if barriers == 1 else (lse,)
-    found = [Action(hub, "C", last, m, (), stats, made if training else ())]
+    found = [Action(hub, C, last, m, (), stats, made if training else ())]
     if training and barriers == 2:
-        found.append(Action(hub, "G", last, m, (), parts, (grad,)))
+        found.append(Action(hub, G, last, m, (), parts, (grad,)))
     for r, s in zip(ranks, shares, strict=True):
         tape, part = Value("tape", s, m), Value("part", s, m)
-        found.append(Action(r, "E", s, m, (), (), (Value("emb", s, m),)))
-        found.append(Action(r, "S", s, m, (), (act,), (Value("stats", s, m), *([tape] if training else []))))
+        found.append(Action(r, E, s, m, (), (), (Value("emb", s, m),)))
+        found.append(Action(r, S, s, m, (), (act,), (Value("stats", s, m), *([tape] if training else []))))
         if training:
-            found.append(Action(r, "T", s, m, (), (lse, tape), (part,) if barriers == 2 else ()))
-            found.append(Action(r, "D", s, m, (), (Value("grad", first, m),), ()))
+            found.append(Action(r, T, s, m, (), (lse, tape), (part,) if barriers == 2 else ()))
+            found.append(Action(r, D, s, m, (), (Value("grad", first, m),), ()))
     return found
 
 
 def _linked(table: Table, a: Action) -> Action:
     """Connect the first and last stage's actions to the passes."""
-    path = table.paths[a.microbatch]
-    if a.stage == path[0] and a.kind == "F":
+    path, duty = table.paths[a.microbatch], a.declared.duty
+    if a.stage == path[0] and Duty.FORWARD in duty:
         a = replace(a, reads=tuple(Value("emb", table.stages + r, a.microbatch) for r in range(len(table.ranks))))
-    if a.stage == path[0] and a.kind in ("B", "I"):
+    if a.stage == path[0] and Duty.INPUT_GRADIENT in duty:
         a = replace(a, writes=(Value("grad", a.stage, a.microbatch), *a.writes))
-    if a.stage == path[-1] and a.kind == "F":
+    if a.stage == path[-1] and Duty.FORWARD in duty:
         a = replace(a, writes=(Value("act", a.stage, a.microbatch), *a.writes))
-    if a.stage == path[-1] and a.kind in ("B", "I"):
+    if a.stage == path[-1] and Duty.INPUT_GRADIENT in duty:
         a = replace(a, reads=(Value("grad", table.stages, a.microbatch), *a.reads))
     return a
 
@@ -94,6 +114,8 @@ def _merge(
     ranks = range(len(table.ranks))
     order = [list(actions) for actions in table.ranks]
     waiting = [sorted((a for a in passes if a.rank == r), key=lambda a: URGENCY.index(a.kind)) for r in ranks]
+    first_duty = {a.kind: next(iter(a.declared.duty), Duty.NONE) for a in table}
+    sorts = len(set(first_duty.values()))
     place = {a.microbatch: i for i, a in enumerate(passes)}
     free, level = [0.0] * len(ranks), [0] * len(ranks)
     looked_up = [0] * len(ranks)
@@ -107,15 +129,15 @@ def _merge(
 
     def best(r: int) -> tuple[float, int, int, Action] | None:
         options: list[tuple[float, int, int, Action]] = []
-        seen: set[str] = set()
+        seen: set[Duty] = set()
         for a in order[r]:
-            queue = "B" if a.kind == "I" else a.kind
-            if queue not in seen and not (a.kind == "F" and level[r] >= limits[r]):
+            queue = first_duty[a.kind]
+            if queue not in seen and not (queue is Duty.FORWARD and level[r] >= limits[r]):
                 options.append((start(a), 1 + len(seen), place[a.microbatch], a))
             seen.add(queue)
-            if len(seen) == 3:
+            if len(seen) == sorts:
                 break
-        ready = [(start(a), a) for a in waiting[r] if a.kind != "E" or looked_up[r] <= entered + 1]
+        ready = [(start(a), a) for a in waiting[r] if a.kind != E or looked_up[r] <= entered + 1]
         late = sum(not a.writes and begin < float("inf") for begin, a in ready) > LAZY
         for begin, a in ready:
             options.append((begin, 0 if a.writes or late else 4, place[a.microbatch], a))
@@ -132,10 +154,11 @@ def _merge(
         (waiting if a in waiting[r] else order)[r].remove(a)
         free[r] = begin + cost(a)
         there.update(dict.fromkeys(a.writes, free[r]))
-        level[r] += (a.kind == "F") - (a.kind in ("B", "W"))
-        looked_up[r] += a.kind == "E"
+        forward, _, weights = a.declared.duties
+        level[r] += a.stage < table.stages and forward - weights
+        looked_up[r] += a.kind == E
         out[r].append(a)
-        enters = a.kind == "F" and any(v.name == "emb" for v in a.reads)
+        enters = any(v.name == "emb" for v in a.reads)
         entered += enters
         for other in ranks if enters else {r}.union(*(readers[v] for v in a.writes)):
             bests[other] = best(other)

@@ -25,8 +25,8 @@ from weft.layout.mesh import Mesh
 from weft.models.transformer import Block, Transformer
 from weft.parallel.build import LocalPart, check_fits, local_parts, parallelize
 from weft.parallel.context import context_attention
-from weft.parallel.pipeline import routes
 from weft.recipe import ModelShape, Train
+from weft.schedule.from_layout import routes
 from weft.train.later import PostValidation
 from weft.train.optim import build_optimizer
 from weft.train.setup import Job

@@ -5,9 +5,9 @@ from math import inf
 
 from weft.schedule.actions import Key, Table, assemble
 from weft.schedule.build.listing import Listing, Policy
-from weft.schedule.build.times import Times
 from weft.schedule.build.trips import Trips
 from weft.schedule.simulate import Costs, simulate
+from weft.schedule.times import Times
 
 #: What the weight gradient still needs of a stage's saved activations, 32 / (34 + 5as/h) in section 2 of the paper:
 #: 0.37 for its 1.5B model, 0.43 for 6.2B. (Nearer to 1 if attention saves no scores.)

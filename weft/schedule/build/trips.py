@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 
-from weft.schedule.actions import Action, Value
+from weft.schedule.actions import PASSES, Action, Value
 from weft.schedule.simulate import Costs
 
 #: Sums of memory shares such as 1/3 may miss the limit by rounding.
@@ -32,7 +32,7 @@ class Trips:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        return ("F", "I", "W") if self.split else ("F", "B")
+        return PASSES[self.split]
 
     def time(self, rank: int, m: int, i: int, kind: str) -> float:
         return self.costs.compute(Action(rank, kind, self.paths[m][i], m))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from weft.schedule.actions import Key, Order, ScheduleError, assemble
-from weft.schedule.build.times import EQUAL, Times
 from weft.schedule.simulate import simulate, uniform
+from weft.schedule.times import EQUAL, Times
 
 #: A rank waits for a value rather than start a weight gradient if it arrives within this share of the latter's time.
 PATIENCE = (0.5, 0.75, 1.0)

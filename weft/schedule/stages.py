@@ -1,0 +1,80 @@
+"""Which part of a model a stage holds, and what the actions of a schedule then take and keep."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.layout.layout import Layout
+from weft.recipe import ModelShape
+from weft.schedule.actions import LOCAL, Table, Value
+from weft.schedule.partition import layer_costs, partition
+from weft.schedule.simulate import Costs, by_kind
+from weft.schedule.skip import cut
+from weft.schedule.times import ModelTimes, Times
+from weft.schedule.vocab import output_times
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage computes: embedding (first), blocks, final norm and loss (last)."""
+
+    layers: range
+    embedding: bool = False
+    head: bool = False
+
+
+def cut_stages(
+    layers: int,
+    stages: int,
+    layer: float,
+    first: float,
+    last: float,
+    ends: bool = True,
+    speeds: Sequence[float] | None = None,
+) -> tuple[Stage, ...]:
+    """Layers to stages such that the slowest stage is as fast as can be.
+
+    ``layer``, ``first``, ``last``: work of a layer, of the embedding, and of the output layer with its loss; ``ends``:
+    whether the end stages have these (else every rank of the pipeline has a share of them); ``speeds``: work per time
+    of each stage.
+    """  # fmt: skip
+    costs = [first, *[layer] * layers, last] if ends else [layer] * layers
+    return tuple(
+        Stage(
+            range(max(share.start - ends, 0), min(share.stop - ends, layers)),
+            embedding=ends and share.start == 0,
+            head=ends and share.stop == len(costs),
+        )
+        for share in partition(costs, stages, speeds)
+    )
+
+
+def assign_stages(shape: ModelShape, layout: Layout, stages: int, seq_len: int) -> tuple[Stage, ...]:
+    """Layers to stages by their flops. Where microbatches skip stages, those that none may skip are made shorter."""
+    first, layer, last = layer_costs(shape, seq_len)
+    speeds = cut(stages, layout.skip) if layout.skip else None
+    return cut_stages(shape.layers, stages, layer, first, last, ends=not layout.vocab_barriers, speeds=speeds)
+
+
+def stage_costs(times: ModelTimes, stages: Sequence[Stage], kept: float = 1.0, move: float = 0.0) -> Costs:
+    """Costs of a table with these ``stages``. ``kept``: memory that a layer's saved activations take; ``move``: time
+    from one rank to another."""
+
+    def size(value: Value) -> float:
+        here = value.name in LOCAL and value.stage < len(stages)
+        return len(stages[value.stage].layers) * kept if here else 0.0
+
+    return Costs(by_kind(times), lambda value, source, target: move, size)
+
+
+def modelled_costs(shape: ModelShape, layout: Layout, table: Table, seq_len: int) -> Costs:
+    """Flops per token of every action of ``table`` under this layout's stages; activations weigh by their layers."""
+    stages = assign_stages(shape, layout, table.stages, seq_len)
+    look_up, layer, output = layer_costs(shape, seq_len)
+
+    def stage_times(stage: Stage) -> Times:
+        whole = len(stage.layers) * layer + stage.embedding * look_up
+        # Output layer and loss make all their gradients with the loss, in forward.
+        return Times(whole + 3 * output * stage.head, whole, whole)
+
+    whole = Times(look_up, 0.0, look_up), output_times(output, layout.vocab_barriers)
+    return stage_costs(ModelTimes([stage_times(s) for s in stages], *whole, len(table.ranks)), stages)
