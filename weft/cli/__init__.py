@@ -9,10 +9,12 @@ from weft.errors import WeftError
 def main() -> None:
     """Entry point of ``weft``. Exit code 0 is success, 1 a failure, 2 a request that cannot be met."""
     from weft.cli.app import app
-    from weft.cli.launch import report_failure
+    from weft.cli.launch import leave, report_failure
 
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        code = app(standalone_mode=False) or 0
+        leave(code)
+        sys.exit(code)
     except WeftError as error:
         sys.exit(report_failure(error))
     except (KeyboardInterrupt, EOFError):

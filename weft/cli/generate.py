@@ -18,7 +18,7 @@ from weft.checkpoint.state import local_state
 from weft.checkpoint.storage import holds
 from weft.checkpoint.store import extract, load_newest
 from weft.checkpoint.weights import model_of
-from weft.cli.launch import in_ranks, init_ranks, launch, set_threads
+from weft.cli.launch import in_ranks, init_ranks, launch, part_ranks, set_threads
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import generate, stream_text
@@ -88,7 +88,7 @@ def run(
             rate = (len(clock) - 2) / max(clock[-1] - clock[1], 1e-9)
             print(f"weft: {len(ids):,} tokens of prompt over {spread.world} ranks: first token after "
                   f"{clock[1] - clock[0]:.2f} s, then {rate:.1f} tokens/s", file=sys.stderr)  # fmt: skip
-        dist.destroy_process_group()
+        part_ranks()
     return 0
 
 

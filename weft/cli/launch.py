@@ -15,8 +15,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 from unittest import mock
@@ -27,6 +28,8 @@ from weft.errors import UsageError, WeftError
 
 #: Seconds that ranks get, after Ctrl-C or SIGTERM, to save and stop before they are killed.
 GRACE_S = 60
+#: Seconds that the others get to end when a rank has failed.
+END_S = 3
 
 # What a rank runs before the command proper: the kernel is told to kill it when the launcher dies, whatever the cause
 # (PR_SET_PDEATHSIG survives exec). Elsewhere than on Linux, ranks of a killed launcher end with their next collective.
@@ -44,6 +47,16 @@ os.execv(command[0], command)
 _PEER_LOST = r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|Connection (refused|closed)|ProcessGroup"
 
 
+class Grade(IntEnum):
+    """How much a failure explains, most first."""
+
+    WEFT_ERROR = 0
+    UNEXPECTED = 1
+    NAMED = 2  # the loss of another rank, which is named
+    LOST = 3  # the loss of another rank
+    TOLD = 4  # told to stop
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why one rank ended; the root cause is that of the lowest grade, then the earliest."""
@@ -51,7 +64,7 @@ class Failure:
     rank: int
     message: str
     exit_code: int
-    grade: int  # 0 a WeftError, 1 anything unexpected, 2 the loss of another rank, 3 a rank that was told to stop
+    grade: int  # a Grade
     when: float  # seconds since the epoch
     trace: str = ""
 
@@ -143,23 +156,111 @@ def launch(argv: list[str], ranks: int, command: list[str] | None = None, thread
         )  # fmt: skip
         # The agent expands ${...} in arguments, but these are the user's.
         words = [a.replace("$", "$$") for a in [*entry, *(command or [sys.executable, "-m", "weft", *argv])]]
-        code, failed = 0, {}
+        code, failed, before = 0, {}, oom_kills()
         try:
-            with _forwarded(SignalException):
+            with _forwarded(SignalException), _ended_soon() as ending:
                 launch_agent(config, sys.executable, words)
         except ChildFailedError as error:
-            code, failed = 1, {rank: (f.exitcode, float(f.timestamp)) for rank, f in error.failures.items()}
+            # What the agent has killed to clean up is no cause.
+            own = {rank: f for rank, f in error.failures.items() if rank in ending.first}
+            code, failed = 1, {rank: (f.exitcode, float(f.timestamp)) for rank, f in own.items()}
         except (SignalException, KeyboardInterrupt) as error:
             code = 128 + getattr(error, "sigval", signal.SIGINT)
         records = []
         for path in Path(folder).glob("*/attempt_*/*/error.json"):
             with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short: the exit code still counts
                 records.append(Failure(**json.loads(path.read_text())["weft"]))
-        cause = root_cause(records, failed)
-    if code == 0 or cause is None or (code > 128 and cause.grade > 1):
+        for rank in ending.stopped:
+            stopped = f"rank {rank} is stopped (SIGSTOP or a debugger) and the others have given up waiting for it"
+            records.append(Failure(rank, stopped, 1, Grade.NAMED, time.time()))
+        after = oom_kills()
+        cause = root_cause(records, failed, None if None in (before, after) else after != before)
+    if code == 0 or cause is None or (code > 128 and cause.grade > Grade.UNEXPECTED):
         return code
     _show(cause)
     return code if code > 128 else cause.exit_code
+
+
+@dataclass
+class _Ending:
+    """How the ranks' end began: who ended by itself, with what exit code, and who was stopped."""
+
+    first: dict[int, int] = field(default_factory=dict)
+    stopped: list[int] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def _ended_soon() -> Iterator[_Ending]:
+    """In here the agent ends the ranks that are left within :data:`END_S` seconds of the first that fails.
+
+    It would wait half a minute for ranks that are stopped, and not tell their end from that of the first. When all are
+    asked to stop, those that are stopped go on, so that they can.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    ending, close = _Ending(), SubprocessContext.close
+
+    def close_soon(ranks: SubprocessContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        alive = []
+        for rank, handler in ranks.subprocess_handlers.items():
+            if (code := handler.proc.poll()) is None:
+                alive.append((rank, psutil.Process(handler.proc.pid)))
+            elif code:
+                ending.first.setdefault(rank, code)
+        for rank, process in alive:
+            with contextlib.suppress(psutil.Error):
+                if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    if ending.first:
+                        ending.stopped.append(rank)
+                        process.kill()
+                    else:
+                        process.resume()
+        close(ranks, death_sig, min(timeout, END_S) if ending.first else timeout)
+
+    with mock.patch.object(SubprocessContext, "close", close_soon):
+        yield ending
+
+
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """How often the kernel has killed for want of memory: in this process's group, else here; None if nobody counts."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, group = line.split(":", 2)
+            where, name = ("memory", "memory.oom_control") if "memory" in kinds.split(",") else ("", "memory.events")
+            path = root / "sys/fs/cgroup" / where / group.lstrip("/") / name
+            if (not kinds or where) and path.is_file() and (found := _counted(path)) is not None:
+                return found
+    return _counted(root / "proc/vmstat")
+
+
+def _counted(path: Path) -> int | None:
+    """The number after ``oom_kill`` in a file of the kernel."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
+            return int(found[1])
+    return None
+
+
+def part_ranks() -> None:
+    """Leave the process groups, when all ranks have come here: none that is still at work loses another."""
+    import torch.distributed as dist
+
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def leave(code: int) -> None:
+    """End this process if it is a rank among others: what is buffered is written, and that is all.
+
+    Taking the interpreter down beside the threads of process groups can hang or abort.
+    """
+    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def report_failure(error: BaseException) -> int:
@@ -169,10 +270,12 @@ def report_failure(error: BaseException) -> int:
     (one process, or ranks of torchrun or Slurm) the line is printed here. ``WEFT_DEBUG=1`` adds the traceback.
     """
     if isinstance(error, WeftError):
-        message, code, grade = str(error), error.exit_code, 0
+        message, code, grade = str(error), error.exit_code, Grade.WEFT_ERROR
     else:
         message = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
-        code, grade = 1, 2 if is_secondary(error) else 1
+        code, grade = 1, Grade.LOST if is_secondary(error) else Grade.UNEXPECTED
+        if grade == Grade.LOST and (named := _named(error)):
+            message, grade = named, Grade.NAMED
     trace = "".join(traceback.format_exception(error))
     failure = Failure(int(os.environ.get("RANK", "0")), message, code, grade, time.time(), trace)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -182,25 +285,35 @@ def report_failure(error: BaseException) -> int:
             Path(path).write_text(json.dumps(record))
     if "WEFT_LAUNCHED" not in os.environ:
         _show(failure, name_rank=int(os.environ.get("WORLD_SIZE", "1")) > 1)
-    dist = sys.modules.get("torch.distributed")
-    if dist and dist.is_initialized() and dist.get_world_size() > 1:
-        # Taking the interpreter down around a broken process group can hang, or abort with noise of its own.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    leave(code)
     return code
+
+
+def _named(error: BaseException) -> str:
+    """The line that names the rank whose loss ``error`` is; empty if that is not known."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized() or isinstance(error, KeyboardInterrupt | SystemExit):
+        return ""
+    from weft.layout.lost import PeerLost, peer_lost
+
+    return str(error if isinstance(error, PeerLost) else peer_lost(error) or "")
 
 
 def is_secondary(error: BaseException) -> bool:
     """Whether ``error`` only says that another rank is gone, late, or that this one was told to stop."""
     names = {cls.__name__ for cls in type(error).__mro__}  # by name: a typo must not cost an import of torch
-    if names & {"DistError", "KeyboardInterrupt", "SystemExit"}:
+    if names & {"DistError", "PeerLost", "KeyboardInterrupt", "SystemExit"}:
         return True
     return isinstance(error, RuntimeError | OSError) and bool(re.search(_PEER_LOST, str(error)))
 
 
-def root_cause(records: list[Failure], failed: Mapping[int, tuple[int, float]]) -> Failure | None:
-    """The failure that explains the others, from ranks' records and ``{rank: (exit code, time)}``."""
+def root_cause(
+    records: list[Failure], failed: Mapping[int, tuple[int, float]], oom: bool | None = None
+) -> Failure | None:
+    """The failure that explains the others, from ranks' records and ``{rank: (exit code, time)}``.
+
+    ``oom``: whether the kernel has killed for want of memory meanwhile; None if it does not say.
+    """
     candidates = list(records)
     for rank in failed.keys() - {record.rank for record in records}:
         code, when = failed[rank]
@@ -208,19 +321,22 @@ def root_cause(records: list[Failure], failed: Mapping[int, tuple[int, float]]) 
         if code < 0:
             message = f"rank {rank} was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
-            message += ', probably out of memory: try a smaller train.micro_batch or train.recompute = "full"'
+            message += {True: ": out of memory", False: ", but not by the kernel for want of memory", None: ""}[oom]
+            message += "; if nobody did that, it ran out of memory" if oom is None else ""
+            message += '; try a smaller train.micro_batch or train.recompute = "full"' if oom is not False else ""
         told = {-code, code - 128} & {signal.SIGTERM, signal.SIGINT}
-        candidates.append(Failure(rank, message, 1, 3 if told else 1, when))
+        candidates.append(Failure(rank, message, 1, Grade.TOLD if told else Grade.UNEXPECTED, when))
     return min(candidates, key=lambda failure: (failure.grade, failure.when), default=None)
 
 
 def _show(failure: Failure, name_rank: bool = True) -> None:
     """Print the one line; what Weft did not foresee also leaves its traceback in a file."""
     line = failure.message
-    if failure.trace and failure.grade > 0:
+    if failure.trace and failure.grade > Grade.WEFT_ERROR:
         with tempfile.NamedTemporaryFile("w", prefix="weft-error-", suffix=".log", delete=False) as log:
             log.write(failure.trace)
-        line = f"{f'rank {failure.rank}: ' if name_rank else ''}{line} (traceback in {log.name})"
+        who = f"rank {failure.rank}: " if name_rank and failure.grade != Grade.NAMED else ""
+        line = f"{who}{line} (traceback in {log.name})"
     if os.environ.get("WEFT_DEBUG", "0") not in ("", "0"):
         print(failure.trace.rstrip(), file=sys.stderr)
     print(f"weft: error: {line}", file=sys.stderr, flush=True)

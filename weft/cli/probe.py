@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Grid
 
-from weft.cli.launch import in_ranks, init_ranks, threads_per_rank
+from weft.cli.launch import in_ranks, init_ranks, leave, threads_per_rank
 from weft.errors import WeftError
 
 #: Seconds after which the processes of one setting are given up.
@@ -74,6 +74,7 @@ def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
     torch.set_num_threads(threads)
     found = measure(rehearse.reference, lambda: init_ranks("cpu", PATIENCE), quick)
     (Path(folder) / str(rank)).write_text(json.dumps(found))
+    leave(0)
 
 
 def _be_rank(out: Path, quick: bool) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from weft.cli.launch import in_ranks, init_ranks, launch, set_threads
+from weft.cli.launch import in_ranks, init_ranks, launch, part_ranks, set_threads
 from weft.errors import UsageError, WeftError
 from weft.recipe import RUNS, Recipe, load_recipe
 
@@ -105,7 +105,6 @@ def probed_choice(recipe: Recipe, ranks: int | None, file: str) -> tuple[Recipe,
 def be_rank(recipe: Recipe, out: Path | None, resume: str | None) -> "Outcome":
     """One rank's whole life."""
     import torch
-    import torch.distributed as dist
 
     from weft.layout.mesh import Mesh
     from weft.train.loop import train
@@ -125,7 +124,7 @@ def be_rank(recipe: Recipe, out: Path | None, resume: str | None) -> "Outcome":
             "set train.recompute = 'selective' or 'full', or raise layout.shard"
         ) from None
     main = mesh.is_main
-    dist.destroy_process_group()
+    part_ranks()
     if main:
         _conclude(recipe, outcome)
     return outcome

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.cli.launch import in_ranks, launch, report_failure, set_threads
+from weft.cli.launch import in_ranks, launch, leave, part_ranks, report_failure, set_threads
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe, load_recipe
 
@@ -96,8 +96,7 @@ def be_rank(recipe: Recipe, out: Path) -> None:
     memory = from_all(2**30 * memory_gib(mesh.device).peak)
     if mesh.is_main:
         out.write_text(json.dumps({"seconds": statistics.mean(seconds), "memory": max(memory)}))
-    dist.barrier()
-    dist.destroy_process_group()
+    part_ranks()
 
 
 def main() -> int:
@@ -106,6 +105,7 @@ def main() -> int:
         be_rank(load_recipe(sys.argv[1]), Path(sys.argv[2]))
     except Exception as error:  # told once, by the launcher
         return report_failure(error)
+    leave(0)
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from weft.cli.launch import in_ranks, launch, set_threads
+from weft.cli.launch import in_ranks, launch, part_ranks, set_threads
 from weft.cli.train import join
 from weft.errors import UsageError, WeftError, nearest
 from weft.recipe import Recipe, load_recipe
@@ -53,8 +53,6 @@ def _types(recipe: Recipe, as_json: bool) -> int:
 
 
 def _numbers(recipe: Recipe, steps: int, as_json: bool) -> int:
-    import torch.distributed as dist
-
     from weft.layout.mesh import Mesh
     from weft.train.setup import device_type, prepare
     from weft.train.verify import TOLERANCE, compare, run_layout
@@ -65,7 +63,7 @@ def _numbers(recipe: Recipe, steps: int, as_json: bool) -> int:
     mesh = Mesh.create(recipe.layout, device)
     job = prepare(recipe)
     difference = compare(run_layout(job, mesh, steps), job, mesh)
-    dist.destroy_process_group()
+    part_ranks()
     if difference is None:
         return 0
     if as_json:

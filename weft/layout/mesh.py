@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.errors import UsageError
 from weft.layout.dims import Dim, Logical, part
+from weft.layout.groups import mesh_with_groups
 from weft.layout.layout import AXES, CUTS, Layout
 
 T = TypeVar("T")
@@ -67,14 +68,14 @@ class Mesh:
         order = [axis for axis in layout.axis_order if axis in LIVE_AXES]
         laid = torch.arange(layout.world).view([layout.size(axis) for axis in order])
         ranks = laid.permute([order.index(axis) for axis in LIVE_AXES])  # the rank at each place
-        device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=LIVE_AXES)
+        device_mesh = mesh_with_groups(device.type, ranks, LIVE_AXES)
         # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
         places = ranks.reshape(layout.pp, layout.dp, layout.shard * layout.cp, layout.tp).sort(dim=2).values
-        data_mesh = DeviceMesh(device.type, places, mesh_dim_names=("pp", "replica", "state", "tp"))
+        data_mesh = mesh_with_groups(device.type, places, ("pp", "replica", "state", "tp"))
         near_mesh = None
         if layout.secondary:
             near = places.unflatten(2, (-1, layout.secondary)).movedim(3, -1).flatten(0, -2)
-            near_mesh = DeviceMesh(device.type, near, mesh_dim_names=("apart", "near"))
+            near_mesh = mesh_with_groups(device.type, near, ("apart", "near"))
             _check_numbering(near_mesh, "near")
         _check_numbering(device_mesh, *LIVE_AXES)
         _check_numbering(data_mesh, "replica", "state")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from weft.data.batch import Batch
 from weft.errors import UsageError
+from weft.layout.groups import new_group
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.fused import AtOnce, Tape, deferred, run_tape
@@ -104,7 +105,7 @@ class Pipeline:
         self.copies = {h.name: self._copies(h.name) for unit in self.units for h in unit.held}
         mine = dist.get_process_group_ranks(self.mesh.group("pp")) if self.wire else [0]
         self.groups = {
-            ranks: dist.new_group([mine[r] for r in ranks], use_local_synchronization=True)
+            ranks: new_group([mine[r] for r in ranks], "copies of a parameter")
             for ranks in sorted(set(self.copies.values()))
             if len(ranks) > 1
         }

@@ -175,14 +175,14 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
     world, rank = dist.get_world_size(), dist.get_rank()
     cores = cores_here()
     share = max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", world)) * torch.get_num_threads() / cores)
+    from weft.layout.groups import new_group
     from weft.parallel.state import all_gather, reduce_scatter
 
     a, b = torch.rand(256, 128), torch.rand(128, 512)
     found: dict[str, Points] = {}
     groups = {world: dist.group.WORLD}
     if world > 2 and world % 2 == 0:
-        pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
-        groups[2] = pairs[rank // 2]
+        groups[2] = new_group([rank & ~1, rank | 1], "pairs")
     peer = rank ^ 1 if world % 2 == 0 else None
 
     def average(call: Callable[[], Any], count: int) -> tuple[float, float]:

@@ -1,7 +1,5 @@
 """How values travel between the ranks of a pipeline: asynchronously, in order, with their shapes."""
 
-import json
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.layout.groups import new_group
+from weft.layout.lost import PeerLost, peer_lost
 from weft.schedule.actions import Value
 
 Spec = Callable[[Value], list[tuple[tuple[int, ...], torch.dtype]] | None]
@@ -18,10 +18,6 @@ Spec = Callable[[Value], list[tuple[tuple[int, ...], torch.dtype]] | None]
 #: Most tensors in a value and most dimensions of a tensor, when shapes travel with the data.
 TENSORS, DIMS = 4, 6
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-
-
-class PeerLost(RuntimeError):
-    """Another rank of the pipeline is gone or late; the message names it."""
 
 
 @dataclass
@@ -60,7 +56,7 @@ class Wire:
             if self.device.type == "cuda" and self.rank in pair and pair not in self._pairs:
                 members = sorted(self.ranks[r] for r in pair)
                 name = f"pipeline {self.ranks[pair[0]]} to {self.ranks[pair[1]]}"
-                self._pairs[pair] = dist.new_group(members, use_local_synchronization=True, group_desc=name)
+                self._pairs[pair] = new_group(members, name)
 
     def _link(self, source: int, target: int) -> tuple[dist.ProcessGroup, int]:
         self._tags[source, target] = tag = (self._tags[source, target] + 1) % (1 << 30)
@@ -146,37 +142,8 @@ class Wire:
         return work
 
     def _lost(self, value: Value | None, peer: int, doing: str, error: RuntimeError) -> PeerLost:
-        """Find out who is the cause: every rank that waits says for whom, and the chain ends at one that does not."""
-        culprit = follow_chain(self.ranks[self.rank], self.ranks[peer], patience=min(3.0, self.timeout))
-        first = str(error).strip().splitlines()[0]
-        late = "timed out" in first.lower() or "timeout" in first.lower()
-        what = f"has not answered for {self.timeout:g} s" if late else "is gone"
-        via = "" if culprit == self.ranks[peer] else f" (through rank {self.ranks[peer]})"
-        me = self.ranks[self.rank]
-        return PeerLost(f"rank {culprit} of the pipeline {what}: rank {me} {doing}{via}; timed out or closed by peer")
-
-
-def follow_chain(me: int, waits_for: int, patience: float) -> int:
-    """The rank at the end of the chain of ranks that wait for each other, in global numbers.
-
-    A rank that gives up waiting publishes for whom it waited; the one that publishes nothing is the cause.
-    """
-    # The store that all ranks share; PyTorch has no public way to it.
-    store = dist.distributed_c10d._get_default_store()
-    culprit = waits_for
-    try:
-        store.set(f"weft/waits/{me}", json.dumps(waits_for))
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline:
-            if store.check([f"weft/waits/{culprit}"]):
-                culprit = json.loads(store.get(f"weft/waits/{culprit}"))
-                if culprit == me:
-                    return waits_for
-            else:
-                time.sleep(0.05)
-    except RuntimeError:  # the store has gone with its rank
-        return culprit
-    return culprit
+        asked = self.ranks[peer]
+        return peer_lost(error, asked, doing, self.timeout) or PeerLost(f"rank {asked} is late or gone: {error}")
 
 
 def _tensors(payload: Any) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from weft.errors import UsageError
+from weft.layout.groups import new_group
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Attend, T, local_attention
@@ -59,7 +60,7 @@ def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
     group = mesh.group("cp")
     if inner < layout.cp:
         first = rank - rank % inner
-        group = dist.new_group(ranks[first : first + inner], use_local_synchronization=True, group_desc="ulysses")
+        group = new_group(ranks[first : first + inner], "ulysses")
     return ulysses(attend, group.group_name, inner, rank % inner)
 
 

@@ -1,0 +1,105 @@
+"""Whom the ranks waited for in vain: the one that says nothing while all others say that they gave up waiting."""
+
+import json
+import os
+import re
+import threading
+import time
+import traceback
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from weft.layout.groups import limit
+
+#: Seconds that a rank which gave up looks for others that did. Waits end apart, by up to as long as a step takes.
+PATIENCE_S = 5.0
+#: Most ranks that are named when it cannot be told which of them is the cause.
+MOST = 4
+
+
+class PeerLost(RuntimeError):
+    """Another rank is gone or late; the message names it."""
+
+
+def peer_lost(
+    error: BaseException, waits_for: int | None = None, doing: str = "", seconds: float | None = None
+) -> PeerLost | None:
+    """What ``error``, a wait for other ranks that failed, comes from; None if no rank can be told from the others.
+
+    ``waits_for``: the rank of the world that this one needs something from, and ``doing`` why. ``seconds``: how long
+    it waits for that, if not as long as in the default process group. Takes :data:`PATIENCE_S` seconds at most.
+    """
+    if seconds is None:
+        given = limit()
+        seconds = given.total_seconds() if given else PATIENCE_S
+    late = bool(re.search("(?i)timed ?out|timeout", str(error)))
+    patience, found = min(PATIENCE_S, seconds), list[tuple[list[int], bool]]()
+
+    def search() -> None:
+        with suppress(RuntimeError):  # the store has gone with its rank
+            found.append(_culprits(late, waits_for, patience))
+
+    # In a thread of its own, as a store whose rank is stopped never answers.
+    searching = threading.Thread(target=search, daemon=True)
+    searching.start()
+    searching.join(patience + 2)
+    # Without an answer it is the store's own rank; torchrun's store and the launcher's have none.
+    own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    culprits, late = found[0] if found else ([0] if own_store and dist.get_rank() else [], late)
+    halted = stopped_ranks()
+    culprits = halted or culprits
+    if not 0 < len(culprits) <= MOST:
+        return None
+    what = f"has not answered for {seconds:g} s" if late or halted else "is gone"
+    if halted:
+        what += " and is stopped (SIGSTOP or a debugger)"
+    via = f" (through rank {waits_for})" if waits_for not in (None, *culprits) else ""
+    doing = doing or f"waited for it{_place(error)}"
+    return PeerLost(f"rank {' or '.join(map(str, culprits))} {what}: rank {dist.get_rank()} {doing}{via}")
+
+
+def _place(error: BaseException) -> str:
+    """Where in Weft the rank waited."""
+    package = os.path.dirname(os.path.dirname(__file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
+    return f" in {frames[-1].name} ({os.path.relpath(frames[-1].filename, package)})" if frames else ""
+
+
+def stopped_ranks() -> list[int]:
+    """Ranks on this machine, children of the parent of this one, that are stopped by a signal or a debugger."""
+    found = []
+    with suppress(psutil.Error):
+        for process in psutil.Process(os.getppid()).children():
+            with suppress(psutil.Error, KeyError):
+                if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    given = process.environ()
+                    found.append(int(given["RANK"] if "RANK" in given else given["SLURM_PROCID"]))
+    return sorted(found)
+
+
+def _culprits(late: bool, waits_for: int | None, patience: float) -> tuple[list[int], bool]:
+    """Which ranks, of which one at least is the cause, and whether some wait had come to its limit.
+
+    A rank that gives up publishes for whom it waited; the one that publishes nothing is the cause.
+    """
+    # The store that all ranks share; PyTorch has no public way to it.
+    store = dist.distributed_c10d._get_default_store()
+    me, world = dist.get_rank(), dist.get_world_size()
+    said: dict[int, Any] = {me: {"late": late, "waits_for": waits_for}}
+    deadline = time.monotonic() + patience
+    store.set(f"weft/gave-up/{me}", json.dumps(said[me]))
+    while len(said) < world - 1 and not stopped_ranks() and time.monotonic() < deadline:
+        time.sleep(0.1)
+        for rank in set(range(world)) - said.keys():
+            if store.check([f"weft/gave-up/{rank}"]):
+                said[rank] = json.loads(store.get(f"weft/gave-up/{rank}"))
+    late = any(one["late"] for one in said.values())
+    silent = sorted(set(range(world)) - said.keys())
+    asked, seen = waits_for, {me}
+    while asked in said and asked not in seen:  # down the chain of those that are known to wait
+        seen.add(asked)
+        asked = said[asked]["waits_for"]
+    return ([asked] if len(silent) > 1 and asked in silent else silent), late
