@@ -106,22 +106,33 @@ def small(folder: Path, layout: str, *more: str) -> list[str]:
 def freeze(folder: Path, layout: str, victim: int) -> None:
     folder.mkdir(exist_ok=True)
     command = small(folder, layout, "train.steps=1000000", "checkpoint.every=5")
-    parent = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    metrics = folder / "run/metrics.jsonl"
+    said, metrics = folder / "stderr", folder / "run/metrics.jsonl"
+    with said.open("w") as stderr:
+        parent = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=stderr)
     while parent.poll() is None and not (metrics.exists() and metrics.read_text().count('"train"') > 3):
         time.sleep(0.2)
-    assert parent.poll() is None, parent.communicate()
+    assert parent.poll() is None, said.read_text()
     ranks = psutil.Process(parent.pid).children()
     everyone = psutil.Process(parent.pid).children(recursive=True)
     next(p for p in ranks if p.environ().get("RANK") == str(victim)).suspend()
     begun = time.monotonic()
-    _, err = parent.communicate(timeout=10 * TIMEOUT)
-    took = time.monotonic() - begun
+    parent.wait(10 * TIMEOUT)
+    took, err = time.monotonic() - begun, said.read_text()
     print(f"{layout}, rank {victim}: {took:.0f} s; {err}")
     assert parent.returncode == 1
     assert f"rank {victim} has not answered for {TIMEOUT} s and is stopped" in err and err.count("\n") == 1, err
     assert TIMEOUT - 5 < took < TIMEOUT + 20
-    assert not [p for p in everyone if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    deadline = time.monotonic() + 20
+    while left := [p for p in everyone if lives(p)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.slow

@@ -14,7 +14,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from weft.cli.launch import Failure, in_ranks, is_secondary, launch, report_failure, root_cause, slurm_ranks
+from weft.cli.launch import (
+    Failure,
+    Grade,
+    in_ranks,
+    is_secondary,
+    launch,
+    oom_kills,
+    report_failure,
+    root_cause,
+    slurm_ranks,
+)
 from weft.errors import UsageError, WeftError
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +57,15 @@ try:
         raise ValueError("an oversight\\nwith details")
     if rank == 1 and deed == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if deed in ("stuck", "stopped", "aborted"):
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP if deed != "stuck" else signal.SIGTERM)
+            deed = "stubborn"
+        else:
+            time.sleep(0.5)
+            if deed == "aborted":
+                os.abort()
+            raise RuntimeError("[gloo/transport] Timed out waiting 60000ms for recv operation to complete")
     while deed == "stubborn" or (deed in ("wait", "meet") and not stopped):
         time.sleep(0.05)
     if stopped:
@@ -104,7 +123,10 @@ def test_ranks_run_and_get_their_arguments_as_written(script: list[str], capfd: 
     ("deed", "code", "line"),
     [
         ("usage", 2, "weft: error: layout axis 'tq' is unknown\n"),
-        ("killed", 1, "weft: error: rank 1 was killed by SIGKILL, probably out of memory"),
+        ("killed", 1, "weft: error: rank 1 was killed by SIGKILL"),
+        ("stuck", 1, "weft: error: rank 0 has not answered for 60 s: rank 1 waited for it (traceback in "),
+        ("stopped", 1, "weft: error: rank 0 has not answered for 60 s and is stopped (SIGSTOP or a debugger): rank 1"),
+        ("aborted", 1, "weft: error: rank 0 is stopped (SIGSTOP or a debugger) and the others have given up waiting"),
         ("bug", 1, "weft: error: rank 1: ValueError: an oversight (traceback in "),
     ],
 )
@@ -117,9 +139,11 @@ def test_one_failing_rank_ends_all_with_one_line(
     err = capfd.readouterr().err
     assert err.startswith(line)
     assert err.count("\n") == 1
-    if deed == "bug":
+    if oom_kills() is not None:
+        assert "out of memory" not in err
+    if deed in ("bug", "stuck", "stopped"):
         log = Path(err.split("traceback in ")[1].rstrip(")\n"))
-        assert "with details" in log.read_text()
+        assert ("with details" if deed == "bug" else "Timed out") in log.read_text()
         log.unlink()
     assert_gone(wait_for(tmp_path, "pid-*", 2))
 
@@ -171,9 +195,11 @@ def test_two_launches_do_not_meet(script: list[str], tmp_path: Path) -> None:
 
 
 def test_root_cause_is_the_error_that_explains_the_others() -> None:
-    peer = Failure(0, "Connection closed by peer", 1, 2, when=1.0)
-    bug = Failure(1, "KeyError: 'x'", 1, 1, when=3.0)
-    wish = Failure(2, "no such file", 1, 0, when=5.0)
+    peer = Failure(0, "Connection closed by peer", 1, Grade.LOST, when=1.0)
+    named = Failure(3, "rank 2 has not answered", 1, Grade.NAMED, when=6.0)
+    bug = Failure(1, "KeyError: 'x'", 1, Grade.UNEXPECTED, when=3.0)
+    wish = Failure(2, "no such file", 1, Grade.WEFT_ERROR, when=5.0)
+    assert root_cause([peer, named], {}) == named
     assert root_cause([peer, bug, wish], {}) == wish
     assert root_cause([peer, bug], {2: (-signal.SIGTERM, 0.0)}) == bug
     killed = root_cause([peer], {0: (1, 2.0), 1: (-signal.SIGKILL, 2.0), 2: (-signal.SIGTERM, 1.0)})
@@ -181,6 +207,39 @@ def test_root_cause_is_the_error_that_explains_the_others() -> None:
     assert killed.rank == 1
     assert root_cause([peer], {}) == peer
     assert root_cause([], {}) is None
+
+
+@pytest.mark.parametrize(
+    ("oom", "said"),
+    [
+        (True, ": out of memory; try a smaller train.micro_batch"),
+        (False, ", but not by the kernel for want of memory"),
+        (None, "; if nobody did that, it ran out of memory; try a smaller train.micro_batch"),
+    ],
+)
+def test_out_of_memory_is_said_on_evidence(oom: bool | None, said: str) -> None:
+    cause = root_cause([], {1: (-signal.SIGKILL, 2.0)}, oom)
+    assert cause is not None
+    assert cause.message.removesuffix(' or train.recompute = "full"') == f"rank 1 was killed by SIGKILL{said}"
+
+
+def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:
+    """In the group of version 2, else of version 1, else of the machine, else not at all."""
+    assert oom_kills(tmp_path) is None
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write("proc/vmstat", "pgfault 12\noom_kill 4\nnuma_hit 3\n")
+    assert oom_kills(tmp_path) == 4
+    write("proc/self/cgroup", "5:cpu,cpuacct:/\n4:memory:/a/b\n0::/c\n")
+    assert oom_kills(tmp_path) == 4
+    write("sys/fs/cgroup/memory/a/b/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 7\n")
+    assert oom_kills(tmp_path) == 7
+    write("proc/self/cgroup", "0::/c\n")
+    write("sys/fs/cgroup/c/memory.events", "low 0\noom 1\noom_kill 9\noom_group_kill 1\n")
+    assert oom_kills(tmp_path) == 9
 
 
 def test_errors_of_other_ranks_are_secondary() -> None:

@@ -170,6 +170,8 @@ def launch(argv: list[str], ranks: int, command: list[str] | None = None, thread
         for path in Path(folder).glob("*/attempt_*/*/error.json"):
             with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short: the exit code still counts
                 records.append(Failure(**json.loads(path.read_text())["weft"]))
+        if ending.stopped:  # NCCL aborts a rank whose wait has come to its limit
+            failed = {rank: end for rank, end in failed.items() if end[0] != -signal.SIGABRT}
         for rank in ending.stopped:
             stopped = f"rank {rank} is stopped (SIGSTOP or a debugger) and the others have given up waiting for it"
             records.append(Failure(rank, stopped, 1, Grade.NAMED, time.time()))
@@ -201,12 +203,12 @@ def _ended_soon() -> Iterator[_Ending]:
     ending, close = _Ending(), SubprocessContext.close
 
     def close_soon(ranks: SubprocessContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        alive = []
+        alive, failing = [], bool(ending.first)  # called again when all has been ended
         for rank, handler in ranks.subprocess_handlers.items():
             if (code := handler.proc.poll()) is None:
                 alive.append((rank, psutil.Process(handler.proc.pid)))
-            elif code:
-                ending.first.setdefault(rank, code)
+            elif code and not failing:
+                ending.first[rank] = code
         for rank, process in alive:
             with contextlib.suppress(psutil.Error):
                 if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):

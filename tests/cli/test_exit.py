@@ -1,0 +1,65 @@
+"""Ranks leave in an order: all come to the end, groups go, what is buffered is written, and the process ends there.
+
+Taking the interpreter down beside gloo's threads has aborted finished runs ("terminate called without an active
+exception"). So here an interpreter that is taken down aborts, always.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cases import write_corpus
+from weft.cli.launch import launch
+
+ROOT = Path(__file__).parents[2]
+
+ABORTS = """
+import atexit, os, sys
+atexit.register(os.abort)
+from weft.cli import main
+main()
+"""
+
+
+def small(folder: Path) -> list[str]:
+    values = (
+        "model.layers=2", "model.embed=16", "model.heads=4", "model.kv_heads=2", "model.head_dim=4", "model.ffn=21",
+        "data.seq_len=16", f"data.sources=[{{kind='jsonl',path='{write_corpus(folder)}'}}]", "data.tokenizer='bytes'",
+        f"data.cache='{folder}/cache'", "train.batch=2", "train.steps=2", "observe.split_every=0",
+        "observe.tensorboard=false", "validation.every=0", "generate.tokens=1",
+    )  # fmt: skip
+    recipe = [str(ROOT / "recipes/quickstart.toml"), "--layout", "shard=2"]
+    return recipe + [word for value in values for word in ("--set", value)]
+
+
+def leave(*words: str) -> int:
+    """Exit code of ``weft`` with these words as two ranks whose interpreters must not be taken down."""
+    return launch([], 2, [sys.executable, "-c", ABORTS, *words])
+
+
+def test_ranks_of_verify_end_without_the_interpreter_s(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave("verify", *small(tmp_path), "--steps", "1") == 0
+    out, err = capfd.readouterr()
+    assert "parameters" in out and err == ""
+
+
+@pytest.mark.slow
+def test_ranks_of_train_and_generate_end_without_the_interpreter_s(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert leave("train", *small(tmp_path), "--out", str(tmp_path / "run")) == 0
+    assert "checkpoint " in capfd.readouterr().out
+    run = str(tmp_path / "run")
+    assert leave("generate", "--checkpoint", run, "--prompt", "abc", "--tokens", "2", "--layout", "cp=2") == 0
+    assert capfd.readouterr().out.startswith("abc")
+
+
+@pytest.mark.soak
+def test_two_hundred_short_runs_end_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "weft", "verify", *small(tmp_path), "--steps", "1"]
+    for _ in range(200):
+        assert launch([], 2, command) == 0
+        assert capfd.readouterr().err == ""
