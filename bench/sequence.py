@@ -34,8 +34,8 @@ from picture import photograph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.generate.cache import attending, layer_caches
-from weft.generate.engine import Alone
-from weft.generate.spread import Spread
+from weft.generate.engine import LocalReader
+from weft.generate.spread import SpreadReader
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners, owned_ranges
@@ -337,8 +337,8 @@ def prompts(lengths: Sequence[int]) -> dict[str, dict[str, list[float]]]:
 
     ways: dict[str, tuple[int, Callable[[], Callable[[list[int]], object]]]] = {
         "one rank, all logits": (1, lambda: whole),
-        "one rank": (1, lambda: Alone(model).read),
-        f"cp={RANKS}": (RANKS, lambda: Spread(model, Layout(cp=RANKS)).read),
+        "one rank": (1, lambda: LocalReader(model).read),
+        f"cp={RANKS}": (RANKS, lambda: SpreadReader(model, Layout(cp=RANKS)).read),
     }
     found: dict[str, dict[str, list[float]]] = {name: {"s": [], "MiB": []} for name in ways}
     for length in (64, *lengths):

@@ -109,7 +109,7 @@ def test_only_the_last_position_is_evaluated_and_results_travel_instead_of_the_c
 
 def kept(length: int, new: int) -> tuple[list[int], int]:
     """On every rank: tokens in the cache of every layer, and bytes that it takes."""
-    reader = spread.Spread(build(), Layout(cp=dist.get_world_size()))
+    reader = spread.SpreadReader(build(), Layout(cp=dist.get_world_size()))
     with torch.inference_mode():
         reader.read(prompt(length))
         for _ in range(new):
@@ -150,7 +150,7 @@ def precisions(length: int) -> list[list[int]]:
     found, layout = [], Layout(cp=dist.get_world_size())
     with torch.inference_mode():
         for dtype in ("float32", "bfloat16"):
-            reader = spread.Spread(build("float32").to(getattr(torch, dtype)), layout)
+            reader = spread.SpreadReader(build("float32").to(getattr(torch, dtype)), layout)
             logits = reader.read(prompt(length))
             found.append([] if logits is None else logits.float().tolist())
     return found
@@ -159,7 +159,9 @@ def precisions(length: int) -> list[list[int]]:
 def test_in_lower_precision_logits_are_as_close_as_on_one_device(pool: Any) -> None:
     """In float32 to 1e-5 of the largest logit; in bfloat16 no further from float64 than on one device."""
     with torch.inference_mode():
-        exact, half = (engine.Alone(model).read(prompt(50)) for model in (build(), build("float32").to(torch.bfloat16)))
+        exact, half = (
+            engine.LocalReader(model).read(prompt(50)) for model in (build(), build("float32").to(torch.bfloat16))
+        )
     (single, low), *_ = [answer for answer in pool.run(4, precisions, 50) if answer[0]]
     assert (torch.tensor(single) - exact).abs().max() < 1e-5 * exact.abs().max()
     assert (torch.tensor(low) - exact).abs().max() < 2 * (half - exact).abs().max()

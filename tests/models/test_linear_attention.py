@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import owned_ranges
-from weft.models.attention import spread
+from weft.models.attention import repeat_heads
 from weft.models.linear_attention import forward, linear_mixer, log_decay, positions_of
 
 T = torch.Tensor
@@ -33,7 +33,7 @@ def recurrence(q: T, k: T, v: T, cu: list[int], mixer: str) -> T:
     """Token by token, as the papers define it."""
     shape, decay = q.shape, torch.tensor(log_decay(mixer, HEADS), dtype=q.dtype).exp()[:, None, None]
     q = (q * DIM**-0.5).flatten(0, 1)
-    k, v = (spread(x, HEADS // KV).flatten(0, 1) for x in (k, v))
+    k, v = (repeat_heads(x, HEADS // KV).flatten(0, 1) for x in (k, v))
     out = []
     for first, last in pairwise(cu):
         state = torch.zeros(HEADS, DIM, DIM, dtype=q.dtype)
@@ -105,7 +105,7 @@ def test_all_forms_are_the_recurrence(cu: list[int], mixer: str, size: int) -> N
     )
     assert max(differences) < 1e-10 and not any(sent.values())
     q, k, v, _ = inputs(2, 37)
-    heads_first = [x.transpose(1, 2) for x in (q * DIM**-0.5, spread(k, 2), spread(v, 2))]
+    heads_first = [x.transpose(1, 2) for x in (q * DIM**-0.5, repeat_heads(k, 2), repeat_heads(v, 2))]
     out = forward(*heads_first, positions_of(cu, 37, 0, 37), decay, size)
     assert torch.allclose(out.transpose(1, 2), recurrence(q, k, v, cu, mixer), atol=1e-10)
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from weft.models.attention import spread, wide
-from weft.models.linear_attention import carry, forward, local_state, seen
+from weft.models.attention import repeat_heads, wide
+from weft.models.linear_attention import forward, local_state, state_to_state, state_to_tokens
 from weft.models.transformer import Attend, Attention, Block, T, Transformer, local_attention
 
 #: Tokens by which stored keys and values grow at least, so that they are seldom copied.
@@ -106,11 +106,11 @@ class StateCache:
         dtype, group, count = wide(q.dtype), q.shape[2] // k.shape[2], q.shape[1]
         decay = torch.tensor(self.decay, dtype=dtype, device=q.device)
         positions = torch.arange(self.tokens, self.tokens + count, device=q.device).expand(q.shape[0], -1)
-        heads_first = (q * q.shape[-1] ** -0.5, spread(k, group), spread(v, group))
+        heads_first = (q * q.shape[-1] ** -0.5, repeat_heads(k, group), repeat_heads(v, group))
         qs, ks, vs = (x.to(dtype).transpose(1, 2) for x in heads_first)
         out, state = forward(qs, ks, vs, positions, decay), local_state(ks, vs, positions, decay)
         if self.state is not None:
-            out = out + (qs * seen(positions, decay)) @ self.state
-            state = state + self.state * carry(positions, decay)
+            out = out + (qs * state_to_tokens(positions, decay)) @ self.state
+            state = state + self.state * state_to_state(positions, decay)
         self.state, self.tokens = state, self.tokens + count
         return out.transpose(1, 2).to(q.dtype)

@@ -7,7 +7,7 @@ import torch
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 from weft.generate.cache import attending, layer_caches
-from weft.generate.spread import Spread
+from weft.generate.spread import SpreadReader
 from weft.layout.layout import Layout
 from weft.models.transformer import Transformer
 
@@ -32,18 +32,18 @@ def generate(
     if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= model.shape.vocab:
         raise UsageError(f"the prompt must be at least one token, of ids below the model's {model.shape.vocab}")
     generator = torch.Generator(model.mesh.device).manual_seed(seed)
-    reader = Spread(model, layout) if layout and layout.world > 1 else Alone(model)
+    reader = SpreadReader(model, layout) if layout and layout.world > 1 else LocalReader(model)
     ids = prompt_ids
     for _ in range(max_new):
         logits = reader.read(ids)
-        chosen = reader.share(None if logits is None else choose(logits, temperature, top_k, generator))
+        chosen = reader.agree(None if logits is None else choose(logits, temperature, top_k, generator))
         if chosen == eos:
             return
         yield chosen
         ids = [chosen]
 
 
-class Alone:
+class LocalReader:
     """Reads tokens of one sequence on one device."""
 
     def __init__(self, model: Transformer) -> None:
@@ -60,7 +60,8 @@ class Alone:
         with attending(self.model, self.caches):
             return self.model(tokens, positions, documents, last=1)[0, 0]
 
-    def share(self, chosen: int | None) -> int:
+    def agree(self, chosen: int | None) -> int:
+        """What has been chosen, as there is nobody else."""
         assert chosen is not None
         return chosen
 

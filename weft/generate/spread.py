@@ -31,11 +31,17 @@ def check_spread(layout: Layout, shape: ModelShape) -> None:
     if layout.cp > 1 and layout.head_ranks > 1:
         raise UsageError("generation does not exchange heads (Ulysses); use a table, such as layout.context = 'zigzag'")
     if layout.cp > 1 and any(shape.mixer_of(i) != "softmax" for i in range(shape.layers)):
-        raise UsageError("generation over cp is for softmax layers; linear ones need no cache: leave out --layout")
+        raise UsageError(
+            "generation over cp is for softmax layers; a linear one keeps one small state, so leave out --layout"
+        )
 
 
 class SharedCache:
-    """One layer's keys and values over the ranks, called in place of its attention: first with the prompt."""
+    """One layer's keys and values, each token's on one of the ranks; called in place of the layer's attention.
+
+    The first call has the prompt, cut as by the attention table ``scheme`` over ``peers`` (this rank is
+    ``peers[index]``) into blocks of ``lengths`` tokens. Later ones have one new token, which the ranks keep in turn.
+    """
 
     def __init__(self, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int]) -> None:
         self.where = (scheme, peers, index, lengths)
@@ -51,16 +57,16 @@ class SharedCache:
         _, peers, index, _ = self.where
         mine = self.following % len(peers) == index
         self.following += 1
-        return self._ask(q, *self.past.append(*((k, v) if mine else (k[:, :0], v[:, :0]))))
+        return self._attend(q, *self.past.append(*((k, v) if mine else (k[:, :0], v[:, :0]))))
 
-    def _ask(self, q: T, k: T, v: T) -> T:
+    def _attend(self, q: T, k: T, v: T) -> T:
         """Attention of one new token to the keys and values of all ranks, of which ``k`` and ``v`` are here."""
         # Without a mask the query heads that share a key head are so many queries: [group, kv_heads, head_dim].
-        asked = q[0, 0].unflatten(0, (k.shape[2], -1)).transpose(0, 1).contiguous()
-        mine = asked.new_zeros(*asked.shape[:2], asked.shape[2] + 1, dtype=wide(q.dtype))
+        queries = q[0, 0].unflatten(0, (k.shape[2], -1)).transpose(0, 1).contiguous()
+        mine = queries.new_zeros(*queries.shape[:2], queries.shape[2] + 1, dtype=wide(q.dtype))  # out beside its lse
         mine[..., -1] = -torch.inf
         if k.shape[1]:
-            out, lse = attend_forward(asked, k[0], v[0], [Segment(0, len(asked), 0, k.shape[1], False)])
+            out, lse = attend_forward(queries, k[0], v[0], [Segment(0, len(queries), 0, k.shape[1], False)])
             mine[..., :-1], mine[..., -1] = out, lse
         parts = mine.new_empty(len(self.where[1]), *mine.shape)
         dist.all_gather_into_tensor(parts.flatten(0, 1), mine)
@@ -70,7 +76,7 @@ class SharedCache:
         return total.transpose(0, 1).reshape(q.shape).to(q.dtype)
 
 
-class Spread:
+class SpreadReader:
     """Reads tokens of one sequence on all ranks of the default process group; every rank calls every method."""
 
     def __init__(self, model: Transformer, layout: Layout) -> None:
@@ -86,7 +92,7 @@ class Spread:
 
     def read(self, ids: list[int]) -> T | None:
         """The prompt, later one new token. Logits ``[vocab]`` of the last one, on one rank and None on the others."""
-        mine = list(range(self.past, self.past + len(ids))) if self.caches else self._cut(len(ids))
+        mine = list(range(self.past, self.past + len(ids))) if self.caches else self._start(len(ids))
         device = self.model.mesh.device
         tokens = torch.tensor([[ids[i - self.past] for i in mine]], dtype=torch.int64, device=device)
         positions = torch.tensor([mine], dtype=torch.int64, device=device)
@@ -96,14 +102,14 @@ class Spread:
         self.past += len(ids)
         return logits[0, 0] if self.rank == self.root else None
 
-    def share(self, chosen: int | None) -> int:
-        """What the rank with the logits has chosen."""
-        told = torch.tensor([0 if chosen is None else chosen], device=self.model.mesh.device)
-        dist.broadcast(told, self.root)
-        return int(told)
+    def agree(self, chosen: int | None) -> int:
+        """On every rank, the id that the rank with the logits has chosen; the others give None."""
+        agreed = torch.tensor([0 if chosen is None else chosen], device=self.model.mesh.device)
+        dist.broadcast(agreed, self.root)
+        return int(agreed)
 
-    def _cut(self, tokens: int) -> list[int]:
-        """Positions of a prompt that are this rank's, and empty caches for them."""
+    def _start(self, tokens: int) -> list[int]:
+        """Make empty caches for a prompt; returns the positions in it that this rank reads."""
         count = sum(map(len, self.owners))
         edges = [tokens * b // count for b in range(count + 1)]
         lengths, peers = [b - a for a, b in pairwise(edges)], list(range(len(self.owners)))

@@ -141,7 +141,7 @@ def _heads_first(*xs: T) -> list[T]:
 def _forward(q: T, k: T, v: T, causal: bool) -> tuple[T, T]:
     """``[batch, seq, heads, head_dim]`` each; returns out alike and lse ``[batch, seq, heads]``."""
     group = q.shape[2] // k.shape[2] if q.is_cuda else 1  # the CPU's kernel lets query heads share key/value heads
-    q, k, v = _heads_first(q, spread(k, group), spread(v, group))
+    q, k, v = _heads_first(q, repeat_heads(k, group), repeat_heads(v, group))
     if not q.is_cuda:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     elif q.dtype in (torch.float32, torch.float64):
@@ -155,7 +155,7 @@ def _forward(q: T, k: T, v: T, causal: bool) -> tuple[T, T]:
 
 def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool) -> tuple[T, T, T]:
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2] if q.is_cuda else 1
-    grad, q, k, v, out, lse = _heads_first(grad, q, spread(k, group), spread(v, group), out, lse)
+    grad, q, k, v, out, lse = _heads_first(grad, q, repeat_heads(k, group), repeat_heads(v, group), out, lse)
     if not q.is_cuda:
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
     elif q.dtype in (torch.float32, torch.float64):
@@ -169,7 +169,7 @@ def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool) -> tuple[
             grad, q, k, v, out, lse.contiguous(), None, None, n, m, 0.0, causal, zero, zero
         )
     dq, dk, dv = _heads_first(*grads)
-    return dq, fold(dk, kv_heads), fold(dv, kv_heads)
+    return dq, fold_heads(dk, kv_heads), fold_heads(dv, kv_heads)
 
 
 def _varlen_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
@@ -192,12 +192,12 @@ def _cu(segments: list[Segment], device: torch.device) -> tuple[T, int]:
     return cu, max(s.q1 - s.q0 for s in segments)
 
 
-def spread(x: T, group: int) -> T:
+def repeat_heads(x: T, group: int) -> T:
     """Repeat key/value heads so that every query head has its own: ``[b, s, kv_heads, d] -> [b, s, heads, d]``."""
     return x if group == 1 else x.repeat_interleave(group, dim=2)
 
 
-def fold(grad: T, kv_heads: int) -> T:
+def fold_heads(grad: T, kv_heads: int) -> T:
     """Sum the gradients of the query heads that share a key/value head."""
     return grad if grad.shape[2] == kv_heads else grad.unflatten(2, (kv_heads, -1)).sum(3)
 

@@ -23,7 +23,7 @@ T = torch.Tensor
 Tape = list[Callable[[], None]]
 
 
-class AtOnce(Tape):
+class ImmediateTape(Tape):
     """A tape that runs what is put on it: backward is whole, and adds its products to ``.grad`` as it makes them."""
 
     def append(self, call: Callable[[], None]) -> None:
@@ -31,7 +31,11 @@ class AtOnce(Tape):
 
 
 def run_tape(tape: Tape) -> None:
-    """Run and empty a tape: what it holds is as large as the activations, and part of a circle until it is gone."""
+    """Run the calls on a tape, first ones first, and empty it.
+
+    Each is dropped as soon as it has run: it holds tensors as large as the activations, in a reference cycle with the
+    tape that garbage collection would find late.
+    """
     tape.reverse()
     while tape:
         tape.pop()()
@@ -58,8 +62,8 @@ def current_tape() -> Tape | None:
     return _tape.get()
 
 
-def by_hand(x: T) -> bool:
-    """Whether the gradients written here pay: not on GPUs, nor when the compiler fuses what is written plainly."""
+def own_gradients_pay(x: T) -> bool:
+    """Whether gradients written by hand are faster than autograd's: not on GPUs, nor where the compiler fuses those."""
     return x.device.type != "cuda" and not torch.compiler.is_compiling()
 
 
@@ -76,7 +80,7 @@ def times(x: T, weight: T, plus: T | None = None) -> T:
 def project(x: T, *weights: T) -> tuple[T, ...]:
     """``x @ weight.T`` for every weight: ``[batch, seq, in]`` and ``[out, in]`` each to ``[batch, seq, out]`` each."""
     tape = _tape.get()
-    if torch.compiler.is_compiling() or (tape is None and not by_hand(x)):
+    if torch.compiler.is_compiling() or (tape is None and not own_gradients_pay(x)):
         return tuple(F.linear(x, w) for w in weights)
     later = None if tape is None else (tape, weights)
     return _Project.apply(x, later, *weights)
@@ -123,7 +127,7 @@ def add_product(weight: T, grad: T, x: T) -> None:
 
 def rms_norm(x: T, scale: T, eps: float) -> T:
     """RMSNorm over the last dimension (Zhang & Sennrich 2019)."""
-    if not by_hand(x) or x.dtype == torch.bfloat16:  # which F.rms_norm computes in float32
+    if not own_gradients_pay(x) or x.dtype == torch.bfloat16:  # which F.rms_norm computes in float32
         return F.rms_norm(x, scale.shape, scale, eps)
     return _RmsNorm.apply(x, scale, eps)
 

@@ -6,8 +6,8 @@ al. 2023, 2307.08621) a fixed one per head. Chunks of one token are the recurren
 form; all chunk sizes give the same numbers. A document begins with an empty state, wherever it begins in a row.
 
 A *stretch* is a run of tokens of each row that one rank holds. It is an element of a monoid: its state, and by how
-much it lets an earlier state through (:func:`carry`). Under ``cp`` :mod:`weft.layout.prefix` combines those of all
-ranks, and what is added to each stretch is one product with the state before it; backward is the same from the end.
+much it lets an earlier state through (:func:`state_to_state`). Under ``cp`` :mod:`weft.layout.prefix` combines those of
+all ranks, and what is added to each stretch is one product with the state before it; backward is the same from the end.
 
 Shapes: ``q, k: [rows, heads, tokens, dk]``, ``v: [rows, heads, tokens, dv]``, ``positions: [rows, tokens]`` within the
 document, ``decay: [heads]`` as logarithms, states ``[rows, heads, dk, dv]``.
@@ -24,7 +24,7 @@ from weft.errors import UsageError
 from weft.layout.mesh import Mesh
 from weft.layout.prefix import Places, prefixes
 from weft.layout.sequence import chunk_owners
-from weft.models.attention import fold, spread, wide
+from weft.models.attention import fold_heads, repeat_heads, wide
 
 T = torch.Tensor
 
@@ -39,27 +39,27 @@ def log_decay(mixer: str, heads: int) -> list[float]:
     return torch.log1p(-torch.pow(2.0, -5.0 - torch.arange(heads, dtype=torch.float64))).tolist()
 
 
-def seen(positions: T, decay: T) -> T:
+def state_to_tokens(positions: T, decay: T) -> T:
     """How much every token sees of the state before the stretch. ``[rows, heads, tokens, 1]``."""
     i = torch.arange(positions.shape[1], device=positions.device)
     began_before = (positions > i)[:, None]
     return ((decay[:, None] * (i + 1)).exp() * began_before)[..., None]
 
 
-def kept(positions: T, decay: T) -> T:
+def tokens_to_state(positions: T, decay: T) -> T:
     """How much of every token is in the state after the stretch. ``[rows, heads, tokens, 1]``."""
     after = torch.arange(positions.shape[1] - 1, -1, -1, device=positions.device)
     same_document = (after <= positions[:, -1:])[:, None]
     return ((decay[:, None] * after).exp() * same_document)[..., None]
 
 
-def carry(positions: T, decay: T) -> T:
+def state_to_state(positions: T, decay: T) -> T:
     """How much of the state before the stretch is in the one after it. ``[rows, heads, 1, 1]``."""
     tokens = positions.shape[1]
     return ((decay * tokens).exp() * (positions[:, -1:] >= tokens))[..., None, None]
 
 
-def _among(positions: T, decay: T) -> T:
+def tokens_to_tokens(positions: T, decay: T) -> T:
     """How much every token sees of every other one in its chunk. ``[rows, heads, tokens, tokens]``."""
     i = torch.arange(positions.shape[1], device=positions.device)
     apart = i[:, None] - i
@@ -74,7 +74,7 @@ def _chunks(positions: T, size: int) -> Iterator[tuple[slice, T]]:
 
 def local_state(k: T, v: T, positions: T, decay: T) -> T:
     """The state after a stretch that nothing came before."""
-    return (k * kept(positions, decay)).mT @ v
+    return (k * tokens_to_state(positions, decay)).mT @ v
 
 
 def forward(q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> T:
@@ -83,10 +83,10 @@ def forward(q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> T:
     state: T | None = None
     for at, here in _chunks(positions, size):
         qc, kc, vc = q[:, :, at], k[:, :, at], v[:, :, at]
-        made = (qc @ kc.mT).mul_(_among(here, decay)) @ vc
-        out[:, :, at] = made if state is None else made.add_((qc * seen(here, decay)) @ state)
+        made = (qc @ kc.mT).mul_(tokens_to_tokens(here, decay)) @ vc
+        out[:, :, at] = made if state is None else made.add_((qc * state_to_tokens(here, decay)) @ state)
         fresh = local_state(kc, vc, here, decay)
-        state = fresh if state is None else fresh.add_(state * carry(here, decay))
+        state = fresh if state is None else fresh.add_(state * state_to_state(here, decay))
     return out
 
 
@@ -96,16 +96,17 @@ def backward(grad: T, q: T, k: T, v: T, positions: T, decay: T, size: int = CHUN
     chunks = list(_chunks(positions, size))
     states = [torch.zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=q.dtype, device=q.device)]
     for at, here in chunks[:-1]:
-        states.append(local_state(k[:, :, at], v[:, :, at], here, decay).add_(states[-1] * carry(here, decay)))
+        states.append(local_state(k[:, :, at], v[:, :, at], here, decay).add_(states[-1] * state_to_state(here, decay)))
     later = torch.zeros_like(states[0])  # the gradient of the state after the chunk
     for (at, here), state in zip(reversed(chunks), reversed(states), strict=True):
         gc, qc, kc, vc = grad[:, :, at], q[:, :, at], k[:, :, at], v[:, :, at]
-        weights, into, from_before = _among(here, decay), kept(here, decay), seen(here, decay)
+        weights, into = tokens_to_tokens(here, decay), tokens_to_state(here, decay)
+        from_before = state_to_tokens(here, decay)
         d_scores = (gc @ vc.mT).mul_(weights)
         dq[:, :, at] = (d_scores @ kc).add_((gc @ state.mT).mul_(from_before))
         dk[:, :, at] = (d_scores.mT @ qc).add_((vc @ later.mT).mul_(into))
         dv[:, :, at] = ((qc @ kc.mT).mul_(weights).mT @ gc).add_((kc @ later).mul_(into))
-        later = (qc * from_before).mT @ gc + later * carry(here, decay)
+        later = (qc * from_before).mT @ gc + later * state_to_state(here, decay)
     return dq, dk, dv
 
 
@@ -119,20 +120,20 @@ def positions_of(cu_seqlens: Sequence[int], row: int, lo: int, hi: int) -> T:
 
 
 class Cut(NamedTuple):
-    """What :func:`linear_attention` works on: own stretches and what every stretch lets through."""
+    """How rows are cut into stretches over the ranks, and what depends on nothing else."""
 
     places: Places
     size: int  # tokens of a stretch
-    positions: dict[int, T]
-    through: list[T]
-    decay: T
+    positions: dict[int, T]  # of the tokens of this rank's stretches, by stretch
+    through: list[T]  # of every stretch, how much of the state before it is in the one after it
+    decay: T  # [heads], logarithms
 
 
 @lru_cache(maxsize=16)
 def _cut(
     cu: tuple[int, ...], owner: tuple[int, ...], index: int, held: int, decay: tuple[float, ...], dtype: torch.dtype
 ) -> Cut:
-    """All layers of a kind, and forward and backward, share it."""
+    """The cut of these rows: the same for all layers with this decay, forward and backward."""
     places = Places(owner, index)
     size = held // len(places.own)
     row = size * len(owner)
@@ -140,7 +141,7 @@ def _cut(
         raise UsageError(f"documents at {cu[0]} to {cu[-1]} do not fill rows of {row} tokens")
     logs = torch.tensor(decay, dtype=dtype)
     positions = [positions_of(cu, row, s * size, (s + 1) * size) for s in range(len(owner))]
-    through = [carry(p, logs) for p in positions]
+    through = [state_to_state(p, logs) for p in positions]
     return Cut(places, size, {s: positions[s] for s in places.own}, through, logs)
 
 
@@ -154,7 +155,7 @@ def _prepare(
         there = {s: p.to(q.device) for s, p in cut.positions.items()}
         cut = Cut(cut.places, cut.size, there, [t.to(q.device) for t in cut.through], cut.decay.to(q.device))
     group = q.shape[2] // k.shape[2]
-    return cut, [_stretches(x, cut, dtype) for x in (q, spread(k, group), spread(v, group))]
+    return cut, [_stretches(x, cut, dtype) for x in (q, repeat_heads(k, group), repeat_heads(v, group))]
 
 
 def _stretches(x: T, cut: Cut, dtype: torch.dtype) -> dict[int, T]:
@@ -182,7 +183,7 @@ def linear_attention(
     outs = {}
     for s in at:
         outs[s] = forward(qs[s], ks[s], vs[s], at[s], logs)
-        outs[s] += (qs[s] * seen(at[s], logs)) @ before[s]
+        outs[s] += (qs[s] * state_to_tokens(at[s], logs)) @ before[s]
     return _joined(outs, q.dtype).contiguous(), torch.stack([before[s] for s in at])
 
 
@@ -195,19 +196,19 @@ def linear_attention_backward(
     cut, (qs, ks, vs) = _prepare(q * scale, k, v, cu_seqlens, decay, owner, index)
     gs, at, logs = _stretches(grad, cut, wide(q.dtype)), cut.positions, cut.decay
     earlier = dict(zip(at, before, strict=True))
-    weights = {s: seen(at[s], logs) for s in at}
-    asked = {s: (qs[s] * weights[s]).mT @ gs[s] for s in at}  # the gradient of the state before
-    later = prefixes(asked, cut.through, cut.places, group, routine, backward=True)
+    weights = {s: state_to_tokens(at[s], logs) for s in at}
+    d_before = {s: (qs[s] * weights[s]).mT @ gs[s] for s in at}  # the gradient of the state before
+    later = prefixes(d_before, cut.through, cut.places, group, routine, backward=True)
     grads: list[dict[int, T]] = [{}, {}, {}]
     for s in at:
         dq, dk, dv = backward(gs[s], qs[s], ks[s], vs[s], at[s], logs)
-        into = kept(at[s], logs)
+        into = tokens_to_state(at[s], logs)
         grads[0][s] = dq.add_((gs[s] @ earlier[s].mT).mul_(weights[s])).mul_(scale)
         grads[1][s] = dk.add_((vs[s] @ later[s].mT).mul_(into))
         grads[2][s] = dv.add_((ks[s] @ later[s]).mul_(into))
     dq, dk, dv = (_joined(one, q.dtype) for one in grads)
     kv_heads = k.shape[2]
-    return dq.contiguous(), fold(dk, kv_heads).contiguous(), fold(dv, kv_heads).contiguous()
+    return dq.contiguous(), fold_heads(dk, kv_heads).contiguous(), fold_heads(dv, kv_heads).contiguous()
 
 
 @linear_attention.register_fake

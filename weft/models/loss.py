@@ -14,8 +14,8 @@ from weft.layout.boundary import I, V
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
 
-#: Largest share of tokens with a label at which the others are left out.
-WORTH = 0.95
+#: Where more than this share of the tokens have a label, leaving out the others does not pay for copying these.
+MOST_LABELLED = 0.95
 
 
 def linear_cross_entropy(
@@ -38,7 +38,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, first, chunk, group):  # type: ignore[no-untyped-def]
-        ctx.tokens, ctx.rows = len(hidden), scored(labels)
+        ctx.tokens, ctx.rows = len(hidden), labelled_rows(labels)
         if ctx.rows is not None:
             hidden, labels = hidden[ctx.rows], labels[ctx.rows]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -78,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None
 
 
-def scored(labels: torch.Tensor) -> torch.Tensor | None:
+def labelled_rows(labels: torch.Tensor) -> torch.Tensor | None:
     """Indices of the tokens that have a label, where computing these alone is worth a copy of them; else None.
 
     Prompts that are not learned from, or padding, then cost the output layer nothing. Not on a GPU, where the host
@@ -87,7 +87,7 @@ def scored(labels: torch.Tensor) -> torch.Tensor | None:
     if labels.device.type != "cpu" or isinstance(labels, FakeTensor):
         return None
     rows = (labels != IGNORE).nonzero()[:, 0]
-    return rows if len(rows) < WORTH * len(labels) else None
+    return rows if len(rows) < MOST_LABELLED * len(labels) else None
 
 
 def merge(lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:

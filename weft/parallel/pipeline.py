@@ -13,7 +13,7 @@ from weft.errors import UsageError
 from weft.layout.groups import new_group
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.models.fused import AtOnce, Tape, deferred, run_tape
+from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
 from weft.models.rope import angles
 from weft.models.transformer import Transformer
 from weft.parallel.state import Unit, sum_over_replicas
@@ -198,7 +198,7 @@ class Pipeline:
     def _forward(self, table: Table, split: set[tuple[int, int]], a: Action, reads: Sequence[Any]) -> list[Any]:
         model, batch, path = self.model, self.batches[a.microbatch], table.paths[a.microbatch]
         training = any(value.name == "saved" for value in a.writes) and torch.is_grad_enabled()
-        tape: Tape = [] if (a.stage, a.microbatch) in split else AtOnce()
+        tape: Tape = [] if (a.stage, a.microbatch) in split else ImmediateTape()
         with deferred(tape if training else None):
             if not reads:
                 x, leaf = model.embedding(batch.tokens), None

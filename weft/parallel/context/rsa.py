@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft.models.attention import fold, wide
+from weft.models.attention import fold_heads, wide
 from weft.parallel.context.execute import Piece, Trip, trip_of
 
 T = torch.Tensor
@@ -48,7 +48,7 @@ def _weigh(p: T, x: T) -> T:
 
 def _collect(p: T, x: T, kv_heads: int) -> T:
     """``[heads, n, m]`` by ``[n, heads, d]``, summed over the query heads of each key head: ``[m, kv_heads, d]``."""
-    return fold(torch.einsum("hnm,nhd->mhd", p, x)[None], kv_heads)[0]
+    return fold_heads(torch.einsum("hnm,nhd->mhd", p, x)[None], kv_heads)[0]
 
 
 def _round(trip: Trip, q: T, block: T, compute: Callable[[T, T, Piece], T | None], gradient: bool = False) -> T:
