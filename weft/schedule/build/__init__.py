@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
 from weft.errors import UsageError, nearest
 from weft.schedule.actions import Order, Table, assemble
@@ -16,15 +18,25 @@ from weft.schedule.times import EQUAL, Times
 __all__ = ["BUILDERS", "Builder", "Times", "build"]
 
 
+#: A number, or an array of them: closed forms take both, so that a planner asks for thousands of layouts at once.
+Number = Any
+
+
 @dataclass(frozen=True)
 class Builder:
     """A schedule. ``orders(ranks, microbatches, chunks, times)``: the order of every rank.
+
+    ``bubble(ranks, microbatches, chunks, times)``: the time of a step in which a rank does not compute, in closed form,
+    for whole rounds of at least ``2 * ranks`` microbatches; ``in_flight(ranks, chunks, rank)``: microbatches whose
+    activations a rank holds at once, in units of all its stages, if there are as many (infinity: all there are).
 
     ``chunks``: stages that a rank holds for a microbatch; ``free``: the caller may choose another number of them;
     ``splits``: backward is divided into I and W (by some: only in part); ``twice``: a stage is held by two ranks.
     """
 
     orders: Callable[[int, int, int, Times], Sequence[Order]]
+    bubble: Callable[[Number, Number, Number, Times], Number]
+    in_flight: Callable[[Number, Number, Number], Number]
     about: str
     paper: str
     chunks: int = 1
@@ -33,59 +45,115 @@ class Builder:
     twice: bool = False
 
 
+def larger(a: Number, b: Number) -> Number:
+    """The larger of two numbers, or of two arrays entry by entry."""
+    return (a + b + abs(a - b)) / 2
+
+
+def _ramp(p: Number, t: Times) -> Number:
+    """Filling and draining a pipeline with nothing else to do: a rank waits for a microbatch on all others."""
+    return (p - 1) * (t.forward + t.backward)
+
+
+def _filled(t: Times) -> Number:
+    """What is left of a hop there and back where every rank keeps one weight gradient for it, or a rank's wait for I
+    where there is more of W than fits."""
+    return t.backward_input + larger(t.forward - t.backward_weight, 0)
+
+
+def _filled_twice(t: Times) -> Number:
+    """The same with two weight gradients kept."""
+    both = t.forward + t.backward_input - 2 * t.backward_weight
+    return larger(larger(both, t.backward_input - t.forward), 0)
+
+
+def _slots(p: Number, m: Number, t: Times) -> Number:
+    """V-Min repeats blocks of six equal slots: whatever is shorter than a slot waits in every microbatch."""
+    slot = larger(larger(t.forward, t.backward_input), t.backward_weight)
+    return (2 * (p - 1) / 3 - 1 / 6) * (t.forward + t.backward) + m * (3 * slot - t.forward - t.backward)
+
+
 BUILDERS: dict[str, Builder] = {
-    "gpipe": Builder(lambda p, m, v, t: gpipe(p, m), "all forwards, then all backwards", "1811.06965"),
+    "gpipe": Builder(
+        lambda p, m, v, t: gpipe(p, m),
+        lambda p, m, v, t: _ramp(p, t),
+        lambda p, v, r: inf,
+        "all forwards, then all backwards", "1811.06965",
+    ),
     "1f1b": Builder(
-        lambda p, m, v, t: one_forward_one_backward(p, m), "forward and backward in turn, peak P", "2104.04473"
+        lambda p, m, v, t: one_forward_one_backward(p, m),
+        lambda p, m, v, t: _ramp(p, t),
+        lambda p, v, r: p - r,
+        "forward and backward in turn, peak P", "2104.04473",
     ),
     "interleaved-1f1b": Builder(
         lambda p, m, v, t: depth_first(p, m, v, hide=t.move > 0),
-        "1F1B over v chunks per rank, depth first",
-        "2104.04473",
-        2,
-        free=True,
+        lambda p, m, v, t: _ramp(p, t) / v,
+        lambda p, v, r: (2 * (p - 1 - r) + (v - 1) * p + 1) / v,
+        "1F1B over v chunks per rank, depth first", "2104.04473", chunks=2, free=True,
     ),
     "breadth-first": Builder(
-        lambda p, m, v, t: breadth_first(p, m, v), "GPipe over v chunks per rank", "2211.05953", 2, free=True
+        lambda p, m, v, t: breadth_first(p, m, v),
+        lambda p, m, v, t: _ramp(p, t) / v,
+        lambda p, v, r: inf,
+        "GPipe over v chunks per rank", "2211.05953", chunks=2, free=True,
     ),
     "zb-h1": Builder(
-        lambda p, m, v, t: zb_h1(p, m), "1F1B with weight gradients kept back, peak P", "2401.10241", splits=True
+        lambda p, m, v, t: zb_h1(p, m),
+        lambda p, m, v, t: (p - 1) * _filled(t),
+        lambda p, v, r: p,
+        "1F1B with weight gradients kept back, peak P", "2401.10241", splits=True,
     ),
-    "zb-h2": Builder(lambda p, m, v, t: zb_h2(p, m), "no bubble if F=B=W, peak 2P-1", "2401.10241", splits=True),
+    "zb-h2": Builder(
+        lambda p, m, v, t: zb_h2(p, m),
+        lambda p, m, v, t: (p - 1) * _filled_twice(t),
+        lambda p, v, r: 2 * p - 1,
+        "no bubble if F=B=W, peak 2P-1", "2401.10241", splits=True,
+    ),
     "zb-1p": Builder(
-        lambda p, m, v, t: keys(zb_1p(p, m, v, t)), "list-scheduled by the times, peak P", "2401.10241", splits=True
+        lambda p, m, v, t: keys(zb_1p(p, m, v, t)),
+        lambda p, m, v, t: (p - 1) * _filled(t),
+        lambda p, v, r: p,
+        "list-scheduled by the times, peak P", "2401.10241", splits=True,
     ),
     "zb-2p": Builder(
-        lambda p, m, v, t: keys(zb_2p(p, m, v, t)), "the same in the memory of 2P", "2401.10241", splits=True
+        lambda p, m, v, t: keys(zb_2p(p, m, v, t)),
+        lambda p, m, v, t: (p - 1) * _filled_twice(t),
+        lambda p, v, r: 2 * p,
+        "the same in the memory of 2P", "2401.10241", splits=True,
     ),
     "zb-v": Builder(
         lambda p, m, v, t: zb_v(p, m, t),
-        "no bubble if F=B=W, peak P, two chunks per rank",
-        "2401.10241",
-        2,
-        splits=True,
+        lambda p, m, v, t: (p - 1) * larger(t.backward_input - t.backward_weight, 0),
+        lambda p, v, r: p,
+        "no bubble if F=B=W, peak P, two chunks per rank", "2401.10241", chunks=2, splits=True,
     ),
     "v-half": Builder(
-        lambda p, m, v, t: v_half(p, m, t), "half of 1F1B's peak and bubble", "2405.15362", 2, splits=True
+        lambda p, m, v, t: v_half(p, m, t),
+        lambda p, m, v, t: larger(p / 2 - 1 - p % 2 / 3, 1 / 6) * (t.forward + t.backward)
+        + p * larger(t.backward_input - t.backward_weight, 0),
+        lambda p, v, r: p / 2 + 1 + p % 2 / 2,
+        "half of 1F1B's peak and bubble", "2405.15362", chunks=2, splits=True,
     ),
     "v-min": Builder(
         lambda p, m, v, t: v_min(p, m, t),
-        "a third of 1F1B's peak, two thirds of its bubble",
-        "2405.15362",
-        2,
-        splits=True,
+        lambda p, m, v, t: _slots(p, m, t),
+        lambda p, v, r: (p + 4) / 3,
+        "a third of 1F1B's peak, two thirds of its bubble", "2405.15362", chunks=2, splits=True,
     ),
     "dualpipe": Builder(
         lambda p, m, v, t: dualpipe(p, m),
-        "two flows from both ends, parameters twice",
-        "2412.19437",
-        splits=True,
-        twice=True,
+        lambda p, m, v, t: (p / 2 - 1) * _filled(t),
+        lambda p, v, r: p + 1,
+        "two flows from both ends, parameters twice", "2412.19437", splits=True, twice=True,
     ),
     "dualpipe-v": Builder(
-        lambda p, m, v, t: dualpipe_v(p, m), "DualPipe folded: two chunks per rank", "2412.19437", 2, splits=True
+        lambda p, m, v, t: dualpipe_v(p, m),
+        lambda p, m, v, t: (p - 1) / 2 * _filled(t),
+        lambda p, v, r: p + 0.5,
+        "DualPipe folded: two chunks per rank", "2412.19437", chunks=2, splits=True,
     ),
-}
+}  # fmt: skip
 
 
 def build(name: str, ranks: int, microbatches: int, virtual: int | None = None, times: Times = EQUAL) -> Table:
