@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
-from weft.model_config import config_from_shape, shape_from_config
-from weft.planner.candidates import CHOSEN
-from weft.planner.finalists import finalists
-from weft.planner.machine import Cluster
-from weft.planner.search import search
+from weft.model_config import config_from_shape
 from weft.planner.shape import SECTIONS, SHAPES, load_model
 from weft.recipe import ModelShape, RopeScaling, load_recipe
 from weft.train.setup import model_shape, prepare
@@ -73,9 +69,7 @@ def test_built_in_sections_are_what_config_json_says() -> None:
 @pytest.mark.parametrize(
     ("model", "reason"), [("qwen3-30b", "no experts yet"), ("gpt-22b", "SwiGLU only"), ("gemma", "Gemma2ForCausalLM")]
 )
-def test_what_cannot_be_trained_is_said_and_gets_no_recipe(
-    plan: Any, tmp_path: Path, model: str, reason: str
-) -> None:
+def test_what_cannot_be_trained_is_said_and_gets_no_recipe(plan: Any, tmp_path: Path, model: str, reason: str) -> None:
     name = config_in(tmp_path / "gemma", GEMMA_2) if model == "gemma" else model
     demands = [name, "--cluster", "h100", "--gpus", 8, "--batch", 8, "--seq", 2048]
     code, text, _ = plan(*demands, "--html", tmp_path / "plan.html")
