@@ -168,7 +168,7 @@ def test_diff_sees_signs_and_nan(weft: Any, tmp_path: Path) -> None:
 def test_diff_is_the_same_in_pieces(weft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = save(tmp_path / "a", values(1)), save(tmp_path / "b", values(2))
     whole = json.loads(weft("diff", a, b, "--json")[1])["values"]["model.w"]
-    monkeypatch.setattr("weft.cli.checkpoint.CHUNK", 7)
+    monkeypatch.setattr("weft.checkpoint.compare.CHUNK", 7)
     assert json.loads(weft("diff", a, b, "--json")[1])["values"]["model.w"] == pytest.approx(whole)
 
 

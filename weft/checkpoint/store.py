@@ -268,7 +268,18 @@ def verify(checkpoint: Checkpoint) -> int:
 
 
 def rewrite(source: Checkpoint, target: Storage) -> None:
-    """Make the checkpoint again as one of a single rank: one data file with the blocks as they are, each verified."""
+    """Make the checkpoint again as one of a single rank: one data file with the blocks as they are, each verified.
+
+    Nothing half-made stays in ``target``, whatever ends this, Ctrl-C as well.
+    """
+    try:
+        _rewrite(source, target)
+    except BaseException:
+        target.clear()
+        raise
+
+
+def _rewrite(source: Checkpoint, target: Storage) -> None:
     blocks = sorted(source.all_blocks(), key=lambda b: (b.tensor, b.box))
     head, spans = header(((b.tensor, b.box) for b in blocks), source.tensors)
     attempt = secrets.token_hex(6)

@@ -1,4 +1,4 @@
-"""``weft checkpoint``: list, look into, verify, compare, merge and thin out checkpoints."""
+"""``weft checkpoint``: list, look into, verify, compare, merge, convert and thin out checkpoints."""
 
 import fnmatch
 import json
@@ -11,29 +11,40 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import torch
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from weft.checkpoint.format import ROOT, Tensor
-from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.s3 import open_storage
-from weft.checkpoint.save import TORCH_DTYPES, Local
-from weft.checkpoint.storage import Storage
-from weft.checkpoint.store import candidates, committed, is_new, look, places, prune, rewrite
-from weft.checkpoint.store import verify as verify_whole
+from weft.cli.arguments import AsJson
+from weft.cli.convert import convert
 from weft.errors import UsageError, WeftError
-from weft.layout.dims import Box, part
-from weft.observe.metrics import FILE, read_metrics
 
-CHUNK = 1 << 22  # elements that are compared together
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
+    from weft.checkpoint.format import Tensor
+    from weft.checkpoint.load import Checkpoint
+    from weft.checkpoint.storage import Storage
+
+app = typer.Typer(help="List, look into, verify, compare, merge, convert and prune checkpoints.", no_args_is_help=True)
+app.command()(convert)
+
+_newest = "A checkpoint, or a run: its newest one. A folder or s3://bucket/prefix."
+OneCheckpoint = Annotated[str, typer.Argument(metavar="PATH", help=_newest)]
+_all = "A run or a checkpoint: a folder or s3://bucket/prefix."
+AllCheckpoints = Annotated[str, typer.Argument(metavar="PATH", help=_all)]
 
 
-def ls(path: str, as_json: bool) -> int:
-    """A line per checkpoint, oldest first. One that seems whole may still hold damaged values."""
+@app.command()
+def ls(path: AllCheckpoints, as_json: AsJson = False) -> int:
+    """List the checkpoints of a run, oldest first: step, layout, size, and whether they seem whole.
+
+    One that seems whole may still hold damaged values; weft checkpoint verify reads them.
+    """
+    from weft.checkpoint.format import ROOT
+    from weft.checkpoint.load import Checkpoint
+    from weft.checkpoint.store import look
+
     records = []
     found = _checkpoints(path)
     spread = len({str(place).removesuffix(place.name) for place in found}) > 1
@@ -61,8 +72,15 @@ def ls(path: str, as_json: bool) -> int:
     return 0
 
 
-def inspect(path: str, pattern: str | None, as_json: bool) -> int:
-    """What a checkpoint says of itself, and the tensors whose name contains or, with wildcards, matches ``pattern``."""
+@app.command()
+def inspect(
+    path: OneCheckpoint,
+    pattern: Annotated[str | None, typer.Argument(help="Part of a name, or a pattern such as '*.norm'.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show what a checkpoint holds: run, progress and tensors."""
+    from weft.checkpoint.load import Checkpoint
+
     checkpoint = Checkpoint(_checkpoints(path)[-1])
     meta, tensors = checkpoint.meta, checkpoint.tensors
     wanted = pattern if pattern and any(c in pattern for c in "*?[") else f"*{pattern or ''}*"
@@ -92,8 +110,11 @@ def inspect(path: str, pattern: str | None, as_json: bool) -> int:
     return 0
 
 
-def verify(path: str) -> int:
-    """Read everything that ``path`` means: one checkpoint, or all of a run with a line for each."""
+@app.command()
+def verify(path: AllCheckpoints) -> int:
+    """Read checkpoints from end to end and check every digest. Exit code 0: whole, 1: damaged."""
+    from weft.checkpoint.s3 import open_storage
+
     whole = True
     for place in _checkpoints(path):
         try:
@@ -106,57 +127,68 @@ def verify(path: str) -> int:
     return 0 if whole else 1
 
 
-def diff(a: str, b: str, as_json: bool) -> int:
-    """Compare tensors bit by bit; exit code 0 if they are equal, whatever step and layout they were saved at."""
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help=_newest)],
+    b: Annotated[str, typer.Argument(metavar="B", help=_newest)],
+    as_json: AsJson = False,
+) -> int:
+    """Compare the tensors of two checkpoints, of whatever layout. Exit code 0: equal bit by bit, 1: not."""
+    from weft.checkpoint.compare import compare
+
     with _reading(_checkpoints(a)[-1], _checkpoints(b)[-1]) as (one, two):
-        fields = ("step", "layout", "world", "data", "progress")
-        meta = {k: [one.meta.get(k), two.meta.get(k)] for k in fields if one.meta.get(k) != two.meta.get(k)}
-        missing = [name for name in one.tensors if name not in two.tensors]
-        extra = [name for name in two.tensors if name not in one.tensors]
-        common = [(name, t, two.tensors[name]) for name, t in one.tensors.items() if name in two.tensors]
-        alike = {name: t for name, t, other in common if (t.shape, t.dtype) == (other.shape, other.dtype)}
-        changed = {n: [[s.dtype, s.shape], [t.dtype, t.shape]] for n, s, t in common if n not in alike}
-        compared = {name: _compare(name, t, one, two) for name, t in alike.items()}
-    values = {name: found for name, found in compared.items() if found["different"]}
-    equal = not (missing or extra or changed or values)
+        found = compare(one, two)
     if as_json:
-        found = {n: {k: x if math.isfinite(x) else None for k, x in v.items()} for n, v in values.items()}
-        record = {"equal": equal, "meta": meta, "missing": missing, "extra": extra, "changed": changed}
-        print(json.dumps(record | {"values": found}))
-        return 0 if equal else 1
-    rows = [(key, *map(str, pair)) for key, pair in meta.items()]
-    rows += [(name, *(f"{dtype} {list(shape)}" for dtype, shape in pair)) for name, pair in changed.items()]
-    rows += [(name, "there", "missing") for name in missing] + [(name, "missing", "there") for name in extra]
+        finite = {
+            name: {key: x if math.isfinite(x) else None for key, x in asdict(v).items()}
+            for name, v in found.values.items()
+        }
+        print(json.dumps({"equal": found.equal} | asdict(found) | {"values": finite}))
+        return 0 if found.equal else 1
+    rows = [(key, *map(str, pair)) for key, pair in found.meta.items()]
+    rows += [(name, *(f"{dtype} {list(shape)}" for dtype, shape in pair)) for name, pair in found.changed.items()]
+    rows += [(name, "there", "missing") for name in found.missing] + [(n, "missing", "there") for n in found.extra]
     _print_table([("", "A", "B"), *rows] if rows else [])
     table = [("tensor", "different elements", "largest difference", "relative 2-norm")]
-    for name, v in values.items():
-        count = f"{v['different']:,} of {alike[name].numel:,}"
-        table.append((name, count, f"{v['max']:.3g}", f"{v['relative']:.3g}"))
-    _print_table(table if values else [])
-    print(f"all {len(one.tensors)} tensors are equal" if equal else "the tensors differ")
-    return 0 if equal else 1
+    for name, v in found.values.items():
+        count = f"{v.different:,} of {one.tensors[name].numel:,}"
+        table.append((name, count, f"{v.max:.3g}", f"{v.relative:.3g}"))
+    _print_table(table if found.values else [])
+    print(f"all {len(one.tensors)} tensors are equal" if found.equal else "the tensors differ")
+    return 0 if found.equal else 1
 
 
-def merge(path: str, out: str) -> int:
-    """Rewrite a checkpoint as one of a single rank; nothing half-made stays."""
+@app.command()
+def merge(path: OneCheckpoint, out: Annotated[str, typer.Option(help="The folder to make, or s3://...")]) -> int:
+    """Rewrite a checkpoint of many ranks as one of a single rank, verified and bit by bit the same."""
+    from weft.checkpoint.s3 import open_storage
+    from weft.checkpoint.store import is_new, rewrite
+
     target = open_storage(out)
     if not is_new(target):
         raise UsageError(f"--out {out} exists already; name a new folder")
     with _reading(_checkpoints(path)[-1]) as (source,):
-        try:
-            rewrite(source, target)
-        except BaseException:  # Ctrl-C as well
-            target.clear()
-            raise
+        rewrite(source, target)
     print(out)
     return 0
 
 
-def thin(run: str, last: int, every: int, best: str | None, dry_run: bool) -> int:
-    """Delete what the policy does not keep, in each place of the run.
+@app.command()
+def prune(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or s3://bucket/prefix.")],
+    last: Annotated[int, typer.Option("--keep-last", min=1, metavar="N", help="Keep the newest N.")],
+    every: Annotated[int, typer.Option("--keep-every", min=0, metavar="K", help="Keep every K steps.")] = 0,
+    best: Annotated[str | None, typer.Option(metavar="METRIC", help="Keep the lowest, e.g. validation.loss.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+) -> int:
+    """Delete old checkpoints of a run, but never the last that verifies.
 
-    Reads the newest checkpoint there first, and those before until one is whole.
+    In each place of the run the newest checkpoint is read first, and those before it until one is whole.
     """
+    from weft.checkpoint.s3 import open_storage
+    from weft.checkpoint.store import committed, places
+    from weft.checkpoint.store import prune as delete
+
     found = _checkpoints(run)
     if found == [open_storage(run)]:
         raise UsageError(f"{run} is one checkpoint; give the folder of its run")
@@ -164,7 +196,7 @@ def thin(run: str, last: int, every: int, best: str | None, dry_run: bool) -> in
     damaged: list[str] = []
     kept = 0
 
-    def check(place: Storage) -> None:
+    def check(place: "Storage") -> None:
         damaged.append(place.name)
         _verify(place)
         damaged.pop()
@@ -173,7 +205,7 @@ def thin(run: str, last: int, every: int, best: str | None, dry_run: bool) -> in
         if not (here := committed(root)):
             continue
         before = len(damaged)
-        gone = prune(root, last, every, scores, check, dry_run)
+        gone = delete(root, last, every, scores, check, dry_run)
         if len(damaged) - before == len(here):
             raise WeftError(f"no checkpoint in {root} verifies, so none is deleted")
         for place in gone:
@@ -185,6 +217,8 @@ def thin(run: str, last: int, every: int, best: str | None, dry_run: bool) -> in
 
 def _scores(run: Path, metric: str) -> dict[int, float]:
     """A metric of the run by step: ``validation.loss``, or ``validation`` for short."""
+    from weft.observe.metrics import FILE, read_metrics
+
     kind, _, field = metric.partition(".")
     folder = next((p for p in (run, run.parent) if (p / FILE).is_file()), None)
     if folder is None:
@@ -196,16 +230,18 @@ def _scores(run: Path, metric: str) -> dict[int, float]:
     return scores
 
 
-def _checkpoints(path: str) -> list[Storage]:
+def _checkpoints(path: str) -> "list[Storage]":
     """The checkpoints that ``path`` means, oldest first."""
+    from weft.checkpoint.store import candidates
+
     return candidates(path, warn=lambda text: print(f"weft: {text}", file=sys.stderr))[::-1]
 
 
 class _Watched:
     """A place that tells how many bytes of data files are read."""
 
-    def __init__(self, place: Storage, heard: Callable[[int], None]) -> None:
-        self._place, self._heard = place, heard
+    def __init__(self, place: "Storage", progress: Callable[[int], None]) -> None:
+        self._place, self._progress = place, progress
 
     def __str__(self) -> str:
         return str(self._place)
@@ -215,46 +251,32 @@ class _Watched:
 
     def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
         self._place.read_into(name, offset, *buffers)
-        self._heard(sum(b.nbytes for b in buffers))
+        self._progress(sum(b.nbytes for b in buffers))
 
 
 @contextmanager
-def _reading(*places: Storage) -> Iterator[list[Checkpoint]]:
+def _reading(*places: "Storage") -> "Iterator[list[Checkpoint]]":
     """Open checkpoints, with a bar for how much of them has been read."""
+    from weft.checkpoint.load import Checkpoint
+
     console, found = Console(stderr=True), []
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         for place in places:
             task = bar.add_task(place.name, total=None)
-            found.append(Checkpoint(cast(Storage, _Watched(place, partial(bar.advance, task)))))
+            found.append(Checkpoint(cast("Storage", _Watched(place, partial(bar.advance, task)))))
             bar.update(task, total=sum(map(_size, found[-1].tensors.values())))
         yield found
 
 
-def _verify(place: Storage) -> int:
+def _verify(place: "Storage") -> int:
+    from weft.checkpoint.store import verify as verify_whole
+
     with _reading(place) as (checkpoint,):
         return verify_whole(checkpoint)
 
 
-def _compare(name: str, tensor: Tensor, one: Checkpoint, two: Checkpoint) -> dict[str, float]:
-    """How many elements are different, bit by bit, and by how much."""
-    count, largest, apart, norm = 0, 0.0, 0.0, 0.0
-    rows = (*tensor.shape, 1)[0]
-    for i in range(pieces := min(rows, -(-tensor.numel // CHUNK))):
-        box: Box = (part(rows, pieces, i), *((0, n) for n in tensor.shape[1:]))[: len(tensor.shape)]
-        x, y = (torch.empty([hi - lo for lo, hi in box], dtype=TORCH_DTYPES[tensor.dtype]) for _ in "xy")
-        one.load({name: Local(x, box, tensor)})
-        two.load({name: Local(y, box, tensor)})
-        unequal = x.view(BITS[tensor.itemsize]) != y.view(BITS[tensor.itemsize])
-        norm += float(x.double().square().sum())
-        if found := int(unequal.sum()):
-            gap = (x[unequal].double() - y[unequal].double()).abs()
-            count, apart = count + found, apart + float(gap.square().sum())
-            largest = max(largest, float(gap.max()), key=lambda v: (math.isnan(v), v))
-    return {"different": count, "max": largest, "relative": math.sqrt(apart / norm) if norm else math.inf}
-
-
-def _size(t: Tensor) -> int:
+def _size(t: "Tensor") -> int:
     return t.numel * t.itemsize
 
 

@@ -1,22 +1,35 @@
 """``weft checkpoint convert``: checkpoints of other programs in, Hugging Face and DCP out."""
 
 from pathlib import Path
+from typing import Annotated
 
-import torch
 import typer
 
-from weft.checkpoint.convert import convert
 from weft.errors import UsageError, nearest
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_from = typer.Option("--from", help="weft, hf, dcp, deepspeed, megatron or gguf; guessed if left out.")
+_config = typer.Option(help="The model's config.json, if none lies beside SOURCE.")
+_out = typer.Option(help="The folder to make; with --to weft also s3://...")
 
 
-def run(
-    source: str, out: str, kind: str | None, to: str, config: Path | None, dtype: str | None, optimizer: bool
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint of Weft's or of another program.")],
+    out: Annotated[str, _out],
+    kind: Annotated[str | None, _from] = None,
+    to: Annotated[str, typer.Option(help="weft, hf or dcp.")] = "weft",
+    config: Annotated[Path | None, _config] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 weights; else as stored.")] = None,
+    optimizer: Annotated[bool, typer.Option(help="Take optimizer state along.")] = True,
 ) -> int:
-    if dtype is not None and dtype not in DTYPES:
-        raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, DTYPES)}")
-    found = convert(source, out, kind, to, config, DTYPES[dtype] if dtype else None, optimizer)
+    """Convert checkpoints of other programs, with one tensor in memory at a time."""
+    import torch
+
+    from weft.checkpoint.convert import convert as write
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype is not None and dtype not in dtypes:
+        raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, dtypes)}")
+    found = write(source, out, kind, to, config, dtypes[dtype] if dtype else None, optimizer)
     count = sum(logical.numel for logical in found.logical.values())
     moments = ", with optimizer state" if found.moments and optimizer and to != "hf" else ""
     typer.echo(f"{out}: {len(found.names())} tensors, {count:,} parameters from {found.kind}{moments}")

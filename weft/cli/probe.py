@@ -6,8 +6,9 @@ import socket
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
@@ -18,7 +19,12 @@ from weft.errors import WeftError
 PATIENCE = 300
 
 
-def run(out: Path, ranks: int, quick: bool) -> int:
+def probe(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The cluster file to write.")] = Path("probe.toml"),
+    ranks: Annotated[int, typer.Option(min=1, help="Measure with 1, 2, 4 ... up to so many ranks at once.")] = 4,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and turns.")] = False,
+) -> int:
+    """Measure this machine for weft plan: products, memory, operators, collectives. Under torchrun: its ranks."""
     if in_ranks():
         return _be_rank(out, quick)
     begun = time.perf_counter()

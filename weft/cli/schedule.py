@@ -3,27 +3,43 @@
 import json
 import math
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
+from weft.cli.arguments import AsJson
 from weft.cli.table import print_table
 from weft.errors import UsageError, WeftError
 from weft.schedule import draw
 from weft.schedule.build import BUILDERS, Times, build
 from weft.schedule.simulate import Simulation, simulate, uniform
 
+_ms = "{} of a microbatch on a rank, all its stages."
 
-def run(
-    name: str | None,
-    stages: int,
-    microbatches: int,
-    virtual: int | None,
-    times: Times,
-    files: dict[str, Path | None],
-    as_json: bool,
+
+def schedule(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="e.g. 1f1b; without it, all are listed.")] = None,
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline ranks, P.")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per step, M.")] = 8,
+    virtual: Annotated[int | None, typer.Option(min=1, help="Stages per rank (looped schedules: 2).")] = None,
+    forward: Annotated[float, typer.Option(min=0, metavar="MS", help=_ms.format("Forward"))] = 1.0,
+    backward_input: Annotated[float, typer.Option(min=0, metavar="MS", help=_ms.format("Input gradient"))] = 1.0,
+    backward_weight: Annotated[float, typer.Option(min=0, metavar="MS", help=_ms.format("Weight gradient"))] = 1.0,
+    comm: Annotated[float, typer.Option(min=0, metavar="MS", help="A move between two ranks.")] = 0.0,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as a page to explore.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
+    as_json: AsJson = False,
 ) -> int:
-    """``files``: where to write ``svg``, ``html`` and ``trace``. Raises :class:`UsageError` for what cannot be."""
+    """Simulate and draw a pipeline schedule: makespan, bubble, peak activations. Needs no devices.
+
+    Makespan: the longest time from a rank's first action to its last, what a step takes in a run of many.
+    Activations are counted in microbatches: 1 is what all stages of a rank save of one microbatch.
+    """
+    times = Times(forward, backward_input, backward_weight, comm)
+    files = {"svg": svg, "html": html, "trace": trace}
     if name is None:
         return _list(files, as_json)
     for option, value in zip(("forward", "backward-input", "backward-weight", "comm"), _tuple(times), strict=True):

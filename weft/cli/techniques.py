@@ -1,11 +1,11 @@
 """``weft techniques``: the catalogue, as docs/techniques.md has it."""
 
 from weft.cli.table import print_table
-from weft.shipped import techniques
-
-COLUMNS = ("technique", "paper", "module", "recipe", "proof", "figure")
+from weft.shipped import techniques as rows
 
 
-def run() -> int:
-    print_table(COLUMNS, ([cell.replace("`", "") for cell in row] for row in techniques()))
+def techniques() -> int:
+    """List the published techniques in Weft, with recipe, proof and measured figure."""
+    columns = ("technique", "paper", "module", "recipe", "proof", "figure")
+    print_table(columns, ([cell.replace("`", "") for cell in row] for row in rows()))
     return 0

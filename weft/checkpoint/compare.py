@@ -1,0 +1,70 @@
+"""Two checkpoints compared, bit by bit, whatever layouts they were saved from."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weft.checkpoint.format import Tensor
+from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.save import TORCH_DTYPES, Local
+from weft.layout.dims import Box, part
+
+CHUNK = 1 << 22  # elements that are compared together
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """In how many elements a tensor differs, by how much at most, and the 2-norm of that relative to the first's."""
+
+    different: int
+    max: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two checkpoints do not have in common. Pairs are of the first and the second."""
+
+    meta: dict[str, list[Any]]  # pairs
+    missing: list[str]  # in the second
+    extra: list[str]  # in the second only
+    changed: dict[str, list[list[Any]]]  # pairs of dtype and shape
+    values: dict[str, Difference] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all tensors are; step, layout and progress do not count."""
+        return not (self.missing or self.extra or self.changed or self.values)
+
+
+def compare(one: Checkpoint, two: Checkpoint) -> Comparison:
+    """Read both from end to end."""
+    fields = ("step", "layout", "world", "data", "progress")
+    meta = {k: [one.meta.get(k), two.meta.get(k)] for k in fields if one.meta.get(k) != two.meta.get(k)}
+    missing = [name for name in one.tensors if name not in two.tensors]
+    extra = [name for name in two.tensors if name not in one.tensors]
+    common = [(name, t, two.tensors[name]) for name, t in one.tensors.items() if name in two.tensors]
+    alike = {name: t for name, t, other in common if (t.shape, t.dtype) == (other.shape, other.dtype)}
+    changed = {n: [[s.dtype, s.shape], [t.dtype, t.shape]] for n, s, t in common if n not in alike}
+    found = {name: _difference(name, t, one, two) for name, t in alike.items()}
+    return Comparison(meta, missing, extra, changed, {name: d for name, d in found.items() if d.different})
+
+
+def _difference(name: str, tensor: Tensor, one: Checkpoint, two: Checkpoint) -> Difference:
+    count, largest, apart, norm = 0, 0.0, 0.0, 0.0
+    rows = (*tensor.shape, 1)[0]
+    for i in range(pieces := min(rows, -(-tensor.numel // CHUNK))):
+        box: Box = (part(rows, pieces, i), *((0, n) for n in tensor.shape[1:]))[: len(tensor.shape)]
+        x, y = (torch.empty([hi - lo for lo, hi in box], dtype=TORCH_DTYPES[tensor.dtype]) for _ in "xy")
+        one.load({name: Local(x, box, tensor)})
+        two.load({name: Local(y, box, tensor)})
+        unequal = x.view(BITS[tensor.itemsize]) != y.view(BITS[tensor.itemsize])
+        norm += float(x.double().square().sum())
+        if found := int(unequal.sum()):
+            gap = (x[unequal].double() - y[unequal].double()).abs()
+            count, apart = count + found, apart + float(gap.square().sum())
+            largest = max(largest, float(gap.max()), key=lambda v: (math.isnan(v), v))
+    return Difference(count, largest, math.sqrt(apart / norm) if norm else math.inf)

@@ -1,0 +1,30 @@
+"""Arguments and options that several commands take."""
+
+import glob
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.shipped import shipped_recipes
+
+
+def _recipes(incomplete: str) -> list[str]:
+    """What the shell offers for RECIPE: names of Weft's own, and files; of anything else what it offers by itself."""
+    files = glob.glob(f"{glob.escape(incomplete)}*.toml")
+    return [name for name in (*shipped_recipes(), *files) if name.startswith(incomplete)]
+
+
+_recipe = "A TOML recipe: a file, or one of Weft's by name (weft recipes), e.g. quickstart."
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help=_recipe, autocompletion=_recipes)]
+
+_layout = (
+    'Ranks per axis, e.g. "shard=2,tp=2". Axes: pp, dp, shard, cp, tp; also zero, context, ulysses, and of pp: '
+    "schedule, virtual, vocab_barriers, skip."
+)
+LayoutText = Annotated[str | None, typer.Option("--layout", help=_layout)]
+
+_set = typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a recipe value; may be repeated.")
+Overrides = Annotated[list[str] | None, _set]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
