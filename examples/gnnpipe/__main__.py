@@ -1,6 +1,7 @@
 """GNNPipe on a planted-community graph, beside full-graph training on one device and graph parallelism's volume.
 
-``python examples/gnnpipe.py --ranks 4 --chunks 8`` prints loss and test accuracy of both as training goes on.
+``python -m examples.gnnpipe --ranks 4 --chunks 8``, in the root of the repository, prints loss and test accuracy of both
+as training goes on.
 """
 
 import argparse
@@ -9,13 +10,13 @@ import sys
 import torch
 import torch.distributed as dist
 
+from examples.gnnpipe.model import GNN, planted
+from examples.gnnpipe.pipeline import GraphPipeline, volumes
 from weft.cli.launch import in_ranks, init_ranks, launch
-from weft.models.gnn import GNN, planted
-from weft.parallel.graph import GraphPipeline, volumes
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m examples.gnnpipe", description=__doc__)
     sizes = {"ranks": 4, "chunks": 8, "nodes": 2000, "classes": 6, "layers": 4, "hidden": 32, "epochs": 150}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
@@ -23,7 +24,7 @@ def main() -> int:
     if not 1 <= o.ranks <= o.layers or not 1 <= o.chunks <= o.nodes:
         parser.error("needs a layer per rank and a node per chunk")
     if not in_ranks():
-        return launch([], o.ranks, [sys.executable, *sys.argv])
+        return launch([], o.ranks, [sys.executable, "-m", "examples.gnnpipe", *sys.argv[1:]])
     init_ranks("cpu", 600)
     graph, models = planted(o.nodes, o.classes, seed=0), []
     for _ in range(2):

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.gnnpipe.model import GNN, Graph, mean_matrix, planted
+from examples.gnnpipe.pipeline import GraphPipeline, volumes
+from examples.gnnpipe.table import FORWARD, chunk_order, graph_table
 from tests.pool import Pool
-from weft.models.gnn import GNN, Graph, mean_matrix, planted
-from weft.parallel.graph import GraphPipeline, volumes
 from weft.schedule.actions import ScheduleError, Table, Value
-from weft.schedule.graph import chunk_order, graph_table
+from weft.schedule.lower import SEND
 from weft.schedule.simulate import simulate, uniform
 from weft.schedule.validate import validate
 
@@ -134,8 +135,9 @@ def test_stale_reads_change_the_gradient() -> None:
 def test_table(ranks: int, chunks: int) -> None:
     table = graph_table(ranks, chunk_order(chunks, 0, 7))
     lowered = validate(table)
-    assert not [a for a in lowered if a.kind == "SEND" and a.reads[0].name not in ("act", "grad")]
-    assert len([a for a in lowered if a.kind == "SEND"]) == 2 * (ranks - 1) * chunks
+    sends = [a for a in lowered if a.kind == SEND]
+    assert not [a for a in sends if a.reads[0].name not in ("act", "grad")]
+    assert len(sends) == 2 * (ranks - 1) * chunks
     clock = simulate(table, uniform(table))  # forward 1, backward 2
     assert clock.elapsed == 3 * (chunks + ranks - 1)
     assert clock.peaks == (chunks,) * ranks
@@ -144,7 +146,7 @@ def test_table(ranks: int, chunks: int) -> None:
 
 def test_a_chunk_reads_its_neighbours_only() -> None:
     table = graph_table(2, [2, 0, 1], {0: {0, 2}, 1: {1}, 2: {0}})
-    read = {a.microbatch: {v.microbatch for v in a.reads if v.name == "layer_in"} for a in table if a.kind == "F"}
+    read = {a.microbatch: {v.microbatch for v in a.reads if v.name == "layer_in"} for a in table if a.kind == FORWARD}
     assert read == {2: set(), 0: {2}, 1: set()}
 
 
@@ -153,7 +155,7 @@ def test_backward_in_the_order_of_forward_is_refused() -> None:
     (actions,) = table.ranks
     wrong = Table(table.name, ((*actions[:3], *reversed(actions[3:])),), table.stages, table.paths)
     assert Value("late", 0, 1) in actions[-1].reads
-    with pytest.raises(ScheduleError, match=r"B\(0,0\) on rank 0 comes before late\(0,1\) is there"):
+    with pytest.raises(ScheduleError, match=r"GB\(0,0\) on rank 0 comes before late\(0,1\) is there"):
         validate(wrong)
 
 

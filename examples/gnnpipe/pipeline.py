@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.models.gnn import GNN, Graph, mean_matrix
+from examples.gnnpipe.model import GNN, Graph, mean_matrix
+from examples.gnnpipe.table import BACKWARD, FORWARD, chunk_order, graph_table
 from weft.schedule.actions import Action, Table, Value
 from weft.schedule.execute import execute, replay
-from weft.schedule.graph import chunk_order, graph_table
+from weft.schedule.lower import links
 from weft.schedule.partition import partition
 from weft.schedule.validate import validate
 from weft.schedule.wire import Wire
@@ -75,11 +76,11 @@ class GraphPipeline:
         return total
 
     def _run(self, table: Table) -> None:
-        lowered, ops = validate(table), {"F": self._forward, "B": self._backward}
+        lowered, ops = validate(table), {FORWARD: self._forward, BACKWARD: self._backward}
         if self.group is None or self.wire is None:
             replay(table, ops)
         else:
-            self.wire.connect({(a.rank, a.peer) for a in lowered if a.kind == "SEND"})
+            self.wire.connect(links(lowered))
             execute(lowered, self.group.rank(), ops, self.wire)
 
     def _forward(self, a: Action, reads: Sequence[Any]) -> list[Any]:

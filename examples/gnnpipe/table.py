@@ -5,6 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from weft.schedule.actions import Action, Table, Value, assemble
+from weft.schedule.kinds import KINDS, Duty, Kind, declare
+
+# A stage's passes read what those of the stages beside it write, as any pipeline's do, and the state of other chunks.
+FORWARD = declare(Kind("GF", "forward of a chunk", "#2563eb", Duty.FORWARD, forward=True, flow=KINDS["F"].flow))
+BACKWARD = declare(Kind("GB", "backward of a chunk", "#15803d", Duty.BACKWARD, flow=KINDS["B"].flow))
 
 
 def chunk_order(chunks: int, epoch: int, seed: int | None) -> list[int]:
@@ -26,12 +31,12 @@ def graph_table(
     hence the reverse order. What a chunk reads of chunks after it is of the epoch before and not in this table. Both
     values stay on their rank. ``backward``: False for inference.
     """
-    actions = [("F", c) for c in order] + [("B", c) for c in reversed(order) if backward]
+    actions = [(FORWARD, c) for c in order] + [(BACKWARD, c) for c in reversed(order) if backward]
     orders = [[(kind, rank, c) for kind, c in actions] for rank in range(ranks)]
 
     def add_state(a: Action) -> Action:
         s, c, i = a.stage, a.microbatch, order.index(a.microbatch)
-        if a.kind == "F":
+        if a.kind == FORWARD:
             state = [Value("layer_in", s, e) for e in order[:i] if near is None or e in near[c]]
             return replace(a, reads=(*a.reads, *state), writes=(*a.writes, Value("layer_in", s, c)))
         late = [Value("late", s, e) for e in order[i + 1 : i + 2]]

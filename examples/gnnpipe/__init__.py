@@ -1,0 +1,1 @@
+"""Pipelined training of graph networks (GNNPipe), on the public interfaces of :mod:`weft.schedule` alone."""
