@@ -207,7 +207,7 @@ def _call(rank: int, world: int, store: Any, timeout: float, task: bytes) -> Out
     import torch
     import torch.distributed as dist
 
-    from weft.cli.launch import is_secondary
+    from weft.cli.failure import is_secondary
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)

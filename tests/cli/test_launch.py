@@ -14,17 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from weft.cli.launch import (
-    Failure,
-    Grade,
-    in_ranks,
-    is_secondary,
-    launch,
-    oom_kills,
-    report_failure,
-    root_cause,
-    slurm_ranks,
-)
+from weft.cli.failure import Failure, Grade, is_secondary, oom_kills, report_failure, root_cause
+from weft.cli.launch import in_ranks, launch, slurm_ranks
 from weft.errors import UsageError, WeftError
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +25,8 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from weft.cli.launch import init_ranks, report_failure
+from weft.cli.failure import report_failure
+from weft.cli.launch import init_ranks
 from weft.errors import UsageError
 
 folder, deed = Path(sys.argv[1]), sys.argv[2]

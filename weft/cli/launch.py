@@ -1,7 +1,7 @@
-"""Start the ranks of one machine, end them together, and turn what went wrong in any of them into one line.
+"""Start the ranks of one machine and end them together.
 
 ``launch`` runs this command again as several processes under ``torch.distributed.elastic``. A rank that fails leaves a
-record (:func:`report_failure`); the parent picks the root cause from all records and exit codes.
+record (:mod:`weft.cli.failure`); the parent picks the root cause from all records and exit codes.
 """
 
 import contextlib
@@ -13,17 +13,16 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 from unittest import mock
 
 import psutil
 
+from weft.cli.failure import Failure, Grade, oom_kills, root_cause, show
 from weft.errors import UsageError, WeftError
 
 #: Seconds that ranks get, after Ctrl-C or SIGTERM, to save and stop before they are killed.
@@ -42,31 +41,6 @@ if os.getppid() != int(parent):
     sys.exit(1)
 os.execv(command[0], command)
 """
-
-# How gloo, NCCL and the rendezvous store put it that *another* rank is gone or late.
-_PEER_LOST = r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|Connection (refused|closed)|ProcessGroup"
-
-
-class Grade(IntEnum):
-    """How much a failure explains, most first."""
-
-    WEFT_ERROR = 0
-    UNEXPECTED = 1
-    NAMED = 2  # the loss of another rank, which is named
-    LOST = 3  # the loss of another rank
-    TOLD = 4  # told to stop
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why one rank ended; the root cause is that of the lowest grade, then the earliest."""
-
-    rank: int
-    message: str
-    exit_code: int
-    grade: int  # a Grade
-    when: float  # seconds since the epoch
-    trace: str = ""
 
 
 def in_ranks() -> bool:
@@ -179,7 +153,7 @@ def launch(argv: list[str], ranks: int, command: list[str] | None = None, thread
         cause = root_cause(records, failed, None if None in (before, after) else after != before)
     if code == 0 or cause is None or (code > 128 and cause.grade > Grade.UNEXPECTED):
         return code
-    _show(cause)
+    show(cause)
     return code if code > 128 else cause.exit_code
 
 
@@ -223,26 +197,6 @@ def _ended_soon() -> Iterator[_Ending]:
         yield ending
 
 
-def oom_kills(root: Path = Path("/")) -> int | None:
-    """How often the kernel has killed for want of memory: in this process's group, else here; None if nobody counts."""
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kinds, group = line.split(":", 2)
-            where, name = ("memory", "memory.oom_control") if "memory" in kinds.split(",") else ("", "memory.events")
-            path = root / "sys/fs/cgroup" / where / group.lstrip("/") / name
-            if (not kinds or where) and path.is_file() and (found := _counted(path)) is not None:
-                return found
-    return _counted(root / "proc/vmstat")
-
-
-def _counted(path: Path) -> int | None:
-    """The number after ``oom_kill`` in a file of the kernel."""
-    with contextlib.suppress(OSError):
-        if found := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
-            return int(found[1])
-    return None
-
-
 def part_ranks() -> None:
     """Leave the process groups, when all ranks have come here: none that is still at work loses another."""
     import torch.distributed as dist
@@ -250,98 +204,6 @@ def part_ranks() -> None:
     if dist.get_world_size() > 1:
         dist.barrier()
     dist.destroy_process_group()
-
-
-def leave(code: int) -> None:
-    """End this process if it is a rank among others: what is buffered is written, and that is all.
-
-    Taking the interpreter down beside the threads of process groups can hang or abort.
-    """
-    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            stream.flush()
-    os._exit(code)
-
-
-def report_failure(error: BaseException) -> int:
-    """Record why this process fails and return its exit code; a rank among others ends here, at once.
-
-    In a rank that ``launch`` started, the record goes to the launcher, which prints one line for all ranks. Otherwise
-    (one process, or ranks of torchrun or Slurm) the line is printed here. ``WEFT_DEBUG=1`` adds the traceback.
-    """
-    if isinstance(error, WeftError):
-        message, code, grade = str(error), error.exit_code, Grade.WEFT_ERROR
-    else:
-        message = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
-        code, grade = 1, Grade.LOST if is_secondary(error) else Grade.UNEXPECTED
-        if grade == Grade.LOST and (named := _named(error)):
-            message, grade = named, Grade.NAMED
-    trace = "".join(traceback.format_exception(error))
-    failure = Failure(int(os.environ.get("RANK", "0")), message, code, grade, time.time(), trace)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": trace, "timestamp": str(int(failure.when))}  # the form torchrun reads
-        record = {"message": {"message": message, "extraInfo": extra}, "weft": asdict(failure)}
-        with contextlib.suppress(OSError):  # an earlier error matters more than a full disk
-            Path(path).write_text(json.dumps(record))
-    if "WEFT_LAUNCHED" not in os.environ:
-        _show(failure, name_rank=int(os.environ.get("WORLD_SIZE", "1")) > 1)
-    leave(code)
-    return code
-
-
-def _named(error: BaseException) -> str:
-    """The line that names the rank whose loss ``error`` is; empty if that is not known."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_initialized() or isinstance(error, KeyboardInterrupt | SystemExit):
-        return ""
-    from weft.layout.lost import PeerLost, peer_lost
-
-    return str(error if isinstance(error, PeerLost) else peer_lost(error) or "")
-
-
-def is_secondary(error: BaseException) -> bool:
-    """Whether ``error`` only says that another rank is gone, late, or that this one was told to stop."""
-    names = {cls.__name__ for cls in type(error).__mro__}  # by name: a typo must not cost an import of torch
-    if names & {"DistError", "PeerLost", "KeyboardInterrupt", "SystemExit"}:
-        return True
-    return isinstance(error, RuntimeError | OSError) and bool(re.search(_PEER_LOST, str(error)))
-
-
-def root_cause(
-    records: list[Failure], failed: Mapping[int, tuple[int, float]], oom: bool | None = None
-) -> Failure | None:
-    """The failure that explains the others, from ranks' records and ``{rank: (exit code, time)}``.
-
-    ``oom``: whether the kernel has killed for want of memory meanwhile; None if it does not say.
-    """
-    candidates = list(records)
-    for rank in failed.keys() - {record.rank for record in records}:
-        code, when = failed[rank]
-        message = f"rank {rank} ended with exit code {code}; its last output above says more"
-        if code < 0:
-            message = f"rank {rank} was killed by {signal.Signals(-code).name}"
-        if code == -signal.SIGKILL:
-            message += {True: ": out of memory", False: ", but not by the kernel for want of memory", None: ""}[oom]
-            message += "; if nobody did that, it ran out of memory" if oom is None else ""
-            message += '; try a smaller train.micro_batch or train.recompute = "full"' if oom is not False else ""
-        told = {-code, code - 128} & {signal.SIGTERM, signal.SIGINT}
-        candidates.append(Failure(rank, message, 1, Grade.TOLD if told else Grade.UNEXPECTED, when))
-    return min(candidates, key=lambda failure: (failure.grade, failure.when), default=None)
-
-
-def _show(failure: Failure, name_rank: bool = True) -> None:
-    """Print the one line; what Weft did not foresee also leaves its traceback in a file."""
-    line = failure.message
-    if failure.trace and failure.grade > Grade.WEFT_ERROR:
-        with tempfile.NamedTemporaryFile("w", prefix="weft-error-", suffix=".log", delete=False) as log:
-            log.write(failure.trace)
-        who = f"rank {failure.rank}: " if name_rank and failure.grade != Grade.NAMED else ""
-        line = f"{who}{line} (traceback in {log.name})"
-    if os.environ.get("WEFT_DEBUG", "0") not in ("", "0"):
-        print(failure.trace.rstrip(), file=sys.stderr)
-    print(f"weft: error: {line}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from weft.cli.launch import in_ranks, init_ranks, leave, threads_per_rank
+from weft.cli.failure import leave
+from weft.cli.launch import in_ranks, init_ranks, threads_per_rank
 from weft.errors import WeftError
 
 #: Seconds after which the processes of one setting are given up.

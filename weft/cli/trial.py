@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.cli.launch import in_ranks, launch, leave, part_ranks, report_failure, set_threads
+from weft.cli.failure import leave, report_failure
+from weft.cli.launch import in_ranks, launch, part_ranks, set_threads
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe, load_recipe
 

@@ -62,7 +62,7 @@ def _read(found: dict[str, Any]) -> Outcome:
 
 def main(task: str, done: str) -> int:
     """Be one of the ranks; returns the exit code."""
-    from weft.cli.launch import report_failure
+    from weft.cli.failure import leave, report_failure
     from weft.cli.train import be_rank
 
     given = json.loads(Path(task).read_text())
@@ -75,6 +75,7 @@ def main(task: str, done: str) -> int:
             Path(done).write_text(json.dumps(record))
     except Exception as error:
         return report_failure(error)
+    leave(0)
     return 0
 
 
