@@ -41,13 +41,12 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models import attention
 from weft.models.attention import Segment
-from weft.parallel.build import local_parts, parallelize
 from weft.parallel.context import context_attention, execute
 from weft.parallel.context.execute import Trip
 from weft.parallel.context.tables import build
 from weft.parallel.hybrid import HybridAttention
-from weft.recipe import ModelShape, Train
-from weft.train.optim import build_optimizer
+from weft.recipe import Data, ModelShape, Recipe, Train
+from weft.train.setup import assemble
 from weft.train.step import train_step
 
 RANKS = 4  # of those that train
@@ -347,17 +346,17 @@ def trained(job: Job, rounds: int) -> dict[str, Any]:
     todo = {}
     for side in SIDES[1:]:
         mesh = Mesh.create(layout_of(side, RANKS), "cpu")
-        model = parallelize(SMALL, mesh, Train(dtype="float32", batch=job.rows), seq_len=job.seq_len)
-        parts = local_parts(model, mesh)
-        todo[side] = (model, parts, build_optimizer(parts, SETTINGS), mesh)
+        train = Train(dtype="float32", batch=job.rows)
+        recipe = Recipe(train=train, optimizer=SETTINGS, data=Data(seq_len=job.seq_len))
+        todo[side] = (*assemble(SMALL, mesh, recipe), mesh)
         found[side] = {"s": [], "loss": []}
     costs = costs_of(SMALL)._replace(fixed=64 * costs_of(SMALL).linear)
     for turn in range(rounds + 1):
-        for side, (model, parts, optimizer, mesh) in todo.items():
+        for side, (model, state, mesh) in todo.items():
             batches = batches_of(job, side, dist.get_rank(), RANKS, costs, turn)
             dist.barrier()
             begun = time.perf_counter()
-            done = train_step(model, parts, batches, optimizer, mesh, lr=SETTINGS.lr, clip=SETTINGS.clip)
+            done = train_step(model, state, batches, mesh, lr=SETTINGS.lr, clip=SETTINGS.clip)
             took = torch.tensor(time.perf_counter() - begun)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             found[side]["s"] += [took.item()] * (turn > 0)

@@ -37,12 +37,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.checkpoint import format as layout
-from weft.checkpoint.format import Block, Tensor
+from weft.checkpoint.format import Block
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.save import Local, Saver, plan
+from weft.checkpoint.save import Saver, plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.writer import main as _writer  # noqa: F401  fails here, and not in the writer, if it cannot start
-from weft.layout.dims import Box, part
+from weft.layout.dims import Box, Tensor, part
+from weft.layout.parts import Part
 
 TENSORS = 64
 CHUNK = 8 << 20  # of raw input and output
@@ -98,11 +99,11 @@ def names() -> list[str]:
     return [f"model.layers.{i:02d}.weight" for i in range(TENSORS)]
 
 
-def boxed(values: dict[str, torch.Tensor], side: int, box: Box) -> dict[str, Local]:
-    return {name: Local(v, box, Tensor((side, side), "F32", ("rows", "columns"))) for name, v in values.items()}
+def boxed(values: dict[str, torch.Tensor], side: int, box: Box) -> dict[str, Part]:
+    return {name: Part(v, box, Tensor((side, side), "F32", ("rows", "columns"))) for name, v in values.items()}
 
 
-def mine(w: Worker, values: dict[str, torch.Tensor]) -> dict[str, Local]:
+def mine(w: Worker, values: dict[str, torch.Tensor]) -> dict[str, Part]:
     return boxed(values, w.side, (part(w.side, w.world, w.rank), (0, w.side)))
 
 
@@ -438,17 +439,17 @@ def measure_reshard(folder: Path, side: int, rounds: int) -> dict[str, Any]:
 SHAPES = ((8192, 8192), (1024, 8192), (28672, 8192), (8192, 28672), (8192,))
 
 
-def big_locals(ranks: int, rank: int, tensors: int = 1500) -> dict[str, Local]:
+def big_locals(ranks: int, rank: int, tensors: int = 1500) -> dict[str, Part]:
     """One rank's rows of each tensor; planning looks at boxes only, so the values are one element."""
     nothing, found = torch.zeros(()), {}
     for i in range(tensors):
         shape = SHAPES[i % len(SHAPES)]
         box = (part(shape[0], ranks, rank), *((0, n) for n in shape[1:]))
-        found[f"model.layers.{i // 5:03d}.part{i % 5}.weight"] = Local(nothing, box, Tensor(shape, "F32"))
+        found[f"model.layers.{i // 5:03d}.part{i % 5}.weight"] = Part(nothing, box, Tensor(shape, "F32"))
     return found
 
 
-def blocks_of(locals_: dict[str, Local]) -> list[Box]:
+def blocks_of(locals_: dict[str, Part]) -> list[Box]:
     """What one rank plans for a save: its shares, and their blocks."""
     shares = [(p.box, locals_[p.name].tensor) for p in plan(locals_)]
     return [block for box, tensor in shares for block in layout.tiles(box, tensor.shape, tensor.itemsize)]
@@ -495,7 +496,7 @@ def measure_planning(folder: Path, ranks: int, rounds: int) -> dict[str, Any]:
     return found
 
 
-def needed(folder: Path, wanted: dict[str, Local]) -> int:
+def needed(folder: Path, wanted: dict[str, Part]) -> int:
     """Find the blocks that a rank needs, as loading does; how many manifests were read."""
     checkpoint = Checkpoint(LocalStorage(folder))
     for name, local in wanted.items():

@@ -43,14 +43,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from watched_disk import Fault, Journal, Watch, put
 
-from weft.checkpoint.format import ROOT, Tensor
+from weft.checkpoint.format import ROOT
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.save import Local, Saver
+from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import load_newest
 from weft.checkpoint.writer import serve
 from weft.errors import WeftError
-from weft.layout.dims import part
+from weft.layout.dims import Tensor, part
+from weft.layout.parts import Part
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint_faults.json"
 #: Tensors that two ranks share by rows, and one that is small.
@@ -83,7 +84,7 @@ def weft_save(folder: Path, step: int, rank: int, world: int) -> None:
     held = {}
     for name, v in tensors.items():
         rows = part(len(v), world, rank)
-        held[name] = Local(v[slice(*rows)].clone(), (rows, *((0, n) for n in v.shape[1:])), Tensor(SHAPES[name], "F32"))
+        held[name] = Part(v[slice(*rows)].clone(), (rows, *((0, n) for n in v.shape[1:])), Tensor(SHAPES[name], "F32"))
     saver = Saver(lambda text: None, timeout=1.0)
     try:
         saver.save(LocalStorage(folder), step, held, {"note": note(step)}, {"note.txt": note(step).encode()})
@@ -95,7 +96,7 @@ def weft_save(folder: Path, step: int, rank: int, world: int) -> None:
 def weft_load(root: Path, refused: Callable[[str], None]) -> dict[str, Any]:
     def load(checkpoint: Checkpoint) -> dict[str, Any]:
         found: dict[str, Any] = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
-        held = {n: Local(v, tuple((0, k) for k in v.shape), Tensor(SHAPES[n], "F32")) for n, v in found.items()}
+        held = {n: Part(v, tuple((0, k) for k in v.shape), Tensor(SHAPES[n], "F32")) for n, v in found.items()}
         checkpoint.load(held)
         ((name, about),) = checkpoint.meta["files"].items()
         text = checkpoint.file(name, *about).decode()

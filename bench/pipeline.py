@@ -41,8 +41,8 @@ from weft.models.fused import Tape, deferred
 from weft.models.rope import angles
 from weft.models.transformer import Transformer
 from weft.observe.flops import parameter_count
-from weft.parallel.build import local_parts, parallelize
-from weft.recipe import ModelShape, Train
+from weft.parallel.state import State
+from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.schedule.actions import Action
 from weft.schedule.build import BUILDERS, build
 from weft.schedule.execute import execute, sleeping
@@ -50,7 +50,7 @@ from weft.schedule.lower import lower
 from weft.schedule.simulate import Costs, simulate
 from weft.schedule.stages import Stage
 from weft.schedule.wire import Wire
-from weft.train.optim import build_optimizer
+from weft.train.setup import assemble
 from weft.train.step import train_step
 
 RANKS = 4
@@ -87,9 +87,7 @@ SLEEPS = {"F": 0.012, "I": 0.014, "W": 0.010, "B": 0.024}
 
 
 def weft_step(work: Work, schedule: str) -> Step:
-    model, mesh = staged_model(work, schedule)
-    parts = local_parts(model, mesh)
-    optimizer = build_optimizer(parts, SETTINGS)
+    model, state, mesh = staged_model(work, schedule)
     rows, length = work.job.rows // work.microbatches, work.job.length
     positions = torch.arange(length).repeat(rows, 1)
     cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
@@ -99,17 +97,18 @@ def weft_step(work: Work, schedule: str) -> Step:
     ]
 
     def step() -> tuple[float, float]:
-        done = train_step(model, parts, batches, optimizer, mesh, lr=SETTINGS.lr, clip=SETTINGS.clip)
+        done = train_step(model, state, batches, mesh, lr=SETTINGS.lr, clip=SETTINGS.clip)
         return done.loss, done.grad_norm
 
     return step
 
 
-def staged_model(work: Work, schedule: str) -> tuple[Transformer, Mesh]:
+def staged_model(work: Work, schedule: str) -> tuple[Transformer, State, Mesh]:
     """This rank's stages of the model as ``schedule`` places them."""
     mesh = Mesh.create(Layout(pp=RANKS, schedule=schedule), "cpu")
     train = Train(dtype="float32", batch=work.job.rows)
-    return parallelize(work.job.shape, mesh, train, seq_len=work.job.length), mesh
+    recipe = Recipe(train=train, optimizer=SETTINGS, data=Data(seq_len=work.job.length))
+    return *assemble(work.job.shape, mesh, recipe), mesh
 
 
 # --- PyTorch's ---

@@ -327,7 +327,7 @@ def grown(call: Callable[[], object]) -> float:
 def prompts(lengths: Sequence[int]) -> dict[str, dict[str, list[float]]]:
     """Seconds and MiB to read a prompt, cache and logits included; alone means that the other ranks wait."""
     shape = ModelShape(vocab=PROMPT_VOCAB, layers=2, embed=256, heads=HEADS, kv_heads=2)
-    model = parallelize(shape, Mesh.single(), Train())
+    model, _ = parallelize(shape, Mesh.single(), Train())
 
     def whole(ids: list[int]) -> T:
         """What reading took before: logits of every position, of which the last is used."""

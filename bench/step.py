@@ -46,9 +46,8 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.rope import angles, frequencies
 from weft.observe.flops import flops_per_token, measured_flops, parameter_count
-from weft.parallel.build import local_parts, parallelize
-from weft.recipe import ModelShape, Optimizer, Train
-from weft.train.optim import build_optimizer
+from weft.recipe import ModelShape, Optimizer, Recipe, Train
+from weft.train.setup import assemble
 from weft.train.step import train_step
 
 SETTINGS = Optimizer(lr=1e-3, weight_decay=0.1, clip=1.0)
@@ -85,9 +84,7 @@ def tokens_of(job: Job) -> torch.Tensor:
 def weft_step(job: Job, mesh: Mesh) -> tuple[Step, dict[str, torch.Tensor]]:
     """Weft's step under ``mesh``, and on one device its initial weights by name."""
     train = Train(dtype="float32", batch=job.rows)
-    model = parallelize(job.shape, mesh, train)
-    parts = local_parts(model, mesh)
-    optimizer = build_optimizer(parts, SETTINGS)
+    model, state = assemble(job.shape, mesh, Recipe(train=train, optimizer=SETTINGS))
     mine = tokens_of(job).chunk(mesh.size("dp", "shard"))[mesh.batch_rank]
     rows = len(mine)
     positions = torch.arange(job.length).repeat(rows, 1)
@@ -95,9 +92,9 @@ def weft_step(job: Job, mesh: Mesh) -> tuple[Step, dict[str, torch.Tensor]]:
     batch = Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), positions, cu_seqlens)
 
     def step() -> float:
-        return train_step(model, parts, [batch], optimizer, mesh, lr=SETTINGS.lr, clip=SETTINGS.clip).loss
+        return train_step(model, state, [batch], mesh, lr=SETTINGS.lr, clip=SETTINGS.clip).loss
 
-    return step, {p.name: p.local.clone() for p in parts}
+    return step, {h.name: h.local.clone() for h in state.held}
 
 
 # --- the hand-written loop ---

@@ -45,12 +45,10 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
 
     from weft.cli.launch import init_ranks
     from weft.layout.mesh import Mesh
-    from weft.parallel.build import local_parts, parallelize
     from weft.planner.probe import links
     from weft.recipe import load_recipe
-    from weft.train.optim import build_optimizer
     from weft.train.rehearse import plain_batches
-    from weft.train.setup import model_shape
+    from weft.train.setup import assemble, model_shape
     from weft.train.step import train_step
 
     torch.set_num_threads(1)
@@ -63,14 +61,12 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
         recipe = load_recipe(ROOT / "recipes/quickstart.toml", ["model.vocab=1024", *settings], layout)
         shape = model_shape(recipe)
         mesh = Mesh.create(recipe.layout, "cpu")
-        model = parallelize(shape, mesh, recipe.train, None, recipe.data.seq_len)
-        parts = local_parts(model, mesh)
-        optimizer = build_optimizer(parts, recipe.optimizer)
+        model, state = assemble(shape, mesh, recipe)
         batches = plain_batches(recipe, shape)(mesh)
         times, loss = [], []
         for _ in range(STEPS):
             begun = time.perf_counter()
-            loss.append(train_step(model, parts, batches, optimizer, mesh, lr=1e-3, clip=1.0).loss)
+            loss.append(train_step(model, state, batches, mesh, lr=1e-3, clip=1.0).loss)
             times.append(time.perf_counter() - begun)
         if dist.get_rank() == 0:
             out.write_text(json.dumps({"seconds": times[WARM:], "loss": loss}))

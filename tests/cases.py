@@ -9,15 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from weft.data.loader import Loader
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
-from weft.parallel.build import LocalPart, local_parts, parallelize
+from weft.parallel.state import State
 from weft.recipe import Recipe, build_recipe
-from weft.train.optim import build_optimizer
-from weft.train.setup import prepare
+from weft.train.setup import assemble, prepare
 
 Case = dict[str, Any]
 
@@ -62,8 +59,7 @@ class Started(NamedTuple):
     settings: Recipe
     mesh: Mesh
     model: Transformer
-    parts: list[LocalPart]
-    optimizer: torch.optim.Optimizer
+    state: State
     loader: Loader
 
 
@@ -71,10 +67,7 @@ def start(values: dict[str, Any]) -> Started:
     """Set up the recipe of this tree in the process group that there is."""
     settings = build_recipe(values)
     mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
-    model = parallelize(job.shape, mesh, settings.train)
-    parts = local_parts(model, mesh)
-    optimizer = build_optimizer(parts, settings.optimizer)
-    return Started(settings, mesh, model, parts, optimizer, job.loader(job.corpus.train, mesh))
+    return Started(settings, mesh, *assemble(job.shape, mesh, settings), job.loader(job.corpus.train, mesh))
 
 
 def pairwise(**factors: list[Any]) -> Iterator[Case]:

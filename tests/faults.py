@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from weft.layout.boundary import R, V, own_number, share_of_sum, sum_over_tp
-from weft.train.step import reduce_over_tp
+from weft.layout.boundary import R, V, own_number, share_of_sum, sum_over
+from weft.train.step import sum_over_axis
 
 
-def dropped_all_reduce(grads, parts, mesh):
+def dropped_all_reduce(axis, grads, state, mesh):
     """The gradients of norms stay what each tensor-parallel rank saw."""
     return grads
 
 
-def counted_twice(grads, parts, mesh):
+def counted_twice(axis, grads, state, mesh):
     """Gradients that are already equal on all tensor-parallel ranks are summed over them once more."""
-    grads = reduce_over_tp(grads, parts, mesh)
-    return grads | {p.name: sum_over_tp(grads[p.name], mesh) for p in parts if p.logical.whole}
+    grads = sum_over_axis(axis, grads, state, mesh)
+    twice = (h.name for h in state.held if not h.logical.cut_by(axis))
+    return grads | {name: sum_over(axis, grads[name], mesh) for name in twice}
 
 
 def mean_per_rank(model, batch, total, mesh):
@@ -26,7 +27,7 @@ def mean_per_rank(model, batch, total, mesh):
 
 #: Fault, the function of weft.train.step it replaces, and the line of code that the type checker must name.
 FAULTS = {
-    "dropped_all_reduce": (dropped_all_reduce, "reduce_over_tp", "declare(g, mesh, **data, tp=tp)"),
-    "counted_twice": (counted_twice, "reduce_over_tp", "sum_over_tp(grads[p.name], mesh)"),
+    "dropped_all_reduce": (dropped_all_reduce, "sum_over_axis", "declare(g, mesh, **dict(types))"),
+    "counted_twice": (counted_twice, "sum_over_axis", "sum_over(axis, grads[name], mesh)"),
     "mean_per_rank": (mean_per_rank, "pass_loss", "return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / mine"),
 }

@@ -39,8 +39,8 @@ class Recorder(TorchDispatchMode):
 
 def counted(values: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int]:
     """On every rank: operators of one step after a warm-up step, their elements, and elements sent point to point."""
-    _, mesh, model, parts, optimizer, loader = start(values)
-    train_step(model, parts, loader.step(0) or [], optimizer, mesh, lr=1e-3, clip=1.0)
+    _, mesh, model, state, loader = start(values)
+    train_step(model, state, loader.step(0) or [], mesh, lr=1e-3, clip=1.0)
     sent = 0
     real = dist.P2POp
 
@@ -54,7 +54,7 @@ def counted(values: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int
         length = b.tokens.shape[1] * mesh.size("cp")
         b.cu_seqlens.resize_(len(b.tokens) + 1).copy_(torch.arange(0, len(b.tokens) * length + 1, length))
     with Recorder() as seen, mock.patch("torch.distributed.P2POp", note):
-        train_step(model, parts, batches, optimizer, mesh, lr=1e-3, clip=1.0)
+        train_step(model, state, batches, mesh, lr=1e-3, clip=1.0)
     return dict(seen.calls), dict(seen.elements), sent
 
 

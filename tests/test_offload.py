@@ -14,15 +14,12 @@ from tests.cases import Case, recipe, start, write_corpus
 from tests.checkpoint.test_resume import go, state_of
 from tests.checkpoint.test_resume import tree as save_tree
 from tests.test_equality import difference, name, tree
-from weft.checkpoint.state import local_state
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.memory.activations import HostActivations
-from weft.parallel.build import local_parts, parallelize
 from weft.recipe import build_recipe
-from weft.train.optim import build_optimizer
-from weft.train.setup import prepare
+from weft.train.setup import assemble, prepare
 from weft.train.step import evaluate, train_step
 
 
@@ -115,12 +112,12 @@ def counted(values: dict[str, Any]) -> tuple[int, int, int, int]:
     sent = []
     for mode in ("none", "full"):
         values["train"]["recompute"] = mode
-        settings, mesh, model, parts, optimizer, loader = start(values)
+        settings, mesh, model, state, loader = start(values)
         batches = loader.step(0) or []
-        train_step(model, parts, batches, optimizer, mesh, lr=1e-3, clip=1.0)
+        train_step(model, state, batches, mesh, lr=1e-3, clip=1.0)
         around = model.around.__self__  # type: ignore[attr-defined]
         sent.append(around.sent)
-        evaluate(model, [batches], mesh)
+        evaluate(model, state, [batches], mesh)
         assert around.sent == sent[-1]  # without gradients nothing is saved
     inputs = 8 * settings.model.layers * sum(b.tokens.numel() for b in batches) // mesh.size("tp")
     return (*sent, inputs * settings.model.embed, len(batches))  # type: ignore[return-value]
@@ -140,12 +137,10 @@ def test_full_recompute_sends_inputs_of_blocks_alone(pool: Any, corpus: str, lay
 def places(values: dict[str, Any]) -> dict[str, set[str]]:
     settings = build_recipe(values)
     mesh = Mesh.create(settings.layout, "cpu")
-    model = parallelize(prepare(settings).shape, mesh, settings.train)
-    parts = local_parts(model, mesh)
-    state = local_state(parts, build_optimizer(parts, settings.optimizer)).values()
+    _, state = assemble(prepare(settings).shape, mesh, settings)
     return {
-        "kind": {type(p.parameter).__name__ for p in parts},
-        "state": {str(tensor.values.device) for tensor in state},
+        "kind": {type(p.parameter).__name__ for p in state.held},
+        "state": {str(tensor.values.device) for tensor in state.tensors().values()},
     }
 
 

@@ -11,11 +11,11 @@ import torch
 
 from tests.cases import recipe, write_corpus
 from tests.test_equality import difference
-from weft.checkpoint.save import Local
 from weft.checkpoint.store import open_checkpoint
 from weft.layout.fake import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import LIVE_AXES, Mesh
+from weft.layout.parts import Part
 from weft.recipe import build_recipe
 from weft.train.loop import train
 from weft.train.setup import prepare
@@ -104,7 +104,7 @@ def state_of(run: Path) -> dict[str, torch.Tensor]:
     """All tensors of the checkpoint that a run of two steps leaves, whole."""
     checkpoint = open_checkpoint(run / "checkpoints" / "step-000002")
     found = {
-        name: Local(torch.empty(tensor.shape, dtype=torch.float64), tuple((0, n) for n in tensor.shape), tensor, 0, 1)
+        name: Part(torch.empty(tensor.shape, dtype=torch.float64), tuple((0, n) for n in tensor.shape), tensor, 0, 1)
         for name, tensor in checkpoint.tensors.items()
     }
     checkpoint.load(found)

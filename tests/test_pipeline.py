@@ -15,13 +15,12 @@ from weft.data.loader import Loader
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.parallel.build import check_fits, local_parts, parallelize
+from weft.parallel.build import check_fits, parallelize
 from weft.recipe import ModelShape, build_recipe
 from weft.schedule.build import BUILDERS
 from weft.schedule.simulate import simulate, uniform
 from weft.train.later import PostValidation
-from weft.train.optim import build_optimizer
-from weft.train.setup import Job, prepare
+from weft.train.setup import Job, assemble, prepare
 from weft.train.step import evaluate, gradients, train_step
 from weft.train.verify import Difference, compare, run_layout
 
@@ -67,7 +66,7 @@ def differences(trees: list[dict[str, Any]], uneven: bool = False) -> list[tuple
         if uneven:
             job = UnevenJob(**vars(job))
         pipelines: list[Any] = []
-        mine = run_layout(job, mesh, steps=3, watch=lambda model, seen=pipelines: seen.append(model.pipeline))
+        mine = run_layout(job, mesh, steps=3, watch=lambda model, state, seen=pipelines: seen.append(model.pipeline))
         proof = compare(mine, job, mesh)
         pipeline = pipelines[0]
         table = pipeline.built(len(pipeline.batches))
@@ -136,10 +135,10 @@ def test_partial_pipeline_equals_one_device_that_skips_the_same(pool: Any, corpu
 def evaluated(values: dict[str, Any]) -> float:
     settings = build_recipe(values)
     mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
-    model = parallelize(job.shape, mesh, settings.train)
+    model, state = parallelize(job.shape, mesh, settings.train)
     loader = job.loader(job.corpus.validation, mesh)
     steps = [loader.step(0), loader.step(settings.train.batch)]
-    return evaluate(model, [s for s in steps if s], mesh)
+    return evaluate(model, state, [s for s in steps if s], mesh)
 
 
 @pytest.mark.parametrize("layout", ["pp=2,schedule=zb-v", "pp=2,schedule=dualpipe", "pp=2,vocab_barriers=1,tp=2"])
@@ -152,10 +151,10 @@ def test_evaluation_is_that_of_one_device(pool: Any, corpus: str, layout: str) -
 def bfloat16_norms(values: dict[str, Any]) -> tuple[float, float]:
     settings = build_recipe(values)
     mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
-    model = parallelize(job.shape, mesh, settings.train)
+    model, state = parallelize(job.shape, mesh, settings.train)
     batches = job.loader(job.corpus.train, mesh).step(0)
     assert batches is not None
-    _, sums = gradients(model, local_parts(model, mesh), batches, mesh)
+    _, sums = gradients(model, state, batches, mesh)
     return sums[0].item(), sums[1].item() ** 0.5
 
 
@@ -181,10 +180,8 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
     runs = []
     repeated = 0
     for post in (False, True):
-        model = parallelize(job.shape, mesh, settings.train)
-        parts = local_parts(model, mesh)
-        optimizer = build_optimizer(parts, settings.optimizer)
-        later = PostValidation(model, parts, optimizer, mesh, clip)
+        model, state = assemble(job.shape, mesh, settings)
+        later = PostValidation(model, state, mesh, clip)
         loader, results = job.loader(job.corpus.train, mesh), []
         for step in range(8):
             batches = loader.step(step * settings.train.batch)
@@ -192,9 +189,9 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
             if post:
                 results.append(later.step(batches, 1e-2))
             else:
-                results.append(train_step(model, parts, batches, optimizer, mesh, lr=1e-2, clip=clip))
+                results.append(train_step(model, state, batches, mesh, lr=1e-2, clip=clip))
         results.append(later.finish())
-        runs.append(([r for r in results if r], [p.local.clone() for p in parts]))
+        runs.append(([r for r in results if r], [h.local.clone() for h in state.held]))
         repeated = later.repeated
     same = runs[0][0] == runs[1][0] and all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
     return same, repeated, sum(r.grad_norm > clip for r in runs[0][0])
@@ -216,7 +213,7 @@ def forgotten(values: dict[str, Any]) -> int:
     """How many tensors saved by a step's forwards outlive it, without help of the garbage collector."""
     settings = build_recipe(values)
     mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
-    model = parallelize(job.shape, mesh, settings.train)
+    model, state = parallelize(job.shape, mesh, settings.train)
     seen: list[weakref.ref[Any]] = []
     for block in model.blocks.values():
         block.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
@@ -224,7 +221,7 @@ def forgotten(values: dict[str, Any]) -> int:
     assert batches is not None
     gc.disable()
     try:
-        gradients(model, local_parts(model, mesh), batches, mesh)
+        gradients(model, state, batches, mesh)
     finally:
         gc.enable()
     assert seen

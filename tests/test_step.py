@@ -13,11 +13,10 @@ import torch
 from tests.cases import recipe, start, write_corpus
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.parallel.build import local_parts, parallelize
 from weft.recipe import Optimizer
-from weft.train.optim import build_optimizer, learning_rate
-from weft.train.setup import prepare
-from weft.train.step import StepResult, train_step
+from weft.train.optim import learning_rate
+from weft.train.setup import assemble, prepare
+from weft.train.step import StepResult, train_step, update
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +26,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def steps(values: dict[str, Any], count: int, poison: int = -1) -> list[StepResult]:
     """On every rank: some steps; for step ``poison`` one rank's part of a parameter is infinite."""
-    _, mesh, model, parts, optimizer, loader = start(values)
-    victim = next(p.local for p in parts if p.name == "norm.scale")
+    _, mesh, model, state, loader = start(values)
+    victim = next(p.local for p in state.held if p.name == "norm.scale")
     results = []
     for step in range(count):
         kept = victim.clone()
         if step == poison and mesh.is_main:
             victim[0] = math.inf
-        results.append(
-            train_step(model, parts, loader.step(step * 5) or [], optimizer, mesh, lr=1e-2, clip=1.0, stop=step == 2)
-        )
+        results.append(train_step(model, state, loader.step(step * 5) or [], mesh, lr=1e-2, clip=1.0, stop=step == 2))
         if step == poison:
             if mesh.is_main:
                 assert torch.isinf(victim).any()  # nothing was updated
@@ -94,7 +91,8 @@ def test_decay_is_for_matrices_only(corpus: str, tmp_path: Path) -> None:
     settings = recipe(corpus)
     job = prepare(settings)
     mesh = Mesh.single()
-    parts = local_parts(parallelize(job.shape, mesh, settings.train), mesh)
-    groups = build_optimizer(parts, settings.optimizer).param_groups
-    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
-    assert {p.dim() for p in groups[0]["params"]} == {2} and {p.dim() for p in groups[1]["params"]} == {1}
+    _, state = assemble(job.shape, mesh, settings)
+    before = {h.name: h.local.clone() for h in state.held}
+    update(state, {h.name: torch.zeros_like(h.local) for h in state.held}, lr=0.5)
+    for h in state.held:  # without a gradient, decay alone changes a parameter
+        assert torch.equal(h.local, before[h.name] * (1 - 0.5 * 0.1 * (h.local.dim() == 2)))

@@ -1,7 +1,7 @@
 """GNNPipe on a planted-community graph, beside full-graph training on one device and graph parallelism's volume.
 
-``python -m examples.gnnpipe --ranks 4 --chunks 8``, in the root of the repository, prints loss and test accuracy of both
-as training goes on.
+``python -m examples.gnnpipe --ranks 4 --chunks 8``, in the root of the repository, prints loss and test accuracy of
+both as training goes on.
 """
 
 import argparse

@@ -17,12 +17,14 @@ from unittest import mock
 import pytest
 import torch
 
-from weft.checkpoint.format import ROOT, Tensor
+from weft.checkpoint.format import ROOT
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.save import Local, plan
+from weft.checkpoint.save import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import committed, load_newest, prune
 from weft.checkpoint.writer import Commit, Job, finish, write
+from weft.layout.dims import Tensor
+from weft.layout.parts import Part
 
 #: Some that both ranks write a part of, and one that only one of them writes.
 SHAPES = {"model.a": (400, 100), "model.b": (7,), "optimizer.exp_avg.a": (400, 100)}
@@ -42,7 +44,7 @@ def jobs(folder: Path, seed: int) -> list[tuple[Job, bytes]]:
     tensors = {name: Tensor(shape, "F32") for name, shape in SHAPES.items()}
     whole = values(seed)
     for rank in range(2):
-        mine = {name: Local(whole[name], tuple((0, n) for n in t.shape), t, rank, 2) for name, t in tensors.items()}
+        mine = {name: Part(whole[name], tuple((0, n) for n in t.shape), t, rank, 2) for name, t in tensors.items()}
         pieces = plan(mine)
         payload = b"".join(whole[p.name][tuple(slice(*e) for e in p.box)].numpy().tobytes() for p in pieces)
         shares = tuple((p.name, p.box) for p in pieces)
@@ -75,7 +77,7 @@ def check(root: Path, seeds: dict[str, int], must: str) -> str:
         expected = values(seeds[checkpoint.storage.name])
         got = {name: torch.full_like(v, torch.nan) for name, v in expected.items()}
         checkpoint.load({
-            name: Local(v, tuple((0, n) for n in v.shape), Tensor(tuple(v.shape), "F32")) for name, v in got.items()
+            name: Part(v, tuple((0, n) for n in v.shape), Tensor(tuple(v.shape), "F32")) for name, v in got.items()
         })  # fmt: skip
         whole.update(got)
 

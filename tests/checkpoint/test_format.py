@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from weft.checkpoint.format import BLOCK, Manifest, Tensor, index, meet, share, tiles, volume
+from weft.checkpoint.format import BLOCK, Manifest, index, meet, share, tiles, volume
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.save import NAMES, Local, Saver, plan
+from weft.checkpoint.save import Saver, plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import extract
 from weft.errors import WeftError
-from weft.layout.dims import Box, part
+from weft.layout.dims import Box, Tensor, part
+from weft.layout.parts import NAMES, Part
 
 boxes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=1, max_size=3).map(
     lambda edges: tuple((lo, lo + n) for lo, n in edges)
@@ -66,9 +67,9 @@ def state(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def locals_of(values: dict[str, torch.Tensor]) -> dict[str, Local]:
+def locals_of(values: dict[str, torch.Tensor]) -> dict[str, Part]:
     return {
-        name: Local(v, tuple((0, n) for n in v.shape), Tensor(tuple(v.shape), NAMES[v.dtype]))
+        name: Part(v, tuple((0, n) for n in v.shape), Tensor(tuple(v.shape), NAMES[v.dtype]))
         for name, v in values.items()
     }
 
@@ -154,5 +155,5 @@ def test_the_index_refuses_gaps(tmp_path: Path) -> None:
 def test_the_plan_is_balanced() -> None:
     whole = torch.empty(4096, 1024)
     tensor = Tensor((4096, 1024), "F32")
-    sizes = [sum(p.size for p in plan({"w": Local(whole, ((0, 4096), (0, 1024)), tensor, r, 4)})) for r in range(4)]
+    sizes = [sum(p.size for p in plan({"w": Part(whole, ((0, 4096), (0, 1024)), tensor, r, 4)})) for r in range(4)]
     assert sizes == [1 << 22] * 4

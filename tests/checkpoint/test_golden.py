@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint.format import Tensor, digest, volume
+from weft.checkpoint.format import digest, volume
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.save import NAMES, Local, plan, within
+from weft.checkpoint.save import plan, within
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.writer import Commit, Job, commit, write
-from weft.layout.dims import Box, part
+from weft.layout.dims import Box, Tensor, part
+from weft.layout.parts import NAMES, Part
 
 GOLDEN = Path(__file__).with_name("golden") / "format-2"
 META = {
@@ -53,7 +54,7 @@ def values() -> dict[str, torch.Tensor]:
     }
 
 
-def locals_of(rank: int) -> dict[str, Local]:
+def locals_of(rank: int) -> dict[str, Part]:
     """What one of two ranks holds: rows, or columns, or (of small tensors) all, as the other one does."""
     found = {}
     for name, v in values().items():
@@ -67,9 +68,7 @@ def locals_of(rank: int) -> dict[str, Local]:
             replicas = 2
         dims = ("row", "column", "depth")[: v.dim()] if name.startswith("model") else ()
         tensor = Tensor(tuple(v.shape), NAMES[v.dtype], dims)
-        found[name] = Local(
-            v[within(box, tuple((0, n) for n in v.shape))], box, tensor, rank * (replicas - 1), replicas
-        )
+        found[name] = Part(v[within(box, tuple((0, n) for n in v.shape))], box, tensor, rank * (replicas - 1), replicas)
     return found
 
 
@@ -114,15 +113,13 @@ def test_they_are_read_exactly() -> None:
     assert checkpoint.verify() == sum(v.numel() * v.element_size() for v in expected.values())
     back = {name: torch.ones_like(v) for name, v in expected.items()}
     boxes = {name: tuple((0, n) for n in v.shape) for name, v in back.items()}
-    checkpoint.load({name: Local(v, boxes[name], checkpoint.tensors[name]) for name, v in back.items()})
+    checkpoint.load({name: Part(v, boxes[name], checkpoint.tensors[name]) for name, v in back.items()})
     assert {name for name in expected if bits(back[name]) != bits(expected[name])} == set()
     for rank in range(2):  # and as other parts than were saved
         wanted = {name: ((n // 3 * rank, n - rank) for n in v.shape) for name, v in expected.items()}
         parts = {name: tuple(box) for name, box in wanted.items()}
         some = {name: torch.ones_like(expected[name][within(box, boxes[name])]) for name, box in parts.items()}
-        checkpoint.load(
-            {name: Local(v, parts[name], checkpoint.tensors[name]) for name, v in some.items() if v.numel()}
-        )
+        checkpoint.load({name: Part(v, parts[name], checkpoint.tensors[name]) for name, v in some.items() if v.numel()})
         for name, v in some.items():
             assert bits(v) == bits(expected[name][within(parts[name], boxes[name])]), name
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.checkpoint.format import Block, DamagedCheckpoint, Tensor, index, volume
-from weft.layout.dims import Box, part
+from weft.checkpoint.format import Block, DamagedCheckpoint, index, volume
+from weft.layout.dims import Box, Tensor, part
 
 
 def tiling(shape: tuple[int, ...], cuts: list[tuple[int, int, int]]) -> list[Box]:

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from tests.cases import recipe, write_corpus
-from weft.checkpoint.format import Tensor
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.save import Local, Saver
+from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage
+from weft.layout.dims import Tensor
 from weft.layout.mesh import Mesh
+from weft.layout.parts import Part
 from weft.train.loop import train
 from weft.train.setup import prepare
 from weft.train.step import StepResult, train_step
@@ -42,7 +43,7 @@ def states(folder: Path, corpus: str) -> dict[str, dict[str, torch.Tensor]]:
     for place in sorted((folder / "checkpoints").iterdir()):
         checkpoint = Checkpoint(LocalStorage(place))
         values = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in checkpoint.tensors.items()}
-        checkpoint.load({n: Local(v, tuple((0, k) for k in v.shape), checkpoint.tensors[n]) for n, v in values.items()})
+        checkpoint.load({n: Part(v, tuple((0, k) for k in v.shape), checkpoint.tensors[n]) for n, v in values.items()})
         found[place.name] = values
     return found
 
@@ -74,7 +75,7 @@ def test_what_changes_after_the_copy_is_not_saved(tmp_path: Path, lazy: bool) ->
     saver = Saver(print)
     with mock.patch.object(Saver, "_copy", slow_copy if lazy else copy):
         begun = time.perf_counter()
-        local = Local(values, ((0, 3), (0, 4)), Tensor((3, 4), "F32"))
+        local = Part(values, ((0, 3), (0, 4)), Tensor((3, 4), "F32"))
         saver.save(LocalStorage(tmp_path), 1, {"w": local}, {}, {}, lazy=lazy)
         returned = time.perf_counter() - begun
         saver.copied()
@@ -85,5 +86,5 @@ def test_what_changes_after_the_copy_is_not_saved(tmp_path: Path, lazy: bool) ->
     saver.close()
     assert {"stage", "copy", "wait", "cut", "hash", "write"} <= report.seconds.keys()
     back = torch.zeros(3, 4)
-    Checkpoint(LocalStorage(tmp_path)).load({"w": Local(back, ((0, 3), (0, 4)), Tensor((3, 4), "F32"))})
+    Checkpoint(LocalStorage(tmp_path)).load({"w": Part(back, ((0, 3), (0, 4)), Tensor((3, 4), "F32"))})
     assert torch.equal(back, torch.arange(12.0).view(3, 4))

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.save import Local, plan
-from weft.checkpoint.state import local_state
+from weft.checkpoint.save import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.writer import Commit, Job, commit, write
 from weft.errors import UsageError
 from weft.layout.fake import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.parallel.build import check_fits, local_parts, parallelize
-from weft.recipe import ModelShape, Optimizer, Train
-from weft.train.optim import build_optimizer
+from weft.layout.parts import Part
+from weft.parallel.build import check_fits
+from weft.recipe import ModelShape, Recipe
+from weft.train.setup import assemble
 
 AXES = ("dp", "shard", "cp", "tp", "pp")
 SHAPE = ModelShape(
@@ -48,21 +48,19 @@ def layouts() -> Iterator[Layout]:
                 continue
 
 
-def held(layout: Layout) -> dict[str, Local]:
+def held(layout: Layout) -> dict[str, Part]:
     """Its parts of the state, without the values, on the rank that this process is."""
     mesh = Mesh.create(layout, "cpu")
-    model = parallelize(SHAPE, mesh, Train())
-    parts = local_parts(model, mesh)
-    state = local_state(parts, build_optimizer(parts, Optimizer()))
+    state = assemble(SHAPE, mesh, Recipe())[1].tensors()
     kept = {n: v for n, v in state.items() if "exp_avg_sq" not in n and any(f".{k}" in n for k in KEPT)}
     return {name: replace(v, values=torch.empty(0)) for name, v in kept.items()}
 
 
-def boxes(parts: dict[str, Local]) -> str:
+def boxes(parts: dict[str, Part]) -> str:
     return repr(sorted((name, local.box) for name, local in parts.items()))
 
 
-def held_by_all(layout: Layout) -> list[dict[str, Local]]:
+def held_by_all(layout: Layout) -> list[dict[str, Part]]:
     """:func:`held` of every rank, in process groups that move nothing: making real ones takes most of the time."""
     ranks = []
     for rank in range(layout.world):
@@ -71,11 +69,11 @@ def held_by_all(layout: Layout) -> list[dict[str, Local]]:
     return ranks
 
 
-def whole(name: str, local: Local) -> torch.Tensor:
+def whole(name: str, local: Part) -> torch.Tensor:
     return torch.randn(local.tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
-def save(folder: Path, ranks: list[dict[str, Local]], values: dict[str, torch.Tensor]) -> Checkpoint:
+def save(folder: Path, ranks: list[dict[str, Part]], values: dict[str, torch.Tensor]) -> Checkpoint:
     storage, manifests = LocalStorage(folder), tuple(f"manifest/{r}.json" for r in range(len(ranks)))
     for rank, parts in enumerate(ranks):
         pieces = plan(parts)

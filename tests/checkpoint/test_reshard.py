@@ -12,19 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import recipe, write_corpus
-from weft.checkpoint.format import Tensor, volume
+from weft.checkpoint.format import volume
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.reshard import load, moves, redistribute
-from weft.checkpoint.save import NAMES, Local, Saver
+from weft.checkpoint.save import Saver
 from weft.checkpoint.state import Progress, move_state
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError
-from weft.layout.dims import Box, part
+from weft.layout.dims import Box, Tensor, part
 from weft.layout.mesh import Mesh
-from weft.parallel.build import local_parts, parallelize
+from weft.layout.parts import NAMES, Part
 from weft.recipe import build_recipe
-from weft.train.optim import build_optimizer
-from weft.train.setup import prepare
+from weft.train.setup import assemble, prepare
 from weft.train.step import train_step
 
 WHOLE = {"w": (12, 10), "bias": (7,), "scalar": (), "cube": (5, 3, 4)}
@@ -47,7 +46,7 @@ def box_of(shape: tuple[int, ...], cut: tuple[int, ...], rank: int) -> Box | Non
     return tuple(edges) + tuple((0, size) for size in shape[len(cut) :])
 
 
-def held(cuts: dict[str, tuple[int, ...]], rank: int, ranks: int, fill: bool) -> dict[str, Local]:
+def held(cuts: dict[str, tuple[int, ...]], rank: int, ranks: int, fill: bool) -> dict[str, Part]:
     found = {}
     for name, shape in WHOLE.items():
         if rank >= ranks:
@@ -57,7 +56,7 @@ def held(cuts: dict[str, tuple[int, ...]], rank: int, ranks: int, fill: bool) ->
         assert box is not None
         index = tuple(slice(*edge) for edge in box)
         values = value(name)[index].clone() if fill else torch.zeros_like(value(name)[index])
-        found[name] = Local(values, box, Tensor(shape, NAMES[KINDS[name]]))
+        found[name] = Part(values, box, Tensor(shape, NAMES[KINDS[name]]))
     return found
 
 
@@ -118,7 +117,7 @@ def test_what_nobody_holds_is_an_error() -> None:
 
 
 class Far:
-    """Local storage that counts as far away."""
+    """Part storage that counts as far away."""
 
     def __init__(self, folder: Path) -> None:
         self._place = LocalStorage(folder)
@@ -134,7 +133,7 @@ def shared_load(folder: str) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     values = {"w": torch.zeros(4096, 300), "bias": torch.zeros(8)}
     box = {name: tuple((0, n) for n in v.shape) for name, v in values.items()}
-    locals_ = {n: Local(v, box[n], Tensor(tuple(v.shape), "F32"), rank, world) for n, v in values.items()}
+    locals_ = {n: Part(v, box[n], Tensor(tuple(v.shape), "F32"), rank, world) for n, v in values.items()}
     checkpoint = Checkpoint(Far(Path(folder)))  # type: ignore[arg-type]
     load(checkpoint, locals_)
     assert torch.equal(values["w"], torch.arange(4096 * 300.0).view(4096, 300)) and values["bias"].sum() == 8
@@ -154,7 +153,7 @@ def test_replicas_share_the_reading_and_all_hear_of_damage(pool: Any, tmp_path: 
     saver = Saver(print)
     saver.save(
         LocalStorage(tmp_path), 1,
-        {n: Local(v, tuple((0, k) for k in v.shape), Tensor(tuple(v.shape), "F32")) for n, v in values.items()}, {}, {},
+        {n: Part(v, tuple((0, k) for k in v.shape), Tensor(tuple(v.shape), "F32")) for n, v in values.items()}, {}, {},
     )  # fmt: skip
     saver.finish()
     saver.close()
@@ -177,17 +176,15 @@ def train_across(layouts: list[dict[str, Any]]) -> tuple[list[float], int]:
     for tree in layouts:
         settings_ = build_recipe(tree)
         job, mesh = prepare(settings_), Mesh.create(settings_.layout, "cpu")
-        model = parallelize(job.shape, mesh, settings_.train, None, settings_.data.seq_len)
-        parts = local_parts(model, mesh)
-        optimizer = build_optimizer(parts, settings_.optimizer)
+        model, state = assemble(job.shape, mesh, settings_)
         if before is not None:
-            sent += move_state(before, (parts, optimizer), Progress(updates=len(losses)))
-        before = parts, optimizer
+            sent += move_state(before, state, Progress(updates=len(losses)))
+        before = state
         loader = job.loader(job.corpus.train, mesh)
         for _ in range(2):
             batches = loader.step(len(losses) * settings_.train.batch)
             assert batches is not None
-            losses.append(train_step(model, parts, batches, optimizer, mesh, lr=1e-2, clip=1.0).loss)
+            losses.append(train_step(model, state, batches, mesh, lr=1e-2, clip=1.0).loss)
     return losses, sent
 
 

@@ -12,7 +12,6 @@ import torch
 
 from tests.cases import recipe, write_corpus
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import local_state
 from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.checkpoint.store import committed, load_newest, look, open_checkpoint, verify
 from weft.errors import WeftError
@@ -20,11 +19,9 @@ from weft.layout.dims import part
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
-from weft.parallel.build import local_parts, parallelize
 from weft.recipe import build_recipe
 from weft.train.loop import train
-from weft.train.optim import build_optimizer
-from weft.train.setup import prepare
+from weft.train.setup import assemble, prepare
 
 HOME = {"shard": 2, "tp": 2}
 
@@ -48,8 +45,7 @@ def state_of(checkpoint: Path, values: dict[str, Any]) -> dict[str, torch.Tensor
     settings = build_recipe(values)
     shape = build_recipe(open_checkpoint(checkpoint).meta["recipe"]).model
     mesh = Mesh.single()
-    parts = local_parts(parallelize(shape, mesh, settings.train), mesh)
-    found = local_state(parts, build_optimizer(parts, settings.optimizer))
+    found = assemble(shape, mesh, settings)[1].tensors()
     open_checkpoint(checkpoint).load(found)
     return {name: local.values for name, local in found.items()}
 

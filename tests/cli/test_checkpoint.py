@@ -15,11 +15,13 @@ import torch
 
 from tests.checkpoint.test_golden import GOLDEN
 from tests.conftest import Command
-from weft.checkpoint.format import ROOT, Tensor
-from weft.checkpoint.save import NAMES, Local, plan, within
+from weft.checkpoint.format import ROOT
+from weft.checkpoint.save import plan, within
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import committed, open_checkpoint, retained
 from weft.checkpoint.writer import Commit, Job, commit, write
+from weft.layout.dims import Tensor
+from weft.layout.parts import NAMES, Part
 from weft.observe.metrics import Metrics
 
 
@@ -30,7 +32,7 @@ def weft(command: Command) -> Any:
 
 def save(folder: Path, values: dict[str, torch.Tensor], step: int = 1) -> Path:
     held = {
-        name: Local(v, tuple((0, n) for n in v.shape), Tensor(tuple(v.shape), NAMES[v.dtype]))
+        name: Part(v, tuple((0, n) for n in v.shape), Tensor(tuple(v.shape), NAMES[v.dtype]))
         for name, v in values.items()
     }
     pieces, storage = plan(held), LocalStorage(folder)

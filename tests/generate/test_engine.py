@@ -16,7 +16,7 @@ from weft.generate.engine import choose, generate, stream_text
 from weft.layout.mesh import Mesh
 from weft.models.hf import export
 from weft.models.transformer import Transformer
-from weft.parallel.build import local_parts, parallelize
+from weft.parallel.build import parallelize, resident_state
 from weft.recipe import ModelShape, RopeScaling, Source, Train
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 def build(name: str = "llama") -> Transformer:
     shape = ModelShape(vocab=61, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5, **SHAPES[name])
-    return parallelize(shape, Mesh.single(), Train(seed=2))
+    return parallelize(shape, Mesh.single(), Train(seed=2))[0]
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def test_greedy_equals_no_cache_and_transformers(name: str, prompt: list[int], t
     ids = list(generate(model, prompt, 24, None, 0.0, 0))
     assert ids == without_cache(model, prompt, 24)
     assert len(set(ids)) > 3
-    export({p.name: p.local for p in local_parts(model, model.mesh)}, model.shape, tmp_path / "out")
+    export({p.name: p.local for p in resident_state(model, model.mesh).held}, model.shape, tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     out = theirs.generate(
         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=24, do_sample=False

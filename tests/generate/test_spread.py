@@ -29,7 +29,7 @@ LENGTHS = (1, 2, 3, 7, 13, 50)
 
 def build(dtype: Any = "float64", **more: Any) -> Transformer:
     shape = ModelShape(vocab=VOCAB, layers=LAYERS, embed=EMBED, heads=HEADS, kv_heads=KV, ffn=48, init_std=0.5, **more)
-    return parallelize(shape, Mesh.single(), Train(seed=2, dtype=dtype))
+    return parallelize(shape, Mesh.single(), Train(seed=2, dtype=dtype))[0]
 
 
 def prompt(length: int) -> list[int]:

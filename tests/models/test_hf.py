@@ -14,10 +14,11 @@ from weft.errors import WeftError
 from weft.layout.dims import Dim
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.layout.placement import Place
 from weft.model_config import config_from_shape, shape_from_config
 from weft.models.hf import INDEX, SINGLE, export, hf_name, hf_values
 from weft.models.transformer import Transformer
-from weft.parallel.build import local_parts, parallelize
+from weft.parallel.build import parallelize, resident_state
 from weft.recipe import ModelShape, RopeScaling, Train
 
 transformers = pytest.importorskip("transformers")
@@ -63,11 +64,11 @@ def theirs(name: str, folder: Path) -> Any:
 
 
 def ours(folder: Path, mesh: Mesh | None = None) -> Transformer:
-    return parallelize(shape_from_config(folder), mesh or Mesh.single(), Train(), hf_values(folder))
+    return parallelize(shape_from_config(folder), mesh or Mesh.single(), Train(), hf_values(folder))[0]
 
 
 def whole(model: Transformer) -> dict[str, torch.Tensor]:
-    return {p.name: p.local for p in local_parts(model, model.mesh)}
+    return {p.name: p.local for p in resident_state(model, model.mesh).held}
 
 
 @torch.no_grad()
@@ -148,7 +149,7 @@ def test_every_rank_reads_its_box(tp: int, tmp_path: Path) -> None:
     values = hf_values(tmp_path)
     stored = load_file(tmp_path / SINGLE)
     for rank in range(tp):
-        mesh = Mesh(Layout(tp=tp), torch.device("cpu"), _rank={"tp": rank})
+        mesh = Mesh(Layout(tp=tp), torch.device("cpu"), Place.of(Layout(tp=tp), rank))
         for name, logical in Transformer(shape_from_config(tmp_path), mesh).logical_parameters():
             box = logical.rows(0, max(1, logical.local_shape[0] - rank))
             expected = stored[hf_name(name)][tuple(slice(lo, hi) for lo, hi in box)]
@@ -273,7 +274,7 @@ def test_unreadable_configs(content: bytes | None, tmp_path: Path) -> None:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hf") / "model"
     shape = ModelShape(vocab=40, layers=2, embed=16, heads=2, ffn=24)
-    export(whole(parallelize(shape, Mesh.single(), Train())), shape, folder, max_file_bytes=4000)
+    export(whole(parallelize(shape, Mesh.single(), Train())[0]), shape, folder, max_file_bytes=4000)
     return folder
 
 
@@ -318,7 +319,7 @@ def test_missing_and_misshapen_tensors_are_named(exported: Path) -> None:
 
 
 def test_other_contents_are_refused(tmp_path: Path) -> None:
-    logical = Mesh.single().place(Dim("vocab", 4), Dim("embed", 2), std=1.0)
+    logical = Mesh.single().place.logical((Dim("vocab", 4), Dim("embed", 2)), 1.0)
     save_file({"model.embed_tokens.weight": torch.zeros(4, 2, dtype=torch.int8)}, tmp_path / SINGLE)
     with pytest.raises(WeftError, match="stored as I8"):
         hf_values(tmp_path)("embedding.table", logical, logical.box)

@@ -19,6 +19,7 @@ from weft.data.batch import Batch
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.layout.placement import Place
 from weft.recipe import build_recipe
 from weft.train.setup import prepare
 from weft.train.step import evaluate
@@ -96,8 +97,7 @@ def steps_of(settings: dict[str, Any], count: int = 3) -> list[list[list[Batch]]
     for step in range(count):
         ranks = []
         for rank in range(layout.size("dp", "shard", "cp")):
-            places = {"dp": rank // layout.size("shard", "cp"), "shard": rank // layout.cp % layout.shard}
-            mesh = Mesh(layout, Mesh.single().device, _rank=places | {"cp": rank % layout.cp})
+            mesh = Mesh(layout, Mesh.single().device, Place.of(layout, rank * layout.tp))
             ranks.append(job.loader(job.corpus.train, mesh).step(step * job.recipe.train.batch) or [])
         made.append(ranks)
     return made
@@ -176,14 +176,12 @@ def validated(values: dict[str, Any]) -> list[float]:
     job = prepare(settings)
     losses = []
 
-    def watch(model: Any) -> None:
-        watch.model = model  # type: ignore[attr-defined]
-
     for mesh in (Mesh.create(settings.layout, "cpu"), Mesh.single()):
-        run_layout(job, mesh, 2, watch)
+        watched: list[Any] = []
+        run_layout(job, mesh, 2, lambda *seen, into=watched: into.extend(seen))
         held_out = job.loader(job.corpus.validation, mesh)  # type: ignore[arg-type]
         steps = [s for i in range(2) if (s := held_out.step(i * settings.train.batch))]
-        losses.append(evaluate(watch.model, steps, mesh))  # type: ignore[attr-defined]
+        losses.append(evaluate(*watched, steps, mesh))
     return losses
 
 

@@ -14,7 +14,7 @@ from tests.cases import Case, recipe, start, write_corpus
 from tests.test_equality import difference, name, tree
 from weft.errors import UsageError
 from weft.layout.layout import Layout
-from weft.parallel import state
+from weft.parallel import units
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.train.rehearse import plain_batches, rehearse
 from weft.train.step import evaluate, train_step
@@ -46,20 +46,20 @@ def test_pipelines_gather_nearby_from_the_second_time_on(pool: Any, corpus: str,
     found, calls = pool.run(8, pipelined, values.model_dump(mode="json"))[0]
     assert found.ok, found
     far, near = calls[4], calls[2]
-    units = 2 if "interleaved" in layout else 1  # of rank 0: its chunks, with the embedding in the first
-    assert far == 3 * units and (near > 0) is ("interleaved" in layout)
+    owned = 2 if "interleaved" in layout else 1  # of rank 0: its chunks, with the embedding in the first
+    assert far == 3 * owned and (near > 0) is ("interleaved" in layout)
 
 
 def pipelined(values: dict[str, Any]) -> tuple[Difference | None, Counter[int]]:
     """Difference to one device, and this rank's gathers by the number of ranks."""
     calls: Counter[int] = Counter()
-    real = state.all_gather
+    real = units.all_gather
 
     def gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> Any:
         calls[group.size()] += 1
         return real(out, mine, group=group)
 
-    with mock.patch.object(state, "all_gather", gather):
+    with mock.patch.object(units, "all_gather", gather):
         found = difference(values)
     return found, calls
 
@@ -94,14 +94,14 @@ def test_gathers_go_to_whom_the_formula_says(near: int, passes: int, tp: int) ->
 
 def stale(values: dict[str, Any]) -> tuple[float, float]:
     """Validation loss after all parameters are set to zero, before and after an earlier validation."""
-    _, mesh, model, parts, optimizer, loader = start(values)
+    _, mesh, model, state, loader = start(values)
     batches = loader.step(0) or []
-    train_step(model, parts, batches, optimizer, mesh, lr=1e-3, clip=1.0)
-    before = evaluate(model, [batches], mesh)
+    train_step(model, state, batches, mesh, lr=1e-3, clip=1.0)
+    before = evaluate(model, state, [batches], mesh)
     with torch.no_grad():
-        for part in parts:
+        for part in state.held:
             part.local.zero_()
-    return before, evaluate(model, [batches], mesh)
+    return before, evaluate(model, state, [batches], mesh)
 
 
 def test_a_validation_keeps_no_old_values(pool: Any, corpus: str) -> None:

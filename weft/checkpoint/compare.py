@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.format import Tensor
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.save import TORCH_DTYPES, Local
-from weft.layout.dims import Box, part
+from weft.layout.dims import Box, Tensor, part
+from weft.layout.parts import TORCH_DTYPES, Part
 
 CHUNK = 1 << 22  # elements that are compared together
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -59,8 +58,8 @@ def _difference(name: str, tensor: Tensor, one: Checkpoint, two: Checkpoint) -> 
     for i in range(pieces := min(rows, -(-tensor.numel // CHUNK))):
         box: Box = (part(rows, pieces, i), *((0, n) for n in tensor.shape[1:]))[: len(tensor.shape)]
         x, y = (torch.empty([hi - lo for lo, hi in box], dtype=TORCH_DTYPES[tensor.dtype]) for _ in "xy")
-        one.load({name: Local(x, box, tensor)})
-        two.load({name: Local(y, box, tensor)})
+        one.load({name: Part(x, box, tensor)})
+        two.load({name: Part(y, box, tensor)})
         unequal = x.view(BITS[tensor.itemsize]) != y.view(BITS[tensor.itemsize])
         norm += float(x.double().square().sum())
         if found := int(unequal.sum()):

@@ -9,17 +9,19 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, compress, cycle, pairwise, product
 from typing import Any, NamedTuple
 
 import xxhash
 
 from weft.errors import WeftError
-from weft.layout.dims import Box, part
+from weft.layout.dims import Box, Tensor, part
 
 FORMAT = 2
 ROOT = "weft.json"
+
+#: What AdamW keeps of every parameter, running averages of its gradient and of the square, as checkpoints name it.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 #: Bytes of a block, about. A block is the unit of reading and of verifying.
 BLOCK = 1 << 20
@@ -29,30 +31,9 @@ COLUMNS = 8
 #: The least bytes of a block's row that are worth such a cut.
 RUN = 512
 
-#: safetensors' name, bytes per element.
-DTYPES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
-
 
 class DamagedCheckpoint(WeftError):
     """What is stored is not what was saved; the message names the file and, where known, the tensor."""
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A logical tensor. ``dims`` names its dimensions; ``tied``: the tensor that it is one and the same with."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    dims: tuple[str, ...] = ()
-    tied: str | None = None
-
-    @property
-    def itemsize(self) -> int:
-        return DTYPES[self.dtype]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 class Block(NamedTuple):

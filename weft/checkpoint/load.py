@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.checkpoint.format import ROOT, Block, DamagedCheckpoint, Manifest, Tensor, digest, meet, read_tensor, unseal
+from weft.checkpoint.format import ROOT, Block, DamagedCheckpoint, Manifest, digest, meet, read_tensor, unseal
 from weft.checkpoint.pack import Elements, elements, move, within
-from weft.checkpoint.save import TORCH_DTYPES, Local
 from weft.checkpoint.storage import MissingObject, Storage
 from weft.errors import WeftError
-from weft.layout.dims import Box
+from weft.layout.dims import Box, Tensor
+from weft.layout.parts import TORCH_DTYPES, Part
 
 
 class Checkpoint:
@@ -120,12 +120,12 @@ class Checkpoint:
                 )
             yield block, data
 
-    def load(self, locals_: Mapping[str, Local]) -> None:
+    def load(self, locals_: Mapping[str, Part]) -> None:
         """Fill every part in place. Raises :class:`WeftError` with a table if names or shapes do not fit."""
         with _no_collection():
             self._load(locals_)
 
-    def _load(self, locals_: Mapping[str, Local]) -> None:
+    def _load(self, locals_: Mapping[str, Part]) -> None:
         begun = time.perf_counter()
         self.check_fits(locals_)
         wanted = {name: self.blocks(name, v.box) for name, v in locals_.items() if v.values.numel()}
@@ -153,7 +153,7 @@ class Checkpoint:
                     move(*targets[block.tensor], stored, block.box)
                 self.seconds["unpack"] += time.perf_counter() - begun
 
-    def check_fits(self, locals_: Mapping[str, Local]) -> None:
+    def check_fits(self, locals_: Mapping[str, Part]) -> None:
         rows = []
         for name, local in locals_.items():
             stored = self.tensors.get(name)
@@ -180,7 +180,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _in_place(local: Local, dtype: torch.dtype) -> bool:
+def _in_place(local: Part, dtype: torch.dtype) -> bool:
     return local.values.device.type == "cpu" and local.values.dtype == dtype
 
 

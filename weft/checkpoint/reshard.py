@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.format import Tensor, meet, share, volume
+from weft.checkpoint.format import meet, share, volume
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.pack import within
-from weft.checkpoint.save import TORCH_DTYPES, Local
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError
-from weft.layout.dims import Box
+from weft.layout.dims import Box, Tensor
 from weft.layout.mesh import from_all
+from weft.layout.parts import TORCH_DTYPES, Part
 
 #: Bytes of the logical tensors that are exchanged at a time; a tensor is never cut for this.
 ROUND = 256 << 20
@@ -62,7 +62,7 @@ def moves(
                 yield Move(name, common, source, target)
 
 
-def redistribute(sources: Mapping[str, Local], targets: Mapping[str, Local]) -> int:
+def redistribute(sources: Mapping[str, Part], targets: Mapping[str, Part]) -> int:
     """Fill ``targets`` in place with what the ranks hold as ``sources``; the bytes that this rank sent. Collective.
 
     Both name this rank's parts of logical tensors; a rank that takes no part in a layout gives nothing for it. Raises
@@ -106,8 +106,8 @@ def _rounds(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Iterator[lis
 
 def _exchange(
     plan: Sequence[Move],
-    sources: Mapping[str, Local],
-    targets: Mapping[str, Local],
+    sources: Mapping[str, Part],
+    targets: Mapping[str, Part],
     tensors: Mapping[str, Tensor],
     rank: int,
     world: int,
@@ -154,11 +154,11 @@ class _Message:
             yield move, memory[at : at + size].view(dtype).view([hi - lo for lo, hi in move.box])
 
 
-def _part(local: Local, box: Box) -> torch.Tensor:
+def _part(local: Part, box: Box) -> torch.Tensor:
     return local.values[within(box, local.box)]
 
 
-def load(checkpoint: Checkpoint, locals_: Mapping[str, Local]) -> None:
+def load(checkpoint: Checkpoint, locals_: Mapping[str, Part]) -> None:
     """Load, and where storage is far away let each of several replicas read a part and pass it on. Collective.
 
     Raises what any rank ran into on all of them, so that none goes on alone.
@@ -179,7 +179,7 @@ def load(checkpoint: Checkpoint, locals_: Mapping[str, Local]) -> None:
         redistribute(mine, locals_)
 
 
-def _share(name: str, local: Local) -> Local | None:
+def _share(name: str, local: Part) -> Part | None:
     """The part of ``local`` that this one of its replicas reads."""
     if local.replicas == 1:
         return local

@@ -25,31 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.format import DTYPES, Tensor, digest, share, volume
+from weft.checkpoint.format import digest, share, volume
 from weft.checkpoint.pack import within
 from weft.checkpoint.storage import Storage
 from weft.checkpoint.writer import Commit, Job, Report
 from weft.errors import WeftError
 from weft.layout.dims import Box
 from weft.layout.mesh import from_all
-
-TORCH_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
-    "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-assert TORCH_DTYPES.keys() == DTYPES.keys()
-
-
-@dataclass(frozen=True)
-class Local:
-    """A rank's part of a logical tensor: ``values`` are its elements ``box``, which ``replicas`` ranks hold."""
-
-    values: torch.Tensor
-    box: Box
-    tensor: Tensor
-    replica: int = 0
-    replicas: int = 1
+from weft.layout.parts import TORCH_DTYPES, Part
 
 
 @dataclass(frozen=True)
@@ -62,7 +45,7 @@ class Piece:
     size: int
 
 
-def plan(locals_: Mapping[str, Local]) -> list[Piece]:
+def plan(locals_: Mapping[str, Part]) -> list[Piece]:
     """What this rank writes, in the order in which it lies in the staging memory."""
     pieces, at = [], 0
     for name in sorted(locals_):
@@ -140,7 +123,7 @@ class Saver:
         self._due = 0  # reports that the writer owes: one for the files, and on rank 0 one for the commit
         self._untold: list[Saved] = []  # what rank 0 has not heard of yet
 
-    def prepare(self, locals_: Mapping[str, Local]) -> None:
+    def prepare(self, locals_: Mapping[str, Part]) -> None:
         """Make and touch the staging memory and start the writer, so that the first save is as short as the others."""
         self._stage(locals_)
         self._writer()
@@ -149,7 +132,7 @@ class Saver:
         self,
         storage: Storage,
         step: int,
-        locals_: Mapping[str, Local],
+        locals_: Mapping[str, Part],
         meta: Mapping[str, Any],
         files: Mapping[str, bytes],
         lazy: bool = False,
@@ -263,7 +246,7 @@ class Saver:
         if report.problem and not self.problem:
             self.problem = f"checkpoint at step {self._step} was not saved: {report.problem}"
 
-    def _stage(self, locals_: Mapping[str, Local]) -> tuple[list[Piece], list[torch.Tensor]]:
+    def _stage(self, locals_: Mapping[str, Part]) -> tuple[list[Piece], list[torch.Tensor]]:
         """What this rank writes, and the places in the staging memory for it."""
         key = [(name, local.box, local.tensor, local.replica, local.replicas) for name, local in locals_.items()]
         if self._plan[0] != key:  # the same at every save

@@ -5,17 +5,16 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from weft.checkpoint.format import Tensor
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.s3 import Where, open_storage
-from weft.checkpoint.save import NAMES, TORCH_DTYPES, Local
 from weft.checkpoint.storage import holds
 from weft.checkpoint.store import candidates, open_checkpoint
 from weft.errors import WeftError
-from weft.layout.dims import Box, Logical
+from weft.layout.dims import Box, Logical, Tensor
+from weft.layout.parts import NAMES, TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
 from weft.models.hf import hf_values
-from weft.parallel.build import Values
+from weft.parallel.state import Values
 from weft.recipe import ModelShape, Recipe
 
 
@@ -48,7 +47,7 @@ def values_of(where: Path) -> Values:
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
         stored = checkpoint.tensors.get(f"model.{name}")
         out = torch.empty([hi - lo for lo, hi in box], dtype=TORCH_DTYPES[stored.dtype] if stored else None)
-        checkpoint.load({f"model.{name}": Local(out, box, Tensor(logical.shape, NAMES[out.dtype]))})
+        checkpoint.load({f"model.{name}": Part(out, box, Tensor(logical.shape, NAMES[out.dtype]))})
         return out
 
     return values

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from weft.checkpoint import format as layout
-from weft.checkpoint.format import ROOT, Block, Tensor, digest
+from weft.checkpoint.format import ROOT, Block, digest
 from weft.checkpoint.pack import elements, within
 from weft.checkpoint.storage import Storage, StorageError
 from weft.errors import WeftError
-from weft.layout.dims import Box
+from weft.layout.dims import Box, Tensor
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from weft.cli.convert import convert
 from weft.errors import UsageError, WeftError
 
 if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
-    from weft.checkpoint.format import Tensor
     from weft.checkpoint.load import Checkpoint
     from weft.checkpoint.storage import Storage
+    from weft.layout.dims import Tensor
 
 app = typer.Typer(help="List, look into, verify, compare, merge, convert and prune checkpoints.", no_args_is_help=True)
 app.command()(convert)

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.s3 import Where, open_storage
-from weft.checkpoint.state import local_state
 from weft.checkpoint.storage import holds
 from weft.checkpoint.store import extract, load_newest
 from weft.checkpoint.weights import model_of
@@ -28,7 +27,7 @@ from weft.layout.mesh import Mesh
 from weft.model_config import shape_from_config
 from weft.models.hf import export, hf_values
 from weft.models.transformer import Transformer
-from weft.parallel.build import local_parts, parallelize
+from weft.parallel.build import parallelize, resident_state
 from weft.recipe import Generate, ModelShape, Train
 
 
@@ -38,13 +37,13 @@ def open_model(where: Where, device: str) -> Iterator[tuple[Transformer, Tokeniz
     mesh, place = Mesh.single(device), open_storage(where)
     if holds(place, "config.json"):
         path = Path(str(place))
-        model = parallelize(shape_from_config(path), mesh, Train(), hf_values(path))
+        model, _ = parallelize(shape_from_config(path), mesh, Train(), hf_values(path))
         yield model, load_tokenizer(str(path)), path
         return
 
     def load(checkpoint: Checkpoint) -> Transformer:
-        model = parallelize(model_of(checkpoint), mesh, Train(), lambda name, logical, box: torch.zeros(()))
-        checkpoint.load(local_state(local_parts(model, mesh), None))
+        model, state = parallelize(model_of(checkpoint), mesh, Train(), lambda name, logical, box: torch.zeros(()))
+        checkpoint.load(state.tensors())
         return model
 
     checkpoint, model = load_newest([where], load, lambda text: print(f"weft: {text}", file=sys.stderr))
@@ -127,6 +126,6 @@ def export_model(checkpoint: str, out: Path) -> Path:
     if out.exists():
         raise WeftError(f"--out {out} exists already; choose another folder")
     with open_model(checkpoint, "cpu") as (model, tokenizer, folder):
-        values = {p.name: p.local for p in local_parts(model, model.mesh)}
+        values = {p.name: p.local for p in resident_state(model, model.mesh).held}
         export(values, model.shape, out, tokenizer_folder=folder, eos=tokenizer.eos)
     return out

@@ -51,10 +51,8 @@ def trial(recipe: Path, world: int) -> Measured:
 def steps(recipe: Recipe) -> Iterator[Mesh]:
     """Be a rank: join the others, set up, then train a step before every item."""
     from weft.cli.train import join
-    from weft.parallel.build import local_parts, parallelize
-    from weft.train.optim import build_optimizer
     from weft.train.rehearse import batches_of
-    from weft.train.setup import device_type
+    from weft.train.setup import assemble, device_type
     from weft.train.step import train_step
 
     set_threads(recipe.train.threads, recipe.layout.world)
@@ -62,11 +60,9 @@ def steps(recipe: Recipe) -> Iterator[Mesh]:
     join(device, recipe.train.timeout)
     mesh = Mesh.create(recipe.layout, device)
     shape, batches = batches_of(recipe)
-    model = parallelize(shape, mesh, recipe.train, None, recipe.data.seq_len)
-    parts = local_parts(model, mesh)
-    optimizer = build_optimizer(parts, recipe.optimizer)
+    model, state = assemble(shape, mesh, recipe)
     for step in range(sys.maxsize):
-        train_step(model, parts, batches(mesh, step), optimizer, mesh, lr=recipe.optimizer.lr, clip=1.0)
+        train_step(model, state, batches(mesh, step), mesh, lr=recipe.optimizer.lr, clip=1.0)
         yield mesh
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-import torch.distributed as dist
 from spmd_types import I, P, R, S, V
 
+from weft.layout.dims import Logical
+from weft.layout.layout import DATA_AXES, MODEL_AXES
 from weft.layout.mesh import LIVE_AXES, Mesh
 
 #: A type on one mesh axis.
@@ -71,14 +72,40 @@ def share_of_sum(x: torch.Tensor, mesh: Mesh, **types: Kind) -> torch.Tensor:
     return x
 
 
-def world_sum(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Finish a sum that is pending over all axes, in one all-reduce over the world."""
-    return spmd.all_reduce(x, dist.group.WORLD, dst=R) if mesh.layout.world > 1 else x
+def step_sum(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Finish a sum that is pending over all axes, in one all-reduce over the ranks that take the step together."""
+    return spmd.all_reduce(x, mesh.step_group, dst=R) if mesh.layout.world > 1 else x
 
 
-def sum_over_tp(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Finish a sum that is pending over ``tp``; every rank gets it, as something to keep (invariant)."""
-    return spmd.all_reduce(x, mesh.group("tp"), dst=I) if mesh.size("tp") > 1 else x
+def sum_over(axis: str, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Finish a sum that is pending over one axis; every rank gets it, as something to keep (invariant)."""
+    return spmd.all_reduce(x, mesh.group(axis), dst=I) if mesh.size(axis) > 1 else x
+
+
+#: How numbers differ over the ranks: each has its own; those of a step's data; the same on all.
+OWN: dict[str, Kind] = dict.fromkeys(LIVE_AXES, V)
+BY_DATA: dict[str, Kind] = {axis: V if axis in DATA_AXES else R for axis in LIVE_AXES}
+SAME: dict[str, Kind] = dict.fromkeys(LIVE_AXES, R)
+
+
+def _types(logical: Logical, data: dict[str, Kind], uncut: Kind) -> dict[str, Kind]:
+    """``data`` per data axis; over the axes that share the work, varying where the parameter is cut, else ``uncut``."""
+    return data | {axis: V if logical.cut_by(axis) else uncut for axis in MODEL_AXES}
+
+
+def parameter_types(logical: Logical) -> dict[str, Kind]:
+    """The type of a full parameter, as compute sees it."""
+    return _types(logical, dict.fromkeys(DATA_AXES, R), R)
+
+
+def gradient_types(logical: Logical) -> dict[str, Kind]:
+    """The type of a full parameter's gradient after backward, with every sum pending."""
+    return _types(logical, dict.fromkeys(DATA_AXES, P), P)
+
+
+def state_types(logical: Logical) -> dict[str, Kind]:
+    """The type of what is held of a parameter or its reduced gradient: rows, the same on every replica."""
+    return _types(logical, {"pp": V, "dp": I, "shard": V, "cp": V}, I)
 
 
 def own_number(value: float, mesh: Mesh, **types: Kind) -> torch.Tensor:

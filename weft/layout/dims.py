@@ -15,7 +15,7 @@ def part(count: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def ceil_part(count: int, parts: int, index: int) -> tuple[int, int]:
-    """Share as :func:`torch.chunk` cuts it (FSDP2's rule): all shares full, then a short one, then empty ones."""
+    """Share as :func:`torch.chunk` cuts it (and rows of state): all shares full, then a short one, then empty ones."""
     size = -(-count // parts)
     return min(index * size, count), min((index + 1) * size, count)
 
@@ -35,17 +35,16 @@ class Dim:
 
 @dataclass(frozen=True)
 class Logical:
-    """A parameter as one device sees it.
+    """A parameter as one device sees it, and the part of it that this rank computes with.
 
-    ``dims`` name its dimensions, ``std`` is its initial standard deviation (``None``: all ones, 0: all zeros), ``box``
-    the part that this rank's place on ``tp`` holds. ``whole`` is true if every ``tp`` rank holds all of it, so that its
-    gradient is a sum over ``tp``.
+    ``dims`` name its dimensions, ``std`` is its initial standard deviation (``None``: all ones, 0: all zeros). ``cuts``
+    names, for each dimension, the mesh axes that cut it; ``box`` is the part that is left of it at this rank's place.
     """
 
     dims: tuple[Dim, ...]
     std: float | None
+    cuts: tuple[tuple[str, ...], ...]
     box: Box
-    whole: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,7 +58,33 @@ class Logical:
     def numel(self) -> int:
         return prod(self.shape)
 
+    def cut_by(self, axis: str) -> bool:
+        """Whether ranks along ``axis`` hold different parts."""
+        return any(axis in axes for axes in self.cuts)
+
     def rows(self, lo: int, hi: int) -> Box:
-        """The box of local rows ``lo:hi`` (a further cut of dimension 0, as FSDP2 makes it)."""
+        """The box of local rows ``lo:hi``: a further cut of dimension 0."""
         start = self.box[0][0]
         return ((start + lo, start + hi), *self.box[1:])
+
+
+#: safetensors' name, bytes per element.
+DTYPES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A logical tensor. ``dims`` names its dimensions; ``tied``: the tensor that it is one and the same with."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    dims: tuple[str, ...] = ()
+    tied: str | None = None
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)

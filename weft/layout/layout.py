@@ -8,24 +8,28 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from weft.errors import UsageError, nearest
 
-#: Mesh axes from the slowest links to the fastest: neighbours along ``tp`` have consecutive ranks.
-AXES = ("pp", "dp", "shard", "cp", "ep", "tp")
+#: Mesh axes from the slowest links to the fastest: neighbours along ``tp`` have consecutive ranks. Their sizes multiply
+#: to the number of ranks. Ranks of different islands do not take a step together.
+AXES = ("island", "pp", "dp", "shard", "cp", "tp")
 
-#: Which mesh axes cut which named dimension. Everything else (``embed``, ``head_dim``) stays whole.
+#: An axis that is folded over the data axes: its ranks are some of theirs, so it adds none.
+FOLDED = "ep"
+
+#: Which axes cut which named dimension of a parameter. Everything else (``embed``, ``head_dim``) stays whole over them;
+#: the rows of what is left are cut once more over the ranks that share in holding the state.
 CUTS: dict[str, tuple[str, ...]] = {
-    "batch": ("dp", "shard"),
-    "seq": ("cp",),
-    "tokens": ("cp", "tp"),  # the norm regions: what is left of ``seq`` is cut again over ``tp``
     "vocab": ("tp",),
     "heads": ("tp",),
     "kv_heads": ("tp",),
     "ffn": ("tp",),
-    "layers": ("pp",),
     "expert": ("ep",),
 }
 
 #: Axes whose ranks see different data, so that parameter gradients are summed over them.
 DATA_AXES = ("dp", "shard", "cp")
+
+#: Axes whose ranks share the work on the same data: what they do not cut, each computes a part of the gradient of.
+MODEL_AXES = ("tp",)
 
 
 class Layout(BaseModel):
@@ -48,6 +52,9 @@ class Layout(BaseModel):
     ``balance``: the documents of a step are placed on the data ranks by their length, long ones on several, and not
     row by row (:mod:`weft.data.balance`); needs ``zero = 1``. The same loss and gradients come out.
 
+    ``ep``: experts are spread over so many neighbours among the data ranks, so it divides dp x shard x cp. ``island``:
+    groups of ranks that train by themselves and agree now and then.
+
     ``order``: the axes from the slowest links to the fastest, e.g. ``"tp pp"``, if neighbouring ranks are to be
     neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.planner.mapping`` chooses).
     """
@@ -60,6 +67,7 @@ class Layout(BaseModel):
     tp: int = Field(1, ge=1)
     pp: int = Field(1, ge=1)
     ep: int = Field(1, ge=1)
+    island: int = Field(1, ge=1)
     zero: Literal[1, 2, 3] = 3
     secondary: int = Field(0, ge=0)
     context: Literal["zigzag", "ring", "lightseq", "tokenring", "gather", "rsa", "ulysses"] = "zigzag"
@@ -97,6 +105,17 @@ class Layout(BaseModel):
             raise ValueError(f"secondary = {near} does not cut the {state} ranks of shard x cp into groups; {instead}")
         return self
 
+    @model_validator(mode="after")
+    def _folded(self) -> Self:
+        state, data = self.size("shard", "cp"), self.size(*DATA_AXES)
+        if data % self.ep or (state % self.ep and self.ep % state):
+            fit = [n for n in range(1, data + 1) if data % n == 0 and (state % n == 0 or n % state == 0)]
+            raise ValueError(
+                f"ep = {self.ep} does not fold over dp x shard x cp = {data} ranks that hold the state {state} by "
+                f"{state}; use one of {', '.join(map(str, fit))}"
+            )
+        return self
+
     @property
     def axis_order(self) -> tuple[str, ...]:
         """All axes from the slowest-varying to the fastest, those of size 1 anywhere."""
@@ -118,7 +137,7 @@ class Layout(BaseModel):
     @classmethod
     def parse(cls, text: str, base: dict[str, Any] | None = None) -> Self:
         """Read ``"shard=2,tp=2"``. Axes that are not named are 1; ``zero`` and ``context`` come from ``base``."""
-        values: dict[str, Any] = {k: v for k, v in (base or {}).items() if k not in (*AXES, "order")}
+        values: dict[str, Any] = {k: v for k, v in (base or {}).items() if k not in (*AXES, FOLDED, "order")}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = (part.strip() for part in item.partition("="))
             if name not in cls.model_fields:
@@ -137,5 +156,5 @@ class Layout(BaseModel):
             ) from None
 
     def __str__(self) -> str:
-        axes = [f"{axis}={self.size(axis)}" for axis in AXES if self.size(axis) > 1]
+        axes = [f"{axis}={self.size(axis)}" for axis in (*AXES, FOLDED) if self.size(axis) > 1]
         return ",".join(axes) or "one device"

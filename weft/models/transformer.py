@@ -43,7 +43,7 @@ class Module(nn.Module):
 
     def weight(self, name: str, *dims: Dim, std: float | None, whole: bool = False) -> Logical:
         """Register parameter ``name`` with this rank's part of the tensor that ``dims`` describe."""
-        self.logical[name] = logical = self.mesh.place(*dims, std=std, whole=whole)
+        self.logical[name] = logical = self.mesh.place.logical(dims, std, whole)
         self.register_parameter(name, nn.Parameter(torch.empty(logical.local_shape, device="meta")))
         return logical
 

@@ -1,52 +1,19 @@
-"""``parallelize``: the one function that turns a model description and a mesh into a model that runs."""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+"""``parallelize``: the one function that turns a model description and a mesh into a model that runs, and its state."""
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from weft.errors import UsageError
-from weft.layout.dims import Box, Logical, ceil_part
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh, check_live
 from weft.memory.activations import HostActivations
 from weft.models.init import initial_values
 from weft.models.transformer import Block, Transformer
 from weft.parallel.context import check_context, context_attention
-from weft.parallel.data import shard_data_parallel
+from weft.parallel.fsdp import fsdp_state, needs_fsdp, shard_data_parallel
 from weft.parallel.hybrid import check_hybrid, hybrid_attention
 from weft.parallel.pipeline import Pipeline, check_pipeline
+from weft.parallel.state import Held, Resident, State, Values
 from weft.recipe import ModelShape, Train
-
-#: Gives the values of a part of a logical parameter.
-Values = Callable[[str, Logical, Box], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class LocalPart:
-    """One parameter as this rank stores it: ``local`` are the elements ``box`` of the logical tensor.
-
-    ``counted``: this rank's copy is the one that counts where several ranks of the pipeline hold the parameter.
-    ``replica`` of ``replicas``: which of the ranks this is that hold these elements.
-    """
-
-    name: str
-    logical: Logical
-    parameter: nn.Parameter
-    local: torch.Tensor
-    box: Box
-    counted: bool = True
-    replica: int = 0
-    replicas: int = 1
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The local part of the gradient."""
-        grad = self.parameter.grad
-        return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def check_fits(shape: ModelShape, layout: Layout) -> None:
@@ -61,11 +28,11 @@ def check_fits(shape: ModelShape, layout: Layout) -> None:
 
 def parallelize(
     shape: ModelShape, mesh: Mesh, train: Train, values: Values | None = None, seq_len: int = 1024
-) -> Transformer:
+) -> tuple[Transformer, State]:
     """Build ``shape`` under ``mesh``: stages, attention across ranks, recompute, compile, data parallelism, values.
 
-    ``values`` default to the seeded initial values, which are the same under every layout; ``seq_len`` weighs attention
-    where layers are dealt to stages.
+    Returns what computes and what it computes with. ``values`` default to the seeded initial values, which are the same
+    under every layout; ``seq_len`` weighs attention where layers are dealt to stages.
     """
     check_fits(shape, mesh.layout)
     check_hybrid(mesh.layout, shape, train)
@@ -87,55 +54,29 @@ def parallelize(
         if train.compile:
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
-    if pipeline is None:
+    sharded = pipeline is None and needs_fsdp(mesh, train)
+    if sharded:
         shard_data_parallel(model, mesh, train)
-    sharded = isinstance(model, FSDPModule)
     model.to_empty(device="cpu" if sharded and train.offloads_state else mesh.device)
     model.freq = model.freq.to(mesh.device)
     if pipeline is not None:
-        pipeline.start(getattr(torch, train.dtype), train.offloads_state)
+        state = pipeline.start(getattr(torch, train.dtype), train.offloads_state)
         model.pipeline = pipeline
+    else:
+        state = fsdp_state(model, mesh) if sharded else resident_state(model, mesh)
     if train.offloads_activations:
         model.around = HostActivations(mesh.device).block
-    fill(model, mesh, values or (lambda name, logical, box: initial_values(name, logical, box, train.seed)))
-    return model
+    state.fill(values or (lambda name, logical, box: initial_values(name, logical, box, train.seed)))
+    return model, state
 
 
-def local_parts(model: Transformer, mesh: Mesh) -> list[LocalPart]:
-    """Every parameter's local storage and where it lies in the logical tensor."""
-    if model.pipeline is not None:
-        rank, copies = mesh.rank("pp"), model.pipeline.copies
-        held = [h for unit in model.pipeline.units for h in unit.held]
-        return [
-            LocalPart(
-                h.name, h.logical, h.shard, h.shard.detach(), h.logical.rows(*h.rows), copies[h.name][0] == rank,
-                *_replica(h.logical, mesh, copies[h.name].index(rank), len(copies[h.name])),
-            )
-            for h in held
-        ]  # fmt: skip
+def resident_state(model: Transformer, mesh: Mesh) -> State:
+    """The state of a model whose parameters are all here, a unit per block and one for the rest."""
     described = dict(model.logical_parameters())
-    state_size, state_rank = mesh.size("state"), mesh.rank("state")
-    parts = []
+    units: dict[str, list[Held]] = {}
     for name, parameter in model.named_parameters():
-        logical = described[name]
-        local, box = parameter.detach(), logical.box
-        if isinstance(local, DTensor):
-            local, box = local.to_local(), logical.rows(*ceil_part(logical.local_shape[0], state_size, state_rank))
-        index, count = _replica(logical, mesh)
-        parts.append(LocalPart(name, logical, parameter, local, box, replica=index, replicas=count))
-    return parts
-
-
-def _replica(logical: Logical, mesh: Mesh, copy: int = 0, copies: int = 1) -> tuple[int, int]:
-    """Which of the ranks this is that hold the same elements of a parameter: of ``dp``, ``tp`` if whole, and copies."""
-    tp = mesh.size("tp") if logical.whole else 1
-    index = (copy * mesh.size("dp") + mesh.rank("dp")) * tp + (mesh.rank("tp") if logical.whole else 0)
-    return index, copies * mesh.size("dp") * tp
-
-
-@torch.no_grad()
-def fill(model: Transformer, mesh: Mesh, values: Values) -> None:
-    """Write ``values`` into every local part."""
-    for p in local_parts(model, mesh):
-        if p.local.numel():
-            p.local.copy_(values(p.name, p.logical, p.box))
+        block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "root"
+        placement = mesh.place.hold(described[name])
+        held = Held(name, described[name], placement, parameter.detach(), parameter)
+        units.setdefault(block, []).append(held)
+    return State(Resident(held) for held in units.values())

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from weft.data.batch import Batch, Group
 from weft.errors import UsageError, WeftError
@@ -74,18 +73,16 @@ def share_pass(model: Transformer, group: Group | None) -> None:
 
 
 @torch.no_grad()
-def begin_step(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> None:
-    """See that all ranks follow one plan, and gather the parameters: in a pass it is too late. Collective.
+def check_plan(batches: Sequence[Batch], mesh: Mesh) -> bool:
+    """Whether the step is planned by length; sees that all ranks follow one plan. Collective.
 
     Raises :class:`WeftError` on all ranks where plans differ, which would otherwise end in a hang.
     """
     group = batches[0].group
     if group is None:
-        return
+        return False
     both = torch.tensor([group.plan, -group.plan], device=mesh.device)
-    dist.all_reduce(both, dist.ReduceOp.MAX)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.step_group)
     if both[0] != -both[1]:
         raise WeftError("the ranks have planned the step differently: they see other data, or run other versions")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
+    return True

@@ -16,7 +16,8 @@ from weft.layout.mesh import Mesh
 from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
 from weft.models.rope import angles
 from weft.models.transformer import Transformer
-from weft.parallel.state import Unit, sum_over_replicas
+from weft.parallel.state import State
+from weft.parallel.units import Full, TableUnit, sum_over_replicas
 from weft.parallel.vocabulary import OutputShard
 from weft.recipe import ModelShape
 from weft.schedule.actions import Action, Table, Value, forward_half
@@ -65,7 +66,7 @@ class Pipeline:
         layers = {i for s in self.held for i in self.stages[s].layers}
         self.model = Transformer(shape, mesh, loss_chunk, layers, self._ends(self.held))
         self.timeout = timeout
-        self.units: list[Unit] = []
+        self.units: list[TableUnit] = []
         self.tables: dict[tuple[int, bool], Table] = {}
         self.batches: Sequence[Batch] = ()
         self.total: Callable[[], T] = lambda: torch.ones(())
@@ -83,16 +84,21 @@ class Pipeline:
             ends |= {"embedding", "head"} | ({"norm"} if len(self.stages) - 1 in held else set())
         return ends
 
-    def start(self, compute: torch.dtype, offload: bool = False) -> None:
+    def start(self, compute: torch.dtype, offload: bool = False) -> State:
         """Take over the model's parameters, which are on the device by now, and connect to the other ranks.
 
-        ``offload``: the state is kept on the host.
+        ``offload``: the state is kept on the host. Returns the state.
         """
         described = dict(self.model.logical_parameters())
-        used: dict[frozenset[int], list[Any]] = {}
+        used: dict[frozenset[int], list[Full]] = {}
+        shared: dict[tuple[int, ...], list[str]] = {}
         for name, parameter in self.model.named_parameters():
-            used.setdefault(frozenset(self._users(name)), []).append((name, described[name], parameter))
-        self.users = {stages: Unit(named, self.mesh, compute, offload) for stages, named in used.items()}
+            copies = self._copies(name)
+            placement = self.mesh.place.hold(described[name], copies)
+            used.setdefault(frozenset(self._users(name)), []).append(Full(name, described[name], parameter, placement))
+            if len(copies) > 1:
+                shared.setdefault(copies, []).append(name)
+        self.users = {stages: TableUnit(named, self.mesh, compute, offload) for stages, named in used.items()}
         self.units = list(self.users.values())
         self.compute = compute
         # The model holds its pipeline; a circle would keep process groups, and gloo's threads, until it is collected.
@@ -102,13 +108,9 @@ class Pipeline:
         if self.mesh.size("pp") > 1:
             self.wire = Wire(self.mesh.group("pp"), self.mesh.device, self.timeout, self._spec)
         # Parameters on several ranks of the pipeline (tied embedding, DualPipe): their gradients are summed over them.
-        self.copies = {h.name: self._copies(h.name) for unit in self.units for h in unit.held}
         mine = dist.get_process_group_ranks(self.mesh.group("pp")) if self.wire else [0]
-        self.groups = {
-            ranks: new_group([mine[r] for r in ranks], "copies of a parameter")
-            for ranks in sorted(set(self.copies.values()))
-            if len(ranks) > 1
-        }
+        groups = {ranks: new_group([mine[r] for r in ranks], "copies of a parameter") for ranks in sorted(shared)}
+        return State(self.units, {groups[ranks]: sorted(names) for ranks, names in shared.items()})
 
     def _stages_with(self, name: str) -> list[int]:
         """The stages, on any rank, that compute with parameter ``name`` (not one of the vocabulary shares')."""
@@ -178,8 +180,8 @@ class Pipeline:
         self.losses, self.ropes = [], {}
         ops = self._ops(table)
         self.last = execute(table, self.rank, ops, self.wire)
-        for unit in self.units:  # before the rows change
-            unit.near = None
+        for unit in self.units:
+            unit.forget_near()
 
     def _ops(self, table: Table) -> dict[str, Op]:
         # Where weight gradients are an action of their own, what they need goes on a tape.
@@ -269,15 +271,3 @@ class Pipeline:
             return None
         rows, length = self.batches[value.microbatch].tokens.shape
         return [((rows, length // self.mesh.size("tp"), self.shape.embed), self.compute)]
-
-    @torch.no_grad()
-    def reduce_copies(self, grads: dict[str, T]) -> dict[str, T]:
-        """Sum the gradients of parameters that several ranks of the pipeline hold, in one call per set of ranks."""
-        summed: dict[str, T] = {}
-        for ranks, group in self.groups.items():
-            names = sorted(name for name, copies in self.copies.items() if copies == ranks)
-            flat = torch.cat([grads[name].flatten() for name in names]).to(self.mesh.device)
-            dist.all_reduce(flat, group=group)
-            pieces = flat.to(grads[names[0]].device).split([grads[name].numel() for name in names])
-            summed |= {name: piece.view(grads[name].shape) for name, piece in zip(names, pieces, strict=True)}
-        return grads | summed

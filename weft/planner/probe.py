@@ -176,7 +176,7 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
     cores = cores_here()
     share = max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", world)) * torch.get_num_threads() / cores)
     from weft.layout.groups import new_group
-    from weft.parallel.state import all_gather, reduce_scatter
+    from weft.parallel.units import all_gather, reduce_scatter
 
     a, b = torch.rand(256, 128), torch.rand(128, 512)
     found: dict[str, Points] = {}

@@ -16,7 +16,6 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.data.batch import Batch
@@ -26,9 +25,8 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import padded_length
 from weft.models.transformer import Transformer
-from weft.parallel.build import local_parts, parallelize
 from weft.recipe import ModelShape, Recipe
-from weft.train.optim import build_optimizer
+from weft.train.setup import assemble
 from weft.train.step import clear_gradients, gradients, update
 
 
@@ -53,7 +51,7 @@ class _Ledger(TorchDispatchMode):
         if isinstance(value, list | tuple):
             for item in value:
                 self.hold(item)
-        elif isinstance(value, DTensor):
+        elif hasattr(value, "to_local"):  # one box of a tensor that is spread over ranks
             self.hold(value.to_local())
         elif isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
@@ -120,17 +118,14 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
             return real(model, **more)
 
         with mock.patch.object(Transformer, "to_empty", to_empty):
-            model = parallelize(shape, mesh, recipe.train, lambda *_: torch.zeros(()), recipe.data.seq_len)
-        parts = local_parts(model, mesh)
-        optimizer = build_optimizer(parts, recipe.optimizer)
-        ledger.hold([*model.parameters(), *(part.local for part in parts)])
-        ledger.hold([list(state.values()) for state in optimizer.state.values()])
-        state = ledger.level
+            model, state = assemble(shape, mesh, recipe, lambda *_: torch.zeros(()))
+        ledger.hold([*model.parameters(), *(part.values for part in state.tensors().values())])
+        held = ledger.level
         with ledger.watch():
-            grads, _ = gradients(model, parts, batches, mesh)
-            update(optimizer, grads, parts, 1e-3)
-            clear_gradients(model, parts)
-        return Peak(rank, state, ledger.peak)
+            grads, _ = gradients(model, state, batches, mesh)
+            update(state, grads, 1e-3)
+            clear_gradients(model, state)
+        return Peak(rank, held, ledger.peak)
 
 
 def pipeline_ranks(layout: Layout) -> list[int]:

@@ -14,14 +14,14 @@ from torch.profiler import record_function
 from weft.data.batch import Batch
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
-from weft.parallel.build import LocalPart
+from weft.parallel.state import State
 from weft.train.step import (
     PendingSum,
     StepResult,
     clear_gradients,
     clipped,
-    judge,
     reduced,
+    result_of,
     share_of_tokens,
     shares_of_sums,
     update,
@@ -36,13 +36,10 @@ class PostValidation:
     Holds a copy of parameters and optimizer state. ``repeated`` counts the steps that had to be run again.
     """
 
-    def __init__(
-        self, model: Transformer, parts: Sequence[LocalPart], optimizer: torch.optim.Optimizer, mesh: Mesh, clip: float
-    ) -> None:
-        self.model, self.parts, self.optimizer, self.mesh, self.clip = model, parts, optimizer, mesh, clip
-        tensors = [t for group in optimizer.param_groups for t in group["params"]]
-        self.state: list[T] = [x for t in tensors for x in (t.data, *optimizer.state[t].values())]
-        self.copy = [torch.empty_like(x) for x in self.state]
+    def __init__(self, model: Transformer, state: State, mesh: Mesh, clip: float) -> None:
+        self.model, self.state, self.mesh, self.clip = model, state, mesh, clip
+        self.changing: list[T] = [x for h in state.held for x in (h.local, *h.slots.values(), h.updates)]
+        self.copy = [torch.empty_like(x) for x in self.changing]
         self.pending: tuple[PendingSum, dict[str, T], float] | None = None
         self.repeated = 0
 
@@ -58,22 +55,22 @@ class PostValidation:
 
         ``inspect`` sees the step's reduced, unclipped local gradients.
         """
-        count = PendingSum(share_of_tokens(batches, self.mesh))
+        count = PendingSum(share_of_tokens(batches, self.mesh), self.mesh)
         loss = self._run(batches, count)
         before_update()
         before, right = self._settle()
         if not right:
             self.repeated += 1
-            clear_gradients(self.model, self.parts)
+            clear_gradients(self.model, self.state)
             loss = self._run(batches, count)
         with record_function("weft:optimizer"):
-            grads = reduced(self.model, self.parts, self.mesh)
+            grads = reduced(self.state, self.mesh)
             if inspect is not None:
                 inspect(grads)
-            sums = PendingSum(shares_of_sums(loss, grads, self.parts, count(), stop, self.mesh))
-            torch._foreach_copy_(self.copy, self.state)
-            update(self.optimizer, grads, self.parts, lr)
-            clear_gradients(self.model, self.parts)
+            sums = PendingSum(shares_of_sums(loss, grads, self.state, count(), stop, self.mesh), self.mesh)
+            torch._foreach_copy_(self.copy, self.changing)
+            update(self.state, grads, lr)
+            clear_gradients(self.model, self.state)
         self.pending = (sums, grads, lr)
         return before
 
@@ -85,16 +82,16 @@ class PostValidation:
         return self.model.pipeline.accumulate(batches, lambda: count().clamp(min=1))
 
     def _settle(self) -> tuple[StepResult | None, bool]:
-        """Judge the pending step; correct its update if it was wrong, and say whether it was right."""
+        """Read the pending step's sums; correct its update if it was wrong, and say whether it was right."""
         if self.pending is None:
             return None, True
         sums, grads, lr = self.pending
         self.pending = None
-        result = judge(sums())
+        result = result_of(sums())
         if not result.skipped and not (self.clip and result.grad_norm > self.clip):
             return result, True
-        torch._foreach_copy_(self.state, self.copy)
+        torch._foreach_copy_(self.changing, self.copy)
         if not result.skipped:
             clipped(grads, result.grad_norm, self.clip)
-            update(self.optimizer, grads, self.parts, lr)
+            update(self.state, grads, lr)
         return result, False

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from weft.checkpoint.levels import Level, Thinning, check_hosts, check_levels, levels_of, open_levels
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.save import Saved, Saver
-from weft.checkpoint.state import Progress, check_same_data, load_state, local_state, save_state
+from weft.checkpoint.state import Progress, check_same_data, load_state, save_state
 from weft.checkpoint.storage import Storage
 from weft.checkpoint.store import PLACES, candidates, committed, load_newest, places
 from weft.checkpoint.weights import values_of
@@ -31,11 +31,11 @@ from weft.observe.flops import flops_per_token, memory_gib, parameter_count, pea
 from weft.observe.host import Hardware, environment
 from weft.observe.metrics import FILE, Metrics
 from weft.observe.split import Split, profile_step, trace
-from weft.parallel.build import LocalPart, local_parts, parallelize
+from weft.parallel.state import State
 from weft.recipe import RUNS, Recipe
 from weft.train.later import PostValidation
-from weft.train.optim import build_optimizer, learning_rate
-from weft.train.setup import Job
+from weft.train.optim import learning_rate
+from weft.train.setup import Job, assemble
 from weft.train.step import StepResult, evaluate, train_step
 
 T = TypeVar("T")
@@ -136,17 +136,11 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
     run, sources, levels = on_main(lambda: choose_run(job, out, resume), mesh.is_main)
     check_hosts(levels, mesh.layout.world, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.layout.world)))
     values = values_of(recipe.model.weights) if recipe.model.weights and not sources else None
-    model = parallelize(shape, mesh, settings, values, recipe.data.seq_len)
-    parts = local_parts(model, mesh)
-    optimizer = build_optimizer(parts, recipe.optimizer)
-    later = (
-        PostValidation(model, parts, optimizer, mesh, recipe.optimizer.clip)
-        if recipe.optimizer.post_validation
-        else None
-    )
+    model, state = assemble(shape, mesh, recipe, values)
+    later = PostValidation(model, state, mesh, recipe.optimizer.clip) if recipe.optimizer.post_validation else None
     progress, loads = Progress(), list[dict[str, float]]()
     if sources:
-        progress, loads = _resume(sources, job, parts, optimizer, notes.append)
+        progress, loads = _resume(sources, job, state, notes.append)
     loader = job.loader(job.corpus.train, mesh)
     held_out = job.loader(job.corpus.validation, mesh) if job.corpus.validation else None
     about = {
@@ -186,7 +180,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             metrics.log("event", progress.step, message=text)
 
         saver = Saver(event, strict=recipe.checkpoint.on_error == "stop", timeout=settings.timeout)
-        saver.prepare(local_state(parts, optimizer))
+        saver.prepare(state.tensors())
         stack.callback(saver.close)
 
         thinning = Thinning()
@@ -197,7 +191,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             waited = 0.0
             for level in due:
                 place = level.new(progress.step)
-                waited += save_state(saver, place, parts, optimizer, progress, about, job.corpus.tokenizer)
+                waited += save_state(saver, place, state, progress, about, job.corpus.tokenizer)
             metrics.log("checkpoint", progress.step, stall_s=waited)
 
         def heard(done: list[Saved]) -> None:
@@ -217,7 +211,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         def validate() -> None:
             if held_out is not None and recipe.validation.every:
                 steps = (held_out.step(i * settings.batch) for i in range(recipe.validation.batches))
-                validations.append(evaluate(model, (s for s in steps if s), mesh))
+                validations.append(evaluate(model, state, (s for s in steps if s), mesh))
                 metrics.log("validation", progress.step, loss=validations[-1])
                 display.update(progress.step, validation=validations[-1])
 
@@ -233,9 +227,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             if later is not None:
                 return later.step(batches, lr, stop, saver.copied), waited
             ready = saver.copied
-            return train_step(
-                model, parts, batches, optimizer, mesh, lr=lr, clip=clip, stop=stop, before_update=ready
-            ), waited
+            return train_step(model, state, batches, mesh, lr=lr, clip=clip, stop=stop, before_update=ready), waited
 
         def account(result: StepResult, seconds: float, waited: float, split: Split | None) -> None:
             """Count and show a step that is final."""
@@ -329,11 +321,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
 
 
 def _resume(
-    sources: Sequence[str],
-    job: Job,
-    parts: Sequence[LocalPart],
-    optimizer: torch.optim.Optimizer,
-    warn: Callable[[str], None],
+    sources: Sequence[str], job: Job, state: State, warn: Callable[[str], None]
 ) -> tuple[Progress, list[dict[str, float]]]:
     """Load the newest checkpoint that is whole on all ranks, and tell where every rank's time went.
 
@@ -342,7 +330,7 @@ def _resume(
 
     def load(checkpoint: Checkpoint) -> Progress:
         check_same_data(checkpoint, job.corpus.fingerprint)
-        return load_state(checkpoint, parts, optimizer)
+        return load_state(checkpoint, state)
 
     checkpoint, progress = load_newest(sources, load, warn)
     warn(f"resumed from {checkpoint} at step {progress.step}")

@@ -1,43 +1,37 @@
-"""AdamW over each rank's own part of the parameters, and the learning rate of a step."""
+"""AdamW over what a rank holds of the parameters, and the learning rate of a step."""
 
 import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch.optim.adamw import adamw
 
-from weft.parallel.build import LocalPart
+from weft.checkpoint.format import MOMENTS
+from weft.parallel.state import Held
 from weft.recipe import Optimizer
 
 
-def build_optimizer(parts: Sequence[LocalPart], settings: Optimizer) -> torch.optim.AdamW:
-    """Fused AdamW on plain local tensors that share storage with the model's parameters.
+class AdamW:
+    """The rule by which :meth:`weft.parallel.state.State.update` updates a unit: PyTorch's fused AdamW.
 
-    Weight decay applies to matrices only. Parameters appear in the order of ``parts``, matrices first.
+    Weight decay applies to matrices only.
     """
-    storage = {p.name: nn.Parameter(p.local) for p in parts}
-    matrices = [storage[p.name] for p in parts if len(p.logical.dims) > 1]
-    vectors = [storage[p.name] for p in parts if len(p.logical.dims) == 1]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
-    )
-    for tensor in matrices + vectors:  # from the start, so that loading has somewhere to write
-        moments = {"exp_avg": torch.zeros_like(tensor.data), "exp_avg_sq": torch.zeros_like(tensor.data)}
-        optimizer.state[tensor] = {"step": torch.zeros((), device=tensor.device), **moments}
-    return optimizer
 
+    def __init__(self, settings: Optimizer) -> None:
+        self.settings = settings
 
-def optimizer_order(parts: Sequence[LocalPart]) -> list[LocalPart]:
-    """The parts in the order in which :func:`build_optimizer` stores them."""
-    return [p for p in parts if len(p.logical.dims) > 1] + [p for p in parts if len(p.logical.dims) == 1]
-
-
-def set_gradients(optimizer: torch.optim.Optimizer, grads: dict[str, torch.Tensor], parts: Sequence[LocalPart]) -> None:
-    """Point the optimizer's tensors at this step's reduced local gradients."""
-    stored = [p for group in optimizer.param_groups for p in group["params"]]
-    for tensor, p in zip(stored, optimizer_order(parts), strict=True):
-        tensor.grad = grads[p.name]
+    @torch.no_grad()
+    def __call__(self, held: Sequence[Held], grads: Sequence[torch.Tensor], lr: float) -> None:
+        settings, (beta1, beta2) = self.settings, self.settings.betas
+        for decay, matrices in ((settings.weight_decay, True), (0.0, False)):
+            chosen = [(h, g) for h, g in zip(held, grads, strict=True) if (len(h.logical.dims) > 1) is matrices]
+            if chosen:
+                averages, squares = ([h.slots[moment] for h, _ in chosen] for moment in MOMENTS)
+                adamw(
+                    [h.local for h, _ in chosen], [g for _, g in chosen], averages, squares, [],
+                    [h.updates for h, _ in chosen], fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr,
+                    weight_decay=decay, eps=settings.eps, maximize=False,
+                )  # fmt: skip
 
 
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:

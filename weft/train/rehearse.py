@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._library.custom_ops import OPDEFS
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.data.batch import Batch
@@ -30,10 +29,8 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import padded_length
 from weft.layout.tensors import tensors_in
-from weft.parallel.build import local_parts, parallelize
 from weft.recipe import Data, ModelShape, Recipe, Train
-from weft.train.optim import build_optimizer
-from weft.train.setup import model_shape, prepare
+from weft.train.setup import assemble, model_shape, prepare
 from weft.train.step import clear_gradients, clipped, gradients, update
 
 
@@ -273,20 +270,16 @@ def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[
     found = Rehearsal()
     mesh = Mesh.create(recipe.layout, "cpu")
     recorder = _Recorder(found)
-    model = parallelize(shape, mesh, recipe.train, lambda *_: torch.zeros(()), recipe.data.seq_len)
-    parts = local_parts(model, mesh)
-    optimizer = build_optimizer(parts, recipe.optimizer)
-    kept = [*model.parameters(), *(p.local for p in parts), *tensors_in(_states(optimizer))]
-    for tensor in kept:
-        recorder.hold(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-    del kept
+    model, state = assemble(shape, mesh, recipe, lambda *_: torch.zeros(()))
+    for tensor in (*model.parameters(), *(part.values for part in state.tensors().values())):
+        recorder.hold(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
     given = batches(mesh)
 
     def step() -> None:
-        grads, _ = gradients(model, parts, given, mesh)
+        grads, _ = gradients(model, state, given, mesh)
         clipped(grads, 2.0, 1.0)
-        update(optimizer, grads, parts, 1e-3)
-        clear_gradients(model, parts)
+        update(state, grads, 1e-3)
+        clear_gradients(model, state)
 
     step()
     cpu, wall = [], []
@@ -301,10 +294,6 @@ def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[
     with recorder, _messages(found), _pending(recorder):
         step()
     return found
-
-
-def _states(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [list(state.values()) for state in optimizer.state.values()]
 
 
 def plain_batches(recipe: Recipe, shape: ModelShape) -> Callable[[Mesh], list[Batch]]:

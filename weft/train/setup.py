@@ -6,16 +6,20 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from weft.checkpoint.format import MOMENTS
 from weft.data.balance import costs_of
 from weft.data.loader import Corpus, Loader, open_data
 from weft.data.order import Order
 from weft.data.tokens import Progress
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
 from weft.observe.flops import parameter_count
-from weft.parallel.build import check_fits
+from weft.parallel.build import check_fits, parallelize
 from weft.parallel.hybrid import check_hybrid
+from weft.parallel.state import State, Values
 from weft.recipe import ModelShape, Recipe
+from weft.train.optim import AdamW
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,13 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
     check_fits(shape, recipe.layout)
     _check_memory(recipe, shape)
     return Job(recipe, shape, corpus)
+
+
+def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None) -> tuple[Transformer, State]:
+    """The model under ``mesh`` and its state, ready for the first step; ``values`` as of :func:`parallelize`."""
+    model, state = parallelize(shape, mesh, recipe.train, values, recipe.data.seq_len)
+    state.optimize(AdamW(recipe.optimizer), MOMENTS)
+    return model, state
 
 
 def model_shape(recipe: Recipe) -> ModelShape:

@@ -1,11 +1,11 @@
 """The training step: the same lines for one device and for every layout.
 
-Gradients are reduced in two places only, both before clipping: FSDP2 sums over the data axes while backward runs
-(:mod:`weft.parallel.data`), and :func:`reduce_over_tp` sums what every ``tp`` rank computed a share of.
+Gradients are reduced in two places only, both before clipping: the state's units sum over the data axes while backward
+runs, and :func:`reduced` sums what ranks with the same data computed a share of.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,13 +13,25 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from weft.data.batch import Batch
-from weft.layout.boundary import I, R, V, declare, own_number, share_of_sum, sum_over_tp, world_sum
+from weft.layout.boundary import (
+    BY_DATA,
+    OWN,
+    SAME,
+    I,
+    Kind,
+    V,
+    declare,
+    own_number,
+    share_of_sum,
+    state_types,
+    step_sum,
+    sum_over,
+)
+from weft.layout.layout import DATA_AXES, MODEL_AXES
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
-from weft.parallel.build import LocalPart
-from weft.parallel.data import begin_pass, end_evaluation
-from weft.parallel.hybrid import begin_step, share_pass
-from weft.train.optim import set_gradients
+from weft.parallel.hybrid import check_plan, share_pass
+from weft.parallel.state import State
 
 
 class StepResult(NamedTuple):
@@ -32,29 +44,23 @@ class StepResult(NamedTuple):
     stop: bool
 
 
-def collect(parts: Sequence[LocalPart]) -> dict[str, torch.Tensor]:
-    """The gradients that backward left on this rank. A parameter without one has gradient zero."""
-    return {p.name: p.grad if p.grad is not None else torch.zeros_like(p.local) for p in parts}
-
-
 def count_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """Real tokens of the whole step, over all ranks: the one denominator of the loss. Scalar, float64."""
-    return world_sum(share_of_tokens(batches, mesh), mesh)
+    return step_sum(share_of_tokens(batches, mesh), mesh)
 
 
 def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """This rank's share of the step's real tokens: ranks with the same data count once."""
-    types = {"pp": R, "dp": V, "shard": V, "cp": V, "tp": R}
-    mine = own_number(sum(b.real_tokens for b in batches), mesh, **types)
-    return share_of_sum(mine, mesh, **types)
+    mine = own_number(sum(b.real_tokens for b in batches), mesh, **BY_DATA)
+    return share_of_sum(mine, mesh, **BY_DATA)
 
 
 class PendingSum:
-    """A sum over the world that is under way, of every rank's ``share``; call it for the value."""
+    """A sum over the ranks of a step that is under way, of every rank's ``share``; call it for the value."""
 
-    def __init__(self, share: torch.Tensor) -> None:
+    def __init__(self, share: torch.Tensor, mesh: Mesh) -> None:
         self.value = share.clone()
-        self.work = dist.all_reduce(self.value, async_op=True)
+        self.work = dist.all_reduce(self.value, async_op=True, group=mesh.step_group)
 
     def __call__(self) -> torch.Tensor:
         if self.work is not None:
@@ -66,24 +72,25 @@ class PendingSum:
 def pass_loss(model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """This rank's share of the step's mean loss, equal on ``tp``. ``total``: the step's real tokens."""
     loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)
-    return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / total
+    return share_of_sum(loss, mesh, **dict.fromkeys(DATA_AXES, V)) / total
 
 
 def accumulate(
-    model: Transformer, batches: Sequence[Batch], mesh: Mesh, routes: Sequence[Sequence[int]] = ()
+    model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh, routes: Sequence[Sequence[int]] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward and backward of every pass. Returns this rank's share of the loss and the step's real tokens.
 
     ``routes``: the blocks that each pass runs (in turn, if there are more passes), where these are not all.
     """
     if model.pipeline is not None:
-        count = PendingSum(share_of_tokens(batches, mesh))  # due when the first microbatch has passed all stages
+        count = PendingSum(share_of_tokens(batches, mesh), mesh)  # due when the first microbatch has passed all stages
         return model.pipeline.accumulate(batches, lambda: count().clamp(min=1)), count()
-    begin_step(model, batches, mesh)
+    if check_plan(batches, mesh):
+        state.gather()  # within a pass that not all ranks share it is too late
     total = count_tokens(batches, mesh)
     shares = []
     for i, batch in enumerate(batches):
-        begin_pass(model, mesh, last=i == len(batches) - 1)
+        state.begin_pass(last=i == len(batches) - 1)
         share_pass(model, batch.group)
         model.route = routes[i % len(routes)] if routes else None
         share = pass_loss(model, batch.to(mesh.device), total.clamp(min=1), mesh)
@@ -100,100 +107,114 @@ def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def reduce_over_tp(grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Sum, in one call, the gradients of what every ``tp`` rank holds whole (norms, shared key/value heads)."""
-    whole = [p.name for p in parts if p.logical.whole]
-    if mesh.size("tp") == 1 or not whole:
+def sum_over_axis(axis: str, grads: dict[str, torch.Tensor], state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Sum, in one call, the gradients of what ranks along ``axis`` do not cut (over ``tp`` norms, for example).
+
+    Each of them has computed a part of these from its share of the work.
+    """
+    names = [h.name for h in state.held if not h.logical.cut_by(axis)]
+    if mesh.size(axis) == 1 or not names:
         return grads
-    flat = torch.cat([grads[name].flatten() for name in whole])
-    place = flat.device
-    flat = moved(sum_over_tp(moved(flat, mesh.device), mesh), place)  # they may be on the host
-    shares = flat.split([grads[name].numel() for name in whole])
-    return grads | {name: share.view(grads[name].shape) for name, share in zip(whole, shares, strict=True)}
+    return grads | in_one(names, grads, mesh.device, lambda flat: sum_over(axis, flat, mesh))
 
 
 @torch.no_grad()
-def square_norm(grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], mesh: Mesh) -> torch.Tensor:
-    """This rank's share of the squared global gradient norm. Every element of the model counts once in the world."""
-    # FSDP2 leaves each state rank its rows, the same on every replica; stages hold different parameters.
-    data = {"pp": V, "dp": I, "shard": V, "cp": V}
+def sum_over_copies(grads: dict[str, torch.Tensor], state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Sum the gradients of parameters that several stages compute with, in one call per set of stages."""
+    for group, names in state.copies.items():
+
+        def summed(flat: torch.Tensor, group: dist.ProcessGroup = group) -> torch.Tensor:
+            dist.all_reduce(flat, group=group)
+            return flat
+
+        grads = grads | in_one(names, grads, mesh.device, summed)
+    return grads
+
+
+def in_one(
+    names: Sequence[str],
+    grads: Mapping[str, torch.Tensor],
+    device: torch.device,
+    work: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """What ``work`` makes of the named gradients laid end to end on ``device``, under their names."""
+    flat = torch.cat([grads[name].flatten() for name in names])
+    place = flat.device
+    flat = moved(work(moved(flat, device)), place)  # they may be on the host
+    shares = flat.split([grads[name].numel() for name in names])
+    return {name: share.view(grads[name].shape) for name, share in zip(names, shares, strict=True)}
+
+
+@torch.no_grad()
+def square_norm(grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh) -> torch.Tensor:
+    """This rank's share of the squared global gradient norm. Every element of the model counts once in the step."""
+    alike: dict[tuple[tuple[str, Kind], ...], list[torch.Tensor]] = {}
+    for h in state.held:
+        if h.placement.copy == 0 and grads[h.name].numel():
+            alike.setdefault(tuple(state_types(h.logical).items()), []).append(grads[h.name])
     shares = []
-    for whole, tp in ((True, I), (False, V)):
-        mine = [p.name for p in parts if p.logical.whole is whole and p.counted]
-        tensors = [grads[name] for name in mine if grads[name].numel()]
-        if tensors:
-            norm = torch.nn.utils.get_total_norm([declare(g, mesh, **data, tp=tp) for g in tensors])
-            square = moved(norm.double().square(), mesh.device)
-            shares.append(share_of_sum(square, mesh, **data, tp=tp))
+    for types, tensors in alike.items():
+        norm = torch.nn.utils.get_total_norm([declare(g, mesh, **dict(types)) for g in tensors])
+        shares.append(share_of_sum(moved(norm.double().square(), mesh.device), mesh, **dict(types)))
     return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=mesh.device)
 
 
 def gradients(
     model: Transformer,
-    parts: Sequence[LocalPart],
+    state: State,
     batches: Sequence[Batch],
     mesh: Mesh,
     stop: bool = False,
     routes: Sequence[Sequence[int]] = (),
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Everything of a step up to the clip: reduced local gradients, and the world's sums.
+    """Everything of a step up to the clip: reduced local gradients, and sums over the step's ranks.
 
     The sums are one vector of float64 from one all-reduce: mean loss, squared gradient norm, ranks that wish to stop,
     real tokens.
     """
-    loss, total = accumulate(model, batches, mesh, routes)
+    loss, total = accumulate(model, state, batches, mesh, routes)
     with record_function("weft:optimizer"):
-        grads = reduced(model, parts, mesh)
-        return grads, world_sum(shares_of_sums(loss, grads, parts, total, stop, mesh), mesh)
+        grads = reduced(state, mesh)
+        return grads, step_sum(shares_of_sums(loss, grads, state, total, stop, mesh), mesh)
 
 
-def reduced(model: Transformer, parts: Sequence[LocalPart], mesh: Mesh) -> dict[str, torch.Tensor]:
+def reduced(state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
     """The local gradients, summed over all that hold or compute a share of the same parameter."""
-    grads = reduce_over_tp(collect(parts), parts, mesh)
-    return grads if model.pipeline is None else model.pipeline.reduce_copies(grads)
+    grads = state.gradients()
+    for axis in MODEL_AXES:
+        grads = sum_over_axis(axis, grads, state, mesh)
+    return sum_over_copies(grads, state, mesh)
 
 
 def shares_of_sums(
-    loss: torch.Tensor,
-    grads: dict[str, torch.Tensor],
-    parts: Sequence[LocalPart],
-    total: torch.Tensor,
-    stop: bool,
-    mesh: Mesh,
+    loss: torch.Tensor, grads: Mapping[str, torch.Tensor], state: State, total: torch.Tensor, stop: bool, mesh: Mesh
 ) -> torch.Tensor:
-    """This rank's shares of the world's sums (see :func:`gradients`), float64 ``[4]``."""
-    everywhere = {"pp": V, "dp": V, "shard": V, "cp": V, "tp": V}
+    """This rank's shares of the step's sums (see :func:`gradients`), float64 ``[4]``."""
     shares = (
-        share_of_sum(loss, mesh, tp=I),
-        square_norm(grads, parts, mesh),
-        share_of_sum(own_number(stop, mesh, **everywhere), mesh, **everywhere),
-        share_of_sum(total, mesh, pp=R, dp=R, shard=R, cp=R, tp=R),
+        share_of_sum(loss, mesh, **dict.fromkeys(MODEL_AXES, I)),
+        square_norm(grads, state, mesh),
+        share_of_sum(own_number(stop, mesh, **OWN), mesh, **OWN),
+        share_of_sum(total, mesh, **SAME),
     )
     return torch.stack(shares)
 
 
-def judge(sums: torch.Tensor) -> StepResult:
-    """What the world's sums say of a step."""
+def result_of(sums: torch.Tensor) -> StepResult:
+    """What the sums over the step's ranks say of it."""
     loss, square, stops, tokens = sums.tolist()
     norm = math.sqrt(square) if square >= 0 else math.nan
     return StepResult(loss, norm, round(tokens), not (math.isfinite(norm) and math.isfinite(loss)), stops > 0)
 
 
-def update(
-    optimizer: torch.optim.Optimizer, grads: dict[str, torch.Tensor], parts: Sequence[LocalPart], lr: float
-) -> None:
-    """Let the optimizer take its step with these gradients."""
-    set_gradients(optimizer, grads, parts)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
+def update(state: State, grads: Mapping[str, torch.Tensor], lr: float) -> None:
+    """Update all parameters by their reduced gradients, unit by unit."""
+    for unit in state.units:
+        state.update(unit, grads, lr)
 
 
-def clear_gradients(model: Transformer, parts: Sequence[LocalPart]) -> None:
+def clear_gradients(model: Transformer, state: State) -> None:
     model.zero_grad()
-    for p in parts:
-        p.parameter.grad = None
+    state.clear_gradients()
 
 
 def clipped(grads: dict[str, torch.Tensor], norm: float, clip: float) -> None:
@@ -204,9 +225,8 @@ def clipped(grads: dict[str, torch.Tensor], norm: float, clip: float) -> None:
 
 def train_step(
     model: Transformer,
-    parts: Sequence[LocalPart],
+    state: State,
     batches: Sequence[Batch],
-    optimizer: torch.optim.Optimizer,
     mesh: Mesh,
     *,
     lr: float,
@@ -222,21 +242,21 @@ def train_step(
     unclipped local gradients. ``routes``: see :func:`accumulate`. ``before_update`` returns when parameters and
     optimizer state may change.
     """
-    grads, sums = gradients(model, parts, batches, mesh, stop, routes)
+    grads, sums = gradients(model, state, batches, mesh, stop, routes)
     with record_function("weft:optimizer"):
-        result = judge(sums)
+        result = result_of(sums)
         if inspect is not None:
             inspect(grads)
         before_update()
         if not result.skipped:
             clipped(grads, result.grad_norm, clip)
-            update(optimizer, grads, parts, lr)
-        clear_gradients(model, parts)
+            update(state, grads, lr)
+        clear_gradients(model, state)
     return result
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
+def evaluate(model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
     """Mean loss per real token over some steps' batches, the same on all ranks."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     counted = mesh.rank("pp") == 0
@@ -249,6 +269,8 @@ def evaluate(model: Transformer, steps: Iterable[Sequence[Batch]], mesh: Mesh) -
             batch = batch.to(mesh.device)
             loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)
             sums += torch.stack((loss, own_number(batch.real_tokens, mesh)))
-    end_evaluation(model, mesh)
-    loss, tokens = world_sum(share_of_sum(sums, mesh, dp=V, shard=V, cp=V, tp=R), mesh).tolist()
+    if mesh.near_mesh is not None:  # copies kept for a backward that did not come: values may change
+        state.release(drop=True)
+    by_stage = BY_DATA | {"pp": V}  # losses are where the last stage is
+    loss, tokens = step_sum(share_of_sum(sums, mesh, **by_stage), mesh).tolist()
     return loss / max(1.0, tokens)

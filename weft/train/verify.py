@@ -6,30 +6,31 @@ import math
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from spmd_types.checker import typecheck
+from torch import nn
 
 from weft.data.batch import Batch
 from weft.errors import WeftError
 from weft.layout import boundary
-from weft.layout.boundary import I, P, R, V, declare
-from weft.layout.dims import Box
+from weft.layout.boundary import BY_DATA, SAME, I, R, V, declare, gradient_types, parameter_types, state_types
+from weft.layout.dims import Box, Logical
 from weft.layout.fake import fake_rank
 from weft.layout.layout import DATA_AXES, Layout
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Block, Transformer
-from weft.parallel.build import LocalPart, check_fits, local_parts, parallelize
+from weft.parallel.build import check_fits, resident_state
 from weft.parallel.context import context_attention
+from weft.parallel.state import State
 from weft.recipe import ModelShape, Train
 from weft.schedule.from_layout import routes
 from weft.train.later import PostValidation
-from weft.train.optim import build_optimizer
-from weft.train.setup import Job
+from weft.train.setup import Job, assemble
 from weft.train.step import StepResult, gradients, train_step
 
 #: Largest relative difference that rounding explains.
@@ -68,14 +69,14 @@ def run_layout(
     job: Job,
     mesh: Mesh,
     steps: int,
-    watch: Callable[[Transformer], object] | None = None,
+    watch: Callable[[Transformer, State], object] | None = None,
     follow: Sequence[dict[str, torch.Tensor]] = (),
 ) -> Trace:
     """Train ``steps`` steps from the seeded initial values and the first sample; keep what there is to compare.
 
-    ``watch`` sees the model before the first step; ``follow`` are the gradients to update with, by step, where these
-    are not the run's own. On one device, the reference of a partial pipeline skips what that skips, microbatch by
-    microbatch.
+    ``watch`` sees the model and its state before the first step; ``follow`` are the gradients to update with, by step,
+    where these are not the run's own. On one device, the reference of a partial pipeline skips what that skips,
+    microbatch by microbatch.
     """
     taken: list[tuple[int, ...]] = []
     if job.recipe.layout.skip and mesh.size("pp") == 1:
@@ -83,20 +84,18 @@ def run_layout(
         taken = routes(job.shape, job.recipe.layout, passes, job.recipe.data.seq_len)
         alike = job.recipe.train.model_copy(update={"micro_batch": rows})
         job = dataclasses.replace(job, recipe=job.recipe.model_copy(update={"train": alike}))
-    model = parallelize(job.shape, mesh, job.recipe.train, seq_len=job.recipe.data.seq_len)
+    model, state = assemble(job.shape, mesh, job.recipe)
     if watch is not None:
-        watch(model)
-    parts = local_parts(model, mesh)
+        watch(model, state)
     settings, loader = job.recipe.optimizer, job.loader(job.corpus.train, mesh)
-    optimizer = build_optimizer(parts, settings)
     later = None
     if settings.post_validation and model.pipeline is not None:
-        later = PostValidation(model, parts, optimizer, mesh, settings.clip)
+        later = PostValidation(model, state, mesh, settings.clip)
     trace = Trace([], [], [], [])
     results: list[StepResult | None] = []
 
     def keep(grads: dict[str, torch.Tensor]) -> None:
-        trace.grads.append([(p.name, p.box, grads[p.name].clone().cpu()) for p in parts])
+        trace.grads.append([(p.name, p.box, grads[p.name].clone().cpu()) for p in state.held])
         for name, grad in follow[len(trace.grads) - 1].items() if follow else ():
             grads[name].copy_(grad)
 
@@ -108,13 +107,13 @@ def run_layout(
             results.append(later.step(batches, settings.lr, inspect=keep))
         else:
             results.append(train_step(
-                model, parts, batches, optimizer, mesh, lr=settings.lr, clip=settings.clip, inspect=keep, routes=taken
+                model, state, batches, mesh, lr=settings.lr, clip=settings.clip, inspect=keep, routes=taken
             ))  # fmt: skip
     results.append(later.finish() if later is not None else None)
     for result in filter(None, results):
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-    trace.params.extend((p.name, p.box, p.local.clone().cpu()) for p in parts)
+    trace.params.extend((p.name, p.box, p.local.clone().cpu()) for p in state.held)
     return trace
 
 
@@ -127,7 +126,7 @@ def compare(mine: Trace, job: Job, mesh: Mesh) -> Difference | None:
     """
     traces = [mine] * mesh.layout.world
     if mesh.layout.world > 1:
-        dist.gather_object(mine, traces if mesh.is_main else None)
+        dist.gather_object(mine, traces if mesh.is_main else None, group=mesh.step_group)
     if not mesh.is_main:
         return None
     follow = [_assembled([t.grads[step] for t in traces]) for step in range(len(mine.grads))]
@@ -208,7 +207,8 @@ def check_types(shape: ModelShape, layout: Layout, train: Train) -> TypeFault | 
     """Type-check one whole training step of ``layout`` on this process alone, whatever its world size.
 
     Tensors live on the meta device and collectives in a fake process group, so neither memory nor ranks are needed.
-    FSDP2 is represented by its contract: gradients are partial sums over the data axes before, rows of the sum after.
+    What shards the state stands for its contract: gradients are partial sums over the data axes before, and rows of the
+    sum after.
     Pipeline stages hand each other tensors of one and the same type, so one place along ``pp`` stands for all.
     """
     check_fits(shape, layout)
@@ -223,44 +223,42 @@ def check_types(shape: ModelShape, layout: Layout, train: Train) -> TypeFault | 
                 block.attention.attend = context_attention(mesh, shape)
             block.recompute = train.recompute
         try:
-            parts, batch = local_parts(model, mesh), _meta_batch(mesh)
+            state, batch = resident_state(model, mesh), _meta_batch(mesh)
             if mesh.device_mesh is None:
-                gradients(model, parts, [batch], mesh)
+                gradients(model, state, [batch], mesh)
                 return None
             with spmd.set_current_mesh(mesh.device_mesh), typecheck():
                 for ids in (batch.tokens, batch.labels, batch.positions):
-                    declare(ids, mesh, dp=V, shard=V, cp=V, tp=R)
-                declare(model.freq, mesh, dp=R, shard=R, cp=R, tp=R)
-                declare(batch.cu_seqlens, mesh, dp=V, shard=V, cp=R, tp=R)
-                gradients(model, _typed(parts, mesh), [batch], mesh)
+                    declare(ids, mesh, **BY_DATA)
+                declare(model.freq, mesh, **SAME)
+                declare(batch.cu_seqlens, mesh, **BY_DATA | {"cp": R})
+                gradients(model, _typed(state, mesh), [batch], mesh)
         except spmd.SpmdTypeError as error:
             return _locate(error)
     return None
 
 
-@dataclass(frozen=True)
-class _TypedPart(LocalPart):
-    """A part whose gradient carries its type, and has been through FSDP2's contract."""
+def _typed(state: State, mesh: Mesh) -> State:
+    """``state`` with typed parameters, whose gradients have been through the contract of the units that share state."""
 
-    mesh: Mesh = field(default_factory=Mesh.single)
+    def reduced_gradient(logical: Logical) -> Callable[[nn.Parameter], torch.Tensor | None]:
+        def gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+            grad = parameter.grad
+            assert grad is not None
+            declare(grad, mesh, **gradient_types(logical))
+            for axis in DATA_AXES:
+                if mesh.size(axis) > 1:
+                    grad = spmd.all_reduce(grad, mesh.group(axis), dst=I)
+                    if state_types(logical)[axis] is V:  # each rank keeps its rows of the sum
+                        grad = spmd.mutate_type(grad, mesh.group(axis), src=I, dst=V)
+            return grad
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        mesh, grad = self.mesh, self.parameter.grad
-        assert grad is not None
-        declare(grad, mesh, dp=P, shard=P, cp=P, tp=P if self.logical.whole else V)
-        for axis in DATA_AXES:
-            if mesh.size(axis) > 1:
-                grad = spmd.all_reduce(grad, mesh.group(axis), dst=I)
-                if axis != "dp":
-                    grad = spmd.mutate_type(grad, mesh.group(axis), src=I, dst=V)
-        return grad
+        return gradient
 
-
-def _typed(untyped: Sequence[LocalPart], mesh: Mesh) -> list[LocalPart]:
-    for p in untyped:
-        declare(p.parameter, mesh, dp=R, shard=R, cp=R, tp=R if p.logical.whole else V)
-    return [_TypedPart(**vars(p), mesh=mesh) for p in untyped]
+    for h in state.held:
+        declare(h.parameter, mesh, **parameter_types(h.logical))
+        h.gradient = reduced_gradient(h.logical)
+    return state
 
 
 def _meta_batch(mesh: Mesh) -> Batch:

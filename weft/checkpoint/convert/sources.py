@@ -13,16 +13,15 @@ from pydantic import ValidationError
 
 from weft.checkpoint.convert.rules import LAYER, Made, Shard, arrange, form, match
 from weft.checkpoint.convert.shards import Inert, Reader, Run, Stored, as_stored, cut, load_tree, read_runs, stored
-from weft.checkpoint.format import ROOT
+from weft.checkpoint.format import MOMENTS, ROOT
 from weft.checkpoint.s3 import Where, open_storage
-from weft.checkpoint.save import TORCH_DTYPES, Local
-from weft.checkpoint.state import MOMENTS
 from weft.checkpoint.storage import LocalStorage, Storage
 from weft.checkpoint.store import candidates, extract, open_checkpoint
 from weft.checkpoint.weights import model_of
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Logical
 from weft.layout.mesh import Mesh
+from weft.layout.parts import TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
 from weft.models.hf import INDEX, SINGLE, hf_values
 from weft.models.transformer import Transformer
@@ -174,7 +173,7 @@ def _weft(where: Where, config: Path | None) -> Foreign:
                 torch.empty(hi - lo, *about.shape[1:], dtype=dtype),
                 ((lo, hi), *((0, n) for n in about.shape[1:])),
             )
-            checkpoint.load({name: Local(out, box, about)})
+            checkpoint.load({name: Part(out, box, about)})
             return out
 
         dtype = TORCH_DTYPES[about.dtype]

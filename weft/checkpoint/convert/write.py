@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from weft.checkpoint import format as layout
 from weft.checkpoint.convert.rules import CHUNK
 from weft.checkpoint.convert.sources import Foreign, open_foreign
-from weft.checkpoint.format import Block, Tensor, digest, tiles, volume
+from weft.checkpoint.format import Block, digest, tiles, volume
 from weft.checkpoint.s3 import Where, open_storage
-from weft.checkpoint.save import NAMES
 from weft.checkpoint.storage import LocalStorage, Storage
 from weft.checkpoint.store import is_new
 from weft.checkpoint.writer import Commit, commit
 from weft.errors import UsageError, WeftError, nearest
-from weft.layout.dims import Box
+from weft.layout.dims import Box, Tensor
+from weft.layout.parts import NAMES
 from weft.model_config import config_from_shape
 from weft.models.hf import TOKENIZER_FILES, export, hf_name
 from weft.recipe import Recipe

@@ -1,0 +1,108 @@
+"""The cutting rule: for any parameter and any layout, every element is held once per replica, and all else follows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from weft.layout.boundary import I, P, R, V, gradient_types, parameter_types, state_types
+from weft.layout.dims import Box, Dim
+from weft.layout.layout import CUTS, DATA_AXES, MODEL_AXES, Layout
+from weft.layout.placement import Place, Placement, summed_axes
+
+NAMES = (*CUTS, "embed", "head_dim")
+SIZES = st.sampled_from([1, 1, 2, 3, 4])
+EXPERTS = [Dim("expert", 4), Dim("ffn", 6), Dim("embed", 5)]
+
+
+def fill(counts: np.ndarray, box: Box) -> None:
+    counts[tuple(slice(lo, hi) for lo, hi in box)] += 1
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    axes = {axis: draw(SIZES) for axis in ("pp", "dp", "shard", "cp", "tp")}
+    used = [axis for axis, size in axes.items() if size > 1]
+    order = " ".join(draw(st.permutations(used))) if used else ""
+    try:
+        return Layout(**axes, ep=draw(st.sampled_from([1, 2, 3, 4, 6])), order=order)
+    except ValidationError:
+        assume(False)
+        raise
+
+
+@st.composite
+def dims(draw: st.DrawFn) -> list[Dim]:
+    names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=4))
+    return [Dim(name, draw(st.integers(1, 9)), draw(st.sampled_from([1, 1, 2]))) for name in names]
+
+
+def held_by_all(layout: Layout, of: list[Dim], whole: bool, stages: tuple[int, ...]) -> list[tuple[Place, Placement]]:
+    """What each rank of the ``stages`` holds."""
+    places = [Place.of(layout, rank) for rank in range(layout.world)]
+    return [(p, p.hold(p.logical(of, 1.0, whole), stages)) for p in places if p.rank("pp") in stages]
+
+
+@settings(deadline=None, max_examples=150)
+@given(layout=layouts(), of=dims(), whole=st.booleans(), tied=st.booleans())
+@example(layout=Layout(tp=2), of=EXPERTS, whole=False, tied=False)  # left half of the weight to nobody once
+@example(layout=Layout(shard=2, cp=2, tp=2, ep=4), of=EXPERTS, whole=False, tied=False)
+@example(layout=Layout(dp=4, ep=4), of=EXPERTS, whole=False, tied=False)
+@example(layout=Layout(dp=2, shard=2, cp=2, ep=2, order="cp dp shard"), of=EXPERTS, whole=False, tied=False)
+@example(layout=Layout(tp=3), of=[Dim("heads", 5), Dim("ffn", 7)], whole=False, tied=False)  # cut twice over one axis
+def test_boxes_tile_and_counts_follow(layout: Layout, of: list[Dim], whole: bool, tied: bool) -> None:
+    assume(layout.world <= 64)
+    stages = (0, layout.pp - 1) if tied and layout.pp > 1 else (0,)
+    held = held_by_all(layout, of, whole, stages)
+    logical = held[0][0].logical(of, 1.0, whole)
+    copies: dict[int, np.ndarray] = {}
+    norm = np.zeros(logical.shape, int)
+    for place, placement in held:
+        fill(copies.setdefault(placement.replica, np.zeros(logical.shape, int)), placement.box)
+        if placement.counted:
+            fill(norm, placement.box)
+        # One rank writes and counts: the first along every axis over which the same is held.
+        same = [axis for axis, kind in state_types(logical).items() if kind is I]
+        first = all(place.rank(axis) == 0 for axis in same) and placement.copy == 0
+        if not logical.cut_by("ep"):
+            assert placement.counted is first
+        part = place.logical(of, 1.0, whole).box
+        if all(hi > lo for lo, hi in part):
+            sharing = sum(other.logical(of, 1.0, whole).box == part for other, _ in held)
+            assert placement.summands == sharing, "the gradient is a sum over all that compute with this part"
+    assert (norm == 1).all()
+    replicas = {placement.replicas for _, placement in held}
+    assert len(replicas) == 1 and set(copies) == set(range(replicas.pop()))
+    assert all((counts == 1).all() for counts in copies.values()), "every element once per replica"
+
+
+@given(layout=layouts(), of=dims(), whole=st.booleans())
+def test_types_and_sums_say_the_same(layout: Layout, of: list[Dim], whole: bool) -> None:
+    logical = Place.of(layout, 0).logical(of, 1.0, whole)
+    pending = {axis for axis, kind in gradient_types(logical).items() if kind is P and layout.size(axis) > 1}
+    assert pending == set(summed_axes(logical, layout))
+    for axis in MODEL_AXES:
+        assert (parameter_types(logical)[axis] is R) is not logical.cut_by(axis)
+        assert (state_types(logical)[axis] is V) is logical.cut_by(axis)
+    assert all(axis in pending for axis in DATA_AXES if layout.size(axis) > 1)
+    cut = [axis for axes in logical.cuts for axis in axes]
+    assert len(cut) == len(set(cut)), "no axis cuts a parameter twice"
+
+
+def test_experts_fold_over_the_data_ranks() -> None:
+    layout = Layout(dp=2, shard=2, tp=2, ep=4)
+    assert layout.world == 8
+    for place, placement in held_by_all(layout, EXPERTS, False, (0,)):
+        expert, ffn, embed = placement.box
+        assert expert == (place.rank("ep"), place.rank("ep") + 1)
+        assert ffn == (3 * place.rank("tp"), 3 * place.rank("tp") + 3) and embed == (0, 5)
+        assert placement.replicas == 1
+
+
+@pytest.mark.parametrize("given", [{"ep": 2}, {"dp": 3, "ep": 2}, {"dp": 4, "shard": 6, "ep": 4}])
+def test_experts_that_do_not_fold_are_refused(given: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="use one of"):
+        Layout(**given)

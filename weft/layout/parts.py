@@ -1,0 +1,25 @@
+"""A rank's part of a logical tensor: what checkpoints, proofs and moves between layouts read and write."""
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.layout.dims import Box, Tensor
+
+#: PyTorch's types by the names that checkpoints give them, which are those of safetensors.
+TORCH_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
+    "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """``values``: the elements ``box`` of the logical ``tensor``. Of ``replicas`` ranks that hold them this is one."""
+
+    values: torch.Tensor
+    box: Box
+    tensor: Tensor
+    replica: int = 0
+    replicas: int = 1

@@ -1,0 +1,132 @@
+"""Where every rank stands, and what it holds of a parameter: the one rule that cuts, as arithmetic on a layout.
+
+Nothing here needs a process group. From a parameter's :class:`Logical` and a rank's :class:`Place` follows everything
+that other code wants to know: the part it holds, who else holds it, whether it counts in the norm, who writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.layout.dims import Box, Dim, Logical, ceil_part, part
+from weft.layout.layout import AXES, CUTS, DATA_AXES, MODEL_AXES, Layout
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a rank holds of a parameter's state, and which of the ``replicas`` ranks it is that hold the same.
+
+    ``copy`` says which of the stages that compute with the parameter the rank's is; it counts in ``replica`` as well.
+    ``summands``: so many ranks compute a part of the gradient of what this rank computes with; it is their sum.
+    """
+
+    box: Box
+    replica: int
+    replicas: int
+    copy: int = 0
+    summands: int = 1
+
+    @property
+    def counted(self) -> bool:
+        """Of all that hold these elements, one counts them in sums over the ranks."""
+        return self.replica == 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's coordinate along every axis of a layout.
+
+    ``state`` numbers the ranks of ``shard`` and ``cp`` together, which share in holding the state, by their rank in the
+    world: that is how PyTorch numbers the ranks of a group, whatever ``layout.order`` says. ``ep`` numbers neighbours
+    among the data ranks.
+    """
+
+    layout: Layout
+    coordinates: dict[str, int]
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> Place:
+        """The place of world rank ``rank``."""
+        ranks = rank_table(layout)
+        where = dict(zip(AXES, (int(i[0]) for i in np.nonzero(ranks == rank)), strict=True))
+        holders = ranks[tuple(slice(None) if axis in ("shard", "cp") else where[axis] for axis in AXES)]
+        state = int((holders < rank).sum())
+        replica = where["dp"] * holders.size + state
+        return cls(layout, where | {"state": state, "ep": replica % layout.ep})
+
+    def rank(self, axis: str) -> int:
+        return self.coordinates[axis]
+
+    def logical(self, dims: Sequence[Dim], std: float | None, whole: bool = False) -> Logical:
+        """The parameter with these dimensions, and the part of it that this place computes with.
+
+        ``whole=True`` keeps it whole over the axes that share the work on the same data, although its dimensions could
+        be cut over them (fewer key/value heads than ranks).
+        """
+        cuts = cut_axes(dims, self.layout, whole)
+        box = tuple(self._range(dim, axes) for dim, axes in zip(dims, cuts, strict=True))
+        return Logical(tuple(dims), std, cuts, box)
+
+    def _range(self, dim: Dim, axes: Sequence[str]) -> tuple[int, int]:
+        parts, index = 1, 0
+        for axis in axes:
+            size = self.layout.size(axis)
+            parts, index = parts * size, index * size + self.rank(axis)
+        lo, hi = part(dim.count, parts, index)
+        return lo * dim.unit, hi * dim.unit
+
+    def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
+        """What this rank holds as state: of its part, some rows of dimension 0.
+
+        ``stages``: the coordinates along ``pp`` of all ranks that compute with the same part (a tied embedding, say).
+        """
+        layout = self.layout
+        holders, replicas = layout.size("shard", "cp"), layout.dp  # ranks that cut the rows, and copies of these
+        index, replica = self.rank("state"), self.rank("dp")
+        if logical.cut_by("ep"):  # its neighbours hold other experts: what remains of the data ranks
+            within, beyond = min(layout.ep, holders), max(1, layout.ep // holders)
+            holders, index = holders // within, index // within
+            replicas, replica = replicas // beyond, replica // beyond
+        box = logical.rows(*ceil_part(logical.local_shape[0], holders, index)) if logical.box else ()
+        summands = holders * replicas
+        copy = list(stages).index(self.rank("pp")) if len(stages) > 1 else 0
+        replica, replicas = copy * replicas + replica, len(stages) * replicas
+        summands *= len(stages)
+        for axis in MODEL_AXES:
+            if not logical.cut_by(axis):
+                replica = replica * layout.size(axis) + self.rank(axis)
+                replicas *= layout.size(axis)
+                summands *= layout.size(axis)
+        return Placement(box, replica, replicas, copy, summands)
+
+
+def rank_table(layout: Layout) -> np.ndarray:
+    """The rank at every place, with one dimension per axis of :data:`AXES`."""
+    order = layout.axis_order
+    laid = np.arange(layout.world).reshape([layout.size(axis) for axis in order])
+    return laid.transpose([order.index(axis) for axis in AXES])
+
+
+def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[tuple[str, ...], ...]:
+    """For each dimension the axes larger than one that cut it: :data:`CUTS`, and no axis cuts a parameter twice.
+
+    With vocabulary passes the vocabulary is cut over the stages too.
+    """
+    cuts: list[tuple[str, ...]] = []
+    taken: set[str] = set(MODEL_AXES) if whole else set()
+    for dim in dims:
+        axes = CUTS.get(dim.name, ())
+        if dim.name == "vocab" and layout.vocab_barriers:
+            axes = ("pp", *axes)
+        cuts.append(tuple(axis for axis in axes if layout.size(axis) > 1 and axis not in taken))
+        taken.update(cuts[-1])
+    return tuple(cuts)
+
+
+def summed_axes(logical: Logical, layout: Layout) -> tuple[str, ...]:
+    """The axes larger than one over which a parameter's gradient is a sum, besides copies on other stages."""
+    data = tuple(axis for axis in DATA_AXES if layout.size(axis) > 1)
+    return data + tuple(axis for axis in MODEL_AXES if layout.size(axis) > 1 and not logical.cut_by(axis))

@@ -1,0 +1,141 @@
+"""State on FSDP2: the one file that knows of it, and of what it needs of its private functions.
+
+FSDP2 gathers parameters and reduces gradients from hooks of autograd, over replicas (``dp``) and the ranks that share
+in holding the state (``shard`` and ``cp``). ZeRO stages are a table of what it keeps between uses.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from weft.errors import WeftError
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
+from weft.parallel.state import Held, State
+from weft.recipe import Train
+
+
+class Kept(NamedTuple):
+    """What a ZeRO stage (Rajbhandari et al. 2020) keeps whole between its uses."""
+
+    parameters: bool  # gather once per step instead of once per forward and backward of every pass
+    gradients: bool  # reduce once per step instead of once per pass
+
+
+STAGES: dict[int, Kept] = {1: Kept(True, True), 2: Kept(True, False), 3: Kept(False, False)}
+
+
+@dataclass
+class FsdpUnit:
+    """The parameters of one FSDP2 module that are not another's: a block, or what is left at the root."""
+
+    module: FSDPModule
+    kept: Kept
+    held: list[Held]
+
+    def gather(self) -> None:
+        self.module.unshard()
+
+    def release(self, drop: bool) -> None:
+        self.module.reshard()
+
+    def reduce(self) -> None:
+        """Nothing to do: hooks of autograd reduce in the passes of which :meth:`begin_pass` says so."""
+
+    def begin_pass(self, last: bool) -> None:
+        self.module.set_requires_gradient_sync(last or not self.kept.gradients, recurse=False)
+        self.module.set_requires_all_reduce(last, recurse=False)
+        self.module.set_reshard_after_backward(last or not self.kept.parameters, recurse=False)
+        self.module.set_is_last_backward(last)
+
+
+def needs_fsdp(mesh: Mesh, train: Train) -> bool:
+    """Whether state and parameters are different tensors: sharded, replicated, in another precision or offloaded."""
+    apart = mesh.size("dp", "state") > 1 or train.dtype == "bfloat16" or train.offloads_state
+    return mesh.data_mesh is not None and apart
+
+
+def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train) -> None:
+    """Hand parameters, gradients and their reduction over the data axes to FSDP2, one group per block.
+
+    Gradients become *sums* over ``dp``, ``shard`` and ``cp`` (the loss is already divided by the global token count).
+    With ``bfloat16`` the groups also compute in bf16 from fp32 parameters and reduce in fp32. If the state is
+    offloaded, each gather fetches parameters from the host, and gradients go there as soon as they are reduced.
+    """
+    assert mesh.data_mesh is not None
+    data_mesh = mesh.data_mesh["replica", "state"] if mesh.size("dp") > 1 else mesh.data_mesh["state"]
+    policy = MixedPrecisionPolicy()
+    if train.dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    away = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if train.offloads_state else OffloadPolicy()
+    after: bool | int = mesh.layout.secondary or not STAGES[mesh.layout.zero].parameters
+    with _near_groups(mesh):
+        for block in model.blocks.values():
+            fully_shard(block, mesh=data_mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=away)
+    # The root group (embedding, norm, head) is needed at both ends of a pass: it stays gathered in between.
+    fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=away)
+    for module in _modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo knows as well
+
+
+def fsdp_state(model: Transformer, mesh: Mesh) -> State:
+    """The state of a model that :func:`shard_data_parallel` has been at, once its memory exists."""
+    described = dict(model.logical_parameters())
+    held: dict[str, Held] = {}
+    for name, parameter in model.named_parameters():
+        local = parameter.detach()
+        assert isinstance(local, DTensor)
+        held[name] = Held(
+            name, described[name], mesh.place.hold(described[name]), local.to_local(), parameter, _local_gradient
+        )
+    units, root = [], dict(held)
+    kept = STAGES[mesh.layout.zero]
+    for prefix, block in model.blocks.named_children():
+        assert isinstance(block, FSDPModule)
+        mine = [root.pop(name) for name in held if name.startswith(f"blocks.{prefix}.")]
+        units.append(FsdpUnit(block, kept, mine))
+    assert isinstance(model, FSDPModule)
+    return State([*units, FsdpUnit(model, kept, list(root.values()))])
+
+
+def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    grad = parameter.grad
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+@contextmanager
+def _near_groups(mesh: Mesh) -> Iterator[None]:
+    """In here FSDP2 keeps parameters over the groups of ``mesh.near_mesh`` where it is told a number of ranks.
+
+    By itself it would make new process groups for every block, and of the ranks of one data mesh only: ranks of ``tp``
+    and ``pp`` would not agree on them. So it is handed the groups of one mesh that all ranks have made together, which
+    takes a private function. Tried with PyTorch 2.13.
+    """
+    if mesh.near_mesh is None:
+        yield
+        return
+    try:
+        from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
+        from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+        near = HSDPMeshInfo(mesh.near_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        patch = mock.patch.object(fsdp, "_get_post_forward_mesh_info", lambda after, over: near)
+        patch.start()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise WeftError(f"layout.secondary does not work with this PyTorch ({error}); leave it out") from None
+    try:
+        yield
+    finally:
+        patch.stop()

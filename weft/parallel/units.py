@@ -1,0 +1,153 @@
+"""Units whose parameters are gathered and reduced when they are told to: the state of a pipeline rank.
+
+FSDP2 gathers and reduces from inside autograd, which a split backward and interleaved microbatches keep from working.
+Here the schedule says when: its ``GATHER``, ``RELEASE`` and ``REDUCE`` actions call these methods.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.layout.dims import Logical
+from weft.layout.mesh import Mesh
+from weft.layout.placement import Placement
+from weft.parallel.state import Held
+
+# PyTorch 2.13 renamed these two and warns at every call by the old name, the only one that 2.11 has.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Full(NamedTuple):
+    """A parameter as this rank computes with it, and what of its state the rank holds."""
+
+    name: str
+    logical: Logical
+    parameter: nn.Parameter
+    placement: Placement
+
+
+class TableUnit:
+    """Parameters whose full form exists between :meth:`gather` and :meth:`release` only.
+
+    The rows of what a rank holds are in full precision, on the host if they are offloaded. ``compute``: type of the
+    gathered parameters; the state is float32 (float64 if that is what is computed in).
+    """
+
+    def __init__(self, named: Sequence[Full], mesh: Mesh, compute: torch.dtype, offload: bool) -> None:
+        self.mesh, self.size, self.compute = mesh, mesh.size("state"), compute
+        self.wide = torch.promote_types(compute, torch.float32)
+        # Whether state and parameters are different tensors.
+        self.apart = self.size > 1 or self.wide != compute or offload
+        self.full = [f.parameter for f in named]
+        self.held = [self._hold(f, offload) for f in named]
+        # Every rank's share of a parameter takes as much room in a message as the largest.
+        self.chunks = [-(-full.shape[0] // self.size) * full[:1].numel() for full in self.full]
+        self.shapes = [full.shape for full in self.full]
+        self.live = not self.apart
+        self.near: torch.Tensor | None = None  # this rank's share of what the nearest ranks hold together
+        self.sums: dict[str, torch.Tensor] = {}  # gradients in the wide type, until they are reduced
+
+    def _hold(self, f: Full, offload: bool) -> Held:
+        full = shard = f.parameter
+        if self.apart:
+            place = torch.device("cpu") if offload else full.device
+            rows = torch.empty([hi - lo for lo, hi in f.placement.box], dtype=self.wide, device=place)
+            shard = nn.Parameter(rows.pin_memory() if offload and full.is_cuda else rows)
+            full.data = full.data.to(self.compute)
+        return Held(f.name, f.logical, f.placement, shard.detach(), shard)
+
+    def begin_pass(self, last: bool) -> None: ...  # the table says when
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Make the full parameters from all ranks' rows."""
+        if self.live:
+            return
+        self.live = True
+        whole = torch.empty(self.size, sum(self.chunks), dtype=self.compute, device=self.mesh.device)
+        near = self.mesh.near_mesh
+        if self.near is not None and near is not None:
+            all_gather(whole.view(-1), self.near, group=near.get_group("near"))
+        else:
+            self._gather_all(whole)
+            if near is not None:
+                self.near = whole.view(near.size(1), -1)[near.get_local_rank("near")].clone()
+        for full, shape, pieces in zip(self.full, self.shapes, whole.split(self.chunks, dim=1), strict=True):
+            storage, numel = full.untyped_storage(), shape.numel()
+            storage.resize_(numel * full.element_size())
+            # Through .data: what autograd saved of the parameter stays valid, as the values are the same.
+            full.data.copy_(pieces.reshape(-1)[:numel].view(shape))
+
+    def _gather_all(self, whole: torch.Tensor) -> None:
+        mine = whole.new_zeros(sum(self.chunks))
+        for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
+            piece[: h.local.numel()].copy_(h.local.to(whole.device, non_blocking=True).flatten())
+        if self.size > 1:
+            all_gather(whole.view(-1), mine, group=self.mesh.group("state"))
+        else:
+            whole[0] = mine
+
+    def release(self, drop: bool) -> None:
+        """Forget the full parameters, before the rows change; ``drop``: free their memory too."""
+        if self.apart:
+            self.live = False
+            if drop:
+                for full in self.full:
+                    full.untyped_storage().resize_(0)
+
+    def forget_near(self) -> None:
+        """Forget what the nearest ranks hold together, before the rows change."""
+        self.near = None
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Add the last backward's gradients to the sums in the wide type, if parameters are kept in a narrower one."""
+        if self.wide == self.compute:
+            return
+        for h, full in zip(self.held, self.full, strict=True):
+            if full.grad is not None:
+                seen = self.sums.get(h.name)
+                self.sums[h.name] = full.grad.to(self.wide) if seen is None else seen.add_(full.grad)
+                full.grad = None
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the gradients so far over the ranks that hold the state; each adds its rows to what it has."""
+        if not self.apart:
+            return
+        whole = torch.zeros(self.size, sum(self.chunks), dtype=self.wide, device=self.mesh.device)
+        places = whole.split(self.chunks, dim=1)
+        for h, full, pieces, chunk in zip(self.held, self.full, places, self.chunks, strict=True):
+            grad = self.sums.pop(h.name, None) if self.wide != self.compute else full.grad
+            full.grad = None
+            if grad is not None:
+                flat = grad.new_zeros(self.size * chunk)
+                flat[: grad.numel()] = grad.flatten()
+                pieces.copy_(flat.view(self.size, chunk))
+        mine = whole[0]
+        if self.size > 1:
+            mine = torch.empty_like(whole[0])
+            reduce_scatter(mine, whole.view(-1), group=self.mesh.group("state"))
+        for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
+            share = piece[: h.local.numel()].view(h.local.shape).to(h.local.device, copy=True)
+            h.parameter.grad = share if h.parameter.grad is None else h.parameter.grad.add_(share)
+
+
+@torch.no_grad()
+def sum_over_replicas(units: Iterable[TableUnit], mesh: Mesh) -> None:
+    """Add up the reduced gradients of all replicas (``dp``), in one call."""
+    held = [h for unit in units for h in unit.held]
+    if mesh.size("dp") == 1 or not held:
+        return
+    for h in held:
+        if h.parameter.grad is None:
+            h.parameter.grad = torch.zeros_like(h.local)
+    flat = torch.cat([h.parameter.grad.flatten() for h in held if h.parameter.grad is not None]).to(mesh.device)
+    dist.all_reduce(flat, group=mesh.group("dp"))
+    flat = flat.to(held[0].local.device)
+    for h, piece in zip(held, flat.split([h.local.numel() for h in held]), strict=True):
+        h.parameter.grad = piece.view(h.local.shape)
