@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.observe.test_report import CHROMIUM, dumped_dom, fake_run
+from tests.browser import CHROMIUM, dumped_dom
+from tests.observe.test_report import fake_run
 from weft.observe.charts import checkpoint_charts
 from weft.observe.checkpoints import ROWS, SLOWEST, duration, facts, heat_map, size, stalls, times, verdict
 from weft.observe.metrics import FILE, Metrics, read_metrics

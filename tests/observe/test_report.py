@@ -7,20 +7,18 @@ import json
 import math
 import random
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from tests.browser import CHROMIUM, dumped_dom, measured
 from weft.errors import UsageError, WeftError
 from weft.observe.charts import POINTS, charts, minutes, running_mean, thin
 from weft.observe.metrics import FILE, Metrics, Run, read_metrics
 from weft.observe.report import beside, columns, flat, tiles, write_report
 from weft.recipe import Recipe, build_recipe
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TITLES = ["Loss", "Throughput", "Model flops utilisation", "Step time", "Gradient norm", "Memory", "Learning rate",
           "Machine", "Memory of the machine", "Power"]  # fmt: skip
 
@@ -82,17 +80,6 @@ def fake_run(
     return run
 
 
-def dumped_dom(page: Path, profile: Path) -> str:
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync --virtual-time-budget=6000 --window-size=1400,900"
-    command = [CHROMIUM, *flags.split(), "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}"]
-    done = subprocess.run(
-        [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert "<html" in done.stdout, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
 @pytest.mark.parametrize("complete", [True, False])
 def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> None:
@@ -115,6 +102,17 @@ def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> No
             assert text in body
         loss = [r["loss"] for r in read_metrics(run)["train"]]
         assert f"{loss[0]:.3f} → {loss[-1]:.3f}" in body and f"ratio {loss[-1] / loss[0]:.3f}" in body
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+def test_tiles_leave_no_hole_and_a_phone_shows_everything(tmp_path: Path) -> None:
+    """Five tiles in rows of three left a hole."""
+    page = write_report(fake_run(tmp_path / "run", steps=60, resume_at=None, split=False))
+    right = "[...d.querySelectorAll('.tiles > .card')].map((card) => Math.round(card.getBoundingClientRect().right))"
+    for width in (390, 1280):
+        found = measured(page, width, {"wide": "d.documentElement.scrollWidth", "right": right})
+        assert len(found["right"]) == 5 and found["wide"] == width, found
+        assert found["right"][-1] == max(found["right"]) > 0.9 * width, "a hole behind the last tile"
 
 
 def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:

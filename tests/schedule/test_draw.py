@@ -3,11 +3,13 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.browser import CHROMIUM, measured
 from weft.schedule import draw
 from weft.schedule.actions import Action, Table, assemble
 from weft.schedule.build import build
@@ -103,6 +105,20 @@ def test_page_stands_alone_and_knows_every_action(simulation: Simulation) -> Non
     assert [row[2] for row in data["ranks"]] == list(simulation.peaks)
     reads = {word for row in data["actions"] for read in row[6] for word in [read.split(" ", 2)[1]]}
     assert reads == ({"from", "on"} if len(simulation.timeline) > 1 else {"on"})
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+def test_a_phone_shows_all_of_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.html"
+    path.write_text(draw.html(CASES["interleaved"](), unit="ms"))
+    seen = "[...d.querySelectorAll('%s')].map((node) => node.getBoundingClientRect().%s)"
+    found = measured(path, 390, {
+        "wide": "d.documentElement.scrollWidth", "table": "d.querySelector('table').getBoundingClientRect().right",
+        "names": seen % ("#view svg > text", "left"), "ends": seen % ("#view svg > text", "right"),
+        "lane": seen % (".lane", "width"), "error": "d.documentElement.dataset.error ?? ''",
+    })  # fmt: skip
+    assert found["wide"] == 390 and found["table"] <= 390 and not found["error"]
+    assert min(found["lane"]) > 200 and max(found["ends"]) <= 390 and min(x for x in found["names"] if x) > 0
 
 
 def test_trace_has_a_slice_per_action_and_an_arrow_per_move(simulation: Simulation) -> None:

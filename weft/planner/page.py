@@ -14,7 +14,7 @@ from weft.planner.explain import AXES, PARTS, Instead, differences, instead, tit
 from weft.planner.finalists import Final
 from weft.planner.memory import Memory
 from weft.planner.search import USABLE, Found, describe, tell
-from weft.schedule.draw import chunks, colours, headline, shaded, svg
+from weft.schedule.draw import chunks, colours, shaded, svg
 from weft.schedule.kinds import kind_of
 from weft.schedule.simulate import Simulation
 
@@ -238,10 +238,11 @@ def timeline(first: Final) -> tuple[str, str]:
     run = first.simulation
     assert run is not None
     m, size = int(first.plan.microbatches), run.table.microbatches
-    note = f"{headline(run, 's')}"
-    if m > size:
-        note += f" · the first {size} of {m} microbatches; the others go on in the same way, and the "
-        note += f"bubble becomes {part(first.cost, 'bubble') / first.seconds:.1%} of the step"
+    note = f"{len(run.timeline)} ranks, rank 0 on top · {m} microbatches · "
+    note += f"bubble {part(first.cost, 'bubble') / first.seconds:.0%} of the step's {seconds(first.seconds)}"
+    if m > size:  # what is drawn has a bubble of its own, which is no figure of the step
+        note += f" · drawn are the first {size} microbatches ({seconds(run.elapsed)}); the others go on in the same way"
+    note += f" · activations of the fullest rank: {max(run.peaks) / 2**30:.3g} GiB"
     count = sum(map(len, run.timeline))
     if count > BOXES:
         card = "The table has too many actions to be drawn; weft schedule draws smaller ones of the same kind."
@@ -259,7 +260,7 @@ def timeline(first: Final) -> tuple[str, str]:
                     for kind, c in kinds.items() if kind in seen)  # fmt: skip
     marks += '<span><i class="bubble"></i>bubble</span>'
     levels = tuple(tuple((when, level / 2**30) for when, level in track) for track in run.memory)
-    picture = svg(replace(run, memory=levels), unit="s", memory="activations held, GiB", page=True)
+    picture = svg(replace(run, memory=levels), note=note, unit="s", memory="activations held, GiB", page=True)
     return (
         f'<section class="card"><h2>Timeline of the choice</h2><p>{escape(note)}</p><div class="legend">{marks}</div>'
         f'<div class="scroll"><div class="timeline">{picture}</div></div></section>',

@@ -99,17 +99,17 @@ def svg(
     ``unit``: of time; ``memory``: what the levels are; ``note``: stands beside the title; ``page``: for :func:`html`.
     """
     table, end, ranks = simulation.table, simulation.elapsed or 1.0, len(simulation.timeline)
-    name = title or table.name
+    name, told = title or table.name, (page and note) or headline(simulation, unit)
     width, margin, top = (1200, 0, 8) if page else (1600, 28, 138)
     left, plot = margin + GUTTER, width - 2 * margin - 2 * GUTTER
     lane, strip, gap = max(14, min(50, 300 // ranks)), max(12, min(44, 220 // ranks)), 6 if ranks <= 16 else 3
     axis, below = (top + ranks * (lane + gap) + room for room in (4, 80))
     height, end_y = below + ranks * (strip + gap) + (4 if page else 24), below + ranks * (strip + gap) - gap
-    kinds, (shade, shades, told), scale = colours(table), chunks(table), plot / end
+    kinds, (shade, shades, meaning), scale = colours(table), chunks(table), plot / end
     soft, right = f'fill="{SOFT}" class="soft"', f'fill="{SOFT}" class="soft right"'
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="{FONT}" role="img"><title>{escape(name)}: {escape(headline(simulation, unit))}</title>'
+        f'font-family="{FONT}" role="img"><title>{escape(name)}: {escape(told)}</title>'
         '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<path d="M0 0V7" stroke="{HATCH}" stroke-width="2" class="hatch"/></pattern></defs>'
     ]
@@ -118,7 +118,7 @@ def svg(
         out.append(text(margin, 50, name, 30, f'font-weight="700" letter-spacing="-.4" fill="{INK}"'))
         out.append(text(width - margin, 50, note, 16, f'text-anchor="end" fill="{SOFT}"'))
         out.append(text(margin, 80, headline(simulation, unit), 18, f'fill="{mix(SOFT, INK, 0.4)}"'))
-        out += _legend(kinds, shades, told, margin, 104)
+        out += _legend(kinds, shades, meaning, margin, 104)
     out.append('<g class="grid">')
     for tick in ticks(end):
         x = left + tick * scale
