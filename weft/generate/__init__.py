@@ -1,1 +1,1 @@
-"""Text from a model on one device."""
+"""Text from a trained model, on one device or over several ranks."""

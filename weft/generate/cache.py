@@ -64,9 +64,10 @@ class KeyValues:
             if self.store is not None:
                 grown[:, :, : self.tokens] = self.store[:, :, : self.tokens]
             self.store = grown
-        self.store[0, :, self.tokens : end], self.store[1, :, self.tokens : end] = k, v
+        keys, values = self.store[:, :, :end].unbind()
+        keys[:, self.tokens :], values[:, self.tokens :] = k, v
         self.tokens = end
-        return self.store[0, :, :end], self.store[1, :, :end]
+        return keys, values
 
 
 class KeyValueCache:
@@ -81,14 +82,16 @@ class KeyValueCache:
         keys, values = self.past.append(k, v)
         if first:
             return local_attention(q, k, v, cu_seqlens)
-        keys, values, queries = (x.transpose(1, 2) for x in (keys, values, q))
-        if q.shape[1] > 1:  # aligned at the last key: `is_causal` would align at the first one, and hide the past
-            mask = causal_lower_right(q.shape[1], self.past.tokens)
-            return F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True).transpose(1, 2)
-        # One token sees every key, and so the query heads that share a key head can be so many queries of it: this
-        # reads the keys once for all of them.
-        shared = queries.reshape(q.shape[0], k.shape[2], -1, q.shape[3])  # [rows, kv_heads, group, head_dim]
-        return F.scaled_dot_product_attention(shared, keys, values).reshape(q.shape)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        if q.shape[1] == 1:
+            # One token sees every key. The query heads that share a key head can then be so many queries of it, and
+            # the keys are read once for all of them: [rows, kv_heads, group, head_dim].
+            shared = q.reshape(q.shape[0], k.shape[2], -1, q.shape[3])
+            return F.scaled_dot_product_attention(shared, keys, values).reshape(q.shape)
+        # Aligned at the last key: `is_causal` would align at the first one, and hide the past.
+        mask = causal_lower_right(q.shape[1], self.past.tokens)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, enable_gqa=True)
+        return out.transpose(1, 2)
 
 
 class StateCache:

@@ -18,52 +18,52 @@ from torch.autograd.graph import saved_tensors_hooks
 
 T = torch.Tensor
 
-#: Blocks whose storages are on the device too, because they may still be leaving.
-LEAVING = 2
+#: Blocks at most whose storages are still on the device while their copies to the host may be on their way.
+MOST_LEAVING = 2
 
 
-class Stored:
-    """One storage of ``run``: its bytes on the ``host``, and ``here`` on the device for as long as they are there.
+class SavedStorage:
+    """One storage that ``run`` has saved: its bytes on the ``host``, and ``here``, those on the device while there.
 
-    Belongs to the tensors that autograd has saved, ``users`` of which have not been asked for: host memory is free
-    again as soon as backward has passed.
+    ``users``: tensors that autograd has saved of it and backward has not asked for yet. Only these tensors refer to
+    it, so that host memory is free again as soon as backward has passed.
     """
 
-    def __init__(self, here: T, host: T, run: "Run") -> None:
+    def __init__(self, here: T, host: T, run: "BlockRun") -> None:
         self.here: T | None = here
         self.host, self.run, self.users = host, run, 0
 
 
-class View(NamedTuple):
-    """A saved tensor, as what it shows of a storage."""
+class SavedView(NamedTuple):
+    """A tensor that autograd has saved: where in a storage it lies."""
 
-    stored: Stored
+    stored: SavedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class Run:
-    """One forward run of a block; ``before``: the run that backward comes to next."""
+class BlockRun:
+    """One forward run of a block, and what it has saved; ``before``: the run before it, backward's next one."""
 
-    def __init__(self, before: "Run | None") -> None:
+    def __init__(self, before: "BlockRun | None") -> None:
         self.before = weakref.ref(before) if before is not None else None
-        self.stored: weakref.WeakSet[Stored] = weakref.WeakSet()
-        self.left: torch.cuda.Event | None = None  # all of it is on the host
-        self.back: torch.cuda.Event | None = None  # all of it is on the device again
+        self.stored: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
+        self.on_host: torch.cuda.Event | None = None  # all of it is on the host
+        self.on_device: torch.cuda.Event | None = None  # all of it is on the device again
 
 
 class HostActivations:
-    """Moves what blocks save between ``device`` and host; ``sent`` counts the bytes that have left."""
+    """Moves what blocks save for backward between ``device`` and host; ``sent`` counts the bytes to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.sent = device, 0
         self.cuda = device.type == "cuda"
-        self.out = torch.cuda.Stream(device) if self.cuda else None
-        self.into = torch.cuda.Stream(device) if self.cuda else None
-        self.leaving: deque[Run] = deque()
-        self.latest: tuple[object, Run] | None = None
+        self.to_host = torch.cuda.Stream(device) if self.cuda else None
+        self.to_device = torch.cuda.Stream(device) if self.cuda else None
+        self.leaving: deque[BlockRun] = deque()
+        self.latest: tuple[object, BlockRun] | None = None
 
     @contextmanager
     def block(self, module: nn.Module, *shared: T) -> Iterator[None]:
@@ -75,13 +75,13 @@ class HostActivations:
             yield
             return
         key = shared[0] if shared else None
-        run = Run(self.latest[1] if self.latest is not None and self.latest[0] is key else None)
+        run = BlockRun(self.latest[1] if self.latest is not None and self.latest[0] is key else None)
         self.latest = (key, run)
-        while len(self.leaving) >= LEAVING:
-            self._gone(self.leaving.popleft())
-        found: dict[int, Stored | None] = {}  # by storage; None stays
+        while len(self.leaving) >= MOST_LEAVING:
+            self._release(self.leaving.popleft())
+        found: dict[int, SavedStorage | None] = {}  # by storage; None stays
 
-        def pack(tensor: T) -> T | View:
+        def pack(tensor: T) -> T | SavedView:
             if not found:  # now, when FSDP2 has put the gathered parameters in place
                 found.update({p.untyped_storage()._cdata: None for p in (*module.parameters(), *shared)})
             storage = tensor.untyped_storage()
@@ -93,47 +93,47 @@ class HostActivations:
             if stored is None or not tensor.numel():
                 return tensor
             stored.users += 1
-            return View(stored, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return SavedView(stored, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
-        if self.out is not None:
-            run.left = self.out.record_event()
+        if self.to_host is not None:
+            run.on_host = self.to_host.record_event()
         self.leaving.append(run)
 
-    def _send(self, storage: torch.UntypedStorage, run: Run) -> Stored:
-        """Copy a storage to the host. It stays on the device until :meth:`_gone`, so that nothing overwrites it."""
+    def _send(self, storage: torch.UntypedStorage, run: BlockRun) -> SavedStorage:
+        """Copy a storage to the host. It stays on the device until :meth:`_release`, so that nothing overwrites it."""
         here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         host = torch.empty(here.shape, dtype=torch.uint8, pin_memory=self.cuda)
-        if self.out is not None:
-            self.out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.out):
+        if self.to_host is not None:
+            self.to_host.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.to_host):
             host.copy_(here, non_blocking=self.cuda)
         self.sent += host.numel()
-        stored = Stored(here, host, run)
+        stored = SavedStorage(here, host, run)
         run.stored.add(stored)
         return stored
 
-    def _gone(self, run: Run) -> None:
-        """Give up the device's copies of a run: what is computed from now on waits until they are on the host."""
-        if run.left is not None:
-            torch.cuda.current_stream(self.device).wait_event(run.left)
+    def _release(self, run: BlockRun) -> None:
+        """Free the device's copies of a run; what is computed from now on waits until they are on the host."""
+        if run.on_host is not None:
+            torch.cuda.current_stream(self.device).wait_event(run.on_host)
         for stored in run.stored:
             stored.here = None
 
-    def _fetch(self, run: Run) -> None:
+    def _fetch(self, run: BlockRun) -> None:
         """Bring the storages of a run back, beside what is computed."""
         missing = [stored for stored in run.stored if stored.here is None]
-        if self.into is not None and run.left is not None and missing:
-            self.into.wait_event(run.left)
-        with torch.cuda.stream(self.into):
+        if self.to_device is not None and run.on_host is not None and missing:
+            self.to_device.wait_event(run.on_host)
+        with torch.cuda.stream(self.to_device):
             for stored in missing:
                 stored.here = stored.host.to(self.device, non_blocking=True)
-        if self.into is not None and missing:
-            run.back = self.into.record_event()
+        if self.to_device is not None and missing:
+            run.on_device = self.to_device.record_event()
 
-    def _unpack(self, packed: T | View) -> T:
-        if not isinstance(packed, View):
+    def _unpack(self, packed: T | SavedView) -> T:
+        if not isinstance(packed, SavedView):
             return packed
         stored, run = packed.stored, packed.stored.run
         if run in self.leaving:  # backward has begun: nothing needs to make room for a forward any more
@@ -141,8 +141,8 @@ class HostActivations:
         self._fetch(run)
         if self.cuda:
             now = torch.cuda.current_stream(self.device)
-            if run.back is not None:
-                now.wait_event(run.back)
+            if run.on_device is not None:
+                now.wait_event(run.on_device)
         before = run.before() if run.before is not None else None
         if before is not None and before not in self.leaving:
             self._fetch(before)
