@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from weft.errors import UsageError, WeftError, nearest
+from weft.layout.conflicts import Asked, Conflict, refuse
 from weft.layout.layout import Layout
 from weft.shipped import find_recipe, shipped_recipes
 
@@ -170,11 +171,7 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _seen(self) -> Self:
-        if self.offloads_activations and self.recompute == "selective":
-            raise ValueError(
-                f"offload = {self.offload!r} does not see what recompute = 'selective' keeps; "
-                "use recompute = 'none' or 'full'"
-            )
+        refuse(Asked(train=self), "train")
         return self
 
 
@@ -258,8 +255,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        if self.optimizer.post_validation and self.layout.pp == 1:
-            raise ValueError("optimizer.post_validation is for pipelines; set layout.pp above 1 or leave it out")
+        asked = Asked(self.layout, train=self.train, optimizer=self.optimizer)
+        refuse(asked, "layout", "train", "optimizer")
         return self
 
     def rows_per_pass(self, layout: Layout) -> tuple[int, int]:
@@ -299,6 +296,8 @@ def build_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
+        if isinstance(conflict := error.errors()[0].get("ctx", {}).get("error"), Conflict):
+            raise Conflict(f"{origin}: {conflict}", conflict.rule) from None
         raise UsageError(f"{origin}: {explain(error, Recipe)}") from None
 
 

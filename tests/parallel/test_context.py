@@ -21,7 +21,8 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
 from weft.models.attention import attend_forward, attention
-from weft.parallel.context import check_context, context_attention, tile_attention
+from weft.parallel.build import check_fits
+from weft.parallel.context import context_attention, tile_attention
 from weft.parallel.context.execute import Trip, tile_pieces
 from weft.parallel.context.heads import head_index, head_ranges
 from weft.parallel.context.rsa import ring_self_attention
@@ -360,9 +361,9 @@ def test_bad_input_is_refused_before_any_rank_computes() -> None:
     with pytest.raises(UsageError, match="unknown attention scheme 'zig'; did you mean 'zigzag'"):
         build("zig", 2)
     with pytest.raises(UsageError, match="Ulysses cannot split 4 heads over tp=2 x 4 ranks"):
-        check_context(Layout(cp=4, tp=2, context="ulysses"), ModelShape(heads=4))
+        check_fits(ModelShape(heads=4), Layout(cp=4, tp=2, context="ulysses"))
     with pytest.raises(UsageError, match=r"ulysses = 2 does not divide cp=3"):
-        check_context(Layout(cp=3, ulysses=2), ModelShape(heads=4))
+        check_fits(ModelShape(heads=4), Layout(cp=3, ulysses=2))
 
 
 def test_pieces_of_packed_documents() -> None:

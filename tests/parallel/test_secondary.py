@@ -112,7 +112,7 @@ def test_a_validation_keeps_no_old_values(pool: Any, corpus: str) -> None:
 
 @pytest.mark.parametrize(("given", "message"), [
     ({"shard": 4, "zero": 2, "secondary": 2}, "use zero = 3 or leave secondary out"),
-    ({"shard": 8, "secondary": 3}, "does not cut the 8 ranks of shard x cp into groups; use one of 2, 4"),
+    ({"shard": 8, "secondary": 3}, "does not cut the ranks of shard=8 x cp=1 into groups; use one of 2, 4"),
     ({"shard": 4, "cp": 2, "secondary": 8}, "use one of 2, 4"),
     ({"dp": 4, "secondary": 2}, "leave it out"),
 ])  # fmt: skip

@@ -40,7 +40,7 @@ def _types(recipe: Recipe, as_json: bool) -> int:
     from weft.train.verify import check_types
 
     shape = model_shape(recipe)
-    shape = shape.model_copy(update={"vocab": shape.vocab or 257, "layers": min(shape.layers, 2)})  # layers are alike
+    shape = shape.model_copy(update={"vocab": shape.vocab or 257})
     fault = check_types(shape, recipe.layout, recipe.train)
     if as_json:
         print(json.dumps({"ok": fault is None, "layout": str(recipe.layout), "world": recipe.layout.world,

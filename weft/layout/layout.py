@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from weft.errors import UsageError, nearest
+from weft.layout.conflicts import Asked, Conflict, refuse
 
 #: Mesh axes from the slowest links to the fastest: neighbours along ``tp`` have consecutive ranks. Their sizes multiply
 #: to the number of ranks. Ranks of different islands do not take a step together.
@@ -92,17 +93,8 @@ class Layout(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _nearby(self) -> Self:
-        near, state = self.secondary, self.size("shard", "cp")
-        if near and self.zero != 3:
-            raise ValueError(
-                f"secondary = {near} is about what zero = 3 gathers for backward, and zero = {self.zero} gathers once "
-                "a step; use zero = 3 or leave secondary out"
-            )
-        fit = [n for n in range(2, state) if state % n == 0]
-        if near and near not in fit:
-            instead = f"use one of {', '.join(map(str, fit))}" if fit else "leave it out"
-            raise ValueError(f"secondary = {near} does not cut the {state} ranks of shard x cp into groups; {instead}")
+    def _together(self) -> Self:
+        refuse(Asked(layout=self), "layout")
         return self
 
     @model_validator(mode="after")
@@ -149,6 +141,8 @@ class Layout(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
+            if isinstance(conflict := first.get("ctx", {}).get("error"), Conflict):
+                raise Conflict(f"layout {text!r}: {conflict}", conflict.rule) from None
             if not first["loc"]:
                 raise UsageError(f"layout {text!r}: {first['msg'].removeprefix('Value error, ')}") from None
             raise UsageError(

@@ -2,28 +2,25 @@
 
 import torch
 
-from weft.errors import UsageError
+from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import Layout
-from weft.layout.mesh import Mesh, check_live
+from weft.layout.mesh import Mesh
 from weft.memory.activations import HostActivations
 from weft.models.init import initial_values
 from weft.models.transformer import Block, Transformer
-from weft.parallel.context import check_context, context_attention
+from weft.parallel.context import context_attention
 from weft.parallel.fsdp import fsdp_state, needs_fsdp, shard_data_parallel
-from weft.parallel.hybrid import check_hybrid, hybrid_attention
-from weft.parallel.pipeline import Pipeline, check_pipeline
+from weft.parallel.hybrid import hybrid_attention
+from weft.parallel.pipeline import Pipeline
 from weft.parallel.state import Held, Resident, State, Values
 from weft.recipe import ModelShape, Train
+from weft.schedule.build import BUILDERS
 
 
-def check_fits(shape: ModelShape, layout: Layout) -> None:
-    """Refuse, before anything starts, a layout that this model cannot be cut by."""
-    check_live(layout)
-    for name, count in (("heads", shape.heads), ("ffn", shape.ffn or 0), ("vocab", shape.vocab)):
-        if count < layout.tp:
-            raise UsageError(f"tp={layout.tp} is more than the model's {count} {name}; use tp <= {count}")
-    check_context(layout, shape)
-    check_pipeline(shape, layout)
+def check_fits(shape: ModelShape, layout: Layout, train: Train | None = None) -> None:
+    """Raises :class:`Conflict` for what the table has; ``vocab`` may be 0, not yet known."""
+    asked = Asked(layout, shape, train or Train(), schedules=BUILDERS)
+    refuse(asked, "layout", "shape", "train", "schedules")
 
 
 def parallelize(
@@ -34,8 +31,7 @@ def parallelize(
     Returns what computes and what it computes with. ``values`` default to the seeded initial values, which are the same
     under every layout; ``seq_len`` weighs attention where layers are dealt to stages.
     """
-    check_fits(shape, mesh.layout)
-    check_hybrid(mesh.layout, shape, train)
+    check_fits(shape, mesh.layout, train)
     pipeline = None
     if mesh.size("pp") > 1:
         pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)

@@ -5,39 +5,17 @@
 first pass, and gradients are reduced in the last, which every rank has to itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from weft.data.batch import Batch, Group
-from weft.errors import UsageError, WeftError
-from weft.layout.layout import DATA_AXES, Layout
+from weft.errors import WeftError
+from weft.layout.layout import DATA_AXES
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Attend, Block, T, Transformer, local_attention
 from weft.parallel.context import across
-from weft.recipe import ModelShape, Train
-
-#: What does not go together with ``layout.balance``, why, and what to do.
-REFUSED: tuple[tuple[Callable[[Layout, ModelShape, Train], bool], str], ...] = (
-    (lambda layout, shape, train: layout.zero != 1,
-     "needs layout.zero = 1: other stages gather or reduce in every pass, and ranks run unequal numbers of them"),
-    (lambda layout, shape, train: layout.pp > 1,
-     "does not go together with pp: stages hand each other passes of one size; use pp = 1"),
-    (lambda layout, shape, train: layout.head_ranks > 1,
-     "does not go together with Ulysses, which exchanges heads in fixed groups; use layout.context = 'zigzag'"),
-    (lambda layout, shape, train: any(shape.mixer_of(i) != "softmax" for i in range(shape.layers)),
-     "does not go together with linear attention, whose states cross all of cp; leave layout.balance out"),
-    (lambda layout, shape, train: train.compile,
-     "does not go together with train.compile: every pass has a length and a group of its own"),
-)  # fmt: skip
-
-
-def check_hybrid(layout: Layout, shape: ModelShape, train: Train) -> None:
-    """Raises :class:`UsageError` for what :data:`REFUSED` names."""
-    for meets, why in REFUSED:
-        if layout.balance and meets(layout, shape, train):
-            raise UsageError(f"layout.balance = {layout.balance!r} {why}")
 
 
 class HybridAttention:

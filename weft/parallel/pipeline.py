@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.data.batch import Batch
-from weft.errors import UsageError
 from weft.layout.groups import new_group
-from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
 from weft.models.rope import angles
@@ -21,36 +19,15 @@ from weft.parallel.units import Full, TableUnit, sum_over_replicas
 from weft.parallel.vocabulary import OutputShard
 from weft.recipe import ModelShape
 from weft.schedule.actions import Action, Table, Value, forward_half
-from weft.schedule.build import build
 from weft.schedule.execute import Executed, Op, execute
 from weft.schedule.from_layout import make_table
 from weft.schedule.kinds import Duty, kind_of
 from weft.schedule.lower import GATHER, REDUCE, RELEASE, links
-from weft.schedule.skip import cut
 from weft.schedule.stages import assign_stages
 from weft.schedule.validate import validate
 from weft.schedule.wire import Wire
 
 T = torch.Tensor
-
-
-def check_pipeline(shape: ModelShape, layout: Layout) -> None:
-    """Refuse, before anything starts, a schedule that these stages cannot run."""
-    if layout.pp == 1:
-        if layout.skip or layout.vocab_barriers:
-            raise UsageError("layout.skip and layout.vocab_barriers are about pipeline stages; set layout.pp above 1")
-        return
-    if layout.skip and layout.schedule != "1f1b":
-        raise UsageError(f"layout.skip plans a schedule of its own; leave out layout.schedule = {layout.schedule!r}")
-    if layout.skip:
-        cut(layout.pp, layout.skip)  # refuses what cannot be skipped
-    table = build(layout.schedule, layout.pp, 1, layout.virtual)
-    least = table.stages - (0 if layout.vocab_barriers else 2)
-    if shape.layers < least:
-        raise UsageError(
-            f"schedule {layout.schedule} on pp={layout.pp} has {table.stages} stages, too many for a model of "
-            f"{shape.layers} layers; it needs {least}, so use fewer ranks, fewer virtual stages or more layers"
-        )
 
 
 class Pipeline:

@@ -16,7 +16,6 @@ from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.observe.flops import parameter_count
 from weft.parallel.build import check_fits, parallelize
-from weft.parallel.hybrid import check_hybrid
 from weft.parallel.state import State, Values
 from weft.recipe import ModelShape, Recipe
 from weft.train.optim import AdamW
@@ -52,8 +51,7 @@ def device_type(recipe: Recipe) -> str:
 def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
     """Open the data, complete the model's shape and check that layout, model, data and memory go together."""
     shape = model_shape(recipe)
-    check_fits(shape.model_copy(update={"vocab": shape.vocab or 1 << 20}), recipe.layout)
-    check_hybrid(recipe.layout, shape, recipe.train)
+    check_fits(shape, recipe.layout, recipe.train)
     corpus = open_data(recipe.data, progress)
     vocab = corpus.tokenizer.vocab
     if shape.vocab and vocab > shape.vocab:
@@ -62,7 +60,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
             "set model.vocab = 0 to take the tokenizer's size, or use the model's own tokenizer"
         )
     shape = shape.model_copy(update={"vocab": shape.vocab or vocab})
-    check_fits(shape, recipe.layout)
+    check_fits(shape, recipe.layout, recipe.train)
     _check_memory(recipe, shape)
     return Job(recipe, shape, corpus)
 

@@ -211,7 +211,11 @@ def check_types(shape: ModelShape, layout: Layout, train: Train) -> TypeFault | 
     sum after.
     Pipeline stages hand each other tensors of one and the same type, so one place along ``pp`` stands for all.
     """
-    check_fits(shape, layout)
+    check_fits(shape, layout, train)
+    kinds = [shape.mixer_of(i) for i in range(shape.layers)]
+    # Layers of a kind are alike: as many as have each kind, and two, stand for all.
+    few = max(min(2, len(kinds)), 1 + max(kinds.index(kind) for kind in kinds))
+    shape = shape.model_copy(update={"layers": few})
     layout = layout.model_copy(update={"pp": 1})
     with fake_rank(0, layout.world) if layout.world > 1 else nullcontext():
         mesh = dataclasses.replace(Mesh.create(layout, "cpu"), device=torch.device("meta"))

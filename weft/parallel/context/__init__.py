@@ -9,9 +9,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from weft.errors import UsageError
 from weft.layout.groups import new_group
-from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Attend, T, local_attention
 from weft.parallel.context.execute import tile_attention, tile_attention_backward
@@ -19,34 +17,14 @@ from weft.parallel.context.heads import exchange_heads, head_index, head_ranges
 from weft.parallel.context.rsa import ring_self_attention
 from weft.recipe import ModelShape
 
-__all__ = [
-    "across",
-    "check_context",
-    "context_attention",
-    "exchange_heads",
-    "tile_attention",
-    "tile_attention_backward",
-]
-
-
-def check_context(layout: Layout, shape: ModelShape) -> None:
-    """Raises :class:`UsageError` for ranks and head counts that the heads cannot be exchanged over."""
-    ranks = layout.head_ranks
-    if layout.cp % ranks:
-        raise UsageError(f"layout.ulysses = {ranks} does not divide cp={layout.cp}")
-    if ranks > 1 and shape.heads // layout.tp < ranks:
-        raise UsageError(
-            f"Ulysses cannot split {shape.heads} heads over tp={layout.tp} x {ranks} ranks; "
-            "set layout.context = 'zigzag' or a smaller layout.ulysses"
-        )
+__all__ = ["across", "context_attention", "exchange_heads", "tile_attention", "tile_attention_backward"]
 
 
 def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
-    """The attention that the layout asks for; every rank of ``cp`` calls this. Errors: :func:`check_context`."""
+    """The attention that the layout asks for; every rank of ``cp`` calls this."""
     layout = mesh.layout
     if mesh.size("cp") == 1:
         return local_attention
-    check_context(layout, shape)
     inner, rank, ranks = layout.head_ranks, mesh.rank("cp"), dist.get_process_group_ranks(mesh.group("cp"))
     attend = local_attention
     if inner < layout.cp:

@@ -1,0 +1,83 @@
+"""The table of what cannot be combined: every entry is refused by all that could run it, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Command
+from weft.layout.conflicts import RULES, Conflict
+from weft.parallel.build import check_fits
+from weft.recipe import load_recipe
+from weft.train.verify import check_types
+
+ROOT = Path(__file__).parents[1]
+
+#: A smallest layout that meets each entry, and the settings that it takes; the model has 2 layers and 4 heads.
+SMALLEST: dict[str, tuple[str, str]] = {
+    "secondary without ZeRO-3": ("shard=4,zero=2,secondary=2", ""),
+    "secondary that does not divide": ("shard=3,secondary=2", ""),
+    "offloaded activations with selective recompute": ("", "train.offload=all train.recompute=selective"),
+    "post-validation without pp": ("", "optimizer.post_validation=true"),
+    "experts": ("ep=2", ""),
+    "tp above heads": ("tp=5", ""),
+    "tp above ffn": ("tp=3", "model.ffn=2"),
+    "tp above vocab": ("tp=3", "model.vocab=2"),
+    "ulysses that does not divide": ("cp=3,ulysses=2", ""),
+    "ulysses above heads": ("cp=5,context=ulysses", ""),
+    "stages without pp": ("vocab_barriers=1", ""),
+    "skip with a schedule": ("pp=4,skip=0.25,schedule=gpipe", ""),
+    "skip of too many stages": ("pp=4,skip=0.5", ""),
+    "no such schedule": ("pp=2,schedule=1f1c", ""),
+    "odd pp with two flows": ("pp=3,schedule=dualpipe", ""),
+    "virtual stages of a fixed schedule": ("pp=2,schedule=1f1b,virtual=2", ""),
+    "more stages than layers": ("pp=4,schedule=zb-v", ""),
+    "balance without ZeRO-1": ("dp=2,balance=greedy", ""),
+    "balance with pp": ("pp=2,zero=1,balance=greedy", ""),
+    "balance with Ulysses": ("cp=2,zero=1,balance=greedy,context=ulysses", ""),
+    "balance with linear attention": ("cp=2,zero=1,balance=greedy", "model.mixer=linear"),
+    "balance with compile": ("cp=2,zero=1,balance=greedy", "train.compile=true"),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("recipe") / "tiny.toml"
+    path.write_text("[model]\nlayers = 2\nembed = 16\nheads = 4\nffn = 8\n[data]\nseq_len = 8\n")
+    return str(path)
+
+
+def test_every_entry_has_a_smallest_layout() -> None:
+    assert [rule.name for rule in RULES] == list(SMALLEST)
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_refused_by_everything_with_the_same_reason(command: Command, tiny: str, name: str) -> None:
+    layout, settings = SMALLEST[name]
+    words = [w for s in settings.split() for w in ("--set", s)]
+    with pytest.raises(Conflict) as refused:
+        recipe = load_recipe(tiny, settings.split(), layout)
+        check_fits(recipe.model, recipe.layout, recipe.train)
+    assert refused.value.rule == name
+    said = [command(*call, tiny, "--layout", layout, *words) for call in (["train"], ["verify"], ["verify", "--types"])]
+    assert {code for code, _, _ in said} == {2}
+    assert len({err for _, _, err in said}) == 1
+    assert str(refused.value) in " ".join(said[0][2].split())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_types_of_every_recipe_fit(path: Path) -> None:
+    recipe = load_recipe(path)
+    shape = recipe.model.model_copy(update={"vocab": recipe.model.vocab or 257})
+    assert check_types(shape, recipe.layout, recipe.train) is None
+
+
+@pytest.mark.parametrize(
+    "layout", ["pp=8,schedule=zb-v,tp=8", "pp=16,schedule=dualpipe,shard=4", "pp=8,vocab_barriers=1"]
+)
+def test_the_types_of_a_deep_model_fit(layout: str) -> None:
+    change = ["model.layers=80", "model.embed=64", "model.heads=64", "model.kv_heads=8", "model.head_dim=2"]
+    recipe = load_recipe(ROOT / "recipes" / "quickstart.toml", change, layout)
+    shape = recipe.model.model_copy(update={"vocab": 257})
+    assert check_types(shape, recipe.layout, recipe.train) is None

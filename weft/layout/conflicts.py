@@ -1,0 +1,170 @@
+"""The one table of what cannot be combined: training, both proofs and the fuzzer refuse what stands here.
+
+An entry says when it holds, why that cannot be, and what to do instead. It is looked at as soon as all that it reads is
+known: a layout by itself when it is made, the rest when the model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from weft.layout.layout import Layout
+    from weft.recipe import ModelShape, Optimizer, Train
+
+
+class Conflict(UsageError, ValueError):
+    """A refusal that stands in the table, under ``rule``; a :class:`ValueError` too, as validators must raise."""
+
+    def __init__(self, message: str, rule: str) -> None:
+        super().__init__(message, rule)
+        self.message, self.rule = message, rule
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be combined; None is not known yet. ``schedules``: those that can be built, by name."""
+
+    layout: Layout = None  # type: ignore[assignment]
+    shape: ModelShape = None  # type: ignore[assignment]
+    train: Train = None  # type: ignore[assignment]
+    optimizer: Optimizer = None  # type: ignore[assignment]
+    schedules: Mapping[str, Any] = None  # type: ignore[assignment]
+
+    @property
+    def nearby(self) -> str:
+        """What ``layout.secondary`` can be."""
+        state = self.layout.size("shard", "cp")
+        fit = [n for n in range(2, state) if state % n == 0]
+        return f"use one of {', '.join(map(str, fit))}" if fit else "leave it out"
+
+    @property
+    def stages(self) -> int:
+        chunks = self.schedules[self.layout.schedule].chunks if self.layout.virtual is None else self.layout.virtual
+        return int(self.layout.pp * chunks)
+
+    @property
+    def least_layers(self) -> int:
+        """So many layers, with the ends of the model where these are stages' work, fill all stages."""
+        return self.stages - (0 if self.layout.vocab_barriers else 2)
+
+    @property
+    def most_skipped(self) -> float:
+        """The largest share of stages that can be skipped: two thirds of those between the first and the last."""
+        return max(0, self.layout.pp - 2) * 2 / 3 / self.layout.pp
+
+    @property
+    def near_schedule(self) -> str:
+        return nearest(self.layout.schedule, self.schedules)
+
+    @property
+    def free_schedules(self) -> str:
+        return ", ".join(name for name, builder in self.schedules.items() if builder.free)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``meets`` reads the fields of :class:`Asked` that ``needs`` names; the texts may print them."""
+
+    name: str
+    needs: str
+    meets: Callable[[Asked], bool]
+    why: str
+    remedy: str
+
+
+def _linear(a: Asked) -> bool:
+    return any(a.shape.mixer_of(i) != "softmax" for i in range(a.shape.layers))
+
+
+def _schedule(a: Asked) -> Any:
+    """What builds the schedule; None where there is no pipeline or no such schedule."""
+    return a.schedules.get(a.layout.schedule) if a.layout.pp > 1 else None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("secondary without ZeRO-3", "layout", lambda a: a.layout.secondary > 0 and a.layout.zero != 3,
+         "secondary = {0.layout.secondary} is about what zero = 3 gathers for backward, and zero = {0.layout.zero} "
+         "gathers once a step", "use zero = 3 or leave secondary out"),
+    Rule("secondary that does not divide", "layout",
+         lambda a: a.layout.secondary > 0
+         and (a.layout.size("shard", "cp") % a.layout.secondary > 0
+              or not 1 < a.layout.secondary < a.layout.size("shard", "cp")),
+         "secondary = {0.layout.secondary} does not cut the ranks of shard={0.layout.shard} x cp={0.layout.cp} into "
+         "groups", "{0.nearby}"),
+    Rule("offloaded activations with selective recompute", "train",
+         lambda a: a.train.offloads_activations and a.train.recompute == "selective",
+         "offload = {0.train.offload!r} does not see what recompute = 'selective' keeps",
+         "use recompute = 'none' or 'full'"),
+    Rule("post-validation without pp", "layout optimizer",
+         lambda a: a.optimizer.post_validation and a.layout.pp == 1,
+         "optimizer.post_validation is for pipelines", "set layout.pp above 1 or leave it out"),
+    Rule("experts", "layout shape", lambda a: a.layout.ep > 1,
+         "layout axis 'ep' is not available yet", "use pp, dp, shard, cp, tp"),
+    Rule("tp above heads", "layout shape", lambda a: a.shape.heads < a.layout.tp,
+         "tp={0.layout.tp} is more than the model's {0.shape.heads} heads", "use tp <= {0.shape.heads}"),
+    Rule("tp above ffn", "layout shape", lambda a: (a.shape.ffn or 0) < a.layout.tp,
+         "tp={0.layout.tp} is more than the model's {0.shape.ffn} ffn", "use tp <= {0.shape.ffn}"),
+    Rule("tp above vocab", "layout shape", lambda a: 0 < a.shape.vocab < a.layout.tp,  # 0: the tokenizer's, not known
+         "tp={0.layout.tp} is more than the model's {0.shape.vocab} vocab", "use tp <= {0.shape.vocab}"),
+    Rule("ulysses that does not divide", "layout shape", lambda a: a.layout.cp % a.layout.head_ranks > 0,
+         "layout.ulysses = {0.layout.head_ranks} does not divide cp={0.layout.cp}", "use a divisor of cp"),
+    Rule("ulysses above heads", "layout shape",
+         lambda a: a.layout.head_ranks > 1 and a.shape.heads // a.layout.tp < a.layout.head_ranks,
+         "Ulysses cannot split {0.shape.heads} heads over tp={0.layout.tp} x {0.layout.head_ranks} ranks",
+         "set layout.context = 'zigzag' or a smaller layout.ulysses"),
+    Rule("stages without pp", "layout shape",
+         lambda a: a.layout.pp == 1 and bool(a.layout.skip or a.layout.vocab_barriers),
+         "layout.skip and layout.vocab_barriers are about pipeline stages", "set layout.pp above 1"),
+    Rule("skip with a schedule", "layout shape", lambda a: a.layout.skip > 0 and a.layout.schedule != "1f1b",
+         "layout.skip plans a schedule of its own", "leave out layout.schedule = {0.layout.schedule!r}"),
+    Rule("skip of too many stages", "layout shape",
+         lambda a: a.layout.skip > 0 and a.layout.skip > a.most_skipped * (1 + 1e-9),
+         "skipping {0.layout.skip:.0%} of pp={0.layout.pp} stages leaves too little of those that may be skipped (the "
+         "first and the last are always run)", "skip at most {0.most_skipped:.0%}"),
+    Rule("no such schedule", "layout shape schedules", lambda a: a.layout.pp > 1 and _schedule(a) is None,
+         "no pipeline schedule {0.layout.schedule!r}", "{0.near_schedule}"),
+    Rule("odd pp with two flows", "layout shape schedules",
+         lambda a: bool(_schedule(a)) and _schedule(a).twice and a.layout.pp % 2 > 0,
+         "schedule {0.layout.schedule} needs an even number of ranks, got {0.layout.pp}",
+         "add a rank or use {0.layout.schedule}-v"),
+    Rule("virtual stages of a fixed schedule", "layout shape schedules",
+         lambda a: bool(_schedule(a)) and not _schedule(a).free
+         and a.layout.virtual not in (None, _schedule(a).chunks),
+         "schedule {0.layout.schedule} has a fixed number of chunks per rank, not {0.layout.virtual}",
+         "leave it out, or use {0.free_schedules}"),
+    Rule("more stages than layers", "layout shape schedules",
+         lambda a: bool(_schedule(a)) and a.shape.layers < a.least_layers,
+         "schedule {0.layout.schedule} on pp={0.layout.pp} has {0.stages} stages, too many for a model of "
+         "{0.shape.layers} layers", "it needs {0.least_layers}, so use fewer ranks, fewer virtual stages or more "
+         "layers"),
+    Rule("balance without ZeRO-1", "layout shape", lambda a: bool(a.layout.balance) and a.layout.zero != 1,
+         "layout.balance = {0.layout.balance!r} needs layout.zero = 1: other stages gather or reduce in every pass, "
+         "and ranks run unequal numbers of them", "set layout.zero = 1"),
+    Rule("balance with pp", "layout shape", lambda a: bool(a.layout.balance) and a.layout.pp > 1,
+         "layout.balance = {0.layout.balance!r} does not go together with pp: stages hand each other passes of one "
+         "size", "use pp = 1"),
+    Rule("balance with Ulysses", "layout shape", lambda a: bool(a.layout.balance) and a.layout.head_ranks > 1,
+         "layout.balance = {0.layout.balance!r} does not go together with Ulysses, which exchanges heads in fixed "
+         "groups", "use layout.context = 'zigzag'"),
+    Rule("balance with linear attention", "layout shape", lambda a: bool(a.layout.balance) and _linear(a),
+         "layout.balance = {0.layout.balance!r} does not go together with linear attention, whose states cross all of "
+         "cp", "leave layout.balance out"),
+    Rule("balance with compile", "layout train", lambda a: bool(a.layout.balance) and a.train.compile,
+         "layout.balance = {0.layout.balance!r} does not go together with train.compile: every pass has a length and a "
+         "group of its own", "leave out one of them"),
+)  # fmt: skip
+
+
+def refuse(asked: Asked, *given: str) -> None:
+    """Raises :class:`Conflict` for the first entry that holds, of those that read nothing but what is ``given``."""
+    for rule in RULES:
+        if set(rule.needs.split()) <= set(given) and rule.meets(asked):
+            raise Conflict(f"{rule.why}; {rule.remedy}".format(asked), rule.name)
