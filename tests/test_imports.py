@@ -21,7 +21,6 @@ OPEN = ("layout.layout", "layout.conflicts", "data.batch")
 
 #: What still points upward, and what will end it. Take an entry out as soon as it does.
 UPWARD = {
-    ("checkpoint/state.py", "train"): "the optimizer's order, until checkpoints read State",
     ("planner/probe.py", "layout"): "the probe runs operators: until it stands in rehearse/",
     ("planner/probe.py", "models"): "likewise",
     ("planner/probe.py", "parallel"): "likewise",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from weft.generate.cache import ROOM, KeyValueCache, KeyValues, StateCache, attending, attention_layers, layer_caches
 from weft.layout.mesh import Mesh
 from weft.models.attention import attention
-from weft.models.transformer import Transformer
+from weft.models.transformer import Attend, T, Transformer
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 
@@ -26,7 +27,7 @@ MIXERS: dict[str, dict[str, Any]] = {
 
 def build(mixer: str) -> Transformer:
     shape = ModelShape(vocab=31, layers=3, embed=24, heads=6, kv_heads=2, ffn=32, init_std=0.3, **MIXERS[mixer])
-    return parallelize(shape, Mesh.single(), Train(seed=2, dtype="float64"))
+    return parallelize(shape, Mesh.single(), Train(seed=2, dtype="float64"))[0]
 
 
 def documents(rows: int, tokens: int) -> torch.Tensor:
@@ -48,6 +49,39 @@ def test_logits_are_those_of_one_forward_pass(mixer: str, pieces: list[int]) -> 
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-11 * float(whole.abs().max()))
     # Nothing is left behind in the model.
     assert torch.equal(model(tokens, positions, documents(rows, TOKENS)), whole)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_requests_that_come_and_go_can_be_read_as_one_packed_row(mixer: str) -> None:
+    """What serving builds on: in every step, attention that finds what each request's document has before it."""
+    model, lengths = build(mixer), [12, 5, 9]
+    texts = [torch.randint(0, 31, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    caches = [layer_caches(model) for _ in texts]
+    read, logits = [0, 0, 0], [torch.empty(0, 31, dtype=torch.float64) for _ in texts]
+
+    def together(layer: int, requests: list[int]) -> Attend:
+        def attend(q: T, k: T, v: T, cu_seqlens: T) -> T:
+            sizes = cu_seqlens.diff().tolist()
+            parts = zip(*(x.split(sizes, 1) for x in (q, k, v)), requests, strict=True)
+            return torch.cat([caches[r][layer](*x, documents(1, x[0].shape[1])) for *x, r in parts], 1)
+
+        return attend
+
+    # Prompts whole or in chunks beside single tokens; by request, how many tokens it reads in this step.
+    for step in ({0: 5, 1: 3}, {1: 1, 0: 1}, {0: 4, 2: 4, 1: 1}, {2: 1, 0: 1}, {2: 4, 0: 1}):
+        spans = {r: slice(read[r], read[r] + n) for r, n in step.items()}
+        tokens = torch.cat([texts[r][at] for r, at in spans.items()])[None]
+        positions = torch.cat([torch.arange(at.start, at.stop) for at in spans.values()])[None]
+        cu_seqlens = torch.tensor([0, *accumulate(step.values())], dtype=torch.int32)
+        with attending(model, [together(layer, list(step)) for layer in range(3)]):
+            out = model(tokens, positions, cu_seqlens)[0].split(list(step.values()))
+        for r, part in zip(step, out, strict=True):
+            logits[r], read[r] = torch.cat((logits[r], part)), read[r] + len(part)
+    assert read == lengths
+    for text, found in zip(texts, logits, strict=True):
+        alone = model(text[None], torch.arange(len(text))[None], documents(1, len(text)))[0]
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-11 * float(alone.abs().max()))
 
 
 def test_every_layer_has_the_cache_of_its_mixer_and_its_own() -> None:

@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from weft.models.attention import repeat_heads, wide
 from weft.models.linear_attention import forward, local_state, state_to_state, state_to_tokens
-from weft.models.transformer import Attend, Attention, Block, T, Transformer, local_attention
+from weft.models.transformer import Attend, Attention, Block, T, Transformer
 
 #: Tokens by which stored keys and values grow at least, so that they are seldom copied.
 ROOM = 256
@@ -77,12 +77,8 @@ class KeyValueCache:
         self.past = KeyValues()
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
-        """``[rows, new tokens, heads or kv_heads, head_dim]``; ``cu_seqlens`` are the documents of the first call."""
-        first = not self.past.tokens
-        keys, values = self.past.append(k, v)
-        if first:
-            return local_attention(q, k, v, cu_seqlens)
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        """``[rows, new tokens, heads or kv_heads, head_dim]``; what rows remember says where documents begin."""
+        keys, values = (x.transpose(1, 2) for x in self.past.append(k, v))
         if q.shape[1] == 1:
             # One token sees every key. The query heads that share a key head can then be so many queries of it, and
             # the keys are read once for all of them: [rows, kv_heads, group, head_dim].
