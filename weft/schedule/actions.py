@@ -33,11 +33,23 @@ class Value(NamedTuple):
 #: Values that stay where they were made.
 LOCAL = ("saved", "tape")
 
-#: What stands for an action in the dependencies of another: unique in a table before lowering.
-Key = tuple[str, int, int]
 
-#: The order of one rank: ``(kind, stage, microbatch)``.
-Order = Sequence[Key]
+class Key(NamedTuple):
+    """What stands for an action in the dependencies of another: unique in a table before lowering."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.stage},{self.microbatch})"
+
+
+#: One entry of an order: ``(kind, stage, microbatch)``.
+Entry = tuple[str, int, int]
+
+#: The order of one rank.
+Order = Sequence[Entry]
 
 
 @dataclass(frozen=True)
@@ -48,14 +60,14 @@ class Action:
     kind: str
     stage: int
     microbatch: int
-    deps: tuple[Key, ...] = ()
+    deps: tuple[Entry, ...] = ()
     reads: tuple[Value, ...] = ()
     writes: tuple[Value, ...] = ()
     peer: int = -1  # the other rank of a move
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.stage, self.microbatch)
+        return Key(self.kind, self.stage, self.microbatch)
 
     @property
     def declared(self) -> Kind:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weft.schedule.actions import LOCAL, Action, Key, ScheduleError, Table, Value
+from weft.schedule.actions import LOCAL, Action, Entry, Key, ScheduleError, Table, Value
 from weft.schedule.kinds import Clock, Duty, Kind, declare
 
 
@@ -86,15 +86,15 @@ def _move(kind: str, rank: int, value: Value, peer: int) -> Action:
 
 def _handed_over(table: Table) -> Table:
     """Turn dependencies on actions of other ranks into empty values that these write."""
-    rank_of = {a.key: a.rank for a in table}
-    awaited: dict[Key, Value] = {}
+    rank_of: dict[Entry, int] = {a.key: a.rank for a in table}
+    awaited: dict[Entry, Value] = {}
 
     def read(a: Action) -> Action:
         missing = [key for key in a.deps if key not in rank_of]
         if missing:
-            raise ScheduleError(f"schedule {table.name}: {a} depends on {missing[0]}, which is not in the table")
+            raise ScheduleError(f"schedule {table.name}: {a} depends on {Key(*missing[0])}, which is not in the table")
         far = [key for key in a.deps if rank_of[key] != a.rank]
-        awaited.update({key: Value(f"done:{key[0]}", *key[1:]) for key in far})
+        awaited.update({(kind, stage, m): Value(f"done:{kind}", stage, m) for kind, stage, m in far})
         near = tuple(key for key in a.deps if key not in far)
         return replace(a, deps=near, reads=(*a.reads, *(awaited[key] for key in far))) if far else a
 

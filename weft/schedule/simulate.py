@@ -10,6 +10,7 @@ from typing import NamedTuple
 from weft.schedule.actions import LOCAL, Action, ScheduleError, Table, Value
 from weft.schedule.kinds import Clock
 from weft.schedule.times import ModelTimes, Times
+from weft.schedule.validate import why_stuck
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Timed:
     end: float
 
 
-class Move(NamedTuple):
+class Transfer(NamedTuple):
     """A value on its way between two ranks."""
 
     value: Value
@@ -74,7 +75,7 @@ class Simulation:
     table: Table
     timeline: tuple[tuple[Timed, ...], ...]
     beside: tuple[tuple[Timed, ...], ...]
-    moves: tuple[Move, ...]
+    moves: tuple[Transfer, ...]
     memory: tuple[tuple[tuple[float, float], ...], ...]
 
     @cached_property
@@ -127,7 +128,7 @@ def simulate(table: Table, costs: Costs) -> Simulation:
     link_free: dict[tuple[int, int], float] = defaultdict(float)
     at, free = [0] * len(queues), [0.0] * len(queues)
     timeline: list[list[Timed]] = [[] for _ in queues]
-    moves: list[Move] = []
+    moves: list[Transfer] = []
     able: list[tuple[float, int]] = []  # heap of (start, stream) of the next actions that have all they need
 
     def look(stream: int) -> None:
@@ -162,47 +163,19 @@ def simulate(table: Table, costs: Costs) -> Simulation:
                 if other != a.rank:
                     begin = max(now, link_free[a.rank, other]) if costs.exclusive else now
                     link_free[a.rank, other] = arrival = begin + costs.move(value, a.rank, other)
-                    moves.append(Move(value, a.rank, other, begin, arrival))
+                    moves.append(Transfer(value, a.rank, other, begin, arrival))
                     end((value, other), arrival)
         look(stream)
-    left = [queue[i:] for queue, i in zip(queues, at, strict=True)]
-    if any(left):
-        raise ScheduleError(deadlock(table.name, left, {v: a for q in queues for a in q for v in a.writes}))
+    if any(i < len(queue) for queue, i in zip(queues, at, strict=True)):
+        raise ScheduleError(why_stuck(table))
     lanes = tuple(map(tuple, timeline))
     both = [[*compute, *beside] for compute, beside in zip(lanes[:count], lanes[count:], strict=True)]
     return Simulation(table, lanes[:count], lanes[count:], tuple(moves), _memory(both, moves, readers, costs.size))
 
 
-def deadlock(name: str, left: list[list[Action]], producer: dict[Value, Action]) -> str:
-    """Why nothing of what is ``left`` can start: a circle of actions, or a value that nobody makes."""
-    pending = {a.key: a for actions in left for a in actions}
-    heads = [actions[0] for actions in left if actions]
-    head_of = {a.key: actions[0] for actions in left for a in actions}
-    for start in heads:
-        seen: list[Action] = []
-        a: Action | None = start
-        while a is not None and a not in seen:
-            seen.append(a)
-            needs = [producer.get(v) for v in a.reads] + [pending.get(k) for k in a.deps]
-            absent = [v for v in a.reads if v not in producer]
-            if absent:
-                return f"schedule {name}: {a} reads {absent[0]}, which no action writes"
-            # Wait for the first need that has not ended; it is behind the head of its stream's queue.
-            blocked = next((n for n in needs if n is not None and n.key in pending), None)
-            if blocked is None:
-                gone = [k for k in a.deps if k not in pending]
-                return f"schedule {name}: {a} depends on {gone}, which is not in the table"
-            a = head_of[blocked.key]
-            if a == seen[-1] or a in seen:
-                circle = seen[seen.index(a) :]
-                chain = " -> ".join(map(str, circle))
-                return f"schedule {name} deadlocks: {chain} -> waits for {blocked} behind {a}"
-    return f"schedule {name} deadlocks"
-
-
 def _memory(
     timeline: list[list[Timed]],
-    moves: list[Move],
+    moves: list[Transfer],
     readers: dict[Value, dict[int, None]],
     size: Callable[[Value], float],
 ) -> tuple[tuple[tuple[float, float], ...], ...]:

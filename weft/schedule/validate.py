@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 
-from weft.schedule.actions import Action, Key, ScheduleError, Table, Value
+from weft.schedule.actions import Action, Entry, Key, ScheduleError, Table, Value
 from weft.schedule.kinds import Duty
 from weft.schedule.lower import FREE, GATHER, RECV, RELEASE, SEND, lower, producers
 
@@ -31,7 +31,7 @@ def _exactly_once(table: Table) -> None:
     seen = Counter(a.key for a in table)
     twice = next((key for key, n in seen.items() if n > 1), None)
     if twice:
-        raise ScheduleError(f"schedule {table.name}: {_show(twice)} stands {seen[twice]} times in the table")
+        raise ScheduleError(f"schedule {table.name}: {twice} stands {seen[twice]} times in the table")
     here: dict[tuple[int, int], list[Action]] = {(s, m): [] for m, path in enumerate(table.paths) for s in path}
     for a in table:
         if a.declared.inserted:
@@ -58,7 +58,7 @@ def _exactly_once(table: Table) -> None:
 def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
     """On one rank: nothing is read before it is there, or after it was freed."""
     there: set[Value] = set()
-    done: set[Key] = set()
+    done: set[Entry] = set()
     gathered: set[int] = set()
     for a in actions:
         missing = next((v for v in a.reads if v not in there), None)
@@ -66,7 +66,7 @@ def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
             raise ScheduleError(f"schedule {name}: {a} comes before {missing} is there")
         early = next((k for k in a.deps if k not in done), None)
         if early:
-            raise ScheduleError(f"schedule {name}: {a} comes before {_show(early)}, on which it depends")
+            raise ScheduleError(f"schedule {name}: {a} comes before {Key(*early)}, on which it depends")
         if a.kind == FREE:
             there -= set(a.reads)
         if a.kind == GATHER:
@@ -113,6 +113,18 @@ def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
     return dict(most)
 
 
+def why_stuck(table: Table) -> str:
+    """What keeps a table, as built, from ending however many messages may be under way: the actions at fault."""
+    try:
+        lowered = lower(table)
+        for actions in lowered.ranks:
+            _legal_order(table.name, actions)
+        run_dry(lowered, window=sum(map(len, lowered.ranks)))
+    except ScheduleError as error:
+        return str(error)
+    return f"schedule {table.name} deadlocks"
+
+
 def _can_run(a: Action, under_way: dict[tuple[int, int], deque[Value]], window: int) -> bool:
     if a.kind == SEND:
         return len(under_way[a.rank, a.peer]) < window
@@ -138,7 +150,3 @@ def _circle(table: Table, queues: list[deque[Action]]) -> str:
         blocked = next((x for queue in queues for x in queue if x.rank == a.rank and not x.declared.inserted), a)
         parts.append(f"{blocked} waits for {what}")
     return "; ".join(parts)
-
-
-def _show(key: Key) -> str:
-    return f"{key[0]}({key[1]},{key[2]})"

@@ -17,6 +17,7 @@ With one barrier (the paper's algorithm 2) S also makes its part of the input's 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from weft.schedule.actions import Action, Table, Value
 from weft.schedule.kinds import Duty, Kind, declare
@@ -39,6 +40,11 @@ URGENCY = (C, G, S, E, T, D)
 LAZY = 2
 
 
+def share_stage(stages: int, rank: int) -> int:
+    """The number of the virtual stage that stands for ``rank``'s share of the vocabulary, beside ``stages`` others."""
+    return stages + rank
+
+
 def output_times(product: float, barriers: int) -> Times:
     """Of the whole output layer as passes S and T compute it; ``product``: one of its three matrix products.
 
@@ -59,20 +65,20 @@ def with_vocabulary(table: Table, barriers: int, cost: Callable[[Action], float]
     more = barriers * max(1, table.stages // ranks)
     clock = simulate(table, Costs(cost))
     limits = [round(peak) + more for peak in clock.peaks]
-    begins = {t.action.key: t.start for lane in clock.timeline for t in lane}
-    entering = sorted(range(table.microbatches), key=lambda m: (begins["F", table.paths[m][0], m], m))
+    begins = {t.action.microbatch: t.start for t in sorted(chain(*clock.timeline), key=lambda t: -t.start)}
+    entering = sorted(range(table.microbatches), key=lambda m: (begins[m], m))
     passes = [a for m in entering for a in _passes(table, m, barriers)]
     return replace(table, ranks=_merge(table.map(lambda a: _linked(table, a)), passes, cost, limits))
 
 
 def _passes(table: Table, m: int, barriers: int) -> list[Action]:
     ranks, first, last = range(len(table.ranks)), table.paths[m][0], table.paths[m][-1]
-    shares = [table.stages + r for r in ranks]
+    shares = [share_stage(table.stages, r) for r in ranks]
     # The gradient that the last stage reads is that of a stage after it.
     act, grad, lse = Value("act", last, m), Value("grad", table.stages, m), Value("lse", last, m)
     stats = tuple(Value("stats", s, m) for s in shares)
     parts = tuple(Value("part", s, m) for s in shares)
-    hub = next(a.rank for a in table if a.key == ("F", last, m))
+    hub = next(a.rank for a in table if (a.stage, a.microbatch) == (last, m))
     training = any(not a.declared.forward and a.microbatch == m for a in table)
     made = (lse, grad) if barriers == 1 else (lse,)
     found = [Action(hub, C, last, m, (), stats, made if training else ())]
@@ -92,7 +98,9 @@ def _linked(table: Table, a: Action) -> Action:
     """Connect the first and last stage's actions to the passes."""
     path, duty = table.paths[a.microbatch], a.declared.duty
     if a.stage == path[0] and Duty.FORWARD in duty:
-        a = replace(a, reads=tuple(Value("emb", table.stages + r, a.microbatch) for r in range(len(table.ranks))))
+        a = replace(
+            a, reads=tuple(Value("emb", share_stage(table.stages, r), a.microbatch) for r in range(len(table.ranks)))
+        )
     if a.stage == path[0] and Duty.INPUT_GRADIENT in duty:
         a = replace(a, writes=(Value("grad", a.stage, a.microbatch), *a.writes))
     if a.stage == path[-1] and Duty.FORWARD in duty:

@@ -7,7 +7,7 @@ the forward's result leaves early and less of that bubble is left: half of it if
 
 from collections import Counter
 
-from weft.schedule.actions import Key, Order
+from weft.schedule.actions import Entry, Order
 
 
 def dualpipe(ranks: int, microbatches: int) -> list[Order]:
@@ -21,7 +21,7 @@ def dualpipe(ranks: int, microbatches: int) -> list[Order]:
     for r in range(ranks):
         direction = (0, 1) if r < ranks // 2 else (1, 0)  # of flows 0 and 1
         stage = (r, ranks - 1 - r)  # of directions 0 and 1
-        order: list[Key] = []
+        order: list[Entry] = []
         for kind, flow, m in recipe(ranks // 2, min(r, ranks - 1 - r), max(first, ranks)):
             d = direction[flow]
             if m < counts[d]:
@@ -42,7 +42,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> list[Order]:
     ]
 
 
-def recipe(half: int, near: int, count: int) -> list[Key]:
+def recipe(half: int, near: int, count: int) -> list[Entry]:
     """``(kind, flow, number)`` for ``count >= 2 * half`` microbatches in each flow; a backward may be B, or I and W.
 
     ``half``: ranks from the end to the turn; ``near``: the rank's distance from its end.
@@ -59,11 +59,11 @@ def recipe(half: int, near: int, count: int) -> list[Key]:
     return number(steps)
 
 
-def number(steps: list[tuple[str, int]]) -> list[Key]:
+def number(steps: list[tuple[str, int]]) -> list[Entry]:
     """Count microbatches per flow; flow -1 stands for the oldest weight gradient kept back; the rest come last."""
     done: Counter[tuple[str, int]] = Counter()
     kept: list[tuple[int, int]] = []
-    order: list[Key] = []
+    order: list[Entry] = []
     for kind, flow in steps:
         if flow < 0:
             order.append(("W", *kept.pop(0)))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import inf
 
-from weft.schedule.actions import Key, Table, assemble
+from weft.schedule.actions import Entry, Table, assemble
 from weft.schedule.build.listing import Listing, Policy
 from weft.schedule.build.trips import Trips
 from weft.schedule.simulate import Costs, simulate
@@ -53,7 +53,7 @@ def list_schedule(
     return min(zip(clocks, tables, strict=True), key=lambda pair: (pair[0].makespan, pair[0].elapsed))[1]
 
 
-def keys(table: Table) -> list[list[Key]]:
+def keys(table: Table) -> list[list[Entry]]:
     """The orders that the table was assembled from."""
     return [[action.key for action in actions] for actions in table.ranks]
 

@@ -28,7 +28,7 @@ def depth_first(ranks: int, microbatches: int, virtual: int, hide: bool = False)
         ahead = min(2 * (ranks - 1 - r) + (virtual - 1) * ranks + hide, total)
         turns = [a for pair in zip(forward[ahead:], backward, strict=False) for a in pair]
         order = [*forward[:ahead], *turns, *backward[total - ahead :]]
-        orders.append([a for a in order if a[2] < microbatches])
+        orders.append([(kind, stage, m) for kind, stage, m in order if m < microbatches])
     return orders
 
 

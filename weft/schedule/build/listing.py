@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from weft.schedule.actions import Key, ScheduleError, Value
+from weft.schedule.actions import Entry, ScheduleError, Value
 from weft.schedule.build.trips import EPS, Trips
 
 
@@ -44,7 +44,7 @@ class Listing:
     def __init__(self, name: str, holders: Sequence[Sequence[int]], trips: Trips, policy: Policy) -> None:
         self.name, self.holders, self.trips, self.policy = name, holders, trips, policy
         self.paths, limits = trips.paths, trips.limits
-        self.done: list[list[Key]] = [[] for _ in limits]
+        self.done: list[list[Entry]] = [[] for _ in limits]
         self.free = [0.0] * len(limits)
         self.level = [0.0] * len(limits)  # saved and tape
         self.load = [0.0] * len(limits)  # compute time of what a rank has run or was promised
@@ -57,7 +57,7 @@ class Listing:
         self.between = [0] * len(holders)  # microbatches between forward and backward of a stage
         self.events = [0.0]
 
-    def orders(self) -> list[list[Key]]:
+    def orders(self) -> list[list[Entry]]:
         for m in self.waiting:
             self.alone(m)
         while self.events:
@@ -69,7 +69,7 @@ class Listing:
                 any(self.turn(rank, now, False) for rank in range(len(self.free)))
         return self.done
 
-    def one_by_one(self) -> list[list[Key]]:
+    def one_by_one(self) -> list[list[Entry]]:
         for m, path in enumerate(self.paths):
             where = self.alone(m)
             for i, r in enumerate(where):
