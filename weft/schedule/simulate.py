@@ -183,9 +183,7 @@ def _memory(
     levels = []
     for rank, actions in enumerate(timeline):
         changes: list[tuple[float, int, float]] = []  # time, frees first, change
-        last: dict[Value, float] = {}
-        for t in actions:
-            last.update((value, max(t.end, last.get(value, 0.0))) for value in t.action.reads)
+        last = {value: t.end for t in sorted(actions, key=lambda t: t.end) for value in t.action.reads}
         for t in actions:
             for value in t.action.writes:
                 # An action's results occupy memory from its start: forward fills what it saves as it goes.
