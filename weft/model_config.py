@@ -105,6 +105,8 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError("it is not a JSON object")
         return content
+    except UnicodeDecodeError:
+        raise WeftError(f"cannot read {path}: it is not JSON; {hint}") from None
     except (OSError, ValueError) as error:
         raise WeftError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {hint}") from None
 

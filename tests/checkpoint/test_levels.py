@@ -27,6 +27,7 @@ from weft.checkpoint.weights import values_of
 from weft.errors import UsageError, WeftError
 from weft.observe.metrics import read_metrics
 from weft.recipe import Checkpoint, build_recipe
+from weft.train.setup import prepare
 
 TWO = {"shard": 2}
 
@@ -192,7 +193,10 @@ def test_from_a_converted_checkpoint_only_weights_are_taken(pool: Any, corpus: s
     values = leveled(corpus, TWO, {})
     with pytest.raises(WeftError, match=r"has no position in the data; .*--set model\.weights=.*converted$"):
         pool.run(2, go, values, str(tmp_path / "b"), str(tmp_path / "converted"))
-    values["model"] |= {"weights": str(tmp_path / "converted"), "layers": 7}  # the shape is that of the weights
+    values["model"] |= {"weights": str(tmp_path / "converted"), "layers": 7}
+    with pytest.raises(UsageError, match=r"model\.layers = 7, but .* is of a model with 2.*; leave out model\.layers$"):
+        prepare(build_recipe(values))
+    values["model"] = {"weights": str(tmp_path / "converted")}  # the shape is that of the weights
     values["train"]["steps"] = 1
     values["optimizer"]["lr"] = 1e-12
     pool.run(2, go, values, str(tmp_path / "b"))

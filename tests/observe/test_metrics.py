@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import json
 import logging
 import math
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -102,3 +104,45 @@ def test_missing_tensorboard_is_one_warning(tmp_path: Path, caplog: pytest.LogCa
         metrics.log("train", 2, loss=1.0)
     metrics.close()
     assert len(caplog.records) == 1 and len(read_metrics(tmp_path)["train"]) == 2
+
+
+def test_a_full_disk_is_told_once_and_costs_no_record(tmp_path: Path) -> None:
+    """Records that cannot be written, wholly or at all, wait for better times; the run goes on."""
+    heard: list[str] = []
+    metrics = Metrics(tmp_path, tensorboard=False, warn=heard.append)
+    metrics.log("train", 1, loss=1.0)
+    real = metrics._file
+
+    class Full:
+        room = 10
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            done, self.room = real.write(data[: self.room]), 0
+            return done
+
+        truncate, close = staticmethod(real.truncate), staticmethod(real.close)
+
+    metrics._file = Full()
+    for step in (2, 3, 4):
+        metrics.log("train", step, loss=1.0)
+    assert heard == [f"cannot write {tmp_path / FILE}: No space left on device; the run goes on"]
+    assert [r["step"] for r in read_metrics(tmp_path)["train"]] == [1]
+    metrics._file = real
+    metrics.log("train", 5, loss=1.0)
+    metrics.close()
+    assert [r["step"] for r in read_metrics(tmp_path)["train"]] == [1, 2, 3, 4, 5] and len(heard) == 1
+
+
+def test_a_full_disk_ends_events_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    metrics = Metrics(tmp_path, warn=heard.append)
+    metrics.log("train", 1, loss=1.0)
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    monkeypatch.setattr(metrics._events, "add_scalar", full)
+    for step in (2, 3):
+        metrics.log("train", step, loss=1.0)
+    metrics.close()
+    assert heard == [f"no more TensorBoard events in {tmp_path}: No space left on device; the run goes on"]
+    assert full.call_count == 1 and [r["step"] for r in read_metrics(tmp_path)["train"]] == [1, 2, 3]

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.storage import LocalStorage, MissingObject, Storage, StorageError
-from weft.checkpoint.store import PLACES, agree, committed, new_name, places, prune
+from weft.checkpoint.store import PLACES, agree, committed, new_name, places, prune, step_of
 from weft.errors import UsageError, WeftError
 from weft.recipe import MEMORY, Checkpoint
 
@@ -47,6 +47,15 @@ class Level:
         self.last, self.step = self.place / name, step
         return self.last
 
+    def found(self, checkpoint: Storage) -> None:
+        """The run goes on from this checkpoint. If it is one of this place, it need not be saved here again."""
+        if _path(self.place / checkpoint.name) == _path(checkpoint):
+            self.last, self.step = checkpoint, step_of(checkpoint)
+
+
+def _path(place: Storage) -> Storage | Path:
+    return place.root.resolve() if isinstance(place, LocalStorage) else place
+
 
 def levels_of(settings: Checkpoint, run: Path) -> list[Level]:
     """The recipe's levels, fastest first, for the run in the folder ``run``. Touches nothing."""
@@ -71,13 +80,11 @@ def check_levels(levels: Sequence[Level], size: int, fresh: bool) -> None:
     for level in levels:
         if level.in_memory:
             _check_memory(level, size)
-            if fresh:  # of a run whose folder is gone
-                level.place.clear()
         elif fresh and committed(level.place):
             raise UsageError(
                 f"{level.place} already holds checkpoints; choose another checkpoint.to, or add --resume {level.place}"
             )
-        level.taken = set(level.place.folders())
+        level.taken = set() if fresh and level.in_memory else set(level.place.folders())
 
 
 def _check_memory(level: Level, size: int) -> None:
@@ -140,10 +147,12 @@ def _seen(place: Storage, name: str, patience: float = 5) -> bool:
         time.sleep(0.1)
 
 
-def open_levels(levels: Sequence[Level], run: Path) -> None:
+def open_levels(levels: Sequence[Level], run: Path, fresh: bool) -> None:
     """Make what must be there before the first save, and leave word in the run's folder of where checkpoints are."""
     for level in levels:
         if level.in_memory:
+            if fresh:  # of a run whose folder is gone
+                level.place.clear()
             try:
                 Path(str(level.place)).mkdir(mode=stat.S_IRWXU, exist_ok=True)  # weights are nobody else's business
             except OSError as error:
@@ -161,13 +170,22 @@ def open_levels(levels: Sequence[Level], run: Path) -> None:
 
 
 class Thinning:
-    """Deletes old checkpoints while training goes on: that may take many requests, or fail without harm."""
+    """Deletes old checkpoints while training goes on: that may take many requests, or fail without harm.
 
-    def __init__(self) -> None:
+    Those that are not ``mine`` stay. That is asked in the background, and of each checkpoint once.
+    """
+
+    def __init__(self, mine: Callable[[Storage], bool] = lambda place: True) -> None:
         self._thread, self._work = ThreadPoolExecutor(1), list[Future[object]]()
+        self._mine, self._known = mine, dict[str, bool]()
 
     def start(self, level: Level) -> None:
-        self._work.append(self._thread.submit(prune, level.place, level.keep))
+        self._work.append(self._thread.submit(prune, level.place, level.keep, mine=self._is_mine))
+
+    def _is_mine(self, place: Storage) -> bool:
+        if str(place) not in self._known:
+            self._known[str(place)] = self._mine(place)
+        return self._known[str(place)]
 
     def problems(self) -> list[str]:
         """What went wrong since the last call. Does not wait."""

@@ -13,7 +13,6 @@ from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import Storage
 from weft.data.tokenizer import Tokenizer
-from weft.errors import WeftError
 from weft.parallel.state import State
 
 
@@ -62,17 +61,3 @@ def move_state(old: State | None, new: State | None, progress: Progress) -> int:
     if new is not None:
         new.updates = progress.updates
     return sent
-
-
-def check_same_data(checkpoint: Checkpoint, fingerprint: str) -> None:
-    """Refuse to resume on other data, where the same position would mean other tokens."""
-    meta = checkpoint.meta
-    instead = f"start a new run from its weights: --set model.weights={checkpoint}"
-    if "data" not in meta or "rng" not in meta:
-        kind = meta.get("source", {}).get("kind", "another program's")
-        raise WeftError(f"{checkpoint} was converted (from {kind}) and has no position in the data; {instead}")
-    if meta["data"] != fingerprint:
-        raise WeftError(
-            f"{checkpoint} was trained on other data (sources, tokenizer, seq_len or seed differ), so its position "
-            f"means nothing here; restore them, or {instead}"
-        )

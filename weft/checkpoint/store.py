@@ -136,35 +136,56 @@ def _exists(place: Storage) -> bool:
 
 
 def load_newest(
-    where: Sequence[Where], load: Callable[[Checkpoint], T], warn: Callable[[str], None]
+    where: Sequence[Where],
+    load: Callable[[Checkpoint], T],
+    warn: Callable[[str], None],
+    check: Callable[[Checkpoint], object] = lambda checkpoint: None,
 ) -> tuple[Checkpoint, T]:
     """The newest checkpoint that ``where`` may mean (see :func:`candidates`) and that is whole, and what ``load`` made
     of it. Collective: it is the same one on all ranks.
 
     What a data file holds shows when it is read: if ``load`` raises :class:`DamagedCheckpoint` or
-    :class:`StorageError` on any rank, all go on to the one before, and ``warn`` hears why. Other errors are raised.
+    :class:`StorageError` on any rank, all go on to the one before, and ``warn`` hears why. Other errors are raised, and
+    so are those of ``check``, which looks at the checkpoint first, on rank 0 alone.
     """
+    main = not dist.is_initialized() or dist.get_rank() == 0
     tried = candidates(*where, warn=warn)
     problem = ""
     for place in tried:
-        checkpoint, made, problem = open_checkpoint(place), list[T](), ""
-        try:
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                look(checkpoint)
-            checkpoint.meta  # noqa: B018
-        except WeftError as error:
-            problem = str(error)
-        else:
+        checkpoint, made = open_checkpoint(place), list[T]()
+        problem, refusal = _seen(checkpoint, check if main else None)
+        # Loading is collective: no rank may begin with it before all know that all can.
+        if refusal := agree(refusal):
+            raise WeftError(refusal)
+        if not (problem := agree(problem)):
             try:
                 made.append(load(checkpoint))
             except (DamagedCheckpoint, StorageError) as error:
                 problem = str(error)
-        if not (problem := agree(problem)):
-            return checkpoint, made[0]
+            if not (problem := agree(problem)):
+                return checkpoint, made[0]
         if len(tried) == 1:
             raise WeftError(problem)
         warn(f"{problem}; trying the one before")
     raise WeftError(f"no checkpoint of {len(tried)} can be loaded; the last problem was: {problem}")
+
+
+def _seen(checkpoint: Checkpoint, check: Callable[[Checkpoint], object] | None) -> tuple[str, str]:
+    """Why a checkpoint cannot be read, or why ``check`` refuses it; without ``check``, its root alone is read."""
+    try:
+        if check is not None:
+            look(checkpoint)
+        checkpoint.meta  # noqa: B018
+    except WeftError as error:
+        return str(error), ""
+    try:
+        if check is not None:
+            check(checkpoint)
+    except (DamagedCheckpoint, StorageError) as error:
+        return str(error), ""
+    except WeftError as error:
+        return "", str(error)
+    return "", ""
 
 
 def _damaged(checkpoint: Checkpoint, what: str) -> DamagedCheckpoint:
@@ -194,24 +215,27 @@ def prune(
     scores: Mapping[int, float] | None = None,
     check: Callable[[Storage], object] = lambda place: look(open_checkpoint(place)),
     dry_run: bool = False,
+    mine: Callable[[Storage], bool] = lambda place: True,
 ) -> list[Storage]:
     """Delete the checkpoints under ``root`` that :func:`retained` does not keep; what was deleted. ``keep`` 0: none.
 
     Never deletes the last that verifies: ``check`` raises :class:`WeftError` for one that does not (by default it
-    looks at all but the tensors' values). If none does, nothing is deleted.
+    looks at all but the tensors' values). If none does, nothing is deleted. Checkpoints that are not ``mine`` are
+    neither deleted nor counted.
 
     The root goes first, so that no half-deleted checkpoint looks whole. Folders without a root that nobody has
     written to since the last commit are what is left of saves that were never committed: they go as well.
     """
     place = open_storage(root)
-    found = committed(place)
+    there = committed(place)
+    found = [p for p in there if mine(p)]
     kept = retained(found, keep, every, scores) if keep else found
     gone = [p for p in found if p not in kept]
     if gone:
         last = next((p for p in reversed(found) if _passes(p, check)), None)
         gone = [p for p in gone if p != last] if last is not None else []
     if not dry_run:
-        stale = [p for p in (place / name for name in _numbered(place)) if p not in found and _abandoned(p, found)]
+        stale = [p for p in (place / name for name in _numbered(place)) if p not in there and _abandoned(p, there)]
         for one in [*gone, *stale]:
             one.delete([ROOT])
             one.clear()

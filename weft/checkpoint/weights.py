@@ -1,5 +1,6 @@
 """Weights to start from: of a Hugging Face folder, or of a checkpoint of Weft's, wherever it is."""
 
+import tempfile
 from pathlib import Path
 
 import torch
@@ -8,21 +9,22 @@ from pydantic import ValidationError
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import holds
-from weft.checkpoint.store import candidates, open_checkpoint
+from weft.checkpoint.store import candidates, extract, open_checkpoint
+from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.parts import NAMES, TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
 from weft.models.hf import hf_values
 from weft.parallel.state import Values
-from weft.recipe import ModelShape, Recipe
+from weft.recipe import ModelShape
 
 
 def model_of(checkpoint: Checkpoint) -> ModelShape:
     """The model that a checkpoint of Weft's is of. Raises :class:`WeftError` if it does not say."""
     try:
-        return Recipe.model_validate(checkpoint.meta["recipe"]).model
-    except (KeyError, ValidationError):
+        return ModelShape.model_validate(checkpoint.meta["recipe"]["model"])
+    except (KeyError, TypeError, ValidationError):
         raise WeftError(f"{checkpoint} does not say which model it is of") from None
 
 
@@ -36,6 +38,20 @@ def shape_of(where: Path) -> ModelShape:
     return (
         shape_from_config(where) if _foreign(where) else model_of(open_checkpoint(candidates(open_storage(where))[0]))
     )
+
+
+def stored_tokenizer(where: Path) -> tuple[Tokenizer | None, str]:
+    """The tokenizer that is stored with weights, if there is one, and the path by which a recipe can name it."""
+    if _foreign(where):
+        folder = Path(str(where))
+        return (load_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else None), str(folder)
+    checkpoint = open_checkpoint(candidates(open_storage(where))[0])
+    file = next((name for name in checkpoint.meta["files"] if Path(name).name == "tokenizer.json"), None)
+    if file is None:
+        return None, str(checkpoint)
+    with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as folder_:
+        extract(checkpoint, Path(folder_))
+        return load_tokenizer(folder_), f"{checkpoint}/{file}"
 
 
 def values_of(where: Path) -> Values:

@@ -33,10 +33,12 @@ def run(
             "--layout with so many"
         )
     if not in_ranks():
+        from weft.train.runs import check_resume, check_run
         from weft.train.setup import prepare
 
+        chosen = check_run(recipe, out, resume)
         with Console(stderr=True).status("preparing the data"):
-            prepare(recipe)
+            check_resume(chosen, prepare(recipe))
         if recipe.layout.world > 1:
             return launch(argv, recipe.layout.world, threads=recipe.train.threads)
     outcome = be_rank(recipe, out, resume)

@@ -1,8 +1,11 @@
 """The record of a run: ``metrics.jsonl`` in its folder, and the same numbers as TensorBoard events."""
 
+import errno
 import json
 import logging
+import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,9 @@ from typing import Any
 from weft.errors import WeftError
 
 FILE = "metrics.jsonl"
+
+#: Bytes of records that wait for a disk that is full.
+KEPT = 16 << 20
 
 Record = dict[str, Any]
 #: By kind.
@@ -27,17 +33,25 @@ class Metrics:
 
     Opening an existing file continues it, without the line that a crash may have torn. A ``run`` record at step s
     supersedes what was recorded for steps after s. NaN and infinity are written as ``null``.
+
+    If the disk is full or fails, ``warn`` hears so once, and the run goes on: what could not be written is kept, up to
+    :data:`KEPT` bytes, and written with the next record that can be.
     """
 
-    def __init__(self, run: Path | None, tensorboard: bool = True) -> None:
-        self._run = run
+    def __init__(self, run: Path | None, tensorboard: bool = True, warn: Callable[[str], None] = print) -> None:
+        self._run, self.warn = run, warn
+        self._unwritten = b""
         self._tensorboard = tensorboard and run is not None
         self._events: Any = None
         if run is not None:
-            run.mkdir(parents=True, exist_ok=True)
-            self._file = (run / FILE).open("a+b")
-            self._file.seek(0)
-            self._file.truncate(self._file.read().rfind(b"\n") + 1)
+            try:
+                run.mkdir(parents=True, exist_ok=True)
+                self._file = (run / FILE).open("a+b", buffering=0)
+                self._file.seek(0)
+                self._end = self._file.read().rfind(b"\n") + 1
+                self._file.truncate(self._end)
+            except OSError as error:
+                raise WeftError(f"cannot write {run / FILE}: {error.strerror or error}") from None
 
     def log(self, kind: str, step: int, **values: Any) -> None:
         """Record ``values`` of ``kind`` after ``step`` finished steps."""
@@ -45,17 +59,41 @@ class Metrics:
             return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
         finite = json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)
-        self._file.write(json.dumps(finite).encode() + b"\n")
-        self._file.flush()
+        self._append(json.dumps(finite).encode() + b"\n")
         if self._tensorboard and kind not in MANY:  # TensorBoard would draw one line through all ranks
-            self._log_events(kind, step, values)
+            try:
+                self._log_events(kind, step, values)
+            except OSError as error:
+                self._give_up_events(error)
+
+    def _append(self, line: bytes) -> None:
+        waiting = self._unwritten + line
+        try:
+            written = self._file.write(waiting) or 0
+            if written < len(waiting):
+                self._file.truncate(self._end)  # no half of a record
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._end, self._unwritten = self._end + written, b""
+        except OSError as error:
+            if not self._unwritten:
+                self.warn(f"cannot write {self._run / FILE}: {error.strerror or error}; the run goes on")  # type: ignore[operator]
+            self._unwritten = waiting if len(waiting) <= KEPT else self._unwritten
+
+    def _give_up_events(self, error: OSError) -> None:
+        self._tensorboard = False
+        self.warn(f"no more TensorBoard events in {self._run}: {error.strerror or error}; the run goes on")
 
     def close(self) -> None:
         """Flush and close both files."""
         if self._run is not None:
+            if self._unwritten:
+                self._append(b"")
             self._file.close()
         if self._events is not None:
-            self._events.close()
+            try:
+                self._events.close()
+            except OSError as error:
+                self._give_up_events(error)
 
     def _log_events(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if self._events is None:

@@ -17,28 +17,32 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from weft.checkpoint.levels import Level, Thinning, check_hosts, check_levels, levels_of, open_levels
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.lease import Lease
+from weft.checkpoint.levels import Level, Thinning, check_hosts, open_levels
+from weft.checkpoint.same import check_goes_on, is_of_model, other_differences
 from weft.checkpoint.save import Saved, Saver
-from weft.checkpoint.state import Progress, check_same_data, load_state, save_state
+from weft.checkpoint.state import Progress, load_state, save_state
 from weft.checkpoint.storage import Storage
-from weft.checkpoint.store import PLACES, candidates, committed, load_newest, places
+from weft.checkpoint.store import load_newest
 from weft.checkpoint.weights import values_of
-from weft.errors import UsageError, WeftError
+from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.observe.display import Display
 from weft.observe.flops import flops_per_token, memory_gib, parameter_count, peak_flops
 from weft.observe.host import Hardware, environment
-from weft.observe.metrics import FILE, Metrics
+from weft.observe.metrics import Metrics
 from weft.observe.split import Split, profile_step, trace
 from weft.parallel.state import State
-from weft.recipe import RUNS, Recipe
 from weft.train.later import PostValidation
 from weft.train.optim import learning_rate
+from weft.train.runs import Run, checkpoint_size, open_run
 from weft.train.setup import Job, assemble
 from weft.train.step import StepResult, evaluate, train_step
 
 T = TypeVar("T")
+
+#: A run whose last so many steps were all skipped, because they were not finite, ends.
+FRUITLESS = 5
 
 
 @dataclass(frozen=True)
@@ -88,59 +92,25 @@ def on_main(work: Callable[[], T], main: bool) -> T:
     return done[0]  # type: ignore[return-value]
 
 
-def choose_run(job: Job, out: Path | None, resume: str | None) -> tuple[Path, list[str], list[Level]]:
-    """The run folder, the places to resume from if any, and where checkpoints go. On rank 0: it looks around."""
-    recipe = job.recipe
-    run, sources = _choose(recipe, out, resume)
-    levels = levels_of(recipe.checkpoint, run)
-    size = 3 * parameter_count(job.shape, job.shape.vocab) * (8 if recipe.train.dtype == "float64" else 4)
-    check_levels(levels, size, fresh=not sources)
-    return run, sources, levels
-
-
-def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path, list[str]]:
-    folder = RUNS / recipe.name
-    if resume and resume != "auto":
-        candidates(resume)
-        path = Path(resume)
-        own = next((p for p in (path, *list(path.parents)[:2]) if (p / FILE).is_file()), None)
-        return out or own or _unused(folder), [resume]
-    if resume == "auto":
-        saved = [
-            p for p in folder.parent.glob(f"{recipe.name}*") if (p / "checkpoints").is_dir() or (p / PLACES).exists()
-        ]
-        run = out or max(saved, key=lambda p: p.stat().st_mtime, default=folder)
-        outside = [str(level.place) for level in levels_of(recipe.checkpoint, run)]
-        sources = [str(run), *(place for place in outside if place != str(run / "checkpoints"))]
-        return run, sources if any(committed(place) for source in sources for place in places(source)) else []
-    if out is not None:
-        if out.exists() and any(out.iterdir()):
-            raise UsageError(f"--out {out} already holds something; choose another folder or add --resume auto")
-        return out, []
-    return _unused(folder), []
-
-
-def _unused(folder: Path) -> Path:
-    run, number = folder, 1
-    while run.exists():
-        number += 1
-        run = folder.with_name(f"{folder.name}-{number}")
-    return run
-
-
 def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = None) -> Outcome:
     """Train to the end of the recipe, of the data, or to a signal; save, and say how it went. Runs on every rank."""
+    with Lease() as lease:
+        chosen = on_main(lambda: open_run(job.recipe, out, resume, lease, checkpoint_size(job)), mesh.is_main)
+        return _train(job, mesh, chosen, lease)
+
+
+def _train(job: Job, mesh: Mesh, chosen: Run, lease: Lease) -> Outcome:
     recipe, shape = job.recipe, job.shape
     settings = recipe.train
-    notes: list[str] = []
-    run, sources, levels = on_main(lambda: choose_run(job, out, resume), mesh.is_main)
+    notes = list(job.notes)
+    run, sources, levels = chosen.folder, chosen.sources, chosen.levels
     check_hosts(levels, mesh.layout.world, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.layout.world)))
     values = values_of(recipe.model.weights) if recipe.model.weights and not sources else None
     model, state = assemble(shape, mesh, recipe, values)
     later = PostValidation(model, state, mesh, recipe.optimizer.clip) if recipe.optimizer.post_validation else None
     progress, loads = Progress(), list[dict[str, float]]()
     if sources:
-        progress, loads = _resume(sources, job, state, notes.append)
+        progress, loads = _resume(chosen, job, state, notes.append)
     loader = job.loader(job.corpus.train, mesh)
     held_out = job.loader(job.corpus.validation, mesh) if job.corpus.validation else None
     about = {
@@ -150,8 +120,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         "data": job.corpus.fingerprint,
     }
 
-    metrics = Metrics(run if mesh.is_main else None, recipe.observe.tensorboard)
-    on_main(lambda: open_levels(levels, run), mesh.is_main)
+    metrics = Metrics(run if mesh.is_main else None, recipe.observe.tensorboard, notes.append)
+    on_main(lambda: open_levels(levels, run, chosen.fresh), mesh.is_main)
     parameters = parameter_count(shape, shape.vocab)
     per_token = flops_per_token(shape, shape.vocab, recipe.data.seq_len)
     one_peak = peak_flops(mesh.device, getattr(torch, settings.dtype))
@@ -167,6 +137,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
     title = f"{recipe.name}: {parameters / 1e6:.1f}M parameters on {mesh.layout}, {_device_name(mesh)}"
     tracing = run / f"trace/rank-{os.environ.get('RANK', 0)}.json" if recipe.observe.trace else None
     validations: list[float] = []
+    skipped = 0  # steps in a row
 
     with (
         _Signals().watch() as signals,
@@ -179,11 +150,13 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             display.note(text)
             metrics.log("event", progress.step, message=text)
 
+        metrics.warn = display.note  # of itself it cannot keep a record
+
         saver = Saver(event, strict=recipe.checkpoint.on_error == "stop", timeout=settings.timeout)
         saver.prepare(state.tensors())
         stack.callback(saver.close)
 
-        thinning = Thinning()
+        thinning = Thinning(lambda place: is_of_model(place, shape))
         stack.callback(thinning.close)
 
         def checkpoint(due: Sequence[Level]) -> None:
@@ -236,6 +209,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             progress.position += settings.batch
             progress.tokens += result.tokens
             progress.updates += not result.skipped
+            nonlocal skipped
+            skipped = skipped + 1 if result.skipped else 0
             rate = result.tokens / seconds
             memory = memory_gib(mesh.device)
             seen: dict[str, float | None] = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
@@ -263,7 +238,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         stopped = False
         begun_steps = progress.step  # with post-validation one more than are final
         begun = time.perf_counter()
-        while begun_steps < settings.steps and not stopped:
+        while begun_steps < settings.steps and not stopped and skipped < FRUITLESS:
+            lease.check()
             lr = learning_rate(recipe.optimizer, begun_steps, settings.steps)
             position = progress.position + (begun_steps - progress.step) * settings.batch
             every = recipe.observe.split_every
@@ -294,7 +270,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             if due(recipe.validation.every, begun_steps):
                 validate()
                 begun = time.perf_counter()
-            if to_save and not stopped:
+            if to_save and not stopped and skipped < FRUITLESS:
                 checkpoint(to_save)
                 begun = time.perf_counter()
         if later is not None:
@@ -306,34 +282,42 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             event(f"stopped by {signal.Signals(signals.received).name if signals.received else 'another rank'}")
         elif recipe.validation.every and progress.step % recipe.validation.every:
             validate()
-        if levels[-1].step != progress.step:
+        if levels[-1].step != progress.step and skipped < FRUITLESS:  # a broken model must not push a whole one out
             checkpoint(levels[-1:])
         saver.finish()
         heard(saver.reports)
         thinning.close()
         heard([])
         for level in levels:
-            if level.in_memory and mesh.is_main:  # what was saved last outlasts the run
+            if level.in_memory and mesh.is_main and skipped < FRUITLESS:  # what was saved last outlasts the run
                 level.place.clear()
     metrics.close()
+    if skipped >= FRUITLESS:
+        raise WeftError(
+            f"loss or gradient norm were not finite in {skipped} steps in a row, which changed nothing; ended at step "
+            f"{progress.step}, without saving: lower optimizer.lr, lengthen optimizer.warmup, or look at the "
+            "data and the weights it began with"
+        )
     ended = (signals.received or signal.SIGTERM) if stopped else 0
     return Outcome(run, levels[-1].last, progress, validations, ended)
 
 
-def _resume(
-    sources: Sequence[str], job: Job, state: State, warn: Callable[[str], None]
-) -> tuple[Progress, list[dict[str, float]]]:
+def _resume(run: Run, job: Job, state: State, warn: Callable[[str], None]) -> tuple[Progress, list[dict[str, float]]]:
     """Load the newest checkpoint that is whole on all ranks, and tell where every rank's time went.
 
-    ``warn`` hears which one it is, and of those that are not whole.
+    ``warn`` hears which one it is, of those that are not whole, and by what the recipe differs from the checkpoint's.
     """
-
-    def load(checkpoint: Checkpoint) -> Progress:
-        check_same_data(checkpoint, job.corpus.fingerprint)
-        return load_state(checkpoint, state)
-
-    checkpoint, progress = load_newest(sources, load, warn)
+    checkpoint, progress = load_newest(
+        run.sources,
+        lambda checkpoint: load_state(checkpoint, state),
+        warn,
+        lambda checkpoint: check_goes_on(checkpoint, job.shape, job.corpus.tokenizer),
+    )
     warn(f"resumed from {checkpoint} at step {progress.step}")
+    for difference in other_differences(checkpoint, job.recipe, job.corpus.fingerprint):
+        warn(f"resumed with {difference}")
+    for level in run.levels:
+        level.found(checkpoint.storage)
     return progress, from_all({"bytes": checkpoint.bytes_read, **stages(checkpoint.seconds)})
 
 

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -10,6 +11,7 @@ from weft.checkpoint.format import MOMENTS
 from weft.data.balance import costs_of
 from weft.data.loader import Corpus, Loader, open_data
 from weft.data.order import Order
+from weft.data.tokenizer import Tokenizer
 from weft.data.tokens import Progress
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
@@ -23,11 +25,12 @@ from weft.train.optim import AdamW
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with everything looked up: the data is open and the model's shape is complete."""
+    """A recipe with everything looked up: open data, and the complete shape of the model. ``notes`` are to be said."""
 
     recipe: Recipe
     shape: ModelShape
     corpus: Corpus
+    notes: tuple[str, ...] = ()
 
     def loader(self, order: Order, mesh: Mesh) -> Loader:
         rows, passes = self.recipe.rows_per_pass(mesh.layout)
@@ -62,7 +65,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
     shape = shape.model_copy(update={"vocab": shape.vocab or vocab})
     check_fits(shape, recipe.layout, recipe.train)
     _check_memory(recipe, shape)
-    return Job(recipe, shape, corpus)
+    return Job(recipe, shape, corpus, _tokenizer_notes(recipe, corpus.tokenizer))
 
 
 def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None) -> tuple[Transformer, State]:
@@ -81,8 +84,52 @@ def model_shape(recipe: Recipe) -> ModelShape:
     from weft.checkpoint.weights import shape_of
     from weft.model_config import shape_from_config
 
+    if given.weights:
+        _check_weights(given.weights)
     shape = shape_from_config(given.config) if given.config else shape_of(source)
+    named = given.model_fields_set - {"config", "weights"} - ({"vocab"} if not given.vocab else set())
+    if ignored := [name for name in sorted(named) if getattr(given, name) != getattr(shape, name)]:
+        first, key = ignored[0], "config" if given.config else "weights"
+        raise UsageError(
+            f"model.{first} = {getattr(given, first)!r}, but model.{key} = {str(source)!r} is of a model with "
+            f"{getattr(shape, first)!r}, and that counts; leave out {', '.join(f'model.{name}' for name in ignored)}"
+        )
     return shape.model_copy(update={"config": given.config, "weights": given.weights})
+
+
+def _check_weights(where: Path) -> None:
+    """Refuse files, and what other programs than Hugging Face's have written: ``weft checkpoint convert`` reads it."""
+    from weft.checkpoint.convert.sources import kind_of
+
+    kind = kind_of(where)
+    if kind not in ("weft", "hf", None):
+        raise UsageError(
+            f"model.weights = {str(where)!r} is a checkpoint of kind {kind}; make one of Weft's of it: weft checkpoint "
+            f"convert {where} --out DIR, and set model.weights = 'DIR'"
+        )
+    if where.is_file():
+        raise UsageError(f"model.weights = {str(where)!r} is a file; give the folder, with the config.json in it")
+
+
+def _tokenizer_notes(recipe: Recipe, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """What to say of weights that were trained with another tokenizer; refused where the recipe names none at all."""
+    if recipe.model.weights is None:
+        return ()
+    from weft.checkpoint.weights import stored_tokenizer
+
+    stored, where = stored_tokenizer(recipe.model.weights)
+    if stored is not None and stored.fingerprint == tokenizer.fingerprint:
+        return ()
+    if "tokenizer" not in recipe.data.model_fields_set:
+        own = f"one of their own, of {stored.vocab} entries" if stored else "none beside them"
+        fix = repr(where) if stored else "the path of theirs"
+        raise UsageError(
+            f"model.weights = {str(recipe.model.weights)!r} needs its own tokenizer, and data.tokenizer is left at "
+            f"{recipe.data.tokenizer!r}; the weights have {own}: set data.tokenizer = {fix}"
+        )
+    if stored is None:
+        return ()
+    return (f"data.tokenizer = {recipe.data.tokenizer!r} is not the tokenizer of the weights, which is {where!r}",)
 
 
 def _check_memory(recipe: Recipe, shape: ModelShape) -> None:

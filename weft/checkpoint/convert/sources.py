@@ -96,7 +96,7 @@ def open_foreign(source: Where, kind: str | None = None, config: Path | None = N
     elsewhere = not isinstance(place, LocalStorage)
     if not (elsewhere or path.exists()):
         raise WeftError(f"{path} does not exist; give a checkpoint")
-    kind = kind or ("weft" if elsewhere else _kind(path))
+    kind = kind or ("weft" if elsewhere else kind_of(path) or _unknown(path))
     if kind not in OPENERS:
         raise UsageError(f"--from {kind!r} is not possible; {nearest(kind, OPENERS)}")
     if elsewhere and kind != "weft":
@@ -107,10 +107,11 @@ def open_foreign(source: Where, kind: str | None = None, config: Path | None = N
         raise error if str(path) in str(error) else WeftError(f"{path}: {error}") from None
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str | None:
+    """Which program's checkpoint a file or a folder seems to be."""
     folder = _tagged(path)
     if path.is_file():
-        return "gguf" if path.suffix == ".gguf" else _unknown(path)
+        return "gguf" if path.suffix == ".gguf" else None
     for kind, patterns in {
         "weft": [ROOT, f"checkpoints/*/{ROOT}", f"*/{ROOT}"],
         "dcp": [".metadata"],
@@ -121,7 +122,7 @@ def _kind(path: Path) -> str:
     }.items():
         if any(any(folder.glob(pattern)) for pattern in patterns):
             return kind
-    return _unknown(path)
+    return None
 
 
 def _unknown(path: Path) -> Never:

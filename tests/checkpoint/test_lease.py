@@ -1,0 +1,133 @@
+"""One run at a time uses a run's folder and its checkpoints' places; what the dead have left hinders nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.cases import write_corpus
+from tests.checkpoint.test_resume import go, tree
+from weft.checkpoint import lease as module
+from weft.checkpoint.lease import Lease, PlaceInUse
+from weft.checkpoint.storage import LocalStorage, StorageError
+from weft.errors import WeftError
+from weft.observe.metrics import read_metrics
+from weft.recipe import Recipe
+from weft.train.runs import open_run
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from weft.checkpoint.lease import Lease
+from weft.checkpoint.storage import LocalStorage
+with Lease() as lease:
+    lease.take([LocalStorage(Path(sys.argv[1]))])
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def holder(place: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that uses ``place``."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(place)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_the_living_hold_a_place_and_the_dead_do_not(tmp_path: Path) -> None:
+    place = LocalStorage(tmp_path / "run")
+    with holder(place.root) as process:
+        for stopped in (False, True):
+            os.kill(process.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
+            with Lease() as mine, pytest.raises(PlaceInUse, match=rf"in use by process {process.pid} on "):
+                mine.take([LocalStorage(tmp_path / "other"), place])
+            assert not (tmp_path / "other").exists(), "all places or none"
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie is dead as well
+        with Lease() as mine:
+            mine.take([place])
+            assert len(place.list("lease/")) == 1
+    assert not list(place.root.iterdir())
+
+
+def test_a_holder_elsewhere_is_known_by_its_renewals(tmp_path: Path) -> None:
+    place, mine = LocalStorage(tmp_path / "run"), Lease(beat=0.05, patience=0.5)
+    with mock.patch.object(module, "_machine", return_value="elsewhere"), Lease(beat=0.05, patience=1000) as far:
+        far.take([place])
+        with mock.patch.object(module, "_machine", return_value="here"):
+            with pytest.raises(PlaceInUse, match="in use by"):
+                mine.take([place])
+            with far._renewing:  # it stands still
+                mine.take([place])
+            for _ in range(200):
+                if far.lost:
+                    break
+                threading.Event().wait(0.05)
+            with pytest.raises(WeftError, match=r"taken over by another run \(process \d+ on .*this one has to end"):
+                far.check()
+            mine.check()
+            assert len(place.list("lease/")) == 1
+            mine.close()
+
+
+def test_a_lease_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    """Somebody clears the folder while the run goes on, or its disk fills up for a while."""
+    place = LocalStorage(tmp_path)
+    with Lease(beat=1000) as mine:
+        mine.take([place])
+        LocalStorage(tmp_path / "lease").clear()
+        mine._renew_all()
+        with mock.patch.object(LocalStorage, "create", side_effect=StorageError("cannot create: No space left")):
+            mine._renew_all()
+        mine._renew_all()
+        assert not mine.lost and len(place.list("lease/")) == 1
+
+
+def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    leases, found = [Lease() for _ in range(6)], []
+    threads = [
+        threading.Thread(target=lambda held=held: found.append(open_run(Recipe(name="x"), None, None, held, 0)))
+        for held in leases
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(run.folder.name for run in found) == ["x", "x-2", "x-3", "x-4", "x-5", "x-6"]
+    for held in leases:
+        held.close()
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_run_is_refused_beside_a_living_one(pool: Any, tmp_path: Path) -> None:
+    """Neither its folder nor a place of its checkpoints is for two, and the refused one leaves nothing."""
+    corpus = write_corpus(tmp_path)
+    values = tree(corpus, {"shard": 2}, train__steps=2)
+    values["checkpoint"] = {"to": str(tmp_path / "far")}
+    pool.run(2, go, values, str(tmp_path / "run"))
+    records = read_metrics(tmp_path / "run")
+    for place in ("run", "far"):
+        with holder(tmp_path / place) as process, pytest.raises(WeftError) as refused:
+            pool.run(2, go, values, str(tmp_path / "run"), "auto")
+        assert f"{tmp_path / place} is in use by process {process.pid}" in str(refused.value)
+    assert read_metrics(tmp_path / "run") == records
+    values["train"]["steps"] = 3
+    assert pool.run(2, go, values, str(tmp_path / "run"), "auto") == [(3, 15)] * 2
+    assert not (tmp_path / "run/lease").exists() and not (tmp_path / "far/lease").exists()

@@ -1,0 +1,116 @@
+"""What keeps a run from starting costs one line before any rank starts; a full disk costs records, not the run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint import foreign as write
+from tests.cli.test_commands import tiny, weft
+from tests.conftest import Command
+from tests.models.test_hf import write_config
+from weft.checkpoint.store import committed
+from weft.data.tokenizer import load_tokenizer
+from weft.model_config import shape_from_config
+from weft.models.hf import export
+from weft.observe.metrics import read_metrics
+from weft.recipe import Recipe, load_recipe
+from weft.train.setup import prepare
+
+__all__ = ["tiny"]
+
+
+@contextmanager
+def file_system(folder: Path, options: str) -> Iterator[None]:
+    """A small file system of its own at ``folder``."""
+    folder.mkdir(exist_ok=True)
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"cannot mount a file system here: {made.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def unstarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*words: Any, **more: Any) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("weft.cli.train.launch", launch)
+
+
+def load(path: str, *overrides: str) -> Recipe:
+    return load_recipe(path, overrides)
+
+
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (["--out", "full"], 2, r"--out full already holds something; choose another folder or add --resume auto"),
+    (["--out", "file"], 2, r"--out file is not a folder"),
+    (["--out", "file/run"], 1, r"cannot write where it should: cannot make .*file/run: Not a directory; .*\(--out\)"),
+    (["--resume", "nowhere"], 1, r"nowhere does not exist; give a run folder or a checkpoint"),
+    (["--resume", "full"], 1, r"no checkpoint in full"),
+    (["--set", "checkpoint.to=file"], 1, r"cannot write where it should: cannot make .*file: File exists"),
+    (["--set", "model.weights=m.gguf"], 2, r"'m\.gguf' is a .* kind gguf; .*weft checkpoint convert m\.gguf --out DIR"),
+    (["--set", "model.weights=file"], 2, r"'file' is a file; give the folder, with the config\.json in it"),
+    (["--set", "model.config=m.gguf"], 1, r"cannot read m\.gguf: it is not JSON; give a Hugging Face config\.json"),
+    (["--set", "model.weights=mp"], 2, r"'mp' is a checkpoint of kind megatron; .*weft checkpoint convert mp --out"),
+])  # fmt: skip
+def test_mistakes_are_found_before_ranks_start(
+    tiny: str, command: Command, unstarted: None, words: list[str], code: int, said: str
+) -> None:
+    Path("full").mkdir()
+    Path("full/notes.txt").write_text("mine")
+    Path("file").write_bytes(b"x")
+    Path("m.gguf").write_bytes(b"GGUF\xff\xfe")
+    Path("mp/mp_rank_00").mkdir(parents=True)
+    Path("mp/mp_rank_00/model_optim_rng.pt").write_bytes(b"x")
+    before = sorted(Path().rglob("*"))
+    found, _, err = command("train", tiny, "--layout", "shard=2", *words)
+    line = err.strip()
+    assert found == code and re.search(said, line), line
+    assert "\n" not in line and "codec" not in line
+    assert sorted(p for p in Path().rglob("*") if "cache" not in p.parts and p.name != "runs") == before
+
+
+def test_weights_need_their_own_tokenizer(tiny: str, command: Command, unstarted: None, tmp_path: Path) -> None:
+    """Left at its default it is refused, with what to write instead; written down it is the user's choice."""
+    text = Path(tiny).read_text()
+    Path(tiny).write_text(text.replace(text[text.index("[model]") : text.index("[data]")], '[model]\nweights = "hf"\n'))
+    tokenizer = load_tokenizer("train:300", load(tiny).data.sources, tmp_path / "cache")
+    config = write_config(tmp_path / "config", vocab_size=tokenizer.vocab)
+    shape = shape_from_config(config)
+    tokenizer.save(tmp_path / "tokenizer")
+    export(write.weights_of(shape), shape, tmp_path / "hf", tokenizer_folder=tmp_path / "tokenizer")
+    code, _, err = command("train", tiny, "--layout", "shard=2")
+    assert code == 2 and re.search(r"left at 'bytes'; .* of 300 entries: set data\.tokenizer = 'hf'$", err.strip()), err
+    assert not prepare(load(tiny, "data.tokenizer=hf")).notes
+    assert "is not the tokenizer of the weights, which is 'hf'" in prepare(load(tiny, "data.tokenizer=bytes")).notes[0]
+    (tmp_path / "hf/tokenizer.json").unlink()
+    code, _, err = command("train", tiny, "--layout", "shard=2")
+    assert code == 2 and "the weights have none beside them: set data.tokenizer = the path of theirs" in err
+    assert not prepare(load(tiny, "data.tokenizer=bytes")).notes
+
+
+@pytest.mark.slow
+def test_a_read_only_disk_and_a_full_one(tiny: str, tmp_path: Path) -> None:
+    with file_system(tmp_path / "disk", "size=1m,ro"):
+        done = weft("train", tiny, "--layout", "shard=2", "--out", "disk/run")
+        assert done.returncode == 1 and re.search(r"disk/run: Read-only file system; .*--out", done.stderr), done.stderr
+        assert done.stderr.count("\n") == 1
+    with file_system(tmp_path / "disk", "size=600k"):
+        more = ["--set", "train.steps=40", "--set", "checkpoint.every=5", "--set", "observe.tensorboard=false"]
+        (tmp_path / "disk/ballast").write_bytes(os.urandom(380 << 10))
+        done = weft("train", tiny, "--layout", "shard=2", "--out", "disk/run", *more)
+        said = done.stdout + done.stderr
+        assert "was not saved: cannot" in said and "No space left on device" in said, said
+        assert "Traceback" not in said and len(committed(tmp_path / "disk/run/checkpoints")) >= 1
+        assert read_metrics(tmp_path / "disk/run")["train"][-1]["step"] >= 10

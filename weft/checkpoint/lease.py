@@ -1,0 +1,191 @@
+"""Who uses a run's folder, or a place with its checkpoints: one run at a time.
+
+A run that uses a place has an object under ``lease/`` there, and puts a new one in its stead every few seconds. Whoever
+wants the place makes such an object first and looks for others afterwards, so that of two that come at once at least
+one sees the other. Whether the holder of an object still lives is known at once if it is a process of this machine; of
+any other it shows by whether its object is renewed. Objects are made once and never changed, as in every storage.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from weft.checkpoint.storage import LocalStorage, MissingObject, Storage, StorageError, holds
+from weft.errors import WeftError
+
+FOLDER = "lease"
+
+#: Seconds between two renewals, and seconds without one after which a holder elsewhere is taken to be dead.
+BEAT, PATIENCE = 10.0, 60.0
+
+
+class PlaceInUse(WeftError):
+    """Another run, which lives, uses this place."""
+
+
+class Lease:
+    """The places that this process uses, until :meth:`close`. ``lost`` says so if one was taken away meanwhile."""
+
+    def __init__(self, beat: float = BEAT, patience: float = PATIENCE) -> None:
+        self.beat, self.patience, self.lost = beat, patience, ""
+        pid = os.getpid()
+        about = {"machine": _machine(), "host": socket.gethostname(), "pid": pid, "started": _start_of(pid)}
+        self._about = json.dumps(about).encode()
+        self._held: dict[Storage, str] = {}  # the name of the object in each place
+        self._made: list[Path] = []  # folders that were not there before
+        self._renewed, self._renewing, self._end = time.monotonic(), threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+    def take(self, places: Sequence[Storage], new: bool = False) -> None:
+        """Begin to use these places, all or none.
+
+        Raises :class:`PlaceInUse`, :class:`StorageError` where nothing can be made, and :class:`FileExistsError` if
+        the first is to be a ``new`` folder and is not.
+        """
+        try:
+            for number, place in enumerate(dict.fromkeys(places)):
+                self._take(place, new and not number)
+        except BaseException:
+            self.close()
+            raise
+        self._end.clear()
+        self._thread = threading.Thread(target=self._live, name="weft-lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise :class:`WeftError` if another run has taken a place over, because this one stood still for so long."""
+        if self._held and time.monotonic() > self._renewed + self.patience:  # stopped as a whole until now
+            self._renew_all()
+        if self.lost:
+            raise WeftError(self.lost)
+
+    def close(self) -> None:
+        """Give all places back, and leave no empty folders where there were none."""
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(5)
+        for place, name in self._held.items():
+            with suppress(StorageError):  # then it ends with this process
+                place.delete([name])
+        for folder in reversed(self._made):
+            with suppress(OSError):  # not empty
+                folder.rmdir()
+        self._held, self._made, self._thread = {}, [], None
+
+    def _take(self, place: Storage, new: bool) -> None:
+        if isinstance(place, LocalStorage):
+            folder = place.root.absolute()
+            self._made += reversed([p for p in (folder, *folder.parents) if not p.exists()])
+            try:
+                folder.mkdir(parents=True, exist_ok=not new)
+            except OSError as error:
+                if new and isinstance(error, FileExistsError):
+                    raise
+                raise StorageError(f"cannot make {folder}: {error.strerror or error}") from None
+        name = self._held[place] = _create(place, f"{secrets.token_hex(6)}-000001", self._about)
+        for other in _leases(place).values():
+            if other == name:
+                continue
+            if about := _living(place, other, self.beat, self.patience):
+                raise PlaceInUse(
+                    f"{place} is in use by {about}; stop that run or wait for its end, or choose another place"
+                )
+            place.delete([other])
+
+    def _live(self) -> None:
+        while not self._end.wait(self.beat):
+            self._renew_all()
+
+    def _renew_all(self) -> None:
+        with self._renewing:
+            for place in list(self._held):
+                with suppress(StorageError):  # of a moment, or a full disk: it is tried again
+                    self._renew(place)
+            self._renewed = time.monotonic()
+
+    def _renew(self, place: Storage) -> None:
+        old = self._held[place]
+        token, _, number = old.removeprefix(f"{FOLDER}/").partition("-")
+        if not holds(place, old) and (others := _leases(place)):
+            other = _about(place, next(iter(others.values())))
+            self.lost = f"{place} was taken over by another run ({other}), so that this one has to end"
+            return
+        self._held[place] = _create(place, f"{token}-{int(number) + 1:06d}", self._about)
+        place.delete([old])
+
+
+def _create(place: Storage, name: str, data: bytes) -> str:
+    """Make an object under the lease's folder; its name."""
+    path = f"{FOLDER}/{name}"
+    try:
+        place.create(path, data)
+    except StorageError:  # another run may just have removed the empty folder
+        place.create(path, data)
+    return path
+
+
+def _leases(place: Storage) -> dict[str, str]:
+    """The newest object of every holder, by holder."""
+    return {name.partition("-")[0]: name for name in place.list(f"{FOLDER}/")}
+
+
+def _living(place: Storage, name: str, beat: float, patience: float) -> str:
+    """Who the holder of an object is if it lives, else nothing. Of one elsewhere this waits for a sign of life."""
+    said = _about(place, name)
+    try:
+        about = json.loads(place.read(name))
+        if about["machine"] == _machine():
+            return said if _start_of(about["pid"]) == about["started"] else ""
+    except (MissingObject, ValueError, KeyError, TypeError):  # renewed or given back just now; or nothing of ours
+        pass
+    deadline, holder = time.monotonic() + patience, name.partition("-")[0]
+    while (now := _leases(place).get(holder)) == name:
+        if time.monotonic() > deadline:
+            return ""
+        time.sleep(min(1.0, beat / 4))
+    return said if now is not None else ""
+
+
+def _about(place: Storage, name: str) -> str:
+    try:
+        about = json.loads(place.read(name))
+        return f"process {about['pid']} on {about['host']}"
+    except (StorageError, ValueError, KeyError, TypeError):
+        return "another run"
+
+
+def _start_of(pid: int) -> str:
+    """When a living process began, in words that stay the same while it lives; empty if there is no such process."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return ""
+        if (stat := Path(f"/proc/{pid}/stat")).exists():  # not by the clock, which may be set
+            return stat.read_text().rpartition(")")[2].split()[19]
+        return str(round(process.create_time()))
+    except (OSError, psutil.Error):
+        return ""
+
+
+def _machine() -> str:
+    """What is the same just where process numbers mean the same: this boot of the machine, and the space of numbers."""
+    found = [socket.gethostname()]
+    with suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(found)

@@ -1,0 +1,95 @@
+"""What a run that goes on must have in common with the checkpoint that it goes on from.
+
+Model and tokenizer must be the same, field by field: a setting that changes no tensor's shape (heads, ``rope_theta``)
+makes another model of the same parameters just as well. All else may change, and every such difference is named.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.format import MOMENTS
+from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.storage import Storage, StorageError
+from weft.checkpoint.store import extract, open_checkpoint
+from weft.checkpoint.weights import model_of
+from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.errors import WeftError
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
+from weft.recipe import ModelShape, Optimizer, Recipe
+
+#: Fields that say where a model's first values come from. Once it is trained, they change nothing.
+ORIGIN = ("config", "weights", "init_std")
+
+#: Settings of ``[train]`` that change what a run computes.
+SETTINGS = ("steps", "batch", "dtype")
+
+
+def model_differences(stored: ModelShape, needed: ModelShape) -> list[str]:
+    """The fields by which two models differ, as ``model.layers = 4, the recipe 3``."""
+    pairs = [(name, getattr(stored, name), getattr(needed, name)) for name in ModelShape.model_fields]
+    return [
+        f"model.{name} = {_shown(a)}, the recipe {_shown(b)}" for name, a, b in pairs if a != b and name not in ORIGIN
+    ]
+
+
+def is_of_model(place: Storage, shape: ModelShape) -> bool:
+    """Whether the checkpoint at ``place`` says that it is of this model; :class:`StorageError` if nobody can know."""
+    try:
+        return not model_differences(model_of(open_checkpoint(place)), shape)
+    except StorageError:
+        raise
+    except WeftError:
+        return False
+
+
+def check_goes_on(checkpoint: Checkpoint, shape: ModelShape, tokenizer: Tokenizer) -> None:
+    """Refuse to go on from a checkpoint that is no run's state, or that is of another model or tokenizer."""
+    instead = f"start a new run from its weights: --set model.weights={checkpoint}"
+    if "data" not in checkpoint.meta or "rng" not in checkpoint.meta:
+        kind = checkpoint.meta.get("source", {}).get("kind", "another program's")
+        raise WeftError(f"{checkpoint} was converted (from {kind}) and has no position in the data; {instead}")
+    if found := model_differences(model_of(checkpoint), shape):
+        raise WeftError(
+            f"{checkpoint} is of another model: it has {'; it has '.join(found)}; restore what was changed, or start "
+            "another run with another --out"
+        )
+    names = dict(Transformer(shape, Mesh.single()).logical_parameters())
+    known = {f"{kind}.{name}" for kind in ("model", *(f"optimizer.{m}" for m in MOMENTS)) for name in names}
+    if extra := sorted(checkpoint.tensors.keys() - known):
+        raise WeftError(f"{checkpoint} holds {len(extra)} tensors that this model has no place for, such as {extra[0]}")
+    with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as folder:
+        extract(checkpoint, Path(folder))
+        stored = load_tokenizer(folder)
+    if stored.fingerprint != tokenizer.fingerprint:
+        raise WeftError(
+            f"{checkpoint} was trained with another tokenizer (of {stored.vocab} entries, the recipe's has "
+            f"{tokenizer.vocab}), so its tokens mean other text; restore data.tokenizer, or {instead}"
+        )
+
+
+def other_differences(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str) -> list[str]:
+    """By what else the recipe differs from that of the checkpoint, a line each; ``fingerprint``: of the data."""
+    stored, mine = checkpoint.meta.get("recipe", {}), recipe.model_dump(mode="json")
+    found = _differing("optimizer", stored, mine, Optimizer.model_fields)
+    found += _differing("train", stored, mine, SETTINGS)
+    if checkpoint.meta["data"] != fingerprint:
+        position = f"{checkpoint.meta['progress']['position']:,}"
+        data = _differing("data", stored, mine, ("sources", "seq_len", "seed", "validation"))
+        found += data or ["the documents of data.sources are not those that the checkpoint was trained on"]
+        found.append(f"other data is read on from sample {position} of its order: some may come twice, some never")
+    return found
+
+
+def _differing(section: str, stored: Any, mine: Any, names: Any) -> list[str]:
+    before, now = stored.get(section, {}), mine[section]
+    return [
+        f"{section}.{name} = {_shown(now[name])}, the checkpoint was trained with {_shown(before[name])}"
+        for name in names
+        if name in before and before[name] != now[name]
+    ]
+
+
+def _shown(value: Any) -> str:
+    return repr(value.model_dump() if hasattr(value, "model_dump") else value)

@@ -1,0 +1,106 @@
+"""Where a run goes: its folder, the places of its checkpoints, and what it goes on from.
+
+All of it is looked at before ranks start and again, and then taken, by rank 0.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.checkpoint.lease import FOLDER, Lease
+from weft.checkpoint.levels import Level, check_levels, levels_of
+from weft.checkpoint.same import check_goes_on
+from weft.checkpoint.storage import LocalStorage, Storage, StorageError
+from weft.checkpoint.store import PLACES, candidates, committed, open_checkpoint, places
+from weft.errors import UsageError, WeftError
+from weft.observe.flops import parameter_count
+from weft.observe.metrics import FILE
+from weft.recipe import RUNS, Recipe
+from weft.train.setup import Job
+
+
+@dataclass
+class Run:
+    """A run's folder, the places to go on from (none: it is a new run), and where its checkpoints go."""
+
+    folder: Path
+    sources: list[str]
+    levels: list[Level]
+
+    @property
+    def fresh(self) -> bool:
+        return not self.sources
+
+    @property
+    def places(self) -> list[Storage]:
+        """What only one run at a time may use. A level in memory goes with the run's folder."""
+        return [LocalStorage(self.folder), *(level.place for level in self.levels if not level.in_memory)]
+
+
+def check_run(recipe: Recipe, out: Path | None, resume: str | None) -> Run:
+    """What ``--out`` and ``--resume`` mean, where no rank has been started that would find out late what cannot be."""
+    with Lease() as lease:
+        return open_run(recipe, out, resume, lease, 0)
+
+
+def check_resume(run: Run, job: Job) -> None:
+    """Refuse to go on from another model, as far as the newest checkpoint's root tells."""
+    if run.fresh:
+        return
+    checkpoint = open_checkpoint(candidates(*run.sources, warn=lambda text: None)[0])
+    try:
+        checkpoint.meta  # noqa: B018
+    except WeftError:  # then the one before is taken, or there is none: the run says so
+        return
+    check_goes_on(checkpoint, job.shape, job.corpus.tokenizer)
+
+
+def open_run(recipe: Recipe, out: Path | None, resume: str | None, lease: Lease, size: int) -> Run:
+    """The folder and places of a run, from now on in use by it. ``size``: bytes of a checkpoint, about."""
+    while True:
+        folder, sources = _choose(recipe, out, resume)
+        run = Run(folder, sources, levels_of(recipe.checkpoint, folder))
+        try:
+            lease.take(run.places, new=out is None and resume is None)
+        except FileExistsError:  # of several runs that start at once, another took this name
+            continue
+        except StorageError as error:
+            raise WeftError(f"this run cannot write where it should: {error}; choose another place (--out)") from None
+        check_levels(run.levels, size, run.fresh)
+        return run
+
+
+def checkpoint_size(job: Job) -> int:
+    """Bytes of a checkpoint, about: parameters and two moments."""
+    return 3 * parameter_count(job.shape, job.shape.vocab) * (8 if job.recipe.train.dtype == "float64" else 4)
+
+
+def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path, list[str]]:
+    folder = RUNS / recipe.name
+    if out is not None and out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is not a folder; choose another")
+    if resume and resume != "auto":
+        candidates(resume)
+        path = Path(resume)
+        own = next((p for p in (path, *list(path.parents)[:2]) if (p / FILE).is_file()), None)
+        return out or own or _unused(folder), [resume]
+    if resume == "auto":
+        saved = [
+            p for p in folder.parent.glob(f"{recipe.name}*") if committed(p / "checkpoints") or (p / PLACES).exists()
+        ]
+        run = out or max(saved, key=lambda p: p.stat().st_mtime, default=folder)
+        outside = [str(level.place) for level in levels_of(recipe.checkpoint, run)]
+        sources = [str(run), *(place for place in outside if place != str(run / "checkpoints"))]
+        return run, sources if any(committed(place) for source in sources for place in places(source)) else []
+    if out is not None:
+        if out.exists() and any(p.name != FOLDER for p in out.iterdir()):
+            raise UsageError(f"--out {out} already holds something; choose another folder or add --resume auto")
+        return out, []
+    return _unused(folder), []
+
+
+def _unused(folder: Path) -> Path:
+    run, number = folder, 1
+    while run.exists():
+        number += 1
+        run = folder.with_name(f"{folder.name}-{number}")
+    return run
