@@ -7,6 +7,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -123,6 +124,8 @@ class LocalStorage:
             os.unlink(draft)
             self._sync_folders(path.parent)
         except OSError as error:
+            with suppress(OSError):  # on a full disk it takes the room that the next attempt needs
+                draft.unlink(missing_ok=True)
             raise self._error("write", name, error) from error
         return size
 
