@@ -34,6 +34,7 @@ test-quick: install
 
 # Exhaustive campaigns, for a night: what is too much for every day.
 soak: install
+	$(BIN)/weft verify recipes/quickstart.toml --random 3000 --seed 1
 	$(BIN)/python -m pytest tests -q -m soak
 
 lint: install

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.pool import Pool
 from weft.cli import main
+from weft.cli.failure import is_secondary
+from weft.train.pool import Pool
 
 #: Exit code, standard output and standard error of ``weft`` with these words.
 Command = Callable[..., tuple[int, str, str]]
@@ -16,8 +17,8 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """The worker processes of this session; see :mod:`tests.pool`."""
-    pool = Pool()
+    """The worker processes of this session; see :mod:`weft.train.pool`."""
+    pool = Pool(is_secondary, ["pytest"])
     yield pool
     pool.close()
 

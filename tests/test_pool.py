@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pool
+from weft.cli.failure import is_secondary
 from weft.errors import UsageError
+from weft.train.pool import Pool
 
 
 def rank_sum(offset: int) -> tuple[int, float, int]:
@@ -99,7 +100,7 @@ def test_a_hang_names_the_ranks_and_the_pool_recovers(pool: Pool) -> None:
 
 
 def test_an_error_is_not_hidden_by_the_hang_it_causes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.pool.AFTERMATH_S", 0.5)
+    monkeypatch.setattr("weft.train.pool.AFTERMATH_S", 0.5)
     with pytest.raises(UsageError, match="the cause"):
         pool.run(2, fail_beside_a_hang, 1)
     assert len(pool.run(2, rank_sum, 0)) == 2
@@ -118,7 +119,7 @@ def test_a_call_leaves_no_marks(pool: Pool) -> None:
 
 
 def test_closing_ends_all_processes() -> None:
-    pool = Pool()
+    pool = Pool(is_secondary)
     pids = [pid for *_, pid in pool.run(2, rank_sum, 0)]
     pool.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)

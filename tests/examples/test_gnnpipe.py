@@ -9,11 +9,11 @@ import torch.distributed as dist
 from examples.gnnpipe.model import GNN, Graph, mean_matrix, planted
 from examples.gnnpipe.pipeline import GraphPipeline, volumes
 from examples.gnnpipe.table import FORWARD, chunk_order, graph_table
-from tests.pool import Pool
 from weft.schedule.actions import ScheduleError, Table, Value
 from weft.schedule.lower import SEND
 from weft.schedule.simulate import simulate, uniform
 from weft.schedule.validate import validate
+from weft.train.pool import Pool
 
 NODES, HIDDEN, CLASSES = 60, 8, 3
 

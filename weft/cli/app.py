@@ -78,11 +78,16 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     types: Annotated[bool, _types] = False,
     dtype: Annotated[str, typer.Option(help="float64 (to 1e-10) or float32 (to 1e-5).")] = "float64",
+    cases: Annotated[int | None, typer.Option("--random", min=1, help="Try so many random layouts instead.")] = None,
+    seed: Annotated[int, typer.Option(help="Of --random: other cases.")] = 0,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Of --random: stop after so long.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Prove that a layout computes what one device computes. Exit code 0: equal, 1: not."""
-    from weft.cli.verify import run
+    from weft.cli.verify import run, run_random
 
+    if cases is not None:
+        return run_random(recipe, cases, seed, minutes, dtype, as_json)
     return run(recipe, layout, overrides or [], steps, types, dtype, as_json)
 
 

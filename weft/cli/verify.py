@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from weft.cli.failure import is_secondary
 from weft.cli.launch import in_ranks, launch, part_ranks, set_threads
 from weft.cli.train import join
 from weft.errors import UsageError, WeftError, nearest
@@ -82,3 +83,40 @@ def _numbers(recipe: Recipe, steps: int, as_json: bool) -> int:
     if not difference.ok:
         raise WeftError(f"{recipe.layout} does not compute what one device computes")
     return 0
+
+
+def run_random(path: Path, count: int, seed: int, minutes: float | None, dtype: str, as_json: bool) -> int:
+    """Random cases against one device; Ctrl-C ends with the summary so far."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from weft.train.fuzz import Fuzzer, Summary, command
+    from weft.train.pool import MAX_WORLD, Pool
+    from weft.train.verify import TOLERANCE
+
+    if dtype not in TOLERANCE:
+        raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, TOLERANCE)}")
+    pool, summary = Pool(is_secondary), Summary()
+    fuzzer = Fuzzer(path, pool, dtype)
+    try:
+        with Progress(console=Console(stderr=True)) as progress:
+            task = progress.add_task("against one device", total=count)
+            for case, verdict in fuzzer.campaign(count, seed, MAX_WORLD, minutes):
+                summary.counts[verdict.kind] += 1
+                told = ", ".join(f"{number} {kind}" for kind, number in summary.counts.items())
+                progress.update(task, advance=1, description=told)
+                if verdict.kind in ("equal", "refused"):
+                    continue
+                repeat = command(path, case, dtype, fuzzer.steps)
+                summary.cases.append({"kind": verdict.kind, "why": verdict.why, "command": repeat})
+                if not as_json:
+                    typer.echo(f"{verdict.kind}: {verdict.why.splitlines()[0]}\n  {repeat}")
+    except KeyboardInterrupt:
+        typer.echo("stopped by Ctrl-C", err=True)
+    finally:
+        pool.close()
+    if as_json:
+        print(json.dumps(summary.as_json()))
+    else:
+        typer.echo(", ".join(f"{value} {key}" for key, value in summary.as_json().items() if key != "cases"))
+    return 1 if summary.cases else 0

@@ -1,4 +1,4 @@
-"""One pool of worker processes for the whole test session, so that PyTorch is imported once and not per test.
+"""One pool of worker processes for many small jobs over ranks, so that PyTorch is imported once and not per job.
 
 ``pool.run(world, fn, *args)`` runs ``fn(*args)`` on ``world`` ranks of a fresh gloo process group and returns the
 results in rank order. ``fn`` is a top-level function of a test module; arguments and results are pickled.
@@ -20,12 +20,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 MAX_WORLD = 8
 START_S = 120  # importing PyTorch on a busy machine
@@ -54,13 +54,15 @@ class Worker:
 class Pool:
     """Up to :data:`MAX_WORLD` processes, started when first needed and replaced when they die."""
 
-    def __init__(self) -> None:
+    def __init__(self, secondary: Callable[[BaseException], bool], preload: Sequence[str] = ()) -> None:
+        """``secondary``: whether an error says no more than that another rank has failed; ``preload``: modules."""
         import torch.distributed as dist
 
         # Forking from a server that has imported PyTorch starts a worker in milliseconds.
-        self._context = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        self._context: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
-            self._context.set_forkserver_preload(["torch", "torch.distributed.tensor", "pytest", "weft.train.loop"])
+            self._context.set_forkserver_preload(["torch", "torch.distributed.tensor", *preload, "weft.train.loop"])
+        self._secondary = secondary
         self._folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[Worker] = []
@@ -112,14 +114,16 @@ class Pool:
         fresh = [self._start() for _ in range(world - len(self._workers))]
         for worker in fresh:
             if not worker.conn.poll(START_S) or worker.conn.recv() != "ready":
-                raise RuntimeError("a test worker did not start")
+                raise RuntimeError("a worker did not start")
         self._workers += fresh
         return self._workers[:world]
 
     def _start(self) -> Worker:
         ours, theirs = self._context.Pipe()
         stacks = Path(tempfile.mkstemp(prefix="stacks-", dir=self._folder)[1])
-        process = self._context.Process(target=_serve, args=(theirs, str(stacks), self._store.port), daemon=True)
+        process = self._context.Process(
+            target=_serve, args=(theirs, str(stacks), self._store.port, self._secondary), daemon=True
+        )
         process.start()
         theirs.close()
         return Worker(process, ours, stacks)
@@ -130,7 +134,7 @@ class Pool:
         waiting = {worker.conn: rank for rank, worker in enumerate(workers)}
         deadline = time.monotonic() + timeout
         while waiting and (left := deadline - time.monotonic()) > 0:
-            for conn in wait(list(waiting), left):
+            for conn in cast(list[Connection], wait(list(waiting), left)):
                 rank = waiting.pop(conn)
                 with contextlib.suppress(EOFError, ConnectionError):
                     answers[rank] = conn.recv()
@@ -156,7 +160,7 @@ class Pool:
         return "\n".join(sorted(lines, key=lambda line: "died" not in line))
 
 
-def _serve(conn: Connection, stacks: str, port: int) -> None:
+def _serve(conn: Connection, stacks: str, port: int, secondary: Callable[[BaseException], bool]) -> None:
     """Life of a worker: one call after another until the pool hangs up."""
     threading.Thread(target=_end_with_session, daemon=True).start()
     if sys.platform == "linux":
@@ -178,7 +182,7 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
             return
         leaving = False
         try:
-            outcome = _call(rank, world, dist.PrefixStore(prefix, store), timeout, task)
+            outcome = _call(rank, world, dist.PrefixStore(prefix, store), timeout, task, secondary)
             leaving = _too_many_threads()
             conn.send(replace(outcome, leaving=leaving))
         finally:  # after the answer: gloo takes some 20 ms to close
@@ -202,12 +206,12 @@ def _end_with_session() -> None:
         os._exit(1)
 
 
-def _call(rank: int, world: int, store: Any, timeout: float, task: bytes) -> Outcome:
+def _call(
+    rank: int, world: int, store: Any, timeout: float, task: bytes, secondary: Callable[[BaseException], bool]
+) -> Outcome:
     """One call inside its own process group, and under settings that no earlier call has left."""
     import torch
     import torch.distributed as dist
-
-    from weft.cli.failure import is_secondary
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
@@ -225,4 +229,4 @@ def _call(rank: int, world: int, store: Any, timeout: float, task: bytes) -> Out
             pickle.loads(payload)
         except Exception:
             payload = None
-        return Outcome(False, payload, trace, is_secondary(error))
+        return Outcome(False, payload, trace, secondary(error))

@@ -1,0 +1,82 @@
+"""Random layouts and features against one device, and that a campaign would notice."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.conftest import Command
+from weft.layout.conflicts import RULES
+from weft.train import fuzz
+from weft.train.fuzz import Case, Fuzzer, Verdict, command, words
+
+QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
+
+
+@pytest.mark.slow
+def test_sixty_random_cases_equal_one_device(pool: Any) -> None:
+    fuzzer = Fuzzer(QUICKSTART, pool)
+    found = list(fuzzer.campaign(60, seed=7, ranks=4, minutes=None))
+    bad = [(c, v) for c, v in found if v.kind not in ("equal", "refused")]
+    assert not bad, [command(QUICKSTART, c, fuzzer.dtype, fuzzer.steps) for c, _ in bad]
+    assert {v.why for _, v in found if v.kind == "refused"} <= {rule.name for rule in RULES}
+    assert sum(v.kind == "equal" for _, v in found) >= 30
+
+
+@pytest.mark.soak
+def test_a_campaign(pool: Any) -> None:
+    for path in sorted(QUICKSTART.parent.glob("*.toml")):
+        found = list(Fuzzer(path, pool).campaign(100, seed=1, ranks=8, minutes=None))
+        assert [(c, v) for c, v in found if v.kind not in ("equal", "refused")] == [], path
+
+
+class Judge(Fuzzer):
+    """Says wrong of whatever recomputes on two tensor-parallel ranks."""
+
+    def judge(self, case: Case) -> Verdict:
+        bad = case.get("layout.tp") == 2 and "train.recompute" in case
+        return Verdict("wrong" if bad else "equal", "")
+
+
+def test_a_failure_is_made_small() -> None:
+    case = {
+        "layout.dp": 2, "layout.tp": 2, "layout.order": "tp dp", "layout.zero": 1, "train.recompute": "full",
+        "model.layers": 6, "data.seq_len": 7,
+    }  # fmt: skip
+    small, verdict = Judge(QUICKSTART, mock.Mock()).shrunk(case, "wrong")
+    assert verdict.kind == "wrong"
+    assert {key for key in small if key != "layout.order"} == {"layout.tp", "train.recompute"}
+
+
+def test_what_is_not_in_the_table_is_no_refusal() -> None:
+    def fails(error: Exception) -> str:
+        pool = mock.Mock()
+        pool.run.side_effect = error
+        return Fuzzer(QUICKSTART, pool).judge({}).kind
+
+    fuzz.write_corpus()
+    assert fails(TimeoutError("rank 1 did not answer")) == "hung"
+    assert fails(fuzz.UsageError("no")) == fails(ValueError("what")) == "crashed"
+    assert fails(fuzz.Conflict("no", "experts")) == "refused"
+
+
+def test_the_command_repeats_the_case(pool: Any) -> None:
+    case = {"layout.shard": 2, "layout.cp": 2, "layout.order": "cp shard", "model.qkv_bias": True}
+    layout, sets = words(case)
+    given = shlex.split(command(QUICKSTART, case, "float64", 2))
+    assert given[given.index("--layout") + 1] == layout
+    assert [given[i + 1] for i, word in enumerate(given) if word == "--set"] == sets
+    fuzz.write_corpus()
+    assert Fuzzer(QUICKSTART, pool).judge(case).kind == "equal"
+
+
+def test_json_of_a_campaign(command: Command) -> None:
+    code, out, _ = command("verify", QUICKSTART, "--random", 2, "--seed", 3, "--json")
+    said = json.loads(out)
+    assert code == 0 and said["tried"] == 2 == said["equal"] + said["refused"]
+    assert (said["wrong"], said["crashed"], said["hung"], said["cases"]) == (0, 0, 0, [])

@@ -1,0 +1,220 @@
+"""Random layouts and features against one device: what a hostile week would find, found by ``weft verify --random``.
+
+Every case is the recipe with small sizes and drawn settings, exactly as its command line would make it. A feature that
+can be drawn is one line of :data:`DRAWN`. A refusal is right only if the table of conflicts has it.
+"""
+
+import json
+import random
+import shlex
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UsageError, WeftError
+from weft.layout.conflicts import Conflict
+from weft.layout.mesh import Mesh
+from weft.recipe import Recipe, load_recipe
+from weft.schedule.build import BUILDERS
+from weft.train.pool import Pool
+from weft.train.setup import prepare
+from weft.train.verify import compare, run_layout
+
+#: Settings of one case by their full names, of those that were drawn.
+Case = dict[str, Any]
+
+AXES = ("pp", "dp", "shard", "cp", "tp")
+FOLDER = Path(tempfile.gettempdir()) / "weft-verify-random"
+
+
+def _order(case: Case, rng: random.Random) -> str:
+    axes = [axis for axis in AXES if case.get(f"layout.{axis}", 1) > 1]
+    rng.shuffle(axes)
+    return " ".join(axes)
+
+
+def _if_above_one(axis: str, *values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
+    return lambda recipe, case, rng: list(values) if case.get(f"layout.{axis}", 1) > 1 else []
+
+
+def _any(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
+    return lambda recipe, case, rng: list(values)
+
+
+#: What can be drawn: a setting, and its values for this recipe with what has been drawn before. None: as it is.
+DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
+    "layout.order": lambda recipe, case, rng: [_order(case, rng)],
+    "layout.zero": _any(1, 2, 3),
+    "layout.secondary": _if_above_one("shard", 2, 3),
+    "layout.context": _if_above_one("cp", "zigzag", "ring", "lightseq", "tokenring", "gather", "rsa", "ulysses"),
+    "layout.ulysses": _if_above_one("cp", 2),
+    "layout.scan": _if_above_one("cp", "pass"),
+    "layout.schedule": _if_above_one("pp", *BUILDERS),
+    "layout.vocab_barriers": _if_above_one("pp", 1, 2),
+    "layout.skip": _if_above_one("pp", 0.25),
+    "layout.balance": lambda recipe, case, rng: ["greedy"] if case.get("layout.zero") == 1 else [],
+    "optimizer.post_validation": _if_above_one("pp", True),
+    "optimizer.clip": _any(0.0, 0.1),
+    "train.recompute": _any("selective", "full"),
+    "train.offload": _any("optimizer", "activations", "all"),
+    "train.micro_batch": _any(1, 2, 3),
+    "train.batch": _any(1, 2, 7),
+    "train.loss_chunk": _any(1, 5),
+    "data.seq_len": _any(1, 2, 7, 33),
+    "model.heads": _any(2, 6),
+    "model.kv_heads": _any(1, 2),
+    "model.ffn": _any(9, 32),
+    "model.embed": _any(7, 16),
+    "model.layers": _any(1, 3, 6),
+    "model.tied": _any(True, False),
+    "model.qkv_bias": _any(True, False),
+    "model.qk_norm": _any(True, False),
+    "model.mixer": _any("softmax", "linear", "retention"),
+    "model.softmax_every": _any(2),
+}
+
+#: What a case starts from, so that it takes a second and nothing of the recipe but the kind of its model is left.
+SMALL: Case = {
+    "model.vocab": 0, "model.layers": 4, "model.embed": 12, "model.heads": 4, "model.kv_heads": 2, "model.head_dim": 6,
+    "model.ffn": 17, "model.init_std": 0.1, "data.tokenizer": "bytes", "data.validation": 0.0, "data.seq_len": 19,
+    "data.epochs": 0, "data.cache": str(FOLDER / "cache"), "data.sources": str(FOLDER / "corpus.jsonl"),
+    "train.batch": 5, "train.device": "cpu", "train.threads": 1, "train.compile": False, "train.offload": "none",
+    "train.recompute": "none", "train.loss_chunk": 64, "optimizer.post_validation": False, "optimizer.lr": 3e-4,
+    "layout.zero": 3, "layout.secondary": 0, "layout.context": "zigzag", "layout.ulysses": 1, "layout.scan": "gather",
+    "layout.schedule": "1f1b", "layout.vocab_barriers": 0, "layout.skip": 0.0, "layout.balance": "",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``kind``: equal, refused, wrong, crashed or hung; ``why``: the table's entry, the figures, or the error."""
+
+    kind: str
+    why: str
+
+
+@dataclass
+class Summary:
+    """Counts of a campaign, and its failures as small as they could be made."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    cases: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        kinds = ("equal", "refused", "wrong", "crashed", "hung")
+        return {"tried": self.counts.total(), **{k: self.counts[k] for k in kinds}, "cases": self.cases}
+
+
+def draw(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
+    """Sizes of the axes for at most so many ranks, and half a dozen features."""
+    case: Case = {}
+    left = rng.randint(2, ranks)
+    for axis in rng.sample(AXES, len(AXES)):
+        size = rng.choice([n for n in (1, 1, 2, 2, 3, 4) if n <= left])
+        if size > 1:
+            case[f"layout.{axis}"], left = size, left // size
+    for name, values in DRAWN.items():
+        found = values(recipe, case, rng)
+        if found and rng.random() < 0.3:
+            case[name] = rng.choice(found)
+    return case
+
+
+def words(case: Case) -> tuple[str, list[str]]:
+    """The case as what follows ``--layout``, and each ``--set``."""
+    settings = SMALL | case
+    layout = ",".join(f"{n.removeprefix('layout.')}={v}" for n, v in settings.items() if n.startswith("layout."))
+    sets = []
+    for name, value in settings.items():
+        if name == "data.sources":
+            sets.append(f'{name}=[{{kind="jsonl",path={json.dumps(value)}}}]')
+        elif not name.startswith("layout."):
+            sets.append(f"{name}={json.dumps(value)}")
+    return layout, sets
+
+
+def command(path: Path, case: Case, dtype: str, steps: int) -> str:
+    """The command that repeats this case."""
+    layout, sets = words(case)
+    more = [word for text in sets for word in ("--set", text)]
+    return shlex.join(["weft", "verify", str(path), "--layout", layout, *more, "--dtype", dtype, "--steps", str(steps)])
+
+
+def write_corpus() -> None:
+    """Documents of very unequal length, the same in every campaign."""
+    rng = random.Random(0)
+    FOLDER.mkdir(exist_ok=True)
+    lines = []
+    for _ in range(60):
+        text = "".join(rng.choice("abcdefgh \n") for _ in range(rng.choice([1, 2, 3, 5, 8, 13, 21, 34, 55])))
+        lines.append(json.dumps({"text": text}) + "\n")
+    path = FOLDER / "corpus.jsonl"
+    if not path.exists() or path.read_text() != "".join(lines):
+        path.write_text("".join(lines))
+
+
+def compared(recipe: Recipe, steps: int) -> dict[str, Any] | None:
+    """On every rank: the recipe's layout against one device."""
+    mesh, job = Mesh.create(recipe.layout, "cpu"), prepare(recipe)
+    found = compare(run_layout(job, mesh, steps), job, mesh)
+    return asdict(found) if found else None
+
+
+@dataclass(frozen=True)
+class Fuzzer:
+    """Judges cases of one recipe in a pool of processes, each within ``limit`` seconds."""
+
+    path: Path
+    pool: Pool
+    dtype: str = "float64"
+    steps: int = 2
+    limit: float = 60
+
+    def judge(self, case: Case) -> Verdict:
+        layout, sets = words(case)
+        try:
+            recipe = load_recipe(self.path, [*sets, f'train.dtype="{self.dtype}"'], layout)
+            prepare(recipe)
+            found = self.pool.run(recipe.layout.world, compared, recipe, self.steps, timeout=self.limit)[0]
+        except Conflict as refusal:
+            return Verdict("refused", refusal.rule)
+        except TimeoutError as error:
+            return Verdict("hung", str(error))
+        except Exception as error:  # whatever it is, it is what the campaign is for
+            label = "refused outside the table: " if isinstance(error, UsageError | WeftError) else ""
+            return Verdict("crashed", f"{label}{type(error).__name__}: {error}")
+        return Verdict("equal" if found["ok"] else "wrong", json.dumps(found))
+
+    def shrunk(self, case: Case, kind: str) -> tuple[Case, Verdict]:
+        """The case without whatever it fails without."""
+        verdict = self.judge(case)
+        for name in list(case):
+            smaller = {key: value for key, value in case.items() if key not in (name, "layout.order")}
+            if name != "layout.order" and "layout.order" in case:
+                axes = [a for a in case["layout.order"].split() if f"layout.{a}" in smaller]
+                smaller["layout.order"] = " ".join(axes)
+            found = self.judge(smaller)
+            if found.kind == kind:
+                case, verdict = smaller, found
+        return case, verdict
+
+    def campaign(self, count: int, seed: int, ranks: int, minutes: float | None) -> Iterator[tuple[Case, Verdict]]:
+        """So many cases, or as many as ``minutes`` have room for."""
+        write_corpus()
+        recipe = load_recipe(self.path)
+        if recipe.model.config or recipe.model.weights:
+            raise UsageError("--random draws small models of the recipe's kind; give a recipe without model.config")
+        end = time.monotonic() + 60 * minutes if minutes else float("inf")
+        for number in range(count):
+            if time.monotonic() > end:
+                return
+            case = draw(recipe, random.Random(f"{seed}-{number}"), ranks)
+            verdict = self.judge(case)
+            if verdict.kind not in ("equal", "refused"):
+                case, smaller = self.shrunk(case, verdict.kind)
+                verdict = smaller if smaller.kind == verdict.kind else verdict
+            yield case, verdict
