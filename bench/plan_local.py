@@ -49,10 +49,10 @@ def be_rank(layout: str, out: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from weft.cli.trial import steps as trained
     from weft.layout.mesh import from_all
     from weft.observe.flops import peak_resident
     from weft.recipe import load_recipe
+    from weft.rehearse.trial import steps as trained
 
     recipe = load_recipe(RECIPE, [], layout)
     cores, world = len(os.sched_getaffinity(0)), recipe.layout.world
@@ -106,7 +106,7 @@ def rehearsals(layout: str) -> tuple[Any, Any]:
     import torch
 
     from weft.recipe import load_recipe
-    from weft.train.rehearse import batches_of, every_rank
+    from weft.rehearse.step import batches_of, every_rank
 
     torch.set_num_threads(1)
     recipe = load_recipe(RECIPE, [], layout)
@@ -115,8 +115,8 @@ def rehearsals(layout: str) -> tuple[Any, Any]:
 
 
 def predictions(probe: Path, layouts: list[str]) -> dict[str, dict[str, Any]]:
-    from weft.planner.clock import predict
-    from weft.planner.local import Local
+    from weft.rehearse.clock import predict
+    from weft.rehearse.curves import Local
 
     local = Local.of(tomllib.loads(probe.read_text())["calibration"])
     found = {}

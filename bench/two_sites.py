@@ -45,9 +45,9 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
 
     from weft.cli.launch import init_ranks
     from weft.layout.mesh import Mesh
-    from weft.planner.probe import links
     from weft.recipe import load_recipe
-    from weft.train.rehearse import plain_batches
+    from weft.rehearse.probe import links
+    from weft.rehearse.step import plain_batches
     from weft.train.setup import assemble, model_shape
     from weft.train.step import train_step
 
@@ -111,7 +111,7 @@ def planned(layout: str, settings: list[str], table: dict[str, Any]) -> tuple[An
     from weft.planner.links import Links
     from weft.planner.mapping import place_axes, ranks_of, seconds, traffic_of
     from weft.recipe import load_recipe
-    from weft.train.rehearse import plain_batches, rehearse
+    from weft.rehearse.step import plain_batches, rehearse
     from weft.train.setup import model_shape
 
     torch.set_num_threads(1)

@@ -21,9 +21,6 @@ OPEN = ("layout.layout", "layout.conflicts", "data.batch")
 
 #: What still points upward, and what will end it. Take an entry out as soon as it does.
 UPWARD = {
-    ("planner/probe.py", "layout"): "the probe runs operators: until it stands in rehearse/",
-    ("planner/probe.py", "models"): "likewise",
-    ("planner/probe.py", "parallel"): "likewise",
     ("train/start.py", "cli"): "until the launcher stands in train/",
     ("recipe.py", "checkpoint"): "where checkpoints go is opened when a recipe is read",
 }

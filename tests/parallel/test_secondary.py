@@ -16,7 +16,7 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.parallel import units
 from weft.recipe import Data, ModelShape, Recipe, Train
-from weft.train.rehearse import plain_batches, rehearse
+from weft.rehearse.step import plain_batches, rehearse
 from weft.train.step import evaluate, train_step
 from weft.train.verify import Difference
 

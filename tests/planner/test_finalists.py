@@ -23,7 +23,7 @@ from weft.planner.finalists import Final, finalists, refine
 from weft.planner.machine import load_cluster
 from weft.planner.page import Question, page
 from weft.planner.search import Found, Pin, search
-from weft.planner.shape import SHAPES
+from weft.planner.shape import SHAPES, load_model
 from weft.recipe import build_recipe
 
 
@@ -73,7 +73,7 @@ def test_finalists_are_ordered_fit_and_can_be_trained() -> None:
     assert times == sorted(times) and all(final.fits for final in finals) and len(finals) >= 5
     assert len({final.plan.schedule for final in finals}) > 2, "schedules without an exact closed form are candidates"
     for final in finals:
-        recipe = build_recipe(recipe_tree(final, "llama3-8b"))
+        recipe = build_recipe(recipe_tree(final, load_model("llama3-8b")))
         assert recipe.layout.world == 32
         check_fits(recipe.model.model_copy(update={"vocab": 128256}), recipe.layout)
 

@@ -3,25 +3,30 @@
 import json
 import math
 import re
+import sys
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import calibrate as calibrate_script
+import evaluate as evaluate_script
 import numpy as np
 import pytest
+from calibrate import apply, calibrate, held_out
+from evaluate import error, fits, regrets
+from rows import CONSTANTS, find_shape, parse, read_rows
+from script import run
 
 from tests.conftest import Command
 from weft.errors import UsageError, WeftError
-from weft.planner.calibrate import PRIORS, apply, calibrate, fit, held_out, predict
 from weft.planner.cost import SCHEDULES, Cost, Plan, axis, gather, step_time
-from weft.planner.engine import CONSTANTS, ENGINES, Engine, stack
-from weft.planner.evaluate import error, fits, regrets
+from weft.planner.engine import ENGINES, Engine, stack
+from weft.planner.fit import PRIORS, Row, fit, predict
 from weft.planner.machine import CLUSTERS, DEVICES, Cluster, find_device, load_cluster, machine_of
 from weft.planner.memory import in_flight, peak_memory
-from weft.planner.rows import Row, parse, read_rows
 from weft.planner.search import USABLE, Found, Pin, search
-from weft.planner.shape import SHAPES, find_shape, load_model, shape_from_config
+from weft.planner.shape import SHAPES, load_model, shape_from_config
 from weft.recipe import load_recipe
 from weft.schedule.build import build
 from weft.schedule.simulate import simulate, uniform
@@ -32,6 +37,22 @@ IDEAL = replace(
     Engine(), traffic=0.0, elementwise=0.0, inner=0.0, launch=0.0, step=0.0, jitter=0.0, optimizer=0.0, latency=0.0
 )
 GPT3 = SHAPES["gpt3-175b"]
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a script of ``bench/planner`` in this process: exit code, standard output and standard error."""
+
+    def call(script: Any, *words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, words)])
+        code = 0
+        try:
+            run(script.main)
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+        return code, *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture
@@ -325,10 +346,12 @@ def test_regret_is_the_price_of_the_choice(rows: list[Row]) -> None:
     assert regrets(jobs, np.array([1.0, 2.0, 3.0, 5.0])) == [(100.0, 0.0)]
 
 
-def test_commands_round_trip(weft: Any, tmp_path: Path) -> None:
+def test_scripts_round_trip(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "calibration.json"
-    assert weft("calibrate", DATA, "--out", out)[0] == 0
-    plain, given = (json.loads(weft("evaluate", DATA, "--json", *more)[1]) for more in ([], ["--calibration", out]))
+    assert bench(calibrate_script, DATA, "--out", out)[0] == 0
+    plain, given = (
+        json.loads(bench(evaluate_script, DATA, "--json", *more)[1]) for more in ([], ["--calibration", out])
+    )
     keys = {"id", "source", "measured_s", "predicted_s", "measured_gib", "predicted_gib", "fits"}
     assert all(keys <= row.keys() for row in plain["rows"])
     assert len(plain["refused"]) == 2
@@ -338,18 +361,18 @@ def test_commands_round_trip(weft: Any, tmp_path: Path) -> None:
         return float(np.mean([abs(row["predicted_s"] / row["measured_s"] - 1) for row in timed]))
 
     assert wrong(given) < 0.6 * wrong(plain)
-    code, text, _ = weft("evaluate", DATA)
+    code, text, _ = bench(evaluate_script, DATA)
     assert code == 0 and "constant MFU" in text and "seq_len is not stated: 2056" in text
 
 
-def test_mistakes_cost_one_line(weft: Any, tmp_path: Path) -> None:
-    code, _, err = weft("evaluate", tmp_path / "none.csv")
+def test_mistakes_cost_one_line(bench: Any, tmp_path: Path) -> None:
+    code, _, err = bench(evaluate_script, tmp_path / "none.csv")
     assert code == 1 and "does not exist" in err and len(err.strip().splitlines()) == 1
     (tmp_path / "short.csv").write_text("id,source\n1,a\n")
-    code, _, err = weft("evaluate", tmp_path / "short.csv")
+    code, _, err = bench(evaluate_script, tmp_path / "short.csv")
     assert code == 2 and "column 'model' is missing" in err
     (tmp_path / "bad.json").write_text("{}")
-    code, _, err = weft("evaluate", DATA, "--calibration", tmp_path / "bad.json")
+    code, _, err = bench(evaluate_script, DATA, "--calibration", tmp_path / "bad.json")
     assert code == 2 and "is not a calibration" in err
 
 

@@ -10,7 +10,7 @@ import weft
 from weft.cli.arguments import AsJson, LayoutText, Overrides, RecipeFile
 from weft.cli.checkpoint import app as checkpoint
 from weft.cli.new import new
-from weft.cli.plan import app as plan
+from weft.cli.plan import plan
 from weft.cli.probe import probe
 from weft.cli.recipes import recipes
 from weft.cli.report import report
@@ -129,4 +129,4 @@ app.command()(recipes)
 app.command()(new)
 app.command()(techniques)
 app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(plan, name="plan")
+app.command(no_args_is_help=True)(plan)

@@ -1,9 +1,6 @@
 """``weft probe``: measure this machine, or the ranks that torchrun has started, and write a cluster file."""
 
-import json
 import os
-import socket
-import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +11,14 @@ from rich.table import Table as Grid
 
 from weft.cli.failure import leave
 from weft.cli.launch import in_ranks, init_ranks, threads_per_rank
-from weft.errors import WeftError
 
-#: Seconds after which the processes of one setting are given up.
+#: Seconds that ranks wait for each other.
 PATIENCE = 300
+
+
+def _join() -> None:
+    """The ranks of one setting meet."""
+    init_ranks("cpu", PATIENCE)
 
 
 def probe(
@@ -28,79 +29,35 @@ def probe(
     """Measure this machine for weft plan: products, memory, operators, collectives. Under torchrun: its ranks."""
     if in_ranks():
         return _be_rank(out, quick)
+    from weft.rehearse.probe import setting
+
     begun = time.perf_counter()
     wanted = [n for n in (2**i for i in range(10)) if n < ranks] + [ranks]
     settings = []
     with Console(stderr=True).status("") as status:
         for n in wanted:
             status.update(f"measuring with {n} process{'es' * (n > 1)} at once")
-            settings.append(_setting(n, quick))
+            settings.append(setting(n, threads_per_rank(0, n), quick, _join, leave))
     _write(settings, max(wanted), out, time.perf_counter() - begun)
     return 0
-
-
-def _setting(ranks: int, quick: bool) -> dict[str, Any]:
-    """What rank 0 of ``ranks`` fresh processes measures while the others do the same."""
-    import torch.multiprocessing as mp
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    threads = threads_per_rank(0, ranks)
-    given = {
-        "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }  # fmt: skip
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            context = mp.start_processes(_worker, (threads, quick, folder), ranks, join=False, start_method="spawn")
-            until = time.monotonic() + PATIENCE
-            while not context.join(timeout=1):
-                if time.monotonic() > until:
-                    raise WeftError(f"the probe's {ranks} processes did not end in {PATIENCE} s")
-            found: dict[str, Any] = json.loads((Path(folder) / "0").read_text())
-            return found
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
-    import torch
-
-    from weft.planner.probe import measure
-
-    # What a rank of a run has imported by the time it trains.
-    from weft.train import loop, rehearse  # noqa: F401
-
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    torch.set_num_threads(threads)
-    found = measure(rehearse.reference, lambda: init_ranks("cpu", PATIENCE), quick)
-    (Path(folder) / str(rank)).write_text(json.dumps(found))
-    leave(0)
 
 
 def _be_rank(out: Path, quick: bool) -> int:
     """One of several ranks that were started elsewhere: one setting, and the links between all of them."""
     import torch
 
-    from weft.planner.probe import measure
-    from weft.train import loop, rehearse  # noqa: F401
+    from weft.rehearse.probe import measure
 
     torch.set_num_threads(threads_per_rank(0, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     begun = time.perf_counter()
-    found = measure(rehearse.reference, lambda: init_ranks("cpu", PATIENCE), quick)
+    found = measure(_join, quick)
     if int(os.environ["RANK"]) == 0:
         _write([found], int(os.environ["WORLD_SIZE"]), out, time.perf_counter() - begun)
     return 0
 
 
 def _write(settings: list[dict[str, Any]], count: int, out: Path, seconds: float) -> None:
-    from weft.planner.probe import as_toml, cluster
+    from weft.rehearse.probe import as_toml, cluster
 
     tree = cluster(settings, count)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,7 @@ def planned(recipe: Recipe, ranks: int | None, cluster: str | None = None) -> tu
     own = None if started else own_runs(RUNS / FILE, cluster_here.device, BITS[recipe.train.dtype])
     choice = choose(recipe, model_shape(recipe), cluster_here, own.engine if own else ENGINES["weft"])
     if own:
-        print(f"planner {own.told}")
+        print(f"planner {own.message}")
     if not started or os.environ["RANK"] == "0":
         print(choice.line, flush=True)
     return choice.recipe, list(choice.overrides)
@@ -88,8 +88,8 @@ def planned(recipe: Recipe, ranks: int | None, cluster: str | None = None) -> tu
 
 def probed_choice(recipe: Recipe, ranks: int | None, file: str) -> tuple[Recipe, list[str]]:
     """As :func:`planned`, from rehearsals on the machine that ``file`` describes."""
-    from weft.cli.at_hand import choose_here
     from weft.planner.machine import load_cluster
+    from weft.rehearse.choose import choose_here
 
     cluster = load_cluster(file, ranks)
     if not cluster.probed:

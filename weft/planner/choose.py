@@ -61,10 +61,10 @@ def choose(recipe: Recipe, model: ModelShape, cluster: Cluster, engine: Engine =
     except UsageError as error:
         raise UsageError(f"no layout for {cluster.count} ranks: {error}; or name one: --layout dp=N") from None
     finals = finalists(found, 5, vocabulary=True)
-    return settled(recipe, finals, f"of {len(found.order):,} that fit {cluster.count} ranks")
+    return choice_of(recipe, finals, f"of {len(found.order):,} that fit {cluster.count} ranks")
 
 
-def laid(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
+def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
     """``recipe`` under the layout of ``final``, and what that sets in its ``[train]`` section."""
     plan = final.plan
     new: dict[str, Any] = {"micro_batch": int(plan.micro_batch), "recompute": RECOMPUTE[int(plan.recompute)]}
@@ -73,9 +73,9 @@ def laid(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
     return recipe.model_copy(update={"layout": layout, "train": recipe.train.model_copy(update=new)}), new
 
 
-def settled(recipe: Recipe, finals: Sequence[Final], among: str) -> Choice:
+def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> Choice:
     """The first of ``finals`` for ``recipe``; ``among`` how many."""
-    planned, new = laid(recipe, finals[0])
+    planned, new = recipe_under(recipe, finals[0])
     text = ",".join(f"{k}={v}" for k, v in planned.layout if v != Layout.model_fields[k].default) or "dp=1"
     overrides = ("--layout", text, *(word for k, v in new.items() for word in ("--set", f"train.{k}={v}")))
     line = f"layout  {title(finals[0])}: the planner's choice {among}"

@@ -33,6 +33,14 @@ CONTEXT_MORE = 1.2
 SHARP = 8
 #: Share of the memory's bandwidth that operators reach.
 REACHED = 0.8
+#: Memory-bound work that products of 8 or 4 bits add, as a share: everything is read once more to scale and to cast.
+CASTS = 0.3
+#: Launches of a layer's backward over those of its forward, and what tensor parallelism adds to both, as a share.
+BACKWARD_LAUNCHES, TP_LAUNCHES = 1.6, 0.15
+#: Bytes that the loss moves per logit, forward and backward.
+LOSS_BYTES = 30
+#: Layers whose gradients are reduced in one bucket.
+BUCKET_LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -209,7 +217,7 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     attention = np.where(engine.flash > 0, fused, split)
     # Norms, residuals, rotary embedding and activation; lower precisions read once more to scale and to cast.
     norms = shape.embed / np.where(engine.sequence > 0, tp, 1.0)
-    casts = 1 + 0.3 * (width < 2)
+    casts = 1 + CASTS * (width < 2)
     ffn = dense * shape.ffn + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
     inner = (shape.qkv_width + up * ffn) / tp
     inner = inner + moe * shape.clamped * engine.rough * shape.top_k * shape.expert_ffn
@@ -236,7 +244,7 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
 
     # The processor that launches can be slower than the device: a smooth maximum of the two. What communication
     # adds is what it makes this maximum grow.
-    floor = engine.kernels * engine.launch * (1 + engine.dispatch * moe) * (1 + 0.15 * (tp > 1))
+    floor = engine.kernels * engine.launch * (1 + engine.dispatch * moe) * (1 + TP_LAUNCHES * (tp > 1))
 
     def either(device: Num, launches: Num) -> Num:
         return (device**SHARP + launches**SHARP) ** (1 / SHARP)
@@ -245,9 +253,9 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     forward = either(busy, floor)
     # Backward: two products per product, 2.5 for fused attention (it recomputes the scores), twice the traffic.
     work = (2 - plan.frozen) * matmuls + np.where(engine.flash > 0, 2.5, 2.0) * attention + 2 * pointwise
-    backward = either(work, 1.6 * floor)
+    backward = either(work, BACKWARD_LAUNCHES * floor)
     exposed = exposed_tp + exposed_cp + exposed_ep
-    seen = (either(busy + exposed, floor) - forward + either(work + exposed, 1.6 * floor) - backward) / 2
+    seen = (either(busy + exposed, floor) - forward + either(work + exposed, BACKWARD_LAUNCHES * floor) - backward) / 2
     seen = np.where(exposed > 0, seen / np.maximum(exposed, 1e-12), 1.0)
     exposed_tp, exposed_cp, exposed_ep = seen * exposed_tp, seen * exposed_cp, seen * exposed_ep
     full = plan.recompute == 2
@@ -255,7 +263,7 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     # Selective: scores again where they are written; under fused attention, half of the products.
     selective = np.where(engine.flash > 0, (1 - 0.5 * engine.products) * matmuls + pointwise, attention)
     again = again + (plan.recompute == 1) * selective
-    head = 3 * product(tokens, shape.vocab / tp, shape.embed) + 30 * tokens * shape.vocab / tp / memory
+    head = 3 * product(tokens, shape.vocab / tp, shape.embed) + LOSS_BYTES * tokens * shape.vocab / tp / memory
     stride = plan.world / plan.pp / np.where(plan.outer > 0, plan.dp, 1)
     pair, _, start = axis(machine, engine, stride, np.minimum(plan.pp, 2))
     leaves = stride * plan.pp > machine.site  # one of the hops does, and every microbatch waits for it
@@ -279,7 +287,7 @@ def gradients(
     body = layers * shape.dense_weights / tp + shape.table / tp
     own = copies * (body + layers * shape.expert_weights / tp / plan.ep)
     link = axis(machine, engine, tp, replicas)
-    parts = np.maximum(1, layers / 4)  # all-reduces go in buckets of a few layers
+    parts = np.maximum(1, layers / BUCKET_LAYERS)  # all-reduces go in buckets of a few layers
     summed = reduce(replicas, engine.gradient * own, link, parts)
     scattered = gather(replicas, (engine.gradient + 2) * own, link, 2 * np.maximum(1, engine.buckets * layers))
     # Copies of sharded groups (HSDP): gathers stay inside a group, gradients cross to the copies once per step.

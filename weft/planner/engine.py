@@ -118,10 +118,6 @@ ENGINES["weft"] = replace(
     table=6.0, single=0.0, vocab=12.0,
 )  # fmt: skip
 
-#: GiB beyond the formulas, per program: medians over published peaks. Megatron-DeepSpeed's is what nvidia-smi shows
-#: (context, communication buffers and what the allocator keeps), the others' what the allocator has handed out.
-CONSTANTS: dict[str, float] = {"megatron-deepspeed": 12.0, "megatron-lm": 0.0, "nanotron": 0.0, "torchtitan": 7.5}
-
 
 def scaled(engine: Engine, factors: dict[str, Num]) -> Engine:
     """The engine with some constants multiplied; shares stay below one."""

@@ -1,12 +1,15 @@
 """What runs of one's own have measured: a row each, and the model refitted to them within its bounds.
 
-A row has the header of every measured file (``weft plan evaluate`` reads it too), so that a calibration is the same
-fit as that to published runs, drawn towards the presets: few runs move little.
+A row has the header of every measured file (``bench/planner/evaluate.py`` reads it too), and the fit is the one that is
+made to published runs, drawn towards the presets: few runs move little.
 """
 
 import csv
+import json
+import re
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
+from weft.model_shape import Shape
 from weft.observe.metrics import read_metrics
-from weft.planner.calibrate import Knob, constants, factors, fit, load, masks_of, predict
+from weft.planner.cost import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Plan
 from weft.planner.engine import ENGINES, Engine, scaled
-from weft.planner.rows import read_rows
+from weft.planner.fit import Knob, Row, constants, factors, fit, masks_of, predict
+from weft.planner.machine import find_device, machine_of
 
 #: The file of rows, beside the run folders.
 FILE = "measured.csv"
@@ -86,12 +91,68 @@ def append(run: Path) -> Path | None:
     return path
 
 
+def read_own(path: Path) -> list[Row]:
+    """What runs have appended to ``path``, oldest first; lines that are cut short or not theirs are left out."""
+    found = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for cells in csv.DictReader(file):
+            with suppress(KeyError, ValueError, TypeError, UsageError):
+                found.append(_row(cells))
+    return found
+
+
+def _row(cells: dict[str, str]) -> Row:
+    """One line as :func:`row_of` wrote it."""
+    if cells["framework"] != "weft":
+        raise ValueError("a row of another program")
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings", "seq_len", "n_gpus", "tp",
+             "gpus_per_node", "pp", "vpp", "dp", "cp", "micro_batch", "global_batch", "iter_time_s",
+             "peak_mem")  # fmt: skip
+    n = {name: float(cells[name]) for name in names}
+    notes = dict(re.findall(r"(\w+)=([\w-]+)", cells["notes"]))
+    sharding = cells["dp_sharding"]
+    shard = float(sharding.partition("shard=")[2] or 1)
+    plan = Plan(
+        dp=n["dp"] / shard, shard=shard, zero=3 if "FSDP" in sharding else int(sharding != "none"), tp=n["tp"],
+        cp=n["cp"], context=CONTEXT.index(notes["context"]) if notes["context"] in CONTEXT else 0, pp=n["pp"],
+        virtual=n["vpp"], schedule=SCHEDULES.index(notes["schedule"]), micro_batch=n["micro_batch"],
+        batch=n["global_batch"], seq=n["seq_len"], recompute=RECOMPUTE.index(cells["recompute"]),
+        bits=16 if cells["precision"] == "bf16" else 32, offload=OFFLOAD.index(notes["offload"]),
+    )  # fmt: skip
+    shape = Shape(n["layers"], n["hidden"], n["heads"], n["kv_heads"], n["hidden"] / n["heads"], n["ffn"], n["vocab"],
+                  tied=n["tied_embeddings"])  # fmt: skip
+    device = find_device(cells["hardware"])
+    rack = n["gpus_per_node"] < device.domain and device.domain > 8
+    machine = machine_of(device, int(plan.bits), domain=device.domain if rack else int(n["gpus_per_node"]))
+    return Row(cells["id"], cells["source"], "weft", "weft", device.name, int(plan.bits), shape, machine, plan,
+               ENGINES["weft"], n["iter_time_s"], n["peak_mem"])  # fmt: skip
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A calibration that ``bench/planner/calibrate.py`` wrote, as plain data."""
+    try:
+        found = json.loads(path.read_text())
+        if found["version"] != 1 or not isinstance(found["all"]["factors"], list):
+            raise ValueError
+        found["sources"], found["memory"]
+        return found
+    except OSError as error:
+        raise WeftError(f"cannot read calibration {path}: {error.strerror}") from None
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise UsageError(
+            f"{path} is not a calibration; write one with python bench/planner/calibrate.py ROWS.csv --out FILE"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Own:
-    """An engine whose constants were fitted, and to what; ``error``: of those times after the fit, percent."""
+    """An engine whose constants were fitted, and to what (``message``).
+
+    ``error``: of those times after the fit, median in percent.
+    """
 
     engine: Engine
-    told: str
+    message: str
     error: float
 
 
@@ -99,8 +160,7 @@ def own_runs(path: Path, device: str, bits: int, base: Engine = ENGINES["weft"])
     """``base`` refitted to the newest runs of Weft on ``device`` in the rows of ``path``; None without any."""
     if not path.is_file():
         return None
-    rows, _ = read_rows(path)
-    mine = [r for r in rows if r.family == "weft" and r.device == device and r.seconds][-NEWEST:]
+    mine = [row for row in read_own(path) if row.device == device][-NEWEST:]
     if not mine:
         return None
     knobs, theta = fit(mine)
@@ -114,7 +174,7 @@ def own_runs(path: Path, device: str, bits: int, base: Engine = ENGINES["weft"])
 
 
 def calibrated(path: Path, device: str, bits: int, base: Engine) -> Own:
-    """``base`` with a calibration: a file of rows, or of factors from ``weft plan calibrate``."""
+    """``base`` with a calibration: a file of rows, or of factors from ``bench/planner/calibrate.py``."""
     if path.suffix == ".csv":
         own = own_runs(path, device, bits, base)
         if own is None:

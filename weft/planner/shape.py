@@ -1,6 +1,5 @@
 """What a plan is for: models by name, recipes and the ``config.json`` of Hugging Face, trainable by Weft or not."""
 
-import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,15 +97,6 @@ SHAPES: dict[str, Shape] = {name: shape_of(section) for name, section in SECTION
 }  # fmt: skip
 #: What a recipe reads if nothing says better: text that every machine has.
 DATA: dict[str, Any] = {"sources": [{"kind": "stdlib"}], "tokenizer": "bytes"}
-
-
-def find_shape(text: str) -> Shape | None:
-    """The built-in that a free text names, e.g. ``LLAMA3_70B`` or ``Qwen3_30B_a3B``; none if there is none."""
-    plain = "".join(c for c in re.sub(r"llama[-_ ]?3\.[13]", "llama3", text.lower()) if c.isalnum())
-    names = {"".join(c for c in name if c.isalnum()): name for name in SHAPES}
-    names["qwen330ba3b"] = "qwen3-30b"
-    best = max((n for n in names if n in plain), key=len, default=None)
-    return SHAPES[names[best]] if best else None
 
 
 def load_model(name: str) -> Model:

@@ -3,9 +3,9 @@
 from math import inf
 
 import pytest
+from policy import Proposal, Scenario, balanced, even, overall, run, scenarios, score
 
 from weft.errors import UsageError
-from weft.planner.policy import Proposal, Scenario, balanced, even, overall, run, scenarios, score
 from weft.schedule.build import build
 
 

@@ -1,6 +1,6 @@
 """The ranks' programs of a rehearsed step against each other, on a clock in which busy ranks share the cores.
 
-Times are seconds, sizes bytes. What each piece costs is looked up in :mod:`weft.planner.local`.
+Times are seconds, sizes bytes. What each piece costs is looked up in :mod:`weft.rehearse.curves`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 
 from weft.layout.layout import Layout
 from weft.planner.links import Links
-from weft.planner.local import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Happening, Local, Seen, Setting
+from weft.rehearse.curves import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Local, Setting
+from weft.rehearse.step import Event, Rehearsal
 
 #: What belongs to the update of the parameters.
 UPDATES = ("_fused_adamw_", "_foreach_mul_", "_foreach_norm", "linalg_vector_norm")
@@ -48,7 +49,7 @@ class Far:
     workers: np.ndarray
 
     @classmethod
-    def of(cls, links: Links, rehearsed: Sequence[Sequence[Happening]], workers: Sequence[int]) -> Far:
+    def of(cls, links: Links, rehearsed: Sequence[Sequence[Event]], workers: Sequence[int]) -> Far:
         met = {
             e.ranks for events in rehearsed for e in events if e.kind in ("collective", "later") and len(e.ranks) > 1
         }
@@ -62,7 +63,7 @@ class Far:
             groups[ranks] = np.array(beside)
         return cls(links, groups, np.array(workers))
 
-    def collective(self, e: Happening) -> float:
+    def collective(self, e: Event) -> float:
         if e.ranks not in self.groups:
             return 0.0
         speed, delay = (x[0] for x in self.links.pairs(self.workers[self.groups[e.ranks]], False))
@@ -77,7 +78,7 @@ class Far:
         return 0.0 if speed[0, 0] >= self.links.shared else float(size / speed[0, 0] + delay[0, 0])
 
 
-def program(rank: int, events: Sequence[Happening], clerk: Clerk, far: Far | None = None) -> list[Do]:
+def program(rank: int, events: Sequence[Event], clerk: Clerk, far: Far | None = None) -> list[Do]:
     """What ``rank`` does in a step, with its costs."""
     found: list[Do] = []
     cpu = clerk.setting.overhead["step"]
@@ -188,7 +189,7 @@ class Prediction:
     parts: Mapping[str, float]
 
 
-def predict(local: Local, rehearsed: Sequence[Seen], layout: Layout, workers: Sequence[int] = ()) -> Prediction:
+def predict(local: Local, rehearsed: Sequence[Rehearsal], layout: Layout, workers: Sequence[int] = ()) -> Prediction:
     """From every rank's rehearsed step.
 
     ``workers``: which of the probed machine's workers each rank is, if not the one of its number.
@@ -213,7 +214,7 @@ def predict(local: Local, rehearsed: Sequence[Seen], layout: Layout, workers: Se
 
 
 def spent(
-    rank: int, events: Sequence[Happening], clerk: Clerk, far: Far | None, layout: Layout
+    rank: int, events: Sequence[Event], clerk: Clerk, far: Far | None, layout: Layout
 ) -> list[tuple[str, float, float]]:
     """``(cause, cpu seconds, seconds besides)`` of everything that ``rank`` does."""
     found = [("other", clerk.setting.overhead["step"], 0.0)]
@@ -243,7 +244,7 @@ def axis_of(layout: Layout, ranks: Sequence[int]) -> str:
     return along.pop() if len(along) == 1 else "other"
 
 
-def resident(setting: Setting, events: Sequence[Happening], peak: float) -> float:
+def resident(setting: Setting, events: Sequence[Event], peak: float) -> float:
     """Most bytes resident of a rank whose tensors take ``peak`` bytes at most."""
     known = setting.memory
     uses = {

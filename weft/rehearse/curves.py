@@ -1,8 +1,8 @@
-"""A machine at hand: step time and memory of a layout from what ``weft probe`` measured on it.
+"""What a rehearsed step costs on a machine at hand: the curves that ``weft probe`` measured, looked up.
 
 The closed form of :mod:`weft.planner.cost` knows devices that compute while links move data. On a CPU the ranks share
 cores and memory, a collective is work of the same cores, and small operators cost what starting them costs. So here
-every operator of a rehearsed step (:mod:`weft.train.rehearse`) is looked up in measured curves, and the ranks' programs
+every operator of a rehearsed step (:mod:`weft.rehearse.step`) is looked up in measured curves, and the ranks' programs
 run against each other on a clock in which ranks that are busy share the cores. Times are seconds, sizes bytes.
 """
 
@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from weft.planner.links import Links
+from weft.rehearse.step import Event
 
 #: Collectives by what they do: the names under which PyTorch dispatches them.
 COLLECTIVES = {
@@ -33,36 +34,6 @@ ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": "attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "attention_backward",
 }
-
-
-class Happening(Protocol):
-    """An event of a rehearsal (:class:`weft.train.rehearse.Event`, which the planner does not import)."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]: ...
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def turned(self) -> bool: ...
-
-
-class Seen(Protocol):
-    """A rank's rehearsed step (:class:`weft.train.rehearse.Rehearsal`): what it does, and bytes of its tensors."""
-
-    @property
-    def events(self) -> Sequence[Happening]: ...
-    @property
-    def state(self) -> int: ...
-    @property
-    def peak(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -161,16 +132,16 @@ class Clerk:
         # What any operator costs in a loop of its own: that much of starting it is in the curves.
         self.least = min(points[0][1] for points in self.setting.ops.values())
 
-    def op(self, e: Happening) -> float:
+    def op(self, e: Event) -> float:
         """Seconds of an operator inside a step."""
         return self.setting.overhead["op"] + self.work(e) * self.setting.slow
 
-    def work(self, e: Happening) -> float:
+    def work(self, e: Event) -> float:
         """Seconds of an operator inside a step beyond those of starting it."""
         fetched = self.setting.cold * e.bytes if e.name in PRODUCTS else 0.0
         return max(0.0, self.alone(e) - self.least) + fetched
 
-    def alone(self, e: Happening) -> float:
+    def alone(self, e: Event) -> float:
         """Seconds of an operator by itself."""
         if e.name in PRODUCTS and all(len(e.shapes) > i for i in PRODUCTS[e.name]):
             a, b = (e.shapes[i] for i in PRODUCTS[e.name])
@@ -187,7 +158,7 @@ class Clerk:
         points = self.setting.ops.get(e.name) or self.setting.ops.get(e.name.rstrip("_")) or self.setting.ops["mul"]
         return curve(points, e.bytes)
 
-    def collective(self, e: Happening) -> tuple[float, float]:
+    def collective(self, e: Event) -> tuple[float, float]:
         """``(cpu seconds of each rank, seconds besides)`` of a collective."""
         kind, size = COLLECTIVES.get(e.name, "reduce"), len(e.ranks)
         known = sorted(int(name.partition(".")[2]) for name in self.setting.collectives if name.startswith(kind))

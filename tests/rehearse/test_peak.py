@@ -13,7 +13,7 @@ from weft.planner.machine import Cluster
 from weft.planner.memory import peak_memory
 from weft.planner.search import search
 from weft.recipe import Data, ModelShape, Recipe, Train
-from weft.train.fit import peak_of, pipeline_ranks
+from weft.rehearse.peak import peak_of, pipeline_ranks
 
 MODEL = ModelShape(layers=8, embed=1024, heads=16, kv_heads=8, ffn=3072, vocab=8192)
 

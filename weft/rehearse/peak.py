@@ -19,14 +19,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.data.batch import Batch
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.layout.fake import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import padded_length
 from weft.models.transformer import Transformer
-from weft.recipe import ModelShape, Recipe
-from weft.train.setup import assemble
+from weft.planner.explain import recipe_tree
+from weft.planner.finalists import Final
+from weft.planner.shape import Model
+from weft.recipe import ModelShape, Recipe, build_recipe
+from weft.train.setup import assemble, model_shape
 from weft.train.step import clear_gradients, gradients, update
 
 
@@ -141,3 +144,47 @@ def _batches(recipe: Recipe, shape: ModelShape, mesh: Mesh) -> list[Batch]:
     edges = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
     count = min(passes, 2 * mesh.size("pp") + 2 if mesh.size("pp") > 1 else 2)
     return [_Counted(ids, ids, ids, edges) for _ in range(count)]
+
+
+#: Ranks in a fake process group: beyond, making the groups takes longer than anybody waits.
+LARGEST = 512
+
+
+@dataclass(frozen=True)
+class Checked:
+    """GiB that our modules hold at most, on pipeline position ``rank``, and what was predicted of it; or why not."""
+
+    rank: int = 0
+    gib: float = 0.0
+    predicted_gib: float = 0.0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"cannot be rehearsed: {self.reason}"
+        off = self.predicted_gib / self.gib - 1
+        return (
+            f"a step of our own modules holds {self.gib:.3g} GiB at most (pipeline rank {self.rank}); predicted "
+            f"{self.predicted_gib:.3g} without context and fragmentation, {off:+.0%}"
+        )
+
+
+def check(final: Final, model: Model) -> Checked:
+    """What the fullest of the first, second and last pipeline rank of ``final`` holds in a rehearsed step."""
+    try:
+        recipe = build_recipe(recipe_tree(final, model))
+        world = recipe.layout.world // recipe.layout.dp * min(2, recipe.layout.dp)
+        if world > LARGEST:
+            return Checked(reason=f"{world:,} ranks; {LARGEST} at most")
+        if final.barriers:
+            return Checked(reason="vocabulary passes send sizes along, which tensors without memory do not have")
+        shape = model_shape(recipe).model_copy(update={"vocab": int(final.shape.vocab)})
+        ranks = pipeline_ranks(recipe.layout)
+        done = []
+        for place in sorted({0, min(1, len(ranks) - 1), len(ranks) - 1}):
+            memory = final.ranks[place]
+            predicted = float(memory.total - memory.constant) / 2**30
+            done.append(Checked(place, peak_of(recipe, shape, ranks[place]).peak / 2**30, predicted))
+        return max(done, key=lambda checked: checked.gib)
+    except WeftError as error:
+        return Checked(reason=str(error))

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,13 +14,14 @@ import torch.distributed as dist
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.planner.clock import Do, predict, run
 from weft.planner.links import Links
-from weft.planner.local import Grid, Local, curve
 from weft.planner.machine import load_cluster
-from weft.planner.mapping import Traffic, place_axes, place_workers, ranks_of, seconds, traffic_of
-from weft.planner.probe import as_toml, attention, operators, products
-from weft.train.rehearse import Event, Rehearsal, reference
+from weft.planner.mapping import Traffic, place_axes
+from weft.rehearse.choose import traffic_of
+from weft.rehearse.clock import Do, predict, run
+from weft.rehearse.curves import Grid, Local, curve
+from weft.rehearse.probe import as_toml, attention, operators, products
+from weft.rehearse.step import Event, Rehearsal, reference
 
 
 def test_curves_pass_through_their_points() -> None:
@@ -122,21 +122,6 @@ def test_axis_with_most_traffic_stays_inside_a_site() -> None:
     assert place_axes(links, layout, {}).order == "dp tp"  # nothing to choose: the usual order
     with pytest.raises(ValueError, match="links of 4 workers"):
         place_axes(links, Layout(dp=2), {})
-
-
-@pytest.mark.parametrize("count", [4, 16])
-def test_workers_dealt_in_turn_are_numbered_by_site(count: int) -> None:
-    layout = Layout(dp=2, tp=count // 2)
-    inside = np.arange(count) % 2
-    near = inside[:, None] == inside
-    links = Links(np.where(near, 1e-5, 1e-3), np.where(near, 1e9, 1e7))
-    traffic = {"dp": Traffic(1e6), "tp": Traffic(1e8)}
-    found = place_workers(links, layout, traffic)
-    axes = [*(a for a in ("pp", "shard", "cp", "ep") if a), *found.order.split()]
-    groups = np.array(found.workers)[ranks_of(layout, axes)].reshape(2, count // 2)
-    assert all(len({worker % 2 for worker in group}) == 1 for group in groups.tolist())
-    naive = seconds(links, layout, traffic, ranks_of(layout, layout.axis_order))
-    assert found.seconds < naive / 5
 
 
 def test_traffic_is_put_down_to_its_axis() -> None:

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.planner.test_probe import calibration
+from tests.rehearse.test_probe import calibration
 from weft.layout.layout import Layout
-from weft.planner.at_hand import anchored, placed, to_try
-from weft.planner.clock import axis_of, predict
 from weft.planner.cost import Cost, Plan
 from weft.planner.finalists import Final
 from weft.planner.links import Links
-from weft.planner.local import Local
-from weft.planner.probe import as_toml
 from weft.recipe import Data, ModelShape, Recipe, Train, load_recipe
-from weft.train.rehearse import every_rank, plain_batches, rehearse
+from weft.rehearse.choose import anchored, placed, to_try
+from weft.rehearse.clock import axis_of, predict
+from weft.rehearse.curves import Local
+from weft.rehearse.probe import as_toml
+from weft.rehearse.step import every_rank, plain_batches, rehearse
 
 MODEL = ModelShape(layers=2, embed=32, heads=4, kv_heads=2, ffn=64, vocab=128)
 

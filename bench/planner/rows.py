@@ -2,15 +2,16 @@
 
 import csv
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from weft.errors import UsageError, WeftError
 from weft.model_shape import Shape
 from weft.planner.cost import CONTEXT, OFFLOAD, SCHEDULES, Plan
-from weft.planner.engine import CONSTANTS, ENGINES, Engine
+from weft.planner.engine import ENGINES
+from weft.planner.fit import Row
 from weft.planner.machine import Machine, find_device, machine_of
-from weft.planner.shape import find_shape
+from weft.planner.shape import SHAPES
 
 NEEDED = ("id", "source", "model", "layers", "hidden", "heads", "seq_len", "hardware", "n_gpus", "global_batch")
 #: Published schedule names, newest first, as indices into :data:`weft.planner.cost.SCHEDULES`.
@@ -21,38 +22,11 @@ _UNKNOWN = re.compile(
     r"deepseek[-_ ]?v(4|3\.2)"
 )
 _BLANK = ("", "-", "--", "—", "n/a", "na", "nan", "null", "?", "unknown")
+#: GiB beyond the formulas, per program: medians over published peaks. Megatron-DeepSpeed's is what nvidia-smi shows
+#: (context, communication buffers and what the allocator keeps), the others' what the allocator has handed out.
+CONSTANTS: dict[str, float] = {"megatron-deepspeed": 12.0, "megatron-lm": 0.0, "nanotron": 0.0, "torchtitan": 7.5}
 #: GiB per unit of memory; a blank is GiB.
 _UNITS = {"": 1.0, "GIB": 1.0, "GB": 1e9 / 2**30, "MIB": 1 / 1024, "MB": 1e6 / 2**30, "TIB": 1024.0, "TB": 1e12 / 2**30}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement. ``seconds`` and ``gib`` are None where the row does not say; ``ran`` is False for OOM rows.
-
-    ``assumed``: what was taken where the row does not say; ``release``: of the program, as numbers that compare.
-    """
-
-    id: str
-    source: str
-    family: str
-    framework: str
-    device: str
-    bits: int
-    shape: Shape
-    machine: Machine
-    plan: Plan
-    engine: Engine
-    seconds: float | None
-    gib: float | None
-    ran: bool
-    assumed: tuple[str, ...] = ()
-    release: tuple[int, ...] = ()
-
-    @property
-    def form(self) -> tuple[float, ...]:
-        """What "the same shape" means when shapes are held out."""
-        s = self.shape
-        return (s.layers, s.embed, s.heads, s.ffn, s.experts, self.plan.seq)
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
@@ -75,6 +49,15 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
     except (UnicodeDecodeError, csv.Error, OSError) as error:
         raise UsageError(f"{path} is not a readable CSV file: {error}") from None
     return rows, refused
+
+
+def find_shape(text: str) -> Shape | None:
+    """The built-in that a free text names, e.g. ``LLAMA3_70B`` or ``Qwen3_30B_a3B``; none if there is none."""
+    plain = "".join(c for c in re.sub(r"llama[-_ ]?3\.[13]", "llama3", text.lower()) if c.isalnum())
+    names = {"".join(c for c in name if c.isalnum()): name for name in SHAPES}
+    names["qwen330ba3b"] = "qwen3-30b"
+    best = max((n for n in names if n in plain), key=len, default=None)
+    return SHAPES[names[best]] if best else None
 
 
 def family_of(framework: str, sharding: str, device_peak: float, attention: str) -> str:

@@ -1,4 +1,4 @@
-"""Fit the engine's constants to measured rows, within bounds and drawn towards the presets (ridge regression).
+"""Measured runs, and the engine's constants fitted to them: within bounds and drawn towards the presets (ridge).
 
 The unknowns are logarithms of factors on :class:`~weft.planner.engine.Engine` constants, each with a prior standard
 deviation that says how far the constant plausibly lies from its preset. So few rows move little, and many rows move
@@ -6,22 +6,19 @@ what they show. Damped Gauss-Newton (Levenberg 1944, Marquardt 1963) on log rati
 folds at once: a fold is a set of row weights.
 """
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.errors import UsageError, WeftError
-from weft.planner.correction import Correction, correct
-from weft.planner.cost import step_time
+from weft.model_shape import Shape
+from weft.planner.cost import Plan, step_time
 from weft.planner.engine import Engine, scaled, stack
+from weft.planner.machine import Machine
 from weft.planner.memory import peak_memory
-from weft.planner.rows import Row
 
 Array = NDArray[np.float64]
 
@@ -38,6 +35,36 @@ GROUP = 0.2
 #: change most: between 25.09 and 26.08 of Megatron-Bridge by up to 1.9 times under one layout.
 RELEASE, RELEASE_EXPERTS = {"matmul": 0.05}, {"matmul": 0.2, "moe": 0.3}
 NOISE, HUBER, BOUND, FORMS, STEP = 0.06, 1.5, 3.0, 6, 1e-3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. ``seconds`` and ``gib`` are None where the row does not say; ``ran`` is False for OOM rows.
+
+    ``assumed``: what was taken where the row does not say; ``release``: of the program, as numbers that compare.
+    """
+
+    id: str
+    source: str
+    family: str
+    framework: str
+    device: str
+    bits: int
+    shape: Shape
+    machine: Machine
+    plan: Plan
+    engine: Engine
+    seconds: float | None
+    gib: float | None
+    ran: bool = True
+    assumed: tuple[str, ...] = ()
+    release: tuple[int, ...] = ()
+
+    @property
+    def form(self) -> tuple[float, ...]:
+        """What "the same shape" means when shapes are held out."""
+        s = self.shape
+        return (s.layers, s.embed, s.heads, s.ffn, s.experts, self.plan.seq)
 
 
 @dataclass(frozen=True)
@@ -146,78 +173,11 @@ def fit(
     return knobs, theta if weights is not None else theta[0]
 
 
-def system(row: Row) -> str:
-    """What is fitted together: a source, and in it models with experts apart from those without."""
-    return row.source + (" (experts)" if row.shape.experts else "")
-
-
-def held_out(rows: Sequence[Row], most: int = 24) -> Array:
-    """Seconds predicted for each row by a fit of its system that has not seen its shape; NaN if there is only one.
-
-    With more than ``most`` shapes, they are held out in ``most`` sets.
-    """
-    names = [system(row) for row in rows]
-    if len(set(names)) > 1:
-        found = np.zeros(len(rows))
-        for name in set(names):
-            index = [i for i, other in enumerate(names) if other == name]
-            found[index] = held_out([rows[i] for i in index], most)
-        return found
-    forms = sorted({row.form for row in rows})
-    if len(forms) < 2:
-        return np.full(len(rows), np.nan)
-    # Forms are sorted by size, so that taking every n-th one spreads a set over the sizes.
-    fold = {form: i % min(most, len(forms)) for i, form in enumerate(forms)}
-    member = np.array([fold[row.form] for row in rows])
-    weights = np.array([(member != i).astype(float) for i in range(min(most, len(forms)))])
-    knobs, theta = fit(rows, weights)
-    found = np.zeros(len(rows))
-    for i, fitted in enumerate(theta):
-        seen = [row for row, m in zip(rows, member, strict=True) if m != i]
-        rest = [row for row, m in zip(rows, member, strict=True) if m == i]
-        correction = correct(seen, predict(seen, knobs, fitted))
-        found[member == i] = predict(rest, knobs, fitted) * correction.factor(rest)
-    return found
-
-
 def predict(rows: Sequence[Row], knobs: Sequence[Knob], theta: Array) -> Array:
     """Seconds of each row by the roofline with fitted constants."""
     shape, machine, plan, engine = columns(rows)
     total = step_time(shape, machine, plan, scaled(engine, factors(knobs, theta, masks_of(knobs, rows)))).total
     return np.asarray(total, dtype=float)
-
-
-# --- files
-
-
-def calibrate(rows: Sequence[Row]) -> dict[str, Any]:
-    """A calibration as plain data: factors per source and for all rows together, and GiB of constant per program."""
-    timed = [row for row in rows if row.seconds]
-    if not timed:
-        raise WeftError("no row has a time to calibrate with")
-    sources: dict[str, list[Row]] = {}
-    for row in timed:
-        sources.setdefault(system(row), []).append(row)
-    # Sources count alike in the fit for all, whatever their number of rows.
-    even = np.array([[min(1.0, 12 / len(sources[system(row)])) for row in timed]])
-    return {
-        "version": 1,
-        "all": {"factors": _plain(*fit(timed, even))},
-        "sources": {name: _source(members) for name, members in sources.items() if len(members) >= 3},
-        "memory": constants(rows),
-    }
-
-
-def _source(rows: list[Row]) -> dict[str, Any]:
-    knobs, theta = fit(rows)
-    return {"factors": _plain(knobs, theta), "correction": correct(rows, predict(rows, knobs, theta)).plain()}
-
-
-def _plain(knobs: Sequence[Knob], theta: Array) -> list[dict[str, Any]]:
-    values = np.exp(theta.reshape(-1, len(knobs))[0])
-    return [
-        {"constant": k.field, "for": k.key, "factor": round(float(x), 4)} for k, x in zip(knobs, values, strict=True)
-    ]
 
 
 def constants(rows: Sequence[Row]) -> dict[str, float]:
@@ -236,60 +196,3 @@ def formulas(rows: Sequence[Row]) -> Array:
     shape, _, plan, engine = columns(rows)
     memory = peak_memory(shape, plan, engine)
     return np.asarray(memory.total - memory.constant) / 2**30
-
-
-def save(calibration: dict[str, Any], path: Path) -> None:
-    try:
-        path.write_text(json.dumps(calibration, indent=1) + "\n")
-    except OSError as error:
-        raise WeftError(f"cannot write {path}: {error.strerror}") from None
-
-
-def load(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-        if found["version"] != 1 or not isinstance(found["all"]["factors"], list):
-            raise ValueError
-        found["sources"], found["memory"]
-        return found
-    except OSError as error:
-        raise WeftError(f"cannot read calibration {path}: {error.strerror}") from None
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise UsageError(
-            f"{path} is not a calibration; write one with weft plan calibrate ROWS.csv --out FILE"
-        ) from None
-
-
-def apply(calibration: dict[str, Any] | None, rows: Sequence[Row]) -> tuple[Array, Array]:
-    """``(seconds, GiB)`` of each row: by the fit of its system, else by that of all rows, else by the presets."""
-    calibration = calibration or {"all": {"factors": []}, "sources": {}, "memory": {}}
-    time = np.zeros(len(rows))
-    tables = {None: calibration["all"], **calibration["sources"]}
-    chosen = [system(row) if system(row) in calibration["sources"] else None for row in rows]
-    for name, table in tables.items():
-        knobs = [Knob(item["constant"], 0.0, item["for"]) for item in table["factors"]]
-        theta = np.log([float(item["factor"]) for item in table["factors"]])
-        index = [i for i, source in enumerate(chosen) if source == name]
-        part = [rows[i] for i in index]
-        if part:
-            time[index] = predict(part, knobs, theta)
-        if part and table.get("correction"):
-            time[index] *= Correction.of(table["correction"]).factor(part)
-    return time, gib_of(rows, calibration["memory"])
-
-
-def gib_of(rows: Sequence[Row], constants: dict[str, float]) -> Array:
-    """GiB of each row. Of rows that do not state recomputation: with the least under which they fit, as their
-    operators must have found it; without any if none suffices."""
-    if not rows:
-        return np.zeros(0)
-    own = np.array([constants.get(row.framework, row.engine.constant) for row in rows])
-    found = np.asarray(formulas(rows) + own, dtype=float)
-    room = np.array([float(row.machine.memory) / 2**30 for row in rows])
-    for kind in (1, 2):
-        tight = [i for i, row in enumerate(rows) if "recompute=none" in row.assumed and found[i] > room[i]]
-        if tight:
-            again = [replace(rows[i], plan=replace(rows[i].plan, recompute=kind)) for i in tight]
-            less = formulas(again) + own[tight]
-            found[tight] = np.where((less <= room[tight]) | (kind == 1), np.minimum(less, found[tight]), found[tight])
-    return found

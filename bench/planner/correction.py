@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.rows import Row
+from weft.planner.fit import Row
 
 Array = NDArray[np.float64]
 

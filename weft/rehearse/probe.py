@@ -1,4 +1,4 @@
-"""What ``weft probe`` measures on the machine at hand, for :mod:`weft.planner.local`.
+"""What ``weft probe`` measures on the machine at hand, for :mod:`weft.rehearse.curves`.
 
 Everything is measured while as many processes do the same at once as a run would have ranks: they share cores, caches
 and memory. With one thread per rank a cost is processor time, which other programs on the machine hardly change; with
@@ -9,29 +9,36 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import os
+import socket
 import statistics
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from weft.errors import WeftError
 from weft.layout.tensors import tensors_in
 from weft.observe.flops import peak_resident
-from weft.planner.local import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Happening, Setting
+from weft.rehearse.curves import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Setting
+from weft.rehearse.step import Event, reference
 
 aten = torch.ops.aten
-Sized = Callable[[str, str, bool], Any]
 Points = list[list[float]]
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # of one operand
 GRID = ((128, 512, 2048), (64, 128, 256, 512, 1024), (64, 128, 256, 512, 1024))  # tokens, out, in
 RUNS = 3  # of every table
+#: Seconds after which the processes of one setting are given up.
+PATIENCE_S = 300
 MESSAGES = (64, 2**14, 2**17, 2**19, 2**21, 2**23)
 
 
@@ -273,7 +280,7 @@ def links(turns: int = 3) -> dict[str, list[list[float]]]:
 # --- the framework ---
 
 
-def framework(reference: Sized, plain: Setting) -> dict[str, float]:
+def framework(plain: Setting) -> dict[str, float]:
     """Seconds of the framework per operator, per collective by kind, and per message, from steps of a tiny model.
 
     Their operators are as small as can be; what a layout adds to one device's step is put down to its collectives.
@@ -307,11 +314,11 @@ def framework(reference: Sized, plain: Setting) -> dict[str, float]:
     return found | {kind: statistics.median(values) for kind, values in runs.items()}
 
 
-def slowness(reference: Sized, setting: Setting) -> float:
+def slowness(setting: Setting) -> float:
     """How much longer operators take in a step than one by one: what they touch is colder there."""
     seen = [reference("dp=1", "large", True) for _ in range(2)]
     clerk = Clerk(setting)
-    events: list[Happening] = [e for e in seen[0].events if e.kind == "op"]
+    events: list[Event] = [e for e in seen[0].events if e.kind == "op"]
     work = sum(clerk.work(e) for e in events)
     # The mean, not the least: other programs, and other tenants of the host, disturb whole steps as well.
     whole = statistics.mean(s.cpu if setting.threads == 1 else s.wall for s in seen)
@@ -321,7 +328,7 @@ def slowness(reference: Sized, setting: Setting) -> float:
 # --- one process of a setting ---
 
 
-def measure(reference: Sized, join: Callable[[], None], quick: bool) -> dict[str, Any]:
+def measure(join: Callable[[], None], quick: bool) -> dict[str, Any]:
     """Everything about the setting that this process is in, one of those that ``join`` brings together.
 
     Rank 0's table of links is complete.
@@ -330,7 +337,7 @@ def measure(reference: Sized, join: Callable[[], None], quick: bool) -> dict[str
     sizes, grid, messages = SIZES[::every], [axis[::every] for axis in GRID], MESSAGES[::every]
     budget = (0.003 if quick else 0.007) / RUNS
     world, threads = int(os.environ["WORLD_SIZE"]), torch.get_num_threads()
-    found: dict[str, Any] = {"ranks": world, "threads": threads, "memory": empty_memory(reference, join, world)}
+    found: dict[str, Any] = {"ranks": world, "threads": threads, "memory": empty_memory(join, world)}
     between = collectives(messages, 8 if quick else 20) if world > 1 else {}
     table = links() if 1 < world <= 16 else {}
     dist.barrier()
@@ -344,13 +351,59 @@ def measure(reference: Sized, join: Callable[[], None], quick: bool) -> dict[str
         "attention": steady(lambda: attention(budget, (64, 256) if quick else (32, 64, 128, 256, 512, 1024))),
     }
     plain = Setting(**found, collectives=between, overhead={"op": 0.0, "functional": 0.0, "sharded": 0.0})
-    found["overhead"] = framework(reference, plain)
+    found["overhead"] = framework(plain)
     setting = Setting(**found, collectives=between)
-    found["slow"] = slowness(reference, setting)
+    found["slow"] = slowness(setting)
     return found | {"collectives": between, "links": table, "triad": speed, "peaks": peaks(4 * budget)}
 
 
-def empty_memory(reference: Sized, join: Callable[[], None], world: int) -> dict[str, float]:
+def setting(
+    ranks: int, threads: int, quick: bool, join: Callable[[], None], leave: Callable[[int], None]
+) -> dict[str, Any]:
+    """What rank 0 of ``ranks`` fresh processes measures while the others do the same; ``join`` brings them
+    together, and ``leave`` ends each with an exit code."""
+    import torch.multiprocessing as mp
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {
+        "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }  # fmt: skip
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            context = mp.start_processes(
+                _worker, (threads, quick, join, leave, folder), ranks, join=False, start_method="spawn"
+            )
+            until = time.monotonic() + PATIENCE_S
+            while not context.join(timeout=1):
+                if time.monotonic() > until:
+                    raise WeftError(f"the probe's {ranks} processes did not end in {PATIENCE_S} s")
+            found: dict[str, Any] = json.loads((Path(folder) / "0").read_text())
+            return found
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _worker(
+    rank: int, threads: int, quick: bool, join: Callable[[], None], leave: Callable[[int], None], folder: str
+) -> None:
+    from weft.train import loop  # noqa: F401 (what a rank of a run has imported by the time it trains)
+
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(threads)
+    found = measure(join, quick)
+    (Path(folder) / str(rank)).write_text(json.dumps(found))
+    leave(0)
+
+
+def empty_memory(join: Callable[[], None], world: int) -> dict[str, float]:
     """Resident bytes of a rank besides its tensors: ``plain``, ``per_byte`` of tensors at their peak (the heap has
     gaps), and with several ranks what kinds of layouts load and keep, the first as a peak that :func:`cluster` reads.
     """
@@ -358,7 +411,7 @@ def empty_memory(reference: Sized, join: Callable[[], None], world: int) -> dict
     if world == 1:
         small = reference("dp=1", "small", True).peak
         first = peak_resident()
-        per_byte = (peak_of(reference, "dp=1", "large", True) - first) / (reference("dp=1", "large", True).peak - small)
+        per_byte = (peak_of("dp=1", "large", True) - first) / (reference("dp=1", "large", True).peak - small)
         found = {"plain": first - max(1.0, per_byte) * small, "per_byte": max(1.0, per_byte)}
     join()
     if world > 1:
@@ -366,11 +419,11 @@ def empty_memory(reference: Sized, join: Callable[[], None], world: int) -> dict
         found = {"peak": float(peak_resident()), "tensors": float(tensors)}
         for kind, axis in (("sharded", "shard"), ("message", "pp")):
             before = peak_resident()
-            found[kind] = float(peak_of(reference, f"{axis}={world}", "small", False) - before)
+            found[kind] = float(peak_of(f"{axis}={world}", "small", False) - before)
     return found
 
 
-def peak_of(reference: Sized, layout: str, size: str, alone: bool) -> int:
+def peak_of(layout: str, size: str, alone: bool) -> int:
     reference(layout, size, alone)
     return peak_resident()
 

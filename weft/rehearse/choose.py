@@ -1,0 +1,238 @@
+"""Layouts on a machine that ``weft probe`` has measured: the likeliest are rehearsed, and timed by the clock.
+
+The closed form's constants are those of GPUs; here it only says which layouts are worth a rehearsal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.errors import UsageError
+from weft.layout.layout import AXES, Layout
+from weft.model_shape import Shape, shape_of
+from weft.planner.choose import Choice, choice_of, demands, recipe_under
+from weft.planner.cost import BITS, Cost
+from weft.planner.engine import ENGINES
+from weft.planner.finalists import Final, refine
+from weft.planner.links import Links
+from weft.planner.machine import Cluster
+from weft.planner.mapping import Traffic, place_axes, ranks_of
+from weft.planner.memory import Memory
+from weft.planner.search import Found, Pin, search
+from weft.planner.shape import vocab_of
+from weft.recipe import Recipe
+from weft.rehearse.clock import Prediction, predict
+from weft.rehearse.curves import COLLECTIVES, Local
+from weft.rehearse.step import Event, Rehearsal, batches_of, every_rank
+from weft.train.setup import model_shape
+
+#: Layouts that are rehearsed, over all numbers of ranks.
+REHEARSED = 24
+#: Layouts that differ in none of these are one kind; the best of each by closed form is rehearsed.
+KIND = ("tp", "pp", "cp", "dp", "shard", "zero", "context", "schedule", "virtual", "offload", "secondary")
+
+
+def shortlist(found: Found, most: int) -> list[int]:
+    """Candidates to rehearse: the best of every way to cut the model first, then the best kinds of all."""
+    columns = {name: np.broadcast_to(getattr(found.plans, name), found.count) for name in KIND}
+    kinds: dict[tuple[float, ...], int] = {}
+    for i in found.order:
+        kinds.setdefault(tuple(float(columns[name][i]) for name in KIND), int(i))
+    ways: dict[tuple[float, ...], int] = {}
+    for kind, i in kinds.items():
+        ways.setdefault(kind[:3], i)
+    chosen = list(ways.values())
+    chosen += [i for i in kinds.values() if i not in chosen]
+    return chosen[:most]
+
+
+def shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """How many of :data:`REHEARSED` each number of ranks gets: there are more layouts of more."""
+    whole = sum(counts)
+    for n in counts:
+        yield n, max(2, round(REHEARSED * n / whole))
+
+
+def timed(final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: Local) -> Final:
+    """``final`` with the time, the memory and (where links differ) the order of axes that the rehearsal gives."""
+    order, workers = placed(layout, rehearsed, local.uneven(layout.world))
+    prediction = predict(local, rehearsed, layout, workers)
+    cost = Cost(**{part.name: prediction.parts.get(part.name, 0.0) for part in fields(Cost)})
+    return replace(final, cost=cost, ranks=tuple(held(layout, rehearsed, prediction)), closed=prediction.seconds,
+                   order=order)  # fmt: skip
+
+
+def placed(layout: Layout, rehearsed: Sequence[Rehearsal], links: Links | None) -> tuple[str, list[int]]:
+    """The order of axes for these links, and the worker of every rank as it was rehearsed; usual if links are alike."""
+    if links is None:
+        return "", []
+    place = place_axes(links, layout, traffic_of(rehearsed[0].events, 0, layout))
+    turned = layout.model_copy(update={"order": place.order})
+    workers = ranks_of(turned, turned.axis_order).reshape(-1).tolist()
+    return (place.order if workers != list(range(layout.world)) else ""), workers
+
+
+def traffic_of(events: Sequence[Event], rank: int, layout: Layout) -> dict[str, Traffic]:
+    """What ``rank`` sends along every axis in a rehearsed step. Small sums over the world are left out."""
+    at = np.argwhere(ranks_of(layout, layout.axis_order) == rank)[0]
+    places = ranks_of(layout, layout.axis_order)
+    lines = {}  # the ranks along an axis through this one
+    for i, axis in enumerate(AXES):
+        index = tuple(slice(None) if i == j else int(k) for j, k in enumerate(at))
+        lines[axis] = frozenset(map(int, places[index]))
+    found: dict[str, list[float]] = {}
+    for e in events:
+        if e.kind == "send":
+            axis = next((a for a in lines if layout.size(a) > 1 and e.ranks[0] in lines[a]), "")
+            sent, times = float(e.bytes), 1
+        elif e.kind in ("collective", "later"):
+            axis = next((a for a in lines if layout.size(a) > 1 and set(e.ranks) == lines[a]), "")
+            n = max(1, len(e.ranks))
+            rounds = 2 if COLLECTIVES.get(e.name) == "reduce" else 1
+            sent, times = rounds * (n - 1) / n * e.bytes, rounds * (n - 1)
+        else:
+            continue
+        if axis:
+            total = found.setdefault(axis, [0.0, 0.0])
+            total[0] += sent
+            total[1] += times
+    return {axis: Traffic(*total) for axis, total in found.items()}
+
+
+def held(layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction) -> Iterator[Memory]:
+    """Memory of the fullest rank of every pipeline position: tensors, and what the process takes beside them."""
+    each = layout.world // layout.pp
+    for stage in range(layout.pp):
+        ranks = range(stage * each, (stage + 1) * each)
+        fullest = max(ranks, key=lambda r: prediction.memory[r])
+        state, peak = float(rehearsed[fullest].state), float(rehearsed[fullest].peak)
+        weights = state / 3  # beside two moments of as many numbers
+        grads = min(weights, peak - state)
+        beside = prediction.memory[fullest] - peak
+        yield Memory(weights, grads, state - weights, peak - state - grads, 0.0, beside)
+
+
+def at_hand(
+    founds: Sequence[Found], local: Local, recipe_of: Callable[[Final], Any],
+    rehearse: Callable[[Any], Sequence[Rehearsal]], say: Callable[[str], None] = lambda text: None,
+) -> tuple[Found, list[Final]]:  # fmt: skip
+    """The best layouts of all numbers of ranks (one of ``founds`` each), fastest first; and the winner's search.
+
+    ``recipe_of``: the recipe of a layout; ``rehearse``: its step on every rank; ``say`` hears what is being done.
+    """
+    finals: list[tuple[Final, Found]] = []
+    chosen = [
+        (found, i)
+        for found, (_, most) in zip(founds, shares([int(f.plan(0).world) for f in founds]), strict=True)
+        for i in shortlist(found, most)
+    ]
+    for n, (found, i) in enumerate(chosen, 1):
+        final = refine(found, found.plan(i), found.seconds(i))
+        if final is None:
+            continue
+        recipe = recipe_of(final)
+        say(f"rehearsing {recipe.layout} ({n} of {len(chosen)})")
+        finals.append((timed(final, recipe.layout, rehearse(recipe), local), found))
+    fit = [(final, found) for final, found in finals if final.fits] or finals
+    fit.sort(key=lambda pair: pair[0].seconds)
+    return fit[0][1], [final for final, _ in fit]
+
+
+def to_try(finals: Sequence[Final], count: int) -> list[Final]:
+    """What to run for ``count`` trials: the best of every number of ranks, then the best of all."""
+    firsts: dict[float, Final] = {}
+    for final in finals:
+        firsts.setdefault(float(final.plan.world), final)
+    chosen = sorted(firsts.values(), key=lambda final: final.seconds)[:count]
+    return chosen + [final for final in finals if final not in chosen][: count - len(chosen)]
+
+
+def anchored(finals: Sequence[Final], measured: Sequence[tuple[Final, float]]) -> list[Final]:
+    """All of ``finals`` by time: those that ran with the seconds ``measured``, the others moved as those were.
+
+    The speed of a machine that others use too wanders, and a probe knows it as it was: layouts of as many ranks are off
+    by about as much. So each is moved by the ratio of those that ran (the mean of their logarithms), of all of them if
+    none has as many ranks.
+    """
+    ran = {id(final): seconds for final, seconds in measured}
+    off: dict[float, list[float]] = {}
+    for final, seconds in measured:
+        for world in (0.0, float(final.plan.world)):
+            off.setdefault(world, []).append(float(np.log(seconds / final.seconds)))
+
+    def moved(final: Final) -> Final:
+        ratio = float(np.exp(np.mean(off.get(float(final.plan.world), off.get(0.0, [0.0])))))
+        if id(final) in ran:
+            ratio = ran[id(final)] / final.seconds
+        cost = Cost(**{part.name: ratio * float(getattr(final.cost, part.name)) for part in fields(Cost)})
+        return replace(final, cost=cost, closed=ratio * final.closed)
+
+    return sorted((moved(final) for final in finals), key=lambda final: final.seconds)
+
+
+#: Parameters times ranks beyond which rehearsals, which allocate what they compute on, would take long.
+LARGEST = 2e9
+
+
+def search_here(
+    recipe_of: Callable[[Final], Recipe], shape: Shape, cluster: Cluster, ranks: int | None, batch: int, seq: int,
+    bits: int, pins: Sequence[Pin], say: Callable[[str], None],
+) -> tuple[Found, list[Final], str]:  # fmt: skip
+    """The best layouts on the probed machine, of ``ranks`` or else of every number of ranks that was probed; the
+    search of the winner's number; and what was compared. ``recipe_of``: what a layout is rehearsed with."""
+    if float(shape.parameters) * (ranks or cluster.count) > LARGEST:
+        raise UsageError(
+            f"the model has {float(shape.parameters) / 1e9:.1f} B parameters: too many to rehearse on a CPU; plan for "
+            "GPUs, e.g. --cluster h100 --gpus 8"
+        )
+    local = Local.of(cluster.calibration)
+    counts = [ranks] if ranks else [n for n in local.settings if n <= cluster.count]
+    founds, refusal = [], None
+    for n in counts:
+        engine = replace(ENGINES["weft"], constant=local.setting(n).memory["plain"] / 2**30)
+        memory = (cluster.memory or 16) * cluster.count / n
+        share = {"memory": memory, "bf16": (cluster.bf16 or 0.05) / n, "hbm": (cluster.hbm or 20) / n}
+        mine = cluster.model_copy(update={"count": n, "per_node": min(n, cluster.per_node)} | share)
+        try:
+            founds.append(search(shape, mine, engine, batch, seq, bits, pins))
+        except UsageError as error:
+            refusal = error
+    if not founds:
+        raise refusal or UsageError("no number of ranks was probed; run weft probe again")
+    with _one_thread():
+        found, finals = at_hand(founds, local, recipe_of, _rehearse, say)
+    return found, finals, f"of {len(finals)} rehearsed layouts of {' or '.join(map(str, counts))} ranks"
+
+
+def choose_here(recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callable[[str], None]) -> Choice:
+    """The fastest layout for ``recipe`` on the probed machine; what its ``[train]`` section says stays."""
+    train = recipe.train
+    shape = shape_of(model_shape(recipe), vocab_of(recipe))
+    _, finals, among = search_here(
+        lambda final: recipe_under(recipe, final)[0], shape, cluster, ranks, train.batch, recipe.data.seq_len,
+        BITS[train.dtype], demands(recipe, cluster), say,
+    )  # fmt: skip
+    return choice_of(recipe, finals, among)
+
+
+def _rehearse(recipe: Recipe) -> list[Rehearsal]:
+    """Every rank's step, on the recipe's own first batch if its data is there."""
+    shape, batches = batches_of(recipe)
+    return every_rank(recipe, shape, lambda mesh: batches(mesh, 0))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Rehearsals compute on one thread: their operators are counted, not timed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,123 @@
+"""A layout tried out: a few real training steps in ranks of their own, for ``weft plan --probe`` and benchmarks."""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import UsageError, WeftError
+from weft.layout.mesh import Mesh
+from weft.planner.explain import recipe_tree, title, toml
+from weft.planner.finalists import Final
+from weft.planner.shape import Model
+from weft.recipe import Recipe
+from weft.rehearse.choose import anchored, to_try
+
+#: Starts so many ranks of the recipe in a file, each of which calls :func:`be_rank`; returns their exit code. What they
+#: measure goes to the second file.
+Start = Callable[[Path, Path, int], int]
+
+WARM, ENOUGH = 3, 12
+#: Seconds after which no further step is begun.
+LIMIT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``seconds`` of a step (median), peak resident or device bytes of the fullest rank; or why there are none."""
+
+    seconds: float = 0.0
+    memory: float = 0.0
+    reason: str = ""
+
+
+def trial(recipe: Path, world: int, start: Start) -> Measured:
+    """Run the recipe of file ``recipe``, whose layout has ``world`` ranks, for some steps on this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found"
+        code = start(recipe, out, world)
+        if code > 128:
+            raise KeyboardInterrupt
+        if code or not out.exists():
+            return Measured(reason=f"a rank ended with code {code}")
+        return Measured(**json.loads(out.read_text()))
+
+
+def tried(
+    finals: Sequence[Final], model: Model, count: int, start: Start, devices: int, say: Callable[[str], None]
+) -> tuple[list[Final], list[tuple[Final, Measured]]]:
+    """Some of ``finals`` run for real: all by time, with what that told; and every trial, with what was predicted.
+
+    The best of every number of ranks are tried first; if another comes first by what they told, it is tried as well.
+    ``devices``: ranks that this machine can hold.
+    """
+    waiting, ranked = to_try(finals, count), list(finals)
+    if large := next((final for final in waiting if final.plan.world > devices), None):
+        raise UsageError(
+            f"--probe runs layouts on this machine, which can hold {devices} ranks; {title(large)} has "
+            f"{large.plan.world:.0f}: leave it out, or give --gpus {devices}"
+        )
+    found: list[tuple[Final, Measured]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting:
+            final = waiting.pop(0)
+            say(f"running {title(final)} ({len(found) + 1} of {len(found) + 1 + len(waiting)})")
+            path = Path(folder) / f"{len(found)}.toml"
+            path.write_text(toml(recipe_tree(final, model)))
+            found.append((final, trial(path, int(final.plan.world), start)))
+            failed = [f for f, done in found if not done.seconds]
+            kept = [f for f in finals if all(f is not x for x in failed)]
+            ranked = anchored(kept, [(f, done.seconds) for f, done in found if done.seconds])
+            if not waiting and ranked and len(found) < 2 * count:  # what comes first now is to have run, too
+                first = next((f for f in kept if f.plan == ranked[0].plan and f.order == ranked[0].order), None)
+                waiting = [first] if first is not None and all(first is not f for f, _ in found) else []
+    if not ranked:
+        raise WeftError(f"none of the {len(found)} layouts that were tried ran: {found[0][1].reason}")
+    return ranked, found
+
+
+def steps(recipe: Recipe, device: str) -> Iterator[Mesh]:
+    """As a rank that has joined the others: set up, then train a step before every item."""
+    from weft.rehearse.step import batches_of
+    from weft.train.setup import assemble
+    from weft.train.step import train_step
+
+    mesh = Mesh.create(recipe.layout, device)
+    shape, batches = batches_of(recipe)
+    model, state = assemble(shape, mesh, recipe)
+    for step in range(sys.maxsize):
+        train_step(model, state, batches(mesh, step), mesh, lr=recipe.optimizer.lr, clip=1.0)
+        yield mesh
+
+
+def be_rank(recipe: Recipe, device: str, out: Path) -> None:
+    """Steps until they are enough; rank 0 writes the :class:`Measured` of all."""
+    import torch
+    import torch.distributed as dist
+
+    from weft.layout.mesh import from_all
+    from weft.observe.flops import memory_gib
+
+    taken: list[float] = []
+    begun = last = time.perf_counter()
+    for mesh in steps(recipe, device):
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        taken.append(now - last)
+        # The first rank says when it is over, as clocks differ.
+        over = len(taken) > WARM and (len(taken) >= WARM + ENOUGH or now - begun > LIMIT_S)
+        told = torch.tensor(float(over), device=mesh.device)
+        if recipe.layout.world > 1:
+            dist.broadcast(told, 0)
+        if told.item():
+            break
+        last = time.perf_counter()
+    seconds = from_all(statistics.median(taken[WARM:]))
+    memory = from_all(2**30 * memory_gib(mesh.device).peak)
+    if mesh.is_main:
+        out.write_text(json.dumps({"seconds": statistics.mean(seconds), "memory": max(memory)}))
