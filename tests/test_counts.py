@@ -136,4 +136,6 @@ def test_catalogue_names_what_exists() -> None:
         words = row[3].replace("`", "").replace(",", " ").split()
         files = [root / "recipes" / word for word in words if word.endswith(".toml")]
         files += [root / word for word in words if word.endswith(".py")]
+        if words[:2] == ["python", "-m"]:
+            files += [root / words[2].replace(".", "/") / "__main__.py"]
         assert words[0] in ("any", "weft") or (files and all(file.is_file() for file in files)), row[3]

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.conflicts import Asked, Conflict, refuse
-from weft.layout.layout import Layout
+from weft.layout.layout import BATCH_AXES, Layout
 from weft.shipped import find_recipe, shipped_recipes
 
 Dtype = Literal["float64", "float32", "bfloat16"]
@@ -261,7 +261,7 @@ class Recipe(Section):
 
     def rows_per_pass(self, layout: Layout) -> tuple[int, int]:
         """``(rows, passes)``: sequences per rank and pass, and gradient-accumulation passes per step."""
-        ranks = layout.size("dp", "shard")
+        ranks = layout.size(*BATCH_AXES)
         per_rank = -(-self.train.batch // ranks)
         # A pipeline wants microbatches, about twice as many as it has ranks.
         rows = min(self.train.micro_batch or max(1, per_rank // (2 * layout.pp if layout.pp > 1 else 1)), per_rank)

@@ -102,13 +102,20 @@ class Saver:
 
     ``heard`` is told what went wrong with a save in the background; with ``strict`` that is raised instead.
     ``reports`` tells how saves went: of this rank as soon as its writer is done, on rank 0 also of the others, when the
-    next save begins or all is finished.
+    next save begins or all is finished. ``group``: the ranks that save together; default all.
     """
 
-    def __init__(self, heard: Callable[[str], None], strict: bool = False, timeout: float = 600) -> None:
+    def __init__(
+        self,
+        heard: Callable[[str], None],
+        strict: bool = False,
+        timeout: float = 600,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.heard, self.strict, self.timeout = heard, strict, timeout
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.group = group
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self.reports: list[Saved] = []
         self.problem = ""
         self._memory: _Memory | None = None
@@ -210,7 +217,7 @@ class Saver:
         self.copied()
         while self._due > (self.rank == 0):
             self._take()
-        told = from_all((self.problem, self._untold))
+        told = from_all((self.problem, self._untold), self.group)
         self._untold = []
         if self.rank == 0:
             self.reports += [saved for _, theirs in told[1:] for saved in theirs]
@@ -221,7 +228,7 @@ class Saver:
             said = self.problem
             self._take()
             self.problem = said or self.problem
-        agreed = from_all((self.problem, what, secrets.token_hex(6)))
+        agreed = from_all((self.problem, what, secrets.token_hex(6)), self.group)
         self.problem = _first([problem for problem, *_ in agreed])
         if len({theirs for _, theirs, _ in agreed}) > 1:
             raise WeftError("the ranks are not about to save the same thing; this is a defect of Weft")

@@ -64,8 +64,8 @@ def _write(settings: list[dict[str, Any]], count: int, out: Path, seconds: float
     out.write_text(f"# Written by weft probe in {seconds:.0f} s; for weft plan --cluster.\n{as_toml(tree)}\n")
     grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
     grid.add_column("each of")
-    for name in ("threads", "GFLOP/s f32", "bf16", "triad GB/s", "op us", "FSDP us", "all-reduce 1 MB us", "in a step",
-                 "MB empty"):  # fmt: skip
+    for name in ("threads", "GFLOP/s f32", "bf16", "triad GB/s", "op us", "sharding us", "all-reduce 1 MB us",
+                 "in a step", "MB empty"):  # fmt: skip
         grid.add_column(name, justify="right")
     for s in settings:
         reduce = _nearest(s["collectives"].get(f"reduce.{s['ranks']}"), 2**20)

@@ -13,7 +13,7 @@ from weft.data.cache import digest
 from weft.data.order import Order, Stream, hashed, held_out
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import Progress, open_source
-from weft.layout.layout import DATA_AXES, Layout
+from weft.layout.layout import BATCH_AXES, DATA_AXES, Layout
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
 from weft.recipe import Data
 
@@ -59,7 +59,7 @@ class Loader:
 
     order: Order
     layout: Layout
-    batch_rank: int  # among those that split the batch: dp and shard together
+    batch_rank: int  # among those that the sequences of a step are dealt out to
     cp_rank: int
     batch: int  # global sequences per step
     rows: int  # of this rank, per pass
@@ -78,7 +78,7 @@ class Loader:
         end = min(position + self.batch, total or sys.maxsize)
         if self.costs is not None and self.layout.size(*DATA_AXES) > 1:
             return self._balanced(range(position, end), self.costs)
-        per_rank = -(-self.batch // self.layout.size("dp", "shard"))
+        per_rank = -(-self.batch // self.layout.size(*BATCH_AXES))
         first = position + self.batch_rank * per_rank
         samples = range(first, min(first + per_rank, end))
         return [self._assemble(samples[p * self.rows : (p + 1) * self.rows]) for p in range(self.passes)]

@@ -26,6 +26,9 @@ CUTS: dict[str, tuple[str, ...]] = {
     "expert": ("ep",),
 }
 
+#: Axes over which the sequences of a step are dealt out.
+BATCH_AXES = ("island", "dp", "shard")
+
 #: Axes whose ranks see different data, so that parameter gradients are summed over them.
 DATA_AXES = ("dp", "shard", "cp")
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.errors import UsageError
 from weft.layout.groups import mesh_with_groups
-from weft.layout.layout import AXES, FOLDED, Layout
+from weft.layout.layout import AXES, BATCH_AXES, FOLDED, Layout
 from weft.layout.placement import Place, rank_table
 
 T = TypeVar("T")
@@ -99,8 +99,8 @@ class Mesh:
 
     @property
     def batch_rank(self) -> int:
-        """Coordinate among the ranks of a step that split its batch (``dp`` and ``shard`` together)."""
-        return self.rank("dp") * self.size("shard") + self.rank("shard")
+        """Coordinate among the ranks that the sequences of a step are dealt out to."""
+        return self.place.along(*BATCH_AXES)
 
     @property
     def data_ranks(self) -> list[int]:

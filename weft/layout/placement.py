@@ -60,6 +60,13 @@ class Place:
     def rank(self, axis: str) -> int:
         return self.coordinates[axis]
 
+    def along(self, *axes: str) -> int:
+        """The coordinate along ``axes`` together, the last varying fastest."""
+        index = 0
+        for axis in axes:
+            index = index * self.layout.size(axis) + self.rank(axis)
+        return index
+
     def logical(self, dims: Sequence[Dim], std: float | None, whole: bool = False) -> Logical:
         """The parameter with these dimensions, and the part of it that this place computes with.
 
@@ -71,11 +78,7 @@ class Place:
         return Logical(tuple(dims), std, cuts, box)
 
     def _range(self, dim: Dim, axes: Sequence[str]) -> tuple[int, int]:
-        parts, index = 1, 0
-        for axis in axes:
-            size = self.layout.size(axis)
-            parts, index = parts * size, index * size + self.rank(axis)
-        lo, hi = part(dim.count, parts, index)
+        lo, hi = part(dim.count, self.layout.size(*axes), self.along(*axes))
         return lo * dim.unit, hi * dim.unit
 
     def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
@@ -91,16 +94,13 @@ class Place:
             holders, index = holders // within, index // within
             replicas, replica = replicas // beyond, replica // beyond
         box = logical.rows(*ceil_part(logical.local_shape[0], holders, index)) if logical.box else ()
-        summands = holders * replicas
         copy = list(stages).index(self.rank("pp")) if len(stages) > 1 else 0
-        replica, replicas = copy * replicas + replica, len(stages) * replicas
-        summands *= len(stages)
-        for axis in MODEL_AXES:
-            if not logical.cut_by(axis):
-                replica = replica * layout.size(axis) + self.rank(axis)
-                replicas *= layout.size(axis)
-                summands *= layout.size(axis)
-        return Placement(box, replica, replicas, copy, summands)
+        uncut = [axis for axis in MODEL_AXES if not logical.cut_by(axis)]
+        replica = (copy * replicas + replica) * layout.size(*uncut) + self.along(*uncut)
+        replicas *= len(stages) * layout.size(*uncut)
+        # Islands hold a model each; that of the first is what is saved and counted.
+        replica += self.rank("island") * replicas
+        return Placement(box, replica, layout.island * replicas, copy, summands=holders * replicas)
 
 
 def rank_table(layout: Layout) -> np.ndarray:

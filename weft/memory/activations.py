@@ -82,7 +82,7 @@ class HostActivations:
         found: dict[int, SavedStorage | None] = {}  # by storage; None stays
 
         def pack(tensor: T) -> T | SavedView:
-            if not found:  # now, when FSDP2 has put the gathered parameters in place
+            if not found:  # now, when the gathered parameters are in place
                 found.update({p.untyped_storage()._cdata: None for p in (*module.parameters(), *shared)})
             storage = tensor.untyped_storage()
             if tensor.device.type != self.device.type:

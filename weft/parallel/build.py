@@ -9,9 +9,9 @@ from weft.memory.activations import HostActivations
 from weft.models.init import initial_values
 from weft.models.transformer import Block, Transformer
 from weft.parallel.context import context_attention
-from weft.parallel.fsdp import fsdp_state, needs_fsdp, shard_data_parallel
 from weft.parallel.hybrid import hybrid_attention
 from weft.parallel.pipeline import Pipeline
+from weft.parallel.sharded import is_sharded, shard_data_parallel, sharded_state
 from weft.parallel.state import Held, Resident, State, Values
 from weft.recipe import ModelShape, Train
 from weft.schedule.build import BUILDERS
@@ -50,7 +50,7 @@ def parallelize(
         if train.compile:
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
-    sharded = pipeline is None and needs_fsdp(mesh, train)
+    sharded = pipeline is None and is_sharded(mesh, train)
     if sharded:
         shard_data_parallel(model, mesh, train)
     model.to_empty(device="cpu" if sharded and train.offloads_state else mesh.device)
@@ -59,7 +59,7 @@ def parallelize(
         state = pipeline.start(getattr(torch, train.dtype), train.offloads_state)
         model.pipeline = pipeline
     else:
-        state = fsdp_state(model, mesh) if sharded else resident_state(model, mesh)
+        state = sharded_state(model, mesh) if sharded else resident_state(model, mesh)
     if train.offloads_activations:
         model.around = HostActivations(mesh.device).block
     state.fill(values or (lambda name, logical, box: initial_values(name, logical, box, train.seed)))

@@ -1,8 +1,8 @@
 """The state of the model on one rank: parameters in units, their gradients, and whatever else belongs to a parameter.
 
 Everything that reads or changes the state goes through :class:`State`: the step, the proof, checkpoints, moves between
-layouts. Who holds the memory and when it is gathered is up to the units: :mod:`weft.parallel.fsdp` lets FSDP2 do it
-inside autograd, :mod:`weft.parallel.units` does it when a pipeline's table says so.
+layouts. Who holds the memory and when it is gathered is up to the units: those of :mod:`weft.parallel.sharded` do it
+from hooks of autograd, those of :mod:`weft.parallel.units` when a pipeline's table says so.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Units whose parameters are gathered and reduced when they are told to: the state of a pipeline rank.
 
-FSDP2 gathers and reduces from inside autograd, which a split backward and interleaved microbatches keep from working.
+Hooks of autograd (:mod:`weft.parallel.sharded`) work neither with a split backward nor with interleaved microbatches.
 Here the schedule says when: its ``GATHER``, ``RELEASE`` and ``REDUCE`` actions call these methods.
 """
 

@@ -74,7 +74,7 @@ class _Ledger(TorchDispatchMode):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Count what is made within; FSDP gathers and frees parameters by the size of their storage."""
+        """Count what is made within; units gather and free parameters by the size of their storage."""
         real = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:

@@ -152,7 +152,7 @@ def _train(job: Job, mesh: Mesh, chosen: Run, lease: Lease) -> Outcome:
 
         metrics.warn = display.note  # of itself it cannot keep a record
 
-        saver = Saver(event, strict=recipe.checkpoint.on_error == "stop", timeout=settings.timeout)
+        saver = Saver(event, recipe.checkpoint.on_error == "stop", settings.timeout, mesh.step_group)
         saver.prepare(state.tensors())
         stack.callback(saver.close)
 

@@ -14,6 +14,7 @@ from weft.data.order import Order
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokens import Progress
 from weft.errors import UsageError, WeftError
+from weft.layout.layout import MODEL_AXES
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.observe.flops import parameter_count
@@ -136,7 +137,7 @@ def _check_memory(recipe: Recipe, shape: ModelShape) -> None:
     """Refuse what cannot even hold its own state: parameters, gradients and two moments, before any activation."""
     width = 8 if recipe.train.dtype == "float64" else 4
     parameters = parameter_count(shape, shape.vocab)
-    need = 4 * width * parameters / recipe.layout.size("pp", "tp", "shard", "cp")
+    need = 4 * width * parameters / recipe.layout.size("pp", "shard", "cp", *MODEL_AXES)
     cuda = device_type(recipe) == "cuda" and not recipe.train.offloads_state
     if cuda:
         free, ranks = torch.cuda.get_device_properties(0).total_memory, 1

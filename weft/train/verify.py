@@ -21,7 +21,7 @@ from weft.layout import boundary
 from weft.layout.boundary import BY_DATA, SAME, I, R, V, declare, gradient_types, parameter_types, state_types
 from weft.layout.dims import Box, Logical
 from weft.layout.fake import fake_rank
-from weft.layout.layout import DATA_AXES, Layout
+from weft.layout.layout import DATA_AXES, MODEL_AXES, Layout
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Block, Transformer
 from weft.parallel.build import check_fits, resident_state
@@ -267,7 +267,7 @@ def _typed(state: State, mesh: Mesh) -> State:
 
 def _meta_batch(mesh: Mesh) -> Batch:
     """A batch of the right shapes: two rows, of which each rank holds its share of the tokens."""
-    local = 2 * mesh.size("tp") * (2 if mesh.size("cp") > 1 else 1)
+    local = 2 * mesh.size(*MODEL_AXES) * (2 if mesh.size("cp") > 1 else 1)
     length = local * mesh.size("cp")
     tokens, labels, positions = torch.empty(3, 2, local, dtype=torch.long, device="meta").unbind()
     return _MetaBatch(tokens, labels, positions, torch.tensor([0, length, 2 * length], dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""State on FSDP2: the one file that knows of it, and of what it needs of its private functions.
+"""State that hooks of autograd gather and reduce, by FSDP2: the one file that knows of it.
 
 FSDP2 gathers parameters and reduces gradients from hooks of autograd, over replicas (``dp``) and the ranks that share
 in holding the state (``shard`` and ``cp``). ZeRO stages are a table of what it keeps between uses.
@@ -33,7 +33,7 @@ STAGES: dict[int, Kept] = {1: Kept(True, True), 2: Kept(True, False), 3: Kept(Fa
 
 
 @dataclass
-class FsdpUnit:
+class HookUnit:
     """The parameters of one FSDP2 module that are not another's: a block, or what is left at the root."""
 
     module: FSDPModule
@@ -56,7 +56,7 @@ class FsdpUnit:
         self.module.set_is_last_backward(last)
 
 
-def needs_fsdp(mesh: Mesh, train: Train) -> bool:
+def is_sharded(mesh: Mesh, train: Train) -> bool:
     """Whether state and parameters are different tensors: sharded, replicated, in another precision or offloaded."""
     apart = mesh.size("dp", "state") > 1 or train.dtype == "bfloat16" or train.offloads_state
     return mesh.data_mesh is not None and apart
@@ -86,7 +86,7 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train) -> None:
         module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo knows as well
 
 
-def fsdp_state(model: Transformer, mesh: Mesh) -> State:
+def sharded_state(model: Transformer, mesh: Mesh) -> State:
     """The state of a model that :func:`shard_data_parallel` has been at, once its memory exists."""
     described = dict(model.logical_parameters())
     held: dict[str, Held] = {}
@@ -101,9 +101,9 @@ def fsdp_state(model: Transformer, mesh: Mesh) -> State:
     for prefix, block in model.blocks.named_children():
         assert isinstance(block, FSDPModule)
         mine = [root.pop(name) for name in held if name.startswith(f"blocks.{prefix}.")]
-        units.append(FsdpUnit(block, kept, mine))
+        units.append(HookUnit(block, kept, mine))
     assert isinstance(model, FSDPModule)
-    return State([*units, FsdpUnit(model, kept, list(root.values()))])
+    return State([*units, HookUnit(model, kept, list(root.values()))])
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
