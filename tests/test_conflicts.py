@@ -18,9 +18,11 @@ ROOT = Path(__file__).parents[1]
 SMALLEST: dict[str, tuple[str, str]] = {
     "secondary without ZeRO-3": ("shard=4,zero=2,secondary=2", ""),
     "secondary that does not divide": ("shard=3,secondary=2", ""),
+    "experts that do not fold": ("ep=2", ""),
     "offloaded activations with selective recompute": ("", "train.offload=all train.recompute=selective"),
     "post-validation without pp": ("", "optimizer.post_validation=true"),
-    "experts": ("ep=2", ""),
+    "experts": ("dp=2,ep=2", ""),
+    "islands": ("island=2", ""),
     "tp above heads": ("tp=5", ""),
     "tp above ffn": ("tp=3", "model.ffn=2"),
     "tp above vocab": ("tp=3", "model.vocab=2"),

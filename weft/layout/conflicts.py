@@ -46,6 +46,16 @@ class Asked:
         return f"use one of {', '.join(map(str, fit))}" if fit else "leave it out"
 
     @property
+    def folding(self) -> list[int]:
+        """What ``layout.ep`` can be: a divisor of the data ranks that cuts those that share the state evenly."""
+        state, data = self.layout.size("shard", "cp"), self.layout.size("dp", "shard", "cp")
+        return [n for n in range(1, data + 1) if data % n == 0 and (state % n == 0 or n % state == 0)]
+
+    @property
+    def foldable(self) -> str:
+        return f"use one of {', '.join(map(str, self.folding))}"
+
+    @property
     def stages(self) -> int:
         chunks = self.schedules[self.layout.schedule].chunks if self.layout.virtual is None else self.layout.virtual
         return int(self.layout.pp * chunks)
@@ -99,6 +109,9 @@ RULES: tuple[Rule, ...] = (
               or not 1 < a.layout.secondary < a.layout.size("shard", "cp")),
          "secondary = {0.layout.secondary} does not cut the ranks of shard={0.layout.shard} x cp={0.layout.cp} into "
          "groups", "{0.nearby}"),
+    Rule("experts that do not fold", "layout", lambda a: a.layout.ep > 1 and a.layout.ep not in a.folding,
+         "ep = {0.layout.ep} does not fold over the data ranks of dp={0.layout.dp}, shard={0.layout.shard}, "
+         "cp={0.layout.cp}", "{0.foldable}"),
     Rule("offloaded activations with selective recompute", "train",
          lambda a: a.train.offloads_activations and a.train.recompute == "selective",
          "offload = {0.train.offload!r} does not see what recompute = 'selective' keeps",
@@ -108,6 +121,8 @@ RULES: tuple[Rule, ...] = (
          "optimizer.post_validation is for pipelines", "set layout.pp above 1 or leave it out"),
     Rule("experts", "layout shape", lambda a: a.layout.ep > 1,
          "layout axis 'ep' is not available yet", "use pp, dp, shard, cp, tp"),
+    Rule("islands", "layout shape", lambda a: a.layout.island > 1,
+         "layout axis 'island' is not available yet", "use pp, dp, shard, cp, tp"),
     Rule("tp above heads", "layout shape", lambda a: a.shape.heads < a.layout.tp,
          "tp={0.layout.tp} is more than the model's {0.shape.heads} heads", "use tp <= {0.shape.heads}"),
     Rule("tp above ffn", "layout shape", lambda a: (a.shape.ffn or 0) < a.layout.tp,

@@ -100,17 +100,6 @@ class Layout(BaseModel):
         refuse(Asked(layout=self), "layout")
         return self
 
-    @model_validator(mode="after")
-    def _folded(self) -> Self:
-        state, data = self.size("shard", "cp"), self.size(*DATA_AXES)
-        if data % self.ep or (state % self.ep and self.ep % state):
-            fit = [n for n in range(1, data + 1) if data % n == 0 and (state % n == 0 or n % state == 0)]
-            raise ValueError(
-                f"ep = {self.ep} does not fold over dp x shard x cp = {data} ranks that hold the state {state} by "
-                f"{state}; use one of {', '.join(map(str, fit))}"
-            )
-        return self
-
     @property
     def axis_order(self) -> tuple[str, ...]:
         """All axes from the slowest-varying to the fastest, those of size 1 anywhere."""
