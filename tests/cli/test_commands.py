@@ -127,7 +127,11 @@ def test_train_report_generate_resume(tiny: str, tmp_path: Path) -> None:
     assert "the model writes" in done.stdout
     records = read_metrics(tmp_path / "run")
     assert [r["step"] for r in records["train"]] == [1, 2, 3, 4, 5]
-    assert records["split"] and records["run"][0]["layout"] == "shard=2"
+    head = records["run"][0]
+    assert records["split"] and head["layout"] == "shard=2" and head["peak_flops"] is None
+    assert head["command"] == f"weft train {tiny} --layout shard=2 --out run" and head["host"] and head["versions"]
+    assert all(0 < r["memory_now_gib"] <= r["memory_gib"] + 0.01 for r in records["train"])
+    assert records["sample"][0]["prompt"] == "ab" and records["sample"][0]["text"].strip() in done.stdout
     assert (tmp_path / "run/report.html").stat().st_size > 1_000_000
     assert "already holds something" in weft("train", tiny, "--layout", "shard=2", "--out", "run").stderr
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +38,16 @@ def test_git_state_is_the_commit_and_says_whether_it_was_changed(
     assert git_state() == f"{commit} with changes"
     monkeypatch.setenv("PATH", "")
     assert git_state() == ""
+
+
+@pytest.mark.parametrize("problem", [None, ModuleNotFoundError("pynvml"), Exception("not permitted")])
+def test_a_gpu_tells_what_it_may(monkeypatch: pytest.MonkeyPatch, problem: Exception | None) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**30, 4 * 2**30))
+    monkeypatch.setattr("torch.cuda.utilization", mock.Mock(return_value=97, side_effect=problem))
+    monkeypatch.setattr("torch.cuda.power_draw", lambda device: 650_000)
+    sample = Hardware(torch.device("cuda"), interval=0).sample()
+    assert sample is not None and sample["gpu_gib"] == 3
+    assert (sample.get("gpu"), sample.get("gpu_watts")) == ((0.97, 650) if problem is None else (None, None))
 
 
 def test_hardware_is_sampled_when_it_is_time() -> None:

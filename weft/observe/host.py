@@ -58,8 +58,8 @@ class Hardware:
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             found["gpu_gib"] = (total - free) / 2**30
-            # What follows needs NVIDIA's library, which not every machine offers.
-            with contextlib.suppress(ImportError, RuntimeError):
+            # NVIDIA's library may be missing, or not allowed to tell (its errors have no common base).
+            with contextlib.suppress(Exception):
                 found["gpu"] = torch.cuda.utilization(self._device) / 100
                 found["gpu_watts"] = torch.cuda.power_draw(self._device) / 1000
         return found
