@@ -11,7 +11,8 @@ from rich.text import Text
 
 from weft.cli.arguments import AsJson
 from weft.cli.table import print_table
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError
+from weft.pages import write
 from weft.schedule import draw
 from weft.schedule.build import BUILDERS, Times, build
 from weft.schedule.simulate import Simulation, simulate, uniform
@@ -54,7 +55,7 @@ def schedule(
     note = f"{BUILDERS[name].about} · {_paper(name)}"
     for kind, path in files.items():
         if path is not None:
-            _write(path, kind, _content(kind, simulation, note))
+            write(path, _content(kind, simulation, note), f"--{kind}")
     if as_json:
         record = {
             "schedule": name,
@@ -141,13 +142,6 @@ def _content(kind: str, simulation: Simulation, note: str) -> str:
     if kind == "trace":
         return json.dumps(draw.perfetto(simulation))
     return (draw.svg if kind == "svg" else draw.html)(simulation, note=note, unit="ms")
-
-
-def _write(path: Path, kind: str, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise WeftError(f"cannot write --{kind} {path}: {error.strerror}; name another file") from None
 
 
 def _list(files: dict[str, Path | None], as_json: bool) -> int:
