@@ -25,6 +25,7 @@ from weft.schedule.kinds import Duty, kind_of
 from weft.schedule.lower import GATHER, REDUCE, RELEASE, links
 from weft.schedule.stages import assign_stages
 from weft.schedule.validate import validate
+from weft.schedule.vocab import share_stage
 from weft.schedule.wire import Wire
 
 T = torch.Tensor
@@ -103,9 +104,9 @@ class Pipeline:
         return bool(self.layout.vocab_barriers) and name.startswith(("embedding", "head"))
 
     def _users(self, name: str) -> list[int]:
-        """The stages on this rank that compute with parameter ``name``; the last number stands for the vocabulary."""
+        """The stages on this rank that compute with parameter ``name``: of a share of the vocabulary, a virtual one."""
         if self._of_vocabulary(name):
-            return [len(self.stages) + self.rank]
+            return [share_stage(len(self.stages), self.rank)]
         return [s for s in self._stages_with(name) if s in self.held]
 
     def _copies(self, name: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ sequence parallelism, recomputation), Rajbhandari et al. 2020 (ZeRO), Qi et al. 
 Thakur et al. 2005 (collectives).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +14,13 @@ import numpy as np
 from weft.model_shape import Num, Shape
 from weft.planner.engine import Engine
 from weft.planner.machine import Machine
+from weft.schedule.build import BUILDERS, Builder, Times
 
 RECOMPUTE = ("none", "selective", "full")
 CONTEXT = ("zigzag", "ulysses", "gather")
 #: What is kept on the host, by index: bit 0 state, bit 1 saved activations.
 OFFLOAD = ("none", "optimizer", "activations", "all")
-#: Schedules by index. The closed forms of the last four are rough: :mod:`weft.planner.finalists` simulates them.
+#: Schedules by index; what is known of them stands in their builders.
 SCHEDULES = (
     "1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b", "breadth-first", "v-half",
     "v-min", "dualpipe", "dualpipe-v",
@@ -315,9 +317,18 @@ def gradients(
     return moved - np.minimum(hideable, np.where(sharded, cover, turn)), updated
 
 
+def by_schedule(plan: Plan, form: Callable[[Builder], Num]) -> Num:
+    """What ``form`` says of every plan's schedule. 1F1B over several chunks per rank is the interleaved one."""
+    looped = (plan.schedule == SCHEDULES.index("1f1b")) & (plan.virtual > 1)
+    schedule, found = np.where(looped, SCHEDULES.index("interleaved-1f1b"), plan.schedule), np.zeros(())
+    for index in np.unique(schedule):
+        found = np.where(schedule == index, form(BUILDERS[SCHEDULES[int(index)]]), found)
+    return found
+
+
 def copies(plan: Plan) -> Num:
     """How often a pipeline holds every parameter."""
-    return 1 + (plan.schedule == SCHEDULES.index("dualpipe")) * (plan.pp > 1)
+    return 1 + by_schedule(plan, lambda builder: builder.twice) * (plan.pp > 1)
 
 
 def rest(plan: Plan, engine: Engine, known: Num) -> Num:
@@ -362,22 +373,10 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cos
     # --- pipeline
     v = np.maximum(1, plan.virtual)
     turn = most * (layer + one.again + one.count * one.exposed)  # of a rank and microbatch
-    # Zero-bubble schedules fill with weight gradients: (p - 1) (F + B - W) is left, or (p - 1) (F + B - 2 W).
-    weight = most * one.weight
-    kinds = [(plan.schedule == 2) | (plan.schedule == 4), (plan.schedule == 3) | (plan.schedule == 5)]
-    gone = np.select([*kinds, plan.schedule == 6], [2 * weight, 3 * weight, 3 * weight], 0.0)
-    plain = (stages - 1) * turn
-    # With few microbatches rank 0 waits for the first gradient whatever it has kept back.
-    ahead = most * (one.forward + one.exposed)
-    wait = (stages - m) * ahead + (stages - 1) * (turn - ahead - weight)
-    left = np.maximum(plain / v - (stages - 1) * gone, np.where(gone > 0, wait, 0.0))
-    # V-Min repeats a block of six equal slots: what is shorter than a slot waits.
-    inputs = turn - ahead - weight
-    slots = 2 * plain / 3 + m * (3 * np.maximum(np.maximum(ahead, weight), inputs) - turn)
-    half, least, double = (plan.schedule == 9), (plan.schedule == 10), plan.schedule >= 11
-    left = np.select([half, least, double], [plain / 2, slots, (stages / 2 - 1) * (turn - 2 * weight)], left)
-    bubble = (stages > 1) * np.maximum(left, 0.0)
-    chunks = np.where((plan.schedule == 6) | (plan.schedule >= 9), 2, v)
+    ahead, weight = most * (one.forward + one.exposed), most * one.weight
+    times = Times(ahead, turn - ahead - weight, weight)
+    bubble = (stages > 1) * np.maximum(0.0, by_schedule(plan, lambda builder: builder.bubble(stages, m, v, times)))
+    chunks = by_schedule(plan, lambda builder: (v if builder.free else builder.chunks) * (1 + builder.twice))
     time_pp = (stages > 1) * 2 * one.hop * (engine.exposed_pp * m * chunks + stages)
     cover = compute + recompute + time_tp
     time_dp, optimizer = gradients(shape, machine, plan, engine, most, cover, most * (layer + one.again),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from weft.model_shape import Num, Shape
-from weft.planner.cost import Plan, by_work, copies, most_layers
+from weft.planner.cost import Plan, by_schedule, by_work, copies, most_layers
 from weft.planner.engine import Engine
 
 
@@ -31,12 +31,8 @@ class Memory:
 
 def in_flight(plan: Plan, position: Num) -> Num:
     """Microbatches whose activations pipeline rank ``position`` holds at once, in units of all its stages."""
-    m, p, v, s = plan.microbatches, plan.pp, np.maximum(1, plan.virtual), plan.schedule
-    left = p - position
-    plain = np.where(v > 1, left + (p - 1) / v, left)
-    double = np.where(position > 0, 2 * left, 2 * left - 1)
-    kinds = [(s == 1) | (s == 8), (s == 3) | (s == 5), (s == 4) | (s == 6), s == 9, s == 10, s >= 11]
-    return np.minimum(m, np.select(kinds, [m, double, p, p / 2 + 1, (p + 4) / 3, p + 1], plain))
+    first = by_schedule(plan, lambda builder: builder.in_flight(plan.pp, np.maximum(1, plan.virtual), 0))
+    return np.minimum(plan.microbatches, first - by_schedule(plan, lambda builder: builder.falls) * position)
 
 
 def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:

@@ -26,9 +26,13 @@ Number = Any
 class Builder:
     """A schedule. ``orders(ranks, microbatches, chunks, times)``: the order of every rank.
 
-    ``bubble(ranks, microbatches, chunks, times)``: the time of a step in which a rank does not compute, in closed form,
-    for whole rounds of at least ``2 * ranks`` microbatches; ``in_flight(ranks, chunks, rank)``: microbatches whose
-    activations a rank holds at once, in units of all its stages, if there are as many (infinity: all there are).
+    ``bubble(ranks, microbatches, chunks, times)``: the time of a step in which a rank does not compute, in closed form;
+    of schedules that fill holes by the clock only for ``2 * ranks`` microbatches or more.
+    ``in_flight(ranks, chunks, rank)``: microbatches whose activations a rank holds at once, in units of all its stages,
+    if there are as many (infinity: all there are).
+
+    ``falls``: by how many forwards each rank further down runs less ahead of its backwards; what it holds falls with
+    that if the little that kept weight gradients need is not counted.
 
     ``chunks``: stages that a rank holds for a microbatch; ``free``: the caller may choose another number of them;
     ``splits``: backward is divided into I and W (by some: only in part); ``twice``: a stage is held by two ranks.
@@ -43,6 +47,7 @@ class Builder:
     free: bool = False
     splits: bool = False
     twice: bool = False
+    falls: int = 0
 
 
 def larger(a: Number, b: Number) -> Number:
@@ -56,15 +61,17 @@ def _ramp(p: Number, t: Times) -> Number:
 
 
 def _filled(t: Times) -> Number:
-    """What is left of a hop there and back where every rank keeps one weight gradient for it, or a rank's wait for I
-    where there is more of W than fits."""
+    """What is left of a hop down the ranks and back where a forward and a weight gradient fill it."""
     return t.backward_input + larger(t.forward - t.backward_weight, 0)
 
 
-def _filled_twice(t: Times) -> Number:
-    """The same with two weight gradients kept."""
-    both = t.forward + t.backward_input - 2 * t.backward_weight
-    return larger(larger(both, t.backward_input - t.forward), 0)
+def _held_back(p: Number, m: Number, most: Number, t: Times) -> Number:
+    """What is left where at most ``most`` microbatches fill the wait for the first gradient.
+
+    Each but the first shortens it by its forward, or by its weight gradient at the end, whichever takes less.
+    """
+    ahead = -larger(-m, -most)
+    return larger((p - 1) * _filled(t) + (p - ahead) * (t.forward - larger(t.forward - t.backward_weight, 0)), 0)
 
 
 def _slots(p: Number, m: Number, t: Times) -> Number:
@@ -84,13 +91,13 @@ BUILDERS: dict[str, Builder] = {
         lambda p, m, v, t: one_forward_one_backward(p, m),
         lambda p, m, v, t: _ramp(p, t),
         lambda p, v, r: p - r,
-        "forward and backward in turn, peak P", "2104.04473",
+        "forward and backward in turn, peak P", "2104.04473", falls=1,
     ),
     "interleaved-1f1b": Builder(
         lambda p, m, v, t: depth_first(p, m, v, hide=t.move > 0),
         lambda p, m, v, t: _ramp(p, t) / v,
         lambda p, v, r: (2 * (p - 1 - r) + (v - 1) * p + 1) / v,
-        "1F1B over v chunks per rank, depth first", "2104.04473", chunks=2, free=True,
+        "1F1B over v chunks per rank, depth first", "2104.04473", chunks=2, free=True, falls=1,
     ),
     "breadth-first": Builder(
         lambda p, m, v, t: breadth_first(p, m, v),
@@ -100,27 +107,27 @@ BUILDERS: dict[str, Builder] = {
     ),
     "zb-h1": Builder(
         lambda p, m, v, t: zb_h1(p, m),
-        lambda p, m, v, t: (p - 1) * _filled(t),
+        lambda p, m, v, t: _held_back(p, m, p, t),
         lambda p, v, r: p,
-        "1F1B with weight gradients kept back, peak P", "2401.10241", splits=True,
+        "1F1B with weight gradients kept back, peak P", "2401.10241", splits=True, falls=1,
     ),
     "zb-h2": Builder(
         lambda p, m, v, t: zb_h2(p, m),
-        lambda p, m, v, t: (p - 1) * _filled_twice(t),
+        lambda p, m, v, t: _held_back(p, m, 2 * p - 1, t),
         lambda p, v, r: 2 * p - 1,
-        "no bubble if F=B=W, peak 2P-1", "2401.10241", splits=True,
+        "no bubble if F=B=W, peak 2P-1", "2401.10241", splits=True, falls=2,
     ),
     "zb-1p": Builder(
         lambda p, m, v, t: keys(zb_1p(p, m, v, t)),
-        lambda p, m, v, t: (p - 1) * _filled(t),
+        lambda p, m, v, t: _held_back(p, m, p, t),
         lambda p, v, r: p,
         "list-scheduled by the times, peak P", "2401.10241", splits=True,
     ),
     "zb-2p": Builder(
         lambda p, m, v, t: keys(zb_2p(p, m, v, t)),
-        lambda p, m, v, t: (p - 1) * _filled_twice(t),
+        lambda p, m, v, t: _held_back(p, m, 2 * p - 1, t),
         lambda p, v, r: 2 * p,
-        "the same in the memory of 2P", "2401.10241", splits=True,
+        "the same in the memory of 2P", "2401.10241", splits=True, falls=2,
     ),
     "zb-v": Builder(
         lambda p, m, v, t: zb_v(p, m, t),
