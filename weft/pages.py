@@ -22,7 +22,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def write(path: Path, page: str, option: str) -> Path:
-    """Write ``page`` to ``path`` and return it; ``option`` is what named it, for the error if that cannot be."""
+    """Write ``page`` to ``path``, whose folder need not exist; ``option`` is what named it, for the error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")

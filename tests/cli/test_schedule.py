@@ -67,11 +67,11 @@ def test_lanes_fill_the_width_in_colour() -> None:
 
 
 def test_files_are_written(weft: Any, tmp_path: Path) -> None:
-    code, out, _ = weft("zb-h1", "--svg", "a.svg", "--html", "a.html", "--trace", "a.json")
+    code, out, _ = weft("zb-h1", "--svg", "a.svg", "--html", "deep/down/a.html", "--trace", "a.json")
     assert code == 0 and "a.svg" in out and "a.html" in out and "a.json" in out
     picture = ElementTree.parse(tmp_path / "a.svg").getroot()
     assert sum((g.get("class") or "").startswith("a ") for g in picture.iter()) == 4 * 8 * 3
-    assert (tmp_path / "a.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert (tmp_path / "deep/down/a.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
     assert sum(e["ph"] == "X" for e in events) == 4 * 8 * 3
 
@@ -92,7 +92,6 @@ def test_all_schedules_are_listed(weft: Any) -> None:
     (["1f1b", "--comm", "nan"], 2, r"--comm"),
     (["1f1b", "--comm", "inf"], 2, r"--comm inf is not possible"),
     (["1f1b", "--forward", "0", "--backward-input", "0", "--backward-weight", "0"], 2, r"nothing takes any time"),
-    (["1f1b", "--svg", "none/a.svg"], 1, r"cannot write --svg none/a\.svg: No such file or directory"),
     (["1f1b", "--html", "."], 1, r"cannot write --html \.: Is a directory"),
     (["--svg", "a.svg"], 2, r"--svg needs the name of a schedule"),
 ])  # fmt: skip
