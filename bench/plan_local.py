@@ -84,8 +84,8 @@ def be_rank(layout: str, out: Path) -> None:
 
 def measure(layout: str) -> dict[str, Any]:
     """Run ``layout`` once in processes of its own."""
-    from weft.cli.launch import launch
     from weft.layout.layout import Layout
+    from weft.train.launch import launch
 
     world = Layout.parse(layout).world
     with tempfile.TemporaryDirectory() as folder:

@@ -43,7 +43,6 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from weft.cli.launch import init_ranks
     from weft.layout.mesh import Mesh
     from weft.recipe import load_recipe
     from weft.rehearse.probe import links

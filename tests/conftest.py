@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from weft.cli import main
-from weft.cli.failure import is_secondary
+from weft.train.failure import is_secondary
 from weft.train.pool import Pool
 
 #: Exit code, standard output and standard error of ``weft`` with these words.

@@ -20,10 +20,7 @@ BESIDE: dict[str, set[str]] = {"observe": set(), "planner": {"observe", "schedul
 OPEN = ("layout.layout", "layout.conflicts", "data.batch")
 
 #: What still points upward, and what will end it. Take an entry out as soon as it does.
-UPWARD = {
-    ("train/start.py", "cli"): "until the launcher stands in train/",
-    ("recipe.py", "checkpoint"): "where checkpoints go is opened when a recipe is read",
-}
+UPWARD = {("recipe.py", "checkpoint"): "where checkpoints go is opened when a recipe is read"}
 
 
 def room(name: str) -> str:

@@ -86,7 +86,7 @@ def test_a_rank_that_does_not_come_is_named_by_those_that_wait_for_others(pool: 
 
 
 def test_peer_lost_is_told_from_other_errors() -> None:
-    from weft.cli.failure import is_secondary
+    from weft.train.failure import is_secondary
 
     assert is_secondary(PeerLost("rank 1 is gone"))
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.cli.failure import is_secondary
 from weft.errors import UsageError
+from weft.train.failure import is_secondary
 from weft.train.pool import Pool
 
 

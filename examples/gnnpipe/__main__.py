@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from examples.gnnpipe.model import GNN, planted
 from examples.gnnpipe.pipeline import GraphPipeline, volumes
-from weft.cli.launch import in_ranks, init_ranks, launch
+from weft.train.launch import in_ranks, init_ranks, launch
 
 
 def main() -> int:

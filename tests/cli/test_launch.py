@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from weft.cli.failure import Failure, Grade, is_secondary, oom_kills, report_failure, root_cause
-from weft.cli.launch import in_ranks, launch, slurm_ranks
 from weft.errors import UsageError, WeftError
+from weft.train.failure import Failure, Grade, is_secondary, oom_kills, report_failure, root_cause
+from weft.train.launch import in_ranks, launch, slurm_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,8 +25,8 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from weft.cli.failure import report_failure
-from weft.cli.launch import init_ranks
+from weft.train.failure import report_failure
+from weft.train.launch import init_ranks
 from weft.errors import UsageError
 
 folder, deed = Path(sys.argv[1]), sys.argv[2]
@@ -79,7 +79,7 @@ def script(tmp_path: Path) -> list[str]:
 
 
 def start_parent(command: list[str], ranks: int) -> subprocess.Popen[str]:
-    code = f"import sys; from weft.cli.launch import launch; sys.exit(launch([], {ranks}, {command!r}))"
+    code = f"import sys; from weft.train.launch import launch; sys.exit(launch([], {ranks}, {command!r}))"
     env = os.environ | {"TMPDIR": command[2]}  # a launcher that is killed leaves its folder behind
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 

@@ -9,7 +9,7 @@ from weft.errors import WeftError
 def main() -> None:
     """Entry point of ``weft``. Exit code 0 is success, 1 a failure, 2 a request that cannot be met."""
     from weft.cli.app import app
-    from weft.cli.failure import leave, report_failure
+    from weft.train.failure import leave, report_failure
 
     try:
         code = app(standalone_mode=False) or 0

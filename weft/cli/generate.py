@@ -17,7 +17,6 @@ from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import holds
 from weft.checkpoint.store import extract, load_newest
 from weft.checkpoint.weights import model_of
-from weft.cli.launch import in_ranks, init_ranks, launch, part_ranks, set_threads
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import generate, stream_text
@@ -29,6 +28,7 @@ from weft.models.hf import export, hf_values
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize, resident_state
 from weft.recipe import Generate, ModelShape, Train
+from weft.train.launch import in_ranks, init_ranks, launch, part_ranks, set_threads
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from weft.cli.failure import leave
-from weft.cli.launch import in_ranks, init_ranks, threads_per_rank
+from weft.train.failure import leave
+from weft.train.launch import in_ranks, init_ranks, threads_per_rank
 
 #: Seconds that ranks wait for each other.
 PATIENCE = 300

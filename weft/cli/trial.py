@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weft.cli.failure import leave, report_failure
-from weft.cli.launch import in_ranks, launch, part_ranks, set_threads
 from weft.recipe import load_recipe
+from weft.train.failure import leave, report_failure
+from weft.train.launch import in_ranks, launch, part_ranks, set_threads
 
 #: Seconds after which a trial of one rank is given up.
 PATIENCE_S = 300.0
@@ -25,8 +25,8 @@ def start(recipe: Path, out: Path, world: int) -> int:
 
 def be_rank(path: Path, out: Path) -> None:
     """Join the others, train some steps, and part."""
-    from weft.cli.train import join
     from weft.rehearse import trial
+    from weft.train.launch import join
     from weft.train.setup import device_type
 
     recipe = load_recipe(path)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import typer
 
-from weft.cli.failure import is_secondary
-from weft.cli.launch import in_ranks, launch, part_ranks, set_threads
-from weft.cli.train import join
 from weft.errors import UsageError, WeftError, nearest
 from weft.recipe import Recipe, load_recipe
+from weft.train.failure import is_secondary
+from weft.train.launch import in_ranks, join, launch, part_ranks, set_threads
 
 
 def run(

@@ -4,16 +4,28 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+
 from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.state import Progress
-from weft.errors import WeftError
-from weft.recipe import Recipe
-from weft.train.loop import Outcome
-from weft.train.setup import prepare
+from weft.errors import UsageError, WeftError
+from weft.layout.mesh import Mesh
+from weft.observe.report import write_report
+from weft.planner.choose import choose, local_cluster
+from weft.planner.cost import BITS
+from weft.planner.engine import ENGINES
+from weft.planner.own import FILE, append, own_runs
+from weft.recipe import RUNS, Recipe
+from weft.train.failure import leave, report_failure
+from weft.train.launch import in_ranks, join, part_ranks, run_ranks, set_threads
+from weft.train.loop import Outcome, train
+from weft.train.setup import device_type, model_shape, prepare
 
 
 def start(recipe: Recipe, out: str | Path | None = None, resume: str | None = None) -> Outcome:
@@ -24,33 +36,86 @@ def start(recipe: Recipe, out: str | Path | None = None, resume: str | None = No
     ``resume`` is "auto", a run or a checkpoint. Raises :class:`WeftError` for what goes wrong. Ctrl-C and SIGTERM save
     and return, with the signal as ``interrupted``.
     """
-    from weft.cli.launch import in_ranks
-    from weft.cli.train import be_rank, planned
-
     out = None if out is None else Path(out)
     if "layout" not in recipe.model_fields_set:
         recipe, _ = planned(recipe, None)
     if in_ranks() or recipe.layout.world == 1:
-        return be_rank(recipe, out, resume)
+        return be_rank(recipe, out, resume, finish)
     prepare(recipe)
     return _in_ranks_of_its_own(recipe, out, resume)
 
 
+def planned(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list[str]]:
+    """A recipe that names no layout, with the planner's; and the same for the command lines of its ranks.
+
+    Its ranks are those that were started, else ``ranks``, else one per GPU; on a CPU alone it stays one.
+    """
+    started = in_ranks()
+    gpus = torch.cuda.device_count() if device_type(recipe) == "cuda" else 0
+    world = int(os.environ["WORLD_SIZE"]) if started else ranks or gpus or 1
+    if ranks is not None and ranks != world:
+        raise UsageError(f"--ranks {ranks}, but {world} ranks were started; leave it out")
+    if world == 1:
+        return recipe, []
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if gpus:
+        device, memory = torch.cuda.get_device_name(0), float(torch.cuda.get_device_properties(0).total_memory)
+    else:
+        device, memory = "CPU", psutil.virtual_memory().total / local
+    cluster_here = local_cluster(device, memory, world, local)
+    # Ranks that were started elsewhere must all come to the same layout, whatever files each of them sees.
+    own = None if started else own_runs(RUNS / FILE, cluster_here.device, BITS[recipe.train.dtype])
+    choice = choose(recipe, model_shape(recipe), cluster_here, own.engine if own else ENGINES["weft"])
+    if own:
+        print(f"planner {own.message}")
+    if not started or os.environ["RANK"] == "0":
+        print(choice.line, flush=True)
+    return choice.recipe, list(choice.overrides)
+
+
+def be_rank(
+    recipe: Recipe, out: Path | None, resume: str | None, conclude: Callable[[Recipe, Outcome], object]
+) -> Outcome:
+    """One rank's whole life. At its end the first rank, alone then, calls ``conclude``."""
+    set_threads(recipe.train.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    device = device_type(recipe)
+    join(device, recipe.train.timeout)
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    mesh = Mesh.create(recipe.layout, torch.device(device, torch.cuda.current_device()) if device == "cuda" else device)
+    try:
+        outcome = train(prepare(recipe), mesh, out, resume)
+    except torch.OutOfMemoryError as error:
+        raise WeftError(
+            f"out of memory on {mesh.device}: {str(error).splitlines()[0]}; lower train.micro_batch, "
+            "set train.recompute = 'selective' or 'full', or raise layout.shard"
+        ) from None
+    main = mesh.is_main
+    part_ranks()
+    if main:
+        conclude(recipe, outcome)
+    return outcome
+
+
+def finish(recipe: Recipe, outcome: Outcome) -> Path:
+    """Write the run's report, and what the planner learns from it; returns where the report is."""
+    append(outcome.run)
+    return write_report(outcome.run)
+
+
 def _in_ranks_of_its_own(recipe: Recipe, out: Path | None, resume: str | None) -> Outcome:
     """Start local ranks, each of which runs :func:`main`; the first one writes the outcome to a file."""
-    from weft.cli.launch import launch
-
     with tempfile.TemporaryDirectory(prefix="weft-train-") as folder:
         task, done = Path(folder) / "task.json", Path(folder) / "outcome.json"
         given = {"recipe": recipe.model_dump(mode="json"), "out": out and str(out), "resume": resume}
         task.write_text(json.dumps(given))
         command = [sys.executable, "-m", "weft.train.start", str(task), str(done)]
-        code = launch([], recipe.layout.world, command, recipe.train.threads)
+        code, cause = run_ranks(command, recipe.layout.world, recipe.train.threads)
         if done.exists():
             return _read(json.loads(done.read_text()))
     if code > 128:
         raise KeyboardInterrupt
-    raise WeftError("training ended with an error, which is printed above")
+    raise WeftError(cause.message if cause else f"the ranks ended with exit code {code}")
 
 
 def _read(found: dict[str, Any]) -> Outcome:
@@ -62,12 +127,11 @@ def _read(found: dict[str, Any]) -> Outcome:
 
 def main(task: str, done: str) -> int:
     """Be one of the ranks; returns the exit code."""
-    from weft.cli.failure import leave, report_failure
-    from weft.cli.train import be_rank
-
     given = json.loads(Path(task).read_text())
     try:
-        outcome = be_rank(Recipe.model_validate(given["recipe"]), given["out"] and Path(given["out"]), given["resume"])
+        outcome = be_rank(
+            Recipe.model_validate(given["recipe"]), given["out"] and Path(given["out"]), given["resume"], finish
+        )
         if os.environ["RANK"] == "0":
             record: dict[str, Any] = {"run": str(outcome.run), "progress": asdict(outcome.progress)}
             record |= {"validations": outcome.validations, "interrupted": outcome.interrupted}

@@ -1,7 +1,7 @@
 """Start the ranks of one machine and end them together.
 
 ``launch`` runs this command again as several processes under ``torch.distributed.elastic``. A rank that fails leaves a
-record (:mod:`weft.cli.failure`); the parent picks the root cause from all records and exit codes.
+record (:mod:`weft.train.failure`); the parent picks the root cause from all records and exit codes.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from unittest import mock
 
 import psutil
 
-from weft.cli.failure import Failure, Grade, oom_kills, root_cause, show
 from weft.errors import UsageError, WeftError
+from weft.train.failure import Failure, Grade, oom_kills, root_cause, show
 
 #: Seconds that ranks get, after Ctrl-C or SIGTERM, to save and stop before they are killed.
 GRACE_S = 60
@@ -104,11 +104,32 @@ def init_ranks(device: str, timeout_s: int) -> None:
         raise WeftError(f"{given} in {timeout_s} s; check that all were started and can reach that port") from error
 
 
+def join(device: str, timeout: int) -> None:
+    """Join the ranks that were started; a lone process is a world of one."""
+    import torch.distributed as dist
+
+    if "RANK" not in os.environ:
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    init_ranks(device, timeout)
+
+
 def launch(argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0) -> int:
-    """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes and return the exit code.
+    """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes, print why they failed, if they did, and return
+    the exit code. See :func:`run_ranks`.
+    """
+    code, cause = run_ranks(command or [sys.executable, "-m", "weft", *argv], ranks, threads)
+    if cause is not None:
+        show(cause)
+    return code
+
+
+def run_ranks(command: list[str], ranks: int, threads: int = 0) -> tuple[int, Failure | None]:
+    """Run ``command`` as ``ranks`` local processes; their exit code, and why they failed if they did.
 
     Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop, a second signal
-    ends them at once, and the code is 128 + signal. If a rank fails the others are stopped and the root cause printed.
+    ends them at once, and the code is 128 + signal. If a rank fails the others are stopped.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -129,7 +150,7 @@ def launch(argv: list[str], ranks: int, command: list[str] | None = None, thread
             signals_to_handle="SIGQUIT",  # the others are _forwarded, which knows about second signals
         )  # fmt: skip
         # The agent expands ${...} in arguments, but these are the user's.
-        words = [a.replace("$", "$$") for a in [*entry, *(command or [sys.executable, "-m", "weft", *argv])]]
+        words = [a.replace("$", "$$") for a in [*entry, *command]]
         code, failed, before = 0, {}, oom_kills()
         try:
             with _forwarded(SignalException), _ended_soon() as ending:
@@ -152,9 +173,8 @@ def launch(argv: list[str], ranks: int, command: list[str] | None = None, thread
         after = oom_kills()
         cause = root_cause(records, failed, None if None in (before, after) else after != before)
     if code == 0 or cause is None or (code > 128 and cause.grade > Grade.UNEXPECTED):
-        return code
-    show(cause)
-    return code if code > 128 else cause.exit_code
+        return code, None
+    return (code if code > 128 else cause.exit_code), cause
 
 
 @dataclass
