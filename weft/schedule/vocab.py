@@ -25,13 +25,13 @@ from weft.schedule.simulate import Costs, by_kind, simulate
 from weft.schedule.times import ModelTimes, Times
 
 C = declare(Kind("C", "loss", forward=True, cost=lambda a, t: 0.0, parameters=False))
-G = declare(Kind("G", "sum of input gradients", cost=lambda a, t: 0.0, parameters=False))
-S = declare(Kind("S", "output layer's share", forward=True, cost=lambda a, t: t.output.forward / t.shares))
-E = declare(Kind("E", "embedding's share", forward=True, cost=lambda a, t: t.embedding.forward / t.shares))
-T = declare(Kind("T", "gradient of the output layer's share", duty=Duty.WEIGHT_GRADIENT,
-                 cost=lambda a, t: t.output.backward / t.shares))  # fmt: skip
-D = declare(Kind("D", "gradient of the embedding's share", duty=Duty.WEIGHT_GRADIENT,
-                 cost=lambda a, t: t.embedding.backward / t.shares))  # fmt: skip
+G = declare(Kind("G", "gradient sum", cost=lambda a, t: 0.0, parameters=False))
+S = declare(Kind("S", "output share", forward=True, cost=lambda a, t: t.output.forward / t.shares))
+E = declare(Kind("E", "embedding share", forward=True, cost=lambda a, t: t.embedding.forward / t.shares))
+T = declare(Kind("T", "output gradient", duty=Duty.WEIGHT_GRADIENT, cost=lambda a, t: t.output.backward / t.shares))
+D = declare(
+    Kind("D", "embedding gradient", duty=Duty.WEIGHT_GRADIENT, cost=lambda a, t: t.embedding.backward / t.shares)
+)
 
 #: What runs first on a rank when several passes could: those that others wait for.
 URGENCY = (C, G, S, E, T, D)
