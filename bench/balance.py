@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from step import SETTINGS, machine
 
-from weft.data.balance import Costs, balanced, costs_of, finish
+from weft.data.balance import DocumentTimes, balanced, costs_of, finish
 from weft.data.batch import Batch
 from weft.data.loader import Loader
 from weft.data.order import Order, Stream
@@ -109,7 +109,7 @@ def layout_of(side: str, ranks: int) -> Layout:
     return Layout(cp=ranks, zero=1, balance=side if side in ("greedy", "flexsp") else "")
 
 
-def batches_of(job: Job, side: str, rank: int, ranks: int, costs: Costs, step: int = 0) -> list[Batch]:
+def batches_of(job: Job, side: str, rank: int, ranks: int, costs: DocumentTimes, step: int = 0) -> list[Batch]:
     """What the rank runs in a step, as the loader cuts it."""
     layout, sizes = layout_of(side, ranks), np.array(job.lengths)
     ids = np.random.default_rng(1).integers(0, SMALL.vocab, sizes.sum()).astype(np.uint32)
@@ -146,10 +146,10 @@ class Speeds(NamedTuple):
         return tokens * 2 * SHAPE.kv_heads * SHAPE.head_dim * {"kv": 2, "dkv": 4}[kind] * self.link
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> DocumentTimes:
         """The same for the planner. Moves of a group go beside its compute, but for those of short documents."""
         moved = self.moved("kv", 1) * 2 + self.moved("dkv", 1)
-        return Costs((self.forward + self.backward) / 2, self.linear, moved, 256 * self.linear)
+        return DocumentTimes((self.forward + self.backward) / 2, self.linear, moved, 256 * self.linear)
 
 
 def area(segments: Sequence[Segment]) -> float:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.balance import Costs, Pass, Plan, PlanError, balanced, bucket, check, costs_of, finish, flexsp
+from weft.data.balance import DocumentTimes, Pass, Plan, PlanError, balanced, bucket, check, costs_of, finish, flexsp
 from weft.errors import UsageError
 from weft.recipe import ModelShape
 
-COSTS = Costs(1.0, 500.0, 20.0, 4000.0)
+COSTS = DocumentTimes(1.0, 500.0, 20.0, 4000.0)
 
 
-def ideal(lengths: np.ndarray, ranks: int, costs: Costs) -> float:
+def ideal(lengths: np.ndarray, ranks: int, costs: DocumentTimes) -> float:
     return float(costs.time(lengths, 1).sum()) / ranks
 
 
@@ -28,7 +28,7 @@ def long_tailed(count: int, longest: int, seed: int = 0) -> np.ndarray:
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 9), st.integers(1, 200), st.integers(0, 2))
 def test_every_plan_is_whole_and_never_hangs(lengths: list[int], ranks: int, capacity: int, costs: int) -> None:
-    model = (COSTS, Costs(1, 0), Costs(0, 1, 0, 5))[costs]
+    model = (COSTS, DocumentTimes(1, 0), DocumentTimes(0, 1, 0, 5))[costs]
     if lengths and max(lengths) > ranks * capacity:
         with pytest.raises(UsageError, match=f"document of {max(lengths)} tokens does not fit {ranks} ranks"):
             balanced("greedy", lengths, capacity, ranks, model)
@@ -47,19 +47,19 @@ def test_every_plan_is_whole_and_never_hangs(lengths: list[int], ranks: int, cap
 
 def test_long_documents_are_spread_and_short_ones_stay_whole() -> None:
     lengths = np.array([1000, 10, 20, 5, 10, 10, 10, 10])
-    plan = balanced("greedy", lengths, 300, 4, Costs(1e-3, 1.0))
+    plan = balanced("greedy", lengths, 300, 4, DocumentTimes(1e-3, 1.0))
     assert plan[0][0] == Pass((0, 1, 2, 3), (0,))
     assert all(len(p.peers) == 1 for mine in plan for p in mine[1:])
     # Memory would let it stay on one rank, but then three others wait for it.
     lengths = np.array([1000, 300, 300, 300])
-    plan = balanced("greedy", lengths, 2000, 4, Costs(1.0, 1.0))
+    plan = balanced("greedy", lengths, 2000, 4, DocumentTimes(1.0, 1.0))
     assert len(plan[0][0].peers) >= 3
-    assert max(finish(plan, lengths, Costs(1.0, 1.0))) < 1.3 * ideal(lengths, 4, Costs(1.0, 1.0))
+    assert max(finish(plan, lengths, DocumentTimes(1.0, 1.0))) < 1.3 * ideal(lengths, 4, DocumentTimes(1.0, 1.0))
 
 
 def test_attention_is_balanced_and_not_tokens() -> None:
     lengths = np.array([400] + [10] * 320)
-    costs = Costs(1.0, 10.0, fixed=1.0, move=1e9)
+    costs = DocumentTimes(1.0, 10.0, fixed=1.0, move=1e9)
     plan = balanced("greedy", lengths, 4000, 2, costs)
     tokens = [sum(int(lengths[d]) for p in mine for d in p.documents) for mine in plan]
     assert min(tokens) < 0.4 * max(tokens)

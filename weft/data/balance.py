@@ -27,7 +27,7 @@ SPREADS = (0.5, 1.0, np.inf)
 NODES = 200
 
 
-class Costs(NamedTuple):
+class DocumentTimes(NamedTuple):
     """Time of documents, in any one unit.
 
     Of a document of ``s`` tokens on ``d`` ranks ``(linear s + max(quadratic s^2, move s (d - 1))) / d``: every rank of
@@ -60,18 +60,18 @@ class PlanError(WeftError):
     """A plan that would lose a document, not fit, or hang; the message names the document or the rank."""
 
 
-def costs_of(model: ModelShape) -> Costs:
-    """Costs in floating-point operations, forward and backward; attention's backward computes the scores again."""
+def costs_of(model: ModelShape) -> DocumentTimes:
+    """Times in floating-point operations, forward and backward; attention's backward computes the scores again."""
     shape = shape_of(model)
     full = shape.layers * (1 - shape.linear)  # layers whose attention is quadratic
     linear = 6 * (shape.layers * shape.active_weights + shape.table)
     # bf16: keys and values twice, their gradients back
     moved = 2 * 3 * 2 * shape.kv_heads * shape.head_dim * full
     # A pass of few tokens is bound by reading the weights: worth about 256 tokens.
-    return Costs(7 * shape.heads * shape.head_dim * full, linear, moved * FLOPS_PER_BYTE, 256 * linear)
+    return DocumentTimes(7 * shape.heads * shape.head_dim * full, linear, moved * FLOPS_PER_BYTE, 256 * linear)
 
 
-def greedy(lengths: np.ndarray, capacity: int, ranks: int, costs: Costs) -> Plan:
+def greedy(lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes) -> Plan:
     """Documents of ``lengths`` (tokens) on ``ranks`` that hold ``capacity`` tokens per pass (ByteScale).
 
     A document gets the ranks that its memory needs, and more if one rank would keep all others waiting. Groups take the
@@ -98,7 +98,7 @@ def _needed(lengths: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
 
 
 def _spread(
-    lengths: np.ndarray, need: np.ndarray, capacity: int, ranks: int, costs: Costs, spread: float, even: bool
+    lengths: np.ndarray, need: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes, spread: float, even: bool
 ) -> Plan:
     """``even``: widths are powers of two, whose groups leave no rank over."""
     alone = costs.time(lengths, 1) + costs.fixed * lengths / capacity
@@ -129,7 +129,7 @@ def _spread(
     return _by_rank(passes + _fill(rest, alone, busy, lengths, capacity), ranks)
 
 
-def _place(documents: tuple[int, ...], width: int, busy: np.ndarray, lengths: np.ndarray, costs: Costs) -> Pass:
+def _place(documents: tuple[int, ...], width: int, busy: np.ndarray, lengths: np.ndarray, costs: DocumentTimes) -> Pass:
     """A pass on the ranks that are free first; all of them wait for the last one."""
     peers = np.sort(np.argsort(busy, kind="stable")[:width])
     busy[peers] = busy[peers].max() + costs.time(lengths[list(documents)], width).sum() + costs.fixed
@@ -197,7 +197,7 @@ def _by_rank(passes: Iterable[Pass], ranks: int) -> Plan:
     return tuple(map(tuple, mine))
 
 
-def finish(plan: Plan, lengths: np.ndarray, costs: Costs) -> list[float]:
+def finish(plan: Plan, lengths: np.ndarray, costs: DocumentTimes) -> list[float]:
     """When every rank is done. Raises :class:`PlanError` if the plan would hang."""
     clock, seconds = [0.0] * len(plan), dict[Pass, float]()
     for p in _in_turn(plan):
@@ -263,7 +263,9 @@ def check(plan: Plan, lengths: np.ndarray, capacity: int) -> None:
 # --- FlexSP ---
 
 
-def flexsp(lengths: np.ndarray, capacity: int, ranks: int, costs: Costs, buckets: int = 8, nodes: int = NODES) -> Plan:
+def flexsp(
+    lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes, buckets: int = 8, nodes: int = NODES
+) -> Plan:
     """Group sizes of every micro-batch by mixed-integer programming over buckets of lengths. Needs scipy (HiGHS).
 
     Documents, sorted by length, are cut into as few micro-batches as memory allows, or up to two more ("blaster").
@@ -315,7 +317,7 @@ def bucket(lengths: np.ndarray, count: int) -> list[np.ndarray]:
 
 
 def _solve(
-    chunk: np.ndarray, lengths: np.ndarray, capacity: int, ranks: int, costs: Costs, buckets: int, nodes: int
+    chunk: np.ndarray, lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes, buckets: int, nodes: int
 ) -> list[tuple[int, tuple[int, ...]]] | None:
     """Groups ``(ranks, documents)`` of one micro-batch, or None if it does not fit memory.
 
@@ -370,10 +372,10 @@ def _solve(
 
 
 #: Planners by the name that a layout gives them.
-PLANNERS: dict[str, Callable[[np.ndarray, int, int, Costs], Plan]] = {"greedy": greedy, "flexsp": flexsp}
+PLANNERS: dict[str, Callable[[np.ndarray, int, int, DocumentTimes], Plan]] = {"greedy": greedy, "flexsp": flexsp}
 
 
-def balanced(name: str, lengths: Sequence[int] | np.ndarray, capacity: int, ranks: int, costs: Costs) -> Plan:
+def balanced(name: str, lengths: Sequence[int] | np.ndarray, capacity: int, ranks: int, costs: DocumentTimes) -> Plan:
     """The plan that the planner ``name`` makes, checked."""
     lengths = np.asarray(lengths, np.int64)
     plan = PLANNERS[name](lengths, capacity, ranks, costs)

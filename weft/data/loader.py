@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.data.balance import Costs, Pass, balanced
+from weft.data.balance import DocumentTimes, Pass, balanced
 from weft.data.batch import IGNORE, Batch, Group
 from weft.data.cache import digest
 from weft.data.order import Order, Stream, hashed, held_out
@@ -65,7 +65,7 @@ class Loader:
     rows: int  # of this rank, per pass
     passes: int
     seq_len: int
-    costs: Costs | None = None
+    costs: DocumentTimes | None = None
 
     def step(self, position: int) -> list[Batch] | None:
         """The passes of the step that begins after ``position`` global samples, or None (on all ranks) past the end.
@@ -106,7 +106,7 @@ class Loader:
 
         return Batch(mine(tokens), mine(labels), mine(positions), torch.from_numpy(edges.astype(np.int32)))
 
-    def _balanced(self, samples: range, costs: Costs) -> list[Batch]:
+    def _balanced(self, samples: range, costs: DocumentTimes) -> list[Batch]:
         """The same tokens, document by document to the ranks that the plan gives them; all ranks make the same plan.
 
         A rank has the memory for as many tokens per pass as without balance.
