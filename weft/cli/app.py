@@ -77,7 +77,7 @@ def verify(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     types: Annotated[bool, _types] = False,
-    dtype: Annotated[str, typer.Option(help="float64 (to 1e-10) or float32 (to 1e-5).")] = "float64",
+    dtype: Annotated[str, typer.Option(help="float64 (to 1e-10) or float32 (to 5e-5).")] = "float64",
     cases: Annotated[int | None, typer.Option("--random", min=1, help="Try so many random layouts instead.")] = None,
     seed: Annotated[int, typer.Option(help="Of --random: other cases.")] = 0,
     minutes: Annotated[float | None, typer.Option(min=0, help="Of --random: stop after so long.")] = None,

@@ -54,9 +54,10 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "layout.ulysses": _if_above_one("cp", 2),
     "layout.scan": _if_above_one("cp", "pass"),
     "layout.schedule": _if_above_one("pp", *BUILDERS),
+    "layout.virtual": _if_above_one("pp", 2, 3),
     "layout.vocab_barriers": _if_above_one("pp", 1, 2),
     "layout.skip": _if_above_one("pp", 0.25),
-    "layout.balance": lambda recipe, case, rng: ["greedy"] if case.get("layout.zero") == 1 else [],
+    "layout.balance": lambda recipe, case, rng: ["greedy", "flexsp"] if case.get("layout.zero") == 1 else [],
     "optimizer.post_validation": _if_above_one("pp", True),
     "optimizer.clip": _any(0.0, 0.1),
     "train.recompute": _any("selective", "full"),
@@ -76,6 +77,10 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "model.mixer": _any("softmax", "linear", "retention"),
     "model.softmax_every": _any(2),
 }
+
+#: How often a setting is drawn where it can be; what has gone wrong before, and seldom shows, more often.
+OFTEN: dict[str, float] = {"layout.order": 0.8}
+SELDOM = 0.3
 
 #: What a case starts from, so that it takes a second and nothing of the recipe but the kind of its model is left.
 SMALL: Case = {
@@ -119,7 +124,7 @@ def draw(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
             case[f"layout.{axis}"], left = size, left // size
     for name, values in DRAWN.items():
         found = values(recipe, case, rng)
-        if found and rng.random() < 0.3:
+        if found and rng.random() < OFTEN.get(name, SELDOM):
             case[name] = rng.choice(found)
     return case
 

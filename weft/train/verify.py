@@ -33,8 +33,8 @@ from weft.train.later import PostValidation
 from weft.train.setup import Job, assemble
 from weft.train.step import StepResult, gradients, train_step
 
-#: Largest relative difference that rounding explains.
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+#: Largest relative difference that rounding explains. Linear attention over six layers loses two digits of float32.
+TOLERANCE = {"float64": 1e-10, "float32": 5e-5}
 #: Rounding of sums over a whole model, in units of the precision and of the global norm. Gradients that are zero in
 #: exact arithmetic (of the keys' bias, of queries that see one key) are of this size, so that theirs is no measure.
 NOISE = 64
