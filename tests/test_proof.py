@@ -28,8 +28,8 @@ def on_another_processor(values: dict[str, Any]) -> Difference | None:
     mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
     real = step.reduced
 
-    def rounded(model: Any, parts: Any, mesh: Mesh) -> dict[str, torch.Tensor]:
-        grads, rng = real(model, parts, mesh), torch.Generator().manual_seed(0)
+    def rounded(state: Any, mesh: Mesh) -> dict[str, torch.Tensor]:
+        grads, rng = real(state, mesh), torch.Generator().manual_seed(0)
         for grad in grads.values():
             noise = torch.randn(grad.shape, generator=rng, dtype=grad.dtype)
             grad += noise * torch.finfo(grad.dtype).eps / max(1, grad.numel()) ** 0.5
@@ -69,8 +69,8 @@ def damaged(values: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
     for name in TENSORS:
         for damage in DAMAGE:
 
-            def wrong(model: Any, parts: Any, mesh: Mesh, name: str = name, damage: str = damage) -> dict[str, Any]:
-                grads = real(model, parts, mesh)
+            def wrong(state: Any, mesh: Mesh, name: str = name, damage: str = damage) -> dict[str, Any]:
+                grads = real(state, mesh)
                 whole = torch.linalg.vector_norm(grads[name])
                 if damage == "scaled":
                     grads[name] = grads[name] * (1 + 1e-6)
