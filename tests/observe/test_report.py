@@ -16,7 +16,7 @@ from tests.browser import CHROMIUM, dumped_dom, measured
 from weft.errors import UsageError, WeftError
 from weft.observe.charts import POINTS, charts, minutes, running_mean, thin
 from weft.observe.metrics import FILE, Metrics, Run, read_metrics
-from weft.observe.report import beside, columns, flat, tiles, write_report
+from weft.observe.report import beside, flat, tiles, write_report
 from weft.recipe import Recipe, build_recipe
 
 TITLES = ["Loss", "Throughput", "Model flops utilisation", "Step time", "Gradient norm", "Memory", "Learning rate",
@@ -194,10 +194,6 @@ def test_too_many_runs_are_one_line(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", steps=2, resume_at=None)
     with pytest.raises(UsageError, match="6 runs are too many for one page; give at most 5"):
         write_report(*[run] * 6)
-
-
-def test_rows_of_tiles_are_about_as_long() -> None:
-    assert [columns(n) for n in range(1, 9)] == [1, 2, 3, 4, 5, 3, 4, 4]
 
 
 def test_long_runs_are_thinned_but_keep_their_spikes() -> None:

@@ -42,25 +42,24 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
 
 
 def render_runs(runs: Sequence[Run], **values: Any) -> str:
+    """The template filled with ``values`` and with what one run and several have in common."""
     from plotly.offline import get_plotlyjs
 
     drawn = charts(runs) + (checkpoint_charts(runs[0].records) if len(runs) == 1 else [])
-    samples = [(run.name, sample["prompt"], sample["text"]) for run in runs for sample in run.records.get("sample", [])]
+    samples = [(r.name, last["prompt"], last["text"]) for r in runs for last in r.records.get("sample", [])[-1:]]
     names = [run.name for run in runs]
     return render("observe/report.html", plotly=get_plotlyjs(), charts=drawn, samples=samples, names=names, **values)
 
 
 def page_of(run: Run) -> str:
     """The page about one run."""
-    facts, found = run_facts(run), tiles(run.records)
+    facts = run_facts(run)
     events = [(f"step {e['step']:,}", e.get("message", "")) for e in run.records.get("event", [])]
     return render_runs(
         [run],
         title=run.recipe.get("name", run.name),
         subtitle=" · ".join([facts[k] for k in ("Layout", "Ranks", "Device") if k in facts] + [run.name]),
-        tiles=found,
-        columns=columns(len(found)),
-        headline=None,
+        tiles=tiles(run.records),
         checkpoints=checkpoint_card(run.records),
         facts=facts.items(),
         events=events,
@@ -72,26 +71,9 @@ def page_beside(runs: Sequence[Run]) -> str:
     """The page about several runs: the same charts with a color per run, and what differs in numbers and recipes."""
     headline = beside([{name: f"{value} ({about})" for name, value, about in tiles(run.records)} for run in runs])
     recipes = [row for row in beside([dict(flat(run.recipe)) for run in runs]) if row.differs]
-    made = [
-        run_facts(run) | dict(checkpoint_card(run.records).get("facts", ()))
-        for run in runs
-    ]  # fmt: skip
-    title, steps = " · ".join(run.name for run in runs), [len(run.records.get("train", [])) for run in runs]
-    return render_runs(
-        runs,
-        title=title,
-        subtitle=f"{len(runs)} runs side by side, {' and '.join(f'{n:,}' for n in steps)} steps",
-        tiles=None,
-        headline=headline,
-        checkpoints=None,
-        facts=beside(made),
-        recipes=recipes,
-    )
-
-
-def columns(tiles: int) -> int:
-    """How many tiles stand in a row, at most five, so that all rows are about as long."""
-    return -(-tiles // max(1, -(-tiles // 5)))
+    made = [run_facts(run) | dict(checkpoint_card(run.records).get("facts", ())) for run in runs]
+    title, subtitle = " · ".join(run.name for run in runs), f"{len(runs)} runs side by side"
+    return render_runs(runs, title=title, subtitle=subtitle, headline=headline, facts=beside(made), recipes=recipes)
 
 
 def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
