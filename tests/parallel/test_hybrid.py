@@ -14,7 +14,7 @@ import pytest
 from tests.cases import Case, recipe
 from tests.test_equality import difference, name
 from weft.data import loader
-from weft.data.balance import Costs, Pass, Plan, balanced
+from weft.data.balance import DocumentTimes, Pass, Plan, balanced
 from weft.data.batch import Batch
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
@@ -154,7 +154,7 @@ def other_plan(values: dict[str, Any]) -> str:
     settings = build_recipe(values)
     mesh = Mesh.create(settings.layout, "cpu")
 
-    def odd(name: str, lengths: np.ndarray, capacity: int, ranks: int, costs: Costs) -> Plan:
+    def odd(name: str, lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes) -> Plan:
         plan = balanced(name, lengths, capacity, ranks, costs)
         return (*plan[:-1], (*plan[-1], Pass((ranks - 1,), ()))) if mesh.rank("cp") else plan
 
