@@ -173,7 +173,7 @@ def torch_step(work: Work, schedule: str, placed: str, split: str) -> Step:
 
     ``split``: who divides backward: ``none``, ``tape`` (Weft's modules) or ``graph`` (PyTorch).
     """
-    model, mesh = staged_model(work, placed)
+    model, _, mesh = staged_model(work, placed)
     pipeline, job, rows = model.pipeline, work.job, work.job.rows // work.microbatches
     tokens, labels = tokens_of(job)[:, :-1].contiguous(), tokens_of(job)[:, 1:].contiguous()
     hidden = torch.empty(rows, job.length, job.shape.embed, requires_grad=True)
