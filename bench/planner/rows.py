@@ -12,10 +12,11 @@ from weft.planner.engine import ENGINES
 from weft.planner.fit import Row
 from weft.planner.machine import Machine, find_device, machine_of
 from weft.planner.shape import SHAPES
+from weft.schedule.build import BUILDERS
 
 NEEDED = ("id", "source", "model", "layers", "hidden", "heads", "seq_len", "hardware", "n_gpus", "global_batch")
-#: Published schedule names, newest first, as indices into :data:`weft.planner.cost.SCHEDULES`.
-_SCHEDULES = {"zb-2p": 5, "zb-1p": 4, "zb-v": 6, "zb-h1": 2, "zb-h2": 3}
+#: Schedules that published rows name, newest first; others ran 1F1B.
+_SCHEDULES = ("zb-2p", "zb-1p", "zb-v", "zb-h1", "zb-h2")
 #: Models with layers that the cost model does not know: state spaces, gated delta rules, sparse attention.
 _UNKNOWN = re.compile(
     r"nemotron[-_ ]?(3|h|nano)|mamba|jamba|zamba|falcon[-_ ]?h|qwen[-_ ]?3([-_ ]?next|\.5)|kimi[-_ ]?linear|"
@@ -156,13 +157,13 @@ def parse(r: dict[str, str]) -> Row:
     recompute = r.get("recompute", "").lower()
     if not recompute:
         assumed.append("recompute=none")
-    schedule = next((i for name, i in _SCHEDULES.items() if name in f"{framework} {notes}".lower()), 0)
+    schedule = next((name for name in _SCHEDULES if name in f"{framework} {notes}".lower()), "1f1b")
     said = dict(re.findall(r"(\w+)=([\w-]+)", notes)) if family == "weft" else {}  # as weft.planner.own writes it
-    schedule = SCHEDULES.index(said["schedule"]) if said.get("schedule") in SCHEDULES else schedule
+    schedule = said["schedule"] if said.get("schedule") in SCHEDULES else schedule
     part = re.search(r"shard=(\d+)", sharding)  # copies of sharded groups
     shard = min(float(part[1]), data) if part else data if zero == 3 else 1.0
     virtual = number("vpp", 1)
-    if schedule >= 2:
+    if schedule != "1f1b" and not BUILDERS[schedule].free:
         virtual = 1
     elif pp > 1 and not r.get("vpp") and "interleaved" in f"{framework} {notes}".lower():
         virtual = 2
@@ -175,7 +176,7 @@ def parse(r: dict[str, str]) -> Row:
         cp=cp,
         pp=pp,
         virtual=virtual,
-        schedule=schedule,
+        schedule=SCHEDULES.index(schedule),
         ep=min(number("ep", 1), data * cp * tp),
         micro_batch=micro,
         batch=batch,

@@ -178,10 +178,8 @@ def _near(values: Sequence[int], wanted: int) -> int:
 
 def _schedules(pp: int, microbatches: int, layers: int) -> list[tuple[int, int]]:
     """``(schedule, virtual)`` worth looking at for a pipeline of ``pp`` ranks."""
-    if pp == 1:
-        return [(0, 1)]
-    if microbatches < pp:
-        return [(0, 1)]
+    if microbatches < pp or pp == 1:
+        return [(SCHEDULES.index("1f1b"), 1)]
     looped = [
         v
         for v in (2, 3, 4, 6, 8)
