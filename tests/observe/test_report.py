@@ -179,6 +179,9 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     recipes = re.search(r'id="recipes".*?</section>', body, flags=re.DOTALL)[0]
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr class.*?</tr>", recipes)]
     assert sorted(rows) == [["train.batch", "8", "16"], ["train.steps", "80", "60"]]
+    right = "Math.max(...[...d.querySelectorAll('.beside td')].map((cell) => cell.getBoundingClientRect().right))"
+    phone = measured(page, 390, {"wide": "d.documentElement.scrollWidth", "right": right})
+    assert phone["wide"] == 390 and phone["right"] <= 390
     assert body.count("What the model writes · ") == 2 and "Side by side" in body
 
 
