@@ -3,7 +3,6 @@
 import fnmatch
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from weft.cli.arguments import AsJson
+from weft.cli.console import warn
 from weft.cli.convert import convert
 from weft.errors import UsageError, WeftError
 
@@ -234,7 +234,7 @@ def _checkpoints(path: str) -> "list[Storage]":
     """The checkpoints that ``path`` means, oldest first."""
     from weft.checkpoint.store import candidates
 
-    return candidates(path, warn=lambda text: print(f"weft: {text}", file=sys.stderr))[::-1]
+    return candidates(path, warn=warn)[::-1]
 
 
 class _Watched:

@@ -1,63 +1,46 @@
-"""``weft generate`` and ``weft export``: use a checkpoint on one device, or of long prompts on several."""
+"""``weft generate``: continue a text on one device, or a long one on several."""
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-import torch.distributed as dist
+import typer
 from rich.console import Console
 
-from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.s3 import Where, open_storage
-from weft.checkpoint.storage import holds
-from weft.checkpoint.store import extract, load_newest
-from weft.checkpoint.weights import model_of
-from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.errors import UsageError, WeftError
-from weft.generate.engine import generate, stream_text
-from weft.generate.spread import check_spread
-from weft.layout.layout import Layout
-from weft.layout.mesh import Mesh
-from weft.model_config import shape_from_config
-from weft.models.hf import export, hf_values
-from weft.models.transformer import Transformer
-from weft.parallel.build import parallelize, resident_state
-from weft.recipe import Generate, ModelShape, Train
+from weft.cli.console import warn
+from weft.errors import UsageError
 from weft.train.launch import in_ranks, init_ranks, launch, part_ranks, set_threads
 
-
-@contextmanager
-def open_model(where: Where, device: str) -> Iterator[tuple[Transformer, Tokenizer, Path]]:
-    """Model and tokenizer of a run, a checkpoint or a Hugging Face folder, and a folder with the tokenizer's files."""
-    mesh, place = Mesh.single(device), open_storage(where)
-    if holds(place, "config.json"):
-        path = Path(str(place))
-        model, _ = parallelize(shape_from_config(path), mesh, Train(), hf_values(path))
-        yield model, load_tokenizer(str(path)), path
-        return
-
-    def load(checkpoint: Checkpoint) -> Transformer:
-        model, state = parallelize(model_of(checkpoint), mesh, Train(), lambda name, logical, box: torch.zeros(()))
-        checkpoint.load(state.tensors())
-        return model
-
-    checkpoint, model = load_newest([where], load, lambda text: print(f"weft: {text}", file=sys.stderr))
-    with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as folder:
-        extract(checkpoint, Path(folder))
-        yield model, load_tokenizer(folder), Path(folder)
+if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
+    from weft.checkpoint.s3 import Where
+    from weft.recipe import Generate
 
 
-def run(
-    checkpoint: str, prompt: str | None, file: Path | None, tokens: int, temperature: float, top_k: int, seed: int,
-    layout: str | None,
-) -> int:  # fmt: skip
-    """Print the continuation of ``prompt``, after it, or of the text in ``file``, which is not repeated."""
-    if (prompt is None) == (file is None):
+def generate(
+    checkpoint: Annotated[
+        str, typer.Option(help="A run, a checkpoint (folder or s3://...), or a Hugging Face folder.")
+    ],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with it; not printed.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 120,
+    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among this many; 0 means all.")] = 40,
+    seed: int = 0,
+    layout: Annotated[str | None, typer.Option(help='Ranks for long prompts, e.g. "cp=4"; each has the model.')] = None,
+) -> int:
+    """Continue a text with a trained model; a long one on several ranks, which cut it and its keys and values."""
+    import torch
+
+    from weft.generate import engine
+    from weft.generate.model import open_model
+    from weft.generate.spread import check_spread
+    from weft.layout.layout import Layout
+    from weft.recipe import ModelShape
+
+    if (prompt is None) == (prompt_file is None):
         raise UsageError("give either --prompt TEXT or --prompt-file FILE")
     spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
     check_spread(spread, ModelShape())
@@ -68,18 +51,18 @@ def run(
         init_ranks(device, timeout_s=1800)
         device = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
     try:
-        text = prompt if file is None else file.read_text()
+        text = prompt if prompt_file is None else prompt_file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompt-file {file} cannot be read: {error}") from None
+        raise UsageError(f"--prompt-file {prompt_file} cannot be read: {error}") from None
     assert text is not None
-    with open_model(checkpoint, device) as (model, tokenizer, _):
+    with open_model(checkpoint, device, warn) as (model, tokenizer, _):
         check_spread(spread, model.shape)
         ids = [int(i) for i in tokenizer.encode(text)] or [tokenizer.eos]
         clock = [time.perf_counter()]
-        fresh = _timed(generate(model, ids, tokens, tokenizer.eos, temperature, top_k, seed, spread), clock)
+        fresh = _timed(engine.generate(model, ids, tokens, tokenizer.eos, temperature, top_k, seed, spread), clock)
         if prompt:
             _say(prompt)
-        for piece in stream_text(tokenizer, fresh):
+        for piece in engine.stream_text(tokenizer, fresh):
             _say(piece)
     _say("\n")
     if spread.world > 1:
@@ -92,6 +75,8 @@ def run(
 
 
 def _first() -> bool:
+    import torch.distributed as dist
+
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -108,9 +93,12 @@ def _timed(ids: Iterator[int], clock: list[float]) -> Iterator[int]:
         yield i
 
 
-def say_sample(checkpoint: Where, settings: Generate) -> str:
+def say_sample(checkpoint: "Where", settings: "Generate") -> str:
     """Show a few lines from a freshly trained model, and return what it wrote after the prompt."""
-    with open_model(checkpoint, "cpu") as (model, tokenizer, _):
+    from weft.generate.engine import generate, stream_text
+    from weft.generate.model import open_model
+
+    with open_model(checkpoint, "cpu", warn) as (model, tokenizer, _):
         ids = [int(i) for i in tokenizer.encode(settings.prompt)] or [tokenizer.eos]
         fresh = generate(model, ids, settings.tokens, tokenizer.eos, settings.temperature, settings.top_k)
         text = "".join(stream_text(tokenizer, fresh))
@@ -119,13 +107,3 @@ def say_sample(checkpoint: Where, settings: Generate) -> str:
     console.print(settings.prompt + text, markup=False)
     console.rule(style="dim")
     return text
-
-
-def export_model(checkpoint: str, out: Path) -> Path:
-    """Write the model under Hugging Face names into the new folder ``out``."""
-    if out.exists():
-        raise WeftError(f"--out {out} exists already; choose another folder")
-    with open_model(checkpoint, "cpu") as (model, tokenizer, folder):
-        values = {p.name: p.local for p in resident_state(model, model.mesh).held}
-        export(values, model.shape, out, tokenizer_folder=folder, eos=tokenizer.eos)
-    return out

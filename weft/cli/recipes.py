@@ -1,6 +1,6 @@
 """``weft recipes``: the recipes that come with Weft."""
 
-from weft.cli.table import print_table
+from weft.cli.console import print_table
 from weft.shipped import headline, shipped_recipes
 
 

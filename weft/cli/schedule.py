@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.cli.arguments import AsJson
-from weft.cli.table import print_table
+from weft.cli.console import print_table
 from weft.errors import UsageError
 from weft.pages import write
 from weft.schedule import draw

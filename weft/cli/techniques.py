@@ -1,6 +1,6 @@
 """``weft techniques``: the catalogue, as docs/techniques.md has it."""
 
-from weft.cli.table import print_table
+from weft.cli.console import print_table
 from weft.shipped import techniques as rows
 
 

@@ -3,49 +3,68 @@
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
+from weft.cli.arguments import LayoutText, Overrides, RecipeFile
 from weft.errors import UsageError
-from weft.recipe import Recipe, load_recipe
 from weft.train.launch import in_ranks, launch
 
+if TYPE_CHECKING:  # `weft --help` does not wait for what reads a recipe
+    from weft.recipe import Recipe
+    from weft.train.loop import Outcome
 
-def run(
-    path: Path, layout: str | None, overrides: list[str], out: Path | None, resume: str | None,
-    ranks: int | None = None, cluster: str | None = None,
-) -> int:  # fmt: skip
-    recipe = load_recipe(path, overrides, layout)
+
+_ranks = "Ranks for a recipe without a layout, which the planner then chooses; else one per GPU, or one."
+_probe_file = "From weft probe: the planner chooses by it, and also how many ranks."
+_resume = typer.Option(metavar="auto|DIR|s3://...", help="Continue a run or checkpoint, under any layout.")
+
+
+def train(
+    recipe: RecipeFile,
+    layout: LayoutText = None,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; runs/NAME by default.")] = None,
+    resume: Annotated[str | None, _resume] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help=_ranks)] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="FILE", help=_probe_file)] = None,
+) -> int:
+    """Train a model. Starts one process per rank, or joins those of torchrun or Slurm."""
+    from weft.recipe import load_recipe
+
+    given = load_recipe(recipe, overrides or [], layout)
     argv = sys.argv[1:]
-    if "layout" not in recipe.model_fields_set:
+    if "layout" not in given.model_fields_set:
         from weft.train.start import planned
 
-        recipe, more = planned(recipe, ranks) if cluster is None else probed_choice(recipe, ranks, cluster)
+        given, more = planned(given, ranks) if cluster is None else probed_choice(given, ranks, cluster)
         argv += more
     elif cluster is not None and not in_ranks():
         raise UsageError("--cluster is for a recipe without a layout, which the planner then chooses; leave out one")
-    elif ranks is not None and ranks != recipe.layout.world:
+    elif ranks is not None and ranks != given.layout.world:
         raise UsageError(
-            f"--ranks {ranks}, but layout {recipe.layout} has {recipe.layout.world}; leave out one of them, or write "
+            f"--ranks {ranks}, but layout {given.layout} has {given.layout.world}; leave out one of them, or write "
             "--layout with so many"
         )
     if not in_ranks():
         from weft.train.runs import check_resume, check_run
         from weft.train.setup import prepare
 
-        chosen = check_run(recipe, out, resume)
+        chosen = check_run(given, out, resume)
         with Console(stderr=True).status("preparing the data"):
-            check_resume(chosen, prepare(recipe))
-        if recipe.layout.world > 1:
-            return launch(argv, recipe.layout.world, threads=recipe.train.threads)
+            check_resume(chosen, prepare(given))
+        if given.layout.world > 1:
+            return launch(argv, given.layout.world, threads=given.train.threads)
     from weft.train.start import be_rank
 
-    outcome = be_rank(recipe, out, resume, _conclude)
+    outcome = be_rank(given, out, resume, _conclude)
     # Of several ranks the launcher knows best what a signal means; each of them ended as it should.
-    return 128 + outcome.interrupted if recipe.layout.world == 1 and outcome.interrupted else 0
+    return 128 + outcome.interrupted if given.layout.world == 1 and outcome.interrupted else 0
 
 
-def probed_choice(recipe: Recipe, ranks: int | None, file: str) -> tuple[Recipe, list[str]]:
+def probed_choice(recipe: "Recipe", ranks: int | None, file: str) -> "tuple[Recipe, list[str]]":
     """A recipe with the best layout for the machine of ``file``; and the same for the command lines of its ranks."""
     from weft.planner.machine import load_cluster
     from weft.rehearse.choose import choose_here
@@ -63,7 +82,7 @@ def probed_choice(recipe: Recipe, ranks: int | None, file: str) -> tuple[Recipe,
     return choice.recipe, list(choice.overrides)
 
 
-def _conclude(recipe: Recipe, outcome) -> None:  # type: ignore[no-untyped-def]
+def _conclude(recipe: "Recipe", outcome: "Outcome") -> None:
     from weft.observe.metrics import Metrics
     from weft.observe.report import write_report
     from weft.planner.own import append

@@ -1,41 +1,60 @@
 """``weft verify``: the layout against one device, by numbers or by types."""
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.arguments import AsJson, LayoutText, Overrides, RecipeFile
 from weft.errors import UsageError, WeftError, nearest
-from weft.recipe import Recipe, load_recipe
 from weft.train.failure import is_secondary
-from weft.train.launch import in_ranks, join, launch, part_ranks, set_threads
+from weft.train.launch import in_ranks, launch
+
+if TYPE_CHECKING:
+    from weft.recipe import Recipe
 
 
-def run(
-    path: Path, layout: str | None, overrides: list[str], steps: int, types: bool, dtype: str, as_json: bool
+_types_help = "Type-check the step instead: no devices, any world size."
+
+
+def verify(
+    recipe: RecipeFile,
+    layout: LayoutText = None,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    types: Annotated[bool, typer.Option("--types", help=_types_help)] = False,
+    dtype: Annotated[str, typer.Option(help="float64 (to 1e-10) or float32 (to 5e-5).")] = "float64",
+    cases: Annotated[int | None, typer.Option("--random", min=1, help="Try so many random layouts instead.")] = None,
+    seed: Annotated[int, typer.Option(help="Of --random: other cases.")] = 0,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Of --random: stop after so long.")] = None,
+    as_json: AsJson = False,
 ) -> int:
+    """Prove that a layout computes what one device computes. Exit code 0: equal, 1: not."""
+    from weft.recipe import load_recipe
     from weft.train.verify import TOLERANCE
 
     if dtype not in TOLERANCE:
         raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, TOLERANCE)}")
-    recipe = load_recipe(path, overrides, layout)
+    if cases is not None:
+        return _random(recipe, cases, seed, minutes, dtype, as_json)
+    given = load_recipe(recipe, overrides or [], layout)
     # What is proved is the arithmetic of the layout, in a precision in which rounding cannot hide a mistake.
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"dtype": dtype})})
+    given = given.model_copy(update={"train": given.train.model_copy(update={"dtype": dtype})})
     if types:
-        return _types(recipe, as_json)
+        return _types(given, as_json)
     if not in_ranks():
         from weft.train.setup import prepare
 
-        prepare(recipe)
-        if recipe.layout.world > 1:
-            return launch(sys.argv[1:], recipe.layout.world, threads=recipe.train.threads)
-    return _numbers(recipe, steps, as_json)
+        prepare(given)
+        if given.layout.world > 1:
+            return launch(sys.argv[1:], given.layout.world, threads=given.train.threads)
+    return _numbers(given, steps, as_json)
 
 
-def _types(recipe: Recipe, as_json: bool) -> int:
+def _types(recipe: "Recipe", as_json: bool) -> int:
     from weft.train.setup import model_shape
     from weft.train.verify import check_types
 
@@ -52,19 +71,11 @@ def _types(recipe: Recipe, as_json: bool) -> int:
     return 0 if fault is None else 1
 
 
-def _numbers(recipe: Recipe, steps: int, as_json: bool) -> int:
-    from weft.layout.mesh import Mesh
-    from weft.train.setup import device_type, prepare
-    from weft.train.verify import TOLERANCE, compare, run_layout
+def _numbers(recipe: "Recipe", steps: int, as_json: bool) -> int:
+    from weft.train.verify import TOLERANCE, prove
 
-    set_threads(recipe.train.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    device, dtype = device_type(recipe), recipe.train.dtype
-    join(device, recipe.train.timeout)
-    mesh = Mesh.create(recipe.layout, device)
-    job = prepare(recipe)
-    difference = compare(run_layout(job, mesh, steps), job, mesh)
-    part_ranks()
-    if difference is None:
+    difference, dtype = prove(recipe, steps), recipe.train.dtype
+    if difference is None:  # another rank says it
         return 0
     if as_json:
         print(json.dumps(asdict(difference) | {"layout": str(recipe.layout), "steps": steps, "dtype": dtype}))
@@ -84,17 +95,14 @@ def _numbers(recipe: Recipe, steps: int, as_json: bool) -> int:
     return 0
 
 
-def run_random(path: Path, count: int, seed: int, minutes: float | None, dtype: str, as_json: bool) -> int:
+def _random(path: Path, count: int, seed: int, minutes: float | None, dtype: str, as_json: bool) -> int:
     """Random cases against one device; Ctrl-C ends with the summary so far."""
     from rich.console import Console
     from rich.progress import Progress
 
     from weft.train.fuzz import Fuzzer, Summary, command
     from weft.train.pool import MAX_WORLD, Pool
-    from weft.train.verify import TOLERANCE
 
-    if dtype not in TOLERANCE:
-        raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, TOLERANCE)}")
     pool, summary = Pool(is_secondary), Summary()
     fuzzer = Fuzzer(path, pool, dtype)
     try:

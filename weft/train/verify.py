@@ -3,6 +3,7 @@
 import dataclasses
 import linecache
 import math
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -27,10 +28,11 @@ from weft.models.transformer import Block, Transformer
 from weft.parallel.build import check_fits, resident_state
 from weft.parallel.context import context_attention
 from weft.parallel.state import State
-from weft.recipe import ModelShape, Train
+from weft.recipe import ModelShape, Recipe, Train
 from weft.schedule.from_layout import routes
 from weft.train.later import PostValidation
-from weft.train.setup import Job, assemble
+from weft.train.launch import join, part_ranks, set_threads
+from weft.train.setup import Job, assemble, device_type, prepare
 from weft.train.step import StepResult, gradients, train_step
 
 #: Largest relative difference that rounding explains. Linear attention over six layers loses two digits of float32.
@@ -115,6 +117,20 @@ def run_layout(
         trace.norms.append(result.grad_norm)
     trace.params.extend((p.name, p.box, p.local.clone().cpu()) for p in state.held)
     return trace
+
+
+def prove(recipe: Recipe, steps: int) -> Difference | None:
+    """As one of the ranks of ``recipe``, from its start to its end: how the layout differs from one device.
+
+    On the first rank; None on the others.
+    """
+    set_threads(recipe.train.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    device = device_type(recipe)
+    join(device, recipe.train.timeout)
+    mesh, job = Mesh.create(recipe.layout, device), prepare(recipe)
+    difference = compare(run_layout(job, mesh, steps), job, mesh)
+    part_ranks()
+    return difference
 
 
 def compare(mine: Trace, job: Job, mesh: Mesh) -> Difference | None:

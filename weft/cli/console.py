@@ -1,4 +1,4 @@
-"""Tables on the console."""
+"""What commands print: tables, and warnings."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,3 +17,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console(highlight=False).print(table)
+
+
+def warn(text: str) -> None:
+    """A line beside the output proper."""
+    print(f"weft: {text}", file=sys.stderr)
