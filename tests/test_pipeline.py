@@ -21,7 +21,8 @@ from weft.schedule.build import BUILDERS
 from weft.schedule.simulate import simulate, uniform
 from weft.train.later import PostValidation
 from weft.train.setup import Job, assemble, prepare
-from weft.train.step import evaluate, gradients, train_step
+from weft.train.step import evaluate, gradients
+from weft.train.stepper import PlainStepper
 from weft.train.verify import Difference, compare, run_layout
 
 
@@ -181,18 +182,14 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
     repeated = 0
     for post in (False, True):
         model, state = assemble(job.shape, mesh, settings)
-        later = PostValidation(model, state, mesh, clip)
+        stepper = (PostValidation if post else PlainStepper)(model, state, mesh, clip)
         loader, results = job.loader(job.corpus.train, mesh), []
         for step in range(8):
             batches = loader.step(step * settings.train.batch)
             assert batches is not None
-            if post:
-                results.append(later.step(batches, 1e-2))
-            else:
-                results.append(train_step(model, state, batches, mesh, lr=1e-2, clip=clip))
-        results.append(later.finish())
-        runs.append(([r for r in results if r], [h.local.clone() for h in state.held]))
-        repeated = later.repeated
+            results += stepper.step(batches, 1e-2)
+        runs.append((results + stepper.finish(), [h.local.clone() for h in state.held]))
+        repeated = stepper.repeated if isinstance(stepper, PostValidation) else 0
     same = runs[0][0] == runs[1][0] and all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
     return same, repeated, sum(r.grad_norm > clip for r in runs[0][0])
 

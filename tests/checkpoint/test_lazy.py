@@ -64,7 +64,7 @@ def test_training_waits_for_the_copy_before_it_changes_the_state(tmp_path: Path)
         found = states(tmp_path / "slow", corpus)
         assert all(same(found[step], expected[step]) for step in expected)
         # Were nobody to wait before the update, the copies would hold later states: this test can fail.
-        with mock.patch("weft.train.loop.train_step", partial(without_waiting, train_step)):
+        with mock.patch("weft.train.stepper.train_step", partial(without_waiting, train_step)):
             found = states(tmp_path / "impatient", corpus)
     assert not same(found["step-000002"], expected["step-000002"])
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -269,6 +271,23 @@ def test_full_disk_stops_all_ranks_and_keeps_the_last_checkpoint(
     assert all("step 6 was not saved" in text and "No space left" in text for text in said), said
     assert [p.name for p in committed(run / "checkpoints")] == ["step-000003"]
     look(open_checkpoint(run / "checkpoints/step-000003"))
+
+
+def other_seeds(values: dict[str, Any], out: str) -> bool:
+    """A run in processes whose generators are in other states; whether it has left them as they were."""
+    import torch.distributed as dist
+
+    random.seed(7 * dist.get_rank())
+    np.random.seed(7 * dist.get_rank())
+    torch.manual_seed(7 * dist.get_rank())
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    go(values, out)
+    return before == (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist())
+
+
+def test_nothing_random_depends_on_the_process(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
+    assert pool.run(4, other_seeds, tree(corpus, HOME), str(tmp_path / "run")) == [True] * 4
+    assert series(tmp_path / "run") == series(whole_run)
 
 
 def test_shares_tile_what_they_cut() -> None:

@@ -47,7 +47,7 @@ def is_of_model(place: Storage, shape: ModelShape) -> bool:
 def check_goes_on(checkpoint: Checkpoint, shape: ModelShape, tokenizer: Tokenizer) -> None:
     """Refuse to go on from a checkpoint that is no run's state, or that is of another model or tokenizer."""
     instead = f"start a new run from its weights: --set model.weights={checkpoint}"
-    if "data" not in checkpoint.meta or "rng" not in checkpoint.meta:
+    if "data" not in checkpoint.meta:
         kind = checkpoint.meta.get("source", {}).get("kind", "another program's")
         raise WeftError(f"{checkpoint} was converted (from {kind}) and has no position in the data; {instead}")
     if found := model_differences(model_of(checkpoint), shape):

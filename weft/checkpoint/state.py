@@ -1,18 +1,13 @@
-"""What a run's state is: model, optimizer, position in the data, random state."""
+"""What a run's state is: model, optimizer, and position in the data. It has no random state.
 
-import base64
-import tempfile
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+Initial values are a function of seed and parameter, samples of seed and number. Whatever else is drawn one day has to
+be a function of seed, sample and layer, so that nothing depends on which rank draws it.
+"""
 
-import torch
+from dataclasses import dataclass
 
 from weft.checkpoint import reshard
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.save import Saver
-from weft.checkpoint.storage import Storage
-from weft.data.tokenizer import Tokenizer
 from weft.parallel.state import State
 
 
@@ -25,30 +20,19 @@ class Progress:
     tokens: int = 0
     updates: int = 0
 
-
-def save_state(
-    saver: Saver, place: Storage, state: State, progress: Progress, about: dict[str, Any], tokenizer: Tokenizer
-) -> float:
-    """Start saving a checkpoint as ``place``; the seconds for which training waited.
-
-    ``about``: recipe, layout and data fingerprint, kept for the reader.
-    """
-    rng = {"torch_cpu": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()}
-    with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as extra:
-        tokenizer.save(extra)
-        files = {p.name: p.read_bytes() for p in Path(extra).iterdir()}
-    meta = {"progress": asdict(progress), "rng": rng, **about}
-    return saver.save(place, progress.step, state.tensors(), meta, files, lazy=True)
+    def advance(self, samples: int, tokens: int, updated: bool) -> None:
+        """Count a step."""
+        self.step += 1
+        self.position += samples
+        self.tokens += tokens
+        self.updates += updated
 
 
 def load_state(checkpoint: Checkpoint, state: State) -> Progress:
-    """Bring back what :func:`save_state` saved, under whatever layout ``state`` is of."""
+    """Bring back what :class:`weft.checkpoint.checkpoints.Checkpoints` saved, under whatever layout ``state`` is of."""
     reshard.load(checkpoint, state.tensors())
-    meta = checkpoint.meta
-    progress = Progress(**meta["progress"])
+    progress = Progress(**checkpoint.meta["progress"])
     state.updates = progress.updates
-    random = bytearray(base64.b64decode(meta["rng"]["torch_cpu"]))
-    torch.set_rng_state(torch.frombuffer(random, dtype=torch.uint8))
     return progress
 
 

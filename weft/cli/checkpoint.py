@@ -89,7 +89,7 @@ def inspect(
         raise WeftError(f"{checkpoint} has no tensor like {pattern!r}; `weft checkpoint inspect` without it lists all")
     blocks = Counter(b.tensor for b in checkpoint.all_blocks())
     if as_json:
-        about = {key: value for key, value in meta.items() if key not in ("tensors", "places", "rng")}
+        about = {key: value for key, value in meta.items() if key not in ("tensors", "places")}
         found = {n: asdict(t := tensors[n]) | {"blocks": blocks[n], "bytes": _size(t)} for n in names}
         print(json.dumps({"checkpoint": str(checkpoint), **about, "tensors": found}))
         return 0

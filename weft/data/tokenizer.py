@@ -45,15 +45,19 @@ class Tokenizer:
             return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def files(self) -> dict[str, bytes]:
+        """``tokenizer.json`` (and the name of ``eos``), which :func:`load_tokenizer` and transformers read."""
+        if self._model is None:
+            return {"tokenizer.json": b'{"kind": "bytes"}\n'}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._model.id_to_token(self.eos)}
+        text = json.dumps(config, indent=2) + "\n"
+        return {"tokenizer.json": self._model.to_str().encode(), "tokenizer_config.json": text.encode()}
+
     def save(self, folder: str | Path) -> None:
-        """Write ``tokenizer.json`` (and the name of ``eos``), which :func:`load_tokenizer` and transformers read."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        content = self._model.to_str() if self._model else '{"kind": "bytes"}\n'
-        (folder / "tokenizer.json").write_text(content, encoding="utf-8")
-        if self._model:
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._model.id_to_token(self.eos)}
-            (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        """Write :meth:`files` into ``folder``."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, content in self.files().items():
+            (Path(folder) / name).write_bytes(content)
 
 
 def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None = None) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.layout.groups import mesh_with_groups
 from weft.layout.layout import AXES, BATCH_AXES, FOLDED, Layout
 from weft.layout.placement import Place, rank_table
@@ -121,6 +122,21 @@ def check_live(layout: Layout) -> None:
     for axis in (*AXES, FOLDED):
         if axis not in LIVE_AXES and layout.size(axis) > 1:
             raise UsageError(f"layout axis {axis!r} is not available yet; use {', '.join(LIVE_AXES)}")
+
+
+def on_main(work: Callable[[], T], main: bool) -> T:
+    """What ``work`` returns or raises on rank 0, on all ranks. Collective."""
+    done: list[T | WeftError | None] = [None]
+    if main:
+        try:
+            done[0] = work()
+        except WeftError as error:
+            done[0] = error
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(done, src=0)
+    if isinstance(done[0], WeftError):
+        raise done[0]
+    return done[0]  # type: ignore[return-value]
 
 
 def from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -31,33 +31,34 @@ T = torch.Tensor
 
 
 class PostValidation:
-    """Takes the place of :func:`weft.train.step.train_step` for a pipelined model: same results, one step later.
+    """A :class:`weft.train.stepper.Stepper` for a pipelined model: the same results as the plain one, a step later.
 
     Holds a copy of parameters and optimizer state. ``repeated`` counts the steps that had to be run again.
+    ``before_update`` returns when the state may change; ``inspect`` sees each step's reduced, unclipped gradients.
     """
 
-    def __init__(self, model: Transformer, state: State, mesh: Mesh, clip: float) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        state: State,
+        mesh: Mesh,
+        clip: float,
+        before_update: Callable[[], None] = lambda: None,
+        inspect: Callable[[dict[str, T]], None] | None = None,
+    ) -> None:
         self.model, self.state, self.mesh, self.clip = model, state, mesh, clip
+        self.before_update, self.inspect = before_update, inspect
         self.changing: list[T] = [x for h in state.held for x in (h.local, *h.slots.values(), h.updates)]
         self.copy = [torch.empty_like(x) for x in self.changing]
         self.pending: tuple[PendingSum, dict[str, T], float] | None = None
-        self.repeated = 0
+        self.steps = self.repeated = 0
 
-    def step(
-        self,
-        batches: Sequence[Batch],
-        lr: float,
-        stop: bool = False,
-        before_update: Callable[[], None] = lambda: None,
-        inspect: Callable[[dict[str, T]], None] | None = None,
-    ) -> StepResult | None:
-        """Run a step and return the result of the one before, which is valid now; None after the first.
-
-        ``inspect`` sees the step's reduced, unclipped local gradients.
-        """
+    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
+        """Run a step and return the result of the one before, which is valid now; nothing after the first."""
+        self.steps += 1
         count = PendingSum(share_of_tokens(batches, self.mesh), self.mesh)
         loss = self._run(batches, count)
-        before_update()
+        self.before_update()
         before, right = self._settle()
         if not right:
             self.repeated += 1
@@ -65,8 +66,8 @@ class PostValidation:
             loss = self._run(batches, count)
         with record_function("weft:optimizer"):
             grads = reduced(self.state, self.mesh)
-            if inspect is not None:
-                inspect(grads)
+            if self.inspect is not None:
+                self.inspect(grads)
             sums = PendingSum(shares_of_sums(loss, grads, self.state, count(), stop, self.mesh), self.mesh)
             torch._foreach_copy_(self.copy, self.changing)
             update(self.state, grads, lr)
@@ -74,24 +75,28 @@ class PostValidation:
         self.pending = (sums, grads, lr)
         return before
 
-    def finish(self) -> StepResult | None:
-        """The result of the last step, whose update is final afterwards; None if that has been returned."""
+    def finish(self) -> list[StepResult]:
+        """The result of the last step, whose update is final afterwards; nothing if that has been returned."""
         return self._settle()[0]
+
+    def summary(self) -> str:
+        hint = "; they are clipped too often, raise optimizer.clip" if self.repeated > self.steps / 4 else ""
+        return f"post-validation: {self.repeated} of {self.steps} steps were run again{hint}"
 
     def _run(self, batches: Sequence[Batch], count: PendingSum) -> T:
         return self.model.pipeline.accumulate(batches, lambda: count().clamp(min=1))
 
-    def _settle(self) -> tuple[StepResult | None, bool]:
+    def _settle(self) -> tuple[list[StepResult], bool]:
         """Read the pending step's sums; correct its update if it was wrong, and say whether it was right."""
         if self.pending is None:
-            return None, True
+            return [], True
         sums, grads, lr = self.pending
         self.pending = None
         result = result_of(sums())
         if not result.skipped and not (self.clip and result.grad_norm > self.clip):
-            return result, True
+            return [result], True
         torch._foreach_copy_(self.changing, self.copy)
         if not result.skipped:
             clipped(grads, result.grad_norm, self.clip)
             update(self.state, grads, lr)
-        return result, False
+        return [result], False

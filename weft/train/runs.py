@@ -3,17 +3,21 @@
 All of it is looked at before ranks start and again, and then taken, by rank 0.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from weft.checkpoint.checkpoints import Listener
 from weft.checkpoint.lease import FOLDER, Lease
 from weft.checkpoint.levels import Level, check_levels, levels_of
-from weft.checkpoint.same import check_goes_on
+from weft.checkpoint.same import check_goes_on, other_differences
+from weft.checkpoint.state import Progress, load_state
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
-from weft.checkpoint.store import PLACES, candidates, committed, open_checkpoint, places
+from weft.checkpoint.store import PLACES, candidates, committed, load_newest, open_checkpoint, places
 from weft.errors import UsageError, WeftError
+from weft.layout.mesh import from_all
 from weft.observe.flops import parameter_count
 from weft.observe.metrics import FILE
+from weft.parallel.state import State
 from weft.recipe import RUNS, Recipe
 from weft.train.setup import Job
 
@@ -67,6 +71,44 @@ def open_run(recipe: Recipe, out: Path | None, resume: str | None, lease: Lease,
             raise WeftError(f"this run cannot write where it should: {error}; choose another place (--out)") from None
         check_levels(run.levels, size, run.fresh)
         return run
+
+
+@dataclass
+class Resumed:
+    """What a run goes on from, and ``notes`` on that, to be told; ``loads``: where every rank's time to load went."""
+
+    progress: Progress
+    notes: list[str]
+    loads: list[dict[str, float]] = field(default_factory=list)
+
+    def tell(self, listener: Listener) -> None:
+        for rank, load in enumerate(self.loads):
+            listener.log("loaded", rank=rank, **load)
+        for note in self.notes:
+            listener.event(note)
+
+
+def resume_run(run: Run, job: Job, state: State) -> Resumed:
+    """Load the newest checkpoint that is whole on all ranks, if the run is to go on from one. Collective.
+
+    Notes say which one it is, which are not whole, and by what the recipe differs from the checkpoint's.
+    """
+    notes = list(job.notes)
+    if run.fresh:
+        return Resumed(Progress(), notes)
+    checkpoint, progress = load_newest(
+        run.sources,
+        lambda checkpoint: load_state(checkpoint, state),
+        notes.append,
+        lambda checkpoint: check_goes_on(checkpoint, job.shape, job.corpus.tokenizer),
+    )
+    notes.append(f"resumed from {checkpoint} at step {progress.step}")
+    differences = other_differences(checkpoint, job.recipe, job.corpus.fingerprint)
+    notes += [f"resumed with {difference}" for difference in differences]
+    for level in run.levels:
+        level.found(checkpoint.storage)
+    stages = {f"{stage}_s": spent for stage, spent in checkpoint.seconds.items()}
+    return Resumed(progress, notes, from_all({"bytes": checkpoint.bytes_read, **stages}))
 
 
 def checkpoint_size(job: Job) -> int:

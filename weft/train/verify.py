@@ -30,10 +30,10 @@ from weft.parallel.context import context_attention
 from weft.parallel.state import State
 from weft.recipe import ModelShape, Recipe, Train
 from weft.schedule.from_layout import routes
-from weft.train.later import PostValidation
 from weft.train.launch import join, part_ranks, set_threads
 from weft.train.setup import Job, assemble, device_type, prepare
-from weft.train.step import StepResult, gradients, train_step
+from weft.train.step import StepResult, gradients
+from weft.train.stepper import build_stepper
 
 #: Largest relative difference that rounding explains. Linear attention over six layers loses two digits of float32.
 TOLERANCE = {"float64": 1e-10, "float32": 5e-5}
@@ -90,29 +90,21 @@ def run_layout(
     if watch is not None:
         watch(model, state)
     settings, loader = job.recipe.optimizer, job.loader(job.corpus.train, mesh)
-    later = None
-    if settings.post_validation and model.pipeline is not None:
-        later = PostValidation(model, state, mesh, settings.clip)
     trace = Trace([], [], [], [])
-    results: list[StepResult | None] = []
+    results: list[StepResult] = []
 
     def keep(grads: dict[str, torch.Tensor]) -> None:
         trace.grads.append([(p.name, p.box, grads[p.name].clone().cpu()) for p in state.held])
         for name, grad in follow[len(trace.grads) - 1].items() if follow else ():
             grads[name].copy_(grad)
 
+    stepper = build_stepper(model, state, mesh, settings, inspect=keep, routes=taken)
     for step in range(steps):
         batches = loader.step(step * job.recipe.train.batch)
         if batches is None:
             raise WeftError(f"the data ends after {step} steps; use fewer --steps or a smaller train.batch")
-        if later is not None:
-            results.append(later.step(batches, settings.lr, inspect=keep))
-        else:
-            results.append(train_step(
-                model, state, batches, mesh, lr=settings.lr, clip=settings.clip, inspect=keep, routes=taken
-            ))  # fmt: skip
-    results.append(later.finish() if later is not None else None)
-    for result in filter(None, results):
+        results += stepper.step(batches, settings.lr)
+    for result in results + stepper.finish():
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
     trace.params.extend((p.name, p.box, p.local.clone().cpu()) for p in state.held)

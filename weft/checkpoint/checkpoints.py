@@ -1,0 +1,116 @@
+"""The checkpoints that a run makes: saved to its levels while training goes on, told of, and thinned out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol, Self
+
+from weft.checkpoint.levels import Level, Thinning
+from weft.checkpoint.same import is_of_model
+from weft.checkpoint.save import Saved, Saver
+from weft.checkpoint.state import Progress
+from weft.checkpoint.storage import Storage
+from weft.layout.mesh import Mesh
+from weft.parallel.state import State
+from weft.recipe import ModelShape
+
+
+class Listener(Protocol):
+    """Hears of what happens: in words, and in records of numbers of a kind."""
+
+    def event(self, text: str) -> None: ...
+
+    def log(self, kind: str, step: int | None = None, /, **values: Any) -> None: ...
+
+
+class Checkpoints:
+    """Saves ``state`` and ``progress`` to a run's levels. A context: leaving it gives the saver's memory back.
+
+    ``about`` (recipe, layout, data) and ``files`` (the tokenizer) go into each checkpoint. Old ones of another model
+    than ``shape`` stay. With ``strict`` a save that failed in the background ends the run at the next save.
+    """
+
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        state: State,
+        progress: Progress,
+        about: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        shape: ModelShape,
+        mesh: Mesh,
+        listener: Listener,
+        strict: bool,
+        timeout: float,
+    ) -> None:
+        self._levels, self._state, self._progress, self._listener = levels, state, progress, listener
+        self._about, self._files, self._mesh = about, files, mesh
+        self._thinning = Thinning(lambda place: is_of_model(place, shape))
+        self._saver = Saver(listener.event, strict, timeout, mesh.step_group)
+        self._saver.prepare(state.tensors())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._thinning.close()
+        self._saver.close()
+
+    @property
+    def last(self) -> Storage | None:
+        """The newest checkpoint in the last level, which outlasts the run."""
+        return self._levels[-1].last
+
+    @property
+    def wait_for_copy(self) -> Callable[[], None]:
+        """To be called before the state changes: returns when the save that is under way has its copy."""
+        return self._saver.copied
+
+    def due(self, step: int) -> list[Level]:
+        """The levels to which the state after ``step`` is to be saved."""
+        return [level for level in self._levels if level.due(step)]
+
+    def save(self, levels: Sequence[Level]) -> None:
+        """Save to one level after the other: the next waits for the one before. Collective."""
+        waited, meta = 0.0, {"progress": asdict(self._progress), **self._about}
+        for level in levels:
+            place = level.new(self._progress.step)
+            tensors = self._state.tensors()
+            waited += self._saver.save(place, self._progress.step, tensors, meta, self._files, lazy=True)
+        self._listener.log("checkpoint", stall_s=waited)
+
+    def poll(self) -> None:
+        """Tell of the saves that are done by now, and drop old checkpoints after a new one. Does not wait."""
+        self._saver.poll()
+        self._tell()
+
+    def finish(self, save: bool) -> None:
+        """At the end of a run: ``save`` the state to the last level if it is not there yet, and wait for all saves.
+
+        Then nothing in memory is needed any more, and the main rank removes it. Collective.
+        """
+        if save and self._levels[-1].step != self._progress.step:
+            self.save(self._levels[-1:])
+        self._saver.finish()
+        self._tell()
+        self._thinning.close()
+        self._tell()
+        for level in self._levels:
+            if level.in_memory and self._mesh.is_main and save:
+                level.place.clear()
+
+    def _tell(self) -> None:
+        for saved in self._saver.reports:
+            report = saved.report
+            stages = {f"{stage}_s": spent for stage, spent in report.seconds.items()}
+            self._listener.log("saved", saved.step, rank=saved.rank, bytes=report.bytes, **stages)
+            if report.committed:
+                self._listener.event(f"checkpoint {saved.where}")
+                self._thin(saved)
+        self._saver.reports.clear()
+        for problem in self._thinning.problems():
+            self._listener.event(problem)
+
+    def _thin(self, saved: Saved) -> None:
+        for level in self._levels:
+            if saved.where == str(level.place / saved.where.rpartition("/")[2]):
+                self._thinning.start(level)

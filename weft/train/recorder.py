@@ -1,0 +1,133 @@
+"""What is told of a run while it goes on: records, the display for a person, profiles and traces."""
+
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch.profiler import record_function
+
+from weft.checkpoint.state import Progress
+from weft.layout.mesh import Mesh
+from weft.observe.display import Display
+from weft.observe.flops import flops_per_token, memory_gib, parameter_count, peak_flops
+from weft.observe.host import Hardware, environment
+from weft.observe.metrics import Metrics
+from weft.observe.split import Split, profile_step, trace
+from weft.train.setup import Job
+from weft.train.step import StepResult
+
+Results = list[StepResult]
+
+
+class Recorder:
+    """A context, within which a run tells of itself. Ranks other than the main one only take part in profiles.
+
+    ``progress`` is read whenever something is told; ``about`` is kept with the run's record. The time between
+    :meth:`restart_clock` and :meth:`lap` is that of the steps that have become final.
+    """
+
+    def __init__(self, job: Job, mesh: Mesh, folder: Path, progress: Progress, about: Mapping[str, Any]) -> None:
+        self._recipe, self._mesh, self._folder, self._progress = job.recipe, mesh, folder, progress
+        parameters = parameter_count(job.shape, job.shape.vocab)
+        kind = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
+        device = f"{mesh.layout.world} x {kind}"
+        one = peak_flops(mesh.device, getattr(torch, job.recipe.train.dtype))
+        self._peak = one and one * mesh.layout.world
+        self._per_token = flops_per_token(job.shape, job.shape.vocab, job.recipe.data.seq_len)
+        self._about = {
+            **about, "device": device, "parameters": parameters, "flops_per_token": self._per_token,
+            "peak_flops": self._peak, "started": datetime.datetime.now().isoformat(timespec="seconds"),
+        }  # fmt: skip
+        title = f"{job.recipe.name}: {parameters / 1e6:.1f}M parameters on {mesh.layout}, {device}"
+        self._display = Display(job.recipe.train.steps, title, enabled=mesh.is_main)
+        self._hardware = Hardware(mesh.device)
+        self._stack, self._tracing = ExitStack(), job.recipe.observe.trace > 0
+        self._begun, self._seconds, self._data_s = time.perf_counter(), 0.0, 0.0
+        self._split: Split | None = None  # of the step that has just been taken
+
+    def __enter__(self) -> Self:
+        observe = self._recipe.observe
+        path = self._folder / f"trace/rank-{os.environ.get('RANK', 0)}.json" if self._tracing else None
+        with ExitStack() as stack:
+            stack.enter_context(self._display)
+            folder = self._folder if self._mesh.is_main else None
+            self._metrics = Metrics(folder, observe.tensorboard, self._display.note)
+            stack.callback(self._metrics.close)
+            self.log("run", **self._about, **(environment() if self._mesh.is_main else {}))
+            self._traced = stack.enter_context(trace(path, observe.trace))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self._stack.__exit__(*problem)
+
+    def event(self, text: str) -> None:
+        """Say something, and keep it."""
+        self._display.note(text)
+        self.log("event", message=text)
+
+    def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
+        """Keep a record, of the step that the run has come to if no other is given."""
+        self._metrics.log(kind, self._progress.step if step is None else step, **values)
+
+    def validation(self, loss: float) -> None:
+        self.log("validation", loss=loss)
+        self._display.update(self._progress.step, validation=loss)
+
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        """While this step's data is fetched."""
+        begun = time.perf_counter()
+        with record_function("weft:data"):
+            yield
+        self._data_s = time.perf_counter() - begun
+
+    def watch(self, number: int, take_step: Callable[[], Results | None]) -> Results | None:
+        """What step ``number`` (from 0) returns; it is profiled when its turn comes."""
+        every = self._recipe.observe.split_every
+        if self._tracing or not every or number % every != min(2, every - 1):
+            self._split = None
+            return take_step()
+        results, split = profile_step(take_step)
+        self._split = split if results else None
+        return results
+
+    def restart_clock(self) -> None:
+        """What has been done since belongs to no step."""
+        self._begun = time.perf_counter()
+
+    def lap(self, results: Sequence[StepResult]) -> None:
+        """The time since the clock was restarted is that of these steps, in equal parts."""
+        if results:
+            now = time.perf_counter()
+            self._seconds, self._begun = (now - self._begun) / len(results), now
+
+    def step(self, result: StepResult, lr: float) -> None:
+        """Tell of a final step, which ``progress`` has counted."""
+        memory = memory_gib(self._mesh.device)
+        seen: dict[str, float | None] = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
+        seen |= {"memory_gib": memory.peak, "memory_now_gib": memory.now}
+        if result.skipped:
+            step = self._progress.step
+            self.event(f"step {step}: loss or gradient norm is not finite; the update was skipped on all ranks")
+        if self._split is not None:  # a profiled step's own speed means nothing
+            self.log("split", **{k: v for k, v in asdict(self._split).items() if k != "total"})
+        else:
+            rate = result.tokens / self._seconds
+            seen |= {"tokens_per_s": rate, "mfu": self._peak and rate * self._per_token / self._peak}
+            seen |= {"step_s": self._seconds, "data_s": self._data_s}
+        if self._mesh.is_main and (load := self._hardware.sample()):
+            self.log("hardware", **load)
+        if self._progress.step % self._recipe.observe.every == 0:
+            self.log("train", **seen, tokens=self._progress.tokens, skipped=int(result.skipped))
+        self._display.update(self._progress.step, **seen)
+
+    def end_step(self) -> None:
+        """After every step: a trace goes on to the next one."""
+        self._traced()
