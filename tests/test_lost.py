@@ -41,7 +41,7 @@ def limits(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     job = start(values)
     batches = job.loader.step(0)
     assert batches is not None
-    train_step(job.model, job.parts, batches, job.optimizer, job.mesh, lr=1e-3, clip=1.0)
+    train_step(job.model, job.state, batches, job.mesh, lr=1e-3, clip=1.0)
     groups = dist.distributed_c10d._world.pg_map
     return limit(), {g.group_desc: g._get_backend(torch.device("cpu")).options._timeout for g in groups}
 
