@@ -25,7 +25,7 @@ from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
 from weft.recipe import ModelShape, build_recipe
 from weft.train.loop import train
-from weft.train.runs import check_resume, check_run
+from weft.train.runs import prepare_run
 from weft.train.setup import assemble, prepare
 
 HOME, TWO = {"shard": 2, "tp": 2}, {"shard": 2}
@@ -217,10 +217,9 @@ def test_what_another_model_wrote_is_neither_pruned_nor_counted(
 
 def test_another_model_is_refused_before_ranks_start(corpus: str, whole_run: Path) -> None:
     values = build_recipe(tree(corpus, HOME, model__rope_theta=5e5))
-    run = check_run(values, None, str(whole_run))
     with pytest.raises(WeftError, match=r"step-000006 is of another model: it has model\.rope_theta = 10000\.0, the"):
-        check_resume(run, prepare(values))
-    check_resume(run, prepare(build_recipe(tree(corpus, HOME))))
+        prepare_run(values, None, str(whole_run))
+    prepare_run(build_recipe(tree(corpus, HOME)), None, str(whole_run))
 
 
 def test_a_finished_run_is_not_saved_again(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:

@@ -49,12 +49,10 @@ def train(
             "--layout with so many"
         )
     if not in_ranks():
-        from weft.train.runs import check_resume, check_run
-        from weft.train.setup import prepare
+        from weft.train.runs import prepare_run
 
-        chosen = check_run(given, out, resume)
         with Console(stderr=True).status("preparing the data"):
-            check_resume(chosen, prepare(given))
+            prepare_run(given, out, resume)
         if given.layout.world > 1:
             return launch(argv, given.layout.world, threads=given.train.threads)
     from weft.train.start import be_rank

@@ -9,6 +9,7 @@ from pathlib import Path
 from weft.checkpoint.checkpoints import Listener
 from weft.checkpoint.lease import FOLDER, Lease
 from weft.checkpoint.levels import Level, check_levels, levels_of
+from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.same import check_goes_on, other_differences
 from weft.checkpoint.state import Progress, load_state
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
@@ -19,7 +20,7 @@ from weft.observe.flops import parameter_count
 from weft.observe.metrics import FILE
 from weft.parallel.state import State
 from weft.recipe import RUNS, Recipe
-from weft.train.setup import Job
+from weft.train.setup import Job, prepare
 
 
 @dataclass
@@ -40,22 +41,27 @@ class Run:
         return [LocalStorage(self.folder), *(level.place for level in self.levels if not level.in_memory)]
 
 
-def check_run(recipe: Recipe, out: Path | None, resume: str | None) -> Run:
-    """What ``--out`` and ``--resume`` mean, where no rank has been started that would find out late what cannot be."""
+def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
+    """:func:`weft.train.setup.prepare`, and find what keeps a run from starting, before ranks do so much later.
+
+    What ``out`` and ``resume`` mean, whether this can be used, and whether the newest checkpoint is of this model.
+    """
     with Lease() as lease:
-        return open_run(recipe, out, resume, lease, 0)
+        run = open_run(recipe, out, resume, lease, 0)
+    job = prepare(recipe)
+    if not run.fresh:
+        checkpoint = open_checkpoint(candidates(*run.sources, warn=lambda text: None)[0])
+        if _is_readable(checkpoint):
+            check_goes_on(checkpoint, job.shape, job.corpus.tokenizer)
+    return job
 
 
-def check_resume(run: Run, job: Job) -> None:
-    """Refuse to go on from another model, as far as the newest checkpoint's root tells."""
-    if run.fresh:
-        return
-    checkpoint = open_checkpoint(candidates(*run.sources, warn=lambda text: None)[0])
+def _is_readable(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has a root; if not, the run takes the one before, or says that there is none."""
     try:
-        checkpoint.meta  # noqa: B018
-    except WeftError:  # then the one before is taken, or there is none: the run says so
-        return
-    check_goes_on(checkpoint, job.shape, job.corpus.tokenizer)
+        return bool(checkpoint.meta)
+    except WeftError:
+        return False
 
 
 def open_run(recipe: Recipe, out: Path | None, resume: str | None, lease: Lease, size: int) -> Run:

@@ -25,6 +25,7 @@ from weft.recipe import RUNS, Recipe
 from weft.train.failure import leave, report_failure
 from weft.train.launch import in_ranks, join, part_ranks, run_ranks, set_threads
 from weft.train.loop import Outcome, train
+from weft.train.runs import prepare_run
 from weft.train.setup import device_type, model_shape, prepare
 
 
@@ -41,7 +42,7 @@ def start(recipe: Recipe, out: str | Path | None = None, resume: str | None = No
         recipe, _ = planned(recipe, None)
     if in_ranks() or recipe.layout.world == 1:
         return be_rank(recipe, out, resume, finish)
-    prepare(recipe)
+    prepare_run(recipe, out, resume)
     return _in_ranks_of_its_own(recipe, out, resume)
 
 
