@@ -189,14 +189,12 @@ def _own_runs(path: Path | None, device: str, bits: int, engine: str) -> "Own | 
 
 
 def _tried(finals: "list[Final]", model: "Model", count: int) -> "tuple[list[Final], list[tuple[Final, Measured]]]":
-    """As :func:`weft.rehearse.trial.tried`, in processes of this machine."""
     import torch
 
-    from weft.cli.trial import start
     from weft.rehearse.trial import tried
 
     with Console(stderr=True).status("") as status:
-        return tried(finals, model, count, start, torch.cuda.device_count() or 4 * (os.cpu_count() or 1), status.update)
+        return tried(finals, model, count, torch.cuda.device_count() or 4 * (os.cpu_count() or 1), status.update)
 
 
 def _checked(finals: "list[Final]", model: "Model") -> "list[Checked]":

@@ -9,16 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from weft.train.failure import leave
-from weft.train.launch import in_ranks, init_ranks, threads_per_rank
-
-#: Seconds that ranks wait for each other.
-PATIENCE = 300
-
-
-def _join() -> None:
-    """The ranks of one setting meet."""
-    init_ranks("cpu", PATIENCE)
+from weft.train.launch import in_ranks, threads_per_rank
 
 
 def probe(
@@ -37,7 +28,7 @@ def probe(
     with Console(stderr=True).status("") as status:
         for n in wanted:
             status.update(f"measuring with {n} process{'es' * (n > 1)} at once")
-            settings.append(setting(n, threads_per_rank(0, n), quick, _join, leave))
+            settings.append(setting(n, quick))
     _write(settings, max(wanted), out, time.perf_counter() - begun)
     return 0
 
@@ -50,7 +41,7 @@ def _be_rank(out: Path, quick: bool) -> int:
 
     torch.set_num_threads(threads_per_rank(0, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     begun = time.perf_counter()
-    found = measure(_join, quick)
+    found = measure(quick)
     if int(os.environ["RANK"]) == 0:
         _write([found], int(os.environ["WORLD_SIZE"]), out, time.perf_counter() - begun)
     return 0

@@ -30,6 +30,8 @@ from weft.layout.tensors import tensors_in
 from weft.observe.flops import peak_resident
 from weft.rehearse.curves import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Setting
 from weft.rehearse.step import Event, reference
+from weft.train.failure import leave
+from weft.train.launch import init_ranks, threads_per_rank
 
 aten = torch.ops.aten
 Points = list[list[float]]
@@ -39,6 +41,8 @@ GRID = ((128, 512, 2048), (64, 128, 256, 512, 1024), (64, 128, 256, 512, 1024)) 
 RUNS = 3  # of every table
 #: Seconds after which the processes of one setting are given up.
 PATIENCE_S = 300
+#: Seconds that they wait for each other.
+JOIN_S = 300
 MESSAGES = (64, 2**14, 2**17, 2**19, 2**21, 2**23)
 
 
@@ -328,8 +332,8 @@ def slowness(setting: Setting) -> float:
 # --- one process of a setting ---
 
 
-def measure(join: Callable[[], None], quick: bool) -> dict[str, Any]:
-    """Everything about the setting that this process is in, one of those that ``join`` brings together.
+def measure(quick: bool) -> dict[str, Any]:
+    """Everything about the setting that this process is in, one of as many as there are ranks.
 
     Rank 0's table of links is complete.
     """
@@ -337,7 +341,7 @@ def measure(join: Callable[[], None], quick: bool) -> dict[str, Any]:
     sizes, grid, messages = SIZES[::every], [axis[::every] for axis in GRID], MESSAGES[::every]
     budget = (0.003 if quick else 0.007) / RUNS
     world, threads = int(os.environ["WORLD_SIZE"]), torch.get_num_threads()
-    found: dict[str, Any] = {"ranks": world, "threads": threads, "memory": empty_memory(join, world)}
+    found: dict[str, Any] = {"ranks": world, "threads": threads, "memory": empty_memory(world)}
     between = collectives(messages, 8 if quick else 20) if world > 1 else {}
     table = links() if 1 < world <= 16 else {}
     dist.barrier()
@@ -357,16 +361,14 @@ def measure(join: Callable[[], None], quick: bool) -> dict[str, Any]:
     return found | {"collectives": between, "links": table, "triad": speed, "peaks": peaks(4 * budget)}
 
 
-def setting(
-    ranks: int, threads: int, quick: bool, join: Callable[[], None], leave: Callable[[int], None]
-) -> dict[str, Any]:
-    """What rank 0 of ``ranks`` fresh processes measures while the others do the same; ``join`` brings them
-    together, and ``leave`` ends each with an exit code."""
+def setting(ranks: int, quick: bool) -> dict[str, Any]:
+    """What rank 0 of ``ranks`` fresh processes measures while the others do the same."""
     import torch.multiprocessing as mp
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    threads = threads_per_rank(0, ranks)
     given = {
         "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
@@ -375,9 +377,7 @@ def setting(
     os.environ.update(given)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            context = mp.start_processes(
-                _worker, (threads, quick, join, leave, folder), ranks, join=False, start_method="spawn"
-            )
+            context = mp.start_processes(_worker, (threads, quick, folder), ranks, join=False, start_method="spawn")
             until = time.monotonic() + PATIENCE_S
             while not context.join(timeout=1):
                 if time.monotonic() > until:
@@ -391,19 +391,17 @@ def setting(
                 os.environ[name] = value
 
 
-def _worker(
-    rank: int, threads: int, quick: bool, join: Callable[[], None], leave: Callable[[int], None], folder: str
-) -> None:
+def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
     from weft.train import loop  # noqa: F401 (what a rank of a run has imported by the time it trains)
 
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(threads)
-    found = measure(join, quick)
+    found = measure(quick)
     (Path(folder) / str(rank)).write_text(json.dumps(found))
     leave(0)
 
 
-def empty_memory(join: Callable[[], None], world: int) -> dict[str, float]:
+def empty_memory(world: int) -> dict[str, float]:
     """Resident bytes of a rank besides its tensors: ``plain``, ``per_byte`` of tensors at their peak (the heap has
     gaps), and with several ranks what kinds of layouts load and keep, the first as a peak that :func:`cluster` reads.
     """
@@ -413,7 +411,7 @@ def empty_memory(join: Callable[[], None], world: int) -> dict[str, float]:
         first = peak_resident()
         per_byte = (peak_of("dp=1", "large", True) - first) / (reference("dp=1", "large", True).peak - small)
         found = {"plain": first - max(1.0, per_byte) * small, "per_byte": max(1.0, per_byte)}
-    join()
+    init_ranks("cpu", JOIN_S)
     if world > 1:
         tensors = reference(f"tp={world}", "small", False).peak
         found = {"peak": float(peak_resident()), "tensors": float(tensors)}

@@ -1,7 +1,11 @@
-"""A layout tried out: a few real training steps in ranks of their own, for ``weft plan --probe`` and benchmarks."""
+"""A layout tried out: a few real training steps in ranks of their own, for ``weft plan --probe`` and benchmarks.
+
+Those ranks are ``python -m weft.rehearse.trial RECIPE OUT``.
+"""
 
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,16 +18,14 @@ from weft.layout.mesh import Mesh
 from weft.planner.explain import recipe_tree, title, toml
 from weft.planner.finalists import Final
 from weft.planner.shape import Model
-from weft.recipe import Recipe
+from weft.recipe import Recipe, load_recipe
 from weft.rehearse.choose import anchored, to_try
-
-#: Starts so many ranks of the recipe in a file, each of which calls :func:`be_rank`; returns their exit code. What they
-#: measure goes to the second file.
-Start = Callable[[Path, Path, int], int]
+from weft.train.failure import leave, report_failure
+from weft.train.launch import in_ranks, join, launch, part_ranks, set_threads
 
 WARM, ENOUGH = 3, 12
-#: Seconds after which no further step is begun.
-LIMIT_S = 15.0
+#: Seconds after which no further step is begun, and after which a trial of one rank is given up.
+LIMIT_S, PATIENCE_S = 15.0, 300.0
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,18 @@ class Measured:
     reason: str = ""
 
 
-def trial(recipe: Path, world: int, start: Start) -> Measured:
+def trial(recipe: Path, world: int) -> Measured:
     """Run the recipe of file ``recipe``, whose layout has ``world`` ranks, for some steps on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found"
-        code = start(recipe, out, world)
+        command = [sys.executable, "-m", "weft.rehearse.trial", str(recipe), str(out)]
+        if world > 1:
+            code = launch([], world, command)
+        else:
+            try:
+                code = subprocess.run(command, timeout=PATIENCE_S).returncode
+            except subprocess.TimeoutExpired:
+                code = 124
         if code > 128:
             raise KeyboardInterrupt
         if code or not out.exists():
@@ -48,7 +57,7 @@ def trial(recipe: Path, world: int, start: Start) -> Measured:
 
 
 def tried(
-    finals: Sequence[Final], model: Model, count: int, start: Start, devices: int, say: Callable[[str], None]
+    finals: Sequence[Final], model: Model, count: int, devices: int, say: Callable[[str], None]
 ) -> tuple[list[Final], list[tuple[Final, Measured]]]:
     """Some of ``finals`` run for real: all by time, with what that told; and every trial, with what was predicted.
 
@@ -68,7 +77,7 @@ def tried(
             say(f"running {title(final)} ({len(found) + 1} of {len(found) + 1 + len(waiting)})")
             path = Path(folder) / f"{len(found)}.toml"
             path.write_text(toml(recipe_tree(final, model)))
-            found.append((final, trial(path, int(final.plan.world), start)))
+            found.append((final, trial(path, int(final.plan.world))))
             failed = [f for f, done in found if not done.seconds]
             kept = [f for f in finals if all(f is not x for x in failed)]
             ranked = anchored(kept, [(f, done.seconds) for f, done in found if done.seconds])
@@ -80,12 +89,15 @@ def tried(
     return ranked, found
 
 
-def steps(recipe: Recipe, device: str) -> Iterator[Mesh]:
-    """As a rank that has joined the others: set up, then train a step before every item."""
+def steps(recipe: Recipe) -> Iterator[Mesh]:
+    """Be a rank: join the others, set up, then train a step before every item."""
     from weft.rehearse.step import batches_of
-    from weft.train.setup import assemble
+    from weft.train.setup import assemble, device_type
     from weft.train.step import train_step
 
+    set_threads(recipe.train.threads, recipe.layout.world)
+    device = device_type(recipe)
+    join(device, recipe.train.timeout)
     mesh = Mesh.create(recipe.layout, device)
     shape, batches = batches_of(recipe)
     model, state = assemble(shape, mesh, recipe)
@@ -94,8 +106,8 @@ def steps(recipe: Recipe, device: str) -> Iterator[Mesh]:
         yield mesh
 
 
-def be_rank(recipe: Recipe, device: str, out: Path) -> None:
-    """Steps until they are enough; rank 0 writes the :class:`Measured` of all."""
+def be_rank(recipe: Recipe, out: Path) -> None:
+    """Train until the steps are enough; rank 0 writes the :class:`Measured` of all."""
     import torch
     import torch.distributed as dist
 
@@ -104,20 +116,36 @@ def be_rank(recipe: Recipe, device: str, out: Path) -> None:
 
     taken: list[float] = []
     begun = last = time.perf_counter()
-    for mesh in steps(recipe, device):
+    for mesh in steps(recipe):
         if mesh.device.type == "cuda":
             torch.cuda.synchronize()
         now = time.perf_counter()
         taken.append(now - last)
         # The first rank says when it is over, as clocks differ.
         over = len(taken) > WARM and (len(taken) >= WARM + ENOUGH or now - begun > LIMIT_S)
-        told = torch.tensor(float(over), device=mesh.device)
+        ended = torch.tensor(float(over), device=mesh.device)
         if recipe.layout.world > 1:
-            dist.broadcast(told, 0)
-        if told.item():
+            dist.broadcast(ended, 0)
+        if ended.item():
             break
         last = time.perf_counter()
     seconds = from_all(statistics.median(taken[WARM:]))
     memory = from_all(2**30 * memory_gib(mesh.device).peak)
     if mesh.is_main:
         out.write_text(json.dumps({"seconds": statistics.mean(seconds), "memory": max(memory)}))
+    part_ranks()
+
+
+def main() -> int:
+    """Be a rank; returns the exit code."""
+    in_ranks()
+    try:
+        be_rank(load_recipe(sys.argv[1]), Path(sys.argv[2]))
+    except Exception as error:  # the launcher prints it, once for all ranks
+        return report_failure(error)
+    leave(0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
