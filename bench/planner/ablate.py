@@ -1,6 +1,6 @@
 """Which constants of the planner earn their place: each is left out in turn, and the error on unseen sources compared.
 
-    python bench/planner/ablate.py ROWS.csv [--only NAME ...] [--sample N]
+    python bench/planner/ablate.py ROWS.csv [--only NAME ... [--together]] [--sample N]
 
 Leave one source out: all that is fitted is fitted to the rows of the other sources, each source counting alike; then
 the rows of the source that was left out are predicted. A figure is the mean absolute error of a source's step times in
@@ -28,16 +28,12 @@ from weft.planner import cost, engine, fit, machine
 #: What a time constant of :class:`weft.planner.engine.Engine` is if nobody has looked: everything at full rate, nothing
 #: hidden, nothing extra.
 NEUTRAL: dict[str, float] = {
-    "matmul": 1.0, "traffic": 1.0, "attention": 1.0, "scores": 8.0, "elementwise": 16.0, "inner": 4.0, "kernels": 0.0,
-    "exposed_tp": 1.0, "exposed_dp": 1.0, "exposed_pp": 1.0, "exposed_cp": 1.0, "exposed_ep": 1.0, "link": 1.0,
-    "network": 1.0, "latency": 1.0, "buckets": 0.0, "optimizer": 24.0, "step": 0.0, "jitter": 0.0, "balance": 1.0,
-    "moe": 0.0, "dispatch": 0.0, "rough": 0.0, "level": 0.0,
+    "matmul": 1.0, "attention": 0.5, "elementwise": 8.0, "inner": 2.0, "kernels": 0.0, "exposed_dp": 1.0,
+    "exposed_cp": 1.0, "network": 1.0, "buckets": 0.0, "step": 0.0, "jitter": 0.0, "moe": 0.0,
+    "dispatch": 0.0, "rough": 0.0,
 }  # fmt: skip
 #: The same for constants of :mod:`weft.planner.cost`.
-HIDDEN: dict[str, float] = {
-    "CONTEXT_MORE": 1.0, "SHARP": 64.0, "REACHED": 1.0, "CASTS": 0.0, "BACKWARD_LAUNCHES": 2.0, "TP_LAUNCHES": 0.0,
-    "LOSS_BYTES": 8.0, "BUCKET_LAYERS": 1.0,
-}  # fmt: skip
+HIDDEN: dict[str, float] = {"CASTS": 0.0}
 
 
 @dataclass(frozen=True)
@@ -64,24 +60,20 @@ def without(name: str) -> Iterator[None]:
     ``megatron.step`` (a class's own value instead of everybody's)."""
     with ExitStack() as stack:
         if name.endswith(" preset"):
-            stack.enter_context(mock.patch.dict(fit.PRIORS))
-            del fit.PRIORS[name.removesuffix(" preset")]
+            stack.enter_context(mock.patch.object(fit, "KNOBS", without_knob(name.removesuffix(" preset"))))
         elif name.endswith(" neutral"):
             field = name.removesuffix(" neutral")
-            stack.enter_context(mock.patch.dict(fit.PRIORS))
-            fit.PRIORS.pop(field, None)
+            stack.enter_context(mock.patch.object(fit, "KNOBS", without_knob(field)))
             stack.enter_context(mock.patch.dict(engine.ENGINES))
             for key, own in list(engine.ENGINES.items()):
                 engine.ENGINES[key] = replace(own, **{field: NEUTRAL[field]})
         elif name in HIDDEN:
             stack.enter_context(mock.patch.object(cost, name, HIDDEN[name]))
-        elif name in ("clock", "low", "least", "fused"):
+        elif name in ("clock", "low"):
             stack.enter_context(mock.patch.dict(machine.DEVICES))
             common = getattr(machine.Device, name)
             for key, device in list(machine.DEVICES.items()):
                 machine.DEVICES[key] = replace(device, **{name: common})
-        elif name == "device groups":
-            stack.enter_context(mock.patch.object(fit, "GROUP", 1e-6))
         elif "." in name:
             kind, field = name.split(".")
             stack.enter_context(mock.patch.dict(engine.ENGINES))
@@ -91,20 +83,19 @@ def without(name: str) -> Iterator[None]:
         yield
 
 
+def without_knob(field: str) -> tuple[fit.Knob, ...]:
+    return tuple(knob for knob in fit.KNOBS if knob.field != field)
+
+
 def names() -> list[str]:
     """Everything that can be left out."""
-    found = [f"{field} preset" for field in fit.PRIORS] + [
+    found = [f"{knob.field} preset" for knob in fit.KNOBS] + [
         f"{field} neutral" for field in NEUTRAL if hasattr(engine.Engine, field)
     ]
-    found += [name for name in HIDDEN if hasattr(cost, name)]
-    found += [name for name in ("clock", "low", "least", "fused") if hasattr(machine.Device, name)] + ["device groups"]
+    found += [*HIDDEN, "clock", "low"]
     for kind, own in engine.ENGINES.items():
         for field in NEUTRAL:
-            if (
-                hasattr(own, field)
-                and getattr(own, field) != getattr(engine.Engine, field)
-                and kind not in ("weft", "xla")
-            ):
+            if getattr(own, field) != getattr(engine.Engine, field) and kind not in ("weft", "xla"):
                 found.append(f"{kind}.{field}")
     return found
 
@@ -125,15 +116,15 @@ def leave_one_out(path: Path, sample: int, steps: int = 6) -> Score:
     people = np.array([name.split()[0] for name in owner])
     folds = [owner != name for name in sources]
     folds += [people != name for name in dict.fromkeys(people)]
-    knobs, theta = fit.fit(chosen, np.array([even * fold for fold in folds]), steps=steps)
+    theta = fit.fit(chosen, np.array([even * fold for fold in folds]), fit.KNOBS, steps=steps)
     errors, found = {}, list[float]()
     for name, fitted in zip(sources, theta[: len(sources)], strict=True):
         members = by_source[name]
-        predicted = fit.predict(members, knobs, fitted)
+        predicted = fit.predict(members, fitted, fit.KNOBS)
         errors[name] = error(predicted, seconds(members))
         found += [first for first, _ in regrets(members, predicted)]
     apart = [
-        error(fit.predict(by_source[name], knobs, fitted), seconds(by_source[name]))
+        error(fit.predict(by_source[name], fitted, fit.KNOBS), seconds(by_source[name]))
         for who, fitted in zip(dict.fromkeys(people), theta[len(sources) :], strict=True)
         for name in sources
         if name.split()[0] == who
@@ -149,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Leave every constant out in turn; errors on sources left out.")
     parser.add_argument("rows", type=Path, metavar="ROWS.csv")
     parser.add_argument("--only", nargs="+", default=None, metavar="NAME")
+    parser.add_argument("--together", action="store_true", help="leave out all of --only at once")
     parser.add_argument("--sample", type=int, default=40, help="rows of a source that are fitted to, at most")
     parser.add_argument("--steps", type=int, default=6, help="steps of the fit")
     options = parser.parse_args()
@@ -160,11 +152,14 @@ def main() -> None:
     print(
         "left out                      median    mean strangers  regret (changes in points; below zero: better without)"
     )
-    for name in options.only if options.only is not None else names():
-        with without(name):
+    chosen = options.only if options.only is not None else names()
+    for group in [chosen] if options.together else [[name] for name in chosen]:
+        with ExitStack() as stack:
+            for name in group:
+                stack.enter_context(without(name))
             score = leave_one_out(options.rows, options.sample, options.steps)
         changes = [getattr(score, key) - getattr(base, key) for key in ("median", "mean", "strangers", "regret")]
-        print(f"{name:28}", *(f"{change:+8.2f}" for change in changes), flush=True)
+        print(f"{', '.join(group):28}", *(f"{change:+8.2f}" for change in changes), flush=True)
 
 
 if __name__ == "__main__":

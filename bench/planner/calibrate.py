@@ -17,9 +17,55 @@ from rows import read_rows
 from script import run
 
 from weft.errors import WeftError
-from weft.planner.fit import Knob, Row, constants, fit, formulas, predict
+from weft.planner.fit import KNOBS, Knob, Row, constants, fit, formulas, predict
 
 Array = NDArray[np.float64]
+
+
+#: Prior of the extra factor on ``matmul`` of one device and precision within a source.
+GROUP = 0.2
+#: Priors of what changes from one release of a program to the next, in a source that states them. Models with experts
+#: change most: between 25.09 and 26.08 of Megatron-Bridge by up to 1.9 times under one layout.
+RELEASE, RELEASE_EXPERTS = {"matmul": 0.05}, {"matmul": 0.2, "moe": 0.3}
+
+
+def group(row: Row) -> str:
+    """Device, bits of the products, and whether there are experts."""
+    return f"{row.device}/{row.bits}{'/experts' if row.shape.experts else ''}"
+
+
+def knobs_of(rows: Sequence[Row]) -> list[Knob]:
+    """What is fitted to the rows of one source: the constants, and factors for its devices, precisions and releases."""
+    groups = sorted({group(row) for row in rows})
+    knobs = [*KNOBS, *[Knob("matmul", GROUP, key) for key in groups] * (len(groups) > 1)]
+    # A step from each release to the next: with these priors a random walk over releases.
+    steps = RELEASE_EXPERTS if any(row.shape.experts for row in rows) else RELEASE
+    for release in sorted({row.release for row in rows if row.release})[1:]:
+        key = "from " + ".".join(map(str, release))
+        knobs += [Knob(name, sigma, key) for name, sigma in steps.items()]
+    return knobs
+
+
+def applies(knob: Knob, row: Row) -> bool:
+    """Whether ``knob`` is for ``row``: for all rows, for its group, or from its release or an earlier one on."""
+    start, _, release = knob.key.partition(" ")
+    if start == "from":
+        return row.release >= tuple(int(part) for part in release.split("."))
+    return knob.key in ("", group(row))
+
+
+def masks_of(knobs: Sequence[Knob], rows: Sequence[Row]) -> Array:
+    return np.array([[applies(knob, row) for row in rows] for knob in knobs], dtype=float)
+
+
+def fitted(rows: Sequence[Row], weights: Array | None = None) -> tuple[list[Knob], Array]:
+    """The knobs of one source's rows and what :func:`weft.planner.fit.fit` finds for them."""
+    knobs = knobs_of(rows)
+    return knobs, fit(rows, weights, knobs, masks_of(knobs, rows))
+
+
+def predicted(rows: Sequence[Row], knobs: Sequence[Knob], theta: Array) -> Array:
+    return predict(rows, theta, knobs, masks_of(knobs, rows))
 
 
 def system(row: Row) -> str:
@@ -46,13 +92,13 @@ def held_out(rows: Sequence[Row], most: int = 24) -> Array:
     fold = {form: i % min(most, len(forms)) for i, form in enumerate(forms)}
     member = np.array([fold[row.form] for row in rows])
     weights = np.array([(member != i).astype(float) for i in range(min(most, len(forms)))])
-    knobs, theta = fit(rows, weights)
+    knobs, theta = fitted(rows, weights)
     found = np.zeros(len(rows))
-    for i, fitted in enumerate(theta):
+    for i, values in enumerate(theta):
         seen = [row for row, m in zip(rows, member, strict=True) if m != i]
         rest = [row for row, m in zip(rows, member, strict=True) if m == i]
-        correction = correct(seen, predict(seen, knobs, fitted))
-        found[member == i] = predict(rest, knobs, fitted) * correction.factor(rest)
+        correction = correct(seen, predicted(seen, knobs, values))
+        found[member == i] = predicted(rest, knobs, values) * correction.factor(rest)
     return found
 
 
@@ -67,16 +113,16 @@ def calibrate(rows: Sequence[Row]) -> dict[str, Any]:
     # Sources count alike in the fit for all, whatever their number of rows.
     even = np.array([[min(1.0, 12 / len(sources[system(row)])) for row in timed]])
     return {
-        "version": 1,
-        "all": {"factors": _plain(*fit(timed, even))},
+        "version": 2,
+        "all": {"factors": _plain(KNOBS, fit(timed, even))},
         "sources": {name: _source(members) for name, members in sources.items() if len(members) >= 3},
         "memory": constants(rows),
     }
 
 
 def _source(rows: list[Row]) -> dict[str, Any]:
-    knobs, theta = fit(rows)
-    return {"factors": _plain(knobs, theta), "correction": correct(rows, predict(rows, knobs, theta)).plain()}
+    knobs, theta = fitted(rows)
+    return {"factors": _plain(knobs, theta), "correction": correct(rows, predicted(rows, knobs, theta)).plain()}
 
 
 def _plain(knobs: Sequence[Knob], theta: Array) -> list[dict[str, Any]]:
@@ -105,7 +151,7 @@ def apply(calibration: dict[str, Any] | None, rows: Sequence[Row]) -> tuple[Arra
         index = [i for i, source in enumerate(chosen) if source == name]
         part = [rows[i] for i in index]
         if part:
-            time[index] = predict(part, knobs, theta)
+            time[index] = predicted(part, knobs, theta)
         if part and table.get("correction"):
             time[index] *= Correction.of(table["correction"]).factor(part)
     return time, gib_of(rows, calibration["memory"])

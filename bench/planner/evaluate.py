@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from calibrate import apply, held_out
+from calibrate import apply, group, held_out
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table as Grid
 from rows import read_rows
 from script import run
 
-from weft.planner.fit import Row, columns, group
+from weft.planner.fit import Row, columns
 from weft.planner.own import load
 
 Array = NDArray[np.float64]

@@ -22,7 +22,7 @@ from tests.conftest import Command
 from weft.errors import UsageError, WeftError
 from weft.planner.cost import SCHEDULES, Cost, Plan, axis, gather, step_time
 from weft.planner.engine import ENGINES, Engine, stack
-from weft.planner.fit import PRIORS, Row, fit, predict
+from weft.planner.fit import KNOBS, PRIORS, Row, fit, predict
 from weft.planner.machine import CLUSTERS, DEVICES, Cluster, find_device, load_cluster, machine_of
 from weft.planner.memory import in_flight, peak_memory
 from weft.planner.search import USABLE, Found, Pin, search
@@ -32,10 +32,8 @@ from weft.schedule.build import build
 from weft.schedule.simulate import simulate, uniform
 
 DATA = Path(__file__).parent / "data" / "measured.csv"
-#: A machine without latencies, launches or memory traffic: only products and bubbles are left.
-IDEAL = replace(
-    Engine(), traffic=0.0, elementwise=0.0, inner=0.0, launch=0.0, step=0.0, jitter=0.0, optimizer=0.0, latency=0.0
-)
+#: A program without launches and memory-bound work: on a machine without latencies, products and bubbles are left.
+IDEAL = replace(Engine(), elementwise=0.0, inner=0.0, kernels=0.0, step=0.0, jitter=0.0)
 GPT3 = SHAPES["gpt3-175b"]
 
 
@@ -138,7 +136,7 @@ def test_a_cluster_file_names_what_is_wrong(tmp_path: Path) -> None:
 
 def test_rings_use_the_slowest_link_they_cross() -> None:
     machine = machine_of(DEVICES["H100-80GB"], site=64, between=0.125, between_latency=5000)
-    engine = replace(Engine(), link=1.0, network=1.0)
+    engine = replace(Engine(), network=1.0)
     assert axis(machine, engine, 1, 8)[0] == 450e9
     assert axis(machine, engine, 1, 16)[0] == 8 * 50e9  # eight members of a node, each with its own NIC
     assert axis(machine, engine, 8, 4)[0] == 50e9
@@ -172,8 +170,13 @@ def test_bubbles_equal_the_simulator(schedule: str, virtual: int, m: int) -> Non
         pytest.skip("the looped schedule wants a microbatch per rank")
     shape = replace(GPT3, layers=96, vocab=1)
     plan = Plan(pp=ranks, batch=m, virtual=virtual, schedule=SCHEDULES.index(schedule))
-    engine = replace(IDEAL, attention=1e9, exposed_pp=0.0, link=1e9)
-    cost = step_time(shape, machine_of(DEVICES["A100-80GB"], hbm=1e9, network=1e9), plan, engine)
+    engine = replace(IDEAL, attention=1e9)
+    cost = step_time(
+        shape,
+        machine_of(DEVICES["A100-80GB"], hbm=1e9, network=1e9, link=1e9, link_latency=0.0, network_latency=0.0),
+        plan,
+        engine,
+    )
     table = build(schedule, ranks, m, virtual if virtual > 1 else None)
     bubble = simulate(table, uniform(table)).makespan / (3 * m) - 1  # forward, input and weight gradient alike
     assert float(cost.bubble / cost.compute) == pytest.approx(bubble, rel=0.02, abs=0.003)
@@ -322,10 +325,10 @@ def test_a_fit_finds_back_a_known_machine(rows: list[Row]) -> None:
     made = [replace(row, engine=replace(row.engine, matmul=0.8, kernels=60.0)) for row in timed]
     seconds = apply(None, made)[0]
     told = [replace(row, seconds=float(s)) for row, s in zip(timed, seconds, strict=True)]
-    knobs, theta = fit(told)
-    assert error(predict(told, knobs, theta), seconds) < 2
-    assert error(predict(told, knobs, np.zeros(len(knobs))), seconds) > 5
-    assert all(abs(x) <= 3 * PRIORS[k.field] + 1e-9 for k, x in zip(knobs, theta, strict=True))
+    theta = fit(told)
+    assert error(predict(told, theta), seconds) < 2
+    assert error(predict(told, np.zeros(len(KNOBS))), seconds) > 5
+    assert all(abs(x) <= 3 * PRIORS[k.field] + 1e-9 for k, x in zip(KNOBS, theta, strict=True))
 
 
 def test_held_out_shapes_have_no_say(rows: list[Row]) -> None:

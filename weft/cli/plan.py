@@ -104,7 +104,7 @@ def plan(
             )  # fmt: skip
         error = f"calibrated: the best {compared}, timed with what weft probe measured here"
     else:
-        runs = _own_runs(calibration, machines.device, bits[precision], engine)
+        runs = _own_runs(calibration, machines.device, engine)
         constants = runs.engine if runs else ENGINES[engine]
         found = searching.search(shape, machines, constants, batch, seq, bits[precision], pins)
         finals = finalists(found, max(top, FINALISTS), vocabulary=engine == "weft")
@@ -175,7 +175,7 @@ def plan(
     return 0
 
 
-def _own_runs(path: Path | None, device: str, bits: int, engine: str) -> "Own | None":
+def _own_runs(path: Path | None, device: str, engine: str) -> "Own | None":
     """What calibrates a plan for ``device``: the file that is given, or the runs of this folder."""
     from weft.planner.engine import ENGINES
     from weft.planner.machine import find_device
@@ -184,8 +184,8 @@ def _own_runs(path: Path | None, device: str, bits: int, engine: str) -> "Own | 
 
     name = find_device(device).name
     if path is not None:
-        return calibrated(path, name, bits, ENGINES[engine])
-    return own_runs(RUNS / FILE, name, bits) if engine == "weft" else None
+        return calibrated(path, name, ENGINES[engine])
+    return own_runs(RUNS / FILE, name) if engine == "weft" else None
 
 
 def _tried(finals: "list[Final]", model: "Model", count: int) -> "tuple[list[Final], list[tuple[Final, Measured]]]":

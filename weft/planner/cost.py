@@ -27,22 +27,15 @@ SCHEDULES = (
 )  # fmt: skip
 #: Bits of the products in a precision of a recipe.
 BITS = {"float64": 32, "float32": 32, "bfloat16": 16}
-#: What crosses between context ranks in a step over twice what crosses in the forward: gradients travel too.
-CONTEXT_MORE = 1.2
-
-
-#: Exponent of the smooth maximum of device time and launch time.
-SHARP = 8
-#: Share of the memory's bandwidth that operators reach.
-REACHED = 0.8
+#: Seconds of one launch.
+LAUNCH = 20e-6
+#: Bytes of two-byte numbers that are written or read: of a score by unfused attention (made, scaled and masked, turned
+#: into a share, used), of a logit by the loss (made, read for its sum, turned into a gradient, used).
+SCORE_BYTES = LOGIT_BYTES = 8
+#: Bytes that the optimizer reads or writes per parameter: parameter and two moments both, in four bytes.
+OPTIMIZER_BYTES = 24
 #: Memory-bound work that products of 8 or 4 bits add, as a share: everything is read once more to scale and to cast.
 CASTS = 0.3
-#: Launches of a layer's backward over those of its forward, and what tensor parallelism adds to both, as a share.
-BACKWARD_LAUNCHES, TP_LAUNCHES = 1.6, 0.15
-#: Bytes that the loss moves per logit, forward and backward.
-LOSS_BYTES = 30
-#: Layers whose gradients are reduced in one bucket.
-BUCKET_LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,7 @@ def axis(machine: Machine, engine: Engine, stride: Num, size: Num) -> tuple[Num,
     """
     inside = np.clip(machine.domain // stride, 1, size)
     local = np.clip(machine.site // stride, 1, size)
-    link = machine.link * engine.link
+    link = machine.link
     out = inside < size
     far = local < size
     network = np.minimum(link, machine.network * engine.network * inside)
@@ -137,7 +130,7 @@ def axis(machine: Machine, engine: Engine, stride: Num, size: Num) -> tuple[Num,
     within = machine.link_latency * (inside - 1) / 2
     ring = within + machine.network_latency * (nodes - 1) + far * machine.between_latency * (sites - 1)
     tree = within + machine.network_latency * np.log2(nodes) + far * machine.between_latency * np.log2(sites)
-    return bandwidth, engine.latency * ring, engine.latency * tree
+    return bandwidth, ring, tree
 
 
 def gather(size: Num, full: Num, link: tuple[Num, Num, Num], times: Num = 1.0) -> Num:
@@ -154,7 +147,7 @@ def exchange(machine: Machine, engine: Engine, stride: Num, size: Num, sent: Num
     """Seconds of an all-to-all in which each rank holds ``sent`` bytes: what leaves the domain crosses its own NIC."""
     inside = np.clip(machine.domain // stride, 1, size)
     out = sent * (size - inside) / size / (machine.network * engine.network)
-    within = sent * (inside - 1) / size / (machine.link * engine.link)
+    within = sent * (inside - 1) / size / machine.link
     return (size > 1) * (np.maximum(out, within) + axis(machine, engine, stride, size)[2])
 
 
@@ -185,14 +178,14 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     """What one microbatch takes in one layer, in the output layer and between stages."""
     tokens = plan.micro_batch * plan.seq / plan.cp  # of a rank and microbatch
     rate = machine.peak * machine.clock * engine.matmul
-    memory = machine.hbm * REACHED
+    memory = machine.hbm
     width = plan.bits / 8
     dense, moe = shape.dense_share, 1 - shape.dense_share
 
     def product(m: Num, n: Num, k: Num) -> Num:
         """Seconds of one forward product; each of the two backward products takes as long."""
         moved = width * (m * k + n * k) + 2 * m * n
-        return 2 * m * n * k / rate + engine.traffic * moved / memory
+        return 2 * m * n * k / rate + moved / memory
 
     # --- one layer, forward
     tp = plan.tp
@@ -204,7 +197,7 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     )
     local_experts = np.maximum(shape.experts / plan.ep, 1)
     # Experts are whole: the ranks of tp route different tokens, as in sequence-parallel regions.
-    routed = tokens / tp * shape.top_k * engine.balance  # tokens that arrive at the experts of a rank
+    routed = tokens / tp * shape.top_k  # tokens that arrive at the experts of a rank
     share = np.maximum(routed / local_experts, 1)
     expert_ffn = np.maximum(shape.expert_ffn, 1)
     experts = local_experts * (product(share, up * expert_ffn, shape.embed) + product(share, shape.embed, expert_ffn))
@@ -214,8 +207,8 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
 
     score = tokens * plan.seq * shape.heads / tp  # entries of the score matrix, masked half included
     near = score * shape.reach(plan.seq) / plan.seq  # fused kernels skip what windows leave out
-    fused = 2 * near * shape.score_dim / (machine.peak16 * machine.fused * engine.attention)
-    split = 4 * score * shape.score_dim / (machine.peak16 * 0.5) + engine.scores * score / memory
+    fused = 2 * near * shape.score_dim / (machine.peak16 * engine.attention)
+    split = 4 * score * shape.score_dim / (machine.peak16 * 0.5) + SCORE_BYTES * score / memory
     attention = np.where(engine.flash > 0, fused, split)
     # Norms, residuals, rotary embedding and activation; lower precisions read once more to scale and to cast.
     norms = shape.embed / np.where(engine.sequence > 0, tp, 1.0)
@@ -240,24 +233,19 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     apart = np.where(domains > 1, np.minimum(1.0, domains / np.maximum(shape.top_k, 1)), 1.0)
     ep_layer = moe * 2 * exchange(machine, engine, 1, plan.ep, 2 * routed * shape.embed * apart)
 
-    exposed_tp = engine.exposed_tp * tp_layer
+    exposed_tp, exposed_ep = tp_layer, ep_layer
     exposed_cp = engine.exposed_cp * cp_layer + np.maximum(0, (1 - engine.exposed_cp) * cp_layer - attention)
-    exposed_ep = engine.exposed_ep * ep_layer
 
-    # The processor that launches can be slower than the device: a smooth maximum of the two. What communication
-    # adds is what it makes this maximum grow.
-    floor = engine.kernels * engine.launch * (1 + engine.dispatch * moe) * (1 + TP_LAUNCHES * (tp > 1))
-
-    def either(device: Num, launches: Num) -> Num:
-        return (device**SHARP + launches**SHARP) ** (1 / SHARP)
-
+    # The processor that launches can be slower than the device: the larger counts. What communication adds is what it
+    # makes this maximum grow.
+    floor = engine.kernels * LAUNCH * (1 + engine.dispatch * moe)
     busy = matmuls + attention + pointwise
-    forward = either(busy, floor)
+    forward = np.maximum(busy, floor)
     # Backward: two products per product, 2.5 for fused attention (it recomputes the scores), twice the traffic.
     work = (2 - plan.frozen) * matmuls + np.where(engine.flash > 0, 2.5, 2.0) * attention + 2 * pointwise
-    backward = either(work, BACKWARD_LAUNCHES * floor)
+    backward = np.maximum(work, 2 * floor)
     exposed = exposed_tp + exposed_cp + exposed_ep
-    seen = (either(busy + exposed, floor) - forward + either(work + exposed, BACKWARD_LAUNCHES * floor) - backward) / 2
+    seen = (np.maximum(busy + exposed, floor) - forward + np.maximum(work + exposed, 2 * floor) - backward) / 2
     seen = np.where(exposed > 0, seen / np.maximum(exposed, 1e-12), 1.0)
     exposed_tp, exposed_cp, exposed_ep = seen * exposed_tp, seen * exposed_cp, seen * exposed_ep
     full = plan.recompute == 2
@@ -265,13 +253,13 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     # Selective: scores again where they are written; under fused attention, half of the products.
     selective = np.where(engine.flash > 0, (1 - 0.5 * engine.products) * matmuls + pointwise, attention)
     again = again + (plan.recompute == 1) * selective
-    head = 3 * product(tokens, shape.vocab / tp, shape.embed) + LOSS_BYTES * tokens * shape.vocab / tp / memory
+    head = 3 * product(tokens, shape.vocab / tp, shape.embed) + LOGIT_BYTES * tokens * shape.vocab / tp / memory
     stride = plan.world / plan.pp / np.where(plan.outer > 0, plan.dp, 1)
     pair, _, start = axis(machine, engine, stride, np.minimum(plan.pp, 2))
     leaves = stride * plan.pp > machine.site  # one of the hops does, and every microbatch waits for it
     pair = np.where(leaves, np.minimum(pair, machine.between * engine.network), pair)
-    start = start + leaves * engine.latency * machine.between_latency
-    pair = np.minimum(pair, machine.link * engine.link)
+    start = start + leaves * machine.between_latency
+    pair = np.minimum(pair, machine.link)
     hop = hidden / tp / pair + start  # every tp rank sends its part
     return Passes(
         forward, backward, matmuls, again, exposed_tp, exposed_cp, exposed_ep, 2.0 + full, head, (plan.pp > 1) * hop
@@ -289,7 +277,7 @@ def gradients(
     body = layers * shape.dense_weights / tp + shape.table / tp
     own = copies * (body + layers * shape.expert_weights / tp / plan.ep)
     link = axis(machine, engine, tp, replicas)
-    parts = np.maximum(1, layers / BUCKET_LAYERS)  # all-reduces go in buckets of a few layers
+    parts = np.maximum(1, layers)  # a reduction for each
     summed = reduce(replicas, engine.gradient * own, link, parts)
     scattered = gather(replicas, (engine.gradient + 2) * own, link, 2 * np.maximum(1, engine.buckets * layers))
     # Copies of sharded groups (HSDP): gathers stay inside a group, gradients cross to the copies once per step.
@@ -313,7 +301,7 @@ def gradients(
     )
     hideable = (1 - engine.exposed_dp) * moved
     local = own / np.where(plan.zero >= 1, replicas, 1.0)
-    updated = engine.optimizer * local / (machine.hbm * REACHED) * (1 - plan.frozen)
+    updated = OPTIMIZER_BYTES * local / machine.hbm * (1 - plan.frozen)
     return moved - np.minimum(hideable, np.where(sharded, cover, turn)), updated
 
 
@@ -367,7 +355,7 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cos
     compute = m * (most * layer + tail)
     recompute = m * most * one.again
     time_tp = m * most * one.count * one.tp
-    time_cp = m * most * one.count * one.cp * CONTEXT_MORE
+    time_cp = m * most * one.count * one.cp
     time_ep = m * most * one.count * one.ep
 
     # --- pipeline
@@ -377,7 +365,7 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cos
     times = Times(ahead, turn - ahead - weight, weight)
     bubble = (stages > 1) * np.maximum(0.0, by_schedule(plan, lambda builder: builder.bubble(stages, m, v, times)))
     chunks = by_schedule(plan, lambda builder: (v if builder.free else builder.chunks) * (1 + builder.twice))
-    time_pp = (stages > 1) * 2 * one.hop * (engine.exposed_pp * m * chunks + stages)
+    time_pp = (stages > 1) * 2 * one.hop * (m * chunks + stages)
     cover = compute + recompute + time_tp
     time_dp, optimizer = gradients(shape, machine, plan, engine, most, cover, most * (layer + one.again),
                                    copies(plan))  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 
 from weft.errors import WeftError
 from weft.model_shape import Shape
-from weft.planner.cost import CONTEXT_MORE, SCHEDULES, Cost, Passes, Plan, gradients, passes, rest, step_time
+from weft.planner.cost import SCHEDULES, Cost, Passes, Plan, gradients, passes, rest, step_time
 from weft.planner.engine import Engine
 from weft.planner.host import with_host
 from weft.planner.machine import Machine
@@ -182,8 +182,8 @@ def _costs(
     shape: Shape, plan: Plan, engine: Engine, one: Passes, look_up: float, stages: Sequence[Stage], barriers: int
 ) -> Costs:
     """Seconds of every action and bytes of what is kept."""
-    exposed = one.tp + CONTEXT_MORE * one.cp + one.ep
-    wait = float(engine.exposed_pp) * one.hop
+    exposed = one.tp + one.cp + one.ep
+    wait = one.hop
     kept = float(held_bytes(shape, plan, engine))
     times = []
     for s, stage in enumerate(stages):
@@ -215,10 +215,10 @@ def _final(
     held = [stages[s] for s in numbers[busiest]]
     share = 0.5 if BUILDERS[SCHEDULES[int(plan.schedule)]].twice else 1.0  # each flow has half of the microbatches
     layers = share * sum(len(s.layers) for s in held)
-    recompute, tp, cp, ep = (m * layers * x for x in (one.again, one.count * one.tp, one.count * one.cp * CONTEXT_MORE,
+    recompute, tp, cp, ep = (m * layers * x for x in (one.again, one.count * one.tp, one.count * one.cp,
                                                      one.count * one.ep))  # fmt: skip
     hops = m * share * sum((s > 0) + (s < len(stages) - 1) for s in numbers[busiest])
-    pp = hops * engine.exposed_pp * one.hop
+    pp = hops * one.hop
     work = m * run.busy[busiest] / size
     compute = work - recompute - tp - cp - ep - pp
     largest = max(sum(len(stages[s].layers) for s in here) for here in numbers)

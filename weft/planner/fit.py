@@ -24,16 +24,9 @@ Array = NDArray[np.float64]
 
 #: Constants that are fitted and their prior standard deviations (of the logarithm).
 PRIORS: dict[str, float] = {
-    "matmul": 0.3, "traffic": 0.5, "attention": 0.5, "scores": 0.5, "elementwise": 0.5, "inner": 0.5, "kernels": 0.7,
-    "step": 1.0, "link": 0.4, "network": 0.5, "latency": 0.7, "exposed_tp": 0.3, "exposed_dp": 0.7, "exposed_pp": 0.7,
-    "exposed_cp": 0.5, "exposed_ep": 0.5, "moe": 0.7, "optimizer": 0.5, "jitter": 0.7, "buckets": 0.5,
+    "matmul": 0.3, "attention": 0.5, "inner": 0.5, "kernels": 0.7, "step": 1.0, "network": 0.5, "exposed_dp": 0.7,
     "dispatch": 0.5,
 }  # fmt: skip
-#: Prior of the extra factor on ``matmul`` of one device and precision within a source.
-GROUP = 0.2
-#: Priors of what changes from one release of a program to the next, in a source that states them. Models with experts
-#: change most: between 25.09 and 26.08 of Megatron-Bridge by up to 1.9 times under one layout.
-RELEASE, RELEASE_EXPERTS = {"matmul": 0.05}, {"matmul": 0.2, "moe": 0.3}
 NOISE, HUBER, BOUND, FORMS, STEP = 0.06, 1.5, 3.0, 6, 1e-3
 
 
@@ -69,37 +62,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Knob:
-    """A fitted constant; ``key``: the group (see :func:`group`) or class of programs it is for, empty for all rows, or
-    ``from`` and a release: for this one and those after it."""
+    """A fitted constant; ``key`` names the rows it is for, where these are not all."""
 
     field: str
     sigma: float
     key: str = ""
 
-    def applies(self, row: Row) -> bool:
-        start, _, release = self.key.partition(" ")
-        if start == "from":
-            return row.release >= tuple(int(part) for part in release.split("."))
-        return self.key in ("", group(row), row.family)
 
-
-def group(row: Row) -> str:
-    """Device, bits of the products, and whether there are experts."""
-    return f"{row.device}/{row.bits}{'/experts' if row.shape.experts else ''}"
-
-
-def knobs_of(rows: Sequence[Row]) -> list[Knob]:
-    groups = sorted({group(row) for row in rows})
-    knobs = [Knob(name, sigma) for name, sigma in PRIORS.items()]
-    knobs += [Knob("matmul", GROUP, key) for key in groups] * (len(groups) > 1)
-    if len({row.source for row in rows}) > 1:  # versions of different programs do not compare
-        return knobs
-    # A step from each release to the next: with these priors a random walk over releases.
-    steps = RELEASE_EXPERTS if any(row.shape.experts for row in rows) else RELEASE
-    for release in sorted({row.release for row in rows if row.release})[1:]:
-        key = "from " + ".".join(map(str, release))
-        knobs += [Knob(name, sigma, key) for name, sigma in steps.items()]
-    return knobs
+#: What is fitted if nothing else is asked for.
+KNOBS = tuple(Knob(name, sigma) for name, sigma in PRIORS.items())
 
 
 def columns(rows: Sequence[Row]) -> tuple[Any, Any, Any, Engine]:
@@ -118,16 +89,16 @@ def factors(knobs: Sequence[Knob], theta: Array, masks: Array) -> dict[str, Arra
     return {name: np.exp(value) for name, value in logs.items()}
 
 
-def masks_of(knobs: Sequence[Knob], rows: Sequence[Row]) -> Array:
-    return np.array([[knob.applies(row) for row in rows] for knob in knobs], dtype=float)
-
-
 def fit(
-    rows: Sequence[Row], weights: Array | None = None, knobs: list[Knob] | None = None, steps: int = 12
-) -> tuple[list[Knob], Array]:
-    """``(knobs, theta)`` for the rows with a time; ``weights``: ``[fold, row]``, and then theta is ``[fold, knob]``."""
-    knobs = knobs if knobs is not None else knobs_of(rows)
-    masks = masks_of(knobs, rows)
+    rows: Sequence[Row], weights: Array | None = None, knobs: Sequence[Knob] = KNOBS, masks: Array | None = None,
+    steps: int = 12,
+) -> Array:  # fmt: skip
+    """Logarithms of the factors of ``knobs``, ``[knob]``, from the rows with a time.
+
+    ``weights``: ``[fold, row]``, and then the result is ``[fold, knob]``; ``masks``: ``[knob, row]``, 1 where a knob is
+    for a row, else 0.
+    """
+    masks = np.ones((len(knobs), len(rows))) if masks is None else masks
     shape, machine, plan, engine = columns(rows)
     target = np.log(np.array([row.seconds for row in rows], dtype=float))
     # Rows of one shape err together: they count as the square root of their number.
@@ -170,13 +141,14 @@ def fit(
             damping = np.where(better, damping / 4, damping * 4)
             if better.all():
                 break
-    return knobs, theta if weights is not None else theta[0]
+    return theta if weights is not None else theta[0]
 
 
-def predict(rows: Sequence[Row], knobs: Sequence[Knob], theta: Array) -> Array:
+def predict(rows: Sequence[Row], theta: Array, knobs: Sequence[Knob] = KNOBS, masks: Array | None = None) -> Array:
     """Seconds of each row by the roofline with fitted constants."""
+    masks = np.ones((len(knobs), len(rows))) if masks is None else masks
     shape, machine, plan, engine = columns(rows)
-    total = step_time(shape, machine, plan, scaled(engine, factors(knobs, theta, masks_of(knobs, rows)))).total
+    total = step_time(shape, machine, plan, scaled(engine, factors(knobs, theta, masks))).total
     return np.asarray(total, dtype=float)
 
 

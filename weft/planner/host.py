@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from weft.model_shape import Num, Shape
-from weft.planner.cost import REACHED, Cost, Passes, Plan, most_layers
+from weft.planner.cost import Cost, Passes, Plan, most_layers
 from weft.planner.engine import Engine
 from weft.planner.machine import Machine
 from weft.planner.memory import in_flight, layer_bytes
@@ -20,6 +20,8 @@ from weft.planner.memory import in_flight, layer_bytes
 #: Bytes of host memory that an update moves per parameter: seven of float32 (gradient, parameter, two moments, the
 #: last three also written), and one for the norm.
 UPDATE = 32.0
+#: Share of the transfers that is never hidden: not measured, so that offloading is not chosen for a small gain.
+EXPOSED = 0.25
 #: Bytes per parameter that cross the link: gradients and parameters are float32, as FSDP2 sends them.
 WIDE = 4.0
 
@@ -41,13 +43,13 @@ def with_host(cost: Cost, shape: Shape, machine: Machine, plan: Plan, engine: En
     state, saved = plan.offload % 2 == 1, plan.offload >= 2
     m = plan.microbatches
     # The memory of the host is read or written by every transfer, of both directions at once.
-    link = np.minimum(machine.host, REACHED * machine.host_bandwidth / 2)
+    link = np.minimum(machine.host, machine.host_bandwidth / 2)
     ahead, back = m * layers * one.forward, m * layers * (one.backward + one.again)
 
     def seen(size: Num, cover: Num) -> Num:
         """Seconds of ``size`` bytes that so much compute does not hide."""
         spent = size / link
-        return engine.exposed_host * spent + np.maximum(0.0, (1 - engine.exposed_host) * spent - cover)
+        return EXPOSED * spent + np.maximum(0.0, (1 - EXPOSED) * spent - cover)
 
     own = WIDE * _own(shape, plan, layers) / plan.state_ranks
     # Stage 3 fetches its shard for every gather, and hands on the gradients of every pass.
@@ -55,7 +57,7 @@ def with_host(cost: Cost, shape: Shape, machine: Machine, plan: Plan, engine: En
     reduced = np.where(plan.zero >= 2, m, 1)
     kept = m * layers * layer_bytes(shape, plan, engine)[0]
     host = seen(state * fetched * own + saved * kept, ahead) + seen(state * reduced * own + saved * kept, back)
-    updated = own / WIDE * UPDATE / (REACHED * machine.host_bandwidth)
+    updated = own / WIDE * UPDATE / machine.host_bandwidth
     return replace(cost, host=np.where(plan.offload > 0, host, 0.0), optimizer=np.where(state, updated, cost.optimizer))
 
 

@@ -11,6 +11,9 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.model_shape import Num
 from weft.recipe import Section, explain
 
+#: Share of the 4-bit peak that a large product reaches.
+LEAST = 0.47
+
 
 @dataclass(frozen=True)
 class Device:
@@ -18,7 +21,7 @@ class Device:
 
     ``domain``: how many devices the fast links join; ``network``: share of the node's network of one device.
     ``clock``: share of the 16-bit peak that a large product reaches (power and clock limits), ``low``: the same for
-    8 bits, ``least`` for 4 bits. Measured: pooled over published runs (docs/planner.md).
+    8 bits (4 bits: :data:`LEAST`). Measured: pooled over published runs (docs/planner.md).
 
     Of the host, each device's share: ``host``, the link to it per direction (PCIe 3, 4, 5: 12, 25, 55; NVLink-C2C 450),
     ``host_memory`` in GB (0: the device is the host) and ``host_bandwidth``, that of its memory.
@@ -35,8 +38,6 @@ class Device:
     domain: int = 8
     clock: float = 0.76
     low: float = 0.76
-    least: float = 0.45
-    fused: float = 0.5
     host: float = 55
     host_memory: float = 256
     host_bandwidth: float = 77
@@ -48,7 +49,7 @@ def _devices(*devices: Device) -> dict[str, Device]:
 
 #: Presets; from the makers' data sheets, without sparsity. A device without 8-bit units has its 16-bit peak there.
 DEVICES: dict[str, Device] = _devices(
-    Device("CPU", 0.05, 0.05, 0.05, 16, 20, 5, 1, 1, 0.7, 0.7, 0.7, host=20, host_memory=0, host_bandwidth=20),
+    Device("CPU", 0.05, 0.05, 0.05, 16, 20, 5, 1, 1, 0.7, 0.7, host=20, host_memory=0, host_bandwidth=20),
     Device("V100", 125, 125, 125, 32, 900, 150, 12.5, 8, 0.6, host=12, host_memory=96, host_bandwidth=32),
     Device("A100-40GB", 312, 312, 312, 40, 1555, 300, 25, host=25, host_memory=128, host_bandwidth=51),
     Device("A100-80GB", 312, 312, 312, 80, 2039, 300, 25, host=25, host_bandwidth=51),
@@ -56,16 +57,16 @@ DEVICES: dict[str, Device] = _devices(
     Device("L40S", 362, 733, 733, 48, 864, 32, 25, host=25, host_memory=128),
     Device("RTX 4090", 165, 330, 330, 24, 1008, 32, 3, host=25, host_memory=64, host_bandwidth=40),
     Device("H100-80GB", 989, 1979, 1979, 80, 3350, 450, 50, 8, 0.88, 0.84),
-    Device("H100-96GB", 989, 1979, 1979, 96, 2400, 450, 50, 8, 0.66, 0.63, fused=0.4),
+    Device("H100-96GB", 989, 1979, 1979, 96, 2400, 450, 50, 8, 0.66, 0.63),
     Device("H100-PCIe", 756, 1513, 1513, 80, 2000, 64, 25),
     Device("H800-80GB", 989, 1979, 1979, 80, 3350, 200, 50, 8, 0.88, 0.84),
     Device("H20-96GB", 148, 296, 296, 96, 4000, 450, 50),
     Device("H200-141GB", 989, 1979, 1979, 141, 4800, 450, 50, 8, 0.88, 0.84),
-    Device("B200-180GB", 2250, 4500, 9000, 180, 8000, 900, 50, 8, 0.64, 0.64, 0.48, host_bandwidth=90),
-    Device("B300-270GB", 2250, 4500, 13500, 270, 8000, 900, 100, 8, 0.64, 0.64, 0.48, host_bandwidth=90),
-    Device("GB200-186GB", 2450, 4900, 9800, 186, 8000, 900, 50, 72, 0.6, 0.56, 0.48,
+    Device("B200-180GB", 2250, 4500, 9000, 180, 8000, 900, 50, 8, 0.64, 0.64, host_bandwidth=90),
+    Device("B300-270GB", 2250, 4500, 13500, 270, 8000, 900, 100, 8, 0.64, 0.64, host_bandwidth=90),
+    Device("GB200-186GB", 2450, 4900, 9800, 186, 8000, 900, 50, 72, 0.6, 0.56,
            host=450, host_memory=240, host_bandwidth=250),
-    Device("GB300-288GB", 2450, 4900, 14700, 288, 8000, 900, 100, 72, 0.62, 0.6, 0.48,
+    Device("GB300-288GB", 2450, 4900, 14700, 288, 8000, 900, 100, 72, 0.62, 0.6,
            host=450, host_memory=240, host_bandwidth=250),
     Device("MI250X", 383, 383, 383, 128, 3277, 100, 25, host=72, host_memory=128, host_bandwidth=51),
     Device("MI300X", 1307, 2615, 2615, 192, 5300, 448, 50),
@@ -210,7 +211,6 @@ class Machine:
     peak: Num
     peak16: Num
     clock: Num
-    fused: Num
     memory: Num
     hbm: Num
     link: Num
@@ -232,14 +232,13 @@ def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
     bf16 = g.get("bf16", device.bf16)
     scale = bf16 / device.bf16
     peaks = {32: bf16 / 2, 16: bf16, 8: g.get("fp8", device.fp8 * scale), 4: device.fp4 * scale}
-    clocks = {32: device.clock, 16: device.clock, 8: device.low, 4: device.least}
+    clocks = {32: device.clock, 16: device.clock, 8: device.low, 4: LEAST}
     if device.fp8 == device.bf16:  # no 8-bit units: nothing is gained
         clocks = dict.fromkeys(clocks, device.clock)
     return Machine(
         peak=1e12 * peaks[bits],
         peak16=1e12 * bf16,
         clock=clocks[bits],
-        fused=device.fused,
         memory=1e9 * g.get("memory", device.memory),
         hbm=1e9 * g.get("hbm", device.hbm),
         link=1e9 * g.get("link", device.link),

@@ -8,11 +8,9 @@ import csv
 import json
 import re
 import statistics
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from weft.model_shape import Shape
 from weft.observe.metrics import read_metrics
 from weft.planner.cost import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Plan
 from weft.planner.engine import ENGINES, Engine, scaled
-from weft.planner.fit import Knob, Row, constants, factors, fit, masks_of, predict
+from weft.planner.fit import KNOBS, Row, constants, fit, predict
 from weft.planner.machine import find_device, machine_of
 
 #: The file of rows, beside the run folders.
@@ -132,7 +130,7 @@ def load(path: Path) -> dict[str, Any]:
     """A calibration that ``bench/planner/calibrate.py`` wrote, as plain data."""
     try:
         found = json.loads(path.read_text())
-        if found["version"] != 1 or not isinstance(found["all"]["factors"], list):
+        if found["version"] != 2 or not isinstance(found["all"]["factors"], list):
             raise ValueError
         found["sources"], found["memory"]
         return found
@@ -156,44 +154,29 @@ class Own:
     error: float
 
 
-def own_runs(path: Path, device: str, bits: int, base: Engine = ENGINES["weft"]) -> Own | None:
+def own_runs(path: Path, device: str, base: Engine = ENGINES["weft"]) -> Own | None:
     """``base`` refitted to the newest runs of Weft on ``device`` in the rows of ``path``; None without any."""
     if not path.is_file():
         return None
     mine = [row for row in read_own(path) if row.device == device][-NEWEST:]
     if not mine:
         return None
-    knobs, theta = fit(mine)
-    engine = _engine(base, knobs, theta, _like(device, bits, "weft", mine[-1].release))
+    theta = fit(mine)
+    engine = scaled(base, {knob.field: float(np.exp(x)) for knob, x in zip(KNOBS, theta, strict=True)})
     held = constants(mine).get("weft")
     engine = engine if held is None else replace(engine, constant=held)
-    off = np.abs(predict(mine, knobs, theta) / np.array([r.seconds for r in mine], dtype=float) - 1)
+    off = np.abs(predict(mine, theta) / np.array([r.seconds for r in mine], dtype=float) - 1)
     error = 100 * float(np.median(off))
     runs = f"{len(mine)} run{'s' * (len(mine) > 1)} of yours on {device}"
     return Own(engine, f"calibrated to {runs} ({path}): their times are met to {error:.0f} % (median)", error)
 
 
-def calibrated(path: Path, device: str, bits: int, base: Engine) -> Own:
+def calibrated(path: Path, device: str, base: Engine) -> Own:
     """``base`` with a calibration: a file of rows, or of factors from ``bench/planner/calibrate.py``."""
     if path.suffix == ".csv":
-        own = own_runs(path, device, bits, base)
+        own = own_runs(path, device, base)
         if own is None:
             raise WeftError(f"--calibration {path} has no run of Weft on {device}; leave it out")
         return own
-    table = load(path)["all"]["factors"]
-    knobs = [Knob(item["constant"], 0.0, item["for"]) for item in table]
-    theta = np.log([float(item["factor"]) for item in table])
-    family = next((name for name, engine in ENGINES.items() if engine is base), "")
-    engine = _engine(base, knobs, theta, _like(device, bits, family))
-    return Own(engine, f"calibrated with the factors of {path}", float("nan"))
-
-
-def _like(device: str, bits: int, family: str, release: tuple[int, ...] = ()) -> Any:
-    """As much of a row of a dense model as decides which factors are its own."""
-    return SimpleNamespace(device=device, bits=bits, family=family, release=release, shape=SimpleNamespace(experts=0))
-
-
-def _engine(base: Engine, knobs: Sequence[Knob], theta: Any, like: Any) -> Engine:
-    found = factors(knobs, np.reshape(theta, (-1, len(knobs)))[0], masks_of(knobs, [like]))
-    engine = scaled(base, found)
-    return replace(engine, **{f.name: float(np.ravel(getattr(engine, f.name))[0]) for f in fields(engine)})
+    factors = {item["constant"]: float(item["factor"]) for item in load(path)["all"]["factors"]}
+    return Own(scaled(base, factors), f"calibrated with the factors of {path}", float("nan"))

@@ -21,10 +21,8 @@ HELD = {f.name: f.name for f in fields(Memory)}
 #: Constants of a program as a reader knows them.
 CONSTANTS = {
     "matmul": "share of the attainable product rate", "attention": "fused attention, share of the 16-bit peak",
-    "link": "share of the fast links' bandwidth", "network": "share of the network's bandwidth",
-    "latency": "factor on latencies", "exposed_tp": "tensor-parallel traffic that compute does not hide",
-    "exposed_dp": "data-parallel traffic that compute does not hide",
-    "exposed_pp": "sends between stages that compute does not hide", "kernels": "kernel launches of a layer's forward",
+    "network": "share of the network's bandwidth", "exposed_dp": "data-parallel traffic that compute does not hide",
+    "kernels": "kernel launches of a layer's forward",
     "step": "seconds of everything else in a step", "gradient": "bytes of gradient per parameter",
     "master": "bytes of optimizer state per parameter", "constant": "GiB of context, buffers and fragmentation",
 }  # fmt: skip

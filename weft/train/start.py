@@ -18,7 +18,6 @@ from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.observe.report import write_report
 from weft.planner.choose import choose, local_cluster
-from weft.planner.cost import BITS
 from weft.planner.engine import ENGINES
 from weft.planner.own import FILE, append, own_runs
 from weft.recipe import RUNS, Recipe
@@ -65,7 +64,7 @@ def planned(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list[str]]:
         device, memory = "CPU", psutil.virtual_memory().total / local
     cluster_here = local_cluster(device, memory, world, local)
     # Ranks that were started elsewhere must all come to the same layout, whatever files each of them sees.
-    own = None if started else own_runs(RUNS / FILE, cluster_here.device, BITS[recipe.train.dtype])
+    own = None if started else own_runs(RUNS / FILE, cluster_here.device)
     choice = choose(recipe, model_shape(recipe), cluster_here, own.engine if own else ENGINES["weft"])
     if own:
         print(f"planner {own.message}")
