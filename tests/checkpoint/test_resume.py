@@ -16,7 +16,7 @@ from tests.cases import recipe, write_corpus
 from weft.checkpoint.same import ORIGIN, check_goes_on
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage, StorageError
-from weft.checkpoint.store import committed, load_newest, look, open_checkpoint, verify
+from weft.checkpoint.store import check_files, committed, load_newest, open_checkpoint, verify
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import WeftError
 from weft.layout.dims import part
@@ -269,7 +269,7 @@ def test_full_disk_stops_all_ranks_and_keeps_the_last_checkpoint(
     said = pool.run(4, unwritable, tree(corpus, HOME), str(run))
     assert all("step 6 was not saved" in text and "No space left" in text for text in said), said
     assert [p.name for p in committed(run / "checkpoints")] == ["step-000003"]
-    look(open_checkpoint(run / "checkpoints/step-000003"))
+    check_files(open_checkpoint(run / "checkpoints/step-000003"))
 
 
 def other_seeds(values: dict[str, Any], out: str) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.storage import LocalStorage, MissingObject, Storage, StorageError
-from weft.checkpoint.store import PLACES, agree, committed, new_name, places, prune, step_of
+from weft.checkpoint.store import PLACES, committed, first_problem, new_name, places, prune, step_of
 from weft.errors import UsageError, WeftError
 from weft.recipe import MEMORY, Checkpoint
 
@@ -117,17 +117,18 @@ def check_hosts(levels: Sequence[Level], ranks: int, local: int) -> None:
     for level in levels:
         name = f"probe-{token[0]}"
         if dist.get_rank() == 0:
-            problem = _attempt(level.place, name)
-        if not (problem := agree(problem)) and not _seen(level.place, name):
+            problem = _problem_of_writing(level.place, name)
+        if not (problem := first_problem(problem)) and not _is_visible(level.place, name):
             problem = f"{level.place} is not the same folder on all hosts; checkpoints need a shared one, or s3://"
-        problem = agree(problem)
+        problem = first_problem(problem)
         if dist.get_rank() == 0:
             level.place.delete([name])
         if problem:
             raise WeftError(problem)
 
 
-def _attempt(place: Storage, name: str) -> str:
+def _problem_of_writing(place: Storage, name: str) -> str:
+    """Write a small object; why that fails, empty if it does not."""
     try:
         place.write(name, [b"-"])
     except StorageError as error:
@@ -135,7 +136,7 @@ def _attempt(place: Storage, name: str) -> str:
     return ""
 
 
-def _seen(place: Storage, name: str, patience: float = 5) -> bool:
+def _is_visible(place: Storage, name: str, patience: float = 5) -> bool:
     """Whether an object is visible here; network file systems may take a moment."""
     deadline = time.monotonic() + patience
     while True:

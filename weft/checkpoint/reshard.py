@@ -70,14 +70,14 @@ def redistribute(sources: Mapping[str, Part], targets: Mapping[str, Part]) -> in
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     about = tuple({name: (v.tensor, v.box) for name, v in side.items()} for side in (sources, targets))
-    told = from_all(about)
+    everyones = from_all(about)
     tensors: dict[str, Tensor] = {}
-    for side in (side for sides in told for side in sides):
+    for side in (side for sides in everyones for side in sides):
         for name, (tensor, _) in side.items():
             known = tensors.setdefault(name, tensor)
             if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
                 raise WeftError(f"{name} is {known.dtype} {list(known.shape)} and {tensor.dtype} {list(tensor.shape)}")
-    held, needed = zip(*told, strict=True)
+    held, needed = zip(*everyones, strict=True)
 
     def boxes(sides: Sequence[Mapping[str, tuple[Tensor, Box]]], name: str) -> list[Box | None]:
         return [side[name][1] if name in side else None for side in sides]
@@ -85,12 +85,13 @@ def redistribute(sources: Mapping[str, Part], targets: Mapping[str, Part]) -> in
     wanted = sorted({name for side in needed for name in side})
     plan = {name: list(moves(name, tensors[name], boxes(held, name), boxes(needed, name), rank)) for name in wanted}
     sent = 0
-    for names in _rounds(wanted, tensors):
+    for names in _in_rounds(wanted, tensors):
         sent += _exchange([move for name in names for move in plan[name]], sources, targets, tensors, rank, world)
     return sent
 
 
-def _rounds(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+def _in_rounds(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """``names`` in lists of at most :data:`ROUND` bytes of tensors (or of one tensor), which are exchanged at once."""
     batch: list[str] = []
     size = 0
     for name in names:

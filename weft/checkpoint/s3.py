@@ -2,7 +2,7 @@
 
 Bucket and prefix come from ``s3://bucket/prefix``; endpoint, region and credentials from the usual ``AWS_*`` variables
 of the process that makes the requests. No message shows a credential: of what a server answers only its status, code
-and message are told, and those without anything that is known to be secret.
+and message are shown, and those without anything that is known to be secret.
 """
 
 import os
@@ -131,7 +131,7 @@ class S3Storage:
             return sent.size
 
         try:
-            return self._do("write", key, attempt)
+            return self._retried("write", key, attempt)
         finally:
             if sent is not None:
                 sent.close()
@@ -152,7 +152,7 @@ class S3Storage:
                 return self._holds(key, len(data), xxhash.xxh3_128_digest(data))
             return True
 
-        return self._do("create", key, attempt)
+        return self._retried("create", key, attempt)
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
         key = self._key(name)
@@ -172,14 +172,14 @@ class S3Storage:
                 if hi - lo <= STREAMS * PART:
                     return bytes(result.bytes())
             except Exception as error:
-                if _said(error)[0] != 416:
+                if _answer_of(error)[0] != 416:
                     raise
                 return b""  # it begins after the end
             buffer = bytearray(hi - lo)
             self._fill(key, lo, memoryview(buffer))
             return bytes(buffer)
 
-        return self._do("read", key, attempt)
+        return self._retried("read", key, attempt)
 
     @property
     def granule(self) -> int:
@@ -195,7 +195,7 @@ class S3Storage:
                 return
             self._fill(key, offset, joined.cast("B"))
 
-        self._do("read", key, attempt)
+        self._retried("read", key, attempt)
         if len(buffers) > 1:
             at = 0
             for buffer in buffers:
@@ -204,7 +204,7 @@ class S3Storage:
     def list(self, prefix: str = "") -> dict[str, int]:
         # A store lists by whole folders, the protocol by the beginning of a name.
         folder = self._key(prefix).rpartition("/")[0]
-        found = self._do("list", folder, lambda: _obstore().list(self._store, prefix=folder or None).collect())
+        found = self._retried("list", folder, lambda: _obstore().list(self._store, prefix=folder or None).collect())
         cut = len(self._key(""))
         names = {entry["path"][cut:]: entry["size"] for entry in found}
         return {n: size for n, size in sorted(names.items()) if n.startswith(prefix) and not n.endswith("/")}
@@ -212,15 +212,17 @@ class S3Storage:
     def folders(self) -> Sequence[str]:
         prefix = self._key("")
         call = lambda: _obstore().list_with_delimiter(self._store, prefix=prefix or None)  # noqa: E731
-        found = self._do("list", prefix, call)["common_prefixes"]
+        found = self._retried("list", prefix, call)["common_prefixes"]
         return sorted(path.strip("/").rpartition("/")[2] for path in found)
 
     def modified(self, name: str = "") -> float:
         if name:
             key = self._key(name)
-            return float(self._do("read", key, lambda: _obstore().head(self._store, key))["last_modified"].timestamp())
+            return float(
+                self._retried("read", key, lambda: _obstore().head(self._store, key))["last_modified"].timestamp()
+            )
         prefix = self._key("")
-        found = self._do("list", prefix, lambda: _obstore().list(self._store, prefix=prefix or None).collect())
+        found = self._retried("list", prefix, lambda: _obstore().list(self._store, prefix=prefix or None).collect())
         if not found:
             raise self._problem("read", prefix, "it does not exist")
         return float(max(entry["last_modified"] for entry in found).timestamp())
@@ -232,7 +234,7 @@ class S3Storage:
         keys = [self._key(name) for name in names]
         if keys:
             what = keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
-            self._do("delete", what, lambda: _obstore().delete(self._store, keys))
+            self._retried("delete", what, lambda: _obstore().delete(self._store, keys))
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
@@ -269,7 +271,7 @@ class S3Storage:
         limit: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=self.patience), "backoff": backoff}
         return S3Store(self.bucket, client_options=cast(Any, options), retry_config=limit, **more)
 
-    def _do(self, doing: str, key: str, attempt: Callable[[], T]) -> T:
+    def _retried(self, doing: str, key: str, attempt: Callable[[], T]) -> T:
         """The result of ``attempt``, repeated where obstore does not: a lost answer to what is not safe in general."""
         deadline, pause = time.monotonic() + self.patience, 0.1
         while True:
@@ -389,7 +391,7 @@ def _obstore() -> Any:
     return obstore
 
 
-def _said(error: Exception) -> tuple[int | None, str, str]:
+def _answer_of(error: Exception) -> tuple[int | None, str, str]:
     """Status, code and message of a server's answer, as far as there are any."""
     text = str(error).partition("\nDebug source:")[0]
     status = re.search(r"status code: (\d{3})", text)
@@ -399,7 +401,7 @@ def _said(error: Exception) -> tuple[int | None, str, str]:
 
 
 def _transient(error: Exception) -> bool:
-    status, code, _ = _said(error)
+    status, code, _ = _answer_of(error)
     if code == "NoSuchUpload":  # a repeated request may have found its upload completed
         return True
     return status in TRANSIENT if status is not None else _transport(error) != ""
@@ -423,7 +425,7 @@ def _transport(error: Exception) -> str:
 
 def _cause(error: Exception) -> str:
     """One line on what went wrong, without addresses, headers or anything else that was sent."""
-    status, code, message = _said(error)
+    status, code, message = _answer_of(error)
     if "169.254." in str(error) and status is None:
         return _NO_CREDENTIALS
     if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
@@ -431,6 +433,6 @@ def _cause(error: Exception) -> str:
     if status == 416:
         return "it is shorter than it should be"
     if status is not None:
-        told = f"{status} {code}".strip() + (f" ({' '.join(message.split())[:200]})" if message else "")
-        return f"the server answered {told}"
+        answer = f"{status} {code}".strip() + (f" ({' '.join(message.split())[:200]})" if message else "")
+        return f"the server answered {answer}"
     return _transport(error) or f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])[:200]}"

@@ -100,19 +100,19 @@ class _Memory:
 class Saver:
     """Saves of one run. One is under way at a time: the next waits for it, which bounds the memory to one copy.
 
-    ``heard`` is told what went wrong with a save in the background; with ``strict`` that is raised instead.
-    ``reports`` tells how saves went: of this rank as soon as its writer is done, on rank 0 also of the others, when the
-    next save begins or all is finished. ``group``: the ranks that save together; default all.
+    ``warn`` is called with what went wrong in a save in the background; with ``strict`` that is raised instead.
+    ``reports`` collects how saves went: this rank's as soon as its writer is done, on rank 0 also those of the others,
+    when the next save begins or all is finished. ``group``: the ranks that save together; default all.
     """
 
     def __init__(
         self,
-        heard: Callable[[str], None],
+        warn: Callable[[str], None],
         strict: bool = False,
         timeout: float = 600,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.heard, self.strict, self.timeout = heard, strict, timeout
+        self.warn, self.strict, self.timeout = warn, strict, timeout
         self.group = group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -128,7 +128,7 @@ class Saver:
         self._copying: Callable[[], float] | None = None  # waits for the copy under way; the seconds that it took
         self._job: Job | None = None  # for the writer, once that is done
         self._due = 0  # reports that the writer owes: one for the files, and on rank 0 one for the commit
-        self._untold: list[Saved] = []  # what rank 0 has not heard of yet
+        self._unsent: list[Saved] = []  # reports that rank 0 does not have yet
 
     def prepare(self, locals_: Mapping[str, Part]) -> None:
         """Make and touch the staging memory and start the writer, so that the first save is as short as the others."""
@@ -149,11 +149,11 @@ class Saver:
         ``lazy``: return while the copy goes on. The values must then not change before :meth:`copied` has returned.
         """
         begun = time.perf_counter()
-        attempt = self._settle(digest(repr((step, str(storage), sorted(meta), meta.get("layout"))).encode()))
+        attempt = self._finish_current(digest(repr((step, str(storage), sorted(meta), meta.get("layout"))).encode()))
         if self.problem:
             if self.strict:
                 raise WeftError(self.problem)
-            self.heard(self.problem)
+            self.warn(self.problem)
         pieces, places = self._stage(locals_)
         values = [locals_[p.name].values[within(p.box, locals_[p.name].box)] for p in pieces]
         named = {f"files/{attempt}/{name}": data for name, data in files.items()}
@@ -187,11 +187,11 @@ class Saver:
     def poll(self) -> None:
         """Take what the writer reports. Never waits."""
         while self._due and self._pipe is not None and self._pipe.poll():
-            self._take()
+            self._receive_report()
 
     def finish(self) -> None:
         """Wait until the last save is committed; collective. Raises :class:`WeftError` on all ranks if it is not."""
-        self._settle()
+        self._finish_current()
         if self.problem:
             raise WeftError(self.problem)
 
@@ -209,33 +209,34 @@ class Saver:
             self._memory.close()
         self._pipe = self._process = self._memory = None
 
-    def _settle(self, what: str = "") -> str:
-        """See the save under way to its end; collective. All ranks then have the same :attr:`problem`, if any.
+    def _finish_current(self, what: str = "") -> str:
+        """Wait for the save under way, and give all ranks the same :attr:`problem`, if there is one. Collective.
 
-        ``what`` is a digest of what is saved next; returns an id for that, the same on all ranks.
+        Returns a random id for the next save, the same on all ranks. ``what``: a digest of what is to be saved next,
+        which must be the same on all ranks, too.
         """
         self.copied()
         while self._due > (self.rank == 0):
-            self._take()
-        told = from_all((self.problem, self._untold), self.group)
-        self._untold = []
+            self._receive_report()
+        everyones = from_all((self.problem, self._unsent), self.group)
+        self._unsent = []
         if self.rank == 0:
-            self.reports += [saved for _, theirs in told[1:] for saved in theirs]
-        self.problem = _first([problem for problem, _ in told])
+            self.reports += [saved for _, theirs in everyones[1:] for saved in theirs]
+        self.problem = _root_cause([problem for problem, _ in everyones])
         if self._due:  # of rank 0: the commit
             if self.problem and self._pipe is not None:
                 self._pipe.send("another rank has failed")
-            said = self.problem
-            self._take()
-            self.problem = said or self.problem
+            before = self.problem
+            self._receive_report()
+            self.problem = before or self.problem
         agreed = from_all((self.problem, what, secrets.token_hex(6)), self.group)
-        self.problem = _first([problem for problem, *_ in agreed])
+        self.problem = _root_cause([problem for problem, *_ in agreed])
         if len({theirs for _, theirs, _ in agreed}) > 1:
             raise WeftError("the ranks are not about to save the same thing; this is a defect of Weft")
         return agreed[0][2]
 
-    def _take(self) -> None:
-        """The writer's next report."""
+    def _receive_report(self) -> None:
+        """Wait for the writer's next report and keep it. If the writer has died, the report says so."""
         of_files = self._due == (2 if self.rank == 0 else 1)
         self._due -= 1
         try:
@@ -249,7 +250,7 @@ class Saver:
         saved = Saved(self.rank, self._step, self._where, report)
         self.reports.append(saved)
         if self.rank:
-            self._untold.append(saved)
+            self._unsent.append(saved)
         if report.problem and not self.problem:
             self.problem = f"checkpoint at step {self._step} was not saved: {report.problem}"
 
@@ -314,6 +315,6 @@ class Saver:
         return self._pipe
 
 
-def _first(problems: list[str]) -> str:
+def _root_cause(problems: list[str]) -> str:
     """The problem that explains the others: rank 0's may only say that another rank has one."""
     return next(filter(None, [*problems[1:], problems[0]]), "")

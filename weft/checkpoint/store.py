@@ -37,13 +37,13 @@ def extract(checkpoint: Checkpoint, folder: Path) -> None:
 
 def places(where: Where) -> list[Storage]:
     """The folders that may hold a run's checkpoints: what ``where`` is itself, and what the run has left word of."""
-    place, told = open_storage(where), []
+    place, listed = open_storage(where), []
     with suppress(MissingObject):
         try:
-            told = list(map(open_storage, json.loads(place.read(PLACES))["places"]))
+            listed = list(map(open_storage, json.loads(place.read(PLACES))["places"]))
         except (ValueError, KeyError, TypeError):
             raise WeftError(f"{place / PLACES}, the list of where the run has checkpoints, is damaged") from None
-    return list(dict.fromkeys([place / "checkpoints", place, *told]))
+    return list(dict.fromkeys([place / "checkpoints", place, *listed]))
 
 
 def committed(root: Where) -> list[Storage]:
@@ -76,8 +76,11 @@ def new_name(taken: Collection[str], step: int) -> str:
     return name
 
 
-def look(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The root of a checkpoint after checking that its manifests and files are whole and its data files there."""
+def check_files(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Check that manifests and files of a checkpoint are whole and its data files there; returns its root.
+
+    What the data files hold is not read. Raises :class:`DamagedCheckpoint` naming what is wrong.
+    """
     for name, (size, xxh3) in checkpoint.meta["files"].items():
         checkpoint.file(name, size, xxh3)
     sizes = checkpoint.storage.list("data/")
@@ -153,16 +156,16 @@ def load_newest(
     problem = ""
     for place in tried:
         checkpoint, made = open_checkpoint(place), list[T]()
-        problem, refusal = _seen(checkpoint, check if main else None)
+        problem, refusal = _problem_and_refusal(checkpoint, check if main else None)
         # Loading is collective: no rank may begin with it before all know that all can.
-        if refusal := agree(refusal):
+        if refusal := first_problem(refusal):
             raise WeftError(refusal)
-        if not (problem := agree(problem)):
+        if not (problem := first_problem(problem)):
             try:
                 made.append(load(checkpoint))
             except (DamagedCheckpoint, StorageError) as error:
                 problem = str(error)
-            if not (problem := agree(problem)):
+            if not (problem := first_problem(problem)):
                 return checkpoint, made[0]
         if len(tried) == 1:
             raise WeftError(problem)
@@ -170,11 +173,14 @@ def load_newest(
     raise WeftError(f"no checkpoint of {len(tried)} can be loaded; the last problem was: {problem}")
 
 
-def _seen(checkpoint: Checkpoint, check: Callable[[Checkpoint], object] | None) -> tuple[str, str]:
-    """Why a checkpoint cannot be read, or why ``check`` refuses it; without ``check``, its root alone is read."""
+def _problem_and_refusal(checkpoint: Checkpoint, check: Callable[[Checkpoint], object] | None) -> tuple[str, str]:
+    """Why a checkpoint cannot be read, and why ``check`` refuses it; each is empty if that is not so.
+
+    Without ``check`` only the root of the checkpoint is read.
+    """
     try:
         if check is not None:
-            look(checkpoint)
+            check_files(checkpoint)
         checkpoint.meta  # noqa: B018
     except WeftError as error:
         return str(error), ""
@@ -213,7 +219,7 @@ def prune(
     keep: int,
     every: int = 0,
     scores: Mapping[int, float] | None = None,
-    check: Callable[[Storage], object] = lambda place: look(open_checkpoint(place)),
+    check: Callable[[Storage], object] = lambda place: check_files(open_checkpoint(place)),
     dry_run: bool = False,
     mine: Callable[[Storage], bool] = lambda place: True,
 ) -> list[Storage]:
@@ -264,7 +270,7 @@ def verify(checkpoint: Checkpoint) -> int:
     That includes what only other programs read: the heads of the data files, and that nothing follows their blocks.
     Raises :class:`DamagedCheckpoint` naming what is wrong.
     """
-    look(checkpoint)
+    check_files(checkpoint)
     sizes = checkpoint.storage.list("data/")
     for about in checkpoint.meta["manifests"]:
         tree = json.loads(checkpoint.file(*about))
@@ -325,6 +331,6 @@ def _stream(head: bytes, blocks: Sequence[Block], source: Checkpoint) -> Iterato
             yield data
 
 
-def agree(problem: str) -> str:
-    """The first rank's problem on all ranks, so that none goes on alone. Collective."""
+def first_problem(problem: str) -> str:
+    """The problem of the first rank that has one, on all ranks, so that none goes on alone. Collective."""
     return next(filter(None, from_all(problem)), "")

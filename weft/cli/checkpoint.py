@@ -43,7 +43,7 @@ def ls(path: AllCheckpoints, as_json: AsJson = False) -> int:
     """
     from weft.checkpoint.format import ROOT
     from weft.checkpoint.load import Checkpoint
-    from weft.checkpoint.store import look
+    from weft.checkpoint.store import check_files
 
     records = []
     found = _checkpoints(path)
@@ -52,7 +52,7 @@ def ls(path: AllCheckpoints, as_json: AsJson = False) -> int:
         checkpoint, problem, meta = Checkpoint(place), None, {}
         try:
             meta = checkpoint.meta
-            look(checkpoint)
+            check_files(checkpoint)
         except WeftError as error:
             problem = str(error).removeprefix(f"checkpoint {place} is ")
         record: dict[str, Any] = {key: meta.get(key) for key in ("step", "layout", "world")} | {"problem": problem}

@@ -78,14 +78,16 @@ def greedy(lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes)
     ranks that are free first. Short documents fill the time in which a rank waits for a group, and then the least busy
     ranks, longest first (LPT). How readily documents are spread is tried out on the model of costs.
     """
-    need = _needed(lengths, capacity, ranks)
+    need = _ranks_needed(lengths, capacity, ranks)
     plans = [
-        _spread(lengths, need, capacity, ranks, costs, spread, even) for spread in SPREADS for even in (False, True)
+        _plan_with_spread(lengths, need, capacity, ranks, costs, spread, even)
+        for spread in SPREADS
+        for even in (False, True)
     ]
     return min(dict.fromkeys(plans), key=lambda plan: max(finish(plan, lengths, costs)))
 
 
-def _needed(lengths: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
+def _ranks_needed(lengths: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
     """Ranks that the memory of every document asks for."""
     if len(lengths) and (longest := int(lengths.max())) > capacity * ranks:
         raise UsageError(
@@ -97,10 +99,14 @@ def _needed(lengths: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
     return -(-lengths // capacity)
 
 
-def _spread(
+def _plan_with_spread(
     lengths: np.ndarray, need: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes, spread: float, even: bool
 ) -> Plan:
-    """``even``: widths are powers of two, whose groups leave no rank over."""
+    """A plan in which a document gets the fewest ranks that compute it within ``spread`` times the ideal step.
+
+    The ideal step is the work of all documents over all ranks. ``need``: the ranks that the memory of each document
+    asks for, which it gets in any case. ``even``: sizes of groups are powers of two, so that groups fill all ranks.
+    """
     alone = costs.time(lengths, 1) + costs.fixed * lengths / capacity
     limit = spread * (alone.sum() / ranks or 1.0)
     width = need.copy()
@@ -119,24 +125,29 @@ def _spread(
     busy, shared, holes = np.zeros(ranks), list[Pass](), list[tuple[float, int, int]]()
     for i, document in enumerate(groups.tolist()):
         before = busy.copy()
-        shared.append(_place((document,), int(width[document]), busy, lengths, costs))
+        shared.append(_place_on_free_ranks((document,), int(width[document]), busy, lengths, costs))
         start = max(before[list(shared[-1].peers)])
         holes += [(float(start - before[rank]), rank, i) for rank in shared[-1].peers if before[rank] < start]
     short = np.flatnonzero(width == 1)
     short = short[np.argsort(alone[short], kind="stable")]
-    waiting, rest = _stop_gaps(short.tolist(), alone, holes, lengths, capacity, costs.fixed)
+    waiting, rest = _fill_waits(short.tolist(), alone, holes, lengths, capacity, costs.fixed)
     passes = [p for i, group in enumerate(shared) for p in (*waiting.get(i, ()), group)]
-    return _by_rank(passes + _fill(rest, alone, busy, lengths, capacity), ranks)
+    return _by_rank(passes + _to_least_busy(rest, alone, busy, lengths, capacity), ranks)
 
 
-def _place(documents: tuple[int, ...], width: int, busy: np.ndarray, lengths: np.ndarray, costs: DocumentTimes) -> Pass:
-    """A pass on the ranks that are free first; all of them wait for the last one."""
+def _place_on_free_ranks(
+    documents: tuple[int, ...], width: int, busy: np.ndarray, lengths: np.ndarray, costs: DocumentTimes
+) -> Pass:
+    """A pass of ``documents`` on the ``width`` ranks that are free first; all of them wait for the last of these.
+
+    ``busy``: until when each rank computes; changed in place.
+    """
     peers = np.sort(np.argsort(busy, kind="stable")[:width])
     busy[peers] = busy[peers].max() + costs.time(lengths[list(documents)], width).sum() + costs.fixed
     return Pass(tuple(peers.tolist()), documents)
 
 
-def _stop_gaps(
+def _fill_waits(
     short: list[int],
     times: np.ndarray,
     holes: list[tuple[float, int, int]],
@@ -144,9 +155,10 @@ def _stop_gaps(
     capacity: int,
     fixed: float,
 ) -> tuple[dict[int, list[Pass]], list[int]]:
-    """Short documents (by rising time) for ranks to compute while they wait for a group, and those that are left.
+    """Passes of short documents that a rank computes while it waits for a group, by the number of that group; and the
+    documents that found no such place.
 
-    ``holes``: seconds, rank and number of the group.
+    ``short``: documents by rising time. ``holes``: how long a rank waits (seconds), which rank, for which group.
     """
     left = [float(times[d]) for d in short]
     found: dict[int, list[Pass]] = {}
@@ -155,12 +167,14 @@ def _stop_gaps(
         while (at := bisect_right(left, room)) > 0:
             room -= left.pop(at - 1)
             mine.append(short.pop(at - 1))
-        found.setdefault(group, []).extend(Pass((rank,), pack) for pack in _packs(mine, lengths, capacity))
+        found.setdefault(group, []).extend(Pass((rank,), pack) for pack in _packed(mine, lengths, capacity))
     return found, short
 
 
-def _fill(short: list[int], times: np.ndarray, busy: np.ndarray, lengths: np.ndarray, capacity: int) -> list[Pass]:
-    """Longest first to the least busy rank."""
+def _to_least_busy(
+    short: list[int], times: np.ndarray, busy: np.ndarray, lengths: np.ndarray, capacity: int
+) -> list[Pass]:
+    """Passes of one rank each: every document, longest first, goes to the rank that is the least busy by then."""
     heap = [(time, rank) for rank, time in enumerate(busy.tolist())]
     heapq.heapify(heap)
     mine: list[list[int]] = [[] for _ in heap]
@@ -168,11 +182,11 @@ def _fill(short: list[int], times: np.ndarray, busy: np.ndarray, lengths: np.nda
         time, rank = heap[0]
         heapq.heapreplace(heap, (time + float(times[document]), rank))
         mine[rank].append(document)
-    return [Pass((rank,), pack) for rank, own in enumerate(mine) for pack in _packs(own, lengths, capacity)]
+    return [Pass((rank,), pack) for rank, own in enumerate(mine) for pack in _packed(own, lengths, capacity)]
 
 
-def _packs(documents: list[int], lengths: np.ndarray, capacity: int) -> list[tuple[int, ...]]:
-    """Passes of ``capacity`` tokens: every document into the first with room."""
+def _packed(documents: list[int], lengths: np.ndarray, capacity: int) -> list[tuple[int, ...]]:
+    """The documents of each pass of at most ``capacity`` tokens: every document goes into the first with room."""
     packs: list[list[int]] = []
     rooms: list[int] = []
     for document, size in zip(documents, lengths[documents].tolist(), strict=True):
@@ -186,7 +200,10 @@ def _packs(documents: list[int], lengths: np.ndarray, capacity: int) -> list[tup
 
 
 def _by_rank(passes: Iterable[Pass], ranks: int) -> Plan:
-    """What each rank runs of passes in a global order, and at the end one of its own, be it empty."""
+    """The plan in which every rank runs its own of ``passes``, in their order.
+
+    The last pass of a rank is one that it shares with nobody, empty if need be: gradients are reduced in it.
+    """
     mine: list[list[Pass]] = [[] for _ in range(ranks)]
     for p in passes:
         for rank in p.peers:
@@ -198,9 +215,9 @@ def _by_rank(passes: Iterable[Pass], ranks: int) -> Plan:
 
 
 def finish(plan: Plan, lengths: np.ndarray, costs: DocumentTimes) -> list[float]:
-    """When every rank is done. Raises :class:`PlanError` if the plan would hang."""
+    """The time at which each rank is done, in the unit of ``costs``. Raises :class:`PlanError` if the plan hangs."""
     clock, seconds = [0.0] * len(plan), dict[Pass, float]()
-    for p in _in_turn(plan):
+    for p in _runnable_order(plan):
         if p not in seconds:
             seconds[p] = float(costs.time(lengths[list(p.documents)], len(p.peers)).sum()) + costs.fixed
         end = max(clock[rank] for rank in p.peers) + seconds[p]
@@ -209,7 +226,7 @@ def finish(plan: Plan, lengths: np.ndarray, costs: DocumentTimes) -> list[float]
     return clock
 
 
-def _in_turn(plan: Plan) -> list[Pass]:
+def _runnable_order(plan: Plan) -> list[Pass]:
     """The passes in an order in which they can run: each as soon as it is the next one of all its ranks."""
     at, done = [0] * len(plan), []
     ready = list(range(len(plan)))
@@ -228,13 +245,13 @@ def _in_turn(plan: Plan) -> list[Pass]:
         p = plan[stuck[0]][at[stuck[0]]]
         others = [r for r in p.peers if not 0 <= r < len(plan) or at[r] >= len(plan[r]) or plan[r][at[r]] != p]
         raise PlanError(
-            f"the plan would hang: rank {stuck[0]} waits in the pass of documents {_some(p.documents)} "
+            f"the plan would hang: rank {stuck[0]} waits in the pass of documents {_shortened(p.documents)} "
             f"for rank {others[0]}, which runs another or none at that point"
         )
     return done
 
 
-def _some(documents: tuple[int, ...]) -> str:
+def _shortened(documents: tuple[int, ...]) -> str:
     return ", ".join(map(str, documents[:4])) + (", ..." if len(documents) > 4 else "")
 
 
@@ -247,14 +264,14 @@ def check(plan: Plan, lengths: np.ndarray, capacity: int) -> None:
             tokens = int(lengths[list(p.documents)].sum())
             if -(-tokens // len(p.peers)) > capacity or 0 < tokens < len(p.peers):
                 raise PlanError(
-                    f"the pass of documents {_some(p.documents)} has {tokens} tokens for {len(p.peers)} ranks "
+                    f"the pass of documents {_shortened(p.documents)} has {tokens} tokens for {len(p.peers)} ranks "
                     f"of {capacity} tokens"
                 )
             if len(p.peers) > 1 and not tokens:
                 raise PlanError(f"the ranks {p.peers} share a pass without documents")
         if not mine or len(mine[-1].peers) > 1:
             raise PlanError(f"rank {rank} does not end with a pass of its own, in which to reduce gradients")
-    seen = Counter(document for p in _in_turn(plan) for document in p.documents)
+    seen = Counter(document for p in _runnable_order(plan) for document in p.documents)
     for document in range(len(lengths)):
         if seen[document] != 1:
             raise PlanError(f"document {document} is computed {seen[document]} times")
@@ -270,26 +287,26 @@ def flexsp(
 
     Documents, sorted by length, are cut into as few micro-batches as memory allows, or up to two more ("blaster").
     """
-    _needed(lengths, capacity, ranks)
+    _ranks_needed(lengths, capacity, ranks)
     order = np.argsort(-lengths, kind="stable")
     fewest = max(1, -(-int(lengths.sum()) // (capacity * ranks)))
     plans: list[Plan] = []
     count = fewest
     while len(lengths) and (count < fewest + 3 or not plans):
         busy, passes = np.zeros(ranks), list[Pass]()
-        for chunk in _blast(order, lengths, count):
-            found = _solve(chunk, lengths, capacity, ranks, costs, buckets, nodes)
+        for chunk in _micro_batches(order, lengths, count):
+            found = _optimal_groups(chunk, lengths, capacity, ranks, costs, buckets, nodes)
             if found is None:
                 break
             found.sort(key=lambda group: -float(costs.time(lengths[list(group[1])], group[0]).sum()))
-            passes += [_place(documents, width, busy, lengths, costs) for width, documents in found]
+            passes += [_place_on_free_ranks(documents, width, busy, lengths, costs) for width, documents in found]
         else:
             plans.append(_by_rank(sorted(passes, key=lambda p: len(p.peers) == 1), ranks))
         count = count + 1 if count < fewest + 3 else min(2 * count, len(lengths))
     return min(plans, key=lambda plan: max(finish(plan, lengths, costs)), default=_by_rank((), ranks))
 
 
-def _blast(order: np.ndarray, lengths: np.ndarray, count: int) -> list[np.ndarray]:
+def _micro_batches(order: np.ndarray, lengths: np.ndarray, count: int) -> list[np.ndarray]:
     """At most ``count`` micro-batches of neighbours in length, about equal in tokens."""
     middle = np.cumsum(lengths[order]) - lengths[order] / 2
     where = (middle * count / lengths.sum()).astype(int)
@@ -297,7 +314,11 @@ def _blast(order: np.ndarray, lengths: np.ndarray, count: int) -> list[np.ndarra
 
 
 def bucket(lengths: np.ndarray, count: int) -> list[np.ndarray]:
-    """Indices in at most ``count`` buckets, so that what is lost by rounding up to their longest is least (DP)."""
+    """Indices of ``lengths`` in at most ``count`` buckets of neighbouring lengths.
+
+    In each, all lengths are later rounded up to the longest; the buckets are those in which that adds the fewest tokens
+    (dynamic programming).
+    """
     order = np.argsort(lengths, kind="stable")
     tops, counts = np.unique(lengths, return_counts=True)
     n = len(tops)
@@ -316,12 +337,13 @@ def bucket(lengths: np.ndarray, count: int) -> list[np.ndarray]:
     return [order[ends[a] : ends[b]] for b, a in pairwise(edges) if b > a]
 
 
-def _solve(
+def _optimal_groups(
     chunk: np.ndarray, lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes, buckets: int, nodes: int
 ) -> list[tuple[int, tuple[int, ...]]] | None:
-    """Groups ``(ranks, documents)`` of one micro-batch, or None if it does not fit memory.
+    """Groups ``(ranks, documents)`` of one micro-batch that end the earliest, or None if it does not fit memory.
 
-    Least ``M`` over counts ``A[bucket, group]`` and groups in use, at the longest length of every bucket.
+    A mixed-integer program: how many documents of each bucket each group takes, and which groups there are, such that
+    the time at which the last group ends is least. Every document counts as long as the longest of its bucket.
     """
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp

@@ -120,9 +120,9 @@ class Loader:
         plan = balanced(self.layout.balance, np.diff(edges), capacity, self.layout.size(*DATA_AXES), costs)
         number = zlib.crc32(repr(plan).encode())
         mine = plan[self.batch_rank * self.layout.cp + self.cp_rank]
-        return [self._shared(p, number, ids, labels, edges) for p in mine]
+        return [self._batch_of_pass(p, number, ids, labels, edges) for p in mine]
 
-    def _shared(self, p: Pass, plan: int, ids: np.ndarray, labels: np.ndarray, edges: np.ndarray) -> Batch:
+    def _batch_of_pass(self, p: Pass, plan: int, ids: np.ndarray, labels: np.ndarray, edges: np.ndarray) -> Batch:
         """This rank's blocks of a pass: its documents, joined and padded until all have the same number of tokens."""
         at = np.concatenate([np.empty(0, int), *(np.arange(edges[d], edges[d + 1]) for d in p.documents)])
         ranks, tp = len(p.peers), self.layout.tp

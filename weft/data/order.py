@@ -117,7 +117,7 @@ class Order:
 
     @cached_property
     def block(self) -> int:
-        """Samples per block, 1,024 or more: every stream is in every block, which keeps :meth:`_drawn` rising."""
+        """Samples per block, 1,024 or more: every stream is in every block, so that :meth:`_samples_drawn` rises."""
         least = -(-self._edges[-1] // Fraction(min(self.weights)))
         return max(1024, 1 << (least - 1).bit_length())
 
@@ -129,24 +129,27 @@ class Order:
         limits = [stream.rows * self.epochs for stream in self.streams]
 
         def over(blocks: int) -> bool:
-            return any(drawn > limit for drawn, limit in zip(self._drawn(blocks), limits, strict=True))
+            return any(drawn > limit for drawn, limit in zip(self._samples_drawn(blocks), limits, strict=True))
 
         last = bisect_left(range(sum(limits) + 1), True, key=over) - 1
         source, index = self._block(last)
         return last * self.block + int(np.argmax(index >= np.array(limits)[source]))
 
-    def _drawn(self, blocks: int) -> list[int]:
-        """Samples of each stream in the first ``blocks`` blocks: its interval of the weights, rounded to samples."""
+    def _samples_drawn(self, blocks: int) -> list[int]:
+        """How many samples of each stream are in the first ``blocks`` blocks.
+
+        The weights cut the unit interval; a stream gets what lies between the rounded ends of its part.
+        """
         ends = [blocks * self.block * edge // self._edges[-1] for edge in self._edges]
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
     @cached_property
     def _block(self) -> Any:
-        return lru_cache(maxsize=2)(self._mixed)
+        return lru_cache(maxsize=2)(self._streams_in_block)
 
-    def _mixed(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def _streams_in_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Stream and index within the stream of each sample of a block: int64 ``[block]`` each."""
-        before, after = self._drawn(block), self._drawn(block + 1)
+        before, after = self._samples_drawn(block), self._samples_drawn(block + 1)
         source = np.repeat(np.arange(len(before)), np.subtract(after, before))
         source = source[shuffled(self.block, _BLOCK, self.seed, block)]
         index = np.empty_like(source)
