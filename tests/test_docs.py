@@ -33,7 +33,7 @@ def test_commands_can_be_typed() -> None:
     blocks = re.findall(r"(?s)```bash\n(.*?)```", (ROOT / "README.md").read_text())
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     words = [shlex.split(line, comments=True) for line in lines]
-    found = [w[w.index("weft") + 1 :] for w in words if "weft" in w]
+    found = [w[w.index("weft") + 1 :] for w in words if "weft" in w and "--install-completion" not in w]
     assert len(found) > 20
     for args in found:
         parse(typer.main.get_command(app), args)

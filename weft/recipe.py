@@ -273,21 +273,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), layout: str | N
 
     ``overrides`` are ``section.key=value``, ``layout`` is ``"shard=2,tp=2"``, as on the command line.
     """
-    found = Path(path) if Path(path).is_file() else find_recipe(path)
-    if found is None:
+    file = Path(path) if Path(path).is_file() else find_recipe(path)
+    if file is None:
         alike = get_close_matches(Path(path).stem, shipped_recipes(), n=1)
         remedy = f"did you mean {alike[0]!r}?" if alike else "see 'weft recipes', or write one with 'weft new NAME'"
         raise WeftError(f"recipe {path} does not exist; {remedy}")
-    path = found
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(file.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from None
     for item in overrides:
         _override(tree, item)
     if layout is not None:
         tree["layout"] = Layout.parse(layout, tree.get("layout", {})).model_dump()
-    tree.setdefault("name", path.stem)
+    tree.setdefault("name", file.stem)
     return build_recipe(tree, str(path))
 
 
@@ -307,6 +306,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     path = [str(part) for part in first["loc"]]
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
+        sections = [name for name in Recipe.model_fields if path[0] in _fields_at(Recipe, [name])]
+        if model is Recipe and len(path) == 1 and sections:
+            return f"unknown key {key!r}; did you mean {f'{sections[0]}.{key}'!r}?"
         return f"unknown key {key!r}; {nearest(path[-1], _fields_at(model, path[:-1]))}"
     if first["type"] == "literal_error":
         expected = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
