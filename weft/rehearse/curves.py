@@ -25,7 +25,7 @@ COLLECTIVES = {
     "reduce_scatter_tensor": "scatter", "_reduce_scatter_base_": "scatter",
     "alltoall_": "exchange", "alltoall_base_": "exchange", "all_to_all_single": "exchange",
 }  # fmt: skip
-#: Of those, the ones that PyTorch's functional collectives or FSDP2 make: what surrounds them costs differently.
+#: Of those, the ones of PyTorch's functional collectives or of sharded state: what surrounds them costs differently.
 FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "alltoall_")
 SHARDED = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
 

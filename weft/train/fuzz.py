@@ -17,7 +17,7 @@ from typing import Any
 
 from weft.errors import UsageError, WeftError
 from weft.layout.conflicts import Conflict
-from weft.layout.mesh import Mesh
+from weft.layout.mesh import LIVE_AXES, Mesh
 from weft.recipe import Recipe, load_recipe
 from weft.schedule.build import BUILDERS
 from weft.train.pool import Pool
@@ -27,7 +27,7 @@ from weft.train.verify import compare, run_layout
 #: Settings of one case by their full names, of those that were drawn.
 Case = dict[str, Any]
 
-AXES = ("pp", "dp", "shard", "cp", "tp")
+AXES = LIVE_AXES
 FOLDER = Path(tempfile.gettempdir()) / "weft-verify-random"
 
 
