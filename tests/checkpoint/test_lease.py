@@ -19,6 +19,7 @@ from tests.cases import write_corpus
 from tests.checkpoint.test_resume import go, tree
 from weft.checkpoint import lease as module
 from weft.checkpoint.lease import Lease, PlaceInUse
+from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.errors import WeftError
 from weft.observe.metrics import read_metrics
@@ -131,3 +132,18 @@ def test_a_run_is_refused_beside_a_living_one(pool: Any, tmp_path: Path) -> None
     values["train"]["steps"] = 3
     assert pool.run(2, go, values, str(tmp_path / "run"), "auto") == [(3, 15)] * 2
     assert not (tmp_path / "run/lease").exists() and not (tmp_path / "far/lease").exists()
+
+
+def test_places_on_an_object_store(bucket: str) -> None:
+    place = open_storage(bucket)
+    with Lease(beat=0.2) as first:
+        first.take([place])
+        (before,) = place.list("lease/")
+        with Lease(beat=0.2, patience=5) as second, pytest.raises(PlaceInUse, match=f"{bucket} is in use by process"):
+            second.take([place])
+        for _ in range(100):
+            if before not in place.list("lease/"):
+                break
+            threading.Event().wait(0.05)
+        assert before not in place.list("lease/") and not first.lost, "it is renewed"
+    assert not place.list("lease/")

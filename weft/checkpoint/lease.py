@@ -140,8 +140,12 @@ def _create(place: Storage, name: str, data: bytes) -> str:
 
 
 def _leases(place: Storage) -> dict[str, str]:
-    """The newest object of every holder, by holder."""
-    return {name.partition("-")[0]: name for name in place.list(f"{FOLDER}/")}
+    """The newest object of every holder, by holder.
+
+    Asked for twice: a list that is made while a holder renews its object may have neither the old nor the new one.
+    """
+    names = {*place.list(f"{FOLDER}/"), *place.list(f"{FOLDER}/")}
+    return {name.partition("-")[0]: name for name in sorted(names)}
 
 
 def _living(place: Storage, name: str, beat: float, patience: float) -> str:

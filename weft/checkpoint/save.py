@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.format import digest, share, volume
+from weft.checkpoint.format import ROOT, digest, share, volume
 from weft.checkpoint.pack import within
-from weft.checkpoint.storage import Storage
+from weft.checkpoint.storage import Storage, StorageError, holds
 from weft.checkpoint.writer import Commit, Job, Report
 from weft.errors import WeftError
 from weft.layout.dims import Box
@@ -123,7 +123,8 @@ class Saver:
         self._pipe: Connection | None = None
         self._thread = ThreadPoolExecutor(1, "weft-checkpoint")
         self._plan: tuple[Any, list[Piece]] = (None, [])
-        self._step, self._where = 0, ""  # of the save under way
+        self._step = 0  # of the save under way
+        self._where: Storage | None = None
         self._seconds: dict[str, float] = {}  # of its stages on this side
         self._copying: Callable[[], float] | None = None  # waits for the copy under way; the seconds that it took
         self._job: Job | None = None  # for the writer, once that is done
@@ -151,6 +152,7 @@ class Saver:
         begun = time.perf_counter()
         attempt = self._finish_current(digest(repr((step, str(storage), sorted(meta), meta.get("layout"))).encode()))
         if self.problem:
+            self._remove_failed()
             if self.strict:
                 raise WeftError(self.problem)
             self.warn(self.problem)
@@ -165,7 +167,7 @@ class Saver:
             tuple((piece.name, piece.box) for piece in pieces),
             Commit(tuple(names), {"step": step, **meta}, named, self.timeout) if self.rank == 0 else None,
         )  # fmt: skip
-        self._step, self._where, self.problem = step, str(storage), ""
+        self._step, self._where, self.problem = step, storage, ""
         self._seconds = {"stage": time.perf_counter() - begun}
         self._copying = self._copy(places, values, lazy)
         if not lazy:
@@ -193,7 +195,18 @@ class Saver:
         """Wait until the last save is committed; collective. Raises :class:`WeftError` on all ranks if it is not."""
         self._finish_current()
         if self.problem:
+            self._remove_failed()
             raise WeftError(self.problem)
+
+    def _remove_failed(self) -> None:
+        """Remove what a failed save has left, which on a full disk is the room that the next one needs.
+
+        All ranks have come to the end of it. If there is a root, it is somebody else's, or the answer to it was lost.
+        """
+        if self.rank == 0 and self._where is not None:
+            with suppress(StorageError):
+                if not holds(self._where, ROOT):
+                    self._where.clear()
 
     def close(self) -> None:
         """End the writer, whatever it is doing, and give the memory back."""
@@ -247,7 +260,7 @@ class Saver:
             self._pipe, self._due = None, 0
         if of_files:
             report = replace(report, seconds=self._seconds | report.seconds)
-        saved = Saved(self.rank, self._step, self._where, report)
+        saved = Saved(self.rank, self._step, str(self._where), report)
         self.reports.append(saved)
         if self.rank:
             self._unsent.append(saved)

@@ -186,8 +186,11 @@ class LocalStorage:
         try:
             if self.root.is_file():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            files = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")]
-            names = {p.relative_to(self.root).as_posix(): p.stat().st_size for p in files}
+            names = {}
+            for parent, _, files in os.walk(folder, onerror=_unless_gone):
+                for path in (Path(parent, name) for name in files if not name.startswith(".")):
+                    with suppress(FileNotFoundError):  # deleted just now
+                        names[path.relative_to(self.root).as_posix()] = path.stat().st_size
         except OSError as error:
             raise self._error("list", prefix, error) from error
         return {name: size for name, size in sorted(names.items()) if name.startswith(prefix)}
@@ -249,6 +252,11 @@ class LocalStorage:
         missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENODATA)
         kind = MissingObject if missing and doing == "read" else StorageError
         return kind(f"cannot {doing} {self.root / name}: {error.strerror or error}")
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def _flush(handle: int, begin: int, end: int) -> int:
