@@ -108,9 +108,9 @@ def planned(layout: str, settings: list[str], table: dict[str, Any]) -> tuple[An
     """The placement for these links, the seconds of communication in rank order, and the traffic by axis."""
     import torch
 
-    from weft.planner.links import Links
-    from weft.planner.mapping import place_axes, ranks_of, seconds, traffic_of
     from weft.recipe import load_recipe
+    from weft.rehearse.links import Links
+    from weft.rehearse.mapping import place_axes, ranks_of, seconds, traffic_of
     from weft.rehearse.step import plain_batches, rehearse
     from weft.train.setup import model_shape
 

@@ -33,7 +33,7 @@ NEUTRAL: dict[str, float] = {
     "dispatch": 0.0, "rough": 0.0,
 }  # fmt: skip
 #: The same for constants of :mod:`weft.planner.cost`.
-HIDDEN: dict[str, float] = {"CASTS": 0.0}
+HIDDEN: dict[str, float] = {"CASTS": 0.0, "SHARP": 64.0}
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from tests.rehearse.test_probe import calibration
 from weft.layout.layout import Layout
 from weft.planner.cost import Cost, Plan
 from weft.planner.finalists import Final
-from weft.planner.links import Links
 from weft.recipe import Data, ModelShape, Recipe, Train, load_recipe
 from weft.rehearse.choose import anchored, placed, to_try
 from weft.rehearse.clock import axis_of, predict
 from weft.rehearse.curves import Local
-from weft.rehearse.probe import as_toml
+from weft.rehearse.links import Links
 from weft.rehearse.step import every_rank, plain_batches, rehearse
+from weft.toml import write_toml
 
 MODEL = ModelShape(layers=2, embed=32, heads=4, kv_heads=2, ffn=64, vocab=128)
 
@@ -101,7 +101,7 @@ def test_plan_of_a_probed_machine(tmp_path: Path, command: Callable[..., tuple[i
         settings[str(n)] = setting
     probe = tmp_path / "probe.toml"
     known = {"cores": 2, "settings": settings}
-    probe.write_text(as_toml({"device": "CPU", "count": 2, "bf16": 0.1, "calibration": known}))
+    probe.write_text(write_toml({"device": "CPU", "count": 2, "bf16": 0.1, "calibration": known}))
     recipe = tmp_path / "small.toml"
     recipe.write_text(
         "[model]\nlayers = 2\nembed = 32\nheads = 4\nkv_heads = 2\nvocab = 512\n[data]\n"

@@ -14,14 +14,15 @@ import torch.distributed as dist
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.planner.links import Links
 from weft.planner.machine import load_cluster
-from weft.planner.mapping import Traffic, place_axes
 from weft.rehearse.choose import traffic_of
 from weft.rehearse.clock import Do, predict, run
 from weft.rehearse.curves import Grid, Local, curve
-from weft.rehearse.probe import as_toml, attention, operators, products
+from weft.rehearse.links import Links
+from weft.rehearse.mapping import Traffic, place_axes
+from weft.rehearse.probe import attention, operators, products
 from weft.rehearse.step import Event, Rehearsal, reference
+from weft.toml import write_toml
 
 
 def test_curves_pass_through_their_points() -> None:
@@ -106,7 +107,7 @@ def test_measured_curves_are_a_cluster_file(tmp_path: Path) -> None:
     tree = {"device": "CPU", "count": 2, "calibration": calibration()}
     tree["calibration"]["settings"]["2"] |= {"ops": ops, "products": grid, "attention": scores}
     path = tmp_path / "probe.toml"
-    path.write_text(as_toml(tree))
+    path.write_text(write_toml(tree))
     cluster = load_cluster(str(path))
     assert cluster.count == 2
     local = Local.of(cluster.calibration)

@@ -245,12 +245,13 @@ def _bar(parts: dict[str, float], scale: float) -> Text:
 def _write_recipe(final: "Final", name: str, model: "Model", path: Path) -> None:
     """The layout as a recipe that ``weft train`` takes."""
     from weft.errors import UsageError
-    from weft.planner.explain import recipe_tree, toml
+    from weft.planner.explain import recipe_tree
     from weft.recipe import build_recipe
+    from weft.toml import write_toml
 
     tree = recipe_tree(final, model)
     build_recipe(tree, str(path))
     try:
-        path.write_text(f"# Planned by: weft plan {name}. Your own data goes into [data].\n\n{toml(tree)}")
+        path.write_text(f"# Planned by: weft plan {name}. Your own data goes into [data].\n\n{write_toml(tree)}")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None

@@ -48,11 +48,12 @@ def _be_rank(out: Path, quick: bool) -> int:
 
 
 def _write(settings: list[dict[str, Any]], count: int, out: Path, seconds: float) -> None:
-    from weft.rehearse.probe import as_toml, cluster
+    from weft.rehearse.probe import cluster
+    from weft.toml import write_toml
 
     tree = cluster(settings, count)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(f"# Written by weft probe in {seconds:.0f} s; for weft plan --cluster.\n{as_toml(tree)}\n")
+    out.write_text(f"# Written by weft probe in {seconds:.0f} s; for weft plan --cluster.\n{write_toml(tree, 5)}")
     grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
     grid.add_column("each of")
     for name in ("threads", "GFLOP/s f32", "bf16", "triad GB/s", "op us", "sharding us", "all-reduce 1 MB us",

@@ -60,7 +60,7 @@ class Layout(BaseModel):
     groups of ranks that train by themselves and agree now and then.
 
     ``order``: the axes from the slowest links to the fastest, e.g. ``"tp pp"``, if neighbouring ranks are to be
-    neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.planner.mapping`` chooses).
+    neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.rehearse.mapping`` chooses).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -9,16 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.model_shape import Shape
-from weft.planner.cost import SCHEDULES, Plan
+from weft.planner.cost import SCHEDULES, ULYSSES, Plan
 from weft.planner.machine import Machine
 
-#: Fields of a plan that the search chooses first, in the order in which they are told.
+#: Fields of a plan that the search chooses first, in the order in which they are named.
 FIRST = (
     "dp", "shard", "zero", "tp", "cp", "context", "pp", "schedule", "virtual", "ep", "micro_batch", "recompute",
 )  # fmt: skip
 #: What is added to plans that it may help (:func:`variants`).
 ADDED = ("secondary", "offload")
 CHOSEN = (*FIRST, *ADDED)
+#: What the user sets; the data axes follow from these.
+SET = tuple(name for name in CHOSEN if name not in ("dp", "shard"))
 
 
 Mask = NDArray[np.bool_]
@@ -107,7 +109,7 @@ class Rules:
     def _filled(self, tp: int, pp: int, cp: int, data: int) -> Iterator[tuple[float, ...]]:
         share, ranks = self.batch // data, data * cp * tp
         micro = [b for b in (1, 2, 4, 8, 16, 32) if share % b == 0 and b * self.seq // cp <= 65536] or [1]
-        contexts = [0, 1] if cp > 1 and max(1, int(self.shape.kv_heads) // tp) % cp == 0 else [0]
+        contexts = [0, ULYSSES] if cp > 1 and max(1, int(self.shape.kv_heads) // tp) % cp == 0 else [0]
         inside = max(1, int(self.machine.domain) // (tp * cp))
         sharding = [(data, 1, 0)] if data == 1 else [(1, data, 1), (1, data, 3)]
         if 1 < inside < data and data % inside == 0:

@@ -8,6 +8,7 @@ Thakur et al. 2005 (collectives).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
@@ -16,9 +17,19 @@ from weft.planner.engine import Engine
 from weft.planner.machine import Machine
 from weft.schedule.build import BUILDERS, Builder, Times
 
-RECOMPUTE = ("none", "selective", "full")
+
+class Recompute(IntEnum):
+    """What of a layer's forward backward computes again."""
+
+    NONE = 0
+    SELECTIVE = 1
+    FULL = 2
+
+
+RECOMPUTE = tuple(kind.name.lower() for kind in Recompute)
 CONTEXT = ("zigzag", "ulysses", "gather")
-#: What is kept on the host, by index: bit 0 state, bit 1 saved activations.
+ULYSSES = CONTEXT.index("ulysses")
+#: What is kept on the host, by index (:attr:`Plan.offloads_state`, :attr:`Plan.offloads_activations`).
 OFFLOAD = ("none", "optimizer", "activations", "all")
 #: Schedules by index; what is known of them stands in their builders.
 SCHEDULES = (
@@ -34,6 +45,8 @@ LAUNCH = 20e-6
 SCORE_BYTES = LOGIT_BYTES = 8
 #: Bytes that the optimizer reads or writes per parameter: parameter and two moments both, in four bytes.
 OPTIMIZER_BYTES = 24
+#: Exponent of the smooth maximum of device time and launch time.
+SHARP = 8
 #: Memory-bound work that products of 8 or 4 bits add, as a share: everything is read once more to scale and to cast.
 CASTS = 0.3
 
@@ -81,6 +94,14 @@ class Plan:
     @property
     def world(self) -> Num:
         return self.data * self.cp * self.pp * self.tp
+
+    @property
+    def offloads_state(self) -> Num:
+        return (self.offload == OFFLOAD.index("optimizer")) | (self.offload == OFFLOAD.index("all"))
+
+    @property
+    def offloads_activations(self) -> Num:
+        return (self.offload == OFFLOAD.index("activations")) | (self.offload == OFFLOAD.index("all"))
 
     @property
     def microbatches(self) -> Num:
@@ -174,6 +195,11 @@ class Passes:
         return self.tp + self.cp + self.ep
 
 
+def larger(a: Num, b: Num) -> Num:
+    """A smooth maximum of two positive times."""
+    return (a**SHARP + b**SHARP) ** (1 / SHARP)
+
+
 def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes:
     """What one microbatch takes in one layer, in the output layer and between stages."""
     tokens = plan.micro_batch * plan.seq / plan.cp  # of a rank and microbatch
@@ -227,7 +253,7 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     kv = 2 * 2 * tokens * shape.kv_heads * shape.head_dim / tp
     heads = 2 * tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / tp
     ring = gather(cp, kv * cp, axis(machine, engine, tp, cp))
-    cp_layer = np.where(plan.context == 1, exchange(machine, engine, tp, cp, heads), ring)
+    cp_layer = np.where(plan.context == ULYSSES, exchange(machine, engine, tp, cp, heads), ring)
     # A token crosses to a domain once, however many of its experts are there.
     domains = np.maximum(1, plan.ep / np.minimum(machine.domain, plan.ep))
     apart = np.where(domains > 1, np.minimum(1.0, domains / np.maximum(shape.top_k, 1)), 1.0)
@@ -236,23 +262,23 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     exposed_tp, exposed_ep = tp_layer, ep_layer
     exposed_cp = engine.exposed_cp * cp_layer + np.maximum(0, (1 - engine.exposed_cp) * cp_layer - attention)
 
-    # The processor that launches can be slower than the device: the larger counts. What communication adds is what it
-    # makes this maximum grow.
+    # The processor that launches can be slower than the device: a smooth maximum of the two, so that layouts of which
+    # both are bound by launches still differ by their work. What communication adds is what it makes this maximum grow.
     floor = engine.kernels * LAUNCH * (1 + engine.dispatch * moe)
     busy = matmuls + attention + pointwise
-    forward = np.maximum(busy, floor)
+    forward = larger(busy, floor)
     # Backward: two products per product, 2.5 for fused attention (it recomputes the scores), twice the traffic.
     work = (2 - plan.frozen) * matmuls + np.where(engine.flash > 0, 2.5, 2.0) * attention + 2 * pointwise
-    backward = np.maximum(work, 2 * floor)
+    backward = larger(work, 2 * floor)
     exposed = exposed_tp + exposed_cp + exposed_ep
-    seen = (np.maximum(busy + exposed, floor) - forward + np.maximum(work + exposed, 2 * floor) - backward) / 2
+    seen = (larger(busy + exposed, floor) - forward + larger(work + exposed, 2 * floor) - backward) / 2
     seen = np.where(exposed > 0, seen / np.maximum(exposed, 1e-12), 1.0)
     exposed_tp, exposed_cp, exposed_ep = seen * exposed_tp, seen * exposed_cp, seen * exposed_ep
-    full = plan.recompute == 2
+    full = plan.recompute == Recompute.FULL
     again = np.where(full, forward, 0.0)
     # Selective: scores again where they are written; under fused attention, half of the products.
     selective = np.where(engine.flash > 0, (1 - 0.5 * engine.products) * matmuls + pointwise, attention)
-    again = again + (plan.recompute == 1) * selective
+    again = again + (plan.recompute == Recompute.SELECTIVE) * selective
     head = 3 * product(tokens, shape.vocab / tp, shape.embed) + LOGIT_BYTES * tokens * shape.vocab / tp / memory
     stride = plan.world / plan.pp / np.where(plan.outer > 0, plan.dp, 1)
     pair, _, start = axis(machine, engine, stride, np.minimum(plan.pp, 2))

@@ -40,13 +40,13 @@ class Engine:
     attention: Num = 0.3
     flash: Num = 1.0
     elementwise: Num = 16.0
-    inner: Num = 4.5
+    inner: Num = 11.5
     kernels: Num = 28.0
-    exposed_dp: Num = 0.3
+    exposed_dp: Num = 0.38
     exposed_cp: Num = 0.3
     network: Num = 0.65
     buckets: Num = 0.25
-    step: Num = 0.03
+    step: Num = 0.02
     jitter: Num = 0.01
     sequence: Num = 1.0
     moe: Num = 0.7

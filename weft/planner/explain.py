@@ -1,6 +1,5 @@
 """Why one layout beats another, in words; a layout as plain data and as a recipe."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -8,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError
-from weft.planner.candidates import ADDED, CHOSEN
-from weft.planner.cost import BITS, CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES
+from weft.planner.candidates import ADDED, CHOSEN, SET
+from weft.planner.cost import BITS, CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Recompute
 from weft.planner.finalists import Final, refine
-from weft.planner.search import Found, describe, tell
+from weft.planner.search import Found, describe, text_of
 from weft.planner.shape import Model
 
-#: Parts of a step as they are told.
+#: Parts of a step in words.
 PARTS = {
     "compute": "compute", "recompute": "recompute", "tp": "tensor parallelism", "cp": "context parallelism",
     "ep": "experts", "pp": "pipeline sends", "dp": "data parallelism", "bubble": "bubble", "optimizer": "optimizer",
@@ -22,8 +21,6 @@ PARTS = {
 }  # fmt: skip
 #: Pipelines of more ranks take long to simulate: they are looked at where they are what is asked about.
 DEEP = 32
-#: What the user sets; the data axes follow from these.
-AXES = tuple(name for name in CHOSEN if name not in ("dp", "shard"))
 
 
 def title(final: Final) -> str:
@@ -35,8 +32,8 @@ def title(final: Final) -> str:
 def differences(first: Final, other: Final) -> list[str]:
     """What ``other`` does otherwise, as ``name=value``."""
     found = [
-        f"{name}={tell(name, getattr(other.plan, name))}"
-        for name in AXES
+        f"{name}={text_of(name, getattr(other.plan, name))}"
+        for name in SET
         if getattr(other.plan, name) != getattr(first.plan, name)
         and not (name in ("schedule", "virtual") and other.plan.pp == 1)
         and not (name == "context" and other.plan.cp == 1)
@@ -97,7 +94,8 @@ def _cause(name: str, first: Final, other: Final, more: bool) -> str:
         far = crosses(b, b.ep) and not crosses(a, a.ep)
         return f"tokens travel to experts on {b.ep:.0f} ranks" + (f", across {border}" if far else "")
     if name == "host":
-        what = {1: "the state", 2: "activations", 3: "state and activations"}[int(b.offload)]
+        names = ["the state"] * bool(b.offloads_state) + ["activations"] * bool(b.offloads_activations)
+        what = " and ".join(names)
         return f"{what} travel to the host at {machine.host / 1e9:.0f} GB/s and back"
     if name == "dp":
         if a.secondary and not b.secondary and b.zero >= 3 and a.microbatches == b.microbatches:
@@ -121,7 +119,11 @@ def _cause(name: str, first: Final, other: Final, more: bool) -> str:
             return f"{b.microbatches:.0f} microbatches keep the pipeline less busy than {a.microbatches:.0f}"
         return "the pipeline idles longer"
     if name == "recompute":
-        return "the forward is computed again" if b.recompute == 2 else "a part of the forward is computed again"
+        return (
+            "the forward is computed again"
+            if b.recompute == Recompute.FULL
+            else "a part of the forward is computed again"
+        )
     if name == "pp":
         return "activations cross between stages more often"
     if name == "compute":
@@ -133,14 +135,14 @@ def _cause(name: str, first: Final, other: Final, more: bool) -> str:
             return "the output layer makes the last stage the slowest"
         return "its slowest rank has more to compute"
     if name == "optimizer":
-        if b.offload % 2 > a.offload % 2:
+        if b.offloads_state and not a.offloads_state:
             return "the host's processor updates the parameters"
         return "each rank updates a larger share of the parameters"
     return "more ranks wait for the slowest"
 
 
 def _schedule(plan: Any) -> str:
-    return tell("schedule", plan.schedule) + (f" v={plan.virtual:.0f}" if plan.virtual > 1 else "")
+    return text_of("schedule", plan.schedule) + (f" v={plan.virtual:.0f}" if plan.virtual > 1 else "")
 
 
 def _most(final: Final) -> int:
@@ -183,18 +185,18 @@ def instead(found: Found, finals: Sequence[Final]) -> list[Instead]:
             if axis != "pp" and (quick := fit[pp[fit] <= DEEP]).size:
                 fit = quick
             if not len(fit):
-                result.append(Instead(axis, tell(axis, value), None, float(memory[column == value].min())))
+                result.append(Instead(axis, text_of(axis, value), None, float(memory[column == value].min())))
                 continue
             best = int(fit[total[fit].argmin()])
             final = refine(found, found.plan(best), found.seconds(best), 0, tables)
             if final is not None and final.fits:
-                result.append(Instead(axis, tell(axis, value), final, final.gib))
+                result.append(Instead(axis, text_of(axis, value), final, final.gib))
     return result
 
 
 def record(final: Final) -> dict[str, Any]:
     """A layout with its seconds and GiB, split by cause."""
-    layout = {k: tell(k, getattr(final.plan, k)) for k in CHOSEN}
+    layout = {k: text_of(k, getattr(final.plan, k)) for k in CHOSEN}
     return {
         "layout": {k: v if k in ("context", "schedule", "recompute", "offload") else int(v) for k, v in layout.items()},
         "text": title(final),
@@ -250,20 +252,3 @@ def layout_tree(final: Final) -> dict[str, Any]:
     order = final.order or ("dp pp shard cp tp" if plan.outer else "")
     layout |= {"order": " ".join(axis for axis in order.split() if layout[axis] > 1)} if order else {}
     return layout
-
-
-def toml(tree: dict[str, Any]) -> str:
-    """A recipe's tree as TOML: sections of plain values, lists and small tables."""
-
-    def value(v: Any) -> str:
-        if isinstance(v, dict):
-            return "{ " + ", ".join(f"{k} = {value(x)}" for k, x in v.items()) + " }"
-        return f"[{', '.join(map(value, v))}]" if isinstance(v, list) else json.dumps(v, ensure_ascii=False)
-
-    plain = [f"{key} = {value(v)}" for key, v in tree.items() if not isinstance(v, dict)]
-    sections = [
-        "\n".join([f"[{name}]", *(f"{key} = {value(v)}" for key, v in section.items())])
-        for name, section in tree.items()
-        if isinstance(section, dict)
-    ]
-    return "\n\n".join(["\n".join(plain)] * bool(plain) + sections) + "\n"

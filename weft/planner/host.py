@@ -28,7 +28,7 @@ WIDE = 4.0
 
 def host_bytes(shape: Shape, plan: Plan, engine: Engine) -> Num:
     """Bytes of host memory that the fullest device of ``plan`` takes."""
-    state, saved = plan.offload % 2 == 1, plan.offload >= 2
+    state, saved = plan.offloads_state, plan.offloads_activations
     most = most_layers(shape, plan.pp)
     held = _own(shape, plan, most) / plan.state_ranks
     kept = in_flight(plan, 0) * most * layer_bytes(shape, plan, engine)[0]
@@ -40,13 +40,13 @@ def with_host(cost: Cost, shape: Shape, machine: Machine, plan: Plan, engine: En
 
     ``one``: of the plan (:func:`weft.planner.cost.passes`).
     """
-    state, saved = plan.offload % 2 == 1, plan.offload >= 2
+    state, saved = plan.offloads_state, plan.offloads_activations
     m = plan.microbatches
     # The memory of the host is read or written by every transfer, of both directions at once.
     link = np.minimum(machine.host, machine.host_bandwidth / 2)
     ahead, back = m * layers * one.forward, m * layers * (one.backward + one.again)
 
-    def seen(size: Num, cover: Num) -> Num:
+    def exposed(size: Num, cover: Num) -> Num:
         """Seconds of ``size`` bytes that so much compute does not hide."""
         spent = size / link
         return EXPOSED * spent + np.maximum(0.0, (1 - EXPOSED) * spent - cover)
@@ -56,7 +56,7 @@ def with_host(cost: Cost, shape: Shape, machine: Machine, plan: Plan, engine: En
     fetched = np.where(plan.zero >= 3, np.where(plan.pp > 1, 1, m) * np.where(plan.secondary > 0, 1, 2), 1)
     reduced = np.where(plan.zero >= 2, m, 1)
     kept = m * layers * layer_bytes(shape, plan, engine)[0]
-    host = seen(state * fetched * own + saved * kept, ahead) + seen(state * reduced * own + saved * kept, back)
+    host = exposed(state * fetched * own + saved * kept, ahead) + exposed(state * reduced * own + saved * kept, back)
     updated = own / WIDE * UPDATE / machine.host_bandwidth
     return replace(cost, host=np.where(plan.offload > 0, host, 0.0), optimizer=np.where(state, updated, cost.optimizer))
 

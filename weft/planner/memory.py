@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from weft.model_shape import Num, Shape
-from weft.planner.cost import Plan, by_schedule, by_work, copies, most_layers
+from weft.planner.cost import Plan, Recompute, by_schedule, by_work, copies, most_layers
 from weft.planner.engine import Engine
 
 
@@ -57,13 +57,15 @@ def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
     attended = stream + 2 * shape.heads * shape.head_dim / plan.tp
     selective = np.where(engine.products > 0, 4 * shape.embed / cut + products, attended)
     selective = np.where(engine.flash > 0, selective, whole)
-    kept = np.select([plan.recompute == 2, plan.recompute == 1], [stream, selective], whole + scores)
+    kept = np.select(
+        [plan.recompute == Recompute.FULL, plan.recompute == Recompute.SELECTIVE], [stream, selective], whole + scores
+    )
     return wide * tokens * kept, wide * tokens * (whole + scores)
 
 
 def held_bytes(shape: Shape, plan: Plan, engine: Engine) -> Num:
     """Bytes of one layer and microbatch that are kept on the device for backward."""
-    return layer_bytes(shape, plan, engine)[0] * (plan.offload < 2)
+    return layer_bytes(shape, plan, engine)[0] * (1 - plan.offloads_activations)
 
 
 def logit_bytes(shape: Shape, plan: Plan, engine: Engine) -> Num:
@@ -98,11 +100,14 @@ def rank_memory(
     spread = np.where(plan.zero >= 1, inner, 1.0)
     expert_spread = np.where(plan.zero >= 1, np.maximum(inner * plan.tp / np.maximum(plan.ep, 1), 1), 1.0)
     states = (layers * layer + tables * table) / spread + layers * expert / expert_spread
-    working = np.where(plan.recompute == 0, 0.0, np.maximum(alive - kept, 0))
-    if np.any(plan.offload >= 2):  # one layer's activations come back while the next one's are in use
-        working = np.where(plan.offload >= 2, working + 2 * kept, working)
+    working = np.where(plan.recompute == Recompute.NONE, 0.0, np.maximum(alive - kept, 0))
+    if np.any(plan.offloads_activations):  # one layer's activations come back while the next one's are in use
+        working = np.where(plan.offloads_activations, working + 2 * kept, working)
     ffn = shape.dense_share * shape.ffn + (1 - shape.dense_share) * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
-    working = working + (plan.recompute == 0) * engine.undone * plan.micro_batch * plan.seq / plan.cp * ffn / plan.tp
+    working = (
+        working
+        + (plan.recompute == Recompute.NONE) * engine.undone * plan.micro_batch * plan.seq / plan.cp * ffn / plan.tp
+    )
     # Backward's own needs come when the logits are gone, where the loss makes its gradients at once.
     working = np.where(engine.table > 0, np.maximum(working + (plan.pp == 1) * made - logits, 0), working)
     made = np.where((engine.table > 0) & (plan.pp == 1), 0.0, made)
@@ -113,7 +118,7 @@ def rank_memory(
     gradients = trained * engine.gradient * weights * np.where(plan.zero >= 2, 1 / inner, cut)
     optimizer = trained * engine.master * states
     if np.any(plan.offload):  # with the state, the shards of parameters, and gradients as soon as they are reduced
-        away = plan.offload % 2 == 1
+        away = plan.offloads_state
         parameters, optimizer = np.where(away & sharded, 0.0, parameters), np.where(away, 0.0, optimizer)
         gradients = np.where(away & ((plan.zero >= 2) | once), 0.0, gradients)
     if np.any(plan.secondary):  # blocks stay gathered over a few ranks from forward to backward

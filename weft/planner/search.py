@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from weft.errors import UsageError, nearest
 from weft.model_shape import Shape
-from weft.planner.candidates import ADDED, CHOSEN, FIRST, Refused, Rules, Wanted, variants
+from weft.planner.candidates import ADDED, CHOSEN, FIRST, SET, Refused, Rules, Wanted, variants
 from weft.planner.cost import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Cost, Plan, most_layers, passes, step_time
 from weft.planner.engine import Engine
 from weft.planner.host import host_bytes, joined, with_host
@@ -57,7 +57,7 @@ class Pin:
         return {"=": values == self.value, "<=": values <= self.value, ">=": values >= self.value}[self.sign]
 
     def __str__(self) -> str:
-        return f"{self.field} {self.sign} {tell(self.field, self.value)}"
+        return f"{self.field} {self.sign} {text_of(self.field, self.value)}"
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,10 @@ class Found:
         rejected = Rejected(self.plan(i), self.gib(i), limit, largest, float(getattr(split, largest)) / 2**30)
         if not len(self.order):
             return rejected
-        table = np.stack([np.broadcast_to(getattr(self.plans, name), self.count) for name in CHOSEN])
-        # The data axes follow from the others: they do not count as changes.
-        changes = (table[2:, self.order] != table[2:, [i]]).sum(0)
+        columns = {name: np.broadcast_to(getattr(self.plans, name), self.count) for name in SET}
+        changes = np.sum([column[self.order] != column[i] for column in columns.values()], axis=0)
         best = int(self.order[np.lexsort((np.asarray(self.cost.total)[self.order], changes))[0]])
-        new = [
-            f"{name}={tell(name, table[k, best])}"
-            for k, name in enumerate(CHOSEN)
-            if k > 1 and table[k, best] != table[k, i]
-        ]
+        new = [f"{name}={text_of(name, column[best])}" for name, column in columns.items() if column[best] != column[i]]
         slower = self.seconds(best) / self.seconds(i) - 1
         return replace(rejected, fix=", ".join(new), fixed_gib=self.gib(best), slower=slower)
 
@@ -141,28 +136,28 @@ def at(columns: Any, i: int) -> Any:
                                for f in fields(columns) for v in [getattr(columns, f.name)]})  # fmt: skip
 
 
-def tell(name: str, value: float) -> str:
+def text_of(name: str, value: float) -> str:
     return _NAMES[name][int(value)] if name in _NAMES else f"{value:.0f}"
 
 
 def describe(plan: Plan) -> str:
     """A layout in one line, without what is off."""
-    parts = [f"{name}={tell(name, getattr(plan, name))}" for name in ("pp", "dp", "shard", "cp", "ep", "tp")
+    parts = [f"{name}={text_of(name, getattr(plan, name))}" for name in ("pp", "dp", "shard", "cp", "ep", "tp")
              if getattr(plan, name) > 1]  # fmt: skip
     if plan.shard > 1 or plan.zero >= 3:
         parts.append(f"zero={plan.zero:.0f}" + (f" secondary={plan.secondary:.0f}" if plan.secondary else ""))
     if plan.cp > 1:
-        parts.append(tell("context", plan.context))
+        parts.append(text_of("context", plan.context))
     if plan.pp > 1:
-        parts.append(tell("schedule", plan.schedule) + (f" v={plan.virtual:.0f}" if plan.virtual > 1 else ""))
+        parts.append(text_of("schedule", plan.schedule) + (f" v={plan.virtual:.0f}" if plan.virtual > 1 else ""))
     parts = parts or ["one rank"]
     parts.append(f"micro_batch={plan.micro_batch:.0f}")
     if plan.outer:
         parts.append("dp over the sites")
     if plan.recompute:
-        parts.append(f"recompute={tell('recompute', plan.recompute)}")
+        parts.append(f"recompute={text_of('recompute', plan.recompute)}")
     if plan.offload:
-        parts.append(f"offload={tell('offload', plan.offload)}")
+        parts.append(f"offload={text_of('offload', plan.offload)}")
     return " ".join(parts)
 
 
@@ -225,7 +220,7 @@ def _pinned(table: NDArray[np.float64], pins: Sequence[Pin], names: Sequence[str
         column = table[names.index(pin.field)]
         kept = pin.holds(column)
         if not kept.any():
-            values = sorted({tell(pin.field, v) for v in column}, key=lambda t: (len(t), t))
+            values = sorted({text_of(pin.field, v) for v in column}, key=lambda t: (len(t), t))
             raise UsageError(f"pin {pin} rules out every layout that is left; {pin.field} can be {', '.join(values)}")
         table = table[:, kept]
     return table

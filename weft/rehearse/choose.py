@@ -20,15 +20,15 @@ from weft.planner.choose import Choice, choice_of, demands, recipe_under
 from weft.planner.cost import BITS, Cost
 from weft.planner.engine import ENGINES
 from weft.planner.finalists import Final, refine
-from weft.planner.links import Links
 from weft.planner.machine import Cluster
-from weft.planner.mapping import Traffic, place_axes, ranks_of
 from weft.planner.memory import Memory
 from weft.planner.search import Found, Pin, search
 from weft.planner.shape import vocab_of
 from weft.recipe import Recipe
 from weft.rehearse.clock import Prediction, predict
 from weft.rehearse.curves import COLLECTIVES, Local
+from weft.rehearse.links import Links
+from weft.rehearse.mapping import Traffic, place_axes, ranks_of
 from weft.rehearse.step import Event, Rehearsal, batches_of, every_rank
 from weft.train.setup import model_shape
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from weft.layout.layout import Layout
-from weft.planner.links import Links
 from weft.rehearse.curves import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Local, Setting
+from weft.rehearse.links import Links
 from weft.rehearse.step import Event, Rehearsal
 
 #: What belongs to the update of the parameters.

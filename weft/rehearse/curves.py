@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.planner.links import Links
+from weft.rehearse.links import Links
 from weft.rehearse.step import Event
 
 #: Collectives by what they do: the names under which PyTorch dispatches them.

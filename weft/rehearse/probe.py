@@ -468,24 +468,4 @@ def cluster(settings: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
     }
 
 
-def as_toml(tree: dict[str, Any], path: str = "") -> str:
-    """A tree of tables, numbers, strings and lists as TOML."""
-    lines = [f"[{path}]"] if path else []
-    lines += [f"{_key(k)} = {_value(v)}" for k, v in tree.items() if not isinstance(v, dict)]
-    tables = [as_toml(v, f"{path}.{_key(k)}" if path else _key(k)) for k, v in tree.items() if isinstance(v, dict)]
-    return "\n".join([*lines, *(f"\n{t}" if t else "" for t in tables)])
-
-
-def _key(text: str) -> str:
-    return text if text.replace("_", "").replace("-", "").isalnum() else f'"{text}"'
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, float):
-        return f"{value:.5g}" if any(c in f"{value:.5g}" for c in ".en") else f"{value:.5g}.0"
-    return str(value) if isinstance(value, int) else f'"{value}"'
-
-
 assert set(FUNCTIONAL) | set(SHARDED) <= set(COLLECTIVES)

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
-from weft.planner.explain import recipe_tree, title, toml
+from weft.planner.explain import recipe_tree, title
 from weft.planner.finalists import Final
 from weft.planner.shape import Model
 from weft.recipe import Recipe, load_recipe
 from weft.rehearse.choose import anchored, to_try
+from weft.toml import write_toml
 from weft.train.failure import leave, report_failure
 from weft.train.launch import in_ranks, join, launch, part_ranks, set_threads
 
@@ -76,7 +77,7 @@ def tried(
             final = waiting.pop(0)
             say(f"running {title(final)} ({len(found) + 1} of {len(found) + 1 + len(waiting)})")
             path = Path(folder) / f"{len(found)}.toml"
-            path.write_text(toml(recipe_tree(final, model)))
+            path.write_text(write_toml(recipe_tree(final, model)))
             found.append((final, trial(path, int(final.plan.world))))
             failed = [f for f, done in found if not done.seconds]
             kept = [f for f in finals if all(f is not x for x in failed)]

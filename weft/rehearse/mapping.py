@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.layout.layout import AXES, Layout
-from weft.planner.links import Links
+from weft.rehearse.links import Links
 
 #: Axes whose ranks pass values on from one to the next; the others run rings over all.
 CHAINS = ("pp",)

@@ -1,0 +1,32 @@
+"""Nested dictionaries as TOML, which Python reads but does not write."""
+
+import json
+from typing import Any
+
+
+def write_toml(tree: dict[str, Any], digits: int | None = None, path: str = "") -> str:
+    """``tree`` as text: numbers, strings, lists and tables; ``digits``: of floats, all that they have if None.
+
+    ``path`` is the name of the table that ``tree`` stands in.
+    """
+    lines = [f"[{path}]"] if path else []
+    lines += [f"{_key(k)} = {_value(v, digits)}" for k, v in tree.items() if not isinstance(v, dict)]
+    tables = [
+        write_toml(v, digits, f"{path}.{_key(k)}" if path else _key(k)) for k, v in tree.items() if isinstance(v, dict)
+    ]
+    return "\n".join([*lines, *(f"\n{table}" for table in tables)]) + "\n" * (not path)
+
+
+def _key(text: str) -> str:
+    return text if text.replace("_", "").replace("-", "").isalnum() else json.dumps(text)
+
+
+def _value(value: Any, digits: int | None) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(item, digits) for item in value) + "]"
+    if isinstance(value, dict):  # within a list
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v, digits)}" for k, v in value.items()) + " }"
+    if isinstance(value, float) and digits is not None:
+        text = f"{value:.{digits}g}"
+        return text if any(c in text for c in ".en") else text + ".0"
+    return json.dumps(value, ensure_ascii=False)
