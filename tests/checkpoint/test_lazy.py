@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -48,8 +49,27 @@ def states(folder: Path, corpus: str) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def without_waiting(step: Callable[..., StepResult], *args: Any, before_update: object, **settings: Any) -> StepResult:
-    return step(*args, **settings)
+def copy_after_update(updated: threading.Event) -> Callable[..., Callable[[], float]]:
+    """A copy that begins when the next update is done, however slow the machine is; after the last there is none."""
+
+    def late(self: Saver, places: list[torch.Tensor], values: list[torch.Tensor], lazy: bool) -> Callable[[], float]:
+        updated.clear()
+
+        def work() -> float:
+            updated.wait(3)
+            return copy(self, places, values, False)()
+
+        return self._thread.submit(work).result
+
+    return late
+
+
+def without_waiting(
+    step: Callable[..., StepResult], updated: threading.Event, *args: Any, before_update: object, **settings: Any
+) -> StepResult:
+    result = step(*args, **settings)
+    updated.set()
+    return result
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -63,9 +83,13 @@ def test_training_waits_for_the_copy_before_it_changes_the_state(tmp_path: Path)
     with mock.patch.object(Saver, "_copy", slow_copy):
         found = states(tmp_path / "slow", corpus)
         assert all(same(found[step], expected[step]) for step in expected)
-        # Were nobody to wait before the update, the copies would hold later states: this test can fail.
-        with mock.patch("weft.train.stepper.train_step", partial(without_waiting, train_step)):
-            found = states(tmp_path / "impatient", corpus)
+    # Were nobody to wait before the update, the copies would hold later states: this test can fail.
+    updated = threading.Event()
+    with (
+        mock.patch.object(Saver, "_copy", copy_after_update(updated)),
+        mock.patch("weft.train.stepper.train_step", partial(without_waiting, train_step, updated)),
+    ):
+        found = states(tmp_path / "impatient", corpus)
     assert not same(found["step-000002"], expected["step-000002"])
 
 

@@ -83,7 +83,7 @@ def test_without_credentials_nothing_starts(
     pool: Any, corpus: str, bucket: str, env: dict[str, str], tmp_path: Path
 ) -> None:
     env["AWS_SECRET_ACCESS_KEY"] = "EXPIREDSECRET"
-    with pytest.raises(WeftError, match=r"cannot list s3://bucket/.*: the server answered 403") as caught:
+    with pytest.raises(WeftError, match=r"cannot create s3://bucket/.*: the server answered 403") as caught:
         pool.run(2, go_with, env, leveled(corpus, {"shard": 2}, {"to": bucket}), str(tmp_path / "run"))
     assert "EXPIREDSECRET" not in str(caught.value) and not (tmp_path / "run").exists()
 
