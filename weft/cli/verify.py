@@ -1,6 +1,7 @@
 """``weft verify``: the layout against one device, by numbers or by types."""
 
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,8 @@ from weft.train.launch import in_ranks, launch
 if TYPE_CHECKING:
     from weft.recipe import Recipe
 
+#: Cases between two lines of progress where there is no terminal to show a bar.
+LINE_EVERY = 50
 
 _types_help = "Type-check the step instead: no devices, any world size."
 
@@ -96,22 +99,28 @@ def _numbers(recipe: "Recipe", steps: int, as_json: bool) -> int:
 
 
 def _random(path: Path, count: int, seed: int, minutes: float | None, dtype: str, as_json: bool) -> int:
-    """Random cases against one device; Ctrl-C ends with the summary so far."""
+    """Random cases against one device; Ctrl-C or SIGTERM ends with the summary so far."""
     from rich.console import Console
     from rich.progress import Progress
 
     from weft.train.fuzz import Fuzzer, Summary, command
     from weft.train.pool import MAX_WORLD, Pool
 
-    pool, summary = Pool(is_secondary), Summary()
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    pool, summary, console = Pool(is_secondary), Summary(), Console(stderr=True)
     fuzzer = Fuzzer(path, pool, dtype)
     try:
-        with Progress(console=Console(stderr=True)) as progress:
+        with Progress(console=console) as progress:
             task = progress.add_task("against one device", total=count)
             for case, verdict in fuzzer.campaign(count, seed, MAX_WORLD, minutes):
                 summary.counts[verdict.kind] += 1
-                told = ", ".join(f"{number} {kind}" for kind, number in summary.counts.items())
-                progress.update(task, advance=1, description=told)
+                counted = ", ".join(f"{number} {kind}" for kind, number in summary.counts.items())
+                progress.update(task, advance=1, description=counted)
+                if not console.is_terminal and summary.counts.total() % LINE_EVERY == 0:  # a log has no bar
+                    console.print(f"{summary.counts.total()} of {count}: {counted}")
                 if verdict.kind in ("equal", "refused"):
                     continue
                 repeat = command(path, case, dtype, fuzzer.steps)
@@ -119,7 +128,7 @@ def _random(path: Path, count: int, seed: int, minutes: float | None, dtype: str
                 if not as_json:
                     typer.echo(f"{verdict.kind}: {verdict.why.splitlines()[0]}\n  {repeat}")
     except KeyboardInterrupt:
-        typer.echo("stopped by Ctrl-C", err=True)
+        typer.echo("stopped before the end", err=True)
     finally:
         pool.close()
     if as_json:
