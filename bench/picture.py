@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+from html import escape
 from pathlib import Path
+
+#: Colours and type of the pictures, those of drawn schedules.
+INK, SOFT, LINE, LANE, PAGE = "#16191f", "#667085", "#e4e7ec", "#f4f5f8", "#ffffff"
+FONT = "Inter, system-ui, 'Helvetica Neue', Arial, sans-serif"
+
+
+def text(x: float, y: float, what: str, size: float, more: str = "") -> str:
+    """A line of text of an SVG."""
+    return f'<text x="{x:.6g}" y="{y:.6g}" font-size="{size:.3g}" {more}>{escape(what)}</text>'
 
 
 def photograph(svg: str, path: Path, chromium: str, size: str) -> None:

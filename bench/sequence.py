@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from picture import photograph
+from picture import FONT, INK, LANE, LINE, PAGE, SOFT, photograph, text
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.generate.cache import attending, layer_caches
@@ -44,7 +44,7 @@ from weft.parallel.build import parallelize
 from weft.parallel.context import context_attention
 from weft.parallel.context.tables import TileTable, build, critical_path, work_per_step
 from weft.recipe import ModelShape, Train
-from weft.schedule.draw import FONT, INK, LANE, LINE, PAGE, SOFT, text, ticks
+from weft.schedule.draw import ticks
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PICTURE = Path(__file__).parent / "results/sequence.json", ROOT / "docs/sequence-balance.png"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from picture import photograph
+from picture import FONT, INK, LINE, PAGE, SOFT, photograph, text
 
 from weft.errors import WeftError
 from weft.observe.metrics import read_metrics
@@ -33,7 +33,7 @@ from weft.recipe import load_recipe
 from weft.schedule.actions import Table, Value
 from weft.schedule.build import BUILDERS, build
 from weft.schedule.build.greedy import list_schedule
-from weft.schedule.draw import FONT, INK, LINE, PAGE, SOFT, text, ticks
+from weft.schedule.draw import ticks
 from weft.schedule.from_layout import routes
 from weft.schedule.kinds import kind_of
 from weft.schedule.partition import layer_costs
