@@ -14,6 +14,7 @@ from tests.conftest import Command
 from weft.layout.conflicts import RULES
 from weft.train import fuzz
 from weft.train.fuzz import Case, Fuzzer, Verdict, command, words
+from weft.train.pool import WorkerDied
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
 
@@ -61,7 +62,7 @@ def test_what_is_not_in_the_table_is_no_refusal() -> None:
 
     fuzz.write_corpus()
     assert fails(TimeoutError("rank 1 did not answer")) == "hung"
-    assert fails(fuzz.UsageError("no")) == fails(ValueError("what")) == "crashed"
+    assert fails(fuzz.UsageError("no")) == fails(ValueError("what")) == fails(WorkerDied("rank 0")) == "crashed"
     assert fails(fuzz.Conflict("no", "experts")) == "refused"
 
 
@@ -73,6 +74,13 @@ def test_the_command_repeats_the_case(pool: Any) -> None:
     assert [given[i + 1] for i, word in enumerate(given) if word == "--set"] == sets
     fuzz.write_corpus()
     assert Fuzzer(QUICKSTART, pool).judge(case).kind == "equal"
+
+
+def test_a_campaign_goes_on_where_another_ended() -> None:
+    def cases(count: int, first: int) -> list[Case]:
+        return [case for case, _ in Judge(QUICKSTART, mock.Mock()).campaign(count, 5, 8, None, first)]
+
+    assert cases(20, 0) == cases(12, 0) + cases(8, 12)
 
 
 def test_json_of_a_campaign(command: Command) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from weft.errors import UsageError
 from weft.train.failure import is_secondary
-from weft.train.pool import Pool
+from weft.train.pool import Pool, WorkerDied
 
 
 def rank_sum(offset: int) -> tuple[int, float, int]:
@@ -50,6 +51,12 @@ def fail_beside_a_hang(rank: int) -> None:
 def die_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(7)
+    dist.barrier()
+
+
+def crash_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
 
 
@@ -107,8 +114,14 @@ def test_an_error_is_not_hidden_by_the_hang_it_causes(pool: Pool, monkeypatch: p
 
 
 def test_a_death_is_named_and_the_worker_replaced(pool: Pool) -> None:
-    with pytest.raises((TimeoutError, RuntimeError), match="rank 1 died with exit code 7"):
+    with pytest.raises(WorkerDied, match="rank 1 died with exit code 7"):
         pool.run(2, die_on, 1)
+    assert len(pool.run(2, rank_sum, 0)) == 2
+
+
+def test_a_crash_shows_where_it_happened(pool: Pool) -> None:
+    with pytest.raises(WorkerDied, match=r"rank 1 died with exit code -11\nFatal Python error(?s:.)*in crash_on"):
+        pool.run(2, crash_on, 1)
     assert len(pool.run(2, rank_sum, 0)) == 2
 
 

@@ -19,6 +19,7 @@ from weft.schedule.lower import lower
 from weft.schedule.simulate import Costs, simulate, uniform
 from weft.schedule.skip import skip_pipe
 from weft.schedule.wire import Wire
+from weft.train.pool import WorkerDied
 
 CPU = torch.device("cpu")
 
@@ -124,7 +125,7 @@ def dying() -> str:
 
 def test_a_rank_that_dies_ends_the_others(pool: Any) -> None:
     begun = time.monotonic()
-    with pytest.raises(TimeoutError, match="rank 2 died with exit code 3"):
+    with pytest.raises(WorkerDied, match="rank 2 died with exit code 3"):
         pool.run(4, dying)
     assert time.monotonic() - begun < 15
 

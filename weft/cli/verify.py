@@ -32,6 +32,7 @@ def verify(
     dtype: Annotated[str, typer.Option(help="float64 (to 1e-10) or float32 (to 5e-5).")] = "float64",
     cases: Annotated[int | None, typer.Option("--random", min=1, help="Try so many random layouts instead.")] = None,
     seed: Annotated[int, typer.Option(help="Of --random: other cases.")] = 0,
+    first: Annotated[int, typer.Option(min=0, help="Of --random: its first case, to go on with a campaign.")] = 0,
     minutes: Annotated[float | None, typer.Option(min=0, help="Of --random: stop after so long.")] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -42,7 +43,7 @@ def verify(
     if dtype not in TOLERANCE:
         raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, TOLERANCE)}")
     if cases is not None:
-        return _random(recipe, cases, seed, minutes, dtype, as_json)
+        return _random(recipe, cases, first, seed, minutes, dtype, as_json)
     given = load_recipe(recipe, overrides or [], layout)
     # What is proved is the arithmetic of the layout, in a precision in which rounding cannot hide a mistake.
     given = given.model_copy(update={"train": given.train.model_copy(update={"dtype": dtype})})
@@ -98,7 +99,7 @@ def _numbers(recipe: "Recipe", steps: int, as_json: bool) -> int:
     return 0
 
 
-def _random(path: Path, count: int, seed: int, minutes: float | None, dtype: str, as_json: bool) -> int:
+def _random(path: Path, count: int, first: int, seed: int, minutes: float | None, dtype: str, as_json: bool) -> int:
     """Random cases against one device; Ctrl-C or SIGTERM ends with the summary so far."""
     from rich.console import Console
     from rich.progress import Progress
@@ -115,7 +116,7 @@ def _random(path: Path, count: int, seed: int, minutes: float | None, dtype: str
     try:
         with Progress(console=console) as progress:
             task = progress.add_task("against one device", total=count)
-            for case, verdict in fuzzer.campaign(count, seed, MAX_WORLD, minutes):
+            for case, verdict in fuzzer.campaign(count, seed, MAX_WORLD, minutes, first):
                 summary.counts[verdict.kind] += 1
                 counted = ", ".join(f"{number} {kind}" for kind, number in summary.counts.items())
                 progress.update(task, advance=1, description=counted)

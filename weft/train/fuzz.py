@@ -207,14 +207,16 @@ class Fuzzer:
                 case, verdict = smaller, found
         return case, verdict
 
-    def campaign(self, count: int, seed: int, ranks: int, minutes: float | None) -> Iterator[tuple[Case, Verdict]]:
-        """So many cases, or as many as ``minutes`` have room for."""
+    def campaign(
+        self, count: int, seed: int, ranks: int, minutes: float | None, first: int = 0
+    ) -> Iterator[tuple[Case, Verdict]]:
+        """So many cases from number ``first`` on, or as many as ``minutes`` have room for."""
         write_corpus()
         recipe = load_recipe(self.path)
         if recipe.model.config or recipe.model.weights:
             raise UsageError("--random draws small models of the recipe's kind; give a recipe without model.config")
         end = time.monotonic() + 60 * minutes if minutes else float("inf")
-        for number in range(count):
+        for number in range(first, first + count):
             if time.monotonic() > end:
                 return
             case = draw(recipe, random.Random(f"{seed}-{number}"), ranks)

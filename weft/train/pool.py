@@ -33,6 +33,10 @@ MAX_THREADS = 120
 AFTERMATH_S = 5  # what the other ranks get to notice that one has failed
 
 
+class WorkerDied(RuntimeError):
+    """A worker process ended by itself in the middle of a call: a crash, and not a hang."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one rank sends back: a pickled value, or a pickled exception (None if that cannot be) and its trace."""
@@ -75,7 +79,8 @@ class Pool:
         """Results of ``fn(*args)`` in rank order.
 
         An exception of a rank is raised here, with its traceback as a note. Ranks that do not answer within ``timeout``
-        seconds are killed and named in a :class:`TimeoutError` that shows where they stood.
+        seconds are killed and named in a :class:`TimeoutError` that shows where they stood, or in a :class:`WorkerDied`
+        if one of them had ended before.
         """
         workers = self._ready(world)
         self._calls += 1
@@ -84,11 +89,11 @@ class Pool:
             worker.conn.send((rank, world, f"call-{self._calls}", timeout, task))
         answers = self._collect(workers, timeout)
         self._workers = [w for w in self._workers if w not in [workers[r] for r, o in answers.items() if o.leaving]]
-        obituary = self._bury({rank: worker for rank, worker in enumerate(workers) if rank not in answers}, timeout)
+        lost = self._bury({rank: worker for rank, worker in enumerate(workers) if rank not in answers}, timeout)
         failures = [(o.secondary, rank, o) for rank, o in answers.items() if not o.ok]
         secondary, rank, worst = min(failures, key=lambda item: item[:2], default=(True, 0, None))
-        if obituary and secondary:
-            raise TimeoutError(obituary)
+        if lost and secondary:
+            raise lost
         if worst:
             error = pickle.loads(worst.payload) if worst.payload else RuntimeError("the error cannot be pickled")
             error.add_note(f"on rank {rank} of {world}:\n{worst.trace}")
@@ -142,22 +147,24 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + AFTERMATH_S)
         return answers
 
-    def _bury(self, silent: dict[int, Worker], timeout: float) -> str:
-        """Kill workers that did not answer; the message says how each ended or where its threads stood."""
-        lines: list[str] = []
+    def _bury(self, silent: dict[int, Worker], timeout: float) -> Exception | None:
+        """Kill workers that did not answer; the error says how each ended or where its threads stood."""
+        died, late = list[str](), list[str]()
         for rank, worker in silent.items():
             worker.process.join(0.2)
             if worker.process.exitcode is not None:
-                lines.append(f"rank {rank} died with exit code {worker.process.exitcode}")
+                stood = worker.stacks.read_text()
+                died.append(f"rank {rank} died with exit code {worker.process.exitcode}\n{stood}".rstrip())
                 continue
             os.kill(worker.process.pid or 0, signal.SIGUSR1)
             time.sleep(0.2)
-            lines.append(f"rank {rank} did not answer within {timeout:g} s; it stood at\n{worker.stacks.read_text()}")
+            late.append(f"rank {rank} did not answer within {timeout:g} s; it stood at\n{worker.stacks.read_text()}")
             worker.process.kill()
             worker.process.join()
         self._workers = [w for w in self._workers if w.process.is_alive()]
         # Those who died are named first: they are why the others hang.
-        return "\n".join(sorted(lines, key=lambda line: "died" not in line))
+        text = "\n".join(died + late)
+        return WorkerDied(text) if died else TimeoutError(text) if late else None
 
 
 def _serve(conn: Connection, stacks: str, port: int, secondary: Callable[[BaseException], bool]) -> None:
@@ -166,7 +173,9 @@ def _serve(conn: Connection, stacks: str, port: int, secondary: Callable[[BaseEx
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then hangs up
-    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
+    log = open(stacks, "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    faulthandler.enable(file=log)
     import torch
     import torch.distributed as dist
 
