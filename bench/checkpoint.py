@@ -37,8 +37,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.checkpoint import format as layout
-from weft.checkpoint.format import Block
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.format import StoredBlock
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import Saver, plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.writer import main as _writer  # noqa: F401  fails here, and not in the writer, if it cannot start
@@ -243,7 +243,7 @@ def weft(w: Worker) -> Samples:
     saver.close()
     shutil.rmtree(w.folder / "first", ignore_errors=True)
     into = mine(w, w.target)
-    return found | loads(w, w.folder, lambda: Checkpoint(LocalStorage(w.folder / "later")).load(into))
+    return found | loads(w, w.folder, lambda: StoredCheckpoint(LocalStorage(w.folder / "later")).load(into))
 
 
 def dcp_sync(w: Worker) -> Samples:
@@ -396,7 +396,7 @@ def read_as(folder: Path, side: int, how: Reading, peer: bool) -> dict[str, floa
             state = as_dtensors(values, how.dim)
             load = partial(dcp.load, state, checkpoint_id=folder / "dcp", no_dist=True)
         else:
-            checkpoint = Checkpoint(LocalStorage(folder / "weft"))
+            checkpoint = StoredCheckpoint(LocalStorage(folder / "weft"))
             load = partial(checkpoint.load, boxed(values, side, (edges[0], edges[1])))
         before, cpu, begun = io("rchar"), time.process_time(), time.perf_counter()
         load()
@@ -462,16 +462,16 @@ def measure_planning(folder: Path, ranks: int, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {"ranks": ranks, "tensors": len(one), "blocks_of_a_rank": len(blocks_of(one))}
     found |= {"plan_s": median(w for w, _ in plans), "plan_cpu_s": median(c for _, c in plans)}
     tensors = {name: local.tensor for name, local in one.items()}
-    manifests: dict[str, tuple[dict[str, Tensor], list[Block]]] = {}
+    manifests: dict[str, tuple[dict[str, Tensor], list[StoredBlock]]] = {}
     storage, listed = LocalStorage(folder), []
     for rank in range(ranks):
         name, file = f"manifest/{rank:05d}.json", f"data/{rank:05d}.safetensors"
         whole = [(key, v.box, v.tensor) for key, v in big_locals(ranks, rank).items()]
         # The index needs only what a rank holds, as one block; the first manifests are on disk with all their blocks.
-        manifests[name] = (tensors, [Block(key, box, file, 0, 0, "") for key, box, _ in whole])
+        manifests[name] = (tensors, [StoredBlock(key, box, file, 0, 0, "") for key, box, _ in whole])
         if rank < 8:
             cut = [
-                Block(key, b, file, 1 << 30, 1 << 18, layout.digest(f"{key}{b}".encode()))
+                StoredBlock(key, b, file, 1 << 30, 1 << 18, layout.digest(f"{key}{b}".encode()))
                 for key, box, tensor in whole
                 for b in layout.tiles(box, tensor.shape, tensor.itemsize)
             ]
@@ -489,7 +489,7 @@ def measure_planning(folder: Path, ranks: int, rounds: int) -> dict[str, Any]:
     for what, count in readers.items():
         wanted = big_locals(count, 3)
         turns = [timed(lambda wanted=wanted: needed(folder, wanted)) for _ in range(rounds)]
-        root = [timed(lambda: Checkpoint(LocalStorage(folder)).tensors) for _ in range(rounds)]
+        root = [timed(lambda: StoredCheckpoint(LocalStorage(folder)).tensors) for _ in range(rounds)]
         row = {"s": median(w for w, _ in turns), "cpu_s": median(c for _, c in turns)}
         row |= {"root_s": median(w for w, _ in root), "manifests": needed(folder, wanted)}
         found["readers"][what] = row
@@ -498,7 +498,7 @@ def measure_planning(folder: Path, ranks: int, rounds: int) -> dict[str, Any]:
 
 def needed(folder: Path, wanted: dict[str, Part]) -> int:
     """Find the blocks that a rank needs, as loading does; how many manifests were read."""
-    checkpoint = Checkpoint(LocalStorage(folder))
+    checkpoint = StoredCheckpoint(LocalStorage(folder))
     for name, local in wanted.items():
         checkpoint.blocks(name, local.box)
     return len(checkpoint._manifests)

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor, Shard
 from watched_disk import Fault, Journal, Watch, put
 
 from weft.checkpoint.format import ROOT
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import load_newest
@@ -94,7 +94,7 @@ def weft_save(folder: Path, step: int, rank: int, world: int) -> None:
 
 
 def weft_load(root: Path, refused: Callable[[str], None]) -> dict[str, Any]:
-    def load(checkpoint: Checkpoint) -> dict[str, Any]:
+    def load(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         found: dict[str, Any] = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
         held = {n: Part(v, tuple((0, k) for k in v.shape), Tensor(SHAPES[n], "F32")) for n, v in found.items()}
         checkpoint.load(held)

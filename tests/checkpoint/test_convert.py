@@ -16,7 +16,16 @@ import torch
 
 from tests.checkpoint import foreign as write
 from weft.checkpoint.convert import Foreign, convert, open_foreign
-from weft.checkpoint.convert.rules import Made, Rule, Shard, averaged, expert, form, match, replicated
+from weft.checkpoint.convert.rules import (
+    NameRule,
+    Shard,
+    TensorSource,
+    averaged,
+    expert,
+    logical_tensor,
+    replicated,
+    rule_and_names,
+)
 from weft.checkpoint.store import open_checkpoint
 from weft.errors import UsageError, WeftError
 from weft.models.hf import export
@@ -202,14 +211,18 @@ def test_forms_of_replicas_and_experts() -> None:
         return Shard(tuple(values.shape), values.dtype, lambda lo, hi: values[lo:hi])
 
     shape, a, b = SHAPES["llama"], torch.ones(4, 2), torch.full((4, 2), 3.0)
-    assert torch.equal(form(Made("w", [fixed(a), fixed(b)], Rule("", (), averaged), 0), (4, 2), shape), (a + b) / 2)
     assert torch.equal(
-        form(Made("w", [fixed(a), fixed(b)], Rule("", (), expert), 0), (2, 4, 2), shape), torch.stack([a, b])
+        logical_tensor(TensorSource("w", [fixed(a), fixed(b)], NameRule("", (), averaged), 0), (4, 2), shape),
+        (a + b) / 2,
+    )
+    assert torch.equal(
+        logical_tensor(TensorSource("w", [fixed(a), fixed(b)], NameRule("", (), expert), 0), (2, 4, 2), shape),
+        torch.stack([a, b]),
     )
     with pytest.raises(WeftError, match="tensor w should be the same on every rank but is not"):
-        form(Made("w", [fixed(a), fixed(b)], Rule("", (), replicated), 0), (4, 2), shape)
+        logical_tensor(TensorSource("w", [fixed(a), fixed(b)], NameRule("", (), replicated), 0), (4, 2), shape)
     with pytest.raises(WeftError, match=r"tensor what\.ever is of no model"):
-        match("what.ever")
+        rule_and_names("what.ever")
 
 
 def _megatron(folder: Path) -> Path:

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from weft.checkpoint.format import ROOT
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import committed, load_newest, prune
-from weft.checkpoint.writer import Commit, Job, finish, write
+from weft.checkpoint.writer import Commit, WriteTask, finish, write
 from weft.layout.dims import Tensor
 from weft.layout.parts import Part
 
@@ -37,7 +37,7 @@ def values(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=g) for name, shape in SHAPES.items()}
 
 
-def jobs(folder: Path, seed: int) -> list[tuple[Job, bytes]]:
+def jobs(folder: Path, seed: int) -> list[tuple[WriteTask, bytes]]:
     """Two ranks' jobs, the first of which commits, and what their memory holds."""
     found = []
     names = tuple(f"manifest/x{seed}-{rank:05d}.json" for rank in range(2))
@@ -49,7 +49,7 @@ def jobs(folder: Path, seed: int) -> list[tuple[Job, bytes]]:
         payload = b"".join(whole[p.name][tuple(slice(*e) for e in p.box)].numpy().tobytes() for p in pieces)
         shares = tuple((p.name, p.box) for p in pieces)
         commit = Commit(names, {"step": seed}, {f"files/x{seed}/note": b"hello"}, 0.05) if rank == 0 else None
-        job = Job(
+        job = WriteTask(
             LocalStorage(folder), "", f"data/x{seed}-{rank:05d}.safetensors", names[rank], tensors, shares, commit
         )
         found.append((job, payload))
@@ -73,7 +73,7 @@ def check(root: Path, seeds: dict[str, int], must: str) -> str:
     assert must in [p.name for p in committed(root)]
     whole: dict[str, torch.Tensor] = {}
 
-    def load(checkpoint: Checkpoint) -> None:
+    def load(checkpoint: StoredCheckpoint) -> None:
         expected = values(seeds[checkpoint.storage.name])
         got = {name: torch.full_like(v, torch.nan) for name, v in expected.items()}
         checkpoint.load({
@@ -286,7 +286,7 @@ def test_pruning_that_is_killed_leaves_whole_checkpoints(root: Path) -> None:
         in_child(run)
         assert check(copy, seeds, "step-000004") == "step-000004"
         for folder in committed(copy):
-            Checkpoint(folder).verify()
+            StoredCheckpoint(folder).verify()
         shutil.rmtree(copy)
 
 

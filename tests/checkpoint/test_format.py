@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from weft.checkpoint.format import BLOCK, Manifest, index, meet, share, tiles, volume
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import Saver, plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import extract
@@ -84,7 +84,7 @@ def saved(folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def test_round_trip_is_exact_and_other_programs_can_read_it(tmp_path: Path) -> None:
     values = saved(tmp_path)
-    checkpoint = Checkpoint(LocalStorage(tmp_path))
+    checkpoint = StoredCheckpoint(LocalStorage(tmp_path))
     back = {name: torch.full_like(v, 1) for name, v in values.items()}
     checkpoint.load(locals_of(back))
     assert all(torch.equal(back[name], values[name]) for name in values)
@@ -102,7 +102,7 @@ def test_a_second_commit_does_not_touch_the_first(tmp_path: Path) -> None:
         saved(tmp_path, seed=1)
     assert all(p.read_bytes() == data for p, data in before.items())
     back = {name: torch.zeros_like(v) for name, v in values.items()}
-    Checkpoint(LocalStorage(tmp_path)).load(locals_of(back))
+    StoredCheckpoint(LocalStorage(tmp_path)).load(locals_of(back))
     assert torch.equal(back["model.wide"], values["model.wide"])
 
 
@@ -123,7 +123,7 @@ def test_a_flipped_bit_or_a_lost_end_is_found(tmp_path_factory: Any, where: str,
     path.write_bytes(bytes(content))
     back = {name: torch.zeros_like(v) for name, v in values.items()}
     try:
-        checkpoint = Checkpoint(LocalStorage(folder))
+        checkpoint = StoredCheckpoint(LocalStorage(folder))
         checkpoint.verify()
         checkpoint.load(locals_of(back))
     except WeftError as error:
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
     values = saved(tmp_path)
     wanted = locals_of({"model.wide": torch.zeros(700, 9), "model.new": torch.zeros(2)})
     with pytest.raises(WeftError, match=r"different model.wide.*\n.*missing   model.new") as caught:
-        Checkpoint(LocalStorage(tmp_path)).load(wanted)
+        StoredCheckpoint(LocalStorage(tmp_path)).load(wanted)
     assert "extra     model.odd" in str(caught.value) and values
 
 

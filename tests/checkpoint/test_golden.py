@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from weft.checkpoint.format import digest, volume
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import plan, within
 from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.writer import Commit, Job, commit, write
+from weft.checkpoint.writer import Commit, WriteTask, commit, write
 from weft.layout.dims import Box, Tensor, part
 from weft.layout.parts import NAMES, Part
 
@@ -86,7 +86,7 @@ def make(folder: Path) -> None:
         tensors = {name: local.tensor for name, local in held.items()}
         shares = tuple((p.name, p.box) for p in pieces)
         data = f"data/golden-{rank:05d}.safetensors"
-        report = write(Job(storage, "", data, manifests[rank], tensors, shares, None), payload)  # type: ignore[arg-type]
+        report = write(WriteTask(storage, "", data, manifests[rank], tensors, shares, None), payload)  # type: ignore[arg-type]
         assert not report.problem, report.problem
     commit(storage, Commit(manifests, META, {"files/golden/note.txt": NOTE}, 0))
 
@@ -102,7 +102,7 @@ def test_the_files_are_those_that_were_first_written() -> None:
 
 
 def test_they_are_read_exactly() -> None:
-    checkpoint = Checkpoint(LocalStorage(GOLDEN))
+    checkpoint = StoredCheckpoint(LocalStorage(GOLDEN))
     expected = values()
     assert {k: v for k, v in checkpoint.meta.items() if k in META} == META
     assert {name: (t.shape, t.dtype) for name, t in checkpoint.tensors.items()} == {

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.checkpoint.format import Block, DamagedCheckpoint, index, volume
+from weft.checkpoint.format import DamagedCheckpoint, StoredBlock, index, volume
 from weft.layout.dims import Box, Tensor, part
 
 
@@ -31,7 +31,10 @@ def indexed(shape: tuple[int, ...], boxes: list[Box], manifests: int = 3) -> dic
     tensors = {"w": Tensor(shape, "F32")}
     found = {}
     for r in range(manifests):
-        found[f"m{r}"] = (tensors, [Block("w", box, f"d{r}", 0, 4 * volume(box), "") for box in boxes[r::manifests]])
+        found[f"m{r}"] = (
+            tensors,
+            [StoredBlock("w", box, f"d{r}", 0, 4 * volume(box), "") for box in boxes[r::manifests]],
+        )
     return index(found)
 
 
@@ -126,12 +129,12 @@ def test_a_hundred_thousand_blocks_are_quick() -> None:
     manifests = {}
     for rank in range(512):
         box = (part(8192, 512, rank), (0, 4096))
-        manifests[f"m{rank}"] = (tensors, [Block(name, box, "f", 0, 1, "") for name in tensors])
+        manifests[f"m{rank}"] = (tensors, [StoredBlock(name, box, "f", 0, 1, "") for name in tensors])
     begun = time.process_time()
     table = index(manifests)
     assert time.process_time() - begun < 1.5
     assert len(table["places"]) == 1 and len(table["places"][0]) == 512
     grid = list(itertools.product([part(4096, 64, i) for i in range(64)], [part(4096, 256, i) for i in range(256)]))
     begun = time.process_time()
-    index({"m": ({"w": Tensor((4096, 4096), "F32")}, [Block("w", box, "f", 0, 1, "") for box in grid])})
+    index({"m": ({"w": Tensor((4096, 4096), "F32")}, [StoredBlock("w", box, "f", 0, 1, "") for box in grid])})
     assert time.process_time() - begun < 0.5

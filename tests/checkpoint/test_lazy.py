@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.cases import recipe, write_corpus
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage
 from weft.layout.dims import Tensor
@@ -42,7 +42,7 @@ def states(folder: Path, corpus: str) -> dict[str, dict[str, torch.Tensor]]:
     train(prepare(settings), Mesh.single(), folder)
     found = {}
     for place in sorted((folder / "checkpoints").iterdir()):
-        checkpoint = Checkpoint(LocalStorage(place))
+        checkpoint = StoredCheckpoint(LocalStorage(place))
         values = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in checkpoint.tensors.items()}
         checkpoint.load({n: Part(v, tuple((0, k) for k in v.shape), checkpoint.tensors[n]) for n, v in values.items()})
         found[place.name] = values
@@ -110,5 +110,5 @@ def test_what_changes_after_the_copy_is_not_saved(tmp_path: Path, lazy: bool) ->
     saver.close()
     assert {"stage", "copy", "wait", "cut", "hash", "write"} <= report.seconds.keys()
     back = torch.zeros(3, 4)
-    Checkpoint(LocalStorage(tmp_path)).load({"w": Part(back, ((0, 3), (0, 4)), Tensor((3, 4), "F32"))})
+    StoredCheckpoint(LocalStorage(tmp_path)).load({"w": Part(back, ((0, 3), (0, 4)), Tensor((3, 4), "F32"))})
     assert torch.equal(back, torch.arange(12.0).view(3, 4))

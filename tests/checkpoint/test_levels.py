@@ -20,7 +20,7 @@ from tests.cases import write_corpus
 from tests.checkpoint.test_resume import go, series, state_of, tree
 from tests.cli.test_commands import TINY
 from weft.checkpoint.convert import convert
-from weft.checkpoint.levels import Level, Thinning, check_hosts, check_levels, levels_of
+from weft.checkpoint.levels import LevelStore, Thinning, check_hosts, check_levels, levels_of
 from weft.checkpoint.storage import LocalStorage, StorageError, holds
 from weft.checkpoint.store import PLACES, candidates, committed, load_newest, places, verify
 from weft.checkpoint.weights import values_of
@@ -135,12 +135,12 @@ def seen(shared: str) -> list[str]:
     said = []
     for place in (Path(shared) / "all", Path(shared) / f"of-{dist.get_rank()}"):
         try:
-            check_hosts([Level(LocalStorage(place), 1, 1)], 2, 1)
+            check_hosts([LevelStore(LocalStorage(place), 1, 1)], 2, 1)
             said.append("")
         except WeftError as error:
             said.append(str(error))
     try:
-        check_hosts([Level(LocalStorage(Path(shared)), 1, 1, in_memory=True)], 2, 1)
+        check_hosts([LevelStore(LocalStorage(Path(shared)), 1, 1, in_memory=True)], 2, 1)
     except UsageError as error:
         said.append(str(error))
     return said
@@ -169,7 +169,7 @@ class Away(LocalStorage):
 def test_failing_to_delete_is_told_and_harms_nothing(pool: Any, corpus: str, tmp_path: Path) -> None:
     pool.run(1, go, leveled(corpus, {}, {"every": 1, "keep": 9}), str(tmp_path / "run"))
     thinning = Thinning()
-    thinning.start(Level(Stubborn(tmp_path / "run/checkpoints"), 1, 2))
+    thinning.start(LevelStore(Stubborn(tmp_path / "run/checkpoints"), 1, 2))
     thinning.close()
     (said,) = thinning.problems()
     assert said.startswith("old checkpoints were not deleted: cannot delete ") and not thinning.problems()

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import plan
 from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.writer import Commit, Job, commit, write
+from weft.checkpoint.writer import Commit, WriteTask, commit, write
 from weft.errors import UsageError
 from weft.layout.fake import fake_rank
 from weft.layout.layout import Layout
@@ -73,7 +73,7 @@ def whole(name: str, local: Part) -> torch.Tensor:
     return torch.randn(local.tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
-def save(folder: Path, ranks: list[dict[str, Part]], values: dict[str, torch.Tensor]) -> Checkpoint:
+def save(folder: Path, ranks: list[dict[str, Part]], values: dict[str, torch.Tensor]) -> StoredCheckpoint:
     storage, manifests = LocalStorage(folder), tuple(f"manifest/{r}.json" for r in range(len(ranks)))
     for rank, parts in enumerate(ranks):
         pieces = plan(parts)
@@ -83,9 +83,11 @@ def save(folder: Path, ranks: list[dict[str, Part]], values: dict[str, torch.Ten
                 memory[p.offset : p.offset + p.size] = part.view(-1).view(torch.uint8).numpy().tobytes()
             tensors = {name: v.tensor for name, v in parts.items()}
             shares = tuple((p.name, p.box) for p in pieces)
-            assert not write(Job(storage, "", f"data/{rank}", manifests[rank], tensors, shares, None), memory).problem
+            assert not write(
+                WriteTask(storage, "", f"data/{rank}", manifests[rank], tensors, shares, None), memory
+            ).problem
     commit(storage, Commit(manifests, {"step": 1}, {}, 0))
-    return Checkpoint(storage)
+    return StoredCheckpoint(storage)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.cases import recipe, write_corpus
 from weft.checkpoint.format import volume
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.reshard import load, moves, redistribute
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import Progress, move_state
@@ -134,7 +134,7 @@ def shared_load(folder: str) -> int:
     values = {"w": torch.zeros(4096, 300), "bias": torch.zeros(8)}
     box = {name: tuple((0, n) for n in v.shape) for name, v in values.items()}
     locals_ = {n: Part(v, box[n], Tensor(tuple(v.shape), "F32"), rank, world) for n, v in values.items()}
-    checkpoint = Checkpoint(Far(Path(folder)))  # type: ignore[arg-type]
+    checkpoint = StoredCheckpoint(Far(Path(folder)))  # type: ignore[arg-type]
     load(checkpoint, locals_)
     assert torch.equal(values["w"], torch.arange(4096 * 300.0).view(4096, 300)) and values["bias"].sum() == 8
     return checkpoint.bytes_read

@@ -21,7 +21,7 @@ import torch
 from bench.checkpoint_s3 import KEY, SECRET
 from tests.checkpoint.test_format import locals_of, state
 from weft.checkpoint.format import ROOT
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import PART, Credentials, S3Storage, open_storage
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
@@ -189,7 +189,7 @@ def test_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(storage: Storage, values: dict[str, torch.Tensor]) -> None:
-    checkpoint = Checkpoint(storage)
+    checkpoint = StoredCheckpoint(storage)
     checkpoint.verify()
     back = {name: torch.full_like(v, 1) for name, v in values.items()}
     checkpoint.load(locals_of(back))
@@ -208,7 +208,7 @@ def test_a_checkpoint_makes_the_round_trip(bucket: str, saver: Saver) -> None:
     saver.save(store, 7, locals_of(values), {"layout": "one"}, {"note.txt": b"hello"})
     saver.finish()
     check(store, values)
-    assert Checkpoint(store).meta["step"] == 7
+    assert StoredCheckpoint(store).meta["step"] == 7
     for name in store.list():
         assert SECRET.encode() not in store.read(name) and KEY.encode() not in store.read(name)
     saver.save(store, 7, locals_of(state(1)), {"layout": "one"}, {})

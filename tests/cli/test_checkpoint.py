@@ -19,7 +19,7 @@ from weft.checkpoint.format import ROOT
 from weft.checkpoint.save import plan, within
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import committed, open_checkpoint, retained
-from weft.checkpoint.writer import Commit, Job, commit, write
+from weft.checkpoint.writer import Commit, WriteTask, commit, write
 from weft.layout.dims import Tensor
 from weft.layout.parts import NAMES, Part
 from weft.observe.metrics import Metrics
@@ -42,7 +42,7 @@ def save(folder: Path, values: dict[str, torch.Tensor], step: int = 1) -> Path:
     )
     shares = tuple((p.name, p.box) for p in pieces)
     tensors = {name: local.tensor for name, local in held.items()}
-    job = Job(storage, "", "data/a-0.safetensors", "manifest/a-0.json", tensors, shares, None)
+    job = WriteTask(storage, "", "data/a-0.safetensors", "manifest/a-0.json", tensors, shares, None)
     assert not write(job, bytearray(payload or b"-")).problem  # type: ignore[arg-type]
     meta = {"step": step, "layout": "one device", "world": 1, "data": "d", "progress": {"step": step, "tokens": 9}}
     commit(storage, Commit(("manifest/a-0.json",), meta, {}, 0))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, Self
 
-from weft.checkpoint.levels import Level, Thinning
+from weft.checkpoint.levels import LevelStore, Thinning
 from weft.checkpoint.same import is_of_model
 from weft.checkpoint.save import Saved, Saver
 from weft.checkpoint.state import Progress
@@ -31,7 +31,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        levels: Sequence[Level],
+        levels: Sequence[LevelStore],
         state: State,
         progress: Progress,
         about: Mapping[str, Any],
@@ -65,11 +65,11 @@ class Checkpoints:
         """To be called before the state changes: returns when the save that is under way has its copy."""
         return self._saver.copied
 
-    def due(self, step: int) -> list[Level]:
+    def due(self, step: int) -> list[LevelStore]:
         """The levels to which the state after ``step`` is to be saved."""
         return [level for level in self._levels if level.due(step)]
 
-    def save(self, levels: Sequence[Level]) -> None:
+    def save(self, levels: Sequence[LevelStore]) -> None:
         """Save to one level after the other: the next waits for the one before. Collective."""
         waited, meta = 0.0, {"progress": asdict(self._progress), **self._about}
         for level in levels:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.layout.dims import Box, Tensor, part
 from weft.layout.parts import TORCH_DTYPES, Part
 
@@ -15,7 +15,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """In how many elements a tensor differs, by how much at most, and the 2-norm of that relative to the first's."""
 
     different: int
@@ -31,7 +31,7 @@ class Comparison:
     missing: list[str]  # in the second
     extra: list[str]  # in the second only
     changed: dict[str, list[list[Any]]]  # pairs of dtype and shape
-    values: dict[str, Difference] = field(default_factory=dict)
+    values: dict[str, TensorDifference] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
@@ -39,7 +39,7 @@ class Comparison:
         return not (self.missing or self.extra or self.changed or self.values)
 
 
-def compare(one: Checkpoint, two: Checkpoint) -> Comparison:
+def compare(one: StoredCheckpoint, two: StoredCheckpoint) -> Comparison:
     """Read both from end to end."""
     fields = ("step", "layout", "world", "data", "progress")
     meta = {k: [one.meta.get(k), two.meta.get(k)] for k in fields if one.meta.get(k) != two.meta.get(k)}
@@ -52,7 +52,7 @@ def compare(one: Checkpoint, two: Checkpoint) -> Comparison:
     return Comparison(meta, missing, extra, changed, {name: d for name, d in found.items() if d.different})
 
 
-def _difference(name: str, tensor: Tensor, one: Checkpoint, two: Checkpoint) -> Difference:
+def _difference(name: str, tensor: Tensor, one: StoredCheckpoint, two: StoredCheckpoint) -> TensorDifference:
     count, largest, apart, norm = 0, 0.0, 0.0, 0.0
     rows = (*tensor.shape, 1)[0]
     for i in range(pieces := min(rows, -(-tensor.numel // CHUNK))):
@@ -66,4 +66,4 @@ def _difference(name: str, tensor: Tensor, one: Checkpoint, two: Checkpoint) -> 
             gap = (x[unequal].double() - y[unequal].double()).abs()
             count, apart = count + found, apart + float(gap.square().sum())
             largest = max(largest, float(gap.max()), key=lambda v: (math.isnan(v), v))
-    return Difference(count, largest, math.sqrt(apart / norm) if norm else math.inf)
+    return TensorDifference(count, largest, math.sqrt(apart / norm) if norm else math.inf)

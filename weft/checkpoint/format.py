@@ -36,7 +36,7 @@ class DamagedCheckpoint(WeftError):
     """What is stored is not what was saved; the message names the file and, where known, the tensor."""
 
 
-class Block(NamedTuple):
+class StoredBlock(NamedTuple):
     """Elements ``box`` of ``tensor``: ``size`` bytes at ``offset`` of ``file``, row-major, with their xxh3-128."""
 
     tensor: str
@@ -122,7 +122,7 @@ def header(blocks: Iterable[tuple[str, Box]], tensors: Mapping[str, Tensor]) -> 
     return len(text).to_bytes(8, "little") + text, [(8 + len(text) + a, size) for a, size in spans]
 
 
-def manifest(file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequence[Block]) -> bytes:
+def manifest(file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequence[StoredBlock]) -> bytes:
     """The manifest of one data file: its tensors, and its blocks as columns."""
     names = list(dict.fromkeys([b.tensor for b in blocks] + [name for name, t in tensors.items() if not t.numel]))
     index = {name: i for i, name in enumerate(names)}
@@ -155,7 +155,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise DamagedCheckpoint(f"{name} is not a manifest of format {FORMAT} ({type(error).__name__})") from None
 
-    def blocks(self, tensor: str, box: Box | None = None) -> Iterator[Block]:
+    def blocks(self, tensor: str, box: Box | None = None) -> Iterator[StoredBlock]:
         """Blocks of a tensor, in the order of the file; those that have elements of ``box``, if it is given."""
         for edges, offset, size, xxh3 in self._rows.get(tensor, ()):
             for (lo, hi), (first, last) in zip(
@@ -164,9 +164,9 @@ class Manifest:
                 if lo >= last or first >= hi:
                     break
             else:
-                yield Block(tensor, tuple((lo, hi) for lo, hi in edges), self._file, offset, size, xxh3)
+                yield StoredBlock(tensor, tuple((lo, hi) for lo, hi in edges), self._file, offset, size, xxh3)
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[StoredBlock]:
         for tensor in self._rows:
             yield from self.blocks(tensor)
 
@@ -180,7 +180,7 @@ def read_tensor(tree: Mapping[str, Any]) -> Tensor:
     return Tensor(tuple(tree["shape"]), tree["dtype"], tuple(tree.get("dims", ())), tree.get("tied"))
 
 
-def index(manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[Block]]]) -> dict[str, Any]:
+def index(manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[StoredBlock]]]) -> dict[str, Any]:
     """What the root says of the manifests: every tensor, and in which manifests which part of it is described.
 
     Tensors that are spread alike share one ``place``: a list of ``[manifest, box]``. Raises

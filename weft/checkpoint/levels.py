@@ -26,7 +26,7 @@ SHM = Path("/dev/shm")
 
 
 @dataclass
-class Level:
+class LevelStore:
     """``taken``: the names of the checkpoints that there are, so that a save needs not ask."""
 
     place: Storage
@@ -57,7 +57,7 @@ def _path(place: Storage) -> Storage | Path:
     return place.root.resolve() if isinstance(place, LocalStorage) else place
 
 
-def levels_of(settings: Checkpoint, run: Path) -> list[Level]:
+def levels_of(settings: Checkpoint, run: Path) -> list[LevelStore]:
     """The recipe's levels, fastest first, for the run in the folder ``run``. Touches nothing."""
     found = []
     for level in settings.all_levels:
@@ -68,11 +68,11 @@ def levels_of(settings: Checkpoint, run: Path) -> list[Level]:
         elif level.to:
             place = open_storage(level.to)
             place = LocalStorage(place.root.expanduser().absolute()) if isinstance(place, LocalStorage) else place
-        found.append(Level(place, level.every, level.keep, level.to == MEMORY))
+        found.append(LevelStore(place, level.every, level.keep, level.to == MEMORY))
     return found
 
 
-def check_levels(levels: Sequence[Level], size: int, fresh: bool) -> None:
+def check_levels(levels: Sequence[LevelStore], size: int, fresh: bool) -> None:
     """Refuse what cannot work before training starts, and learn what is there. Needs to run on one rank only.
 
     ``size``: bytes of a checkpoint, about; ``fresh``: the run continues nothing, so nothing may be there.
@@ -87,7 +87,7 @@ def check_levels(levels: Sequence[Level], size: int, fresh: bool) -> None:
         level.taken = set() if fresh and level.in_memory else set(level.place.folders())
 
 
-def _check_memory(level: Level, size: int) -> None:
+def _check_memory(level: LevelStore, size: int) -> None:
     folder = Path(str(level.place))
     if not SHM.is_dir():
         raise UsageError(f"checkpoint.levels to = {MEMORY!r} needs {SHM}, which this system does not have")
@@ -104,7 +104,7 @@ def _check_memory(level: Level, size: int) -> None:
         )
 
 
-def check_hosts(levels: Sequence[Level], ranks: int, local: int) -> None:
+def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
     """Refuse places that only some ranks see: with ``ranks`` of which ``local`` are on this host. Collective."""
     if ranks == local:
         return
@@ -148,7 +148,7 @@ def _is_visible(place: Storage, name: str, patience: float = 5) -> bool:
         time.sleep(0.1)
 
 
-def open_levels(levels: Sequence[Level], run: Path, fresh: bool) -> None:
+def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
     """Make what must be there before the first save, and leave word in the run's folder of where checkpoints are."""
     for level in levels:
         if level.in_memory:
@@ -180,7 +180,7 @@ class Thinning:
         self._thread, self._work = ThreadPoolExecutor(1), list[Future[object]]()
         self._mine, self._known = mine, dict[str, bool]()
 
-    def start(self, level: Level) -> None:
+    def start(self, level: LevelStore) -> None:
         self._work.append(self._thread.submit(prune, level.place, level.keep, mine=self._is_mine))
 
     def _is_mine(self, place: Storage) -> bool:

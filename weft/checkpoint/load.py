@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.checkpoint.format import ROOT, Block, DamagedCheckpoint, Manifest, digest, meet, read_tensor, unseal
+from weft.checkpoint.format import ROOT, DamagedCheckpoint, Manifest, StoredBlock, digest, meet, read_tensor, unseal
 from weft.checkpoint.pack import Elements, elements, move, within
 from weft.checkpoint.storage import MissingObject, Storage
 from weft.errors import WeftError
@@ -20,7 +20,7 @@ from weft.layout.dims import Box, Tensor
 from weft.layout.parts import TORCH_DTYPES, Part
 
 
-class Checkpoint:
+class StoredCheckpoint:
     """A committed checkpoint. ``bytes_read`` counts what was read of data files, ``seconds`` where the time went."""
 
     def __init__(self, storage: Storage) -> None:
@@ -45,7 +45,7 @@ class Checkpoint:
     def tensors(self) -> dict[str, Tensor]:
         return {name: read_tensor(tree) for name, tree in self.meta["tensors"].items()}
 
-    def blocks(self, name: str, box: Box) -> list[Block]:
+    def blocks(self, name: str, box: Box) -> list[StoredBlock]:
         """The blocks of tensor ``name`` that have elements of ``box``; reads the manifests that it needs, once."""
         place = self.meta["tensors"][name]["place"]
         if (place, box) not in self._near:  # many tensors are spread alike
@@ -69,7 +69,7 @@ class Checkpoint:
             raise DamagedCheckpoint(f"checkpoint {self} is damaged: {name} is not what was saved")
         return data
 
-    def all_blocks(self) -> Iterator[Block]:
+    def all_blocks(self) -> Iterator[StoredBlock]:
         for manifest in self.meta["manifests"]:
             yield from self._manifest(*manifest)
 
@@ -86,10 +86,10 @@ class Checkpoint:
 
     def read(
         self,
-        group: list[Block],
-        places: Mapping[Block, memoryview] = MappingProxyType({}),
+        group: list[StoredBlock],
+        places: Mapping[StoredBlock, memoryview] = MappingProxyType({}),
         scratch: memoryview | None = None,
-    ) -> Iterator[tuple[Block, memoryview]]:
+    ) -> Iterator[tuple[StoredBlock, memoryview]]:
         """The verified bytes of blocks that lie side by side in one file.
 
         ``places``: where to read the bytes of a block to, if not to new memory, or to ``scratch`` (which the next call
@@ -141,7 +141,7 @@ class Checkpoint:
             self._fill({name: (memory_of(values), local.box)}, wanted[name])
             local.values.copy_(values)
 
-    def _fill(self, targets: Mapping[str, tuple[Elements, Box]], blocks: Iterable[Block]) -> None:
+    def _fill(self, targets: Mapping[str, tuple[Elements, Box]], blocks: Iterable[StoredBlock]) -> None:
         groups = list(_side_by_side(sorted(blocks, key=lambda b: (b.file, b.offset)), self.storage.granule))
         scratch = _aligned(max((sum(b.size for b in group) for group in groups), default=0))
         for group in groups:
@@ -205,9 +205,9 @@ def _aligned(size: int) -> memoryview:
     return torch.empty(size, dtype=torch.uint8).numpy().data
 
 
-def _side_by_side(blocks: list[Block], most: int) -> Iterator[list[Block]]:
+def _side_by_side(blocks: list[StoredBlock], most: int) -> Iterator[list[StoredBlock]]:
     """Runs of blocks that follow each other in one file, of at most ``most`` bytes (or one block)."""
-    group: list[Block] = []
+    group: list[StoredBlock] = []
     end = total = 0
     for block in blocks:
         if group and (block.file != group[-1].file or block.offset != end or total + block.size > most):

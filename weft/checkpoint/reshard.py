@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft.checkpoint.format import meet, share, volume
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.pack import within
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError
@@ -29,7 +29,7 @@ ALIGN = 8
 
 
 @dataclass(frozen=True)
-class Move:
+class ElementMove:
     """Elements ``box`` of tensor ``name`` go from rank ``source`` to rank ``target``."""
 
     name: str
@@ -40,7 +40,7 @@ class Move:
 
 def moves(
     name: str, tensor: Tensor, held: Sequence[Box | None], needed: Sequence[Box | None], rank: int
-) -> Iterator[Move]:
+) -> Iterator[ElementMove]:
     """What ``rank`` sends and receives of a tensor of which rank ``r`` has ``held[r]`` and needs ``needed[r]``.
 
     Raises :class:`WeftError` if the ranks that hold it do not hold each element, or hold parts that overlap without
@@ -59,7 +59,7 @@ def moves(
         for have, ranks in holders.items():
             source = target if target in ranks else ranks[(turn + target) % len(ranks)]
             if rank in (source, target) and (common := meet(have, box)) is not None:
-                yield Move(name, common, source, target)
+                yield ElementMove(name, common, source, target)
 
 
 def redistribute(sources: Mapping[str, Part], targets: Mapping[str, Part]) -> int:
@@ -106,7 +106,7 @@ def _in_rounds(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Iterator[
 
 
 def _exchange(
-    plan: Sequence[Move],
+    plan: Sequence[ElementMove],
     sources: Mapping[str, Part],
     targets: Mapping[str, Part],
     tensors: Mapping[str, Tensor],
@@ -135,7 +135,7 @@ def _exchange(
 class _Message:
     """The pieces that go to, or come from, every other rank, one rank after the other."""
 
-    def __init__(self, plan: Sequence[Move], peer: str, tensors: Mapping[str, Tensor], world: int) -> None:
+    def __init__(self, plan: Sequence[ElementMove], peer: str, tensors: Mapping[str, Tensor], world: int) -> None:
         self.sizes = [0] * world
         self._tensors, self._pieces, at = tensors, [], 0
         for r in range(world):
@@ -149,7 +149,7 @@ class _Message:
     def memory(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(sum(self.sizes), dtype=torch.uint8, device=device)
 
-    def places(self, memory: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor]]:
+    def places(self, memory: torch.Tensor) -> Iterator[tuple[ElementMove, torch.Tensor]]:
         for move, at, size in self._pieces:
             dtype = TORCH_DTYPES[self._tensors[move.name].dtype]
             yield move, memory[at : at + size].view(dtype).view([hi - lo for lo, hi in move.box])
@@ -159,7 +159,7 @@ def _part(local: Part, box: Box) -> torch.Tensor:
     return local.values[within(box, local.box)]
 
 
-def load(checkpoint: Checkpoint, locals_: Mapping[str, Part]) -> None:
+def load(checkpoint: StoredCheckpoint, locals_: Mapping[str, Part]) -> None:
     """Load, and where storage is far away let each of several replicas read a part and pass it on. Collective.
 
     Raises what any rank ran into on all of them, so that none goes on alone.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.format import MOMENTS
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.storage import Storage, StorageError
 from weft.checkpoint.store import extract, open_checkpoint
 from weft.checkpoint.weights import model_of
@@ -44,7 +44,7 @@ def is_of_model(place: Storage, shape: ModelShape) -> bool:
         return False
 
 
-def check_goes_on(checkpoint: Checkpoint, shape: ModelShape, tokenizer: Tokenizer) -> None:
+def check_goes_on(checkpoint: StoredCheckpoint, shape: ModelShape, tokenizer: Tokenizer) -> None:
     """Refuse to go on from a checkpoint that is no run's state, or that is of another model or tokenizer."""
     instead = f"start a new run from its weights: --set model.weights={checkpoint}"
     if "data" not in checkpoint.meta:
@@ -69,7 +69,7 @@ def check_goes_on(checkpoint: Checkpoint, shape: ModelShape, tokenizer: Tokenize
         )
 
 
-def other_differences(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str) -> list[str]:
+def other_differences(checkpoint: StoredCheckpoint, recipe: Recipe, fingerprint: str) -> list[str]:
     """By what else the recipe differs from that of the checkpoint, a line each; ``fingerprint``: of the data."""
     stored, mine = checkpoint.meta.get("recipe", {}), recipe.model_dump(mode="json")
     found = _differing("optimizer", stored, mine, Optimizer.model_fields)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from weft.checkpoint.format import ROOT, digest, share, volume
 from weft.checkpoint.pack import within
 from weft.checkpoint.storage import Storage, StorageError, holds
-from weft.checkpoint.writer import Commit, Job, Report
+from weft.checkpoint.writer import Commit, Report, WriteTask
 from weft.errors import WeftError
 from weft.layout.dims import Box
 from weft.layout.mesh import from_all
@@ -36,7 +36,7 @@ from weft.layout.parts import TORCH_DTYPES, Part
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedPiece:
     """A part of a tensor that this rank writes, and where it lies in the staging memory."""
 
     name: str
@@ -45,7 +45,7 @@ class Piece:
     size: int
 
 
-def plan(locals_: Mapping[str, Part]) -> list[Piece]:
+def plan(locals_: Mapping[str, Part]) -> list[SavedPiece]:
     """What this rank writes, in the order in which it lies in the staging memory."""
     pieces, at = [], 0
     for name in sorted(locals_):
@@ -53,7 +53,7 @@ def plan(locals_: Mapping[str, Part]) -> list[Piece]:
         mine = share(local.box, local.tensor.itemsize, local.replica, local.replicas, zlib.crc32(name.encode()))
         if mine is not None:
             size = volume(mine) * local.tensor.itemsize
-            pieces.append(Piece(name, mine, at, size))
+            pieces.append(SavedPiece(name, mine, at, size))
             at += size
     return pieces
 
@@ -122,12 +122,12 @@ class Saver:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._thread = ThreadPoolExecutor(1, "weft-checkpoint")
-        self._plan: tuple[Any, list[Piece]] = (None, [])
+        self._plan: tuple[Any, list[SavedPiece]] = (None, [])
         self._step = 0  # of the save under way
         self._where: Storage | None = None
         self._seconds: dict[str, float] = {}  # of its stages on this side
         self._copying: Callable[[], float] | None = None  # waits for the copy under way; the seconds that it took
-        self._job: Job | None = None  # for the writer, once that is done
+        self._job: WriteTask | None = None  # for the writer, once that is done
         self._due = 0  # reports that the writer owes: one for the files, and on rank 0 one for the commit
         self._unsent: list[Saved] = []  # reports that rank 0 does not have yet
 
@@ -161,7 +161,7 @@ class Saver:
         named = {f"files/{attempt}/{name}": data for name, data in files.items()}
         names = [f"manifest/{attempt}-{rank:05d}.json" for rank in range(self.world)]
         assert self._memory is not None
-        self._job = Job(
+        self._job = WriteTask(
             storage, self._memory.path, f"data/{attempt}-{self.rank:05d}.safetensors", names[self.rank],
             {name: local.tensor for name, local in locals_.items()},
             tuple((piece.name, piece.box) for piece in pieces),
@@ -267,7 +267,7 @@ class Saver:
         if report.problem and not self.problem:
             self.problem = f"checkpoint at step {self._step} was not saved: {report.problem}"
 
-    def _stage(self, locals_: Mapping[str, Part]) -> tuple[list[Piece], list[torch.Tensor]]:
+    def _stage(self, locals_: Mapping[str, Part]) -> tuple[list[SavedPiece], list[torch.Tensor]]:
         """What this rank writes, and the places in the staging memory for it."""
         key = [(name, local.box, local.tensor, local.replica, local.replicas) for name, local in locals_.items()]
         if self._plan[0] != key:  # the same at every save

@@ -7,7 +7,7 @@ be a function of seed, sample and layer, so that nothing depends on which rank d
 from dataclasses import dataclass
 
 from weft.checkpoint import reshard
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.parallel.state import State
 
 
@@ -28,7 +28,7 @@ class Progress:
         self.updates += updated
 
 
-def load_state(checkpoint: Checkpoint, state: State) -> Progress:
+def load_state(checkpoint: StoredCheckpoint, state: State) -> Progress:
     """Bring back what :class:`weft.checkpoint.checkpoints.Checkpoints` saved, under whatever layout ``state`` is of."""
     reshard.load(checkpoint, state.tensors())
     progress = Progress(**checkpoint.meta["progress"])

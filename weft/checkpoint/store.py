@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from weft.checkpoint.format import ROOT, Block, DamagedCheckpoint, entry, header, manifest
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.format import ROOT, DamagedCheckpoint, StoredBlock, entry, header, manifest
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import MissingObject, Storage, StorageError, holds
 from weft.checkpoint.writer import Commit, commit
@@ -25,11 +25,11 @@ T = TypeVar("T")
 PLACES = "checkpoints.json"
 
 
-def open_checkpoint(where: Where) -> Checkpoint:
-    return Checkpoint(open_storage(where))
+def open_checkpoint(where: Where) -> StoredCheckpoint:
+    return StoredCheckpoint(open_storage(where))
 
 
-def extract(checkpoint: Checkpoint, folder: Path) -> None:
+def extract(checkpoint: StoredCheckpoint, folder: Path) -> None:
     """Write a checkpoint's other files, such as the tokenizer's, verified, into a folder of this machine."""
     for name, about in checkpoint.meta["files"].items():
         (folder / Path(name).name).write_bytes(checkpoint.file(name, *about))
@@ -76,7 +76,7 @@ def new_name(taken: Collection[str], step: int) -> str:
     return name
 
 
-def check_files(checkpoint: Checkpoint) -> dict[str, Any]:
+def check_files(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     """Check that manifests and files of a checkpoint are whole and its data files there; returns its root.
 
     What the data files hold is not read. Raises :class:`DamagedCheckpoint` naming what is wrong.
@@ -140,10 +140,10 @@ def _exists(place: Storage) -> bool:
 
 def load_newest(
     where: Sequence[Where],
-    load: Callable[[Checkpoint], T],
+    load: Callable[[StoredCheckpoint], T],
     warn: Callable[[str], None],
-    check: Callable[[Checkpoint], object] = lambda checkpoint: None,
-) -> tuple[Checkpoint, T]:
+    check: Callable[[StoredCheckpoint], object] = lambda checkpoint: None,
+) -> tuple[StoredCheckpoint, T]:
     """The newest checkpoint that ``where`` may mean (see :func:`candidates`) and that is whole, and what ``load`` made
     of it. Collective: it is the same one on all ranks.
 
@@ -173,7 +173,9 @@ def load_newest(
     raise WeftError(f"no checkpoint of {len(tried)} can be loaded; the last problem was: {problem}")
 
 
-def _problem_and_refusal(checkpoint: Checkpoint, check: Callable[[Checkpoint], object] | None) -> tuple[str, str]:
+def _problem_and_refusal(
+    checkpoint: StoredCheckpoint, check: Callable[[StoredCheckpoint], object] | None
+) -> tuple[str, str]:
     """Why a checkpoint cannot be read, and why ``check`` refuses it; each is empty if that is not so.
 
     Without ``check`` only the root of the checkpoint is read.
@@ -194,7 +196,7 @@ def _problem_and_refusal(checkpoint: Checkpoint, check: Callable[[Checkpoint], o
     return "", ""
 
 
-def _damaged(checkpoint: Checkpoint, what: str) -> DamagedCheckpoint:
+def _damaged(checkpoint: StoredCheckpoint, what: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"checkpoint {checkpoint} is damaged: {what}")
 
 
@@ -264,7 +266,7 @@ def _abandoned(place: Storage, found: Sequence[Storage]) -> bool:
         return False
 
 
-def verify(checkpoint: Checkpoint) -> int:
+def verify(checkpoint: StoredCheckpoint) -> int:
     """Read a checkpoint from end to end and check all of it; the bytes read of data files.
 
     That includes what only other programs read: the heads of the data files, and that nothing follows their blocks.
@@ -297,7 +299,7 @@ def verify(checkpoint: Checkpoint) -> int:
     return read
 
 
-def rewrite(source: Checkpoint, target: Storage) -> None:
+def rewrite(source: StoredCheckpoint, target: Storage) -> None:
     """Make the checkpoint again as one of a single rank: one data file with the blocks as they are, each verified.
 
     Nothing half-made stays in ``target``, whatever ends this, Ctrl-C as well.
@@ -309,12 +311,14 @@ def rewrite(source: Checkpoint, target: Storage) -> None:
         raise
 
 
-def _rewrite(source: Checkpoint, target: Storage) -> None:
+def _rewrite(source: StoredCheckpoint, target: Storage) -> None:
     blocks = sorted(source.all_blocks(), key=lambda b: (b.tensor, b.box))
     head, spans = header(((b.tensor, b.box) for b in blocks), source.tensors)
     attempt = secrets.token_hex(6)
     data, listed = f"data/{attempt}-00000.safetensors", f"manifest/{attempt}-00000.json"
-    moved = [Block(b.tensor, b.box, data, at, size, b.digest) for b, (at, size) in zip(blocks, spans, strict=True)]
+    moved = [
+        StoredBlock(b.tensor, b.box, data, at, size, b.digest) for b, (at, size) in zip(blocks, spans, strict=True)
+    ]
     files = {f"files/{attempt}/{Path(n).name}": source.file(n, *about) for n, about in source.meta["files"].items()}
     meta = {k: v for k, v in source.meta.items() if k not in ("tensors", "places", "manifests", "files")}
     before = {"layout": meta.get("layout"), "world": meta.get("world")}
@@ -324,7 +328,7 @@ def _rewrite(source: Checkpoint, target: Storage) -> None:
     commit(target, Commit((listed,), meta, files, timeout=0))
 
 
-def _stream(head: bytes, blocks: Sequence[Block], source: Checkpoint) -> Iterator[bytes | memoryview]:
+def _stream(head: bytes, blocks: Sequence[StoredBlock], source: StoredCheckpoint) -> Iterator[bytes | memoryview]:
     yield head
     for b in blocks:
         for _, data in source.read([b]):

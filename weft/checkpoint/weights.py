@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import holds
 from weft.checkpoint.store import candidates, extract, open_checkpoint
@@ -20,7 +20,7 @@ from weft.parallel.state import Values
 from weft.recipe import ModelShape
 
 
-def model_of(checkpoint: Checkpoint) -> ModelShape:
+def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
     """The model that a checkpoint of Weft's is of. Raises :class:`WeftError` if it does not say."""
     try:
         return ModelShape.model_validate(checkpoint.meta["recipe"]["model"])

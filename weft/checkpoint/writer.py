@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from weft.checkpoint import format as layout
-from weft.checkpoint.format import ROOT, Block, digest
+from weft.checkpoint.format import ROOT, StoredBlock, digest
 from weft.checkpoint.pack import elements, within
 from weft.checkpoint.storage import Storage, StorageError
 from weft.errors import WeftError
@@ -37,7 +37,7 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Job:
+class WriteTask:
     """One rank's part of a save: ``memory`` holds ``shares`` (tensor and box), one after the other, each row-major."""
 
     storage: Storage
@@ -73,7 +73,7 @@ def serve(pipe: Connection) -> None:
     with suppress(EOFError, OSError):  # the rank has ended
         while True:
             job = pipe.recv()
-            if not isinstance(job, Job):  # the word that gave the last save up
+            if not isinstance(job, WriteTask):  # the word that gave the last save up
                 continue
             try:
                 report = write(job, memory.of(job.memory))
@@ -107,7 +107,7 @@ class Payload:
     Can be iterated again, should the first try to send it fail.
     """
 
-    def __init__(self, job: Job, memory: mmap.mmap) -> None:
+    def __init__(self, job: WriteTask, memory: mmap.mmap) -> None:
         self._job, self._memory = job, memory
         self._cut = [
             (name, box, list(layout.tiles(box, job.tensors[name].shape, job.tensors[name].itemsize)))
@@ -115,7 +115,7 @@ class Payload:
         ]
         self.head, self._spans = layout.header(((n, b) for n, _, boxes in self._cut for b in boxes), job.tensors)
         self.nbytes = len(self.head) + sum(size for _, size in self._spans)
-        self.blocks: list[Block] = []  # of the last iteration
+        self.blocks: list[StoredBlock] = []  # of the last iteration
         self.seconds: dict[str, float] = {}
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
@@ -139,11 +139,11 @@ class Payload:
                 xxh3 = digest(data)
                 self.seconds["cut"] += hashed - begun
                 self.seconds["hash"] += clock() - hashed
-                self.blocks.append(Block(name, box, self._job.file, at, size, xxh3))
+                self.blocks.append(StoredBlock(name, box, self._job.file, at, size, xxh3))
                 yield data
 
 
-def write(job: Job, memory: mmap.mmap) -> Report:
+def write(job: WriteTask, memory: mmap.mmap) -> Report:
     """Write one rank's data file and manifest."""
     begun = time.perf_counter()
     with _caught(Report()) as report:

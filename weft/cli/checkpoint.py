@@ -22,7 +22,7 @@ from weft.cli.convert import convert
 from weft.errors import UsageError, WeftError
 
 if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
-    from weft.checkpoint.load import Checkpoint
+    from weft.checkpoint.load import StoredCheckpoint
     from weft.checkpoint.storage import Storage
     from weft.layout.dims import Tensor
 
@@ -42,14 +42,14 @@ def ls(path: AllCheckpoints, as_json: AsJson = False) -> int:
     One that seems whole may still hold damaged values; weft checkpoint verify reads them.
     """
     from weft.checkpoint.format import ROOT
-    from weft.checkpoint.load import Checkpoint
+    from weft.checkpoint.load import StoredCheckpoint
     from weft.checkpoint.store import check_files
 
     records = []
     found = _checkpoints(path)
     spread = len({str(place).removesuffix(place.name) for place in found}) > 1
     for place in found:
-        checkpoint, problem, meta = Checkpoint(place), None, {}
+        checkpoint, problem, meta = StoredCheckpoint(place), None, {}
         try:
             meta = checkpoint.meta
             check_files(checkpoint)
@@ -79,9 +79,9 @@ def inspect(
     as_json: AsJson = False,
 ) -> int:
     """Show what a checkpoint holds: run, progress and tensors."""
-    from weft.checkpoint.load import Checkpoint
+    from weft.checkpoint.load import StoredCheckpoint
 
-    checkpoint = Checkpoint(_checkpoints(path)[-1])
+    checkpoint = StoredCheckpoint(_checkpoints(path)[-1])
     meta, tensors = checkpoint.meta, checkpoint.tensors
     wanted = pattern if pattern and any(c in pattern for c in "*?[") else f"*{pattern or ''}*"
     names = [name for name in tensors if fnmatch.fnmatchcase(name, wanted)]
@@ -255,16 +255,16 @@ class _Watched:
 
 
 @contextmanager
-def _reading(*places: "Storage") -> "Iterator[list[Checkpoint]]":
+def _reading(*places: "Storage") -> "Iterator[list[StoredCheckpoint]]":
     """Open checkpoints, with a bar for how much of them has been read."""
-    from weft.checkpoint.load import Checkpoint
+    from weft.checkpoint.load import StoredCheckpoint
 
     console, found = Console(stderr=True), []
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         for place in places:
             task = bar.add_task(place.name, total=None)
-            found.append(Checkpoint(cast("Storage", _Watched(place, partial(bar.advance, task)))))
+            found.append(StoredCheckpoint(cast("Storage", _Watched(place, partial(bar.advance, task)))))
             bar.update(task, total=sum(map(_size, found[-1].tensors.values())))
         yield found
 

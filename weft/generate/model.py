@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import holds
 from weft.checkpoint.store import extract, load_newest
@@ -35,7 +35,7 @@ def open_model(where: Where, device: str, warn: Callable[[str], None]) -> Iterat
         yield model, load_tokenizer(str(path)), path
         return
 
-    def load(checkpoint: Checkpoint) -> Transformer:
+    def load(checkpoint: StoredCheckpoint) -> Transformer:
         model, state = parallelize(model_of(checkpoint), mesh, Train(), lambda name, logical, box: torch.zeros(()))
         checkpoint.load(state.tensors())
         return model

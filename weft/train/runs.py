@@ -8,8 +8,8 @@ from pathlib import Path
 
 from weft.checkpoint.checkpoints import Listener
 from weft.checkpoint.lease import FOLDER, Lease
-from weft.checkpoint.levels import Level, check_levels, levels_of
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.levels import LevelStore, check_levels, levels_of
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.same import check_goes_on, other_differences
 from weft.checkpoint.state import Progress, load_state
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
@@ -29,7 +29,7 @@ class Run:
 
     folder: Path
     sources: list[str]
-    levels: list[Level]
+    levels: list[LevelStore]
 
     @property
     def fresh(self) -> bool:
@@ -56,7 +56,7 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
     return job
 
 
-def _is_readable(checkpoint: Checkpoint) -> bool:
+def _is_readable(checkpoint: StoredCheckpoint) -> bool:
     """Whether a checkpoint has a root; if not, the run takes the one before, or says that there is none."""
     try:
         return bool(checkpoint.meta)

@@ -34,7 +34,7 @@ class Copy:
 
 
 Sizes = Sequence[tuple[int, ...]]
-Form = Callable[[Sizes, ModelShape, int], Iterator[Copy]]
+ShardLayout = Callable[[Sizes, ModelShape, int], Iterator[Copy]]
 
 
 def replicated(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
@@ -103,13 +103,13 @@ def expert(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """``names``: the Weft tensors in it, in the order of the form's parts; ``pairs``: q or k rows as Meta orders them
+class NameRule:
+    """``names``: the Weft tensors in it, in the order of the layout's parts; ``pairs``: q or k rows as Meta orders them
     (elements that rotate together are neighbours, where Hugging Face and Weft have them half a head apart)."""
 
     pattern: str
     names: tuple[str, ...]
-    form: Form
+    layout: ShardLayout
     pairs: bool = False
 
 
@@ -119,34 +119,34 @@ LAYER = r"(?:layers|blk|blocks)\.(\d+)\."
 
 #: Names of Hugging Face, torchtitan, Megatron-core, GGUF and Weft itself. The first rule that matches holds.
 TABLE = (
-    Rule(r"(?:embed_tokens|tok_embeddings|embedding\.word_embeddings|token_embd)\.weight|embedding\.table",
+    NameRule(r"(?:embed_tokens|tok_embeddings|embedding\.word_embeddings|token_embd)\.weight|embedding\.table",
          ("embedding.table",), padded),
-    Rule(r"(?:lm_head|output|output_layer)\.weight|head", ("head",), padded),
-    Rule(r"(?:norm|final_layernorm|output_norm)\.weight|norm\.scale", ("norm.scale",), replicated),
-    Rule(LAYER + r"(?:(?:input_layernorm|attention_norm|attn_norm)\.weight|attention_norm\.scale"
+    NameRule(r"(?:lm_head|output|output_layer)\.weight|head", ("head",), padded),
+    NameRule(r"(?:norm|final_layernorm|output_norm)\.weight|norm\.scale", ("norm.scale",), replicated),
+    NameRule(LAYER + r"(?:(?:input_layernorm|attention_norm|attn_norm)\.weight|attention_norm\.scale"
          r"|self_attention\.linear_qkv\.layer_norm_weight)", ("blocks.{}.attention_norm.scale",), replicated),
-    Rule(LAYER + r"(?:(?:post_attention_layernorm|ffn_norm|pre_mlp_layernorm)\.weight|ffn_norm\.scale"
+    NameRule(LAYER + r"(?:(?:post_attention_layernorm|ffn_norm|pre_mlp_layernorm)\.weight|ffn_norm\.scale"
          r"|mlp\.linear_fc1\.layer_norm_weight)", ("blocks.{}.ffn_norm.scale",), replicated),
-    Rule(LAYER + r"(?:(?:self_attn|attention)\.([qk])_norm\.weight|attn_([qk])_norm\.weight"
+    NameRule(LAYER + r"(?:(?:self_attn|attention)\.([qk])_norm\.weight|attn_([qk])_norm\.weight"
          r"|self_attention\.([qk])_layernorm\.weight|attention\.([qk])_norm\.scale)",
          ("blocks.{}.attention.{}_norm.scale",), replicated),
-    Rule(LAYER + r"(?:self_attn\.([qkv])_proj\.weight|attention\.w([qkv])|attention\.w(v)\.weight|attn_(v)\.weight)",
-         ("blocks.{}.attention.w{}",), column),
-    Rule(LAYER + r"(?:attention\.w([qk])\.weight|attn_([qk])\.weight)", ("blocks.{}.attention.w{}",), column, True),
-    Rule(LAYER + r"(?:self_attn\.([qkv])_proj\.bias|attention\.b([qkv])|attention\.w([qkv])\.bias|attn_([qkv])\.bias)",
-         ("blocks.{}.attention.b{}",), column),
-    Rule(LAYER + r"self_attention\.linear_qkv\.weight", tuple(f"blocks.{{}}.attention.w{x}" for x in "qkv"), qkv),
-    Rule(LAYER + r"self_attention\.linear_qkv\.bias", tuple(f"blocks.{{}}.attention.b{x}" for x in "qkv"), qkv),
-    Rule(LAYER + r"(?:(?:self_attn\.o_proj|attn_output|self_attention\.linear_proj)\.weight"
+    NameRule(LAYER + r"(?:self_attn\.([qkv])_proj\.weight|attention\.w([qkv])"
+         r"|attention\.w(v)\.weight|attn_(v)\.weight)", ("blocks.{}.attention.w{}",), column),
+    NameRule(LAYER + r"(?:attention\.w([qk])\.weight|attn_([qk])\.weight)", ("blocks.{}.attention.w{}",), column, True),
+    NameRule(LAYER + r"(?:self_attn\.([qkv])_proj\.bias|attention\.b([qkv])"
+         r"|attention\.w([qkv])\.bias|attn_([qkv])\.bias)", ("blocks.{}.attention.b{}",), column),
+    NameRule(LAYER + r"self_attention\.linear_qkv\.weight", tuple(f"blocks.{{}}.attention.w{x}" for x in "qkv"), qkv),
+    NameRule(LAYER + r"self_attention\.linear_qkv\.bias", tuple(f"blocks.{{}}.attention.b{x}" for x in "qkv"), qkv),
+    NameRule(LAYER + r"(?:(?:self_attn\.o_proj|attn_output|self_attention\.linear_proj)\.weight"
          r"|attention\.wo(?:\.weight)?)", ("blocks.{}.attention.wo",), row),
-    Rule(LAYER + r"(?:mlp\.(gate|up)_proj\.weight|ffn_(gate|up)\.weight|ffn\.(gate|up))",
+    NameRule(LAYER + r"(?:mlp\.(gate|up)_proj\.weight|ffn_(gate|up)\.weight|ffn\.(gate|up))",
          ("blocks.{}.ffn.{}",), column),
-    Rule(LAYER + r"feed_forward\.w1\.weight", ("blocks.{}.ffn.gate",), column),
-    Rule(LAYER + r"feed_forward\.w3\.weight", ("blocks.{}.ffn.up",), column),
-    Rule(LAYER + r"mlp\.linear_fc1\.weight", ("blocks.{}.ffn.gate", "blocks.{}.ffn.up"), gate_up),
-    Rule(LAYER + r"(?:(?:mlp\.down_proj|feed_forward\.w2|ffn_down|mlp\.linear_fc2)\.weight|ffn\.down)",
+    NameRule(LAYER + r"feed_forward\.w1\.weight", ("blocks.{}.ffn.gate",), column),
+    NameRule(LAYER + r"feed_forward\.w3\.weight", ("blocks.{}.ffn.up",), column),
+    NameRule(LAYER + r"mlp\.linear_fc1\.weight", ("blocks.{}.ffn.gate", "blocks.{}.ffn.up"), gate_up),
+    NameRule(LAYER + r"(?:(?:mlp\.down_proj|feed_forward\.w2|ffn_down|mlp\.linear_fc2)\.weight|ffn\.down)",
          ("blocks.{}.ffn.down",), row),
-    Rule(LAYER + r"(?:mlp\.experts|feed_forward\.experts|moe|block_sparse_moe|ffn_(?:gate|up|down)_exps)\..*",
+    NameRule(LAYER + r"(?:mlp\.experts|feed_forward\.experts|moe|block_sparse_moe|ffn_(?:gate|up|down)_exps)\..*",
          ("blocks.{}.ffn.experts",), expert),
 )  # fmt: skip
 
@@ -155,12 +155,12 @@ DERIVED = r".*_extra_state(?:/.*)?|.*rotary_emb\.inv_freq|.*freqs_cis|rope_freqs
 
 
 @dataclass(frozen=True)
-class Made:
+class TensorSource:
     """How one logical tensor is made: the shards of the foreign tensor ``name``, and what the table says of them."""
 
     name: str
     shards: Sequence[Shard]
-    rule: Rule
+    rule: NameRule
     part: int
 
     @property
@@ -168,7 +168,7 @@ class Made:
         return self.shards[0].dtype
 
 
-def match(name: str) -> tuple[Rule, tuple[str, ...]] | None:
+def rule_and_names(name: str) -> tuple[NameRule, tuple[str, ...]] | None:
     """The rule for a foreign name and the Weft names that it gives, or None for what holds no weights."""
     if re.fullmatch(PREFIX + f"(?:{DERIVED})", name):
         return None
@@ -179,32 +179,34 @@ def match(name: str) -> tuple[Rule, tuple[str, ...]] | None:
     raise WeftError(f"tensor {name} is of no model that Weft knows")
 
 
-def arrange(stored: Mapping[str, Sequence[Shard]], averages: Sequence[str] = ()) -> dict[str, Made]:
+def sources_by_name(stored: Mapping[str, Sequence[Shard]], averages: Sequence[str] = ()) -> dict[str, TensorSource]:
     """Weft's names and how each tensor is made of what is ``stored``. ``averages``: patterns of averaged replicas."""
-    made: dict[str, Made] = {}
+    made: dict[str, TensorSource] = {}
     for name, shards in stored.items():
-        if (found := match(name)) is None:
+        if (found := rule_and_names(name)) is None:
             continue
         rule, names = found
-        if rule.form is expert:
+        if rule.layout is expert:
             raise WeftError(f"tensor {name} is of a mixture of experts, which Weft does not have")
-        if rule.form is replicated and any(re.match(pattern, name) for pattern in averages):
-            rule = Rule(rule.pattern, rule.names, averaged)
+        if rule.layout is replicated and any(re.match(pattern, name) for pattern in averages):
+            rule = NameRule(rule.pattern, rule.names, averaged)
         for part, one in enumerate(names):
             if one in made:
                 raise WeftError(f"tensors {made[one].name} and {name} are both {one}")
-            made[one] = Made(name, shards, rule, part)
+            made[one] = TensorSource(name, shards, rule, part)
     return made
 
 
-def form(made: Made, size: Sequence[int], shape: ModelShape, dtype: torch.dtype | None = None) -> torch.Tensor:
+def logical_tensor(
+    made: TensorSource, size: Sequence[int], shape: ModelShape, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """The logical tensor of ``size``. Raises :class:`WeftError` if the shards do not form it exactly."""
     sizes = [shard.shape for shard in made.shards]
-    copies = list(made.rule.form(sizes, shape, made.part))
+    copies = list(made.rule.layout(sizes, shape, made.part))
     out = torch.empty(*size, dtype=dtype or made.dtype)
     misfit = WeftError(f"tensor {made.name} is stored as {', '.join(str(list(s)) for s in sizes)}, which does not form "
                        f"{list(size)}; the configuration is of another model")  # fmt: skip
-    replicas = len(copies) if made.rule.form is averaged else 1
+    replicas = len(copies) if made.rule.layout is averaged else 1
     if replicas > 1:
         out.zero_()
     written = 0
@@ -227,7 +229,7 @@ def form(made: Made, size: Sequence[int], shape: ModelShape, dtype: torch.dtype 
         written += target.numel()
     if written != out.numel() * replicas:
         raise misfit
-    if made.rule.form is replicated:
+    if made.rule.layout is replicated:
         for other in made.shards[1:]:
             if not torch.equal(other.read(0, size[0]).to(out.dtype), out):
                 raise WeftError(f"tensor {made.name} should be the same on every rank but is not")

@@ -22,7 +22,7 @@ from weft.errors import WeftError
 
 
 @dataclass(frozen=True)
-class Run:
+class ByteRun:
     """``size`` bytes at ``offset`` of ``file``."""
 
     file: Path
@@ -34,14 +34,14 @@ class Run:
 class Stored(Shard):
     """A contiguous tensor whose bytes are ``runs``, one after the other."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ByteRun, ...]
 
 
-def stored(name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[Run, ...]) -> Stored:
+def stored(name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[ByteRun, ...]) -> Stored:
     def read(lo: int, hi: int) -> torch.Tensor:
         out = blank((hi - lo, *shape[1:]), dtype)
         line = prod(shape[1:]) * dtype.itemsize
-        read_runs(cut(runs, lo * line, hi * line), name, out)
+        read_runs(byte_range(runs, lo * line, hi * line), name, out)
         return out
 
     return Stored(tuple(shape), dtype, read, runs)
@@ -58,20 +58,20 @@ def blank(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-def cut(runs: Sequence[Run], lo: int, hi: int) -> tuple[Run, ...]:
+def byte_range(runs: Sequence[ByteRun], lo: int, hi: int) -> tuple[ByteRun, ...]:
     """Bytes ``lo:hi`` of what ``runs`` hold together."""
     found, at = [], 0
     for run in runs:
         first, last = max(lo - at, 0), min(hi - at, run.size)
         if first < last:
-            found.append(Run(run.file, run.offset + first, last - first))
+            found.append(ByteRun(run.file, run.offset + first, last - first))
         at += run.size
     if hi > at:
         raise WeftError(f"{runs[0].file if runs else 'a shard'} ends {hi - at} bytes too early; it is not whole")
     return tuple(found)
 
 
-def read_runs(runs: Sequence[Run], name: str, out: torch.Tensor) -> None:
+def read_runs(runs: Sequence[ByteRun], name: str, out: torch.Tensor) -> None:
     """Fill ``out`` (contiguous) with the bytes."""
     view, at = memoryview(out.view(-1).view(torch.uint8).numpy().data), 0
     for run in runs:
@@ -146,7 +146,7 @@ def as_stored(name: str, fake: torch.Tensor, file: Path, base: int = 0) -> Store
         why = "is not contiguous" if offset is not None else "is in PyTorch's format of before 1.6"
         raise WeftError(f"{file}: tensor {name} {why}; save it again with torch.save")
     begin = base + offset + fake.storage_offset() * fake.dtype.itemsize
-    return stored(name, fake.shape, fake.dtype, (Run(file, begin, fake.numel() * fake.dtype.itemsize),))
+    return stored(name, fake.shape, fake.dtype, (ByteRun(file, begin, fake.numel() * fake.dtype.itemsize),))
 
 
 class _MetadataUnpickler(pickle.Unpickler):

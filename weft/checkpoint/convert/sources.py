@@ -11,8 +11,18 @@ from typing import Any, Never
 import torch
 from pydantic import ValidationError
 
-from weft.checkpoint.convert.rules import LAYER, Made, Shard, arrange, form, match
-from weft.checkpoint.convert.shards import Inert, Reader, Run, Stored, as_stored, cut, load_tree, read_runs, stored
+from weft.checkpoint.convert.rules import LAYER, Shard, TensorSource, logical_tensor, rule_and_names, sources_by_name
+from weft.checkpoint.convert.shards import (
+    ByteRun,
+    Inert,
+    Reader,
+    Stored,
+    as_stored,
+    byte_range,
+    load_tree,
+    read_runs,
+    stored,
+)
 from weft.checkpoint.format import MOMENTS, ROOT
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import LocalStorage, Storage
@@ -43,8 +53,8 @@ class Foreign:
     kind: str
     path: Path | Storage
     model: ModelShape
-    made: Mapping[str, Made]
-    moments: Mapping[str, Mapping[str, Made]] = field(default_factory=dict)
+    made: Mapping[str, TensorSource]
+    moments: Mapping[str, Mapping[str, TensorSource]] = field(default_factory=dict)
     step: int = 0
     extras: Path | None = None
     kept: object = None
@@ -80,9 +90,9 @@ class Foreign:
     def moment(self, moment: str, name: str) -> torch.Tensor:
         return self._form(self.moments[moment][name], name, None)
 
-    def _form(self, made: Made, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    def _form(self, made: TensorSource, name: str, dtype: torch.dtype | None) -> torch.Tensor:
         try:
-            return form(made, self.logical[name].shape, self.model, dtype)
+            return logical_tensor(made, self.logical[name].shape, self.model, dtype)
         except WeftError as error:
             raise error if str(self.path) in str(error) else WeftError(f"{self.path}: {error}") from None
 
@@ -160,7 +170,9 @@ def _hf(path: Path, config: Path | None) -> Foreign:
 
     shape = _shape(path, config)
     names = dict(Transformer(shape, Mesh.single()).logical_parameters())
-    return Foreign("hf", path, shape, arrange({name: [shard(name, one)] for name, one in names.items()}), extras=path)
+    return Foreign(
+        "hf", path, shape, sources_by_name({name: [shard(name, one)] for name, one in names.items()}), extras=path
+    )
 
 
 def _weft(where: Where, config: Path | None) -> Foreign:
@@ -180,8 +192,8 @@ def _weft(where: Where, config: Path | None) -> Foreign:
         dtype = TORCH_DTYPES[about.dtype]
         return Shard(about.shape, dtype, read)
 
-    def under(prefix: str) -> dict[str, Made]:
-        return arrange({n.removeprefix(prefix): [shard(n)] for n in checkpoint.tensors if n.startswith(prefix)})
+    def under(prefix: str) -> dict[str, TensorSource]:
+        return sources_by_name({n.removeprefix(prefix): [shard(n)] for n in checkpoint.tensors if n.startswith(prefix)})
 
     moments = {moment: found for moment in MOMENTS if (found := under(f"optimizer.{moment}."))}
     step, files = int(checkpoint.meta.get("progress", {}).get("step", 0)), tempfile.TemporaryDirectory(prefix="weft-")
@@ -198,7 +210,7 @@ def _dcp(path: Path, config: Path | None) -> Foreign:
             found[moment[2]][moment[1]] = [shard]
         elif shard.shape and not re.match(r"(?:optim|optimizers?|lr_scheduler|dataloader|train_state)\.", name):
             found["model"][name] = [shard]
-    model, *moments = (arrange(stores) for stores in found.values())
+    model, *moments = (sources_by_name(stores) for stores in found.values())
     kept = {moment: made for moment, made in zip(MOMENTS, moments, strict=True) if made}
     return Foreign("dcp", path, _shape(path, config), model, kept, extras=path)
 
@@ -232,7 +244,7 @@ def _megatron(path: Path, config: Path | None) -> Foreign:
             except KeyError:
                 raise WeftError(f"{folder}: tensor {name} of stage {stage} is not on every rank") from None
         first += len(blocks)
-    return Foreign("megatron", path, _shape(path if folder == path else folder, config), arrange(shards))
+    return Foreign("megatron", path, _shape(path if folder == path else folder, config), sources_by_name(shards))
 
 
 def _deepspeed(path: Path, config: Path | None) -> Foreign:
@@ -248,16 +260,18 @@ def _deepspeed(path: Path, config: Path | None) -> Foreign:
                 if not isinstance(tensor, torch.Tensor):
                     raise WeftError(f"{file} holds no parameter")
                 name, one = file.parent.name, as_stored(file.parent.name, tensor, file)
-                (_, (ours, *_)) = match(name) or (None, ("",))
+                (_, (ours, *_)) = rule_and_names(name) or (None, ("",))
                 if one.shape == (prod(one.shape),) and ours in logical and logical[ours].numel == one.shape[0]:
                     one = stored(name, logical[ours].shape, one.dtype, one.runs)  # flat, where it was ZeRO 3
                 stores[file.stem][name] = [one]
         averages: list[str] = []
     else:
         stores, averages = _zero(folder)
-    moments = {moment: arrange(stores[moment], averages) for moment in MOMENTS if stores[moment]}
+    moments = {moment: sources_by_name(stores[moment], averages) for moment in MOMENTS if stores[moment]}
     step = re.search(r"(\d+)(?:_universal)?$", folder.name)
-    return Foreign("deepspeed", path, shape, arrange(stores["fp32"], averages), moments, int(step[1]) if step else 0)
+    return Foreign(
+        "deepspeed", path, shape, sources_by_name(stores["fp32"], averages), moments, int(step[1]) if step else 0
+    )
 
 
 def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
@@ -332,11 +346,11 @@ def _unflatten(about: Mapping[str, Any], files: Sequence[Path], parts: Sequence[
             for name, size in group.items():
                 total = prod(size) * dtype.itemsize
                 if stage < 3:
-                    where = cut([r for one in runs for r in one], at, at + total)
+                    where = byte_range([r for one in runs for r in one], at, at + total)
                     at += total
                 else:  # every rank has a part of every parameter, the last one's filled up
                     share = -(-prod(size) // len(parts)) * dtype.itemsize
-                    where = cut([r for one in runs for r in cut(one, at, at + share)], 0, total)
+                    where = byte_range([r for one in runs for r in byte_range(one, at, at + share)], 0, total)
                     at += share
                 found.setdefault(key, {})[name] = stored(name, size, dtype, where)
     return found
@@ -355,7 +369,7 @@ def _gguf(path: Path, config: Path | None) -> Foreign:
     fields = {name: one.contents() for name, one in reader.fields.items() if not name.startswith("tokenizer.")}
     found: Stores = {one.name: [_quantized(file, one)] for one in reader.tensors}
     return Foreign(
-        "gguf", path, shape_from_config(config) if config else _gguf_shape(file, fields, found), arrange(found)
+        "gguf", path, shape_from_config(config) if config else _gguf_shape(file, fields, found), sources_by_name(found)
     )
 
 
@@ -390,7 +404,7 @@ def _quantized(file: Path, tensor: Any) -> Shard:
 
         line = int(tensor.n_bytes) // shape[0]
         raw = torch.empty(hi - lo, line, dtype=torch.uint8)
-        read_runs([Run(file, int(tensor.data_offset) + lo * line, raw.numel())], tensor.name, raw)
+        read_runs([ByteRun(file, int(tensor.data_offset) + lo * line, raw.numel())], tensor.name, raw)
         if kind.name in ("F32", "F16", "BF16"):
             return raw.view(dtype).view(hi - lo, *shape[1:])
         try:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from weft.checkpoint import format as layout
 from weft.checkpoint.convert.rules import CHUNK
 from weft.checkpoint.convert.sources import Foreign, open_foreign
-from weft.checkpoint.format import Block, digest, tiles, volume
+from weft.checkpoint.format import StoredBlock, digest, tiles, volume
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import LocalStorage, Storage
 from weft.checkpoint.store import is_new
@@ -74,7 +74,7 @@ def write_weft(foreign: Foreign, out: Storage, dtype: torch.dtype | None, optimi
     boxes = [(name, box) for name, t in tensors.items() if t.numel
              for box in tiles(tuple((0, n) for n in t.shape), t.shape, t.itemsize)]  # fmt: skip
     head, spans = layout.header(boxes, tensors)
-    attempt, blocks = secrets.token_hex(6), list[Block]()
+    attempt, blocks = secrets.token_hex(6), list[StoredBlock]()
     data, manifest = f"data/{attempt}-00000.safetensors", f"manifest/{attempt}-00000.json"
 
     def chunks() -> Iterator[bytes | memoryview]:
@@ -85,7 +85,7 @@ def write_weft(foreign: Foreign, out: Storage, dtype: torch.dtype | None, optimi
                 values = torch.empty(0)  # gone before the next one is made
                 values, held = _read(foreign, *wanted[name][:2], dtype), name
             piece = _bytes(values, box)
-            blocks.append(Block(name, box, data, at, size, digest(piece)))
+            blocks.append(StoredBlock(name, box, data, at, size, digest(piece)))
             yield piece
 
     try:
