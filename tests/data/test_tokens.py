@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -91,6 +92,31 @@ def test_eos_is_configured_or_one_of_the_common_names(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "run")) == tokenizer
     with pytest.raises(WeftError, match="eos_token"):
         load_tokenizer(model(tmp_path / "none"))
+
+
+def test_special_tokens_and_the_chat_template_come_along(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m", "<s>", "</s>", "<|user|>")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.specials == {"<s>": 2, "</s>": 3, "<|user|>": 4}
+    assert tokenizer.encode("a<|user|>a", special=True).tolist() == [0, 4, 0]
+    assert 4 not in tokenizer.encode("a<|user|>a") and 4 in tokenizer.encode("<|user|>", special=True)
+    assert (tokenizer.bos, tokenizer.pad, tokenizer.chat_template) == (None, None, None)
+    config = tmp_path / "m" / "tokenizer_config.json"
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "listed"}]
+    for template in ("given", named):
+        config.write_text(json.dumps({"bos_token": "<s>", "pad_token": {"content": "</s>"}, "chat_template": template}))
+        tokenizer = load_tokenizer(folder)
+        assert (tokenizer.bos, tokenizer.pad) == (2, 3)
+        assert tokenizer.chat_template == ("given" if template == "given" else "listed")
+    (tmp_path / "m" / "chat_template.jinja").write_text("of its own\n")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.save(tmp_path / "run")
+    again = load_tokenizer(str(tmp_path / "run"))
+    assert again == tokenizer and again.chat_template == "of its own\n"
+    plain = dataclasses.replace(load_tokenizer("bytes"), chat_template="{{ messages }}")
+    plain.save(tmp_path / "bytes")
+    assert load_tokenizer(str(tmp_path / "bytes")).chat_template == "{{ messages }}"
+    assert plain.encode("a<|endoftext|>", special=True).tolist() == [97, plain.eos]
 
 
 def test_transformers_reads_a_saved_tokenizer(tmp_path: Path, corpus: Source) -> None:

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,43 +16,76 @@ from weft.recipe import Source
 
 _EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[EOS]")
 
+#: Where a chat template stands by itself, beside ``tokenizer.json``.
+TEMPLATE_FILE = "chat_template.jinja"
+
 #: Training text of ``train:N``: at most this many characters, in pieces spread over the whole corpus.
 _SAMPLE, _PIECE = 8_000_000, 8192
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back. ``vocab`` is one more than the largest id; ``eos`` ends every document."""
+    """Text to token ids and back. ``vocab`` is one more than the largest id; ``eos`` ends every document.
+
+    ``bos`` and ``pad`` are the ids of the tokens that begin a text and fill a row, where the tokenizer has such.
+    ``chat_template`` is the Jinja template that writes a conversation as one text (:mod:`weft.data.chat`).
+    """
 
     vocab: int
     eos: int
     fingerprint: str
-    _model: tokenizers.Tokenizer | None = field(default=None, repr=False, compare=False)
+    model: tokenizers.Tokenizer | None = field(default=None, repr=False, compare=False)
+    bos: int | None = None
+    pad: int | None = None
+    chat_template: str | None = field(default=None, repr=False, compare=False)
 
-    def encode(self, text: str) -> np.ndarray:
-        """int64 ids of ``text``, without ``eos``. The names of special tokens in ``text`` are plain text."""
-        return self.encode_many([text])[0]
+    @cached_property
+    def specials(self) -> dict[str, int]:
+        """The special tokens by name: what a chat template may write and plain text must not turn into."""
+        if self.model is None:
+            return {_EOS[0]: self.eos}
+        return {token.content: i for i, token in self.model.get_added_tokens_decoder().items() if token.special}
 
-    def encode_many(self, texts: list[str]) -> list[np.ndarray]:
+    def name_of(self, token: int | None) -> str | None:
+        """How a chat template writes ``token``, such as ``<|im_end|>``."""
+        if self.model is not None:
+            return None if token is None else self.model.id_to_token(token)
+        return _EOS[0] if token == self.eos else None
+
+    def encode(self, text: str, special: bool = False) -> np.ndarray:
+        """int64 ids of ``text``, without ``eos``.
+
+        The names of special tokens in ``text`` are plain text, or with ``special`` the tokens themselves.
+        """
+        return self.encode_many([text], special)[0]
+
+    def encode_many(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         """:meth:`encode` for several texts, on all cores."""
-        if self._model is None:
-            return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
-        encoded = self._model.encode_batch_fast(texts, add_special_tokens=False)
+        if self.model is None:
+            return [self._bytes_of(text, special) for text in texts]
+        self.model.encode_special_tokens = not special
+        encoded = self.model.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.int64) for one in encoded]
+
+    def _bytes_of(self, text: str, special: bool) -> np.ndarray:
+        parts = [np.frombuffer(part.encode(), np.uint8) for part in (text.split(_EOS[0]) if special else [text])]
+        return np.concatenate([x for part in parts for x in ([self.eos], part)][1:], dtype=np.int64)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ``ids``; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
-        if self._model is None:
+        if self.model is None:
             return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
-        return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+        return self.model.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def files(self) -> dict[str, bytes]:
-        """``tokenizer.json`` (and the name of ``eos``), which :func:`load_tokenizer` and transformers read."""
-        if self._model is None:
-            return {"tokenizer.json": b'{"kind": "bytes"}\n'}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._model.id_to_token(self.eos)}
+        """What :func:`load_tokenizer` and transformers read: ``tokenizer.json``, named tokens, chat template."""
+        template = {TEMPLATE_FILE: self.chat_template.encode()} if self.chat_template else {}
+        if self.model is None:
+            return {"tokenizer.json": b'{"kind": "bytes"}\n'} | template
+        named = {f"{kind}_token": self.name_of(getattr(self, kind)) for kind in ("eos", "bos", "pad")}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | {k: name for k, name in named.items() if name}
         text = json.dumps(config, indent=2) + "\n"
-        return {"tokenizer.json": self._model.to_str().encode(), "tokenizer_config.json": text.encode()}
+        return {"tokenizer.json": self.model.to_str().encode(), "tokenizer_config.json": text.encode()} | template
 
     def save(self, folder: str | Path) -> None:
         """Write :meth:`files` into ``folder``."""
@@ -76,21 +110,40 @@ def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None
     config = path.with_name("tokenizer_config.json")
     try:
         text = path.read_text(encoding="utf-8")
+        settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        named = {kind: _name(settings.get(f"{kind}_token")) for kind in ("eos", "bos", "pad")}
+        template = _chat_template(settings.get("chat_template"), path.with_name(TEMPLATE_FILE))
         if json.loads(text) == {"kind": "bytes"}:
-            return load_tokenizer("bytes")
+            return replace(load_tokenizer("bytes"), chat_template=template)
         model = tokenizers.Tokenizer.from_str(text)
-        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
-        named = named["content"] if isinstance(named, dict) else named
     except Exception as error:  # the library raises nothing narrower
         raise WeftError(f"{path} or its {config.name} is damaged: {str(error).splitlines()[0]}") from None
     model.no_padding()
     model.no_truncation()
     model.encode_special_tokens = True  # "<|endoftext|>" within a document must not end it
     ids = model.get_vocab(with_added_tokens=True)
-    eos = next((ids[name] for name in (named, *_EOS) if name in ids), None)
+    eos = next((ids[name] for name in (named["eos"], *_EOS) if name in ids), None)
     if eos is None:
         raise WeftError(f"{path} has no end-of-document token; name one as 'eos_token' in {config.name} beside it")
-    return Tokenizer(max(ids.values()) + 1, eos, digest(model.to_str(), eos), model)
+    bos, pad = (ids.get(named[kind] or "") for kind in ("bos", "pad"))
+    return Tokenizer(max(ids.values()) + 1, eos, digest(model.to_str(), eos), model, bos, pad, template)
+
+
+def _name(token: str | dict[str, str] | None) -> str | None:
+    """The name of a token as ``tokenizer_config.json`` has it: a text, or an object with the text and its flags."""
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _chat_template(given: str | list[dict[str, str]] | None, file: Path) -> str | None:
+    """The chat template: of the file of its own beside ``tokenizer.json``, else what the configuration gives.
+
+    Of several named ones it is the one called ``default``.
+    """
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    if isinstance(given, list):
+        return {one["name"]: one["template"] for one in given}.get("default")
+    return given
 
 
 def _trained(spec: str, sources: Sequence[Source], root: Path) -> Path:
