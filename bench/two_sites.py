@@ -108,9 +108,11 @@ def planned(layout: str, settings: list[str], table: dict[str, Any]) -> tuple[An
     """The placement for these links, the seconds of communication in rank order, and the traffic by axis."""
     import torch
 
+    from weft.layout.placement import rank_table
     from weft.recipe import load_recipe
+    from weft.rehearse.choose import traffic_of
     from weft.rehearse.links import Links
-    from weft.rehearse.mapping import place_axes, ranks_of, seconds, traffic_of
+    from weft.rehearse.mapping import place_axes, seconds
     from weft.rehearse.step import plain_batches, rehearse
     from weft.train.setup import model_shape
 
@@ -120,7 +122,7 @@ def planned(layout: str, settings: list[str], table: dict[str, Any]) -> tuple[An
     seen = rehearse(recipe, shape, plain_batches(recipe, shape), 0)
     traffic = traffic_of(seen.events, 0, recipe.layout)
     links = Links.of(table)
-    naive = seconds(links, recipe.layout, traffic, ranks_of(recipe.layout, recipe.layout.axis_order))
+    naive = seconds(links, recipe.layout, traffic, rank_table(recipe.layout))
     return place_axes(links, recipe.layout, traffic), naive, {a: vars(t) for a, t in traffic.items()}
 
 

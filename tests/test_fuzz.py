@@ -39,7 +39,7 @@ def test_a_campaign(pool: Any) -> None:
 class Judge(Fuzzer):
     """Says wrong of whatever recomputes on two tensor-parallel ranks."""
 
-    def judge(self, case: Case) -> Verdict:
+    def verdict_of(self, case: Case) -> Verdict:
         bad = case.get("layout.tp") == 2 and "train.recompute" in case
         return Verdict("wrong" if bad else "equal", "")
 
@@ -58,7 +58,7 @@ def test_what_is_not_in_the_table_is_no_refusal() -> None:
     def fails(error: Exception) -> str:
         pool = mock.Mock()
         pool.run.side_effect = error
-        return Fuzzer(QUICKSTART, pool).judge({}).kind
+        return Fuzzer(QUICKSTART, pool).verdict_of({}).kind
 
     fuzz.write_corpus()
     assert fails(TimeoutError("rank 1 did not answer")) == "hung"
@@ -73,7 +73,7 @@ def test_the_command_repeats_the_case(pool: Any) -> None:
     assert given[given.index("--layout") + 1] == layout
     assert [given[i + 1] for i, word in enumerate(given) if word == "--set"] == sets
     fuzz.write_corpus()
-    assert Fuzzer(QUICKSTART, pool).judge(case).kind == "equal"
+    assert Fuzzer(QUICKSTART, pool).verdict_of(case).kind == "equal"
 
 
 def test_a_campaign_goes_on_where_another_ended() -> None:

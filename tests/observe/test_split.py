@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.profiler import record_function
 
-from weft.observe.split import Event, Split, profile_step, split_events, trace
+from weft.observe.split import Split, TraceEvent, profile_step, split_events, trace
 
 
 def work(size: int = 300, times: int = 1) -> None:
@@ -40,32 +40,32 @@ def test_phases_of_one_process() -> None:
 
 def test_cpu_events_count_once_and_on_the_main_thread_only() -> None:
     events = [
-        Event("weft:step", 0, 10),
-        Event("c10d::allreduce_", 1, 2),
-        Event("gloo:all_reduce", 1, 9, thread=2),
-        Event("_c10d_functional::wait_tensor", 4, 6),
-        Event("weft:wait", 4.5, 5.5),
-        Event("weft:data", 0, 0.5),
-        Event("weft:optimizer", 5, 8),
-        Event("weft:wait", 9, 12),
+        TraceEvent("weft:step", 0, 10),
+        TraceEvent("c10d::allreduce_", 1, 2),
+        TraceEvent("gloo:all_reduce", 1, 9, thread=2),
+        TraceEvent("_c10d_functional::wait_tensor", 4, 6),
+        TraceEvent("weft:wait", 4.5, 5.5),
+        TraceEvent("weft:data", 0, 0.5),
+        TraceEvent("weft:optimizer", 5, 8),
+        TraceEvent("weft:wait", 9, 12),
     ]
     assert split_events(events) == Split(compute=3.5, communication=4, data=0.5, optimizer=2, total=10)
 
 
 def test_cuda_events_count_what_no_other_kernel_hides() -> None:
     events = [
-        Event("weft:step", 0, 20),
-        Event("weft:data", 0, 2),
-        Event("weft:optimizer", 3, 4),  # the host is ahead of the device
-        Event("gemm", 1, 6, kind="kernel"),
-        Event("ncclDevKernel_AllGather", 4, 9, kind="kernel"),
-        Event("Memcpy HtoD", 6, 9, kind="gpu_memcpy"),
-        Event("nccl:all_gather", 4, 16, kind="gpu_user_annotation"),
-        Event("gemm", 10, 12, kind="kernel"),
-        Event("weft:optimizer", 12, 16, kind="gpu_user_annotation"),
-        Event("adam", 12, 14, kind="kernel"),
-        Event("ncclDevKernel_AllReduce", 13.5, 15, kind="kernel"),
-        Event("adam", 15, 17, kind="kernel"),
+        TraceEvent("weft:step", 0, 20),
+        TraceEvent("weft:data", 0, 2),
+        TraceEvent("weft:optimizer", 3, 4),  # the host is ahead of the device
+        TraceEvent("gemm", 1, 6, kind="kernel"),
+        TraceEvent("ncclDevKernel_AllGather", 4, 9, kind="kernel"),
+        TraceEvent("Memcpy HtoD", 6, 9, kind="gpu_memcpy"),
+        TraceEvent("nccl:all_gather", 4, 16, kind="gpu_user_annotation"),
+        TraceEvent("gemm", 10, 12, kind="kernel"),
+        TraceEvent("weft:optimizer", 12, 16, kind="gpu_user_annotation"),
+        TraceEvent("adam", 12, 14, kind="kernel"),
+        TraceEvent("ncclDevKernel_AllReduce", 13.5, 15, kind="kernel"),
+        TraceEvent("adam", 15, 17, kind="kernel"),
     ]
     split = split_events(events)
     assert split == Split(compute=20 - 4 - 1 - 4, communication=4, data=1, optimizer=4, total=20)

@@ -12,7 +12,7 @@ from weft.schedule import draw
 from weft.schedule.actions import LOCAL, Action, ScheduleError, Table, Value, assemble, forward_half
 from weft.schedule.build import build
 from weft.schedule.execute import execute, replay
-from weft.schedule.kinds import KINDS, Clock, Duty, Flow, Kind, Place, declare
+from weft.schedule.kinds import KINDS, Clock, Duty, Flow, Kind, Visit, declare
 from weft.schedule.simulate import Costs, by_kind, simulate
 from weft.schedule.times import ModelTimes, Times
 from weft.schedule.validate import validate
@@ -22,17 +22,17 @@ from weft.train.pool import Pool
 RANKS, COUNT = 2, 4
 
 
-def _half(at: Place) -> Flow:
+def _half(at: Visit) -> Flow:
     """The first half of a forward hands what it has to an exchange."""
     return Flow(() if at.before is None else (Value("act", at.before, at.microbatch),),
                 (Value("dispatched", at.stage, at.microbatch),))  # fmt: skip
 
 
-def _exchange(at: Place) -> Flow:
+def _exchange(at: Visit) -> Flow:
     return Flow((Value("dispatched", at.stage, at.microbatch),), (Value("combined", at.stage, at.microbatch),))
 
 
-def _rest(at: Place) -> Flow:
+def _rest(at: Visit) -> Flow:
     sent = () if at.after is None else (Value("act", at.stage, at.microbatch),)
     return Flow((Value("combined", at.stage, at.microbatch),), (*sent, Value("saved", at.stage, at.microbatch)))
 

@@ -56,19 +56,19 @@ def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.
     return 2.0 * size**3 / min(timer.blocked_autorange(min_run_time=seconds).times)
 
 
-class Memory(NamedTuple):
-    """Memory of this rank in GiB: what the CUDA allocator has handed out, else what the process has resident."""
+class MemoryUse(NamedTuple):
+    """What this rank uses, in GiB: what the CUDA allocator has handed out, else what the process has resident."""
 
     now: float
     peak: float
 
 
-def memory_gib(device: torch.device) -> Memory:
+def memory_gib(device: torch.device) -> MemoryUse:
     if device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     else:
         now, peak = psutil.Process().memory_info().rss, peak_resident()
-    return Memory(now / 2**30, peak / 2**30)
+    return MemoryUse(now / 2**30, peak / 2**30)
 
 
 def peak_resident() -> int:

@@ -30,7 +30,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """What the split needs of one profiled event: times in seconds, ``kind`` as the profiler names activities."""
 
     name: str
@@ -55,10 +55,10 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, Split]:
     events = [(e.name(), e.start_ns() / 1e9, e.end_ns() / 1e9, e.start_thread_id(), e.activity_type()) for e in raw]
     # The profiler's table of actions refers to itself, so that the raw events would stay until a full collection.
     profiler.profiler, profiler.action_map = None, {}
-    return result, split_events([Event(*event) for event in events])
+    return result, split_events([TraceEvent(*event) for event in events])
 
 
-def split_events(events: Sequence[Event]) -> Split:
+def split_events(events: Sequence[TraceEvent]) -> Split:
     """The split of a step whose extent is the event ``weft:step``.
 
     On the CPU communication is exposed while the main thread issues a collective or waits for it. On a GPU it is
@@ -82,7 +82,7 @@ def split_events(events: Sequence[Event]) -> Split:
     return Split(max(0.0, total - communication - data - optimizer), communication, data, optimizer, total)
 
 
-def claim(step: Event, *layers: Sequence[Event]) -> list[float]:
+def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:
     """Seconds within ``step`` that each layer of events covers and no earlier layer does."""
     edges = [
         (min(max(t, step.start), step.end), change, layer)

@@ -206,12 +206,12 @@ def timeline(first: Final) -> dict[str, Any]:
     levels = tuple(tuple((when, gib(level)) for when, level in track) for track in run.memory)
     picture = svg(replace(run, memory=levels), note=note, unit="s", memory="activations held, GiB", page=True)
     seen = {t.action.kind for lane in run.timeline for t in lane if t.end > t.start}
-    told = legend(run.table)
+    drawn = legend(run.table)
     return {
         "note": note,
         "picture": picture,
-        "kinds": [kind for kind in told["kinds"] if kind[0] in seen],
-        "told": told["told"],
+        "kinds": [kind for kind in drawn["kinds"] if kind[0] in seen],
+        "remark": drawn["remark"],
     }
 
 

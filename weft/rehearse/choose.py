@@ -15,6 +15,7 @@ import torch
 
 from weft.errors import UsageError
 from weft.layout.layout import AXES, Layout
+from weft.layout.placement import rank_table
 from weft.model_shape import Shape, shape_of
 from weft.planner.choose import Choice, choice_of, demands, recipe_under
 from weft.planner.cost import BITS, Cost
@@ -28,7 +29,7 @@ from weft.recipe import Recipe
 from weft.rehearse.clock import Prediction, predict
 from weft.rehearse.curves import COLLECTIVES, Local
 from weft.rehearse.links import Links
-from weft.rehearse.mapping import Traffic, place_axes, ranks_of
+from weft.rehearse.mapping import Traffic, place_axes
 from weft.rehearse.step import Event, Rehearsal, batches_of, every_rank
 from weft.train.setup import model_shape
 
@@ -74,14 +75,14 @@ def placed(layout: Layout, rehearsed: Sequence[Rehearsal], links: Links | None) 
         return "", []
     place = place_axes(links, layout, traffic_of(rehearsed[0].events, 0, layout))
     turned = layout.model_copy(update={"order": place.order})
-    workers = ranks_of(turned, turned.axis_order).reshape(-1).tolist()
+    workers = rank_table(turned).reshape(-1).tolist()
     return (place.order if workers != list(range(layout.world)) else ""), workers
 
 
 def traffic_of(events: Sequence[Event], rank: int, layout: Layout) -> dict[str, Traffic]:
     """What ``rank`` sends along every axis in a rehearsed step. Small sums over the world are left out."""
-    at = np.argwhere(ranks_of(layout, layout.axis_order) == rank)[0]
-    places = ranks_of(layout, layout.axis_order)
+    at = np.argwhere(rank_table(layout) == rank)[0]
+    places = rank_table(layout)
     lines = {}  # the ranks along an axis through this one
     for i, axis in enumerate(AXES):
         index = tuple(slice(None) if i == j else int(k) for j, k in enumerate(at))

@@ -8,12 +8,13 @@ along the axes that come last. Times are seconds, traffic is in bytes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from weft.layout.layout import AXES, Layout
+from weft.layout.placement import rank_table
 from weft.rehearse.links import Links
 
 #: Axes whose ranks pass values on from one to the next; the others run rings over all.
@@ -34,12 +35,6 @@ class Placement:
 
     order: str
     seconds: float
-
-
-def ranks_of(layout: Layout, order: Sequence[str]) -> np.ndarray:
-    """The rank at every place, with one dimension per axis of :data:`AXES`: as :class:`weft.layout.mesh.Mesh`."""
-    laid = np.arange(layout.world).reshape([layout.size(axis) for axis in order])
-    return laid.transpose([list(order).index(axis) for axis in AXES])
 
 
 def seconds(links: Links, layout: Layout, traffic: Mapping[str, Traffic], places: np.ndarray) -> float:
@@ -73,7 +68,7 @@ def place_axes(links: Links, layout: Layout, traffic: Mapping[str, Traffic]) -> 
     found = []
     for order in orders(layout):
         used = [axis for axis in order if layout.size(axis) > 1]
-        cost = seconds(links, layout, traffic, ranks_of(layout, order))
+        cost = seconds(links, layout, traffic, rank_table(layout, order))
         found.append((round(cost, 9), used != usual, " ".join(used), cost))
     _, _, order_text, cost = min(found)
     return Placement(order_text, cost)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from weft.errors import WeftError
-from weft.schedule.kinds import KINDS, Duty, Flow, Kind, Place, declare, kind_of
+from weft.schedule.kinds import KINDS, Duty, Flow, Kind, Visit, declare, kind_of
 
 
 class Value(NamedTuple):
@@ -122,7 +122,7 @@ def assemble(name: str, orders: Sequence[Order], stages: int, paths: Sequence[Se
     microbatch's path.
     """
     places = {
-        (stage, m): Place(stage, m, path[i - 1] if i else None, path[i + 1] if i + 1 < len(path) else None)
+        (stage, m): Visit(stage, m, path[i - 1] if i else None, path[i + 1] if i + 1 < len(path) else None)
         for m, path in enumerate(paths)
         for i, stage in enumerate(path)
     }
@@ -153,25 +153,25 @@ def forward_half(table: Table) -> Table:
     return replace(table, ranks=tuple(tuple(map(trim, actions)) for actions in kept))
 
 
-def _forward(at: Place) -> Flow:
+def _forward(at: Visit) -> Flow:
     reads = () if at.before is None else (Value("act", at.before, at.microbatch),)
     sent = () if at.after is None else (Value("act", at.stage, at.microbatch),)
     return Flow(reads, (*sent, Value("saved", at.stage, at.microbatch)))
 
 
-def _backward(at: Place) -> Flow:
+def _backward(at: Visit) -> Flow:
     # The gradient that a stage reads is that of the next stage's input.
     reads = () if at.after is None else (Value("grad", at.after, at.microbatch),)
     writes = () if at.before is None else (Value("grad", at.stage, at.microbatch),)
     return Flow((*reads, Value("saved", at.stage, at.microbatch)), writes)
 
 
-def _input_gradient(at: Place) -> Flow:
+def _input_gradient(at: Visit) -> Flow:
     reads, writes = _backward(at)
     return Flow(reads, (*writes, Value("tape", at.stage, at.microbatch)))
 
 
-def _weight_gradient(at: Place) -> Flow:
+def _weight_gradient(at: Visit) -> Flow:
     return Flow((Value("tape", at.stage, at.microbatch),), ())
 
 

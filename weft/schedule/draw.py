@@ -46,8 +46,8 @@ def chunks(table: Table) -> tuple[dict[tuple[int, int, int], int], int, str]:
         return shade, max(1, *map(len, held)), "the rank's stages, strongest first"
     first = {m: rank for rank, stage, m in places if 0 <= m < table.microbatches and stage == table.paths[m][0]}
     ends = sorted(set(first.values()))
-    told = f"enters at rank {', '.join(map(str, ends))}"
-    return {p: ends.index(first.get(p[2], ends[0])) for p in places}, len(ends), told
+    meaning = f"enters at rank {', '.join(map(str, ends))}"
+    return {p: ends.index(first.get(p[2], ends[0])) for p in places}, len(ends), meaning
 
 
 def boxes(simulation: Simulation) -> list[Timed]:
@@ -81,13 +81,13 @@ class Look(NamedTuple):
 
 def legend(table: Table) -> dict[str, Any]:
     """For the templates: every kind with its meaning and the looks of its shades; what else there is to tell."""
-    _, shades, told = chunks(table)
+    _, shades, meaning = chunks(table)
     kinds = [
         (kind, kind_of(kind).meaning, [
             Look(f"k{k}s{s}", *shaded(colour, s, shades), *shaded(colour, s, shades, dark=True)) for s in range(shades)
         ]) for k, (kind, colour) in enumerate(colours(table).items())
     ]  # fmt: skip
-    return {"kinds": kinds, "told": " · number: microbatch" + (f" · shade: {told}" if shades > 1 else "")}
+    return {"kinds": kinds, "remark": " · number: microbatch" + (f" · shade: {meaning}" if shades > 1 else "")}
 
 
 def number(value: float) -> str:

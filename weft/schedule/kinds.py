@@ -34,7 +34,7 @@ class Clock(Enum):
     COMMUNICATION = "communication"
 
 
-class Place(NamedTuple):
+class Visit(NamedTuple):
     """Where an action stands: its stage and microbatch, and the stages before and after on the microbatch's path."""
 
     stage: int
@@ -73,7 +73,7 @@ class Kind:
     colour: str = ""
     duty: Duty = Duty.NONE
     forward: bool = False
-    flow: Callable[[Place], Flow] | None = None
+    flow: Callable[[Visit], Flow] | None = None
     cost: Callable[["Action", ModelTimes], float] = duty_time
     clock: Clock = Clock.COMPUTE
     parameters: bool = True

@@ -30,7 +30,7 @@ class Grade(IntEnum):
     UNEXPECTED = 1
     NAMED = 2  # the loss of another rank, which is named
     LOST = 3  # the loss of another rank
-    TOLD = 4  # told to stop
+    ASKED = 4  # it was asked to stop
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _named(error: BaseException) -> str:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether ``error`` only says that another rank is gone, late, or that this one was told to stop."""
+    """Whether ``error`` only says that another rank is gone, late, or that this one was asked to stop."""
     names = {cls.__name__ for cls in type(error).__mro__}  # by name: a typo must not cost an import of torch
     if names & {"DistError", "PeerLost", "KeyboardInterrupt", "SystemExit"}:
         return True
@@ -106,8 +106,8 @@ def root_cause(
             message += {True: ": out of memory", False: ", but not by the kernel for want of memory", None: ""}[oom]
             message += "; if nobody did that, it ran out of memory" if oom is None else ""
             message += '; try a smaller train.micro_batch or train.recompute = "full"' if oom is not False else ""
-        told = {-code, code - 128} & {signal.SIGTERM, signal.SIGINT}
-        candidates.append(Failure(rank, message, 1, Grade.TOLD if told else Grade.UNEXPECTED, when))
+        asked = {-code, code - 128} & {signal.SIGTERM, signal.SIGINT}
+        candidates.append(Failure(rank, message, 1, Grade.ASKED if asked else Grade.UNEXPECTED, when))
     return min(candidates, key=lambda failure: (failure.grade, failure.when), default=None)
 
 

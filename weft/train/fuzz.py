@@ -171,7 +171,7 @@ def compared(recipe: Recipe, steps: int) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Fuzzer:
-    """Judges cases of one recipe in a pool of processes, each within ``limit`` seconds."""
+    """Runs cases of one recipe in a pool of processes, each within ``limit`` seconds."""
 
     path: Path
     pool: Pool
@@ -179,7 +179,7 @@ class Fuzzer:
     steps: int = 2
     limit: float = 60
 
-    def judge(self, case: Case) -> Verdict:
+    def verdict_of(self, case: Case) -> Verdict:
         layout, sets = words(case)
         try:
             recipe = load_recipe(self.path, [*sets, f'train.dtype="{self.dtype}"'], layout)
@@ -196,13 +196,13 @@ class Fuzzer:
 
     def shrunk(self, case: Case, kind: str) -> tuple[Case, Verdict]:
         """The case without whatever it fails without."""
-        verdict = self.judge(case)
+        verdict = self.verdict_of(case)
         for name in list(case):
             smaller = {key: value for key, value in case.items() if key not in (name, "layout.order")}
             if name != "layout.order" and "layout.order" in case:
                 axes = [a for a in case["layout.order"].split() if f"layout.{a}" in smaller]
                 smaller["layout.order"] = " ".join(axes)
-            found = self.judge(smaller)
+            found = self.verdict_of(smaller)
             if found.kind == kind:
                 case, verdict = smaller, found
         return case, verdict
@@ -220,7 +220,7 @@ class Fuzzer:
             if time.monotonic() > end:
                 return
             case = draw(recipe, random.Random(f"{seed}-{number}"), ranks)
-            verdict = self.judge(case)
+            verdict = self.verdict_of(case)
             if verdict.kind not in ("equal", "refused"):
                 case, smaller = self.shrunk(case, verdict.kind)
                 verdict = smaller if smaller.kind == verdict.kind else verdict

@@ -59,7 +59,7 @@ class PostValidation:
         count = PendingSum(share_of_tokens(batches, self.mesh), self.mesh)
         loss = self._run(batches, count)
         self.before_update()
-        before, right = self._settle()
+        before, right = self._finish_pending()
         if not right:
             self.repeated += 1
             clear_gradients(self.model, self.state)
@@ -77,7 +77,7 @@ class PostValidation:
 
     def finish(self) -> list[StepResult]:
         """The result of the last step, whose update is final afterwards; nothing if that has been returned."""
-        return self._settle()[0]
+        return self._finish_pending()[0]
 
     def summary(self) -> str:
         hint = "; they are clipped too often, raise optimizer.clip" if self.repeated > self.steps / 4 else ""
@@ -86,7 +86,7 @@ class PostValidation:
     def _run(self, batches: Sequence[Batch], count: PendingSum) -> T:
         return self.model.pipeline.accumulate(batches, lambda: count().clamp(min=1))
 
-    def _settle(self) -> tuple[list[StepResult], bool]:
+    def _finish_pending(self) -> tuple[list[StepResult], bool]:
         """Read the pending step's sums; correct its update if it was wrong, and say whether it was right."""
         if self.pending is None:
             return [], True

@@ -38,7 +38,7 @@ class WorkerDied(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankResult:
     """What one rank sends back: a pickled value, or a pickled exception (None if that cannot be) and its trace."""
 
     ok: bool
@@ -133,9 +133,9 @@ class Pool:
         theirs.close()
         return Worker(process, ours, stacks)
 
-    def _collect(self, workers: list[Worker], timeout: float) -> dict[int, Outcome]:
+    def _collect(self, workers: list[Worker], timeout: float) -> dict[int, RankResult]:
         """Answers by rank, until all are in, the time is up, or a rank failed and the others had time to notice."""
-        answers: dict[int, Outcome] = {}
+        answers: dict[int, RankResult] = {}
         waiting = {worker.conn: rank for rank, worker in enumerate(workers)}
         deadline = time.monotonic() + timeout
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -217,7 +217,7 @@ def _end_with_session() -> None:
 
 def _call(
     rank: int, world: int, store: Any, timeout: float, task: bytes, secondary: Callable[[BaseException], bool]
-) -> Outcome:
+) -> RankResult:
     """One call inside its own process group, and under settings that no earlier call has left."""
     import torch
     import torch.distributed as dist
@@ -230,7 +230,7 @@ def _call(
         limit = timedelta(seconds=timeout + 10)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         fn, args = pickle.loads(task)
-        return Outcome(True, pickle.dumps(fn(*args)))
+        return RankResult(True, pickle.dumps(fn(*args)))
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))
         try:
@@ -238,4 +238,4 @@ def _call(
             pickle.loads(payload)
         except Exception:
             payload = None
-        return Outcome(False, payload, trace, secondary(error))
+        return RankResult(False, payload, trace, secondary(error))

@@ -23,7 +23,7 @@ T = torch.Tensor
 Key = tuple[str, int]
 
 
-class Piece(NamedTuple):
+class TilePiece(NamedTuple):
     """One call of a kernel: these rows of query block ``q`` against these of key block ``k``."""
 
     rows: slice
@@ -72,7 +72,7 @@ class Trip:
         held: dict[Key, list[T]],
         like: dict[str, list[T]],
         blank: dict[str, tuple[float, ...]],
-        compute: Callable[[list[T], list[T], Piece], dict[str, list[T]]],
+        compute: Callable[[list[T], list[T], TilePiece], dict[str, list[T]]],
         merge: Callable[[list[T], list[T]], None],
     ) -> dict[Key, list[T]]:
         """Results of own blocks, of every kind in ``blank``, by kind and block.
@@ -159,7 +159,7 @@ def _check(table: TileTable, cu: tuple[int, ...], lengths: tuple[int, ...], peer
         raise UsageError(f"documents at {cu[0]} to {cu[-1]} do not fill rows of {row} tokens")
 
 
-def tile_pieces(cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int) -> list[Piece]:
+def tile_pieces(cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int) -> list[TilePiece]:
     """What there is to compute of query block ``q`` against key block ``k``, in the coordinates of the two.
 
     A block meets itself in one causal segment per document, an earlier block in at most one full segment per row: the
@@ -182,9 +182,9 @@ def tile_pieces(cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int) -
             segments.append(Segment(r * nq, r * nq + q1, r * nk + k0, (r + 1) * nk, False))
     full = len(segments) == rows and all((s.q1 - s.q0, s.k1 - s.k0) == (nq, nk) for s in segments)
     if segments and (q == k or full):
-        return [Piece(slice(0, rows * nq), slice(0, rows * nk), segments, q, k)]
+        return [TilePiece(slice(0, rows * nq), slice(0, rows * nk), segments, q, k)]
     return [
-        Piece(slice(s.q0, s.q1), slice(s.k0, s.k1), [Segment(0, s.q1 - s.q0, 0, s.k1 - s.k0, False)], q, k)
+        TilePiece(slice(s.q0, s.q1), slice(s.k0, s.k1), [Segment(0, s.q1 - s.q0, 0, s.k1 - s.k0, False)], q, k)
         for s in segments
     ]
 
@@ -218,7 +218,7 @@ def tile_attention(
     none, high = q[0, :0], wide(q.dtype)
     like = {"q": [none], "kv": [k[0, :0], v[0, :0]], "o": [none.to(high), none[..., 0].to(high)]}
 
-    def compute(query: list[T], block: list[T], piece: Piece) -> dict[str, list[T]]:
+    def compute(query: list[T], block: list[T], piece: TilePiece) -> dict[str, list[T]]:
         rows, cols = piece.rows, piece.cols
         return {"o": list(attend_forward(query[0][rows], block[0][cols], block[1][cols], piece.segments))}
 
@@ -239,7 +239,7 @@ def tile_attention_backward(
     like = {"q": [q[0, :0], grad[0, :0], out[0, :0], lse[:0]], "kv": [k[0, :0], v[0, :0]]}
     like |= {"o": [q[0, :0].to(lse.dtype)], "dkv": [x.to(lse.dtype) for x in like["kv"]]}
 
-    def compute(query: list[T], block: list[T], piece: Piece) -> dict[str, list[T]]:
+    def compute(query: list[T], block: list[T], piece: TilePiece) -> dict[str, list[T]]:
         q, grad, out, lse = (x[piece.rows] for x in query)
         k, v = (x[piece.cols] for x in block)
         dq, dk, dv = attend_backward(grad, q, k, v, out, lse, piece.segments)

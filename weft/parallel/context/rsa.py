@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from weft.models.attention import fold_heads, wide
-from weft.parallel.context.execute import Piece, Trip, trip_of
+from weft.parallel.context.execute import TilePiece, Trip, trip_of
 
 T = torch.Tensor
 
@@ -25,7 +25,7 @@ class Spot(NamedTuple):
     causal: bool
 
 
-def spots(trip: Trip, piece: Piece) -> Iterator[Spot]:
+def spots(trip: Trip, piece: TilePiece) -> Iterator[Spot]:
     start = sum(trip.lengths[: piece.k])
     for s in piece.segments:
         q, k = piece.rows.start + s.q0, piece.cols.start + s.k0
@@ -51,7 +51,7 @@ def _collect(p: T, x: T, kv_heads: int) -> T:
     return fold_heads(torch.einsum("hnm,nhd->mhd", p, x)[None], kv_heads)[0]
 
 
-def _round(trip: Trip, q: T, block: T, compute: Callable[[T, T, Piece], T | None], gradient: bool = False) -> T:
+def _round(trip: Trip, q: T, block: T, compute: Callable[[T, T, TilePiece], T | None], gradient: bool = False) -> T:
     """``block`` (keys or values, ``[rows, tokens held, kv_heads, d]``) goes once round the ring, past own ``q``.
 
     With ``gradient``, ``compute`` returns what a piece adds to that of its block, which goes home and is returned.
@@ -60,7 +60,7 @@ def _round(trip: Trip, q: T, block: T, compute: Callable[[T, T, Piece], T | None
     held = {("q", b): [x] for b, x in trip.cut(q).items()} | {("kv", b): [x] for b, x in here.items()}
     like = {"kv": [block[0, :0]], "dkv": [block[0, :0].to(wide(block.dtype))]}
 
-    def step(query: list[T], visiting: list[T], piece: Piece) -> dict[str, list[T]]:
+    def step(query: list[T], visiting: list[T], piece: TilePiece) -> dict[str, list[T]]:
         made = compute(query[0], visiting[0], piece)
         return {} if made is None else {"dkv": [made[piece.cols]]}
 
@@ -85,7 +85,7 @@ def ring_self_attention(
     trip, high = trip_of(q, cu_seqlens, "rsa", peers, index, lengths), wide(q.dtype)
     p = q.new_full((q.shape[0], q.shape[2], q.shape[1], sum(trip.lengths)), -torch.inf, dtype=high)
 
-    def score(query: T, keys: T, piece: Piece) -> None:
+    def score(query: T, keys: T, piece: TilePiece) -> None:
         for s in spots(trip, piece):
             made = _times(query[s.q].to(high), keys[s.k].to(high)).mul_(q.shape[-1] ** -0.5)
             if s.causal:
@@ -97,7 +97,7 @@ def ring_self_attention(
     p.div_(p.sum(-1, keepdim=True))
     out = torch.zeros(q.shape, dtype=high, device=q.device)
 
-    def average(query: T, values: T, piece: Piece) -> None:
+    def average(query: T, values: T, piece: TilePiece) -> None:
         for s in spots(trip, piece):
             out[s.at[0], s.at[2]] += _weigh(p[s.at], values[s.k].to(high))
 
@@ -112,7 +112,7 @@ def ring_self_attention_backward(
     trip, high, kv_heads = trip_of(q, cu_seqlens, "rsa", peers, index, lengths), p.dtype, k.shape[2]
     ds, dq = torch.zeros_like(p), torch.zeros(q.shape, dtype=high, device=q.device)
 
-    def by_values(query: T, values: T, piece: Piece) -> T:
+    def by_values(query: T, values: T, piece: TilePiece) -> T:
         dv = torch.zeros(values.shape, dtype=high, device=q.device)
         for s in spots(trip, piece):
             g = query[s.q].to(high)
@@ -124,7 +124,7 @@ def ring_self_attention_backward(
     towards = (grad.to(high) * out.to(high)).sum(-1)  # [batch, seq held, heads]
     ds.sub_(towards.transpose(1, 2)[..., None]).mul_(p).mul_(q.shape[-1] ** -0.5)
 
-    def by_keys(query: T, keys: T, piece: Piece) -> T:
+    def by_keys(query: T, keys: T, piece: TilePiece) -> T:
         dk = torch.zeros(keys.shape, dtype=high, device=q.device)
         for s in spots(trip, piece):
             dq[s.at[0], s.at[2]] += _weigh(ds[s.at], keys[s.k].to(high))
