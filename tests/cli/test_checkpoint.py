@@ -16,9 +16,10 @@ import torch
 from tests.checkpoint.test_golden import GOLDEN
 from tests.conftest import Command
 from weft.checkpoint.format import ROOT
+from weft.checkpoint.lease import Lease
 from weft.checkpoint.save import plan, within
 from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.store import committed, open_checkpoint, retained
+from weft.checkpoint.store import PLACES, committed, open_checkpoint, retained
 from weft.checkpoint.writer import Commit, WriteTask, commit, write
 from weft.layout.dims import Tensor
 from weft.layout.parts import NAMES, Part
@@ -219,6 +220,24 @@ def test_prune_never_deletes_the_last_that_verifies(weft: Any, run: Path) -> Non
     damage(run / "checkpoints/step-000003")
     code, out, err = weft("prune", run, "--keep-last", 1)
     assert code == 1 and "no checkpoint" in err and kept(run) == [3, 5, 6]
+
+
+@pytest.mark.parametrize("held", ["run/checkpoints", "elsewhere"])
+def test_prune_waits_for_no_run_and_takes_nothing_from_it(weft: Any, run: Path, held: str) -> None:
+    """A run that trains holds its places: also those that only its list names, and that have no checkpoint yet."""
+    (run / PLACES).write_text(json.dumps({"places": [str(run.parent / "elsewhere")]}))
+    with Lease() as lease:
+        lease.take([LocalStorage(run.parent / held)])
+        before = contents(run)
+        for path in {run, run.parent / held} - {run.parent / "elsewhere"}:
+            code, out, err = weft("prune", path, "--keep-last", 1)
+            assert (code, out) == (1, "") and re.match(rf"weft: error: .*{held} is in use by process \d+ on ", err)
+        assert weft("prune", run, "--keep-last", 1, "--dry-run")[0] == 0, "to look is free"
+        assert contents(run) == before
+    changed = run.stat().st_mtime_ns
+    assert weft("prune", run, "--keep-last", 1)[0] == 0 and kept(run) == [6]
+    assert run.stat().st_mtime_ns == changed, "by which --resume auto finds the run that was last"
+    assert not (run.parent / "elsewhere").exists() and not (run / "checkpoints/lease").exists()
 
 
 def test_prune_spares_a_save_under_way_and_what_was_saved_last(weft: Any, run: Path) -> None:

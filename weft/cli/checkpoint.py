@@ -181,10 +181,11 @@ def prune(
     best: Annotated[str | None, typer.Option(metavar="METRIC", help="Keep the lowest, e.g. validation.loss.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> int:
-    """Delete old checkpoints of a run, but never the last that verifies.
+    """Delete old checkpoints of a run, but never the last that verifies, and none while the run is training.
 
     In each place of the run the newest checkpoint is read first, and those before it until one is whole.
     """
+    from weft.checkpoint.lease import Lease
     from weft.checkpoint.s3 import open_storage
     from weft.checkpoint.store import committed, places
     from weft.checkpoint.store import prune as delete
@@ -201,16 +202,21 @@ def prune(
         _verify(place)
         damaged.pop()
 
-    for root in places(run):
-        if not (here := committed(root)):
-            continue
-        before = len(damaged)
-        gone = delete(root, last, every, scores, check, dry_run)
-        if len(damaged) - before == len(here):
-            raise WeftError(f"no checkpoint in {root} verifies, so none is deleted")
-        for place in gone:
-            print(f"{'would delete' if dry_run else 'deleted'} {place}")
-        kept += len(here) - len(gone)
+    # Not the run's folder itself: by when it was changed, --resume auto tells which run is the last.
+    roots = [root for root in places(run) if root != open_storage(run) or committed(root)]
+    with Lease() as lease:
+        if not dry_run:
+            lease.take(roots)
+        for root in roots:
+            if not (here := committed(root)):
+                continue
+            before = len(damaged)
+            gone = delete(root, last, every, scores, check, dry_run)
+            if len(damaged) - before == len(here):
+                raise WeftError(f"no checkpoint in {root} verifies, so none is deleted")
+            for place in gone:
+                print(f"{'would delete' if dry_run else 'deleted'} {place}")
+            kept += len(here) - len(gone)
     print(f"{kept} of {len(found)} kept" + (f"; damaged: {', '.join(damaged)}" if damaged else ""))
     return 0
 
