@@ -46,7 +46,7 @@ def name(case: Case) -> str:
 
 def tree(corpus: str, case: Case) -> dict[str, Any]:
     extras = case.get("extras", False)
-    return recipe(
+    values = recipe(
         corpus,
         layout__zero=case.get("zero", 3),
         layout__context=case.get("context", "ring"),
@@ -64,6 +64,8 @@ def tree(corpus: str, case: Case) -> dict[str, Any]:
         layout__scan=case.get("scan", "gather"),
         **{f"layout__{axis}": size for axis, size in case["layout"].items()},
     ).model_dump(mode="json")
+    values["model"] |= case.get("model", {})
+    return values
 
 
 def difference(values: dict[str, Any], fault: Callable[..., Any] | None = None, target: str = "") -> Difference | None:
@@ -120,6 +122,42 @@ def test_hybrids_of_softmax_and_linear_attention(pool: Any, corpus: str, case: C
     assert found.ok, found
     shape = build_recipe(tree(corpus, case)).model.model_copy(update={"vocab": 257})
     assert check_types(shape, layout, Train(recompute=case.get("recompute", "none"))) is None
+
+
+#: What Gemma 3 adds: norms behind, scaled embeddings and queries, GELU, and windows with a rope base of their own.
+GEMMA = {
+    "window": 5, "full_every": 3, "window_theta": 100.0, "query_dim": 3.0, "activation": "gelu", "norm_after": True,
+    "scaled_embedding": True, "qk_norm": True, "tied": True, "layers": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [
+    {"layout": {"shard": 2}},
+    {"layout": {"tp": 2}},
+    {"layout": {"pp": 2}},
+    {"layout": {"cp": 2}, "context": "zigzag"},
+    {"layout": {"cp": 3}, "context": "lightseq", "recompute": "selective"},
+    pytest.param({"layout": {"cp": 4}, "context": "rsa"}, marks=pytest.mark.slow),
+    pytest.param({"layout": {"cp": 2, "tp": 2, "shard": 2}, "context": "tokenring"}, marks=pytest.mark.slow),
+    pytest.param({"layout": {"cp": 2, "tp": 2}, "context": "ulysses", "recompute": "full"}, marks=pytest.mark.slow),
+    pytest.param({"layout": {"pp": 2, "cp": 2}, "context": "ring"}, marks=pytest.mark.slow),
+    pytest.param({"layout": {"pp": 2, "tp": 2}, "dtype": "float32"}, marks=pytest.mark.slow),
+], ids=name)  # fmt: skip
+def test_windows_and_norms_of_gemma(pool: Any, corpus: str, case: Case) -> None:
+    layout = Layout(**case["layout"], context=case.get("context", "ring"))
+    values = tree(corpus, case | {"model": GEMMA})
+    found = pool.run(layout.world, difference, values)[0]
+    assert found.ok, found
+    shape = build_recipe(values).model.model_copy(update={"vocab": 257})
+    assert check_types(shape, layout, Train(recompute=case.get("recompute", "none"))) is None
+
+
+@pytest.mark.parametrize("balance", ["greedy", "flexsp"])
+def test_windows_of_documents_placed_by_length(pool: Any, corpus: str, balance: str) -> None:
+    values = tree(corpus, {"layout": {"dp": 2, "cp": 2}, "zero": 1, "model": {"window": 4, "full_every": 2}})
+    values["layout"] |= {"balance": balance}
+    found = pool.run(4, difference, values)[0]
+    assert found.ok, found
 
 
 @pytest.mark.parametrize("mode", ["none", "selective"])

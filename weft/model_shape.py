@@ -123,6 +123,7 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
     """The numbers of a recipe's model; ``vocab``: of the tokenizer, if the model leaves it to that."""
     kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or 0
     linear = sum(model.mixer_of(layer) != "softmax" for layer in range(model.layers)) / model.layers
+    windowed = sum(model.window_of(layer) > 0 for layer in range(model.layers)) / model.layers
     biases = (model.heads + 2 * kv_heads) * model.qkv_bias
     return Shape(
         model.layers,
@@ -134,5 +135,8 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         model.vocab or vocab,
         tied=int(model.tied),
         linear=linear,
-        extras=(2 * model.qk_norm + biases + linear) * head_dim,  # linear attention has a norm of its own
+        window=model.window,
+        windowed=windowed,
+        # Linear attention has a norm of its own.
+        extras=(2 * model.qk_norm + biases + linear) * head_dim + 2 * model.embed * model.norm_after,
     )

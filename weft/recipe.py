@@ -33,8 +33,9 @@ class Section(BaseModel):
 
 
 class RopeScaling(Section):
-    """Llama-3 frequency scaling (Llama 3.1 report, section 3.4); ``factor`` 1 is plain RoPE."""
+    """Llama-3 frequency scaling (Llama 3.1 report, section 3.4), of which ``linear`` uses ``factor`` alone."""
 
+    kind: Literal["llama3", "linear"] = "llama3"
     factor: PositiveFloat = 1.0
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
@@ -48,6 +49,11 @@ class ModelShape(Section):
 
     ``mixer`` is what mixes tokens: ``softmax`` attention, ``linear`` attention, or ``retention`` (linear with decay).
     Of the last two, ``softmax_every = n`` keeps softmax attention in every n-th layer (a hybrid; 0: in none).
+
+    ``window``: a token sees so many tokens, itself among them (0: all), but in every ``full_every``-th layer, which
+    sees all; ``window_theta`` is ``rope_theta`` of windowed layers. The rest is what Gemma 3 does besides: scores
+    divided by the root of ``query_dim`` rather than of ``head_dim``, embeddings multiplied by the root of ``embed``,
+    and norms after attention and feed-forward as well as before.
     """
 
     config: Path | None = None
@@ -68,10 +74,21 @@ class ModelShape(Section):
     init_std: PositiveFloat = 0.02
     mixer: Literal["softmax", "linear", "retention"] = "softmax"
     softmax_every: int = Field(0, ge=0)
+    window: int = Field(0, ge=0)
+    full_every: int = Field(0, ge=0)
+    window_theta: PositiveFloat | None = None
+    query_dim: PositiveFloat | None = None
+    activation: Literal["silu", "gelu"] = "silu"
+    scaled_embedding: bool = False
+    norm_after: bool = False
 
     def mixer_of(self, layer: int) -> str:
         every = self.softmax_every
         return "softmax" if every and (layer + 1) % every == 0 else self.mixer
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a token of this layer sees at most; 0 for all."""
+        return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
 
     @model_validator(mode="after")
     def _fill(self) -> Self:
@@ -88,6 +105,8 @@ class ModelShape(Section):
             raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {derived['kv_heads']}")
         if derived["head_dim"] % 2:
             raise ValueError(f"head_dim = {derived['head_dim']} must be even for rotary position embedding")
+        if self.window and any(self.mixer_of(i) != "softmax" and self.window_of(i) for i in range(self.layers)):
+            raise ValueError(f"window = {self.window} is for softmax attention; leave out window or mixer")
         return self
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.models.attention import Segment, attend_backward, attend_forward, attention, document_segments
+from weft.models.attention import attend_backward, attend_forward, attention
+from weft.models.segments import Segment, document_segments
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
@@ -31,24 +34,37 @@ def dense(
     seen = torch.zeros(len(q), len(k), dtype=torch.bool)
     for s in segments:
         block = torch.ones(s.q1 - s.q0, s.k1 - s.k0, dtype=torch.bool)
-        seen[s.q0 : s.q1, s.k0 : s.k1] = block.tril() if s.causal else block
+        seen[s.q0 : s.q1, s.k0 : s.k1] = (block.triu() if s.flipped else block.tril()) if s.causal else block
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
     scores = scores.masked_fill(~seen, -torch.inf)
     weights = scores.softmax(-1).nan_to_num(0)  # rows that see nothing
     return torch.einsum("hqk,khd->qhd", weights, v), scores.logsumexp(-1).T
 
 
-def check(lengths: list[int], rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def seen_through(window: int, cu_seqlens: torch.Tensor) -> list[Segment]:
+    """One segment for every pair of tokens that see each other, by the definition of a window."""
+    return [
+        Segment(q, q + 1, k, k + 1, False)
+        for a, b in pairwise(cu_seqlens.tolist())
+        for q in range(a, b)
+        for k in range(max(a, q - window + 1) if window else a, q + 1)
+    ]
+
+
+def check(
+    lengths: list[int], rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int = 0
+) -> None:
     """Forward and backward of the operator on ``rows`` rows, each of documents of these ``lengths``."""
     bounds = torch.tensor([0, *lengths * rows]).cumsum(0).to(torch.int32)
     tokens = sum(lengths) * rows
     *qkv, grad = inputs(tokens, heads, kv_heads, head_dim, dtype)
     mine = [x.unflatten(0, (rows, -1)).clone().requires_grad_() for x in qkv]
     reference = [x.double().requires_grad_() for x in qkv]
-    out, lse = attention(*mine, bounds)
+    out, lse = attention(*mine, bounds, window)
     assert out.shape == mine[0].shape and lse.shape == (tokens, heads)
     out.backward(grad.view(out.shape))
-    expected, expected_lse = dense(*reference, document_segments(bounds))
+    pairs = seen_through(window, bounds) if window else document_segments(bounds)
+    expected, expected_lse = dense(*reference, pairs)
     expected.backward(grad.double())
     near = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     torch.testing.assert_close(out.flatten(0, 1).double(), expected, **near)
@@ -84,6 +100,26 @@ def test_long_documents_that_are_cut_into_squares_and_rectangles(lengths: list[i
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 7, 30], [19, 19], [130, 1, 66]])
 def test_other_dtypes(lengths: list[int], dtype: torch.dtype) -> None:
     check(lengths, 1, 4, 2, 16, dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 2), st.integers(1, 45))
+def test_windows(lengths: list[int], rows: int, window: int) -> None:
+    check(lengths, rows, 4, 2, 6, torch.float64, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("lengths", "window"), [([600], 520), ([19, 19], 7), ([130, 1, 66], 64)])
+def test_windows_in_other_dtypes_and_cut_into_squares(lengths: list[int], window: int, dtype: torch.dtype) -> None:
+    check(lengths, 1, 4, 2, 16, dtype, window)
+
+
+def test_a_window_computes_no_more_than_its_band() -> None:
+    """Squares and rectangles of a window hold the pairs of the band once each."""
+    for length, window in ((1000, 64), (64, 64), (100, 7), (9, 1)):
+        segments = document_segments(torch.tensor([0, length]), window)
+        held = sum((n * (n + 1) // 2 if s.causal else n * (s.k1 - s.k0)) for s in segments for n in [s.q1 - s.q0])
+        assert held == sum(min(i + 1, window) for i in range(length))
 
 
 def test_empty_documents_are_nothing() -> None:

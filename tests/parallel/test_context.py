@@ -55,10 +55,10 @@ def bounds(documents: list[list[int]]) -> torch.Tensor:
     return torch.tensor([0, *[n for row in documents for n in row]]).cumsum(0).to(torch.int32)
 
 
-def one_device(tensors: list[torch.Tensor], cu: torch.Tensor) -> list[torch.Tensor]:
+def one_device(tensors: list[torch.Tensor], cu: torch.Tensor, window: int = 0) -> list[torch.Tensor]:
     """Output and gradients of q, k and v."""
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    out = attention(q, k, v, cu)[0]
+    out = attention(q, k, v, cu, window)[0]
     out.backward(tensors[3])
     assert q.grad is not None and k.grad is not None and v.grad is not None
     return [out.detach(), q.grad, k.grad, v.grad]
@@ -77,8 +77,9 @@ class Sent:
 
 
 def cut_case(
-    scheme: str, documents: list[list[int]], lengths: list[int], heads: tuple[int, int], dtype: torch.dtype
-) -> tuple[float, int, int]:
+    scheme: str, documents: list[list[int]], lengths: list[int], heads: tuple[int, int], dtype: torch.dtype,
+    window: int = 0,
+) -> tuple[float, int, int]:  # fmt: skip
     """On every rank: blocks of any ``lengths`` against one device. Largest error; sent forward and backward."""
     rank, world = dist.get_rank(), dist.get_world_size()
     cu, tensors = bounds(documents), whole(len(documents), sum(lengths), heads, dtype)
@@ -89,15 +90,15 @@ def cut_case(
         x.requires_grad_()
     with mock.patch("torch.distributed.P2POp", Sent()) as sent:
         if scheme == "rsa":
-            out, kept = ring_self_attention(q, k, v, cu, list(range(world)), rank, lengths)
+            out, kept = ring_self_attention(q, k, v, cu, list(range(world)), rank, lengths, window)
             assert kept.shape == (len(documents), heads[0], q.shape[1], sum(lengths))  # tokens^2 / ranks scores
         else:
-            out, kept = tile_attention(q, k, v, cu, scheme, list(range(world)), rank, lengths)
+            out, kept = tile_attention(q, k, v, cu, scheme, list(range(world)), rank, lengths, window)
             assert kept.shape == (q.shape[0] * q.shape[1], heads[0])
         forward = sent.elements
         out.backward(grad)
     found = [out.detach(), q.grad, k.grad, v.grad]
-    expected = [torch.cat([x[:, a:b] for a, b in mine], 1) for x in one_device(tensors, cu)]
+    expected = [torch.cat([x[:, a:b] for a, b in mine], 1) for x in one_device(tensors, cu, window)]
     worst = max(((a - b).abs().max().item() for a, b in zip(found, expected, strict=True) if a.numel()), default=0.0)
     return worst, forward, sent.elements - forward
 
@@ -107,11 +108,11 @@ def cut_cases(cases: list[tuple[Any, ...]]) -> list[tuple[float, int, int]]:
 
 
 def layout_cases(
-    cases: list[tuple[str, int, list[list[int]], tuple[int, int]]], dtype: torch.dtype = torch.float64
+    cases: list[tuple[str, int, list[list[int]], tuple[int, int], int]], dtype: torch.dtype = torch.float64
 ) -> list[float]:
     """On every rank: the attention that a layout builds, against one device; the largest error of each case."""
     world, found = dist.get_world_size(), []
-    for context, ulysses, documents, heads in cases:
+    for context, ulysses, documents, heads, window in cases:
         layout = Layout(cp=world, context=context, ulysses=ulysses)
         mesh = Mesh.create(layout, "cpu")
         attend = context_attention(mesh, ModelShape(heads=heads[0], kv_heads=heads[1], head_dim=8))
@@ -121,9 +122,9 @@ def layout_cases(
         q, k, v, grad = (torch.cat([x[:, a:b] for a, b in mine], 1) for x in tensors)
         for x in (q, k, v):
             x.requires_grad_()
-        out = attend(q, k, v, cu)
+        out = attend(q, k, v, cu, window)
         out.backward(grad)
-        expected = [torch.cat([x[:, a:b] for a, b in mine], 1) for x in one_device(tensors, cu)]
+        expected = [torch.cat([x[:, a:b] for a, b in mine], 1) for x in one_device(tensors, cu, window)]
         pairs = zip((out.detach(), q.grad, k.grad, v.grad), expected, strict=True)
         found.append(max((a - b).abs().max().item() for a, b in pairs))
     return found
@@ -155,7 +156,8 @@ def cut_blocks(draw: st.DrawFn, world: int) -> list[tuple[Any, ...]]:
             lengths[draw(st.integers(0, blocks - 1))] = 1
         documents = draw(packed(sum(lengths)))
         dtype = draw(st.sampled_from(list(TOLERANCE)))
-        cases.append((scheme, documents, lengths, draw(st.sampled_from(HEADS)), dtype))
+        window = draw(st.sampled_from([0, 0, 1, 5, 17, 40]))
+        cases.append((scheme, documents, lengths, draw(st.sampled_from(HEADS)), dtype, window))
     return cases
 
 
@@ -197,7 +199,7 @@ def test_every_way_to_lay_attention_over_ranks(pool: Any, world: int) -> None:
             continue
         for i, shape in enumerate(heads[: 2 if world == 8 else 4]):
             length = padded_length(61 + i, layout)
-            cases.append((context, ulysses, [[length], [1, 7, length - 9, 1]][i % 2 :], shape))
+            cases.append((context, ulysses, [[length], [1, 7, length - 9, 1]][i % 2 :], shape, 13 * (i % 2)))
     answers = pool.run(world, layout_cases, cases)
     for number, case in enumerate(cases):
         assert max(answer[number] for answer in answers) < 1e-10, case
@@ -255,6 +257,16 @@ def test_many_ranks_are_as_exact_as_one_in_bfloat16(pool: Any, scheme: str) -> N
     """Parts are joined and gradients summed in float32, so that errors do not grow with the number of ranks."""
     for several, one in pool.run(8, in_bfloat16, scheme, 256):
         assert all(a <= 1.5 * b for a, b in zip(several, one, strict=True)), (several, one)
+
+
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s != "gather"])
+def test_blocks_outside_the_window_do_not_travel(pool: Any, scheme: str) -> None:
+    """Of eight blocks or more, a window that reaches into the one before leaves fewer keys to send."""
+    blocks = len(build(scheme, 8).owner)
+    cases = [(scheme, [[8 * blocks]], [8] * blocks, (2, 2), torch.float64, window) for window in (0, 9)]
+    answers = pool.run(8, cut_cases, cases)
+    all_sent, few = (sum(answer[i][1] for answer in answers) for i in (0, 1))
+    assert few < (0.8 if scheme == "rsa" else 0.6) * all_sent
 
 
 def closed_form(scheme: str, ranks: int, tokens: int, d: int, kv: int, heads: int) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Attention that remembers: what stands in for a layer's ``attend`` while a model reads a text piece by piece.
 
-A block calls ``attend(q, k, v, cu_seqlens)`` and does not know whether earlier tokens are remembered; training never
+A block calls ``attend(q, k, v, cu_seqlens)``, with its window if it has one, and does not know whether earlier tokens are remembered; training never
 is. Generation makes one such object per layer and batch of requests (:func:`layer_caches`) and lets the layers use them
 for the time of one forward pass (:func:`attending`). A softmax layer remembers keys and values, a linear one its state.
 Anything else with this signature can take their place: keys and values of several ranks
@@ -76,9 +76,12 @@ class KeyValueCache:
     def __init__(self) -> None:
         self.past = KeyValues()
 
-    def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
+    def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
         """``[rows, new tokens, heads or kv_heads, head_dim]``; what rows remember says where documents begin."""
         keys, values = (x.transpose(1, 2) for x in self.past.append(k, v))
+        if window:  # what no query sees any more
+            first = max(0, keys.shape[2] - q.shape[1] - window + 1)
+            keys, values = keys[:, :, first:], values[:, :, first:]
         if q.shape[1] == 1:
             # One token sees every key. The query heads that share a key head can then be so many queries of it, and
             # the keys are read once for all of them: [rows, kv_heads, group, head_dim].
@@ -86,6 +89,10 @@ class KeyValueCache:
             return F.scaled_dot_product_attention(shared, keys, values).reshape(q.shape)
         # Aligned at the last key: `is_causal` would align at the first one, and hide the past.
         mask = causal_lower_right(q.shape[1], self.past.tokens)
+        if window:
+            new = torch.arange(q.shape[1], device=q.device)[:, None] + keys.shape[2] - q.shape[1]
+            old = torch.arange(keys.shape[2], device=q.device)
+            mask = (old <= new) & (old > new - window)
         out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, enable_gqa=True)
         return out.transpose(1, 2)
 

@@ -34,6 +34,11 @@ def check_spread(layout: Layout, shape: ModelShape) -> None:
         raise UsageError(
             "generation over cp is for softmax layers; a linear one keeps one small state, so leave out --layout"
         )
+    if layout.cp > 1 and shape.window:
+        raise UsageError(
+            "generation over cp is for layers that see all tokens, and this model's see the last "
+            f"{shape.window}, which one rank can hold; leave out --layout"
+        )
 
 
 class SharedCache:

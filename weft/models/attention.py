@@ -1,7 +1,6 @@
 """Causal attention over packed documents: local kernels, and the operator that autograd and recompute see.
 
-A *segment* is one rectangle of work: queries ``q0:q1`` against keys ``k0:k1`` of flattened token rows, causal (a
-document against itself) or full (a later part of a document against an earlier one). Attention over several ranks
+What is computed are segments (:mod:`weft.models.segments`), causal ones and full ones. Attention over several ranks
 (:mod:`weft.parallel.context`) runs both kinds through the same kernels; everybody merges with :func:`join`.
 
 The kernels are aten's flash attention ops: private names, used because they are the only ones that return the
@@ -9,31 +8,14 @@ log-sum-exp and accept a global one in backward. Traps they have on the CPU (row
 blocks kill the process) cannot occur here: a segment is never empty and a causal one has equal query and key ranges.
 """
 
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from weft.models.segments import Segment, cut, document_segments, uniform
+
 aten = torch.ops.aten
-
-#: Side of the smallest causal squares that longer documents are cut into on the CPU.
-SQUARE = 256
 T = torch.Tensor
-
-
-class Segment(NamedTuple):
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    causal: bool
-    joins: bool = False  # its queries have met other keys before
-
-
-def document_segments(cu_seqlens: T) -> list[Segment]:
-    """One causal segment per document."""
-    bounds = cu_seqlens.tolist()
-    return [Segment(a, b, a, b, True) for a, b in pairwise(bounds) if b > a]
 
 
 def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
@@ -46,19 +28,20 @@ def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
     k, v, q, pieces = _pieces(segments, k, v, q)
     if len(pieces) == 1 and pieces[0].q1 - pieces[0].q0 == q.shape[1]:
         cols = (slice(None), slice(pieces[0].k0, pieces[0].k1))
-        out, lse = _forward(q, k[cols], v[cols], pieces[0].causal)
+        out, lse = _forward(q, k[cols], v[cols], pieces[0])
         return out.flatten(0, 1), lse.flatten(0, 1)
-    covered = sum(s.q1 - s.q0 for s in segments) == q.shape[0] * q.shape[1]
-    out = torch.empty_like(q) if covered else torch.zeros_like(q)
+    covered = sum(s.q1 - s.q0 for s in segments if not s.joins) == q.shape[0] * q.shape[1]
+    kept = wide(q.dtype) if any(s.joins for s in pieces) else q.dtype  # bfloat16 is too coarse to be joined
+    out = (torch.empty_like if covered else torch.zeros_like)(q, dtype=kept)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device)
     for s in pieces:
         rows, cols = (slice(None), slice(s.q0, s.q1)), (slice(None), slice(s.k0, s.k1))
-        o, l = _forward(q[rows], k[cols], v[cols], s.causal)
+        o, l = _forward(q[rows], k[cols], v[cols], s)
         if s.joins:
             join(out[rows], lse[rows], o, l)
         else:
             out[rows], lse[rows] = o, l
-    return out.flatten(0, 1), lse.flatten(0, 1)
+    return out.flatten(0, 1).to(q.dtype), lse.flatten(0, 1)
 
 
 def join(out: T, lse: T, o: T, l: T) -> None:
@@ -81,7 +64,7 @@ def attend_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Se
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for s in pieces:
         rows, cols = (slice(None), slice(s.q0, s.q1)), (slice(None), slice(s.k0, s.k1))
-        parts = _backward(grad[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], s.causal)
+        parts = _backward(grad[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], s)
         for total, share, where in zip((dq, dk, dv), parts, (rows, cols, cols), strict=True):
             total[where] += share
     return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
@@ -89,8 +72,9 @@ def attend_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Se
 
 def _varlen(q: T, segments: list[Segment]) -> bool:
     """Whether one call of a GPU kernel can take all segments."""
-    whole = _uniform(segments, len(q), len(q))
-    return q.is_cuda and q.dtype not in (torch.float32, torch.float64) and not whole and all(s.causal for s in segments)
+    whole = uniform(segments, len(q), len(q))
+    plain = all(s.causal and not s.flipped for s in segments)
+    return q.is_cuda and q.dtype not in (torch.float32, torch.float64) and not whole and plain
 
 
 def _pieces(segments: list[Segment], k: T, v: T, q: T, *others: T) -> tuple[Any, ...]:
@@ -99,34 +83,14 @@ def _pieces(segments: list[Segment], k: T, v: T, q: T, *others: T) -> tuple[Any,
     Equal segments that tile all tokens are one batch. On the CPU causal squares are cut: the kernel there
     takes 512 keys at a time and computes with all of them, also with those that no query sees.
     """
-    whole = _uniform(segments, len(q), len(k))
+    whole = uniform(segments, len(q), len(k))
     sizes = whole or (len(q), len(k))
     batched = [x.unflatten(0, (-1, sizes[1])) for x in (k, v)] + [x.unflatten(0, (-1, sizes[0])) for x in (q, *others)]
     if whole:
         segments = [Segment(0, whole[0], 0, whole[1], segments[0].causal)]
     if q.device.type == "cpu" and q.dtype != torch.bfloat16:  # whose results are too coarse to be joined
-        segments = [piece for s in segments for piece in _cut(s)]
+        segments = [piece for s in segments for piece in cut(s)]
     return *batched, segments
-
-
-def _cut(s: Segment) -> list[Segment]:
-    """A causal square as small causal squares and full rectangles that join their rows; a rectangle as it is."""
-    half = (s.q1 - s.q0) // 2
-    if not s.causal or half < SQUARE:
-        return [s]
-    q, k = s.q0 + half, s.k0 + half
-    upper, lower = Segment(s.q0, q, s.k0, k, True), Segment(q, s.q1, k, s.k1, True)
-    return [*_cut(upper), *_cut(lower), Segment(q, s.q1, s.k0, k, False, joins=True)]
-
-
-def _uniform(segments: list[Segment], queries: int, keys: int) -> tuple[int, int] | None:
-    """Common size if the segments are equal and tile all queries and keys in order."""
-    if not segments:
-        return None
-    n, m = segments[0].q1 - segments[0].q0, segments[0].k1 - segments[0].k0
-    alike = (Segment(i * n, i * n + n, i * m, i * m + m, segments[0].causal) for i in range(len(segments)))
-    tiled = n * len(segments) == queries and m * len(segments) == keys
-    return (n, m) if tiled and all(a == b for a, b in zip(alike, segments, strict=True)) else None
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -138,8 +102,15 @@ def _heads_first(*xs: T) -> list[T]:
     return [x.transpose(1, 2) for x in xs]
 
 
-def _forward(q: T, k: T, v: T, causal: bool) -> tuple[T, T]:
-    """``[batch, seq, heads, head_dim]`` each; returns out alike and lse ``[batch, seq, heads]``."""
+def _flipped(s: Segment, *xs: T) -> list[T]:
+    """``[batch, seq, ...]`` each, read from the end if the segment is flipped."""
+    return [x.flip(1) for x in xs] if s.flipped else list(xs)
+
+
+def _forward(q: T, k: T, v: T, s: Segment) -> tuple[T, T]:
+    """``[batch, seq, heads, head_dim]`` each, of ``s`` only; returns out alike and lse ``[batch, seq, heads]``."""
+    q, k, v = _flipped(s, q, k, v)
+    causal = s.causal
     group = q.shape[2] // k.shape[2] if q.is_cuda else 1  # the CPU's kernel lets query heads share key/value heads
     q, k, v = _heads_first(q, repeat_heads(k, group), repeat_heads(v, group))
     if not q.is_cuda:
@@ -150,10 +121,13 @@ def _forward(q: T, k: T, v: T, causal: bool) -> tuple[T, T]:
         out = (scores - lse[..., None]).exp() @ v
     else:
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    out, lse = _flipped(s, out.transpose(1, 2), lse.transpose(1, 2))
+    return out, lse
 
 
-def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool) -> tuple[T, T, T]:
+def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, s: Segment) -> list[T]:
+    grad, q, k, v, out, lse = _flipped(s, grad, q, k, v, out, lse)
+    causal = s.causal
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2] if q.is_cuda else 1
     grad, q, k, v, out, lse = _heads_first(grad, q, repeat_heads(k, group), repeat_heads(v, group), out, lse)
     if not q.is_cuda:
@@ -169,7 +143,7 @@ def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool) -> tuple[
             grad, q, k, v, out, lse.contiguous(), None, None, n, m, 0.0, causal, zero, zero
         )
     dq, dk, dv = _heads_first(*grads)
-    return dq, fold_heads(dk, kv_heads), fold_heads(dv, kv_heads)
+    return _flipped(s, dq, fold_heads(dk, kv_heads), fold_heads(dv, kv_heads))
 
 
 def _varlen_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
@@ -211,39 +185,44 @@ def _scores(q: T, k: T, causal: bool) -> T:
 
 
 @torch.library.custom_op("weft::attention", mutates_args=())
-def attention(q: T, k: T, v: T, cu_seqlens: T) -> tuple[T, T]:
+def attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
     """Per-document causal attention on one device, opaque to ``torch.compile`` and kept whole by selective recompute.
 
     ``q``: ``[batch, seq, heads, head_dim]``; ``k, v`` with ``kv_heads``; ``cu_seqlens`` as in
-    :class:`weft.data.batch.Batch`. Returns ``out`` like ``q`` and ``lse`` ``[batch * seq, heads]``.
+    :class:`weft.data.batch.Batch`; ``window``: the tokens that a token sees, itself among them, 0 for all. Returns
+    ``out`` like ``q`` and ``lse`` ``[batch * seq, heads]``.
     """
-    out, lse = attend_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), document_segments(cu_seqlens))
+    segments = document_segments(cu_seqlens, window)
+    out, lse = attend_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), segments)
     return out.view(q.shape), lse.contiguous()
 
 
 @attention.register_fake
-def _(q: T, k: T, v: T, cu_seqlens: T) -> tuple[T, T]:
+def _(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
     return torch.empty_like(q), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=wide(q.dtype))
 
 
 @torch.library.custom_op("weft::attention_backward", mutates_args=())
-def attention_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T) -> tuple[T, T, T]:
+def attention_backward(
+    grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, window: int = 0
+) -> tuple[T, T, T]:  # fmt: skip
     g, fq, fk, fv, o = (x.flatten(0, 1) for x in (grad, q, k, v, out))
-    dq, dk, dv = attend_backward(g, fq, fk, fv, o, lse, document_segments(cu_seqlens))
+    dq, dk, dv = attend_backward(g, fq, fk, fv, o, lse, document_segments(cu_seqlens, window))
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
 @attention_backward.register_fake
-def _(grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T) -> tuple[T, T, T]:
+def _(grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, window: int = 0) -> tuple[T, T, T]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
+    *tensors, cu_seqlens, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output, cu_seqlens)
 
 
 def _attention_grad(ctx, grad, _):  # type: ignore[no-untyped-def]
-    return *attention_backward(grad, *ctx.saved_tensors), None
+    return *attention_backward(grad, *ctx.saved_tensors, ctx.window), None, None
 
 
 attention.register_autograd(_attention_grad, setup_context=_save)

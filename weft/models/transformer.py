@@ -1,4 +1,4 @@
-"""One decoder-only transformer (Llama 3, Qwen 2.5 and Qwen 3 are settings of it), written for one device.
+"""One decoder-only transformer (Llama, Mistral, Qwen and Gemma 3 are settings of it), written for one device.
 
 Modules name the dimensions of their parameters (:meth:`Module.weight`); the mesh decides which part of each this rank
 holds. Data changes hands only at ``gather_tokens`` / ``scatter_tokens`` (into and out of the norm regions) and inside
@@ -26,7 +26,8 @@ from weft.models.rope import angles, frequencies, rotate
 from weft.recipe import ModelShape
 
 T = torch.Tensor
-Attend = Callable[[T, T, T, T], T]
+#: ``attend(q, k, v, cu_seqlens)``; a windowed layer adds how many tokens a token sees.
+Attend = Callable[..., T]
 
 
 class Module(nn.Module):
@@ -65,15 +66,17 @@ class Embedding(Module):
         super().__init__(mesh)
         logical = self.weight("table", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
         self.first, self.last = logical.box[0]
-        self.vocab = shape.vocab
+        self.vocab, self.scale = shape.vocab, shape.embed**0.5 if shape.scaled_embedding else 1.0
 
     def forward(self, tokens: T) -> T:
         """``[batch, seq]`` ids to ``[batch, seq/tp, embed]``: ranks look up the ids they own, the sum is scattered."""
         if self.last - self.first == self.vocab:
-            return F.embedding(tokens, self.table)
+            x = F.embedding(tokens, self.table)
+            return x * self.scale if self.scale != 1 else x
         mine = (tokens >= self.first) & (tokens < self.last)
         x = F.embedding(torch.where(mine, tokens - self.first, 0), self.table) * mine[..., None]
-        return scatter_tokens(x, self.mesh)
+        x = scatter_tokens(x, self.mesh)
+        return x * self.scale if self.scale != 1 else x
 
 
 class Attention(Module):
@@ -110,6 +113,11 @@ class Attention(Module):
         self.k_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh) if shape.qk_norm else None
         self.mixer = shape.mixer_of(layer)
         self.attend: Attend = local_attention
+        self.window = (shape.window_of(layer),) if shape.window_of(layer) else ()
+        self.base = int(bool(shape.window_theta and shape.window_of(layer)))
+        self.query_scale = 1.0
+        if shape.query_dim:  # attention divides by the root of head_dim
+            self.query_scale = (shape.head_dim / shape.query_dim) ** 0.5
         # Linear attention does not average: its outputs grow with what has been seen.
         self.o_norm = None
         if self.mixer != "softmax":
@@ -125,10 +133,13 @@ class Attention(Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [batch, seq, heads/tp, head_dim]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rope), rotate(k, *rope)
+        cos, sin = (x[self.base] for x in rope)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.query_scale != 1:
+            q = q * self.query_scale
         if self.kv_index is not None:
             k, v = k[:, :, self.kv_index], v[:, :, self.kv_index]
-        out = self.attend(q, k, v, cu_seqlens)
+        out = self.attend(q, k, v, cu_seqlens, *self.window)
         if self.o_norm is not None:
             out = self.o_norm(out)
         return project(out.flatten(-2), self.wo)[0]
@@ -139,15 +150,16 @@ class Attention(Module):
         return own(weight, self.kv_first * self.head_dim, self.kv_last * self.head_dim, self.mesh)
 
 
-def local_attention(q: T, k: T, v: T, cu_seqlens: T) -> T:
-    return attention(q, k, v, cu_seqlens)[0]
+def local_attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
+    return attention(q, k, v, cu_seqlens, window)[0]
 
 
 class FeedForward(Module):
-    """SwiGLU (Shazeer 2020)."""
+    """SwiGLU (Shazeer 2020), or GeGLU with the approximate GELU."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
         super().__init__(mesh)
+        self.activate = F.silu if shape.activation == "silu" else partial(F.gelu, approximate="tanh")
         assert shape.ffn
         embed, ffn = Dim("embed", shape.embed), Dim("ffn", shape.ffn)
         self.weight("gate", ffn, embed, std=shape.init_std)
@@ -157,11 +169,11 @@ class FeedForward(Module):
     def forward(self, x: T) -> T:
         """``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
         gate, up = project(x, self.gate, self.up)  # [batch, seq, ffn/tp]
-        return project(F.silu(gate) * up, self.down)[0]
+        return project(self.activate(gate) * up, self.down)[0]
 
 
 class Block(Module):
-    """Pre-norm block. ``recompute`` is ``none``, ``full`` or ``selective`` (attention and its moves are kept)."""
+    """Pre-norm block, with norms after attention and feed-forward too if the shape says so. ``recompute`` is ``none``, ``full`` or ``selective`` (attention and its moves are kept)."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
         super().__init__(mesh)
@@ -170,6 +182,8 @@ class Block(Module):
         self.attention = Attention(shape, mesh, layer)
         self.ffn_norm = Norm(embed, shape.norm_eps, mesh)
         self.ffn = FeedForward(shape, mesh)
+        self.attention_out_norm = Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
+        self.ffn_out_norm = Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
         self.recompute = "none"
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
@@ -189,9 +203,11 @@ class Block(Module):
 
     def _body(self, x: T, rope: tuple[T, T], cu_seqlens: T) -> T:
         y = gather_tokens(self.attention_norm(x), self.mesh)
-        x = x + scatter_tokens(self.attention(y, rope, cu_seqlens), self.mesh)
+        y = scatter_tokens(self.attention(y, rope, cu_seqlens), self.mesh)
+        x = x + (y if self.attention_out_norm is None else self.attention_out_norm(y))
         y = gather_tokens(self.ffn_norm(x), self.mesh)
-        return x + scatter_tokens(self.ffn(y), self.mesh)
+        y = scatter_tokens(self.ffn(y), self.mesh)
+        return x + (y if self.ffn_out_norm is None else self.ffn_out_norm(y))
 
 
 def _recompute_with(tape: Tape, kept: list[torch._ops.OpOverload]) -> tuple[Any, Any]:

@@ -25,14 +25,14 @@ class HybridAttention:
         self.static, self.scheme, self.ranks = static, mesh.layout.context, mesh.data_ranks
         self.group: Group | None = None
 
-    def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
+    def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
         group = self.group
         if group is None:
-            return self.static(q, k, v, cu_seqlens)
+            return self.static(q, k, v, cu_seqlens, window)
         if len(group.peers) == 1:
-            return local_attention(q, k, v, cu_seqlens)
+            return local_attention(q, k, v, cu_seqlens, window)
         peers = [self.ranks[p] for p in group.peers]
-        return across(q, k, v, cu_seqlens, self.scheme, peers, group.index, group.lengths)
+        return across(q, k, v, cu_seqlens, self.scheme, peers, group.index, group.lengths, window)
 
 
 def hybrid_attention(mesh: Mesh, static: Attend) -> Attend:

@@ -30,8 +30,8 @@ def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
     if inner < layout.cp:
         peers, index, scheme = ranks[rank % inner :: inner], rank // inner, layout.context
 
-        def attend(q: T, k: T, v: T, cu_seqlens: T) -> T:
-            return across(q, k, v, cu_seqlens, scheme, peers, index, [])
+        def attend(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
+            return across(q, k, v, cu_seqlens, scheme, peers, index, [], window)
 
     if inner == 1:
         return attend
@@ -42,17 +42,20 @@ def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
     return ulysses(attend, group.group_name, inner, rank % inner)
 
 
-def across(q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int]) -> T:
+def across(
+    q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int],
+    window: int = 0,
+) -> T:  # fmt: skip
     """Attention by a scheme over ``peers``; arguments as of :func:`tile_attention`, of which it is the ``out``."""
     if scheme == "rsa":
-        return ring_self_attention(q, k, v, cu_seqlens, peers, index, lengths)[0]
-    return tile_attention(q, k, v, cu_seqlens, scheme, peers, index, lengths)[0]
+        return ring_self_attention(q, k, v, cu_seqlens, peers, index, lengths, window)[0]
+    return tile_attention(q, k, v, cu_seqlens, scheme, peers, index, lengths, window)[0]
 
 
 def ulysses(attend: Attend, group: str, ranks: int, index: int) -> Attend:
     """``attend`` for a share of the heads of all tokens of the group's ``ranks``."""
 
-    def exchanged(q: T, k: T, v: T, cu_seqlens: T) -> T:
+    def exchanged(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
         heads, kv_heads = q.shape[2], k.shape[2]
         own, read = head_ranges(heads, kv_heads, ranks)
         which = head_index(heads, kv_heads, ranks, index)
@@ -60,6 +63,6 @@ def ulysses(attend: Attend, group: str, ranks: int, index: int) -> Attend:
         k, v = (exchange_heads(x, group, read, index, True) for x in (k, v))
         if which is not None:
             k, v = k[:, :, which], v[:, :, which]
-        return exchange_heads(attend(q, k, v, cu_seqlens), group, own, index, False)
+        return exchange_heads(attend(q, k, v, cu_seqlens, window), group, own, index, False)
 
     return exchanged

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import UsageError
-from weft.models.attention import Segment, attend_backward, attend_forward, join, wide
+from weft.models.attention import attend_backward, attend_forward, join, wide
+from weft.models.segments import Segment, earlier_keys, windowed
 from weft.parallel.context.tables import RESULT, TileTable, Visit, build
 
 T = torch.Tensor
@@ -36,15 +37,17 @@ class TilePiece(NamedTuple):
 class Trip:
     """A table over documents: what rank ``index`` of ``peers`` (global ranks) does, in blocks of these lengths.
 
-    ``cu``: document boundaries in the flattened rows, each of ``sum(lengths)`` tokens.
+    ``cu``: document boundaries in the flattened rows, each of ``sum(lengths)`` tokens; ``window``: the tokens that a
+    token sees, 0 for all of its document.
     """
 
     def __init__(
-        self, table: TileTable, cu: tuple[int, ...], lengths: tuple[int, ...], peers: Sequence[int], index: int
-    ) -> None:
+        self, table: TileTable, cu: tuple[int, ...], lengths: tuple[int, ...], peers: Sequence[int], index: int,
+        window: int = 0,
+    ) -> None:  # fmt: skip
         _check(table, cu, lengths, peers)
         self.rows = cu[-1] // sum(lengths)
-        self.work = {(t.q, t.k): tile_pieces(cu, lengths, t.q, t.k) for t in table.tiles}
+        self.work = {(t.q, t.k): tile_pieces(cu, lengths, t.q, t.k, window) for t in table.tiles}
         self.table = table.only(lambda t: bool(self.work[t.q, t.k]))
         self.steps = table.steps
         self.lengths, self.peers, self.index = lengths, peers, index
@@ -159,11 +162,11 @@ def _check(table: TileTable, cu: tuple[int, ...], lengths: tuple[int, ...], peer
         raise UsageError(f"documents at {cu[0]} to {cu[-1]} do not fill rows of {row} tokens")
 
 
-def tile_pieces(cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int) -> list[TilePiece]:
+def tile_pieces(cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int, window: int = 0) -> list[TilePiece]:
     """What there is to compute of query block ``q`` against key block ``k``, in the coordinates of the two.
 
     A block meets itself in one causal segment per document, an earlier block in at most one full segment per row: the
-    document that spans the gap. Nothing where no query needs a key.
+    document that spans the gap; and in what a ``window`` leaves of these. Nothing where no query needs a key.
     """
     starts, row = [0, *accumulate(lengths)], sum(lengths)
     nq, nk, rows = lengths[q], lengths[k], cu[-1] // sum(lengths)
@@ -176,43 +179,52 @@ def tile_pieces(cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int) -
         if q == k:
             for a, b in pairwise([q_base, *cu[at : bisect_right(cu, q_base + nq - 1)], q_base + nq]):
                 a, b = a - q_base + r * nq, b - q_base + r * nq
-                segments.append(Segment(a, b, a, b, True))
+                segments += windowed(a, b, window)
         elif cu[at - 1] < k_base + nk:  # the document of the first query
-            k0, q1 = max(cu[at - 1] - k_base, 0), min(cu[at] - q_base, nq)
-            segments.append(Segment(r * nq, r * nq + q1, r * nk + k0, (r + 1) * nk, False))
+            k0, q1 = max(cu[at - 1], k_base), min(cu[at], q_base + nq)
+            to_q, to_k = r * nq - q_base, r * nk - k_base
+            segments += [
+                s._replace(q0=s.q0 + to_q, q1=s.q1 + to_q, k0=s.k0 + to_k, k1=s.k1 + to_k, joins=False)
+                for s in earlier_keys(q_base, q1, k0, k_base + nk, window)
+            ]
     full = len(segments) == rows and all((s.q1 - s.q0, s.k1 - s.k0) == (nq, nk) for s in segments)
     if segments and (q == k or full):
         return [TilePiece(slice(0, rows * nq), slice(0, rows * nk), segments, q, k)]
     return [
-        TilePiece(slice(s.q0, s.q1), slice(s.k0, s.k1), [Segment(0, s.q1 - s.q0, 0, s.k1 - s.k0, False)], q, k)
+        TilePiece(slice(s.q0, s.q1), slice(s.k0, s.k1), [s._replace(q0=0, q1=s.q1 - s.q0, k0=0, k1=s.k1 - s.k0)], q, k)
         for s in segments
     ]
 
 
 @lru_cache(maxsize=16)
 def _trip(
-    scheme: str, cu: tuple[int, ...], lengths: tuple[int, ...], seq: int, peers: tuple[int, ...], index: int
-) -> Trip:
-    """All layers, and forward and backward, take the same trip."""
+    scheme: str, cu: tuple[int, ...], lengths: tuple[int, ...], seq: int, peers: tuple[int, ...], index: int,
+    window: int,
+) -> Trip:  # fmt: skip
+    """All layers of one window, and forward and backward, take the same trip."""
     table = build(scheme, len(peers))
     blocks = len(table.owner)
-    return Trip(table, cu, lengths or (seq * len(peers) // blocks,) * blocks, peers, index)
+    return Trip(table, cu, lengths or (seq * len(peers) // blocks,) * blocks, peers, index, window)
 
 
-def trip_of(q: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int]) -> Trip:
-    return _trip(scheme, tuple(cu_seqlens.tolist()), tuple(lengths), q.shape[1], tuple(peers), index)
+def trip_of(
+    q: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int], window: int = 0
+) -> Trip:
+    return _trip(scheme, tuple(cu_seqlens.tolist()), tuple(lengths), q.shape[1], tuple(peers), index, window)
 
 
 @torch.library.custom_op("weft::tile_attention", mutates_args=())
 def tile_attention(
-    q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int]
-) -> tuple[T, T]:
+    q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int],
+    window: int = 0,
+) -> tuple[T, T]:  # fmt: skip
     """``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]`` of the blocks that rank ``index`` owns.
 
     ``peers``: the global ranks in the order of the table; ``lengths``: tokens of a row in every block, none for equal
-    ones. Returns ``out`` like ``q`` and ``lse`` ``[batch * seq held, heads]``. What is sent: docs/techniques.md.
+    ones; ``window`` as of :func:`weft.models.attention.attention`. Returns ``out`` like ``q`` and ``lse``
+    ``[batch * seq held, heads]``. What is sent: docs/techniques.md.
     """
-    trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths)
+    trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     qs, ks, vs = trip.cut(q), trip.cut(k), trip.cut(v)
     held = {("q", b): [x] for b, x in qs.items()} | {("kv", b): [ks[b], vs[b]] for b in ks}
     none, high = q[0, :0], wide(q.dtype)
@@ -230,9 +242,9 @@ def tile_attention(
 @torch.library.custom_op("weft::tile_attention_backward", mutates_args=())
 def tile_attention_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int,
-    lengths: Sequence[int],
+    lengths: Sequence[int], window: int = 0,
 ) -> tuple[T, T, T]:  # fmt: skip
-    trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths)
+    trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     queries = [trip.cut(x) for x in (q, grad, out, lse.unflatten(0, q.shape[:2]))]
     keys = [trip.cut(x) for x in (k, v)]
     held = {("q", b): [x[b] for x in queries] for b in queries[0]} | {("kv", b): [x[b] for x in keys] for b in keys[0]}
@@ -257,27 +269,28 @@ def tile_attention_backward(
 
 @tile_attention.register_fake
 def _(
-    q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int]
-) -> tuple[T, T]:
+    q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int],
+    window: int = 0,
+) -> tuple[T, T]:  # fmt: skip
     return q.new_empty(q.shape), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=wide(q.dtype))
 
 
 @tile_attention_backward.register_fake
 def _(
     grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int,
-    lengths: Sequence[int],
+    lengths: Sequence[int], window: int = 0,
 ) -> tuple[T, T, T]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, cu, ctx.scheme, ctx.peers, ctx.index, ctx.lengths = inputs
+    *tensors, cu, ctx.scheme, ctx.peers, ctx.index, ctx.lengths, ctx.window = inputs
     ctx.save_for_backward(*tensors, *output, cu)
 
 
 def _tile_grad(ctx, grad, _):  # type: ignore[no-untyped-def]
-    where = (ctx.scheme, ctx.peers, ctx.index, ctx.lengths)
-    return *tile_attention_backward(grad, *ctx.saved_tensors, *where), None, None, None, None, None
+    where = (ctx.scheme, ctx.peers, ctx.index, ctx.lengths, ctx.window)
+    return *tile_attention_backward(grad, *ctx.saved_tensors, *where), *[None] * 6
 
 
 tile_attention.register_autograd(_tile_grad, setup_context=_save)

@@ -23,6 +23,7 @@ class Spot(NamedTuple):
     k: slice
     at: tuple[int, slice, slice, slice]
     causal: bool
+    flipped: bool
 
 
 def spots(trip: Trip, piece: TilePiece) -> Iterator[Spot]:
@@ -33,7 +34,7 @@ def spots(trip: Trip, piece: TilePiece) -> Iterator[Spot]:
         row, top = divmod(q, trip.lengths[piece.q])
         left = start + k % trip.lengths[piece.k]
         at = (row, slice(None), slice(top, top + n), slice(left, left + m))
-        yield Spot(slice(q, q + n), slice(k, k + m), at, s.causal)
+        yield Spot(slice(q, q + n), slice(k, k + m), at, s.causal, s.flipped)
 
 
 def _times(q: T, k: T) -> T:
@@ -76,20 +77,21 @@ def _round(trip: Trip, q: T, block: T, compute: Callable[[T, T, TilePiece], T | 
 
 @torch.library.custom_op("weft::ring_self_attention", mutates_args=())
 def ring_self_attention(
-    q: T, k: T, v: T, cu_seqlens: T, peers: Sequence[int], index: int, lengths: Sequence[int]
+    q: T, k: T, v: T, cu_seqlens: T, peers: Sequence[int], index: int, lengths: Sequence[int], window: int = 0
 ) -> tuple[T, T]:
     """Arguments as of :func:`weft.parallel.context.execute.tile_attention`, blocks contiguous.
 
     Returns ``out`` like ``q`` and the softmax of the scores, ``[batch, heads, seq held, seq]``.
     """
-    trip, high = trip_of(q, cu_seqlens, "rsa", peers, index, lengths), wide(q.dtype)
+    trip, high = trip_of(q, cu_seqlens, "rsa", peers, index, lengths, window), wide(q.dtype)
     p = q.new_full((q.shape[0], q.shape[2], q.shape[1], sum(trip.lengths)), -torch.inf, dtype=high)
 
     def score(query: T, keys: T, piece: TilePiece) -> None:
         for s in spots(trip, piece):
             made = _times(query[s.q].to(high), keys[s.k].to(high)).mul_(q.shape[-1] ** -0.5)
             if s.causal:
-                made.masked_fill_(torch.ones(made.shape[1:], dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+                every = torch.ones(made.shape[1:], dtype=torch.bool, device=q.device)
+                made.masked_fill_(every.tril(-1) if s.flipped else every.triu(1), -torch.inf)
             p[s.at] = made
 
     _round(trip, q, k, score)
@@ -107,9 +109,10 @@ def ring_self_attention(
 
 @torch.library.custom_op("weft::ring_self_attention_backward", mutates_args=())
 def ring_self_attention_backward(
-    grad: T, q: T, k: T, v: T, out: T, p: T, cu_seqlens: T, peers: Sequence[int], index: int, lengths: Sequence[int]
-) -> tuple[T, T, T]:
-    trip, high, kv_heads = trip_of(q, cu_seqlens, "rsa", peers, index, lengths), p.dtype, k.shape[2]
+    grad: T, q: T, k: T, v: T, out: T, p: T, cu_seqlens: T, peers: Sequence[int], index: int, lengths: Sequence[int],
+    window: int = 0,
+) -> tuple[T, T, T]:  # fmt: skip
+    trip, high, kv_heads = trip_of(q, cu_seqlens, "rsa", peers, index, lengths, window), p.dtype, k.shape[2]
     ds, dq = torch.zeros_like(p), torch.zeros(q.shape, dtype=high, device=q.device)
 
     def by_values(query: T, values: T, piece: TilePiece) -> T:
@@ -136,15 +139,18 @@ def ring_self_attention_backward(
 
 
 @ring_self_attention.register_fake
-def _(q: T, k: T, v: T, cu_seqlens: T, peers: Sequence[int], index: int, lengths: Sequence[int]) -> tuple[T, T]:
+def _(
+    q: T, k: T, v: T, cu_seqlens: T, peers: Sequence[int], index: int, lengths: Sequence[int], window: int = 0
+) -> tuple[T, T]:
     row = sum(lengths) or q.shape[1] * len(peers)
     return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], row, dtype=wide(q.dtype))
 
 
 @ring_self_attention_backward.register_fake
 def _(
-    grad: T, q: T, k: T, v: T, out: T, p: T, cu_seqlens: T, peers: Sequence[int], index: int, lengths: Sequence[int]
-) -> tuple[T, T, T]:
+    grad: T, q: T, k: T, v: T, out: T, p: T, cu_seqlens: T, peers: Sequence[int], index: int, lengths: Sequence[int],
+    window: int = 0,
+) -> tuple[T, T, T]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -154,7 +160,7 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _grad(ctx, grad, _):  # type: ignore[no-untyped-def]
-    return *ring_self_attention_backward(grad, *ctx.saved_tensors, *ctx.where), None, None, None, None
+    return *ring_self_attention_backward(grad, *ctx.saved_tensors, *ctx.where), *[None] * 5
 
 
 ring_self_attention.register_autograd(_grad, setup_context=_save)
