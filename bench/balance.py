@@ -40,7 +40,7 @@ from weft.data.order import Order, Stream
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models import attention
-from weft.models.attention import Segment
+from weft.models.segments import Segment
 from weft.parallel.context import context_attention, execute
 from weft.parallel.context.execute import Trip
 from weft.parallel.context.tables import build

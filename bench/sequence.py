@@ -39,7 +39,8 @@ from weft.generate.spread import SpreadReader
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners, owned_ranges
-from weft.models.attention import Segment, attend_backward, attend_forward, attention, join, wide
+from weft.models.attention import attend_backward, attend_forward, attention, join, wide
+from weft.models.segments import Segment
 from weft.parallel.build import parallelize
 from weft.parallel.context import context_attention
 from weft.parallel.context.tables import TileTable, build, critical_path, work_per_step

@@ -159,7 +159,7 @@ class PlainModel(nn.Module):
         self.head = nn.Linear(s.embed, s.vocab, bias=False)
         if s.tied:
             self.head.weight = self.embedding.weight
-        self.cos, self.sin = angles(torch.arange(length)[None], frequencies(s), torch.float32)
+        self.cos, self.sin = (x[0] for x in angles(torch.arange(length)[None], frequencies(s), torch.float32))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)

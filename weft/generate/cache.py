@@ -1,11 +1,11 @@
 """Attention that remembers: what stands in for a layer's ``attend`` while a model reads a text piece by piece.
 
-A block calls ``attend(q, k, v, cu_seqlens)``, with its window if it has one, and does not know whether earlier tokens are remembered; training never
-is. Generation makes one such object per layer and batch of requests (:func:`layer_caches`) and lets the layers use them
-for the time of one forward pass (:func:`attending`). A softmax layer remembers keys and values, a linear one its state.
-Anything else with this signature can take their place: keys and values of several ranks
-(:mod:`weft.generate.spread`), or a view of one layer of a paged pool. Keys arrive already rotated to their positions,
-which the caller counts.
+A block calls ``attend(q, k, v, cu_seqlens)``, with its window if it has one, and does not know whether earlier tokens
+are remembered; training never does. Generation makes one such object per layer and batch of requests
+(:func:`layer_caches`) and lets the layers use them for the time of one forward pass (:func:`attending`). A softmax
+layer remembers keys and values, a linear one its state. Anything else with this signature can take their place: keys and
+values of several ranks (:mod:`weft.generate.spread`), or a view of one layer of a paged pool. Keys arrive already
+rotated to their positions, which the caller counts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -88,7 +88,7 @@ class KeyValueCache:
             shared = q.reshape(q.shape[0], k.shape[2], -1, q.shape[3])
             return F.scaled_dot_product_attention(shared, keys, values).reshape(q.shape)
         # Aligned at the last key: `is_causal` would align at the first one, and hide the past.
-        mask = causal_lower_right(q.shape[1], self.past.tokens)
+        mask: T = causal_lower_right(q.shape[1], self.past.tokens)
         if window:
             new = torch.arange(q.shape[1], device=q.device)[:, None] + keys.shape[2] - q.shape[1]
             old = torch.arange(keys.shape[2], device=q.device)

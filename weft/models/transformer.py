@@ -173,7 +173,10 @@ class FeedForward(Module):
 
 
 class Block(Module):
-    """Pre-norm block, with norms after attention and feed-forward too if the shape says so. ``recompute`` is ``none``, ``full`` or ``selective`` (attention and its moves are kept)."""
+    """Pre-norm block, with norms after attention and feed-forward too if the shape says so.
+
+    ``recompute`` is ``none``, ``full`` or ``selective`` (attention and its moves are kept).
+    """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
         super().__init__(mesh)
