@@ -3,8 +3,8 @@
 A block calls ``attend(q, k, v, cu_seqlens)``, with its window if it has one, and does not know whether earlier tokens
 are remembered; training never does. Generation makes one such object per layer and batch of requests
 (:func:`layer_caches`) and lets the layers use them for the time of one forward pass (:func:`attending`). A softmax
-layer remembers keys and values, a linear one its state. Anything else with this signature can take their place: keys and
-values of several ranks (:mod:`weft.generate.spread`), or a view of one layer of a paged pool. Keys arrive already
+layer remembers keys and values, a linear one its state. Anything else with this signature can take their place: keys
+and values of several ranks (:mod:`weft.generate.spread`), or a view of one layer of a paged pool. Keys arrive already
 rotated to their positions, which the caller counts.
 """
 
