@@ -103,9 +103,9 @@ class Place:
         return Placement(box, replica, layout.island * replicas, copy, summands=holders * replicas)
 
 
-def rank_table(layout: Layout, order: Sequence[str] | None = None) -> np.ndarray:
-    """The rank at every place, with one dimension per axis of :data:`AXES`; ``order``: another than the layout's."""
-    order = order or layout.axis_order
+def rank_table(layout: Layout) -> np.ndarray:
+    """The rank at every place, with one dimension per axis of :data:`AXES`."""
+    order = layout.axis_order
     ranks = np.arange(layout.world).reshape([layout.size(axis) for axis in order])
     return ranks.transpose([order.index(axis) for axis in AXES])
 

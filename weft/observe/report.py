@@ -15,7 +15,7 @@ from weft.observe.metrics import Record, Records, Run, read_metrics
 from weft.pages import render, write
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
     """A row of a table of runs side by side."""
 
     name: str
@@ -85,10 +85,10 @@ def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, json.dumps(values)
 
 
-def beside(runs: Sequence[dict[str, str]]) -> list[Row]:
+def beside(runs: Sequence[dict[str, str]]) -> list[ReportRow]:
     """Rows of all names that any of ``runs`` has, in their order."""
     names = dict.fromkeys(name for run in runs for name in run)
-    return [Row(name, [run.get(name, "-") for run in runs]) for name in names]
+    return [ReportRow(name, [run.get(name, "-") for run in runs]) for name in names]
 
 
 def tiles(records: Records) -> list[tuple[str, str, str]]:

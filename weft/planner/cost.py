@@ -112,6 +112,9 @@ class Plan:
 class Cost:
     """Seconds per step on the slowest rank, by cause; communication is what compute does not hide.
 
+    ``bubble``: what that rank waits in the pipeline. Ranks with less to do are idle for longer: the rate of
+    :attr:`weft.schedule.simulate.Simulation.bubble_rate`, a mean over the ranks, counts that as well.
+
     ``host``: transfers of what is offloaded (:func:`weft.planner.host.with_host`), likewise.
     """
 

@@ -196,7 +196,9 @@ def timeline(first: Final) -> dict[str, Any]:
         return {}
     m, size = int(first.plan.microbatches), run.table.microbatches
     note = f"{len(run.timeline)} ranks, rank 0 on top · {m} microbatches · "
-    note += f"bubble {part(first.cost, 'bubble') / first.seconds:.0%} of the step's {seconds(first.seconds)}"
+    note += f"bubble {part(first.cost, 'bubble') / first.seconds:.1%} of the step's {seconds(first.seconds)}"
+    if (less := 1 - sum(run.busy) / len(run.busy) / max(run.busy)) >= 0.01:  # the stages are as even as they can be
+        note += f", as the rank with most to do waits; the average rank has {less:.1%} less to do"
     if m > size:  # what is drawn has a bubble of its own, which is no figure of the step
         note += f" · drawn are the first {size} microbatches ({seconds(run.elapsed)}); the others go on in the same way"
     note += f" · activations of the fullest rank: {gib(max(run.peaks)):.3g} GiB"

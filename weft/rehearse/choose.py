@@ -73,16 +73,15 @@ def placed(layout: Layout, rehearsed: Sequence[Rehearsal], links: Links | None) 
     """The order of axes for these links, and the worker of every rank as it was rehearsed; usual if links are alike."""
     if links is None:
         return "", []
-    place = place_axes(links, layout, traffic_of(rehearsed[0].events, 0, layout))
-    turned = layout.model_copy(update={"order": place.order})
+    turned = place_axes(links, layout, traffic_of(rehearsed[0].events, 0, layout))
     workers = rank_table(turned).reshape(-1).tolist()
-    return (place.order if workers != list(range(layout.world)) else ""), workers
+    return (turned.order if workers != list(range(layout.world)) else ""), workers
 
 
 def traffic_of(events: Sequence[Event], rank: int, layout: Layout) -> dict[str, Traffic]:
     """What ``rank`` sends along every axis in a rehearsed step. Small sums over the world are left out."""
-    at = np.argwhere(rank_table(layout) == rank)[0]
     places = rank_table(layout)
+    at = np.argwhere(places == rank)[0]
     lines = {}  # the ranks along an axis through this one
     for i, axis in enumerate(AXES):
         index = tuple(slice(None) if i == j else int(k) for j, k in enumerate(at))

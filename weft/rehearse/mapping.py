@@ -8,7 +8,7 @@ along the axes that come last. Times are seconds, traffic is in bytes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,20 +29,12 @@ class Traffic:
     messages: float = 1.0
 
 
-@dataclass(frozen=True)
-class Placement:
-    """``order`` of the axes for ``layout.order``, and the seconds of communication."""
-
-    order: str
-    seconds: float
-
-
-def seconds(links: Links, layout: Layout, traffic: Mapping[str, Traffic], places: np.ndarray) -> float:
-    """Communication of a step when worker ``places[...]`` has each place.
+def seconds(links: Links, layout: Layout, traffic: Mapping[str, Traffic]) -> float:
+    """Communication of a step when workers take the places of the layout in their own order.
 
     Axes take turns; all groups of an axis are busy at once and share what is slow.
     """
-    total = 0.0
+    places, total = rank_table(layout), 0.0
     for axis, t in traffic.items():
         size = layout.size(axis)
         if size < 2 or not t.bytes:
@@ -53,27 +45,10 @@ def seconds(links: Links, layout: Layout, traffic: Mapping[str, Traffic], places
     return total
 
 
-def orders(layout: Layout) -> Iterator[tuple[str, ...]]:
-    """All orders of the axes that are larger than one."""
-    used = [axis for axis in AXES if layout.size(axis) > 1]
-    rest = tuple(axis for axis in AXES if axis not in used)
-    for order in itertools.permutations(used):
-        yield (*rest, *order)
-
-
-def place_axes(links: Links, layout: Layout, traffic: Mapping[str, Traffic]) -> Placement:
-    """The best order of axes for workers as they are numbered; ties go to the usual order."""
-    _check(links, layout)
-    usual = [axis for axis in AXES if layout.size(axis) > 1]
-    found = []
-    for order in orders(layout):
-        used = [axis for axis in order if layout.size(axis) > 1]
-        cost = seconds(links, layout, traffic, rank_table(layout, order))
-        found.append((round(cost, 9), used != usual, " ".join(used), cost))
-    _, _, order_text, cost = min(found)
-    return Placement(order_text, cost)
-
-
-def _check(links: Links, layout: Layout) -> None:
+def place_axes(links: Links, layout: Layout, traffic: Mapping[str, Traffic]) -> Layout:
+    """``layout`` with the best order of axes for workers as they are numbered; ties go to the usual order."""
     if len(links) != layout.world:
         raise ValueError(f"the table has links of {len(links)} workers, and layout {layout} has {layout.world} places")
+    used = [axis for axis in AXES if layout.size(axis) > 1]  # the usual order is the first of the permutations
+    turned = [layout.model_copy(update={"order": " ".join(order)}) for order in itertools.permutations(used)]
+    return min(turned, key=lambda one: round(seconds(links, one, traffic), 9))
