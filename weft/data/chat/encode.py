@@ -1,0 +1,128 @@
+"""Conversations as tokens, each with the weight with which it is learned."""
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+
+from weft.data.chat.conversation import Conversation
+from weft.data.chat.marks import Marked
+from weft.data.chat.spans import Span, SpanFinder
+from weft.data.chat.template import ChatTemplate, TemplateError
+
+#: Stands for a special token that the template has written; U+FDD5 to U+FDDF are never text either.
+_TOKEN, _TOKEN_END = "\ufdd5", "\ufdd6"
+
+
+class Encoded(NamedTuple):
+    """``ids`` int64 and ``weights`` float32 ``[tokens]``; token ``i`` stands at ``starts[i]:ends[i]`` of ``text``."""
+
+    text: str
+    ids: np.ndarray
+    weights: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+class ChatEncoder:
+    """Writes conversations by ``template`` and encodes them.
+
+    ``learn``: "assistant", "last" (only the assistant's last turn), "all" (every token), or the roles to learn from.
+    """
+
+    def __init__(self, template: ChatTemplate, learn: str | Sequence[str] = "assistant") -> None:
+        self.template, self.learn = template, learn
+        self.finder = SpanFinder(template)
+        self.tokens = _TemplateTokens(template)
+
+    def encode(self, talk: Conversation) -> Encoded:
+        """Raises :class:`TemplateError` if the template refuses it, or if nothing of it would be learned."""
+        if self.learn == "all":
+            shown = self.template.render(talk.messages, talk.tools)
+            spans = [Span(0, len(shown.text), talk.weight)]
+        else:
+            shown, spans = self.finder.spans(talk, talk.learned(self.learn))
+        ids, starts, ends = self.tokens.encode(shown)
+        weights = np.zeros(len(ids), np.float32)
+        for span in spans:
+            weights[(starts < span.end) & (ends > span.start)] = span.weight
+        if talk.weight and not weights.any():
+            raise TemplateError(
+                f"the chat template writes nothing of what is learned (data.chat.learn = {self.learn!r})"
+            )
+        return Encoded(shown.text, ids, weights, starts, ends)
+
+    def prompt(self, talk: Sequence[dict[str, object]], tools: Sequence[dict[str, object]] | None = None) -> np.ndarray:
+        """The ids of a conversation up to where the assistant is to answer."""
+        return self.tokens.encode(self.template.render(talk, tools, prompt=True))[0]
+
+
+class _TemplateTokens:
+    """Encodes a rendered text: special tokens are those that the template has written, not those in anybody's words.
+
+    A copy of the tokenizer knows the former by aliases, and takes their usual names for text.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.tokenizer, self.names = template.tokenizer, template.specials
+        self.aliases: dict[str, str] = {}  # of those that a text has held so far
+        self.ids: dict[int, int] = {}  # of a special token by that of its alias
+
+    @cached_property
+    def model(self) -> tokenizers.Tokenizer:
+        assert self.tokenizer.model is not None
+        copy = tokenizers.Tokenizer.from_str(self.tokenizer.model.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
+    def alias(self, name: str) -> str:
+        """What stands for the special token ``name`` in a text for :attr:`model`."""
+        if name not in self.aliases:
+            digits = "".join(chr(0xFDE0 + int(digit, 16)) for digit in f"{len(self.aliases):x}")
+            self.aliases[name] = f"{_TOKEN}{digits}{_TOKEN_END}"
+            like = self.model.get_added_tokens_decoder()[self.tokenizer.specials[name]]
+            flags = {"single_word": like.single_word, "lstrip": like.lstrip, "rstrip": like.rstrip}
+            self.model.add_tokens([tokenizers.AddedToken(self.aliases[name], normalized=False, **flags)])
+            added = self.model.token_to_id(self.aliases[name])
+            assert added is not None
+            self.ids[added] = self.tokenizer.specials[name]
+        return self.aliases[name]
+
+    def encode(self, shown: Marked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids of the text, and where in it each token begins and ends, int64 ``[tokens]`` each."""
+        own = [found for found in self.names.finditer(shown.text) if found.start() not in shown.plain]
+        if self.tokenizer.model is None:
+            return self._bytes(shown.text, own)
+        pieces, at, length = [], 0, 0
+        ends, shifts = [], [0]  # where each alias ends, and from there on the way from its text to the real one
+        for found in own:
+            pieces += [shown.text[at : found.start()], self.alias(found[0])]
+            at, length = found.end(), length + len(pieces[-2]) + len(pieces[-1])
+            ends.append(length)
+            shifts.append(at - length)
+        encoded = self.model.encode("".join([*pieces, shown.text[at:]]), add_special_tokens=False)
+        places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+        places += np.array(shifts)[np.searchsorted(ends, places, side="right")]
+        return np.array([self.ids.get(i, i) for i in encoded.ids], np.int64), places[:, 0], places[:, 1]
+
+    def _bytes(self, text: str, own: Sequence[re.Match[str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same for a tokenizer of bytes: a token per byte, and one for each special token."""
+        ids, starts, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for found, following in zip([None, *own], [*own, None], strict=True):
+            if found is not None:
+                for one, value in (
+                    (ids, self.tokenizer.specials[found[0]]),
+                    (starts, found.start()),
+                    (ends, found.end()),
+                ):
+                    one.append(np.array([value]))
+            first = found.end() if found else 0
+            plain = text[first : following.start() if following else len(text)]
+            at = first + np.repeat(np.arange(len(plain)), [len(char.encode()) for char in plain])
+            ids.append(np.frombuffer(plain.encode(), np.uint8).astype(np.int64))
+            starts.append(at)
+            ends.append(at + 1)
+        return np.concatenate(ids), np.concatenate(starts), np.concatenate(ends)

@@ -1,0 +1,191 @@
+"""Chat templates: Jinja text that writes a conversation as one text, rendered as transformers renders it."""
+
+import json
+import re
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from weft.data.chat.marks import Marked, generated, protected, read_marks
+from weft.data.tokenizer import Tokenizer
+from weft.errors import WeftError
+
+#: What looks like the name of a special token.
+_TOKEN = re.compile(r"<\|[^<>|\s]+\|>|<\uff5c[^<>\s]+?\uff5c>|<(?:start|end)_of_turn>|<(?:bos|eos)>|</?s>")
+
+
+class TemplateError(WeftError):
+    """A chat template cannot write a conversation; the message says why."""
+
+
+class _Generation(Extension):
+    """``{% generation %}`` ... ``{% endgeneration %}``: what stands between them is the model's to generate."""
+
+    tags = {"generation"}  # noqa: RUF012 (as its base has it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_generated"), [], [], body).set_lineno(line)
+
+    def _generated(self, caller: Callable[[], str]) -> str:
+        return generated(caller())
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace without names that begin with an underscore, which could lead out of the sandbox."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args
+        values = dict(*given, **kwargs)
+        for name in values:
+            _refuse_hidden(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_hidden(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_hidden(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have an attribute {name!r}")
+
+
+class _Dict:
+    """What templates may do with ``dict``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as it is: Jinja's own filter escapes what would be markup in a page."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def environment(now: datetime | None = None) -> jinja2.Environment:
+    """The sandbox of transformers. ``now``: what ``strftime_now`` tells a template, else the time of rendering."""
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made.filters["tojson"] = _tojson
+    made.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: (now or datetime.now()).strftime(form),
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return made
+
+
+class ChatTemplate:
+    """The template ``text`` with the names of a tokenizer's tokens, and ``variables`` of the user's.
+
+    ``control``: names of special tokens in somebody's words become these tokens, instead of plain text.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        tokenizer: Tokenizer,
+        variables: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+        control: bool = False,
+    ) -> None:
+        named = {f"{kind}_token": tokenizer.name_of(getattr(tokenizer, kind)) for kind in ("bos", "eos", "pad")}
+        self.variables = {key: name for key, name in named.items() if name is not None} | dict(variables or {})
+        self.environment = environment(now)
+        self.tokenizer, self.source = tokenizer, text
+        try:
+            self.compiled = self.environment.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"the chat template is not valid Jinja: {error.message}, line {error.lineno}") from None
+        #: Whether the template itself says what is generated.
+        self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+        self.specials = _any_of(tokenizer.specials)
+        self.missing = _any_of(self._literal_tokens - tokenizer.specials.keys() - self._vocabulary)
+        self.protected = _any_of({} if control else tokenizer.specials, self._literal_tokens - self._vocabulary)
+
+    @property
+    def writes_date(self) -> bool:
+        """Whether what the template writes depends on the day."""
+        return "strftime_now" in self.source
+
+    @cached_property
+    def _literal_tokens(self) -> set[str]:
+        """What looks like special tokens in the template's own text."""
+        tree = self.environment.parse(self.source)
+        literals = [node.data for node in tree.find_all(nodes.TemplateData)]
+        literals += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+        return {name for literal in literals for name in _TOKEN.findall(literal)}
+
+    @cached_property
+    def _vocabulary(self) -> set[str]:
+        model = self.tokenizer.model
+        return (
+            set() if model is None else {name for name in self._literal_tokens if model.token_to_id(name) is not None}
+        )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        prompt: bool = False,
+    ) -> Marked:
+        """The text of a conversation, up to where the assistant's next turn begins if it is a ``prompt``.
+
+        Raises :class:`TemplateError` if the template refuses it, fails, or writes tokens that the tokenizer lacks.
+        """
+        given: dict[str, Any] = {"messages": list(messages), "tools": tools, "documents": None}
+        values = self.variables | {"add_generation_prompt": prompt} | protected(given, self.protected)
+        try:
+            shown = read_marks(self.compiled.render(values))
+        except jinja2.exceptions.SecurityError as error:
+            raise TemplateError(f"the chat template does what it may not: {error}") from None
+        except Exception as error:  # whatever the template does
+            line = next(
+                (f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == "<template>"), None
+            )
+            where = f", line {line} of it" if line else ""
+            # What raise_exception says is meant for the reader.
+            kind = "" if type(error) is jinja2.exceptions.TemplateError else f"{type(error).__name__}: "
+            raise TemplateError(f"the chat template refuses it: {kind}{str(error).strip()}{where}") from None
+        for found in self.missing.finditer(shown.text):
+            if found.start() not in shown.plain:
+                raise TemplateError(
+                    f"the chat template writes {found[0]!r}, which the tokenizer lacks; use the tokenizer that "
+                    "belongs to the template, or set data.chat.template"
+                )
+        return shown
+
+
+def _any_of(*names: Iterable[str]) -> re.Pattern[str]:
+    """What finds the longest of ``names`` at a place, in a time that does not grow with their number."""
+    tree: dict[str, Any] = {}
+    for name in (name for some in names for name in some):
+        node = tree
+        for char in name:
+            node = node.setdefault(char, {})
+        node[""] = {}
+
+    def pattern(node: dict[str, Any]) -> str:
+        ways = "|".join(re.escape(char) + pattern(below) for char, below in node.items() if char)
+        return f"(?:{ways})?" if ways and "" in node else f"(?:{ways})" if ways else ""
+
+    return re.compile(pattern(tree) or "(?!)")
