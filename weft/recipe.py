@@ -144,9 +144,38 @@ class Data(Section):
     cache: Path | None = None
 
 
-class Optimizer(Section):
-    """AdamW (Loshchilov & Hutter 2019) with warm-up and a cosine or warm-up-stable-decay schedule."""
+class Group(Section):
+    """Parameters whose names match ``match`` (with ``*`` and ``?``) and that are updated otherwise than the rest.
 
+    ``lr`` multiplies the learning rate; ``weight_decay`` replaces the optimizer's.
+    """
+
+    match: str
+    lr: float = Field(1.0, ge=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+
+class Optimizer(Section):
+    """How parameters are updated; learning rates have a warm-up and a cosine or warm-up-stable-decay schedule.
+
+    ``kind``: ``adamw`` (Loshchilov & Hutter 2019), ``lion`` (Chen et al. 2023), ``adafactor`` (Shazeer & Stern 2018),
+    ``muon`` (Jordan et al. 2024), ``galore`` (Zhao et al. 2024) or ``natural-galore`` (Das 2024). The last three are
+    for the matrices of blocks, and AdamW updates the rest. ``state``: what AdamW keeps its moments in; ``block``:
+    elements of a row that share a scale in 8 or 4 bits. ``momentum`` is Muon's. ``rank``, ``refresh`` (updates between
+    two sets of directions), ``scale`` and ``history`` (past gradients of ``natural-galore``) are GaLore's. ``ema``:
+    decay of an average of the parameters that is kept beside them; 0 keeps none.
+    """
+
+    kind: Literal["adamw", "lion", "adafactor", "muon", "galore", "natural-galore"] = "adamw"
+    state: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
+    block: PositiveInt = 256
+    momentum: float = Field(0.95, ge=0, lt=1)
+    rank: PositiveInt = 128
+    refresh: PositiveInt = 200
+    scale: PositiveFloat = 0.25
+    history: PositiveInt = 4
+    ema: float = Field(0.0, ge=0, lt=1)
+    groups: tuple[Group, ...] = ()
     lr: PositiveFloat = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8

@@ -4,11 +4,11 @@ Model and tokenizer must be the same, field by field: a setting that changes no 
 makes another model of the same parameters just as well. All else may change, and every such difference is named.
 """
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.format import MOMENTS
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.storage import Storage, StorageError
 from weft.checkpoint.store import extract, open_checkpoint
@@ -56,8 +56,8 @@ def check_goes_on(checkpoint: StoredCheckpoint, shape: ModelShape, tokenizer: To
             "another run with another --out"
         )
     names = dict(Transformer(shape, Mesh.single()).logical_parameters())
-    known = {f"{kind}.{name}" for kind in ("model", *(f"optimizer.{m}" for m in MOMENTS)) for name in names}
-    if extra := sorted(checkpoint.tensors.keys() - known):
+    known = re.compile(rf"(model|optimizer\..+)\.({'|'.join(map(re.escape, names))})")
+    if extra := sorted(name for name in checkpoint.tensors if not known.fullmatch(name)):
         raise WeftError(f"{checkpoint} holds {len(extra)} tensors that this model has no place for, such as {extra[0]}")
     with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as folder:
         extract(checkpoint, Path(folder))

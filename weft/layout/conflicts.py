@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import UsageError, nearest
+from weft.layout.dims import part
 
 if TYPE_CHECKING:
     from weft.layout.layout import Layout
@@ -119,6 +120,15 @@ RULES: tuple[Rule, ...] = (
     Rule("post-validation without pp", "layout optimizer",
          lambda a: a.optimizer.post_validation and a.layout.pp == 1,
          "optimizer.post_validation is for pipelines", "set layout.pp above 1 or leave it out"),
+    Rule("small moments without AdamW", "optimizer",
+         lambda a: a.optimizer.state != "float32" and a.optimizer.kind != "adamw",
+         "optimizer.state = {0.optimizer.state!r} is how AdamW keeps its moments, and optimizer.kind is "
+         "{0.optimizer.kind!r}", "leave optimizer.state out, or use kind = 'adamw'"),
+    Rule("4bit moments at odd columns", "layout shape optimizer",
+         lambda a: a.optimizer.state == "4bit"
+         and any(part(a.shape.ffn or 0, a.layout.tp, i)[0] % 2 for i in range(a.layout.tp)),
+         "optimizer.state = '4bit' keeps numbers in pairs, and tp={0.layout.tp} cuts the ffn of {0.shape.ffn} at "
+         "an odd column", "use '8bit', another layout.tp or an even model.ffn"),
     Rule("experts", "layout shape", lambda a: a.layout.ep > 1,
          "layout axis 'ep' is not available yet", "use pp, dp, shard, cp, tp"),
     Rule("islands", "layout shape", lambda a: a.layout.island > 1,

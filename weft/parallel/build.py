@@ -13,14 +13,16 @@ from weft.parallel.hybrid import hybrid_attention
 from weft.parallel.pipeline import Pipeline
 from weft.parallel.sharded import is_sharded, shard_data_parallel, sharded_state
 from weft.parallel.state import Held, Resident, State, Values
-from weft.recipe import ModelShape, Train
+from weft.recipe import ModelShape, Optimizer, Train
 from weft.schedule.build import BUILDERS
 
 
-def check_fits(shape: ModelShape, layout: Layout, train: Train | None = None) -> None:
+def check_fits(
+    shape: ModelShape, layout: Layout, train: Train | None = None, optimizer: Optimizer | None = None
+) -> None:
     """Raises :class:`Conflict` for what the table has; ``vocab`` may be 0, not yet known."""
-    asked = Asked(layout, shape, train or Train(), schedules=BUILDERS)
-    refuse(asked, "layout", "shape", "train", "schedules")
+    asked = Asked(layout, shape, train or Train(), optimizer or Optimizer(), schedules=BUILDERS)
+    refuse(asked, "layout", "shape", "train", "optimizer", "schedules")
 
 
 def parallelize(

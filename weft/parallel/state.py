@@ -28,8 +28,8 @@ Values = Callable[[str, Logical, Box], T]
 class Held:
     """One parameter as this rank holds it: ``local`` are the elements ``placement.box`` of the logical tensor.
 
-    ``parameter`` is where reduced gradients are found, by ``gradient``. ``slots`` are tensors shaped like ``local``
-    that belong to it, by name (moments, say), and ``updates`` counts its updates, as a tensor for the fused kernels.
+    ``parameter`` is where reduced gradients are found, by ``gradient``. ``slots`` are parts of other tensors that
+    belong to it, by name (moments, say), and ``updates`` counts its updates, as a tensor for the fused kernels.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Held:
     local: T
     parameter: nn.Parameter
     gradient: Callable[[nn.Parameter], T | None] = attrgetter("grad")
-    slots: dict[str, T] = field(default_factory=dict)
+    slots: dict[str, Part] = field(default_factory=dict)
     updates: T = field(default_factory=lambda: torch.zeros(()))
 
     @property
@@ -86,8 +86,14 @@ class Resident:
     def begin_pass(self, last: bool) -> None: ...
 
 
-#: Updates parameters and their slots in place: of these ``held``, by these gradients, at this learning rate.
-Rule = Callable[[Sequence[Held], Sequence[T], float], None]
+class Optimizer(Protocol):
+    """What updates parameters, and says what it keeps with each of them."""
+
+    def slots(self, held: Held) -> dict[str, Part]:
+        """What belongs to this parameter, as before the first update."""
+
+    def __call__(self, held: Sequence[Held], grads: Sequence[T], lr: float) -> None:
+        """Update these parameters and their slots in place, by these gradients, at this learning rate. Collective."""
 
 
 class State:
@@ -97,13 +103,13 @@ class State:
         self.units: list[Unit] = list(units)
         self.held = [held for unit in self.units for held in unit.held]
         self.copies = dict(copies or {})
-        self._rule: Rule | None = None
+        self._optimizer: Optimizer | None = None
 
-    def optimize(self, rule: Rule, slots: Sequence[str] = ()) -> None:
-        """From now on :meth:`update` follows ``rule``, which finds ``slots`` of zeros with every parameter."""
-        self._rule = rule
+    def optimize(self, optimizer: Optimizer) -> None:
+        """From now on :meth:`update` is the ``optimizer``'s, which finds its slots with every parameter."""
+        self._optimizer = optimizer
         for h in self.held:
-            h.slots |= {name: torch.zeros_like(h.local) for name in slots}
+            h.slots |= optimizer.slots(h)
             h.updates = torch.zeros((), device=h.local.device)
 
     def gather(self) -> None:
@@ -129,10 +135,9 @@ class State:
             h.parameter.grad = None
 
     def update(self, unit: Unit, grads: Mapping[str, T], lr: float) -> None:
-        """Update the parameters and slots of one unit by its reduced gradients."""
-        assert self._rule is not None, "State.optimize says how"
-        held = [h for h in unit.held if h.local.numel()]
-        self._rule(held, [grads[h.name] for h in held], lr)
+        """Update the parameters and slots of one unit by its reduced gradients. Collective."""
+        assert self._optimizer is not None, "State.optimize says how"
+        self._optimizer(unit.held, [grads[h.name] for h in unit.held], lr)
 
     @property
     def updates(self) -> int:
@@ -148,7 +153,7 @@ class State:
         """Every tensor of the state as this rank's part of a logical one; slots go by parameter name."""
         found = {f"model.{h.name}": h.part(h.local) for h in self.held}
         for h in self.held:
-            found |= {f"optimizer.{slot}.{h.name}": h.part(values) for slot, values in h.slots.items()}
+            found |= {f"optimizer.{slot}.{h.name}": part for slot, part in h.slots.items()}
         return found
 
     @torch.no_grad()

@@ -48,7 +48,9 @@ class PostValidation:
     ) -> None:
         self.model, self.state, self.mesh, self.clip = model, state, mesh, clip
         self.before_update, self.inspect = before_update, inspect
-        self.changing: list[T] = [x for h in state.held for x in (h.local, *h.slots.values(), h.updates)]
+        self.changing: list[T] = []
+        for h in state.held:
+            self.changing += [h.local, *(slot.values for slot in h.slots.values()), h.updates]
         self.copy = [torch.empty_like(x) for x in self.changing]
         self.pending: tuple[PendingSum, dict[str, T], float] | None = None
         self.steps = self.repeated = 0

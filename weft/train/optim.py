@@ -1,37 +1,96 @@
-"""AdamW over what a rank holds of the parameters, and the learning rate of a step."""
+"""The optimizer: which rule updates which parameter, and the learning rate of a step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
-from torch.optim.adamw import adamw
 
-from weft.checkpoint.format import MOMENTS
+from weft.layout.mesh import Mesh
+from weft.layout.parts import Part
 from weft.parallel.state import Held
 from weft.recipe import Optimizer
+from weft.train.rules.elementwise import AdamW, Lion
+from weft.train.rules.factored import Adafactor
+from weft.train.rules.low_rank import GaLore
+from weft.train.rules.orthogonal import Muon
+from weft.train.rules.rule import Ranks, UpdateRule
+from weft.train.rules.small import InBfloat16, InBlocks, SmallAdamW
+
+#: AdamW by what its moments are kept in.
+STATES: dict[str, Callable[[Optimizer, Ranks], UpdateRule]] = {
+    "float32": lambda settings, ranks: AdamW(settings),
+    "bfloat16": lambda settings, ranks: SmallAdamW(settings, InBfloat16()),
+    "8bit": lambda settings, ranks: SmallAdamW(settings, InBlocks(8, settings.block, ranks)),
+    "4bit": lambda settings, ranks: SmallAdamW(settings, InBlocks(4, settings.block, ranks)),
+}
+
+#: The rule of each kind, and whether it is for the matrices of blocks only, so that AdamW takes the rest.
+KINDS: dict[str, tuple[Callable[[Optimizer, Ranks], UpdateRule], bool]] = {
+    "adamw": (lambda settings, ranks: STATES[settings.state](settings, ranks), False),
+    "lion": (lambda settings, ranks: Lion(settings), False),
+    "adafactor": (lambda settings, ranks: Adafactor(ranks), False),
+    "muon": (lambda settings, ranks: Muon(settings.momentum, ranks), True),
+    "galore": (GaLore, True),
+    "natural-galore": (GaLore, True),
+}
+
+#: Bytes per parameter of the moments in each state, as a multiple of the state's own precision.
+SLOTS = {"float32": 2.0, "bfloat16": 1.0, "8bit": 0.5, "4bit": 0.25, "lion": 1.0, "muon": 1.0}
 
 
-class AdamW:
-    """The rule by which :meth:`weft.parallel.state.State.update` updates a unit: PyTorch's fused AdamW.
+def slot_bytes(settings: Optimizer, width: int) -> float:
+    """About how many bytes the optimizer keeps per parameter of ``width`` bytes; scales and the like are left out."""
+    return width * (SLOTS.get(settings.state if settings.kind == "adamw" else settings.kind, 0.0) + bool(settings.ema))
 
-    Weight decay applies to matrices only.
+
+class Assignment(NamedTuple):
+    """How a parameter is updated: by which rule, at which multiple of the learning rate, with which weight decay."""
+
+    rule: UpdateRule
+    lr: float
+    decay: float
+
+
+class RuleOptimizer:
+    """Updates every parameter by the rule that ``settings`` give it, and keeps an average of it if they say so.
+
+    Weight decay applies to matrices only, unless a group says otherwise.
     """
 
-    def __init__(self, settings: Optimizer) -> None:
-        self.settings = settings
+    def __init__(self, settings: Optimizer, mesh: Mesh) -> None:
+        make, blocks_only = KINDS[settings.kind]
+        self.settings, ranks = settings, Ranks(mesh)
+        self.rule = make(settings, ranks)
+        self.rest: UpdateRule = AdamW(settings) if blocks_only else self.rule
+
+    def assignment(self, held: Held) -> Assignment:
+        """The last group that matches a parameter's name overrules what goes for all."""
+        matrix = len(held.logical.dims) > 1
+        inner = matrix and all(dim.name != "vocab" for dim in held.logical.dims)
+        lr, decay = 1.0, self.settings.weight_decay if matrix else 0.0
+        for group in self.settings.groups:
+            if fnmatchcase(held.name, group.match):
+                lr, decay = group.lr, decay if group.weight_decay is None else group.weight_decay
+        return Assignment(self.rule if inner else self.rest, lr, decay)
+
+    def slots(self, held: Held) -> dict[str, Part]:
+        found = self.assignment(held).rule.slots(held)
+        if self.settings.ema:
+            found["ema"] = held.part(held.local.clone())
+        return found
 
     @torch.no_grad()
     def __call__(self, held: Sequence[Held], grads: Sequence[torch.Tensor], lr: float) -> None:
-        settings, (beta1, beta2) = self.settings, self.settings.betas
-        for decay, matrices in ((settings.weight_decay, True), (0.0, False)):
-            chosen = [(h, g) for h, g in zip(held, grads, strict=True) if (len(h.logical.dims) > 1) is matrices]
-            if chosen:
-                averages, squares = ([h.slots[moment] for h, _ in chosen] for moment in MOMENTS)
-                adamw(
-                    [h.local for h, _ in chosen], [g for _, g in chosen], averages, squares, [],
-                    [h.updates for h, _ in chosen], fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr,
-                    weight_decay=decay, eps=settings.eps, maximize=False,
-                )  # fmt: skip
+        alike: dict[Assignment, list[tuple[Held, torch.Tensor]]] = {}
+        for h, g in zip(held, grads, strict=True):
+            alike.setdefault(self.assignment(h), []).append((h, g))
+        for (rule, multiple, decay), pairs in alike.items():
+            rule.update([h for h, _ in pairs], [g for _, g in pairs], lr * multiple, decay)
+        if self.settings.ema:
+            averages = [h.slots["ema"].values for h in held]
+            torch._foreach_lerp_(averages, [h.local for h in held], 1 - self.settings.ema)
 
 
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:

@@ -7,7 +7,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from weft.checkpoint.format import MOMENTS
 from weft.data.balance import costs_of
 from weft.data.loader import Corpus, Loader, open_data
 from weft.data.order import Order
@@ -21,7 +20,7 @@ from weft.observe.flops import parameter_count
 from weft.parallel.build import check_fits, parallelize
 from weft.parallel.state import State, Values
 from weft.recipe import ModelShape, Recipe
-from weft.train.optim import AdamW
+from weft.train.optim import RuleOptimizer, slot_bytes
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def device_type(recipe: Recipe) -> str:
 def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
     """Open the data, complete the model's shape and check that layout, model, data and memory go together."""
     shape = model_shape(recipe)
-    check_fits(shape, recipe.layout, recipe.train)
+    check_fits(shape, recipe.layout, recipe.train, recipe.optimizer)
     corpus = open_data(recipe.data, progress)
     vocab = corpus.tokenizer.vocab
     if shape.vocab and vocab > shape.vocab:
@@ -64,7 +63,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
             "set model.vocab = 0 to take the tokenizer's size, or use the model's own tokenizer"
         )
     shape = shape.model_copy(update={"vocab": shape.vocab or vocab})
-    check_fits(shape, recipe.layout, recipe.train)
+    check_fits(shape, recipe.layout, recipe.train, recipe.optimizer)
     _check_memory(recipe, shape)
     return Job(recipe, shape, corpus, _tokenizer_notes(recipe, corpus.tokenizer))
 
@@ -72,7 +71,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
 def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None) -> tuple[Transformer, State]:
     """The model under ``mesh`` and its state, ready for the first step; ``values`` as of :func:`parallelize`."""
     model, state = parallelize(shape, mesh, recipe.train, values, recipe.data.seq_len)
-    state.optimize(AdamW(recipe.optimizer), MOMENTS)
+    state.optimize(RuleOptimizer(recipe.optimizer, mesh))
     return model, state
 
 
@@ -134,10 +133,14 @@ def _tokenizer_notes(recipe: Recipe, tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def _check_memory(recipe: Recipe, shape: ModelShape) -> None:
-    """Refuse what cannot even hold its own state: parameters, gradients and two moments, before any activation."""
+    """Refuse what cannot even hold its own state: parameters, gradients and moments, before any activation."""
     width = 8 if recipe.train.dtype == "float64" else 4
     parameters = parameter_count(shape, shape.vocab)
-    need = 4 * width * parameters / recipe.layout.size("pp", "shard", "cp", *MODEL_AXES)
+    need = (
+        (2 * width + slot_bytes(recipe.optimizer, width))
+        * parameters
+        / recipe.layout.size("pp", "shard", "cp", *MODEL_AXES)
+    )
     cuda = device_type(recipe) == "cuda" and not recipe.train.offloads_state
     if cuda:
         free, ranks = torch.cuda.get_device_properties(0).total_memory, 1

@@ -1,0 +1,108 @@
+"""Numbers kept in few bits: codes of a map and one scale per block, and rounding to bfloat16 without bias.
+
+Everything is a function of logical positions, so that the numbers do not depend on how a tensor is cut.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+T = torch.Tensor
+
+
+@cache
+def dynamic_map(signed: bool, exponents: int, bits: int) -> T:
+    """The values that codes of ``bits`` bits stand for, ascending, within [-1, 1] or [0, 1]; float32 ``[2**bits]``.
+
+    Every decade below 1 has twice as many values as the decade below it (dynamic quantisation, Dettmers et al. 2021,
+    "8-bit Optimizers via Block-wise Quantization"). ``exponents``: so many decades.
+    """
+    values = [0.0, 1.0]
+    fraction_bits = bits - 1 - exponents if signed else bits - exponents
+    for decade in range(exponents):
+        cells = 2 ** (decade + fraction_bits)
+        edges = torch.linspace(0.1, 1, cells + 1, dtype=torch.float64)
+        means = ((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade + 1 - exponents)).tolist()
+        values += means + [-x for x in means] * signed
+    values += [0.0] * (2**bits - len(values))
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+@cache
+def linear_map(bits: int) -> T:
+    """``2**bits`` equal steps up to 1, without zero: for a second moment that is divided by (Li et al. 2023)."""
+    return torch.linspace(0, 1, 2**bits + 1)[1:]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the last dimension of a logical tensor, ``length`` long, falls into blocks with a scale each.
+
+    A part of it begins at ``start``. Blocks are counted from the logical tensor's own beginning.
+    """
+
+    size: int
+    length: int
+    start: int
+
+    @property
+    def count(self) -> int:
+        return -(-self.length // self.size)
+
+    def largest(self, x: T) -> T:
+        """Largest value of each block in the part ``x [..., n]``, at least 0: ``[..., count]``."""
+        first = self.start // self.size
+        before = self.start - first * self.size
+        padded = F.pad(x.clamp(min=0), (before, -(before + x.size(-1)) % self.size))
+        found = padded.unflatten(-1, (-1, self.size)).amax(-1) if padded.numel() else padded[..., :0]
+        return F.pad(found, (first, self.count - first - found.size(-1)))
+
+    def spread(self, scale: T, n: int) -> T:
+        """The scale of each of the ``n`` elements of the part: ``[..., n]``."""
+        positions = torch.arange(self.start, self.start + n, device=scale.device)
+        return scale[..., positions // self.size]
+
+
+def encoded(x: T, scale: T, values: T) -> T:
+    """Codes of the values that are nearest to ``x / scale``, uint8. ``scale`` is per element; where it is 0, x is."""
+    values = values.to(x.device, x.dtype)
+    middles = (values[1:] + values[:-1]) / 2
+    return torch.bucketize(x / torch.where(scale == 0, 1.0, scale), middles).to(torch.uint8)
+
+
+def decoded(codes: T, scale: T, values: T) -> T:
+    """What ``codes`` stand for; ``scale`` is per element."""
+    return values.to(scale.device, scale.dtype)[codes.int()] * scale
+
+
+def packed(codes: T) -> T:
+    """Two codes of four bits in a byte: ``[..., n] -> [..., n / 2]``."""
+    return codes[..., ::2] << 4 | codes[..., 1::2]
+
+
+def unpacked(pairs: T) -> T:
+    """The inverse of :func:`packed`."""
+    return torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten(-2)
+
+
+def hashed(positions: T, seed: int) -> T:
+    """32 random bits for every position and seed, int64: a counter-based generator of two rounds of murmur3's mixer."""
+    mask = 0xFFFFFFFF
+    x = (positions ^ positions >> 32) & mask
+    for constant in (seed & mask, (seed >> 32 ^ 0x9E3779B9) & mask):
+        x = x ^ constant
+        x = (x ^ x >> 16) * 0x85EBCA6B & mask
+        x = (x ^ x >> 13) * 0xC2B2AE35 & mask
+        x = x ^ x >> 16
+    return x
+
+
+def rounded_bf16(x: T, bits: T) -> T:
+    """``x`` (float32) as bfloat16, up or down with such probability that the mean is ``x``; ``bits``: random, int64."""
+    raw = x.float().view(torch.int32).long()
+    up = (raw + (bits & 0xFFFF)) & ~0xFFFF
+    wrapped = torch.where(up >= 1 << 31, up - (1 << 32), up)
+    found = wrapped.int().view(torch.float32)
+    return torch.where(x.isfinite(), found, x.float()).to(torch.bfloat16)

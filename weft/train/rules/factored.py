@@ -1,0 +1,52 @@
+"""Adafactor (Shazeer & Stern 2018): of the second moment of a matrix only the means of its rows and columns."""
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.layout.parts import Part
+from weft.parallel.state import Held
+from weft.train.rules.rule import Extent, Ranks, counted, like
+
+T = torch.Tensor
+
+#: How fast the moments' decay goes to one, least size of a parameter for the step's, and where an update is clipped.
+DECAY, LEAST, CLIP = -0.8, 1e-3, 1.0
+
+
+class Adafactor:
+    """As PyTorch's: steps are relative to the size of the parameter, and there is no first moment."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def slots(self, held: Held) -> dict[str, Part]:
+        if len(held.logical.dims) < 2:
+            return {"exp_avg_sq": like(held)}
+        rows, columns = self.ranks.slot(held, Extent(0)), self.ranks.slot(held, Extent(1))
+        return {"rows": rows, "columns": columns}
+
+    def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
+        step = counted(held)
+        for h, g in zip(held, grads, strict=True):
+            rate = self._root_mean_square(h.local, h).clamp(min=LEAST) * min(lr, step**-0.5)
+            h.local.mul_(1 - lr * decay)
+            update = g * self._second_moment(h, g, step**DECAY).rsqrt()
+            h.local.sub_(update * (rate / (self._root_mean_square(update, h) / CLIP).clamp(min=1)))
+
+    def _second_moment(self, held: Held, grad: T, weight: float) -> T:
+        """The estimate for every element that is held here, after it has taken in ``grad``."""
+        least = torch.finfo(grad.dtype).eps ** 2
+        square = grad.square()
+        if "exp_avg_sq" in held.slots:
+            return held.slots["exp_avg_sq"].values.lerp_(square, weight).clamp(min=least)
+        height, width = held.logical.shape
+        rows, columns = held.slots["rows"].values, held.slots["columns"].values
+        rows.lerp_(self.ranks.sum(square.sum(1), held, 1) / width, weight)  # [rows here]
+        columns.lerp_(self.ranks.sum(square.sum(0), held, 0) / height, weight)  # [columns here]
+        mean = self.ranks.sum(rows.sum(), held, 0) / height
+        return (rows[:, None] * columns / mean.clamp(min=torch.finfo(grad.dtype).eps)).clamp(min=least)
+
+    def _root_mean_square(self, x: T, held: Held) -> T:
+        """Of the logical tensor of which this is the part that is held here."""
+        return (self.ranks.sum(x.square().sum(), held, *range(x.dim())) / held.logical.numel).sqrt()

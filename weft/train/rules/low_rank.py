@@ -1,0 +1,89 @@
+"""GaLore (Zhao et al. 2024): Adam on a projection of a matrix's gradient; and its natural-gradient variant.
+
+A gradient ``[m, n]`` is projected on ``rank`` directions of its shorter side, which are taken from the singular vectors
+of the gradient every ``refresh`` updates. Moments have the size of the projection.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.checkpoint.format import MOMENTS
+from weft.layout.parts import Part
+from weft.parallel.state import Held
+from weft.recipe import Optimizer
+from weft.train.rules.rule import Extent, Ranks, counted
+
+T = torch.Tensor
+
+#: Strength of what is known of the past gradients' directions (Natural GaLore, Das 2024): lambda.
+DAMPING = 1e-3
+
+
+class GaLore:
+    """Adam in the space of the projected gradients.
+
+    With ``history`` above 0 these are first multiplied by the inverse of an empirical Fisher matrix of so many of the
+    last ones (Natural GaLore), of which each takes as much room as a moment.
+    """
+
+    def __init__(self, settings: Optimizer, ranks: Ranks) -> None:
+        self.settings, self.ranks = settings, ranks
+        self.history = settings.history if settings.kind == "natural-galore" else 0
+
+    def slots(self, held: Held) -> dict[str, Part]:
+        rank, short = self._rank(held), self._short(held)
+        both = (Extent(0), Extent(None, rank)) if short == 1 else (Extent(None, rank), Extent(1))
+        found = {moment: self.ranks.slot(held, *both) for moment in MOMENTS}
+        found["directions"] = self.ranks.slot(held, Extent(None, rank), Extent(None, held.logical.shape[short]))
+        if self.history:
+            found["past"] = self.ranks.slot(held, Extent(None, self.history), *both)
+        return found
+
+    def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
+        count, (beta1, beta2) = counted(held), self.settings.betas
+        for h, g in zip(held, grads, strict=True):
+            short = self._short(h)
+            if (count - 1) % self.settings.refresh == 0:
+                directions = singular_directions(self.ranks.whole(g, h), short, self._rank(h))
+                h.slots["directions"].values.copy_(self.ranks.agreed(directions))
+            lo, hi = h.box[short]
+            mine = h.slots["directions"].values[:, lo:hi]  # [rank, what is here of the shorter side]
+            low = self.ranks.sum(g @ mine.mT if short == 1 else mine @ g, h, short)
+            if self.history:
+                low = self._natural(h, low, count)
+            first, second = (h.slots[moment].values for moment in MOMENTS)
+            first.lerp_(low, 1 - beta1)
+            second.lerp_(low.square(), 1 - beta2)
+            size = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
+            step = first / (second.sqrt() + self.settings.eps)
+            h.local.sub_(step @ mine if short == 1 else mine.mT @ step, alpha=size * self.settings.scale)
+            h.local.mul_(1 - lr * decay)
+
+    def _natural(self, held: Held, low: T, count: int) -> T:
+        """``(damping + past past^T)^-1 low``, by Woodbury's identity; the past includes this gradient."""
+        past, long = held.slots["past"].values, 1 - self._short(held)
+        past[(count - 1) % self.history] = low
+        flat = past.flatten(1)  # [history, elements here]
+        products = self.ranks.sum(torch.cat((flat @ flat.mT, (flat @ low.flatten())[:, None]), 1), held, long)
+        inner = products[:, :-1] / DAMPING + torch.eye(self.history, dtype=low.dtype, device=low.device)
+        weights = torch.cholesky_solve(products[:, -1:], torch.linalg.cholesky(inner))  # [history, 1]
+        return low / DAMPING - (weights.mT @ flat).view_as(low) / DAMPING**2
+
+    def _short(self, held: Held) -> int:
+        height, width = held.logical.shape
+        return 1 if height >= width else 0
+
+    def _rank(self, held: Held) -> int:
+        return min(self.settings.rank, *held.logical.shape)
+
+
+def singular_directions(grad: T, side: int, rank: int) -> T:
+    """The first singular vectors of ``grad [m, n]`` on one side, ``[rank, size of the side]``.
+
+    Of each the entry of largest magnitude is positive: libraries choose signs differently.
+    """
+    left, _, right = torch.linalg.svd(grad, full_matrices=False)
+    found = right[:rank] if side == 1 else left[:, :rank].mT
+    largest = found.gather(1, found.abs().argmax(1, keepdim=True))
+    return (found * torch.where(largest < 0, -1.0, 1.0)).contiguous()

@@ -1,0 +1,114 @@
+"""What every rule offers, and sums over the ranks that hold the other parts of a parameter.
+
+A rule sees what this rank holds of some parameters. What it needs to know of the rest it gets by sums over the ranks
+among which a dimension is cut, so that its update is the one device's under every layout. All ranks that hold parts
+of the same parameters call a rule with these in the same order, also those that hold no rows of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from weft.layout.dims import Tensor
+from weft.layout.mesh import Mesh
+from weft.layout.parts import NAMES, Part
+from weft.parallel.state import Held
+
+T = torch.Tensor
+
+
+class UpdateRule(Protocol):
+    """Updates parameters in place."""
+
+    def slots(self, held: Held) -> dict[str, Part]:
+        """What belongs to this parameter, as before the first update."""
+
+    def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
+        """One update at learning rate ``lr``, with weight decay ``decay`` (times ``lr``, decoupled)."""
+
+
+class Extent(NamedTuple):
+    """One dimension of a slot: the parameter's dimension ``of``, ``per`` elements in one, or one of its own."""
+
+    of: int | None
+    size: int = 0
+    per: int = 1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Sums over the ranks among which a parameter is cut."""
+
+    mesh: Mesh
+
+    def axes(self, held: Held, dims: Sequence[int]) -> list[str]:
+        """The mesh axes larger than one that cut these dimensions of a parameter."""
+        found = [axis for i in dims for axis in held.logical.cuts[i]] + ["state"] * (0 in dims)
+        return [axis for axis in found if self.mesh.size(axis) > 1]
+
+    def sum(self, x: T, held: Held, *dims: int) -> T:
+        """``x`` summed over the ranks that hold other parts along ``dims``, in place."""
+        return self._reduced(x, held, dims, dist.ReduceOp.SUM)
+
+    def largest(self, x: T, held: Held, *dims: int) -> T:
+        """The largest of each element of ``x`` over the ranks that hold other parts along ``dims``, in place."""
+        return self._reduced(x, held, dims, dist.ReduceOp.MAX)
+
+    def _reduced(self, x: T, held: Held, dims: Sequence[int], op: dist.ReduceOp.RedOpType) -> T:
+        axes = self.axes(held, dims)
+        there = x.to(self.mesh.device)  # the state may be on the host
+        for axis in axes:
+            dist.all_reduce(there, op, group=self.mesh.group(axis))
+        return x.copy_(there) if axes and there is not x else x
+
+    def whole(self, x: T, held: Held) -> T:
+        """The logical tensor of which every rank has the part ``x``, shaped like what it holds of the parameter."""
+        full = x.new_zeros(held.logical.shape)
+        full[tuple(slice(lo, hi) for lo, hi in held.box)] = x
+        return self.sum(full, held, *range(full.dim()))
+
+    def mine(self, full: T, held: Held) -> T:
+        """What this rank holds of a logical tensor like the parameter."""
+        return full[tuple(slice(lo, hi) for lo, hi in held.box)]
+
+    def agreed(self, x: T) -> T:
+        """The first replica's ``x``, on all ranks that hold parts of the same parameters, in place.
+
+        For what processors of different makes might round, or choose, differently.
+        """
+        there = x.to(self.mesh.device)
+        for axis in ("dp", "state", "tp"):
+            if self.mesh.size(axis) > 1:
+                group = self.mesh.group(axis)
+                dist.broadcast(there, dist.get_global_rank(group, 0), group=group)
+        return x.copy_(there) if there is not x else x
+
+    def slot(self, held: Held, *extents: Extent, dtype: torch.dtype | None = None) -> Part:
+        """Zeros that belong to a parameter, with some of its dimensions, cut as these are, and some of their own."""
+        dims = held.logical.dims
+        here = [(0, e.size) if e.of is None else held.box[e.of] for e in extents]
+        box = tuple((lo // e.per, -(-hi // e.per)) for (lo, hi), e in zip(here, extents, strict=True))
+        shape = tuple(-(-(e.size if e.of is None else dims[e.of].size) // e.per) for e in extents)
+        names = tuple("" if e.of is None else dims[e.of].name for e in extents)
+        left_out = [i for i in range(len(dims)) if all(e.of != i for e in extents)]
+        replica, replicas = held.placement.replica, held.placement.replicas
+        for axis in self.axes(held, left_out):  # ranks that differ in nothing but these hold the same
+            replica += replicas * self.mesh.rank(axis)
+            replicas *= self.mesh.size(axis)
+        values = torch.zeros([hi - lo for lo, hi in box], dtype=dtype or held.local.dtype, device=held.local.device)
+        return Part(values, box, Tensor(shape, NAMES[values.dtype], names), replica, replicas)
+
+
+def like(held: Held, dtype: torch.dtype | None = None) -> Part:
+    """Zeros shaped and cut like the parameter."""
+    return held.part(torch.zeros_like(held.local, dtype=dtype))
+
+
+def counted(held: Sequence[Held]) -> int:
+    """Count one more update of parameters that are always updated together, and return how many there have been."""
+    for h in held:
+        h.updates += 1
+    return int(held[0].updates.item()) if held else 0
