@@ -21,6 +21,8 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "experts that do not fold": ("ep=2", ""),
     "offloaded activations with selective recompute": ("", "train.offload=all train.recompute=selective"),
     "post-validation without pp": ("", "optimizer.post_validation=true"),
+    "small moments without AdamW": ("", "optimizer.state=8bit optimizer.kind=lion"),
+    "4bit moments at odd columns": ("tp=2", "optimizer.state=4bit model.ffn=10"),
     "experts": ("dp=2,ep=2", ""),
     "islands": ("island=2", ""),
     "tp above heads": ("tp=5", ""),
@@ -60,7 +62,7 @@ def test_refused_by_everything_with_the_same_reason(command: Command, tiny: str,
     words = [w for s in settings.split() for w in ("--set", s)]
     with pytest.raises(Conflict) as refused:
         recipe = load_recipe(tiny, settings.split(), layout)
-        check_fits(recipe.model, recipe.layout, recipe.train)
+        check_fits(recipe.model, recipe.layout, recipe.train, recipe.optimizer)
     assert refused.value.rule == name
     said = [command(*call, tiny, "--layout", layout, *words) for call in (["train"], ["verify"], ["verify", "--types"])]
     assert {code for code, _, _ in said} == {2}

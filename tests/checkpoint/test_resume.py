@@ -23,7 +23,7 @@ from weft.layout.dims import part
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
-from weft.recipe import ModelShape, build_recipe
+from weft.recipe import ModelShape, Optimizer, build_recipe
 from weft.train.loop import train
 from weft.train.runs import prepare_run
 from weft.train.setup import assemble, prepare
@@ -178,9 +178,9 @@ def test_more_layers_than_the_recipe_are_refused_by_their_tensors(whole_run: Pat
     shape = build_recipe(checkpoint.meta["recipe"]).model
     smaller = shape.model_copy(update={"layers": 1})
     checkpoint.meta["recipe"]["model"]["layers"] = 1
-    check_goes_on(open_checkpoint(checkpoint.storage), shape, load_tokenizer("bytes"))
+    check_goes_on(open_checkpoint(checkpoint.storage), shape, load_tokenizer("bytes"), Optimizer())
     with pytest.raises(WeftError, match=r"holds \d+ tensors that this model has no place for.* model\.blocks\.1"):
-        check_goes_on(checkpoint, smaller, load_tokenizer("bytes"))
+        check_goes_on(checkpoint, smaller, load_tokenizer("bytes"), Optimizer())
 
 
 def test_another_tokenizer_is_refused_and_other_settings_are_said(

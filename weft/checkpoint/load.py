@@ -165,7 +165,8 @@ class StoredCheckpoint:
         if rows:
             rows += [f"extra     {name}" for name in self.tensors if name not in locals_ and name.startswith("model.")]
             more = [f"... and {len(rows) - 20} more"] if len(rows) > 20 else []
-            raise WeftError("\n  ".join([f"checkpoint {self} is of another model:", *rows[:20], *more]))
+            other = "is of another model" if any(" model." in row for row in rows) else "lacks state of the optimizer"
+            raise WeftError("\n  ".join([f"checkpoint {self} {other}:", *rows[:20], *more]))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ makes another model of the same parameters just as well. All else may change, an
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.storage import Storage, StorageError
@@ -21,6 +21,12 @@ from weft.recipe import ModelShape, Optimizer, Recipe
 
 #: Fields that say where a model's first values come from. Once it is trained, they change nothing.
 ORIGIN = ("config", "weights", "init_std")
+
+#: Settings of ``[optimizer]`` that say what it keeps with a parameter, and the kinds that heed them.
+KEPT: dict[str, tuple[str, ...]] = {
+    "kind": get_args(Optimizer.model_fields["kind"].annotation), "state": ("adamw",), "block": ("adamw",),
+    "rank": ("galore", "natural-galore"), "history": ("natural-galore",),
+}  # fmt: skip
 
 #: Settings of ``[train]`` that change what a run computes.
 SETTINGS = ("steps", "batch", "dtype")
@@ -44,8 +50,8 @@ def is_of_model(place: Storage, shape: ModelShape) -> bool:
         return False
 
 
-def check_goes_on(checkpoint: StoredCheckpoint, shape: ModelShape, tokenizer: Tokenizer) -> None:
-    """Refuse to go on from a checkpoint that is no run's state, or that is of another model or tokenizer."""
+def check_goes_on(checkpoint: StoredCheckpoint, shape: ModelShape, tokenizer: Tokenizer, optimizer: Optimizer) -> None:
+    """Refuse to go on from a checkpoint that is no run's state, or is of another model, tokenizer or optimizer."""
     instead = f"start a new run from its weights: --set model.weights={checkpoint}"
     if "data" not in checkpoint.meta:
         kind = checkpoint.meta.get("source", {}).get("kind", "another program's")
@@ -55,6 +61,10 @@ def check_goes_on(checkpoint: StoredCheckpoint, shape: ModelShape, tokenizer: To
             f"{checkpoint} is of another model: it has {'; it has '.join(found)}; restore what was changed, or start "
             "another run with another --out"
         )
+    stored_optimizer = checkpoint.meta.get("recipe", {}).get("optimizer", {})
+    kept = [name for name in KEPT if stored_optimizer.get("kind") in KEPT[name] or optimizer.kind in KEPT[name]]
+    if other := _differing("optimizer", {"optimizer": stored_optimizer}, {"optimizer": optimizer.model_dump()}, kept):
+        raise WeftError(f"{checkpoint} has another optimizer's state: {'; '.join(other)}; restore that, or {instead}")
     names = dict(Transformer(shape, Mesh.single()).logical_parameters())
     known = re.compile(rf"(model|optimizer\..+)\.({'|'.join(map(re.escape, names))})")
     if extra := sorted(name for name in checkpoint.tensors if not known.fullmatch(name)):

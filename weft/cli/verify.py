@@ -64,7 +64,7 @@ def _types(recipe: "Recipe", as_json: bool) -> int:
 
     shape = model_shape(recipe)
     shape = shape.model_copy(update={"vocab": shape.vocab or 257})
-    fault = check_types(shape, recipe.layout, recipe.train)
+    fault = check_types(shape, recipe.layout, recipe.train, recipe.optimizer)
     if as_json:
         print(json.dumps({"ok": fault is None, "layout": str(recipe.layout), "world": recipe.layout.world,
                           "fault": asdict(fault) if fault else None}))  # fmt: skip
@@ -91,6 +91,7 @@ def _numbers(recipe: "Recipe", steps: int, as_json: bool) -> int:
             ("gradients", difference.grad, difference.worst_grad),
             ("gradient norm", difference.grad_norm, ""),
             ("parameters", difference.param, difference.worst_param),
+            ("optimizer", difference.slot, difference.worst_slot),
         ):
             verdict = "equal" if value <= limit else "DIFFERENT"
             typer.echo(f"  {what:<14} {value:9.2e}  {verdict}" + (f"  (worst: {where})" if where else ""))

@@ -20,6 +20,7 @@ from weft.layout.conflicts import Conflict
 from weft.layout.mesh import LIVE_AXES, Mesh
 from weft.recipe import Recipe, load_recipe
 from weft.schedule.build import BUILDERS
+from weft.train.optim import KINDS, STATES
 from weft.train.pool import Pool
 from weft.train.setup import prepare
 from weft.train.verify import compare, run_layout
@@ -60,6 +61,9 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "layout.balance": lambda recipe, case, rng: ["greedy", "flexsp"] if case.get("layout.zero") == 1 else [],
     "optimizer.post_validation": _if_above_one("pp", True),
     "optimizer.clip": _any(0.0, 0.1),
+    "optimizer.kind": _any(*KINDS),
+    "optimizer.state": lambda recipe, case, rng: list(STATES) if "optimizer.kind" not in case else [],
+    "optimizer.ema": _any(0.5),
     "train.recompute": _any("selective", "full"),
     "train.offload": _any("optimizer", "activations", "all"),
     "train.micro_batch": _any(1, 2, 3),
@@ -89,6 +93,7 @@ SMALL: Case = {
     "data.epochs": 0, "data.cache": str(FOLDER / "cache"), "data.sources": str(FOLDER / "corpus.jsonl"),
     "train.batch": 5, "train.device": "cpu", "train.threads": 1, "train.compile": False, "train.offload": "none",
     "train.recompute": "none", "train.loss_chunk": 64, "optimizer.post_validation": False, "optimizer.lr": 3e-4,
+    "optimizer.kind": "adamw", "optimizer.state": "float32", "optimizer.ema": 0.0, "optimizer.rank": 3,
     "layout.zero": 3, "layout.secondary": 0, "layout.context": "zigzag", "layout.ulysses": 1, "layout.scan": "gather",
     "layout.schedule": "1f1b", "layout.vocab_barriers": 0, "layout.skip": 0.0, "layout.balance": "",
 }  # fmt: skip

@@ -52,7 +52,7 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
     if not run.fresh:
         checkpoint = open_checkpoint(candidates(*run.sources, warn=lambda text: None)[0])
         if _is_readable(checkpoint):
-            check_goes_on(checkpoint, job.shape, job.corpus.tokenizer)
+            check_goes_on(checkpoint, job.shape, job.corpus.tokenizer, job.recipe.optimizer)
     return job
 
 
@@ -106,7 +106,7 @@ def resume_run(run: Run, job: Job, state: State) -> Resumed:
         run.sources,
         lambda checkpoint: load_state(checkpoint, state),
         notes.append,
-        lambda checkpoint: check_goes_on(checkpoint, job.shape, job.corpus.tokenizer),
+        lambda checkpoint: check_goes_on(checkpoint, job.shape, job.corpus.tokenizer, job.recipe.optimizer),
     )
     notes.append(f"resumed from {checkpoint} at step {progress.step}")
     differences = other_differences(checkpoint, job.recipe, job.corpus.fingerprint)

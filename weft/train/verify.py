@@ -28,7 +28,7 @@ from weft.models.transformer import Block, Transformer
 from weft.parallel.build import check_fits, resident_state
 from weft.parallel.context import context_attention
 from weft.parallel.state import State
-from weft.recipe import ModelShape, Recipe, Train
+from weft.recipe import ModelShape, Optimizer, Recipe, Train
 from weft.schedule.from_layout import routes
 from weft.train.launch import join, part_ranks, set_threads
 from weft.train.setup import Job, assemble, device_type, prepare
@@ -46,7 +46,10 @@ Piece = tuple[str, Box, torch.Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences to one device: loss and norm per step, gradients and parameters per tensor."""
+    """Largest relative differences to one device: loss and norm per step; gradients, parameters and slots per tensor.
+
+    Slots are what the optimizer keeps with each parameter.
+    """
 
     ok: bool
     loss: float
@@ -55,6 +58,8 @@ class Difference:
     param: float
     worst_grad: str = ""
     worst_param: str = ""
+    slot: float = 0.0
+    worst_slot: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Trace:
     norms: list[float]
     grads: list[list[Piece]]  # per step, reduced and unclipped
     params: list[Piece]  # at the end
+    slots: dict[str, list[Piece]]  # at the end, by slot
 
 
 def run_layout(
@@ -90,7 +96,7 @@ def run_layout(
     if watch is not None:
         watch(model, state)
     settings, loader = job.recipe.optimizer, job.loader(job.corpus.train, mesh)
-    trace = Trace([], [], [], [])
+    trace = Trace([], [], [], [], {})
     results: list[StepResult] = []
 
     def keep(grads: dict[str, torch.Tensor]) -> None:
@@ -107,7 +113,10 @@ def run_layout(
     for result in results + stepper.finish():
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-    trace.params.extend((p.name, p.box, p.local.clone().cpu()) for p in state.held)
+    for h in state.held:
+        trace.params.append((h.name, h.box, h.local.clone().cpu()))
+        for slot, part in h.slots.items():
+            trace.slots.setdefault(slot, []).append((h.name, part.box, part.values.clone().cpu()))
     return trace
 
 
@@ -154,7 +163,12 @@ def difference(traces: Sequence[Trace], reference: Trace, dtype: str) -> Differe
     norm = max(relative(a, b) for t in traces for a, b in zip(t.norms, reference.norms, strict=True))
     grad = max(_worst([t.grads[i] for t in traces], whole, noise) for i, whole in enumerate(reference.grads))
     param = _worst([t.params for t in traces], reference.params, noise)
-    return Difference(max(loss, norm, grad[0], param[0]) <= limit, loss, grad[0], norm, param[0], grad[1], param[1])
+    slot = (0.0, "")
+    for kind, whole in reference.slots.items():
+        value, name = _worst([t.slots.get(kind, []) for t in traces], whole, noise)
+        slot = max(slot, (value, f"{kind} of {name}"))
+    ok = max(loss, norm, grad[0], param[0], slot[0]) <= limit
+    return Difference(ok, loss, grad[0], norm, param[0], grad[1], param[1], *slot)
 
 
 def _worst(ranks: Sequence[Sequence[Piece]], reference: Sequence[Piece], noise: float) -> tuple[float, str]:
@@ -171,7 +185,7 @@ def _worst(ranks: Sequence[Sequence[Piece]], reference: Sequence[Piece], noise: 
         for pieces in ranks:
             for other, box, values in pieces:
                 if other == name:
-                    diff = (values - whole[_slices(box)]).double().square().sum().item()
+                    diff = (values.double() - whole[_slices(box)].double()).square().sum().item()
                     square[box] = max(square.get(box, 0.0), diff) if diff == diff else float("inf")
                     covered[box] = values.numel()
         value = sum(square.values()) ** 0.5 / max(norms[name], least)
@@ -211,7 +225,9 @@ class TypeFault:
         return f"{self.file}:{self.line}: {self.code}\n    {self.message}"
 
 
-def check_types(shape: ModelShape, layout: Layout, train: Train) -> TypeFault | None:
+def check_types(
+    shape: ModelShape, layout: Layout, train: Train, optimizer: Optimizer | None = None
+) -> TypeFault | None:
     """Type-check one whole training step of ``layout`` on this process alone, whatever its world size.
 
     Tensors live on the meta device and collectives in a fake process group, so neither memory nor ranks are needed.
@@ -219,7 +235,7 @@ def check_types(shape: ModelShape, layout: Layout, train: Train) -> TypeFault | 
     sum after.
     Pipeline stages hand each other tensors of one and the same type, so one place along ``pp`` stands for all.
     """
-    check_fits(shape, layout, train)
+    check_fits(shape, layout, train, optimizer)
     kinds = [shape.mixer_of(i) for i in range(shape.layers)]
     # Layers of a kind are alike: as many as have each kind, and two, stand for all.
     few = max(min(2, len(kinds)), 1 + max(kinds.index(kind) for kind in kinds))
