@@ -11,5 +11,5 @@ setup(
     packages=[*find_packages(include=["weft*"]), *(f"weft.shipped_files.{folder}" for folder in SHIPPED)],
     package_dir={f"weft.shipped_files.{folder}": folder for folder in SHIPPED},
     package_data={f"weft.shipped_files.{folder}": files for folder, files in SHIPPED.items()}
-    | {"weft": ["*.html", "*/*.html", "*/*.svg", "*/*.css"]},
+    | {"weft": ["*.html", "*/*.html", "*/*.svg", "*/*.css", "planner/*.toml", "planner/*.txt"]},
 )

@@ -32,14 +32,6 @@ def divisors(n: int, most: float = math.inf) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Values that the user has fixed, of what is added."""
-
-    secondary: int | None = None
-    offload: int | None = None
-
-
-@dataclass(frozen=True)
 class Refused:
     """Ways to cut the ranks that break the same rule first: how many, an example, and what would mend it."""
 
@@ -126,12 +118,14 @@ class Rules:
                 yield dp, shard, zero, tp, cp, context, pp, schedule, virtual, ep, b, recompute
 
 
-def variants(plans: Plan, machine: Machine, fits: Mask, cheap: dict[str, Mask], wanted: Wanted) -> NDArray[np.float64]:
+def variants(
+    plans: Plan, machine: Machine, fits: Mask, cheap: dict[str, Mask], wanted: dict[str, int]
+) -> NDArray[np.float64]:
     """Columns of :data:`CHOSEN`: plans with secondary partitions, and with something offloaded.
 
     Both cost something, so that they are tried where they may help only: a secondary partition where ZeRO-3 gathers
     across the border of the fast links and memory is left, offloading where memory is not enough. ``cheap``: plans
-    that may win if the addition cost nothing. ``wanted``: what the user has asked for, which is tried everywhere.
+    that may win if the addition cost nothing. ``wanted``: what the user has fixed, which is tried everywhere.
     """
     count = len(plans.tp)
     table = np.stack([np.broadcast_to(getattr(plans, name), count) for name in CHOSEN])
@@ -140,21 +134,21 @@ def variants(plans: Plan, machine: Machine, fits: Mask, cheap: dict[str, Mask], 
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.
     twice = (row["zero"] >= 3) & (row["pp"] == 1)
-    if wanted.secondary is None:
+    if "secondary" not in wanted:
         twice &= (state * row["tp"] > machine.domain) & fits & cheap["secondary"]
         near = nearby(state[twice], row["tp"][twice], machine)
     else:
-        near = np.full(int(twice.sum()), float(wanted.secondary))
+        near = np.full(int(twice.sum()), float(wanted["secondary"]))
     cut = (near > 1) & (near < state[twice]) & (state[twice] % np.maximum(near, 1) == 0)
     if cut.any():
         chosen = table[:, twice][:, cut]
         chosen[CHOSEN.index("secondary")] = near[cut]
         found.append(chosen)
-    if not machine.host_memory or wanted.offload == 0:
+    if not machine.host_memory or wanted.get("offload") == 0:
         return np.concatenate(found, axis=1)
-    kinds = [wanted.offload] if wanted.offload is not None else [1, 2, 3]
-    short = cheap["offload"] & ~fits if wanted.offload is None else np.ones(count, dtype=bool)
-    for base in (table[:, short], *([found[1]] if wanted.offload is not None and len(found) > 1 else [])):
+    kinds = [wanted["offload"]] if "offload" in wanted else [1, 2, 3]
+    short = np.ones(count, dtype=bool) if "offload" in wanted else cheap["offload"] & ~fits
+    for base in (table[:, short], *([found[1]] if "offload" in wanted and len(found) > 1 else [])):
         for kind in kinds:
             # Hooks do not see what selective recomputation keeps.
             chosen = base[:, base[FIRST.index("recompute")] != 1] if kind >= 2 else base.copy()

@@ -7,7 +7,7 @@ Thakur et al. 2005 (collectives).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
 import numpy as np
@@ -132,8 +132,7 @@ class Cost:
 
     @property
     def total(self) -> Num:
-        parts = (self.compute, self.recompute, self.tp, self.cp, self.ep, self.pp, self.dp, self.bubble)
-        return sum(parts) + self.optimizer + self.other + self.host
+        return sum(getattr(self, part.name) for part in fields(self))
 
 
 def axis(machine: Machine, engine: Engine, stride: Num, size: Num) -> tuple[Num, Num, Num]:

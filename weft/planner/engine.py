@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from weft.model_shape import Num
+from weft.planner.presets import read_presets
 
 
 @dataclass(frozen=True)
@@ -68,34 +69,16 @@ class Engine:
     single: Num = 1.0
 
 
-_PLAIN = Engine()
-#: Classes of programs. What sets them apart is what they overlap, fuse and shard, not who published the run.
-ENGINES: dict[str, Engine] = {
-    # Megatron-LM with sequence parallelism, distributed optimizer and overlapped reductions (2023 on); NeMo.
-    "megatron": replace(_PLAIN, attention=0.375, network=0.9, kernels=36.0),
-    # Megatron-LM to 2022 and Megatron-DeepSpeed: scores written out, activations whole on every tp rank, no overlap.
-    "megatron-2021": replace(
-        _PLAIN, sequence=0.0, exposed_dp=1.0, flash=0.0, gradient=2.0, kernels=40.0
-    ),
-    # PyTorch FSDP with parameters gathered per layer and pass.
-    # Memory counted: 32 bytes per token and unit of width in a layer without gate and dropout, and a loss that keeps
-    # logits and their gradient in 16 bits (llm-foundry with FlashAttention's cross-entropy).
-    "fsdp": replace(_PLAIN, gradient=2.0, saved=8.0, vocab=4.0, constant=2.0),
-    # FSDP2, tensor and pipeline parallelism under torch.compile; scaled_dot_product_attention.
-    "compiled": replace(_PLAIN, attention=0.25, gathered=4.0),
-    # Eager PyTorch modules with their own parallelism.
-    "eager": replace(
-        _PLAIN, exposed_dp=1.0, network=0.5, buckets=2.5, saved=24.0,
-        constant=2.0,
-    ),
-    # XLA: one program, compiled.
-    "xla": replace(_PLAIN, kernels=8.0),
-}  # fmt: skip
-#: Weft itself: FSDP2 and torch.compile; what it keeps, counted on its own modules (weft plan --check).
-ENGINES["weft"] = replace(
-    ENGINES["compiled"], saved=22.75, gathered=4.0, inside=1.0, stream=4.7, products=0.0, undone=6.0, chunk=1024.0,
-    table=6.0, single=0.0, vocab=12.0,
-)  # fmt: skip
+def _programs() -> dict[str, Engine]:
+    found = {"": Engine()}
+    for name, differs in read_presets("programs").items():
+        found[name] = replace(found[differs.pop("like", "")], **differs)
+    del found[""]
+    return found
+
+
+#: Classes of programs (``programs.toml``).
+ENGINES = _programs()
 
 
 def scaled(engine: Engine, factors: dict[str, Num]) -> Engine:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError
+from weft.pages import render
 from weft.planner.candidates import ADDED, CHOSEN, SET
 from weft.planner.cost import BITS, CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Recompute
 from weft.planner.finalists import Final, refine
@@ -71,74 +72,15 @@ def _s(seconds: float) -> str:
 
 
 def _cause(name: str, first: Final, other: Final, more: bool) -> str:
-    """What stands behind a longer (or shorter) part of the step, from the sizes of the two layouts."""
-    a, b, machine = first.plan, other.plan, other.machine
-    domain, border = float(machine.domain), "the border of the fast links"
-
-    def crosses(plan: Any, size: float) -> bool:
-        return bool(size > domain)
-
+    """What stands behind a longer (or shorter) part of the step, from the sizes of the two layouts (``causes.txt``)."""
     if not more:
         return f"less time goes into {PARTS[name]}"
-    if name == "tp":
-        if crosses(b, b.tp) and not crosses(a, a.tp):
-            return f"its all-reduces cross {border} ({domain:.0f} devices)"
-        if b.tp > a.tp:
-            return f"{b.tp:.0f} ranks exchange activations in every layer instead of {a.tp:.0f}"
-        return "activations are exchanged more often or in larger pieces"
-    if name == "cp":
-        if crosses(b, b.tp * b.cp) and not crosses(a, a.tp * a.cp):
-            return f"keys and values cross {border} ({domain:.0f} devices)"
-        return f"keys and values go round {b.cp:.0f} ranks" + (f" instead of {a.cp:.0f}" if b.cp != a.cp else "")
-    if name == "ep":
-        far = crosses(b, b.ep) and not crosses(a, a.ep)
-        return f"tokens travel to experts on {b.ep:.0f} ranks" + (f", across {border}" if far else "")
-    if name == "host":
-        names = ["the state"] * bool(b.offloads_state) + ["activations"] * bool(b.offloads_activations)
-        what = " and ".join(names)
-        return f"{what} travel to the host at {machine.host / 1e9:.0f} GB/s and back"
-    if name == "dp":
-        if a.secondary and not b.secondary and b.zero >= 3 and a.microbatches == b.microbatches:
-            where = f"across {border} ({domain:.0f} devices)"
-            return f"backward gathers parameters {where} instead of among {a.secondary:.0f} neighbours"
-        if b.zero >= 3 > a.zero:
-            return "parameters are gathered again in every pass"
-        if b.pp * b.tp < a.pp * a.tp:
-            return "each rank holds more parameters, and so more gradients to reduce"
-        return "gradients and parameters take longer to exchange"
-    if name == "bubble":
-        if b.pp > a.pp:
-            return (
-                f"{b.pp:.0f} pipeline ranks fill and drain longer than {a.pp:.0f}"
-                if a.pp > 1
-                else "a pipeline fills and drains"
-            )
-        if b.schedule != a.schedule or b.virtual != a.virtual:
-            return f"ranks idle more under {_schedule(b)} than under {_schedule(a)}"
-        if b.microbatches < a.microbatches:
-            return f"{b.microbatches:.0f} microbatches keep the pipeline less busy than {a.microbatches:.0f}"
-        return "the pipeline idles longer"
-    if name == "recompute":
-        return (
-            "the forward is computed again"
-            if b.recompute == Recompute.FULL
-            else "a part of the forward is computed again"
-        )
-    if name == "pp":
-        return "activations cross between stages more often"
-    if name == "compute":
-        if b.pp > 1 and _most(other) * b.pp > 1.02 * max(_most(first) * a.pp, float(first.shape.layers)):
-            return f"its slowest rank has {_most(other)} layers, an even share would be {first.shape.layers / b.pp:.1f}"
-        if b.tp > a.tp or b.micro_batch * a.cp < a.micro_batch * b.cp:
-            return "its products are smaller and reach less of the peak"
-        if (b.pp > 1) and first.barriers and not other.barriers:
-            return "the output layer makes the last stage the slowest"
-        return "its slowest rank has more to compute"
-    if name == "optimizer":
-        if b.offloads_state and not a.offloads_state:
-            return "the host's processor updates the parameters"
-        return "each rank updates a larger share of the parameters"
-    return "more ranks wait for the slowest"
+    text = render(
+        "planner/causes.txt", part=name, a=first.plan, b=other.plan, machine=other.machine,
+        domain=float(other.machine.domain), layers=float(first.shape.layers), full=Recompute.FULL, schedule=_schedule,
+        most={"a": _most(first), "b": _most(other)}, ends_cut={"a": first.barriers, "b": other.barriers},
+    )  # fmt: skip
+    return " ".join(text.split())
 
 
 def _schedule(plan: Any) -> str:

@@ -1,7 +1,7 @@
 """What a layout runs on: devices, their memory, and the links between them, level by level."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,10 +9,18 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_v
 
 from weft.errors import UsageError, WeftError, nearest
 from weft.model_shape import Num
+from weft.planner.presets import read_presets
 from weft.recipe import Section, explain
 
 #: Share of the 4-bit peak that a large product reaches.
 LEAST = 0.47
+#: What of a :class:`Machine` is told as a number of a device or cluster, and SI units in the unit of that.
+SI = {
+    "memory": 1e9, "hbm": 1e9, "link": 1e9, "network": 1e9, "domain": 1, "link_latency": 1e-6, "network_latency": 1e-6,
+    "site": 1, "between": 1e9, "between_latency": 1e-6, "host": 1e9, "host_memory": 1e9, "host_bandwidth": 1e9,
+}  # fmt: skip
+#: What nobody tells of the links of a cluster: microseconds, devices, GB/s.
+ONE_SITE = {"link_latency": 4.0, "network_latency": 12.0, "site": 1e9, "between": 1e3, "between_latency": 0.0}
 
 
 @dataclass(frozen=True)
@@ -43,35 +51,10 @@ class Device:
     host_bandwidth: float = 77
 
 
-def _devices(*devices: Device) -> dict[str, Device]:
-    return {device.name: device for device in devices}
-
-
-#: Presets; from the makers' data sheets, without sparsity. A device without 8-bit units has its 16-bit peak there.
-DEVICES: dict[str, Device] = _devices(
-    Device("CPU", 0.05, 0.05, 0.05, 16, 20, 5, 1, 1, 0.7, 0.7, host=20, host_memory=0, host_bandwidth=20),
-    Device("V100", 125, 125, 125, 32, 900, 150, 12.5, 8, 0.6, host=12, host_memory=96, host_bandwidth=32),
-    Device("A100-40GB", 312, 312, 312, 40, 1555, 300, 25, host=25, host_memory=128, host_bandwidth=51),
-    Device("A100-80GB", 312, 312, 312, 80, 2039, 300, 25, host=25, host_bandwidth=51),
-    Device("A800-80GB", 312, 312, 312, 80, 2039, 200, 25, host=25, host_bandwidth=51),
-    Device("L40S", 362, 733, 733, 48, 864, 32, 25, host=25, host_memory=128),
-    Device("RTX 4090", 165, 330, 330, 24, 1008, 32, 3, host=25, host_memory=64, host_bandwidth=40),
-    Device("H100-80GB", 989, 1979, 1979, 80, 3350, 450, 50, 8, 0.88, 0.84),
-    Device("H100-96GB", 989, 1979, 1979, 96, 2400, 450, 50, 8, 0.66, 0.63),
-    Device("H100-PCIe", 756, 1513, 1513, 80, 2000, 64, 25),
-    Device("H800-80GB", 989, 1979, 1979, 80, 3350, 200, 50, 8, 0.88, 0.84),
-    Device("H20-96GB", 148, 296, 296, 96, 4000, 450, 50),
-    Device("H200-141GB", 989, 1979, 1979, 141, 4800, 450, 50, 8, 0.88, 0.84),
-    Device("B200-180GB", 2250, 4500, 9000, 180, 8000, 900, 50, 8, 0.64, 0.64, host_bandwidth=90),
-    Device("B300-270GB", 2250, 4500, 13500, 270, 8000, 900, 100, 8, 0.64, 0.64, host_bandwidth=90),
-    Device("GB200-186GB", 2450, 4900, 9800, 186, 8000, 900, 50, 72, 0.6, 0.56,
-           host=450, host_memory=240, host_bandwidth=250),
-    Device("GB300-288GB", 2450, 4900, 14700, 288, 8000, 900, 100, 72, 0.62, 0.6,
-           host=450, host_memory=240, host_bandwidth=250),
-    Device("MI250X", 383, 383, 383, 128, 3277, 100, 25, host=72, host_memory=128, host_bandwidth=51),
-    Device("MI300X", 1307, 2615, 2615, 192, 5300, 448, 50),
-    Device("MI355X", 2300, 4600, 9200, 288, 8000, 538, 50, host_bandwidth=90),
-)  # fmt: skip
+_KNOWN = read_presets("devices")
+DEVICES = {name: Device(name, **fields) for name, fields in _KNOWN["devices"].items()}
+#: Clusters by name, for ``--cluster``; the count comes from ``--gpus``.
+CLUSTERS: dict[str, dict[str, Any]] = _KNOWN["clusters"]
 
 
 def find_device(text: str, memory: float | None = None) -> Device:
@@ -139,39 +122,10 @@ class Cluster(Section):
 
     def machine(self, bits: Num = 16) -> "Machine":
         """The numbers that the cost model reads, for products of so many ``bits``."""
-        return machine_of(
-            find_device(self.device, self.memory),
-            bits,
-            memory=self.memory,
-            bf16=self.bf16,
-            fp8=self.fp8,
-            hbm=self.hbm,
-            link=self.link,
-            network=self.slowest_network or self.network,
-            domain=self.domain or (self.per_node if self.per_node != 8 else None),
-            link_latency=self.link_latency,
-            network_latency=self.network_latency,
-            host=self.host,
-            host_memory=self.host_memory,
-            host_bandwidth=self.host_bandwidth,
-            site=self.site,
-            between=self.between,
-            between_latency=self.between_latency,
-        )
-
-
-#: Clusters by name, for ``--cluster``; the count comes from ``--gpus``.
-CLUSTERS: dict[str, dict[str, Any]] = {
-    "a100": {"device": "A100-80GB"},
-    "a100-40": {"device": "A100-40GB"},
-    "h100": {"device": "H100-80GB"},
-    "h200": {"device": "H200-141GB"},
-    "b200": {"device": "B200-180GB"},
-    "gb200": {"device": "GB200-186GB", "per_node": 4, "domain": 72},
-    "gb300": {"device": "GB300-288GB", "per_node": 4, "domain": 72},
-    "mi300x": {"device": "MI300X"},
-    "cpu": {"device": "CPU", "per_node": 1},
-}
+        given = self.model_dump(exclude={"device", "count", "per_node", "slowest_network", "calibration"})
+        given["network"] = self.slowest_network or self.network
+        given["domain"] = self.domain or (self.per_node if self.per_node != 8 else None)
+        return machine_of(find_device(self.device, self.memory), bits, **given)
 
 
 def load_cluster(name: str, count: int | None = None) -> Cluster:
@@ -228,28 +182,12 @@ class Machine:
 
 def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
     """A preset's :class:`Machine`, with what is ``given`` (and not None) in its place; units of :class:`Cluster`."""
-    g = {key: value for key, value in given.items() if value is not None}
-    bf16 = g.get("bf16", device.bf16)
+    given = {name: value for name, value in given.items() if value is not None}
+    bf16 = given.pop("bf16", device.bf16)
     scale = bf16 / device.bf16
-    peaks = {32: bf16 / 2, 16: bf16, 8: g.get("fp8", device.fp8 * scale), 4: device.fp4 * scale}
+    peaks = {32: bf16 / 2, 16: bf16, 8: given.pop("fp8", device.fp8 * scale), 4: device.fp4 * scale}
     clocks = {32: device.clock, 16: device.clock, 8: device.low, 4: LEAST}
     if device.fp8 == device.bf16:  # no 8-bit units: nothing is gained
         clocks = dict.fromkeys(clocks, device.clock)
-    return Machine(
-        peak=1e12 * peaks[bits],
-        peak16=1e12 * bf16,
-        clock=clocks[bits],
-        memory=1e9 * g.get("memory", device.memory),
-        hbm=1e9 * g.get("hbm", device.hbm),
-        link=1e9 * g.get("link", device.link),
-        network=1e9 * g.get("network", device.network),
-        domain=g.get("domain", device.domain),
-        link_latency=1e-6 * g.get("link_latency", 4.0),
-        network_latency=1e-6 * g.get("network_latency", 12.0),
-        site=g.get("site", 1e9),
-        between=1e9 * g.get("between", 1e3),
-        between_latency=1e-6 * g.get("between_latency", 0.0),
-        host=1e9 * g.get("host", device.host),
-        host_memory=1e9 * g.get("host_memory", device.host_memory),
-        host_bandwidth=1e9 * g.get("host_bandwidth", device.host_bandwidth),
-    )
+    numbers = ONE_SITE | {field.name: getattr(device, field.name) for field in fields(device)} | given
+    return Machine(1e12 * peaks[bits], 1e12 * bf16, clocks[bits], **{n: SI[n] * numbers[n] for n in SI})

@@ -25,12 +25,6 @@ from weft.planner.machine import find_device, machine_of
 
 #: The file of rows, beside the run folders.
 FILE = "measured.csv"
-COLUMNS = (
-    "id", "source", "model", "arch", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "gated_mlp", "vocab",
-    "tied_embeddings", "seq_len", "hardware", "n_gpus", "gpus_per_node", "tp", "pp", "vpp", "dp", "cp", "dp_sharding",
-    "micro_batch", "global_batch", "recompute", "precision", "attention", "framework", "iter_time_s", "peak_mem",
-    "peak_mem_unit", "status", "notes",
-)  # fmt: skip
 #: The first steps of a run are slower, and fewer than these say little.
 WARM, LEAST = 3, 5
 #: Rows that are looked at, the newest.
@@ -80,7 +74,7 @@ def append(run: Path) -> Path | None:
     try:
         new = not path.exists()
         with path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            writer = csv.DictWriter(file, list(row))
             if new:
                 writer.writeheader()
             writer.writerow(row)

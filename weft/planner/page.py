@@ -1,6 +1,6 @@
 """One self-contained page about a plan: what is fastest, why, what it holds where, and what was left out."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +19,6 @@ from weft.schedule.simulate import Simulation
 BOXES = 8000
 #: What memory is held for.
 HELD = {f.name: f.name for f in fields(Memory)}
-#: Constants of a program as a reader knows them.
-CONSTANTS = {
-    "matmul": "share of the attainable product rate", "attention": "fused attention, share of the 16-bit peak",
-    "network": "share of the network's bandwidth", "exposed_dp": "data-parallel traffic that compute does not hide",
-    "kernels": "kernel launches of a layer's forward",
-    "step": "seconds of everything else in a step", "gradient": "bytes of gradient per parameter",
-    "master": "bytes of optimizer state per parameter", "constant": "GiB of context, buffers and fragmentation",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,46 +55,21 @@ def write_page(path: Path, asked: Question, found: Found, finals: Sequence[Final
 
 
 def page(asked: Question, found: Found, finals: Sequence[Final], top: int) -> str:
-    first, shown, limit = finals[0], finals[:top], gib(found.machine.memory)
+    first, limit = finals[0], gib(found.machine.memory)
     others = among(finals) if asked.rehearsed else instead(found, finals)
-    tokens, longest = first.tokens_per_s, max(final.seconds for final in shown)
     drawn = timeline(first)
-    used = {name: told for name, told in PARTS.items() if any(part(final.cost, name) > 0 for final in finals)}
+    used = {name: words for name, words in PARTS.items() if any(part(final.cost, name) > 0 for final in finals)}
     return render(
         "planner/plan.html",
         title=f"{asked.model} on {asked.cluster}",
         subtitle=f"{short(float(found.shape.parameters))} parameters · {asked.batch:,} sequences of {asked.seq:,} "
         f"tokens per step · {asked.precision} · {found.count:,} layouts compared, {len(found.order):,} fit",
-        tiles=[
-            (
-                "Time per step",
-                seconds(first.seconds),
-                f"predicted, {f'± {asked.band} %' if asked.band else 'not compared'}",
-            ),
-            ("Tokens per second", f"{tokens:,.0f}", f"{tokens / float(first.plan.world):,.0f} per device"),
-            ("MFU", f"{first.utilisation:.1%}", f"of the {asked.precision} peak"),
-            ("Memory", f"{first.gib:.1f} GiB", f"fullest rank, of {limit:.0f} GiB"),
-        ],
-        asked=asked,
-        pick=title(first),
-        reasons=list(reasons(first, finals, others)),
-        finals=finals,
-        simulated=sum(final.simulation is not None for final in finals),
-        parts=used,
-        layouts=[layout(final, first, longest) for final in shown],
-        instead=alternatives(first, others),
-        limit=limit,
-        usable=USABLE,
-        held=HELD,
+        asked=asked, found=found, finals=finals, first=first, shown=finals[:top], limit=limit, usable=USABLE,
+        reasons=list(reasons(first, finals, others)), parts=used, instead=alternatives(others), held=HELD,
         memory=sorted(((gib(part(first.memory, name)), name) for name in HELD), reverse=True),
-        stages=list(stages(first, limit)),
-        timeline=drawn,
-        kinds=drawn.get("kinds", []),
-        found=found,
-        describe=describe,
-        machine=machine_facts(found),
-        constants=[(told, f"{float(getattr(found.engine, name)):.3g}") for name, told in CONSTANTS.items()],
-    )
+        stages=list(stages(first, limit)), timeline=drawn, kinds=drawn.get("kinds", []), name_of=title,
+        describe=describe, seconds=seconds, gib=gib, pieces=pieces, remarks=remarks, differences=differences, why=why,
+    )  # fmt: skip
 
 
 def reasons(first: Final, finals: Sequence[Final], others: Sequence[Instead]) -> Iterator[str]:
@@ -130,35 +97,20 @@ def among(finals: Sequence[Final]) -> list[Instead]:
     return list(found.values())
 
 
-def layout(final: Final, first: Final, longest: float) -> dict[str, Any]:
-    """One of the layouts in the list; its bar is drawn against the ``longest`` time."""
-    told = [] if final is first else [verdict(first, final)]
+def remarks(final: Final, first: Final) -> str:
+    """What sets a layout of the list apart from the ``first``."""
+    found = [] if final is first else [verdict(first, final)]
     if final.simulation is not None and abs(final.seconds / final.closed - 1) > 0.02:
-        told.append(f"Simulated {final.seconds / final.closed - 1:+.1%} against the closed form.")
-    digits = 0 if final.gib >= 10 else 2
-    free = gib(final.machine.memory) - final.gib
-    numbers = [f"{final.tokens_per_s:,.0f} tokens/s", f"MFU {final.utilisation:.1%}"]
-    return {
-        "title": title(final), "share": final.seconds / longest, "seconds": seconds(final.seconds),
-        "slower": "" if final is first else f"{final.seconds / first.seconds - 1:+.1%}", "told": ". ".join(told),
-        "numbers": [*numbers, f"{final.gib:.{digits}f} GiB, {free:.0f} free"],
-        "pieces": pieces(final.cost, PARTS, final.seconds, seconds),
-    }  # fmt: skip
+        found.append(f"Simulated {final.seconds / final.closed - 1:+.1%} against the closed form.")
+    return ". ".join(found)
 
 
-def alternatives(first: Final, others: Sequence[Instead]) -> list[dict[str, Any]]:
-    """Rows of the table; values that lead to the same layout share one."""
+def alternatives(others: Sequence[Instead]) -> list[list[Instead]]:
+    """Rows of the table, fastest first; values that lead to the same layout share one."""
     rows: dict[Any, list[Instead]] = {}
     for other in others:
         rows.setdefault(other.final.plan if other.final else (other.axis, other.value), []).append(other)
-    found = []
-    for same in sorted(rows.values(), key=lambda r: r[0].final.seconds if r[0].final else float("inf")):
-        row: dict[str, Any] = {"set": [f"{other.axis}={other.value}" for other in same], "gib": same[0].gib}
-        if final := same[0].final:
-            row |= {"changed": " ".join(differences(first, final)), "why": why(first, final)}
-            row |= {"slower": f"{final.seconds / first.seconds - 1:+.1%}"}
-        found.append(row)
-    return found
+    return sorted(rows.values(), key=lambda row: row[0].final.seconds if row[0].final else float("inf"))
 
 
 def stages(first: Final, limit: float) -> Iterator[dict[str, Any]]:
@@ -215,19 +167,6 @@ def timeline(first: Final) -> dict[str, Any]:
         "kinds": [kind for kind in drawn["kinds"] if kind[0] in seen],
         "remark": drawn["remark"],
     }
-
-
-def machine_facts(found: Found) -> Iterable[tuple[str, str]]:
-    machine, digits = found.machine, 0 if found.machine.peak > 1e13 else 2
-    peak = f"{float(machine.peak) / 1e12:,.{digits}f} TFLOP/s"
-    yield "peak of the products", f"{peak}, {float(machine.clock):.0%} of it attainable"
-    yield "memory", f"{gib(machine.memory):.0f} GiB at {float(machine.hbm) / 1e9:,.0f} GB/s"
-    yield "fast links", f"{float(machine.link) / 1e9:,.0f} GB/s among {float(machine.domain):.0f} devices"
-    yield "network", f"{float(machine.network) / 1e9:,.1f} GB/s per device"
-    latency = f"{float(machine.link_latency) * 1e6:.0f} µs, {float(machine.network_latency) * 1e6:.0f} µs"
-    yield "latency of links, network", latency
-    if machine.site < 1e9:
-        yield "between sites", f"{float(machine.between) / 1e9:,.2f} GB/s per device, sites of {machine.site:.0f}"
 
 
 def pieces(split: Cost | Memory, names: dict[str, str], whole: float, show: Callable[[float], str]) -> list[Piece]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from weft.errors import UsageError, nearest
 from weft.model_shape import Shape
-from weft.planner.candidates import ADDED, CHOSEN, FIRST, SET, Refused, Rules, Wanted, variants
+from weft.planner.candidates import ADDED, CHOSEN, FIRST, SET, Refused, Rules, variants
 from weft.planner.cost import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Cost, Plan, most_layers, passes, step_time
 from weft.planner.engine import Engine
 from weft.planner.host import host_bytes, joined, with_host
@@ -178,7 +178,7 @@ def search(
     fits, seconds = np.asarray(memory.total) <= limit, np.asarray(cost.total)
     added = [pin for pin in pins if pin.field in ADDED]
     best = seconds[fits].min() if fits.any() else np.inf
-    wanted = _wanted(added)
+    wanted = {pin.field: pin.value for pin in added if pin.sign == "="}
     cheap = {"secondary": seconds - cost.dp <= WORTH["secondary"] * best, "offload": seconds <= WORTH["offload"] * best}
     more = variants(plans, machine, fits, cheap, wanted)
     if more.shape[1]:
@@ -186,7 +186,7 @@ def search(
         others = _scored(shape, machine, engine, more, total)
         worth = np.ones(more.shape[1], dtype=bool)
         for name in ADDED:
-            if getattr(wanted, name) is None:
+            if name not in wanted:
                 has = more[CHOSEN.index(name)] > 0
                 worth &= ~has | (others[1].total <= WORTH[name] * best)
         if not worth.all():
@@ -224,10 +224,6 @@ def _pinned(table: NDArray[np.float64], pins: Sequence[Pin], names: Sequence[str
             raise UsageError(f"pin {pin} rules out every layout that is left; {pin.field} can be {', '.join(values)}")
         table = table[:, kept]
     return table
-
-
-def _wanted(pins: Sequence[Pin]) -> Wanted:
-    return Wanted(**{pin.field: pin.value for pin in pins if pin.sign == "="})
 
 
 def _scored(

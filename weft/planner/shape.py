@@ -9,7 +9,8 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.model_config import read_json
 from weft.model_config import shape_from_config as section_from_config
 from weft.model_shape import Shape, shape_of
-from weft.recipe import ModelShape, Recipe, RopeScaling, build_recipe
+from weft.planner.presets import members, read_presets
+from weft.recipe import ModelShape, Recipe, build_recipe
 
 
 @dataclass(frozen=True)
@@ -25,76 +26,13 @@ class Model:
     untrainable: str = ""
 
 
-def _llama(
-    layers: int, embed: int, heads: int, ffn: int, vocab: int = 128256, kv: int = 8, theta: float = 5e5, **more: Any
-) -> ModelShape:
-    return ModelShape(layers=layers, embed=embed, heads=heads, ffn=ffn, vocab=vocab, kv_heads=kv, rope_theta=theta,
-                      **more)  # fmt: skip
-
-
-def _qwen2(layers: int, embed: int, heads: int, ffn: int, kv: int = 8) -> ModelShape:
-    return _llama(layers, embed, heads, ffn, 152064, kv, 1e6, qkv_bias=True, norm_eps=1e-6)
-
-
-def _qwen3(layers: int, embed: int, heads: int, ffn: int) -> ModelShape:
-    return _llama(layers, embed, heads, ffn, 151936, 8, 1e6, head_dim=128, qk_norm=True, norm_eps=1e-6)
-
-
-def _gpt(layers: int, embed: int, heads: int, ffn: int = 0, vocab: int = 51200, kv: int = 0, tied: int = 1) -> Shape:
-    """Two matrices in the feed-forward, without a gate."""
-    return Shape(layers, embed, heads, kv or heads, embed // heads, ffn or 4 * embed, vocab, gated=0, tied=tied)
-
-
-def _moe(
-    layers: int, embed: int, heads: int, kv: int, vocab: int, experts: int, top_k: int, width: int, **more: Any
-) -> Shape:
-    moe = {"head_dim": 128, "ffn": 0, "moe_layers": layers, **more}
-    return Shape(
-        layers, embed, heads, kv, vocab=vocab, experts=experts, top_k=top_k, expert_ffn=width, **moe
-    )  # fmt: skip
-
-
-#: Models that Weft trains, from the papers and config.json of the models.
-SECTIONS: dict[str, ModelShape] = {
-    "llama2-7b": _llama(32, 4096, 32, 11008, 32000, 32, 1e4),
-    "llama2-13b": _llama(40, 5120, 40, 13824, 32000, 40, 1e4),
-    "llama2-70b": _llama(80, 8192, 64, 28672, 32000, 8, 1e4),
-    "codellama-34b": _llama(48, 8192, 64, 22016, 32000, 8, 1e6),
-    "mistral-7b": _llama(32, 4096, 32, 14336, 32000, 8, 1e6),
-    "qwen2.5-7b": _qwen2(28, 3584, 28, 18944, 4),
-    "qwen2.5-32b": _qwen2(64, 5120, 40, 27648),
-    "qwen2.5-72b": _qwen2(80, 8192, 64, 29568),
-    "qwen3-8b": _qwen3(36, 4096, 32, 12288),
-    "qwen3-14b": _qwen3(40, 5120, 40, 17408),
-    "qwen3-32b": _qwen3(64, 5120, 64, 25600),
-    "llama3.2-1b": _llama(16, 2048, 32, 8192, tied=True, rope_scaling=RopeScaling(factor=32)),
-    "llama3.2-3b": _llama(28, 3072, 24, 8192, tied=True, rope_scaling=RopeScaling(factor=32)),
-    "llama3-8b": _llama(32, 4096, 32, 14336),
-    "llama3-70b": _llama(80, 8192, 64, 28672),
-    "llama3-405b": _llama(126, 16384, 128, 53248, rope_scaling=RopeScaling(factor=8)),
-}
+_KNOWN = read_presets("models")
+#: Models that Weft trains.
+SECTIONS = {name: ModelShape(**fields) for name, fields in members(_KNOWN["trained"]).items()}
 #: Shapes by name: those, and models that it can plan for only.
-SHAPES: dict[str, Shape] = {name: shape_of(section) for name, section in SECTIONS.items()} | {
-    "gpt3-175b": _gpt(96, 12288, 96),
-    "gpt-22b": _gpt(48, 6144, 64),
-    "gpt-530b": _gpt(105, 20480, 128),
-    "gpt-1t": _gpt(128, 25600, 160),
-    "nemotron4-15b": _gpt(32, 6144, 48, 24576, 256000, 8, tied=0),
-    "nemotron4-340b": _gpt(96, 18432, 96, 73728, 256000, 8, tied=0),
-    "qwen3-30b": _moe(48, 2048, 32, 4, 151936, 128, 8, 768),
-    "qwen3-235b": _moe(94, 4096, 64, 4, 151936, 128, 8, 1536),
-    "gpt-oss-20b": _moe(24, 2880, 64, 8, 201088, 32, 4, 2880, head_dim=64, window=128, windowed=0.5, clamped=1),
-    "gpt-oss-120b": _moe(36, 2880, 64, 8, 201088, 128, 4, 2880, head_dim=64, window=128, windowed=0.5, clamped=1),
-    "mixtral-8x7b": _moe(32, 4096, 32, 8, 32000, 8, 2, 14336),
-    "mixtral-8x22b": _moe(56, 6144, 48, 8, 32768, 8, 2, 16384),
-    # Latent attention: 187 M weights per layer, of which the output has heads x 128.
-    "deepseek-v3": _moe(
-        61, 7168, 128, 128, 129280, 256, 8, 2048, ffn=18432, moe_layers=58, shared_ffn=2048, qkv=9700, qk=192
-    ),
-    "kimi-k2": _moe(
-        61, 7168, 64, 64, 163840, 384, 8, 2048, ffn=18432, moe_layers=60, shared_ffn=2048, qkv=6000, qk=192
-    ),
-}  # fmt: skip
+SHAPES = {name: shape_of(section) for name, section in SECTIONS.items()} | {
+    name: Shape(**fields) for name, fields in members(_KNOWN["planned"]).items()
+}
 #: What a recipe reads if nothing says better: text that every machine has.
 DATA: dict[str, Any] = {"sources": [{"kind": "stdlib"}], "tokenizer": "bytes"}
 
