@@ -42,6 +42,26 @@ class RopeScaling(Section):
     original_max_position: PositiveInt = 8192
 
 
+class Adapter(Section):
+    """Low-rank adapters that are trained in place of the model's weights, which are frozen.
+
+    ``kind``: ``lora`` (Hu et al. 2021), or ``dora``, which also learns the norms of the weights' rows (Liu et al.
+    2024).
+    ``targets`` are weights by name (``wq`` or ``q_proj``, ``*``) or path (``blocks.3.attention.*``). What an adapter
+    adds is multiplied by ``alpha / rank``, or by ``alpha / sqrt(rank)`` if ``rank_stabilised`` (Kalajdzievski 2023).
+    """
+
+    kind: Literal["lora", "dora"] = "lora"
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    targets: tuple[str, ...] = Field(("*",), min_length=1)
+    rank_stabilised: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
+
+
 class ModelShape(Section):
     """A decoder-only transformer. ``config`` takes every field from a Hugging Face ``config.json`` instead.
 
@@ -81,6 +101,7 @@ class ModelShape(Section):
     activation: Literal["silu", "gelu"] = "silu"
     scaled_embedding: bool = False
     norm_after: bool = False
+    adapter: Adapter | None = None
 
     def mixer_of(self, layer: int) -> str:
         every = self.softmax_every
@@ -203,6 +224,7 @@ class Train(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     offload: Literal["none", "optimizer", "activations", "all"] = "none"
     compile: bool = False
+    freeze: tuple[str, ...] = Field((), description="patterns of parameters that do not learn, e.g. 'embedding.*'")
     loss_chunk: PositiveInt = 1024
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -292,6 +314,7 @@ class Recipe(Section):
 
     name: str = "run"
     model: ModelShape = ModelShape()
+    adapter: Adapter | None = None
     data: Data = Data()
     layout: Layout = Layout()
     train: Train = Train()

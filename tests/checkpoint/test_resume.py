@@ -151,7 +151,8 @@ def test_other_model_other_data_and_no_checkpoint_are_refused(
 OTHER: dict[str, Any] = {
     "vocab": 300, "layers": 1, "embed": 32, "heads": 6, "kv_heads": 4, "head_dim": 8, "ffn": 48, "qk_norm": True,
     "qkv_bias": True, "tied": True, "norm_eps": 1e-6, "rope_theta": 5e5, "rope_scaling": {"factor": 2.0},
-    "mixer": "linear", "softmax_every": 2,
+    "mixer": "linear", "softmax_every": 2, "adapter": {"rank": 4}, "window": 8, "full_every": 2,
+    "window_theta": 5e5, "query_dim": 8, "activation": "gelu", "scaled_embedding": True, "norm_after": True,
 }  # fmt: skip
 
 

@@ -46,7 +46,7 @@ class Checkpoints:
         self._about, self._files, self._mesh = about, files, mesh
         self._thinning = Thinning(lambda place: is_of_model(place, shape))
         self._saver = Saver(listener.event, strict, timeout, mesh.step_group)
-        self._saver.prepare(state.tensors())
+        self._saver.prepare(state.saved())
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +74,7 @@ class Checkpoints:
         waited, meta = 0.0, {"progress": asdict(self._progress), **self._about}
         for level in levels:
             place = level.new(self._progress.step)
-            tensors = self._state.tensors()
+            tensors = self._state.saved()
             waited += self._saver.save(place, self._progress.step, tensors, meta, self._files, lazy=True)
         self._listener.log("checkpoint", stall_s=waited)
 

@@ -30,7 +30,7 @@ class Progress:
 
 def load_state(checkpoint: StoredCheckpoint, state: State) -> Progress:
     """Bring back what :class:`weft.checkpoint.checkpoints.Checkpoints` saved, under whatever layout ``state`` is of."""
-    reshard.load(checkpoint, state.tensors())
+    reshard.load(checkpoint, state.saved())
     progress = Progress(**checkpoint.meta["progress"])
     state.updates = progress.updates
     return progress

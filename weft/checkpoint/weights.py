@@ -16,8 +16,8 @@ from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.parts import NAMES, TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
 from weft.models.hf import hf_values
-from weft.parallel.state import Values
-from weft.recipe import ModelShape
+from weft.models.values import Values, with_adapter
+from weft.recipe import ModelShape, Recipe
 
 
 def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
@@ -52,6 +52,13 @@ def stored_tokenizer(where: Path) -> tuple[Tokenizer | None, str]:
     with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as folder_:
         extract(checkpoint, Path(folder_))
         return load_tokenizer(folder_), f"{checkpoint}/{file}"
+
+
+def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
+    """What a run of ``recipe`` begins with: given weights, and a new adapter beside them; None if all are drawn."""
+    if recipe.model.weights is None:
+        return None
+    return with_adapter(values_of(recipe.model.weights), shape, recipe.train.seed)
 
 
 def values_of(where: Path) -> Values:

@@ -6,6 +6,7 @@ function here returns its input, so code on one device and on many is the same c
 """
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import spmd_types as spmd
@@ -80,6 +81,13 @@ def step_sum(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 def sum_over(axis: str, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Finish a sum that is pending over one axis; every rank gets it, as something to keep (invariant)."""
     return spmd.all_reduce(x, mesh.group(axis), dst=I) if mesh.size(axis) > 1 else x
+
+
+def total_of_shares(x: torch.Tensor, axes: Iterable[str], mesh: Mesh) -> torch.Tensor:
+    """Sum over ``axes`` of the share that each rank has; every rank can compute with it (replicated)."""
+    for axis in axes:
+        x = spmd.all_reduce(share_of_sum(x, mesh, **{axis: V}), mesh.group(axis), dst=R)
+    return x
 
 
 #: How numbers differ over the ranks: each has its own; those of a step's data; the same on all.

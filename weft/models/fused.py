@@ -93,27 +93,32 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, later, *weights):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x, *weights)
+        # Frozen weights need no input, and an input that nothing before it learns from needs no weights.
+        of_x, _, *of_weights = ctx.needs_input_grad
+        ctx.save_for_backward(x if any(of_weights) else None, *(weights if of_x else [None] * len(weights)))
         ctx.later = later  # the parameters themselves: what is saved for recompute is a copy without their .grad
         return tuple(times(x.flatten(0, 1), w).unflatten(0, x.shape[:2]) for w in weights)
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         x, *weights = ctx.saved_tensors
+        d_x: T | None = None
         flat = [g.flatten(0, 1) for g in grads]
-        d_x = times(flat[0], weights[0].t())
-        for g, w in zip(flat[1:], weights[1:], strict=True):
-            d_x = times(g, w.t(), plus=d_x)
-        d_x = d_x.view(x.shape)
-        products = [(g, x.detach().flatten(0, 1)) for g in flat]
-        if ctx.later is None:
-            return d_x, None, *(g.t() @ x for g, x in products)
-        tape, parameters = ctx.later
-        # A weight that was computed from a parameter passes its gradient on, and that is the parameter's.
-        now = [None if p.is_leaf else g.t() @ x for p, (g, x) in zip(parameters, products, strict=True)]
-        for p, (g, x) in zip(parameters, products, strict=True):
-            if p.is_leaf:
+        if ctx.needs_input_grad[0]:
+            d_x = times(flat[0], weights[0].t())
+            for g, w in zip(flat[1:], weights[1:], strict=True):
+                d_x = times(g, w.t(), plus=d_x)
+            d_x = d_x.view(*grads[0].shape[:2], -1)
+        if x is not None:
+            x = x.detach().flatten(0, 1)
+        tape, parameters = ctx.later or (None, weights)
+        now: list[T | None] = []
+        for p, g, learns in zip(parameters, flat, ctx.needs_input_grad[2:], strict=True):
+            # A weight that was computed from a parameter passes its gradient on, and that is the parameter's.
+            if learns and tape is not None and p.is_leaf:
                 tape.append(partial(add_product, p, g, x))
+                learns = False
+            now.append(g.t() @ x if learns else None)
         return d_x, None, *now
 
 

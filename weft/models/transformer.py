@@ -8,45 +8,28 @@ holds. Data changes hands only at ``gather_tokens`` / ``scatter_tokens`` (into a
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from weft.layout.boundary import gather_tokens, gather_vocab, own, scatter_tokens
+from weft.layout.boundary import gather_tokens, gather_vocab, scatter_tokens
 from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
+from weft.models.adapters import Projections
 from weft.models.attention import attention
-from weft.models.fused import Tape, current_tape, deferred, project, rms_norm
+from weft.models.fused import Tape, current_tape, deferred, rms_norm
 from weft.models.linear_attention import linear_mixer, log_decay
 from weft.models.loss import linear_cross_entropy
+from weft.models.module import Module
 from weft.models.rope import angles, frequencies, rotate
 from weft.recipe import ModelShape
 
 T = torch.Tensor
 #: ``attend(q, k, v, cu_seqlens)``; a windowed layer adds how many tokens a token sees.
 Attend = Callable[..., T]
-
-
-class Module(nn.Module):
-    """A module whose parameters are created on the meta device with their logical description beside them."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__()
-        self.mesh = mesh
-        self.logical: dict[str, Logical] = {}
-
-    if TYPE_CHECKING:  # registered parameters are tensors
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def weight(self, name: str, *dims: Dim, std: float | None, whole: bool = False) -> Logical:
-        """Register parameter ``name`` with this rank's part of the tensor that ``dims`` describe."""
-        self.logical[name] = logical = self.mesh.place.logical(dims, std, whole)
-        self.register_parameter(name, nn.Parameter(torch.empty(logical.local_shape, device="meta")))
-        return logical
 
 
 class Norm(Module):
@@ -79,11 +62,11 @@ class Embedding(Module):
         return x * self.scale if self.scale != 1 else x
 
 
-class Attention(Module):
+class Attention(Projections):
     """Grouped-query attention (Ainslie et al. 2023) over packed documents, or linear attention in its place."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
-        super().__init__(mesh)
+        super().__init__(mesh, shape.adapter, f"blocks.{layer}.attention")
         assert shape.kv_heads and shape.head_dim
         embed = Dim("embed", shape.embed)
         heads = Dim("heads", shape.heads, shape.head_dim)
@@ -100,10 +83,11 @@ class Attention(Module):
         even = torch.arange(last - first) // max(1, (last - first) // (self.kv_last - self.kv_first))
         self.kv_index = None if torch.equal(needed, even) else needed.tolist()
         out_std = shape.init_std / (2 * shape.layers) ** 0.5
-        self.weight("wq", heads, embed, std=shape.init_std)
-        self.weight("wk", kv, embed, std=shape.init_std, whole=self.shared_kv)
-        self.weight("wv", kv, embed, std=shape.init_std, whole=self.shared_kv)
-        self.weight("wo", embed, heads, std=out_std)
+        own_rows = (self.kv_first * shape.head_dim, self.kv_last * shape.head_dim) if self.shared_kv else None
+        self.projection("wq", heads, embed, shape.init_std)
+        self.projection("wk", kv, embed, shape.init_std, own_rows)
+        self.projection("wv", kv, embed, shape.init_std, own_rows)
+        self.projection("wo", embed, heads, out_std)
         self.bias = shape.qkv_bias
         if self.bias:
             self.weight("bq", heads, std=0)
@@ -127,9 +111,9 @@ class Attention(Module):
 
     def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T) -> T:
         """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
-        q, k, v = project(x, self.wq, self._kv(self.wk), self._kv(self.wv))
+        q, k, v = self.project(x, "wq", "wk", "wv")
         if self.bias:
-            q, k, v = q + self.bq, k + self._kv(self.bk), v + self._kv(self.bv)
+            q, k, v = q + self.bq, k + self.own("wk", self.bk), v + self.own("wv", self.bv)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [batch, seq, heads/tp, head_dim]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -142,34 +126,29 @@ class Attention(Module):
         out = self.attend(q, k, v, cu_seqlens, *self.window)
         if self.o_norm is not None:
             out = self.o_norm(out)
-        return project(out.flatten(-2), self.wo)[0]
-
-    def _kv(self, weight: T) -> T:
-        if not self.shared_kv:
-            return weight
-        return own(weight, self.kv_first * self.head_dim, self.kv_last * self.head_dim, self.mesh)
+        return self.project(out.flatten(-2), "wo")[0]
 
 
 def local_attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
     return attention(q, k, v, cu_seqlens, window)[0]
 
 
-class FeedForward(Module):
+class FeedForward(Projections):
     """SwiGLU (Shazeer 2020), or GeGLU with the approximate GELU."""
 
-    def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
-        super().__init__(mesh)
+    def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
+        super().__init__(mesh, shape.adapter, f"blocks.{layer}.ffn")
         self.activate = F.silu if shape.activation == "silu" else partial(F.gelu, approximate="tanh")
         assert shape.ffn
         embed, ffn = Dim("embed", shape.embed), Dim("ffn", shape.ffn)
-        self.weight("gate", ffn, embed, std=shape.init_std)
-        self.weight("up", ffn, embed, std=shape.init_std)
-        self.weight("down", embed, ffn, std=shape.init_std / (2 * shape.layers) ** 0.5)
+        self.projection("gate", ffn, embed, shape.init_std)
+        self.projection("up", ffn, embed, shape.init_std)
+        self.projection("down", embed, ffn, shape.init_std / (2 * shape.layers) ** 0.5)
 
     def forward(self, x: T) -> T:
         """``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
-        gate, up = project(x, self.gate, self.up)  # [batch, seq, ffn/tp]
-        return project(self.activate(gate) * up, self.down)[0]
+        gate, up = self.project(x, "gate", "up")  # [batch, seq, ffn/tp]
+        return self.project(self.activate(gate) * up, "down")[0]
 
 
 class Block(Module):
@@ -184,9 +163,9 @@ class Block(Module):
         self.attention_norm = Norm(embed, shape.norm_eps, mesh)
         self.attention = Attention(shape, mesh, layer)
         self.ffn_norm = Norm(embed, shape.norm_eps, mesh)
-        self.ffn = FeedForward(shape, mesh)
         self.attention_out_norm = Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
         self.ffn_out_norm = Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
+        self.ffn = FeedForward(shape, mesh, layer)
         self.recompute = "none"
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 

@@ -6,13 +6,14 @@ from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.memory.activations import HostActivations
-from weft.models.init import initial_values
+from weft.models.adapters import learns
 from weft.models.transformer import Block, Transformer
+from weft.models.values import Values, seeded_values, with_adapter
 from weft.parallel.context import context_attention
 from weft.parallel.hybrid import hybrid_attention
 from weft.parallel.pipeline import Pipeline
 from weft.parallel.sharded import is_sharded, shard_data_parallel, sharded_state
-from weft.parallel.state import Held, Resident, State, Values
+from weft.parallel.state import Held, Resident, State
 from weft.recipe import ModelShape, Optimizer, Train
 from weft.schedule.build import BUILDERS
 
@@ -31,7 +32,8 @@ def parallelize(
     """Build ``shape`` under ``mesh``: stages, attention across ranks, recompute, compile, data parallelism, values.
 
     Returns what computes and what it computes with. ``values`` default to the seeded initial values, which are the same
-    under every layout; ``seq_len`` weighs attention where layers are dealt to stages.
+    under every layout; ``seq_len`` weighs attention where layers are dealt to stages. What ``train.freeze`` names is
+    frozen, and so is all but the adapter of a model with one.
     """
     check_fits(shape, mesh.layout, train)
     pipeline = None
@@ -53,6 +55,10 @@ def parallelize(
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
     sharded = pipeline is None and is_sharded(mesh, train)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(learns(name, shape, train.freeze))
+        if sharded and not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.to(getattr(torch, train.dtype))  # no small updates that could get lost
     if sharded:
         shard_data_parallel(model, mesh, train)
     model.to_empty(device="cpu" if sharded and train.offloads_state else mesh.device)
@@ -64,7 +70,8 @@ def parallelize(
         state = sharded_state(model, mesh) if sharded else resident_state(model, mesh)
     if train.offloads_activations:
         model.around = HostActivations(mesh.device).block
-    state.fill(values or (lambda name, logical, box: initial_values(name, logical, box, train.seed)))
+    state.base_elsewhere = shape.adapter is not None
+    state.fill(values or with_adapter(seeded_values(train.seed), shape, train.seed))
     return model, state
 
 

@@ -68,16 +68,20 @@ class Pipeline:
         ``offload``: the state is kept on the host. Returns the state.
         """
         described = dict(self.model.logical_parameters())
-        used: dict[frozenset[int], list[Full]] = {}
+        used: dict[tuple[frozenset[int], bool, torch.dtype], list[Full]] = {}
         shared: dict[tuple[int, ...], list[str]] = {}
         for name, parameter in self.model.named_parameters():
             copies = self._copies(name)
             placement = self.mesh.place.hold(described[name], copies)
-            used.setdefault(frozenset(self._users(name)), []).append(Full(name, described[name], parameter, placement))
-            if len(copies) > 1:
+            dtype = compute if parameter.is_floating_point() else parameter.dtype
+            alike = frozenset(self._users(name)), parameter.requires_grad, dtype
+            used.setdefault(alike, []).append(Full(name, described[name], parameter, placement))
+            if len(copies) > 1 and parameter.requires_grad:
                 shared.setdefault(copies, []).append(name)
-        self.users = {stages: TableUnit(named, self.mesh, compute, offload) for stages, named in used.items()}
-        self.units = list(self.users.values())
+        self.users = [
+            (stages, TableUnit(named, self.mesh, dtype, offload)) for (stages, _, dtype), named in used.items()
+        ]
+        self.units = [unit for _, unit in self.users]
         self.compute = compute
         # The model holds its pipeline; a circle would keep process groups, and gloo's threads, until it is collected.
         self.model = cast(Transformer, weakref.proxy(self.model))
@@ -203,7 +207,8 @@ class Pipeline:
 
     def _backward(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         *grads, (leaf, y, tape) = reads
-        torch.autograd.backward(y, grads[0] if grads else None)
+        if y.requires_grad:  # not so of a first stage in which nothing learns
+            torch.autograd.backward(y, grads[0] if grads else None)
         made = {"grad": leaf.grad if leaf is not None else None, "tape": tape}
         return [made[value.name] for value in a.writes]
 
@@ -216,7 +221,7 @@ class Pipeline:
 
         def folded(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
             made = op(a, reads)
-            for stages, unit in self.users.items():
+            for stages, unit in self.users:
                 if a.stage in stages:
                     unit.fold()
             return made
@@ -225,20 +230,20 @@ class Pipeline:
 
     def _gather(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         self.live.add(a.stage)
-        for stages, unit in self.users.items():
+        for stages, unit in self.users:
             if a.stage in stages:
                 unit.gather()
         return []
 
     def _release(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         self.live.discard(a.stage)
-        for stages, unit in self.users.items():
+        for stages, unit in self.users:
             if a.stage in stages and not stages & self.live:
                 unit.release(drop=self.layout.zero == 3)
         return []
 
     def _reduce(self, a: Action, reads: Sequence[Any]) -> list[Any]:
-        for stages, unit in self.users.items():
+        for stages, unit in self.users:
             if a.stage in stages:
                 unit.reduce()
         return []

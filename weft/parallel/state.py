@@ -17,17 +17,16 @@ from torch import nn
 from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.parts import NAMES, Part
 from weft.layout.placement import Placement
+from weft.models.values import Values
 
 T = torch.Tensor
-
-#: Gives the values of a part of a logical parameter.
-Values = Callable[[str, Logical, Box], T]
 
 
 @dataclass
 class Held:
     """One parameter as this rank holds it: ``local`` are the elements ``placement.box`` of the logical tensor.
 
+    One that does not learn (``parameter.requires_grad`` is false) is frozen: it has no gradient, slots or updates.
     ``parameter`` is where reduced gradients are found, by ``gradient``. ``slots`` are parts of other tensors that
     belong to it, by name (moments, say), and ``updates`` counts its updates, as a tensor for the fused kernels.
     """
@@ -45,6 +44,10 @@ class Held:
     def grad(self) -> T | None:
         """The reduced gradient of the elements that are held here, if there is one."""
         return self.gradient(self.parameter)
+
+    @property
+    def learns(self) -> bool:
+        return self.parameter.requires_grad
 
     @property
     def box(self) -> Box:
@@ -97,18 +100,24 @@ class Optimizer(Protocol):
 
 
 class State:
-    """All that this rank holds. ``copies``: parameters that ranks of other stages hold too, by the group of these."""
+    """All that this rank holds. ``copies``: parameters that ranks of other stages hold too, by the group of these.
+
+    ``learning`` are those of ``held`` that are not frozen; with ``base_elsewhere`` checkpoints leave out the others.
+    """
+
+    base_elsewhere = False
 
     def __init__(self, units: Iterable[Unit], copies: Mapping[dist.ProcessGroup, Sequence[str]] | None = None) -> None:
         self.units: list[Unit] = list(units)
         self.held = [held for unit in self.units for held in unit.held]
+        self.learning = [held for held in self.held if held.learns]
         self.copies = dict(copies or {})
         self._optimizer: Optimizer | None = None
 
     def optimize(self, optimizer: Optimizer) -> None:
-        """From now on :meth:`update` is the ``optimizer``'s, which finds its slots with every parameter."""
+        """From now on :meth:`update` is the ``optimizer``'s, which finds its slots with every parameter that learns."""
         self._optimizer = optimizer
-        for h in self.held:
+        for h in self.learning:
             h.slots |= optimizer.slots(h)
             h.updates = torch.zeros((), device=h.local.device)
 
@@ -126,9 +135,9 @@ class State:
             unit.begin_pass(last)
 
     def gradients(self) -> dict[str, T]:
-        """What backward left of each parameter's gradient on this rank; zeros where it left none."""
-        found = {h.name: h.grad for h in self.held}
-        return {h.name: torch.zeros_like(h.local) if (g := found[h.name]) is None else g for h in self.held}
+        """What backward left of each learning parameter's gradient on this rank; zeros where it left none."""
+        found = {h.name: h.grad for h in self.learning}
+        return {h.name: torch.zeros_like(h.local) if (g := found[h.name]) is None else g for h in self.learning}
 
     def clear_gradients(self) -> None:
         for h in self.held:
@@ -137,16 +146,17 @@ class State:
     def update(self, unit: Unit, grads: Mapping[str, T], lr: float) -> None:
         """Update the parameters and slots of one unit by its reduced gradients. Collective."""
         assert self._optimizer is not None, "State.optimize says how"
-        self._optimizer(unit.held, [grads[h.name] for h in unit.held], lr)
+        if held := [h for h in unit.held if h.learns]:
+            self._optimizer(held, [grads[h.name] for h in held], lr)
 
     @property
     def updates(self) -> int:
         """How often the parameters have been updated."""
-        return int(self.held[0].updates.item()) if self.held else 0
+        return int(self.learning[0].updates.item()) if self.learning else 0
 
     @updates.setter
     def updates(self, count: int) -> None:
-        for h in self.held:
+        for h in self.learning:
             h.updates.fill_(count)
 
     def tensors(self) -> dict[str, Part]:
@@ -155,6 +165,11 @@ class State:
         for h in self.held:
             found |= {f"optimizer.{slot}.{h.name}": part for slot, part in h.slots.items()}
         return found
+
+    def saved(self) -> dict[str, Part]:
+        """Of :meth:`tensors` those that a checkpoint holds."""
+        frozen = {f"model.{h.name}" for h in self.held if self.base_elsewhere and not h.learns}
+        return {name: part for name, part in self.tensors().items() if name not in frozen}
 
     @torch.no_grad()
     def fill(self, values: Values) -> None:

@@ -34,12 +34,14 @@ class TableUnit:
     """Parameters whose full form exists between :meth:`gather` and :meth:`release` only.
 
     The rows of what a rank holds are in full precision, on the host if they are offloaded. ``compute``: type of the
-    gathered parameters; the state is float32 (float64 if that is what is computed in).
+    gathered parameters; the state is float32 (float64 if that is what is computed in). Of frozen parameters, which a
+    unit has none or nothing else of, the state is in the type of compute, as no small updates get lost.
     """
 
     def __init__(self, named: Sequence[Full], mesh: Mesh, compute: torch.dtype, offload: bool) -> None:
         self.mesh, self.size, self.compute = mesh, mesh.size("state"), compute
-        self.wide = torch.promote_types(compute, torch.float32)
+        self.learns = any(f.parameter.requires_grad for f in named)
+        self.wide = torch.promote_types(compute, torch.float32) if self.learns else compute
         # Whether state and parameters are different tensors.
         self.apart = self.size > 1 or self.wide != compute or offload
         self.full = [f.parameter for f in named]
@@ -56,7 +58,7 @@ class TableUnit:
         if self.apart:
             place = torch.device("cpu") if offload else full.device
             rows = torch.empty([hi - lo for lo, hi in f.placement.box], dtype=self.wide, device=place)
-            shard = nn.Parameter(rows.pin_memory() if offload and full.is_cuda else rows)
+            shard = nn.Parameter(rows.pin_memory() if offload and full.is_cuda else rows, self.learns)
             full.data = full.data.to(self.compute)
         return Held(f.name, f.logical, f.placement, shard.detach(), shard)
 
@@ -117,7 +119,7 @@ class TableUnit:
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum the gradients so far over the ranks that hold the state; each adds its rows to what it has."""
-        if not self.apart:
+        if not (self.apart and self.learns):
             return
         whole = torch.zeros(self.size, sum(self.chunks), dtype=self.wide, device=self.mesh.device)
         places = whole.split(self.chunks, dim=1)
@@ -140,7 +142,7 @@ class TableUnit:
 @torch.no_grad()
 def sum_over_replicas(units: Iterable[TableUnit], mesh: Mesh) -> None:
     """Add up the reduced gradients of all replicas (``dp``), in one call."""
-    held = [h for unit in units for h in unit.held]
+    held = [h for unit in units for h in unit.held if unit.learns]
     if mesh.size("dp") == 1 or not held:
         return
     for h in held:

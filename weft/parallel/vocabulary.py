@@ -113,12 +113,15 @@ class OutputShard:
         d_logits = p.to(lse.dtype) * torch.where(valid, (share - lse).exp(), 0)
         d_logits.scatter_add_(1, index, -(here & valid).to(d_logits.dtype))
         d_logits = (d_logits / total.to(lse.dtype)).to(p.dtype)
-        add_product(weight, d_logits, hidden)
+        if weight.requires_grad:
+            add_product(weight, d_logits, hidden)
         return [scatter_tokens(times(d_logits, weight.t()).view(*labels.shape, -1), self.mesh)] if pass_on else []
 
     @torch.no_grad()
     def _embedding_gradient(self, grad: T, tokens: T) -> None:
         table = self.model.embedding.table
+        if not table.requires_grad:
+            return
         here, index = self._mine(tokens.flatten())
         rows = torch.where(here, gather_tokens(grad, self.mesh).flatten(0, 1), 0)
         if table.grad is None:

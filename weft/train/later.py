@@ -49,7 +49,7 @@ class PostValidation:
         self.model, self.state, self.mesh, self.clip = model, state, mesh, clip
         self.before_update, self.inspect = before_update, inspect
         self.changing: list[T] = []
-        for h in state.held:
+        for h in state.learning:
             self.changing += [h.local, *(slot.values for slot in h.slots.values()), h.updates]
         self.copy = [torch.empty_like(x) for x in self.changing]
         self.pending: tuple[PendingSum, dict[str, T], float] | None = None
@@ -71,7 +71,8 @@ class PostValidation:
             if self.inspect is not None:
                 self.inspect(grads)
             sums = PendingSum(shares_of_sums(loss, grads, self.state, count(), stop, self.mesh), self.mesh)
-            torch._foreach_copy_(self.copy, self.changing)
+            if self.changing:  # there may be nothing on this rank that learns
+                torch._foreach_copy_(self.copy, self.changing)
             update(self.state, grads, lr)
             clear_gradients(self.model, self.state)
         self.pending = (sums, grads, lr)
@@ -97,7 +98,8 @@ class PostValidation:
         result = result_of(sums())
         if not result.skipped and not (self.clip and result.grad_norm > self.clip):
             return [result], True
-        torch._foreach_copy_(self.changing, self.copy)
+        if self.changing:
+            torch._foreach_copy_(self.changing, self.copy)
         if not result.skipped:
             clipped(grads, result.grad_norm, self.clip)
             update(self.state, grads, lr)

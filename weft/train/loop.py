@@ -15,7 +15,7 @@ from weft.checkpoint.lease import Lease
 from weft.checkpoint.levels import check_hosts, open_levels
 from weft.checkpoint.state import Progress
 from weft.checkpoint.storage import Storage
-from weft.checkpoint.weights import values_of
+from weft.checkpoint.weights import starting_values
 from weft.data.loader import Loader
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, on_main
@@ -71,7 +71,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         lease = stack.enter_context(Lease())
         run = on_main(lambda: open_run(recipe, out, resume, lease, checkpoint_size(job)), mesh.is_main)
         check_hosts(run.levels, mesh.layout.world, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.layout.world)))
-        values = values_of(recipe.model.weights) if recipe.model.weights and run.fresh else None
+        values = starting_values(recipe, job.shape) if run.fresh or job.shape.adapter else None
         model, state = assemble(job.shape, mesh, recipe, values)
         resumed = resume_run(run, job, state)
         about = {

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import psutil
@@ -12,14 +13,16 @@ from weft.data.loader import Corpus, Loader, open_data
 from weft.data.order import Order
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokens import Progress
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError, WeftError, nearest
 from weft.layout.layout import MODEL_AXES
 from weft.layout.mesh import Mesh
+from weft.models.adapters import PROJECTIONS, is_target, learns, projections
 from weft.models.transformer import Transformer
+from weft.models.values import Values
 from weft.observe.flops import parameter_count
 from weft.parallel.build import check_fits, parallelize
-from weft.parallel.state import State, Values
-from weft.recipe import ModelShape, Recipe
+from weft.parallel.state import State
+from weft.recipe import ModelShape, Recipe, Train
 from weft.train.optim import RuleOptimizer, slot_bytes
 
 
@@ -55,6 +58,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
     """Open the data, complete the model's shape and check that layout, model, data and memory go together."""
     shape = model_shape(recipe)
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer)
+    check_names(shape, recipe.train)
     corpus = open_data(recipe.data, progress)
     vocab = corpus.tokenizer.vocab
     if shape.vocab and vocab > shape.vocab:
@@ -75,8 +79,32 @@ def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | Non
     return model, state
 
 
+def check_names(shape: ModelShape, train: Train) -> None:
+    """Refuse targets of adapters and patterns of ``train.freeze`` that match nothing, or leave nothing to learn."""
+    for pattern in shape.adapter.targets if shape.adapter else ():
+        if not any(is_target(pattern, path) for path in projections(shape)):
+            known = [name for names in PROJECTIONS.values() for pair in names.items() for name in pair]
+            raise UsageError(
+                f"adapter.targets: {pattern!r} matches no weight of this model; {nearest(pattern, known)}, or a path "
+                "such as blocks.0.attention.*"
+            )
+    if not train.freeze:
+        return
+    names = [name for name, _ in Transformer(shape, Mesh.single()).logical_parameters()]
+    for pattern in train.freeze:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UsageError(f"train.freeze: {pattern!r} matches no parameter; {nearest(pattern, names)}")
+    if not any(learns(name, shape, train.freeze) for name in names):
+        raise UsageError("train.freeze leaves nothing to learn; leave out a pattern")
+
+
 def model_shape(recipe: Recipe) -> ModelShape:
-    """The model section, with ``config`` (or that of ``weights``) read if it is given."""
+    """The model with its adapter: the model section, with ``config`` (or that of ``weights``) read if it is given."""
+    shape = _base_shape(recipe)
+    return shape if recipe.adapter is None else shape.model_copy(update={"adapter": recipe.adapter})
+
+
+def _base_shape(recipe: Recipe) -> ModelShape:
     given = recipe.model
     source = given.config or given.weights
     if source is None:
@@ -132,15 +160,21 @@ def _tokenizer_notes(recipe: Recipe, tokenizer: Tokenizer) -> tuple[str, ...]:
     return (f"data.tokenizer = {recipe.data.tokenizer!r} is not the tokenizer of the weights, which is {where!r}",)
 
 
+def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Bytes of all parameters, and of the gradients and moments of those that learn."""
+    train, wide = recipe.train, 8 if recipe.train.dtype == "float64" else 4
+    learning = 2 * wide + slot_bytes(recipe.optimizer, wide)
+    if shape.adapter is None and not train.freeze:
+        return learning * parameter_count(shape, shape.vocab)
+    frozen = 2 if train.dtype == "bfloat16" else wide
+    named = Transformer(shape, Mesh.single()).named_parameters()
+    return sum(p.numel() * (learning if learns(name, shape, train.freeze) else frozen) for name, p in named)
+
+
 def _check_memory(recipe: Recipe, shape: ModelShape) -> None:
     """Refuse what cannot even hold its own state: parameters, gradients and moments, before any activation."""
-    width = 8 if recipe.train.dtype == "float64" else 4
     parameters = parameter_count(shape, shape.vocab)
-    need = (
-        (2 * width + slot_bytes(recipe.optimizer, width))
-        * parameters
-        / recipe.layout.size("pp", "shard", "cp", *MODEL_AXES)
-    )
+    need = state_bytes(shape, recipe) / recipe.layout.size("pp", "shard", "cp", *MODEL_AXES)
     cuda = device_type(recipe) == "cuda" and not recipe.train.offloads_state
     if cuda:
         free, ranks = torch.cuda.get_device_properties(0).total_memory, 1

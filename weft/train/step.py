@@ -112,7 +112,7 @@ def sum_over_axis(axis: str, grads: dict[str, torch.Tensor], state: State, mesh:
 
     Each of them has computed a part of these from its share of the work.
     """
-    names = [h.name for h in state.held if not h.logical.cut_by(axis)]
+    names = [h.name for h in state.learning if not h.logical.cut_by(axis)]
     if mesh.size(axis) == 1 or not names:
         return grads
     return grads | in_one(names, grads, mesh.device, lambda flat: sum_over(axis, flat, mesh))
@@ -149,7 +149,7 @@ def in_one(
 def square_norm(grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh) -> torch.Tensor:
     """This rank's share of the squared global gradient norm. Every element of the model counts once in the step."""
     alike: dict[tuple[tuple[str, Kind], ...], list[torch.Tensor]] = {}
-    for h in state.held:
+    for h in state.learning:
         if h.placement.copy == 0 and grads[h.name].numel():
             alike.setdefault(tuple(state_types(h.logical).items()), []).append(grads[h.name])
     shares = []
@@ -219,7 +219,7 @@ def clear_gradients(model: Transformer, state: State) -> None:
 
 def clipped(grads: dict[str, torch.Tensor], norm: float, clip: float) -> None:
     """Scale the gradients in place to the global norm ``clip``, if that is above 0 and below theirs."""
-    if clip and norm > clip:
+    if clip and norm > clip and grads:
         torch._foreach_mul_(list(grads.values()), clip / (norm + 1e-6))
 
 

@@ -100,7 +100,7 @@ def run_layout(
     results: list[StepResult] = []
 
     def keep(grads: dict[str, torch.Tensor]) -> None:
-        trace.grads.append([(p.name, p.box, grads[p.name].clone().cpu()) for p in state.held])
+        trace.grads.append([(p.name, p.box, grads[p.name].clone().cpu()) for p in state.learning])
         for name, grad in follow[len(trace.grads) - 1].items() if follow else ():
             grads[name].copy_(grad)
 
@@ -114,7 +114,8 @@ def run_layout(
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
     for h in state.held:
-        trace.params.append((h.name, h.box, h.local.clone().cpu()))
+        if h.local.is_floating_point():
+            trace.params.append((h.name, h.box, h.local.clone().cpu()))
         for slot, part in h.slots.items():
             trace.slots.setdefault(slot, []).append((h.name, part.box, part.values.clone().cpu()))
     return trace

@@ -1,0 +1,126 @@
+"""Adapters under every layout: equal to one device, alone in the state that learns, and nothing at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import Case, recipe, write_corpus
+from tests.test_equality import difference
+from weft.errors import UsageError
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.recipe import Recipe, Train, build_recipe
+from weft.train.setup import assemble, prepare
+from weft.train.verify import check_types
+
+KINDS = ["lora", "dora"]
+#: What each kind is tried under; the first three are the quick ones.
+CASES: list[Case] = [
+    {"layout": {"shard": 2, "tp": 2}, "layout__zero": 3},
+    {"layout": {"pp": 2, "shard": 2}, "layout__schedule": "zb-h1", "layout__zero": 2},
+    {"layout": {"cp": 2, "tp": 2}, "train__recompute": "selective", "adapter__rank": 1},
+    {"layout": {"tp": 2}, "model__kv_heads": 1, "model__qkv_bias": True, "train__recompute": "full"},
+    {"layout": {"tp": 4}, "model__heads": 6, "model__kv_heads": 3, "adapter__rank_stabilised": True},
+    {"layout": {"shard": 3}, "layout__zero": 1, "train__micro_batch": 1, "adapter__targets": ["q_proj", "down"]},
+    {"layout": {"dp": 2, "shard": 2}, "layout__zero": 2, "train__micro_batch": 1},
+    {"layout": {"pp": 2, "tp": 2}, "layout__schedule": "zb-v", "train__recompute": "full", "model__layers": 4},
+    {"layout": {"pp": 2, "cp": 2}, "layout__schedule": "dualpipe", "model__layers": 4},
+    {"layout": {"pp": 2}, "layout__vocab_barriers": 1, "adapter__targets": ["blocks.1.*"]},
+    {"layout": {"shard": 2}, "train__offload": "all"},
+    {"layout": {"pp": 2, "dp": 2}, "train__offload": "optimizer", "optimizer__post_validation": True},
+]  # fmt: skip
+QUICK = 3
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def adapted(corpus: str, kind: str, case: Case) -> Recipe:
+    layout = {f"layout__{axis}": size for axis, size in case.get("layout", {}).items()}
+    change = {name: value for name, value in case.items() if name != "layout"}
+    return recipe(corpus, **{"adapter__kind": kind, "adapter__rank": 3, **layout, **change})
+
+
+def name(case: Case) -> str:
+    return "-".join(str(Layout(**v)) if k == "layout" else f"{k.partition('__')[2]}:{v}" for k, v in case.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK)) for i, c in enumerate(CASES)]
+)
+def test_equal_to_one_device(pool: Any, corpus: str, case: Case, kind: str) -> None:
+    settings = adapted(corpus, kind, case)
+    found = pool.run(settings.layout.world, difference, settings.model_dump(mode="json"))[0]
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(shard=2, cp=2, tp=2)], ids=str)
+def test_types(corpus: str, kind: str, layout: Layout) -> None:
+    shape = prepare(adapted(corpus, kind, {})).shape
+    assert check_types(shape, layout, Train()) is None
+
+
+def logits(settings: Recipe) -> torch.Tensor:
+    job = prepare(settings)
+    model, _ = assemble(job.shape, Mesh.single(), settings)
+    tokens = torch.arange(38).view(2, 19) % 257
+    ends = torch.tensor([0, 19, 38], dtype=torch.int32)
+    with torch.no_grad():
+        return model(tokens, torch.arange(19).expand(2, 19), ends)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_new_adapter_changes_nothing(corpus: str, kind: str, dtype: str) -> None:
+    plain = logits(recipe(corpus, train__dtype=dtype))
+    assert torch.equal(logits(adapted(corpus, kind, {"train__dtype": dtype})), plain)
+
+
+def test_only_the_adapter_learns_and_is_saved(corpus: str) -> None:
+    settings = adapted(corpus, "lora", {})
+    job = prepare(settings)
+    _, state = assemble(job.shape, Mesh.single(), settings)
+    assert {h.name for h in state.held if h.learns} == {h.name for h in state.held if ".adapters." in h.name}
+    assert not any(h.slots for h in state.held if not h.learns)
+    assert state.gradients().keys() == {h.name for h in state.learning}
+    saved = state.saved()
+    assert saved and all(".adapters." in name for name in saved)
+    # a and b of seven projections of two layers, and two moments of each
+    assert len(saved) == 3 * 2 * 7 * 2
+
+
+def test_frozen_by_pattern(pool: Any, corpus: str) -> None:
+    for layout in ({"shard": 2}, {"pp": 2, "layout__tied": True}):
+        change = {f"layout__{axis}": size for axis, size in layout.items() if "__" not in axis}
+        settings = recipe(corpus, train__freeze=["embedding.*", "blocks.0.*"], model__tied="pp" in layout, **change)
+        found = pool.run(2, difference, settings.model_dump(mode="json"))[0]
+        assert found.ok, found
+        found = pool.run(2, learned, settings.model_dump(mode="json"))
+        assert all(names and not any(n.startswith(("embedding", "blocks.0.")) for n in names) for names in found)
+
+
+def learned(values: dict[str, Any]) -> list[str]:
+    settings = build_recipe(values)
+    job = prepare(settings)
+    _, state = assemble(job.shape, Mesh.create(settings.layout, "cpu"), settings)
+    assert state.saved().keys() >= {f"model.{h.name}" for h in state.held}  # there is no other place that has them
+    return [h.name for h in state.learning]
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"adapter__targets": ["q_prj"]}, "'q_prj' matches no weight of this model; did you mean 'q_proj'"),
+    ({"adapter__targets": ["blocks.7.*"]}, "adapter.targets: 'blocks.7.*' matches no weight"),
+    ({"train__freeze": ["embeding.*"]}, "train.freeze: 'embeding.*' matches no parameter"),
+    ({"train__freeze": ["*"]}, "train.freeze leaves nothing to learn"),
+])  # fmt: skip
+def test_names_that_match_nothing_are_one_line(corpus: str, change: Case, said: str) -> None:
+    with pytest.raises(UsageError, match=said.replace("*", r"\*")) as refused:
+        prepare(recipe(corpus, **change))
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,132 @@
+"""Projections that may have a low-rank adapter beside a frozen weight: LoRA (Hu et al. 2021) and its relatives.
+
+An adapter of a weight ``[out, in]`` is ``a`` ``[rank, in]`` and ``b`` ``[out, rank]``; what the weight makes of ``x``
+grows by ``scale * b @ (a @ x)``. Nobody cuts the dimension ``rank``, and the others are those of the weight: of one
+that is cut on ``in``, ``a`` is cut and ``b`` whole, of one that is cut on ``out`` it is the other way round. All that
+follows from a parameter's dimensions (what is held, summed, counted, saved) therefore holds for adapters too.
+"""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.layout.boundary import own, total_of_shares
+from weft.layout.dims import Dim
+from weft.layout.mesh import Mesh
+from weft.models.fused import project
+from weft.models.module import Module
+from weft.recipe import Adapter, ModelShape
+
+T = torch.Tensor
+
+#: The weights that can have an adapter, by module, and what Hugging Face calls them.
+PROJECTIONS = {
+    "attention": {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
+    "ffn": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+}
+#: In the names of parameters, what stands between a module and a weight's adapter.
+INFIX = ".adapters."
+
+
+def is_target(pattern: str, path: str) -> bool:
+    """Whether ``pattern`` names the weight ``path``, as in ``blocks.3.attention.wq``.
+
+    By its last part, as Weft or as Hugging Face calls it (``wq``, ``q_proj``), or by its whole path.
+    """
+    module, name = path.split(".")[-2:]
+    return any(fnmatchcase(known, pattern) for known in (name, PROJECTIONS[module][name], path))
+
+
+def projections(shape: ModelShape) -> Iterator[str]:
+    """The paths of all weights that can have an adapter."""
+    for layer in range(shape.layers):
+        yield from (f"blocks.{layer}.{module}.{name}" for module, names in PROJECTIONS.items() for name in names)
+
+
+class LowRank(Module):
+    """The adapter of a weight ``[out, into]``; of kind ``dora`` also the weight's ``magnitude``, a number per row.
+
+    ``b`` is zero at the start, and the magnitude that of the weight, so that nothing changes.
+    """
+
+    def __init__(self, adapter: Adapter, out: Dim, into: Dim, whole: bool, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        rank = Dim("rank", adapter.rank)
+        self.scale = adapter.scale
+        # The variance of the uniform values that LoRA and PEFT begin with.
+        self.weight("a", rank, into, std=(3 * into.size) ** -0.5, whole=whole)
+        self.weight("b", out, rank, std=0, whole=whole)
+        self.has_magnitude = adapter.kind == "dora"
+        if self.has_magnitude:
+            self.weight("magnitude", out, std=None, whole=whole)
+
+
+class Projections(Module):
+    """A module whose weights project, each with an adapter if ``adapter`` targets it. ``path``: its own name."""
+
+    def __init__(self, mesh: Mesh, adapter: Adapter | None, path: str) -> None:
+        super().__init__(mesh)
+        self.adapter, self.path = adapter, path
+        self.own_rows: dict[str, tuple[int, int]] = {}
+        self.adapters = nn.ModuleDict()
+
+    def projection(self, name: str, out: Dim, into: Dim, std: float, own_rows: tuple[int, int] | None = None) -> None:
+        """Register the weight ``name``. ``own_rows``: it is held whole, and this rank uses these rows of it."""
+        whole = own_rows is not None
+        self.weight(name, out, into, std=std, whole=whole)
+        if own_rows is not None:
+            self.own_rows[name] = own_rows
+        if self.adapter is not None and any(is_target(p, f"{self.path}.{name}") for p in self.adapter.targets):
+            self.adapters[name] = LowRank(self.adapter, out, into, whole, self.mesh)
+
+    def own(self, name: str, values: T) -> T:
+        """Of ``values``, whose rows are those of weight ``name``, what this rank uses."""
+        return own(values, *self.own_rows[name], self.mesh) if name in self.own_rows else values
+
+    def project(self, x: T, *names: str) -> tuple[T, ...]:
+        """What the weights ``names`` and their adapters make of ``x``: ``[batch, seq, in]`` to ``[..., out]`` each."""
+        weights = [self.own(name, getattr(self, name)) for name in names]
+        adapters: dict[str, Any] = {name: self.adapters[name] for name in names if name in self.adapters}
+        made = project(x, *weights, *(adapter.a for adapter in adapters.values()))
+        low = dict(zip(adapters, made[len(names) :], strict=True))  # [batch, seq, rank] each
+        return tuple(
+            self._adapt(name, y, low[name], weight) if name in low else y
+            for name, y, weight in zip(names, made, weights, strict=False)
+        )
+
+    def _adapt(self, name: str, y: T, low: T, weight: T) -> T:
+        """``y`` of ``weight`` with what its adapter adds; ``low``: ``[batch, seq, rank]``."""
+        adapter: Any = self.adapters[name]
+        b = self.own(name, adapter.b)
+        y = y + project(low * adapter.scale, b)[0]
+        if not adapter.has_magnitude:
+            return y
+        with torch.no_grad():  # the norm is taken as a constant (DoRA, Liu et al. 2024, section 4.3)
+            square = row_norms(weight + adapter.scale * (b @ adapter.a)).square()
+            norm = total_of_shares(square, adapter.logical["a"].cuts[1], self.mesh).sqrt().to(weight.dtype)
+        return y * (self.own(name, adapter.magnitude) / norm)
+
+
+def row_norms(weight: T) -> T:
+    """The norm of every row of ``[out, in]``: ``[out]``, float64, so that its rounding to less is the same however
+    its sums are split."""
+    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64)
+
+
+def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
+    """Whether the parameter ``name`` is trained: with an adapter that alone, and nothing that ``frozen`` matches."""
+    is_base = shape.adapter is not None and INFIX not in name
+    return not is_base and not any(fnmatchcase(name, pattern) for pattern in frozen)
+
+
+def base_of(shape: ModelShape) -> ModelShape:
+    """The model without its adapter."""
+    return shape.model_copy(update={"adapter": None})
+
+
+def base_weight(name: str) -> str:
+    """The path of the weight that the adapter's parameter ``name`` belongs to."""
+    return name.rpartition(".")[0].replace(INFIX, ".")
