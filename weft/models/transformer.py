@@ -163,9 +163,9 @@ class Block(Module):
         self.attention_norm = Norm(embed, shape.norm_eps, mesh)
         self.attention = Attention(shape, mesh, layer)
         self.ffn_norm = Norm(embed, shape.norm_eps, mesh)
+        self.ffn = FeedForward(shape, mesh, layer)
         self.attention_out_norm = Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
         self.ffn_out_norm = Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
-        self.ffn = FeedForward(shape, mesh, layer)
         self.recompute = "none"
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
