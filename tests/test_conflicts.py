@@ -22,6 +22,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "offloaded activations with selective recompute": ("", "train.offload=all train.recompute=selective"),
     "post-validation without pp": ("", "optimizer.post_validation=true"),
     "small moments without AdamW": ("", "optimizer.state=8bit optimizer.kind=lion"),
+    "zeroth order with what needs backward": ("pp=2", "optimizer.estimate=zeroth-order optimizer.post_validation=true"),
     "4bit moments at odd columns": ("tp=2", "optimizer.state=4bit model.ffn=10"),
     "experts": ("dp=2,ep=2", ""),
     "islands": ("island=2", ""),

@@ -17,15 +17,20 @@ from weft.errors import WeftError
 from weft.layout.dims import Dim
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, hashed, packed, rounded_bf16, unpacked
+from weft.memory.noise import hashed, normal
+from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, packed, rounded_bf16, unpacked
 from weft.parallel.state import Held, Resident, State
 from weft.recipe import Optimizer
 from weft.train.optim import KINDS, STATES, RuleOptimizer, slot_bytes
 from weft.train.rules import low_rank, small
 from weft.train.rules.orthogonal import orthogonal
+from weft.train.setup import assemble, prepare
+from weft.train.step import gradients
+from weft.train.zeroth import ZerothOrder, direction
 
 T = torch.Tensor
-WAYS = [{"kind": kind} for kind in KINDS] + [{"state": state} for state in STATES if state != "float32"]
+WAYS = [{"estimate": "zeroth-order", "kind": "sgd"}]
+WAYS += [{"kind": kind} for kind in KINDS] + [{"state": state} for state in STATES if state != "float32"]
 
 
 def name(way: dict[str, Any]) -> str:
@@ -214,6 +219,34 @@ def test_stochastic_rounding_keeps_the_mean_and_what_bfloat16_can_say() -> None:
     exact = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf"), float("-inf")])
     assert torch.equal(rounded_bf16(exact, bits[:6]).float(), exact)
     assert rounded_bf16(torch.tensor([float("nan")]), bits[:1]).isnan().all()
+
+
+def test_directions_are_normal_and_parts_of_one_tensor() -> None:
+    positions = torch.arange(200_000).view(400, 500)
+    x = normal(positions, 9, torch.float64)
+    assert abs(x.mean().item()) < 1e-2 and abs(x.std().item() - 1) < 1e-2 and 4 < x.abs().max() < 7
+    assert torch.equal(x[17:40, 3:9], normal(positions[17:40, 3:9], 9, torch.float64))
+    neighbours = torch.corrcoef(torch.stack((x.flatten()[:-1], x.flatten()[1:])))[0, 1]
+    assert abs(neighbours.item()) < 1e-2
+
+
+def test_the_estimate_is_the_slope_along_its_direction(corpus: str) -> None:
+    """As the distance goes to zero: what backward says of the direction. And parameters do not drift."""
+    settings = recipe(corpus, optimizer__estimate="zeroth-order", optimizer__epsilon=1e-6, optimizer__kind="sgd")
+    job, mesh = prepare(settings), Mesh.single()
+    model, state = assemble(job.shape, mesh, settings)
+    before = [h.local.clone() for h in state.held]
+    batches = job.loader(job.corpus.train, mesh).step(0)
+    assert batches is not None
+    exact = {name: g.clone() for name, g in gradients(model, state, batches, mesh)[0].items()}
+    state.clear_gradients()
+    found = ZerothOrder(model, state, mesh, settings.optimizer).step(batches, lr=0.0)[0]
+    slope = sum((exact[h.name] * direction(h, 0)).sum().item() for h in state.held)
+    assert found.grad_norm == pytest.approx(abs(slope), rel=1e-6)
+    assert all(torch.equal(h.local, x) for h, x in zip(state.held, before, strict=True))
+    ZerothOrder(model, state, mesh, settings.optimizer).step(batches, lr=1e-3)
+    estimated = {h.name: (x - h.local) for h, x in zip(state.held, before, strict=True)}
+    assert sum((exact[n] * estimated[n]).sum().item() for n in exact) > 0  # downhill
 
 
 def test_hashed_bits_are_even_and_seeds_differ() -> None:

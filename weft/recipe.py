@@ -179,6 +179,8 @@ class Group(Section):
 class Optimizer(Section):
     """How parameters are updated; learning rates have a warm-up and a cosine or warm-up-stable-decay schedule.
 
+    ``estimate``: where gradients come from; ``zeroth-order`` takes them from the losses at two points, ``epsilon``
+    times a random direction away (MeZO, Malladi et al. 2023), without backward and unclipped.
     ``kind``: ``adamw`` (Loshchilov & Hutter 2019), ``lion`` (Chen et al. 2023), ``adafactor`` (Shazeer & Stern 2018),
     ``muon`` (Jordan et al. 2024), ``galore`` (Zhao et al. 2024) or ``natural-galore`` (Das 2024). The last three are
     for the matrices of blocks, and AdamW updates the rest. ``state``: what AdamW keeps its moments in; ``block``:
@@ -187,7 +189,9 @@ class Optimizer(Section):
     decay of an average of the parameters that is kept beside them; 0 keeps none.
     """
 
-    kind: Literal["adamw", "lion", "adafactor", "muon", "galore", "natural-galore"] = "adamw"
+    estimate: Literal["backward", "zeroth-order"] = "backward"
+    epsilon: PositiveFloat = 1e-3
+    kind: Literal["adamw", "sgd", "lion", "adafactor", "muon", "galore", "natural-galore"] = "adamw"
     state: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
     block: PositiveInt = 256
     momentum: float = Field(0.95, ge=0, lt=1)

@@ -124,6 +124,11 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.optimizer.state != "float32" and a.optimizer.kind != "adamw",
          "optimizer.state = {0.optimizer.state!r} is how AdamW keeps its moments, and optimizer.kind is "
          "{0.optimizer.kind!r}", "leave optimizer.state out, or use kind = 'adamw'"),
+    Rule("zeroth order with what needs backward", "layout optimizer",
+         lambda a: a.optimizer.estimate == "zeroth-order"
+         and bool(a.layout.balance or a.layout.skip or a.optimizer.post_validation),
+         "optimizer.estimate = 'zeroth-order' evaluates plain passes, and layout.balance, layout.skip and "
+         "optimizer.post_validation are about others", "leave these out"),
     Rule("4bit moments at odd columns", "layout shape optimizer",
          lambda a: a.optimizer.state == "4bit"
          and any(part(a.shape.ffn or 0, a.layout.tp, i)[0] % 2 for i in range(a.layout.tp)),

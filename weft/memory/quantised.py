@@ -87,18 +87,6 @@ def unpacked(pairs: T) -> T:
     return torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten(-2)
 
 
-def hashed(positions: T, seed: int) -> T:
-    """32 random bits for every position and seed, int64: a counter-based generator of two rounds of murmur3's mixer."""
-    mask = 0xFFFFFFFF
-    x = (positions ^ positions >> 32) & mask
-    for constant in (seed & mask, (seed >> 32 ^ 0x9E3779B9) & mask):
-        x = x ^ constant
-        x = (x ^ x >> 16) * 0x85EBCA6B & mask
-        x = (x ^ x >> 13) * 0xC2B2AE35 & mask
-        x = x ^ x >> 16
-    return x
-
-
 def rounded_bf16(x: T, bits: T) -> T:
     """``x`` (float32) as bfloat16, up or down with such probability that the mean is ``x``; ``bits``: random, int64."""
     raw = x.float().view(torch.int32).long()

@@ -64,6 +64,7 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "optimizer.kind": _any(*KINDS),
     "optimizer.state": lambda recipe, case, rng: list(STATES) if "optimizer.kind" not in case else [],
     "optimizer.ema": _any(0.5),
+    "optimizer.estimate": _any("zeroth-order"),
     "train.recompute": _any("selective", "full"),
     "train.offload": _any("optimizer", "activations", "all"),
     "train.micro_batch": _any(1, 2, 3),
@@ -83,7 +84,7 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
 }
 
 #: How often a setting is drawn where it can be; what has gone wrong before, and seldom shows, more often.
-OFTEN: dict[str, float] = {"layout.order": 0.8}
+OFTEN: dict[str, float] = {"layout.order": 0.8, "optimizer.estimate": 0.05}
 SELDOM = 0.3
 
 #: What a case starts from, so that it takes a second and nothing of the recipe but the kind of its model is left.
@@ -94,6 +95,7 @@ SMALL: Case = {
     "train.batch": 5, "train.device": "cpu", "train.threads": 1, "train.compile": False, "train.offload": "none",
     "train.recompute": "none", "train.loss_chunk": 64, "optimizer.post_validation": False, "optimizer.lr": 3e-4,
     "optimizer.kind": "adamw", "optimizer.state": "float32", "optimizer.ema": 0.0, "optimizer.rank": 3,
+    "optimizer.estimate": "backward",
     "layout.zero": 3, "layout.secondary": 0, "layout.context": "zigzag", "layout.ulysses": 1, "layout.scan": "gather",
     "layout.schedule": "1f1b", "layout.vocab_barriers": 0, "layout.skip": 0.0, "layout.balance": "",
 }  # fmt: skip

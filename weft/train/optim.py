@@ -11,7 +11,7 @@ from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
 from weft.parallel.state import Held
 from weft.recipe import Optimizer
-from weft.train.rules.elementwise import AdamW, Lion
+from weft.train.rules.elementwise import SGD, AdamW, Lion
 from weft.train.rules.factored import Adafactor
 from weft.train.rules.low_rank import GaLore
 from weft.train.rules.orthogonal import Muon
@@ -29,6 +29,7 @@ STATES: dict[str, Callable[[Optimizer, Ranks], UpdateRule]] = {
 #: The rule of each kind, and whether it is for the matrices of blocks only, so that AdamW takes the rest.
 KINDS: dict[str, tuple[Callable[[Optimizer, Ranks], UpdateRule], bool]] = {
     "adamw": (lambda settings, ranks: STATES[settings.state](settings, ranks), False),
+    "sgd": (lambda settings, ranks: SGD(), False),
     "lion": (lambda settings, ranks: Lion(settings), False),
     "adafactor": (lambda settings, ranks: Adafactor(ranks), False),
     "muon": (lambda settings, ranks: Muon(settings.momentum, ranks), True),

@@ -13,6 +13,7 @@ from weft.parallel.state import State
 from weft.recipe import Optimizer
 from weft.train.later import PostValidation
 from weft.train.step import StepResult, train_step
+from weft.train.zeroth import ZerothOrder
 
 
 class Stepper(Protocol):
@@ -66,6 +67,8 @@ def build_stepper(
     routes: Sequence[Sequence[int]] = (),
 ) -> Stepper:
     """The stepper that the recipe's ``settings`` ask for. ``before_update`` returns when the state may change."""
+    if settings.estimate == "zeroth-order":
+        return ZerothOrder(model, state, mesh, settings, before_update, inspect)
     if settings.post_validation and model.pipeline is not None:
         return PostValidation(model, state, mesh, settings.clip, before_update, inspect)
     return PlainStepper(model, state, mesh, settings.clip, before_update, inspect, routes)

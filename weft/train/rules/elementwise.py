@@ -1,4 +1,4 @@
-"""Rules in which every element goes its own way: AdamW, in the state's precision or a smaller one, and Lion."""
+"""Rules in which every element goes its own way: AdamW, SGD and Lion."""
 
 from collections.abc import Sequence
 
@@ -39,6 +39,18 @@ class AdamW:
                 amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=self.settings.eps,
                 maximize=False,
             )  # fmt: skip
+
+
+class SGD:
+    """A step along the gradient, with nothing kept."""
+
+    def slots(self, held: Held) -> dict[str, Part]:
+        return {}
+
+    def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
+        counted(held)
+        for h, g in zip(held, grads, strict=True):
+            h.local.mul_(1 - lr * decay).sub_(g, alpha=lr)
 
 
 class Lion:

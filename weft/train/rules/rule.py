@@ -112,3 +112,11 @@ def counted(held: Sequence[Held]) -> int:
     for h in held:
         h.updates += 1
     return int(held[0].updates.item()) if held else 0
+
+
+def logical_positions(held: Held) -> T:
+    """Where in the flat logical tensor each element that is held here stands: int64, shaped like it."""
+    found = torch.zeros((), dtype=torch.int64, device=held.local.device)
+    for (lo, hi), size in zip(held.box, held.logical.shape, strict=True):
+        found = found[..., None] * size + torch.arange(lo, hi, device=held.local.device)
+    return found

@@ -14,21 +14,12 @@ import torch.nn.functional as F
 
 from weft.checkpoint.format import MOMENTS
 from weft.layout.parts import Part
-from weft.memory.quantised import (
-    Blocks,
-    decoded,
-    dynamic_map,
-    encoded,
-    hashed,
-    linear_map,
-    packed,
-    rounded_bf16,
-    unpacked,
-)
+from weft.memory.noise import hashed
+from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, linear_map, packed, rounded_bf16, unpacked
 from weft.parallel.state import Held
 from weft.recipe import Optimizer
 from weft.train.rules.elementwise import AdamW
-from weft.train.rules.rule import Extent, Ranks, like
+from weft.train.rules.rule import Extent, Ranks, like, logical_positions
 
 T = torch.Tensor
 
@@ -135,11 +126,3 @@ class SmallAdamW:
 
 def is_large(held: Held) -> bool:
     return held.logical.numel >= SMALL and len(held.logical.dims) > 1
-
-
-def logical_positions(held: Held) -> T:
-    """Where in the flat logical tensor each element that is held here stands: int64, shaped like it."""
-    found = torch.zeros((), dtype=torch.int64, device=held.local.device)
-    for (lo, hi), size in zip(held.box, held.logical.shape, strict=True):
-        found = found[..., None] * size + torch.arange(lo, hi, device=held.local.device)
-    return found

@@ -1,0 +1,88 @@
+"""Training without backward: MeZO (Malladi et al. 2023), under every layout.
+
+The gradient is estimated from the losses at two points, on either side of the parameters along a random direction. The
+direction is a function of step and logical position, so that every rank perturbs its own part and one number, the slope
+along it, is all that ranks agree on. Data-parallel ranks evaluate both points on their own data.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+
+from weft.data.batch import Batch
+from weft.layout.boundary import OWN, own_number, share_of_sum, step_sum
+from weft.layout.mesh import Mesh
+from weft.memory.noise import normal
+from weft.models.transformer import Transformer
+from weft.parallel.state import Held, State
+from weft.recipe import Optimizer
+from weft.train.rules.rule import logical_positions
+from weft.train.step import StepResult, evaluate, share_of_tokens
+
+T = torch.Tensor
+
+
+@dataclass
+class ZerothOrder:
+    """A :class:`weft.train.stepper.Stepper` that evaluates twice instead of computing gradients.
+
+    The gradient norm of a step's result is the size of the slope, and nothing is clipped. Parameters are copied before
+    they are perturbed and copied back: adding and subtracting in place would let them drift. ``inspect`` sees the
+    estimated gradients.
+    """
+
+    model: Transformer
+    state: State
+    mesh: Mesh
+    settings: Optimizer
+    before_update: Callable[[], None] = lambda: None
+    inspect: Callable[[dict[str, T]], None] | None = None
+
+    @torch.no_grad()
+    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
+        number, epsilon = self.state.updates, self.settings.epsilon
+        self.before_update()
+        above, below = self._losses(batches, number)
+        slope, loss = (above - below) / (2 * epsilon), (above + below) / 2
+        stops = share_of_sum(own_number(stop, self.mesh, **OWN), self.mesh, **OWN)
+        tokens, stopped = step_sum(torch.stack((share_of_tokens(batches, self.mesh), stops)), self.mesh).tolist()
+        skipped = not math.isfinite(slope)
+        if not skipped:
+            self._update(slope, number, lr)
+        return [StepResult(loss, abs(slope), round(tokens), skipped, stopped > 0)]
+
+    def finish(self) -> list[StepResult]:
+        return []
+
+    def summary(self) -> str:
+        return ""
+
+    def _losses(self, batches: Sequence[Batch], number: int) -> list[float]:
+        """The mean losses at both points; the parameters are as before afterwards."""
+        before, losses = [h.local.clone() for h in self.state.held], []
+        for distance in (self.settings.epsilon, -self.settings.epsilon):
+            for h, x in zip(self.state.held, before, strict=True):
+                torch.add(x, direction(h, number), alpha=distance, out=h.local)
+            self.state.release()
+            losses.append(evaluate(self.model, self.state, [batches], self.mesh))
+        for h, x in zip(self.state.held, before, strict=True):
+            h.local.copy_(x)
+        self.state.release()
+        return losses
+
+    def _update(self, slope: float, number: int, lr: float) -> None:
+        """Unit by unit, so that the whole direction never exists at once, unless it is to be looked at."""
+        seen: dict[str, T] = {}
+        if self.inspect is not None:
+            seen = {h.name: slope * direction(h, number) for h in self.state.held}
+            self.inspect(seen)
+        for unit in self.state.units:
+            self.state.update(unit, seen or {h.name: slope * direction(h, number) for h in unit.held}, lr)
+
+
+def direction(held: Held, number: int) -> T:
+    """What is held here of the random direction of step ``number``, standard normal."""
+    return normal(logical_positions(held), crc32(held.name.encode()) << 32 | number, held.local.dtype)
