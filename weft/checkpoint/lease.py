@@ -19,7 +19,7 @@ from typing import Self
 
 import psutil
 
-from weft.checkpoint.storage import LocalStorage, MissingObject, Storage, StorageError, holds
+from weft.checkpoint.storage import LocalStorage, MissingObject, Storage, StorageError
 from weft.errors import WeftError
 
 FOLDER = "lease"
@@ -121,7 +121,7 @@ class Lease:
     def _renew(self, place: Storage) -> None:
         old = self._held[place]
         token, _, number = old.removeprefix(f"{FOLDER}/").partition("-")
-        if not holds(place, old) and (others := _leases(place)):
+        if not place.holds(old) and (others := _leases(place)):
             other = _about(place, next(iter(others.values())))
             self.lost = f"{place} was taken over by another run ({other}), so that this one has to end"
             return

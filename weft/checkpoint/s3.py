@@ -8,19 +8,18 @@ and message are shown, and those without anything that is known to be secret.
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
-import xxhash
-
 from weft.checkpoint.storage import LocalStorage, MissingObject, Storage, StorageError
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 
 T = TypeVar("T")
 
@@ -62,15 +61,6 @@ def open_storage(where: Where) -> Storage:
 
 
 @dataclass(frozen=True)
-class Credentials:
-    """Given explicitly instead of by the environment. They are pickled with their storage, but never shown."""
-
-    access_key_id: str = field(repr=False)
-    secret_access_key: str = field(repr=False)
-    session_token: str = field(default="", repr=False)
-
-
-@dataclass(frozen=True)
 class S3Storage:
     """A :class:`Storage` whose names are the keys under ``prefix`` of ``bucket``.
 
@@ -81,9 +71,6 @@ class S3Storage:
 
     bucket: str
     prefix: str = ""
-    endpoint: str = ""  # else AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, Amazon's
-    region: str = ""  # else AWS_REGION, AWS_DEFAULT_REGION, us-east-1
-    credentials: Credentials | None = field(default=None, repr=False)
     timeout: float = 60
     patience: float = 60
 
@@ -104,37 +91,21 @@ class S3Storage:
         return {name: value for name, value in self.__dict__.items() if name != "_store"}  # connections stay here
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """As the protocol says. A failed upload is repeated unless ``chunks`` can be iterated only once."""
-        key, again = self._key(name), not isinstance(chunks, Iterator)
-        if isinstance(chunks, Iterator):
-            chunks = _in_thread(chunks)
-        total = _total(chunks) if again else 0
-        if again and total <= PART:
-            if not self.create(name, b"".join(chunks)):
-                raise self._problem("write", key, "it exists already")
-            return total
-        part = max(PART, -(-total // MOST_PARTS))
-        sent: _Sent | None = None
+        key, total = self._key(name), _total(chunks)
+        if total <= PART:
+            made = self.create(name, b"".join(map(bytes, chunks)))
+        elif made := not self.holds(name):
+            part = max(PART, -(-total // MOST_PARTS))
 
-        def attempt() -> int:
-            nonlocal sent
-            if sent is None:
-                if self._size(key) is not None:
-                    raise self._problem("write", key, "it exists already")
-            elif sent.whole and self._holds(key, sent.size, sent.digest):
-                return sent.size  # only the answer had been lost
-            elif not again:
-                raise self._problem("write", key, "the connection broke off, and what was sent is gone")
-            sent = _Sent(chunks, part)
-            put = _obstore().put
-            put(self._store, key, sent, use_multipart=True, chunk_size=part, max_concurrency=STREAMS)
-            return sent.size
+            def attempt() -> None:
+                with closing(_slices(chunks, part)) as slices:
+                    put = _obstore().put
+                    put(self._store, key, slices, use_multipart=True, chunk_size=part, max_concurrency=STREAMS)
 
-        try:
-            return self._retried("write", key, attempt)
-        finally:
-            if sent is not None:
-                sent.close()
+            self._retried("write", key, attempt)
+        if not made:
+            raise self._problem("write", key, "it exists already")
+        return total
 
     def create(self, name: str, data: bytes) -> bool:
         """As the protocol says. An object that holds just these bytes counts as made by this call.
@@ -149,37 +120,31 @@ class S3Storage:
             try:
                 obs.put(self._store, key, data, mode="create", use_multipart=False)
             except obs.exceptions.AlreadyExistsError:
-                return self._holds(key, len(data), xxhash.xxh3_128_digest(data))
+                return self.read(name) == data
             return True
 
         return self._retried("create", key, attempt)
 
-    def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
+    def read(self, name: str) -> bytes:
         key = self._key(name)
 
         def attempt() -> bytes:
-            if size == 0:
-                _obstore().head(self._store, key)
-                return b""
-            wanted: Any = None
-            if size is not None:
-                wanted = {"range": (offset, offset + size)}
-            elif offset:
-                wanted = {"range": {"offset": offset}}
-            try:
-                result = _obstore().get(self._store, key, options=wanted)
-                lo, hi = result.range
-                if hi - lo <= STREAMS * PART:
-                    return bytes(result.bytes())
-            except Exception as error:
-                if _answer_of(error)[0] != 416:
-                    raise
-                return b""  # it begins after the end
-            buffer = bytearray(hi - lo)
-            self._fill(key, lo, memoryview(buffer))
+            found = _obstore().get(self._store, key)
+            size = found.meta["size"]
+            if size <= STREAMS * PART:
+                return bytes(found.bytes())
+            self._fill(key, 0, memoryview(buffer := bytearray(size)))
             return bytes(buffer)
 
         return self._retried("read", key, attempt)
+
+    def holds(self, name: str) -> bool:
+        key = self._key(name)
+        try:
+            self._retried("read", key, lambda: _obstore().head(self._store, key))
+        except MissingObject:
+            return False
+        return True
 
     @property
     def granule(self) -> int:
@@ -202,12 +167,14 @@ class S3Storage:
                 buffer[:] = joined[at : (at := at + buffer.nbytes)]
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        # A store lists by whole folders, the protocol by the beginning of a name.
-        folder = self._key(prefix).rpartition("/")[0]
-        found = self._retried("list", folder, lambda: _obstore().list(self._store, prefix=folder or None).collect())
         cut = len(self._key(""))
-        names = {entry["path"][cut:]: entry["size"] for entry in found}
+        names = {entry["path"][cut:]: entry["size"] for entry in self._listed(prefix)}
         return {n: size for n, size in sorted(names.items()) if n.startswith(prefix) and not n.endswith("/")}
+
+    def _listed(self, prefix: str = "") -> Sequence[Any]:
+        """What obstore says of all objects in the folder that ``prefix`` begins with: a store lists whole folders."""
+        folder = self._key(prefix).rpartition("/")[0]
+        return self._retried("list", folder, lambda: _obstore().list(self._store, prefix=folder or None).collect())
 
     def folders(self) -> Sequence[str]:
         prefix = self._key("")
@@ -216,15 +183,10 @@ class S3Storage:
         return sorted(path.strip("/").rpartition("/")[2] for path in found)
 
     def modified(self, name: str = "") -> float:
-        if name:
-            key = self._key(name)
-            return float(
-                self._retried("read", key, lambda: _obstore().head(self._store, key))["last_modified"].timestamp()
-            )
-        prefix = self._key("")
-        found = self._retried("list", prefix, lambda: _obstore().list(self._store, prefix=prefix or None).collect())
+        key = self._key(name)
+        found = [self._retried("read", key, lambda: _obstore().head(self._store, key))] if name else self._listed()
         if not found:
-            raise self._problem("read", prefix, "it does not exist")
+            raise self._problem("read", key, "it does not exist")
         return float(max(entry["last_modified"] for entry in found).timestamp())
 
     def clear(self) -> None:
@@ -243,14 +205,11 @@ class S3Storage:
     def _store(self) -> Any:
         from obstore.store import S3Store
 
-        endpoint = self.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
         options: dict[str, Any] = {"timeout": f"{round(self.timeout * 1000)}ms", "connect_timeout": "5s"}
-        more: dict[str, Any] = {"region": self.region} if self.region else {}
-        elsewhere = bool(endpoint) and "amazonaws." not in endpoint
-        if elsewhere and self.credentials is None and not any(os.environ.get(name) for name in SOURCES):
-            raise self._problem("use", "", _NO_CREDENTIALS)  # before obstore asks for Amazon's metadata service
-        if endpoint:
+        if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
             parts = urlsplit(endpoint)
+            if "amazonaws." not in endpoint and not any(os.environ.get(name) for name in SOURCES):
+                raise self._problem("use", "", _NO_CREDENTIALS)  # before obstore asks for Amazon's metadata service
             if parts.username or parts.password or parts.scheme not in ("http", "https"):
                 raise self._problem("use", "", "the endpoint must be http(s)://host:port, without credentials")
             if parts.scheme == "http":
@@ -258,18 +217,9 @@ class S3Storage:
                 if not allowed and not re.fullmatch(r"localhost|127(\.\d+){3}|::1", parts.hostname or ""):
                     raise self._problem("use", "", f"{endpoint} is not encrypted; AWS_ALLOW_HTTP=true allows that")
                 options["allow_http"] = True
-            more["aws_endpoint_url_s3"] = endpoint  # the one that goes before the others in obstore
-        if self.credentials is not None:
-            known: dict[str, Any] = {
-                "access_key_id": self.credentials.access_key_id,
-                "secret_access_key": self.credentials.secret_access_key,
-                "token": self.credentials.session_token or None,
-                "expires_at": None,
-            }
-            more["credential_provider"] = lambda: known
         backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2}
         limit: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=self.patience), "backoff": backoff}
-        return S3Store(self.bucket, client_options=cast(Any, options), retry_config=limit, **more)
+        return S3Store(self.bucket, client_options=cast(Any, options), retry_config=limit)
 
     def _retried(self, doing: str, key: str, attempt: Callable[[], T]) -> T:
         """The result of ``attempt``, repeated where obstore does not: a lost answer to what is not safe in general."""
@@ -277,7 +227,7 @@ class S3Storage:
         while True:
             try:
                 return attempt()
-            except StorageError:
+            except WeftError:
                 raise
             except Exception as error:
                 if not (_transient(error) and time.monotonic() + pause < deadline):
@@ -291,32 +241,11 @@ class S3Storage:
             del problem  # which would keep itself alive, and with it the caller's memory
 
     def _problem(self, doing: str, key: str, cause: str) -> StorageError:
-        secrets = [os.environ.get(f"AWS_{name}") for name in ("SECRET_ACCESS_KEY", "SESSION_TOKEN", "ACCESS_KEY_ID")]
-        if self.credentials is not None:
-            secrets += [self.credentials.secret_access_key, self.credentials.session_token]
-            secrets += [self.credentials.access_key_id]
-        for secret in filter(None, secrets):
-            cause = cause.replace(secret, "***")
+        for name in ("SECRET_ACCESS_KEY", "SESSION_TOKEN", "ACCESS_KEY_ID"):
+            if secret := os.environ.get(f"AWS_{name}"):
+                cause = cause.replace(secret, "***")
         kind = MissingObject if cause.startswith(("it does not exist", "it is shorter")) else StorageError
         return kind(f"cannot {doing} s3://{self.bucket}/{key}: {cause}")
-
-    def _size(self, key: str) -> int | None:
-        try:
-            return int(_obstore().head(self._store, key)["size"])
-        except FileNotFoundError:
-            return None
-
-    def _holds(self, key: str, size: int, digest: bytes) -> bool:
-        """Whether an object has these bytes; reads it."""
-        if self._size(key) != size:
-            return False
-        found = xxhash.xxh3_128()
-        buffer = memoryview(bytearray(min(size, STREAMS * PART)))
-        for at in range(0, size, len(buffer) or 1):
-            piece = buffer[: size - at]
-            self._fill(key, at, piece)
-            found.update(piece)
-        return found.digest() == digest
 
     def _fill(self, key: str, offset: int, buffer: memoryview) -> None:
         """Read ``buffer`` full, several ranges at a time."""
@@ -343,43 +272,21 @@ def _total(chunks: Iterable[bytes | memoryview]) -> int:
     return known if known is not None else sum(memoryview(chunk).nbytes for chunk in chunks)
 
 
-def _in_thread(chunks: Iterator[bytes | memoryview]) -> Generator[bytes | memoryview, None, None]:
-    """The chunks, made in a thread of their own: obstore takes them where nobody may make a request."""
-    with ThreadPoolExecutor(1) as thread:
-        while (chunk := thread.submit(next, chunks, None).result()) is not None:
-            yield chunk
+def _slices(chunks: Iterable[bytes | memoryview], part: int) -> Generator[bytes, None, None]:
+    """Copies of the chunks in slices of at most ``part`` bytes.
 
+    They are made in a thread of their own: obstore asks for them where nobody may make a request.
+    """
 
-class _Sent:
-    """The slices of ``chunks`` as obstore takes them; ``size``, ``digest`` and ``whole`` tell what it has taken."""
-
-    def __init__(self, chunks: Iterable[bytes | memoryview], part: int) -> None:
-        self.size, self.whole, self._hash = 0, False, xxhash.xxh3_128()
-        self._slices = self._cut(chunks, part)
-
-    @property
-    def digest(self) -> bytes:
-        return self._hash.digest()
-
-    def __iter__(self) -> "_Sent":
-        return self
-
-    def __next__(self) -> bytes:
-        return next(self._slices)
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self._slices.close()
-
-    def _cut(self, chunks: Iterable[bytes | memoryview], part: int) -> Generator[bytes, None, None]:
+    def slices() -> Generator[bytes, None, None]:
         for chunk in chunks:
             view = memoryview(chunk).cast("B")
             for at in range(0, len(view), part):
-                piece = view[at : at + part]
-                self._hash.update(piece)
-                self.size += len(piece)
-                yield bytes(piece)  # sent later, when the chunk may have changed
-        self.whole = True
+                yield bytes(view[at : at + part])  # sent later, when the chunk may have changed
+
+    with closing(slices()) as found, ThreadPoolExecutor(1) as thread:
+        while (piece := thread.submit(next, found, None).result()) is not None:
+            yield piece
 
 
 def _obstore() -> Any:

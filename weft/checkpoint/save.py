@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from weft.checkpoint.format import ROOT, digest, share, volume
 from weft.checkpoint.pack import within
-from weft.checkpoint.storage import Storage, StorageError, holds
+from weft.checkpoint.storage import Storage, StorageError
 from weft.checkpoint.writer import Commit, Report, WriteTask
 from weft.errors import WeftError
 from weft.layout.dims import Box
@@ -205,7 +205,7 @@ class Saver:
         """
         if self.rank == 0 and self._where is not None:
             with suppress(StorageError):
-                if not holds(self._where, ROOT):
+                if not self._where.holds(ROOT):
                     self._where.clear()
 
     def close(self) -> None:

@@ -45,14 +45,17 @@ class Storage(Protocol):
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
         """Make a new object of these bytes, on stable storage when this returns; its size.
 
-        A chunk may change as soon as the next is asked for.
+        A chunk may change as soon as the next is asked for. If an attempt fails, ``chunks`` may be gone through again.
         """
 
     def create(self, name: str, data: bytes) -> bool:
         """Make a small object at once, if there is none of that name; whether this call made it."""
 
-    def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
-        """Bytes of an object; fewer than ``size`` if it ends before."""
+    def read(self, name: str) -> bytes:
+        """All bytes of an object."""
+
+    def holds(self, name: str) -> bool:
+        """Whether there is an object of that name."""
 
     @property
     def granule(self) -> int:
@@ -77,15 +80,6 @@ class Storage(Protocol):
         """Remove everything, in any order."""
 
 
-def holds(place: Storage, name: str) -> bool:
-    """Whether there is an object of that name."""
-    try:
-        place.read(name, 0, 0)
-    except MissingObject:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class LocalStorage:
     """A folder on a local or network file system."""
@@ -103,58 +97,51 @@ class LocalStorage:
         return type(self)(self.root / name)
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        path, size = self.root / name, 0
-        draft = path.with_name(f".{path.name}")  # nobody may see a file that is not whole
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            try:
-                flushed = 0
+            return self._make(name, chunks)
+        except OSError as error:
+            raise self._error("write", name, error) from error
+
+    def create(self, name: str, data: bytes) -> bool:
+        try:
+            self._make(name, [data])
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise self._error("create", name, error) from error
+        return True
+
+    def _make(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """Make a file of these bytes, unless there is one; its size. Nobody ever sees a file that is not whole."""
+        path, size, flushed = self.root / name, 0, 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            with draft.open("xb", buffering=0) as file:
                 for chunk in chunks:
                     view = memoryview(chunk).cast("B")
                     while view:
-                        done = os.write(handle, view)
+                        done = file.write(view)
                         size, view = size + done, view[done:]
                     if size >= flushed + FLUSH:
-                        flushed = _flush(handle, flushed, size)
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-            os.link(draft, path)
-            os.unlink(draft)
-            self._sync_folders(path.parent)
-        except OSError as error:
+                        flushed = _flush(file.fileno(), flushed, size)
+                os.fsync(file.fileno())
+            os.link(draft, path)  # unlike rename, this fails if there is one already
+        finally:
             with suppress(OSError):  # on a full disk it takes the room that the next attempt needs
                 draft.unlink(missing_ok=True)
-            raise self._error("write", name, error) from error
+        self._sync_folders(path.parent)  # those above are as new as the first checkpoint
         return size
 
-    def create(self, name: str, data: bytes) -> bool:
-        path = self.root / name
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    def read(self, name: str) -> bytes:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with draft.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                os.link(draft, path)  # unlike rename, this fails if there is one already
-                made = True
-            except FileExistsError:
-                made = False
-            finally:
-                draft.unlink(missing_ok=True)
-            self._sync_folders(path.parent)  # those above are as new as the first checkpoint
+            return (self.root / name).read_bytes()
         except OSError as error:
-            raise self._error("create", name, error) from error
-        return made
+            raise self._error("read", name, error) from error
 
-    def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
+    def holds(self, name: str) -> bool:
         try:
-            with (self.root / name).open("rb", buffering=0) as file:
-                file.seek(offset)
-                return file.read() if size is None else file.read(size)
+            return (self.root / name).is_file()
         except OSError as error:
             raise self._error("read", name, error) from error
 
@@ -233,20 +220,17 @@ class LocalStorage:
         except OSError as error:
             raise self._error("delete", "", error) from error
 
-    def _sync_folders(self, folder: Path, top: Path | None = None) -> None:
-        """Make the names on the way from ``top``, or the top of all, to a new file as durable as the file."""
-        while True:
+    def _sync_folders(self, folder: Path) -> None:
+        """Make the names on the way from the top of all to a new file as durable as the file."""
+        for above in (folder, *folder.parents):
             try:
-                handle = os.open(folder, os.O_RDONLY)
+                handle = os.open(above, os.O_RDONLY)
             except PermissionError:  # not ours, so not made by us
                 return
             try:
                 os.fsync(handle)
             finally:
                 os.close(handle)
-            if folder in (top, folder.parent):
-                return
-            folder = folder.parent
 
     def _error(self, doing: str, name: str, error: OSError) -> StorageError:
         missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENODATA)

@@ -2,19 +2,19 @@
 
 import json
 import re
-import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from weft.checkpoint.format import ROOT, DamagedCheckpoint, StoredBlock, entry, header, manifest
+from weft.checkpoint.format import ROOT, DamagedCheckpoint, StoredBlock, entry
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import Where, open_storage
-from weft.checkpoint.storage import MissingObject, Storage, StorageError, holds
-from weft.checkpoint.writer import Commit, commit
+from weft.checkpoint.storage import MissingObject, Storage, StorageError
+from weft.checkpoint.writer import write_whole
 from weft.errors import WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import from_all
@@ -49,7 +49,7 @@ def places(where: Where) -> list[Storage]:
 def committed(root: Where) -> list[Storage]:
     """Checkpoints right under ``root``, oldest first: the folders with a root."""
     place = open_storage(root)
-    return [place / name for name in _numbered(place) if holds(place, f"{name}/{ROOT}")]
+    return [place / name for name in _numbered(place) if place.holds(f"{name}/{ROOT}")]
 
 
 def _numbered(root: Storage) -> list[str]:
@@ -99,7 +99,7 @@ def candidates(*where: Where, warn: Callable[[str], None] | None = None) -> list
     """
     found: list[Storage] = []
     problems: list[StorageError] = []
-    if len(where) == 1 and holds(place := open_storage(where[0]), ROOT):
+    if len(where) == 1 and (place := open_storage(where[0])).holds(ROOT):
         return [place]
     for one in where:
         try:
@@ -273,66 +273,47 @@ def verify(checkpoint: StoredCheckpoint) -> int:
     Raises :class:`DamagedCheckpoint` naming what is wrong.
     """
     check_files(checkpoint)
-    sizes = checkpoint.storage.list("data/")
+    sizes, before = checkpoint.storage.list("data/"), checkpoint.bytes_read
     for about in checkpoint.meta["manifests"]:
         tree = json.loads(checkpoint.file(*about))
         if sizes.get(tree["file"], 0) != tree["size"]:
             raise _damaged(checkpoint, f"{tree['file']} is longer than it should be")
-    read = checkpoint.verify()
-    heads: dict[str, tuple[int, Any]] = {}
-    for b in checkpoint.all_blocks():
-        if b.file not in heads:
-            size = int.from_bytes(checkpoint.storage.read(b.file, 0, 8), "little")
-            try:
-                table = json.loads(checkpoint.storage.read(b.file, 8, size)) if size <= b.offset else None
-            except ValueError:
-                table = None
-            heads[b.file] = 8 + size, table if isinstance(table, dict) else {}
-        begin, table = heads[b.file]
+    blocks = sorted(checkpoint.all_blocks(), key=lambda b: (b.file, b.offset))
+    for _ in checkpoint.read_all(blocks):
+        pass
+    for file, found in groupby(blocks, key=lambda b: b.file):
+        _check_head(checkpoint, file, list(found))
+    return checkpoint.bytes_read - before
+
+
+def _check_head(checkpoint: StoredCheckpoint, file: str, blocks: Sequence[StoredBlock]) -> None:
+    """Raise :class:`DamagedCheckpoint` unless a data file's head, for readers of safetensors, describes its blocks."""
+    head = bytearray(blocks[0].offset)
+    checkpoint.storage.read_into(file, 0, memoryview(head))
+    begin = 8 + int.from_bytes(head[:8], "little")
+    try:
+        table = json.loads(head[8:begin])
+    except ValueError:
+        table = None
+    for b in blocks:
         wanted = {
             "dtype": checkpoint.tensors[b.tensor].dtype,
             "shape": [hi - lo for lo, hi in b.box],
             "data_offsets": [b.offset - begin, b.offset - begin + b.size],
         }
-        if table.get(entry(b.tensor, b.box)) != wanted:
-            raise _damaged(checkpoint, f"the head of {b.file} is not what was saved (tensor {b.tensor})")
-    return read
+        if not isinstance(table, dict) or table.get(entry(b.tensor, b.box)) != wanted:
+            raise _damaged(checkpoint, f"the head of {file} is not what was saved (tensor {b.tensor})")
 
 
 def rewrite(source: StoredCheckpoint, target: Storage) -> None:
-    """Make the checkpoint again as one of a single rank: one data file with the blocks as they are, each verified.
-
-    Nothing half-made stays in ``target``, whatever ends this, Ctrl-C as well.
-    """
-    try:
-        _rewrite(source, target)
-    except BaseException:
-        target.clear()
-        raise
-
-
-def _rewrite(source: StoredCheckpoint, target: Storage) -> None:
+    """Make the checkpoint again as one of a single rank: one data file with the blocks as they are, each verified."""
     blocks = sorted(source.all_blocks(), key=lambda b: (b.tensor, b.box))
-    head, spans = header(((b.tensor, b.box) for b in blocks), source.tensors)
-    attempt = secrets.token_hex(6)
-    data, listed = f"data/{attempt}-00000.safetensors", f"manifest/{attempt}-00000.json"
-    moved = [
-        StoredBlock(b.tensor, b.box, data, at, size, b.digest) for b, (at, size) in zip(blocks, spans, strict=True)
-    ]
-    files = {f"files/{attempt}/{Path(n).name}": source.file(n, *about) for n, about in source.meta["files"].items()}
+    files = {Path(name).name: source.file(name, *about) for name, about in source.meta["files"].items()}
     meta = {k: v for k, v in source.meta.items() if k not in ("tensors", "places", "manifests", "files")}
     before = {"layout": meta.get("layout"), "world": meta.get("world")}
     meta |= {"layout": str(Layout()), "world": 1, "merged_from": before}
-    size = target.write(data, _stream(head, blocks, source))
-    target.write(listed, [manifest(data, size, source.tensors, moved)])
-    commit(target, Commit((listed,), meta, files, timeout=0))
-
-
-def _stream(head: bytes, blocks: Sequence[StoredBlock], source: StoredCheckpoint) -> Iterator[bytes | memoryview]:
-    yield head
-    for b in blocks:
-        for _, data in source.read([b]):
-            yield data
+    boxes = [(b.tensor, b.box) for b in blocks]
+    write_whole(target, boxes, source.tensors, lambda: source.read_all(blocks), meta, files)
 
 
 def first_problem(problem: str) -> str:

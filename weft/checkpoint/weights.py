@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import Where, open_storage
-from weft.checkpoint.storage import holds
 from weft.checkpoint.store import candidates, extract, open_checkpoint
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import WeftError
@@ -30,7 +29,7 @@ def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
 
 def _foreign(where: Where) -> bool:
     place = open_storage(where)
-    return holds(place, "config.json") or Path(str(place)).is_file()
+    return place.holds("config.json") or Path(str(place)).is_file()
 
 
 def shape_of(where: Path) -> ModelShape:

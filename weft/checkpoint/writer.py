@@ -7,10 +7,11 @@ storage, so a rank that fails never blocks another one's training, only the comm
 
 import mmap
 import os
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -51,7 +52,7 @@ class WriteTask:
 
 @dataclass
 class Report:
-    """How a job went: seconds per stage, bytes, and what was wrong, if anything."""
+    """How a task went: seconds per stage, bytes, and what was wrong, if anything."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     bytes: int = 0
@@ -72,16 +73,16 @@ def serve(pipe: Connection) -> None:
     memory = _Mapped()
     with suppress(EOFError, OSError):  # the rank has ended
         while True:
-            job = pipe.recv()
-            if not isinstance(job, WriteTask):  # the word that gave the last save up
+            task = pipe.recv()
+            if not isinstance(task, WriteTask):  # the word that gave the last save up
                 continue
             try:
-                report = write(job, memory.of(job.memory))
+                report = write(task, memory.of(task.memory))
             except OSError as error:
                 report = Report(problem=f"the rank's memory is gone: {error}")
             pipe.send(report)
-            if job.commit is not None:
-                pipe.send(finish(job.storage, job.commit, abandoned=pipe.poll))
+            if task.commit is not None:
+                pipe.send(finish(task.storage, task.commit, abandoned=pipe.poll))
 
 
 class _Mapped:
@@ -101,59 +102,102 @@ class _Mapped:
         return self._memory
 
 
-class Payload:
-    """The chunks of a data file: its head, then block after block, cut from the shares and hashed on the way.
+class DataFile:
+    """The chunks of a data file: its head, then the bytes of ``boxes`` (tensor and box), hashed on the way.
 
-    Can be iterated again, should the first try to send it fail.
+    ``contents`` gives these bytes, box by box; it is called again should the first try to send them fail.
     """
 
-    def __init__(self, job: WriteTask, memory: mmap.mmap) -> None:
-        self._job, self._memory = job, memory
-        self._cut = [
-            (name, box, list(layout.tiles(box, job.tensors[name].shape, job.tensors[name].itemsize)))
-            for name, box in job.shares
-        ]
-        self.head, self._spans = layout.header(((n, b) for n, _, boxes in self._cut for b in boxes), job.tensors)
+    def __init__(
+        self,
+        name: str,
+        boxes: Sequence[tuple[str, Box]],
+        tensors: Mapping[str, Tensor],
+        contents: Callable[[], Iterable[memoryview]],
+    ) -> None:
+        self.name, self.tensors, self._boxes, self._contents = name, tensors, boxes, contents
+        self.head, self._spans = layout.header(boxes, tensors)
         self.nbytes = len(self.head) + sum(size for _, size in self._spans)
         self.blocks: list[StoredBlock] = []  # of the last iteration
-        self.seconds: dict[str, float] = {}
+        self.hashing = 0.0  # seconds of it
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
-        self.blocks, spans, offset = [], iter(self._spans), 0
-        self.seconds = dict.fromkeys(("cut", "hash"), 0.0)
-        clock = time.perf_counter
+        self.blocks, self.hashing = [], 0.0
         yield self.head
-        scratch = np.empty(max((size for _, size in self._spans), default=0), np.uint8)
-        for name, outer, boxes in self._cut:
-            share = elements(self._memory, outer, self._job.tensors[name].itemsize, offset)
-            offset += share.nbytes
-            for box in boxes:
-                at, size = next(spans)
-                begun = clock()
-                block = share[within(box, outer)]
-                if not block.flags.c_contiguous:
-                    block, whole = scratch[:size].view(share.dtype).reshape(block.shape), block
-                    np.copyto(block, whole)
-                data = block.reshape(-1).view(np.uint8).data
-                hashed = clock()
-                xxh3 = digest(data)
-                self.seconds["cut"] += hashed - begun
-                self.seconds["hash"] += clock() - hashed
-                self.blocks.append(StoredBlock(name, box, self._job.file, at, size, xxh3))
-                yield data
+        for (tensor, box), (at, size), data in zip(self._boxes, self._spans, self._contents(), strict=True):
+            begun = time.perf_counter()
+            self.blocks.append(StoredBlock(tensor, box, self.name, at, size, digest(data)))
+            self.hashing += time.perf_counter() - begun
+            yield data
+
+    def write(self, storage: Storage, manifest: str) -> int:
+        """Write the file, then the ``manifest`` that describes it; the bytes of the file."""
+        size = storage.write(self.name, self)
+        storage.write(manifest, [layout.manifest(self.name, size, self.tensors, self.blocks)])
+        return size
 
 
-def write(job: WriteTask, memory: mmap.mmap) -> Report:
+def write_whole(
+    storage: Storage,
+    boxes: Sequence[tuple[str, Box]],
+    tensors: Mapping[str, Tensor],
+    contents: Callable[[], Iterable[memoryview]],
+    meta: Mapping[str, Any],
+    files: Mapping[str, bytes],
+) -> None:
+    """Make a checkpoint of a single rank in a new place: one data file, as :class:`DataFile` describes it.
+
+    Nothing half-made stays in ``storage``, whatever ends this, Ctrl-C as well.
+    """
+    attempt = secrets.token_hex(6)
+    manifest, named = f"manifest/{attempt}-00000.json", {f"files/{attempt}/{name}": files[name] for name in files}
+    try:
+        DataFile(f"data/{attempt}-00000.safetensors", boxes, tensors, contents).write(storage, manifest)
+        commit(storage, Commit((manifest,), meta, named, timeout=0))
+    except BaseException:
+        storage.clear()  # it was not there before, or empty
+        raise
+
+
+def write(task: WriteTask, memory: mmap.mmap) -> Report:
     """Write one rank's data file and manifest."""
     begun = time.perf_counter()
     with _caught(Report()) as report:
-        payload = Payload(job, memory)
-        report.bytes = job.storage.write(job.file, payload)
-        described = layout.manifest(job.file, report.bytes, job.tensors, payload.blocks)
-        job.storage.write(job.manifest, [described])
-        report.seconds |= payload.seconds
-        report.seconds["write"] = time.perf_counter() - begun - sum(payload.seconds.values())
+        cuts = [(name, box, list(_tiles(task.tensors[name], box))) for name, box in task.shares]
+        boxes = [(name, tile) for name, _, tiles in cuts for tile in tiles]
+        file = DataFile(task.file, boxes, task.tensors, lambda: _blocks(cuts, task.tensors, memory, report.seconds))
+        report.bytes = file.write(task.storage, task.manifest)
+        report.seconds["hash"] = file.hashing
+        report.seconds["write"] = time.perf_counter() - begun - sum(report.seconds.values())
     return report
+
+
+def _tiles(tensor: Tensor, box: Box) -> Iterator[Box]:
+    return layout.tiles(box, tensor.shape, tensor.itemsize)
+
+
+def _blocks(
+    cuts: Sequence[tuple[str, Box, Sequence[Box]]],
+    tensors: Mapping[str, Tensor],
+    memory: mmap.mmap,
+    seconds: dict[str, float],
+) -> Iterator[memoryview]:
+    """The bytes of each block, cut from the shares that lie in ``memory``; one may change as the next is made."""
+    seconds["cut"], offset, scratch = 0.0, 0, np.empty(0, np.uint8)
+    for name, outer, tiles in cuts:
+        share = elements(memory, outer, tensors[name].itemsize, offset)
+        offset += share.nbytes
+        for tile in tiles:
+            begun = time.perf_counter()
+            block = share[within(tile, outer)]
+            if not block.flags.c_contiguous:
+                if block.nbytes > scratch.nbytes:
+                    scratch = np.empty(block.nbytes, np.uint8)
+                copied = scratch[: block.nbytes].view(share.dtype).reshape(block.shape)
+                np.copyto(copied, block)
+                block = copied
+            seconds["cut"] += time.perf_counter() - begun
+            yield block.reshape(-1).view(np.uint8).data
 
 
 def finish(storage: Storage, wanted: Commit, abandoned: Callable[[], bool]) -> Report:

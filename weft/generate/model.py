@@ -9,7 +9,6 @@ import torch
 
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import Where, open_storage
-from weft.checkpoint.storage import holds
 from weft.checkpoint.store import extract, load_newest
 from weft.checkpoint.weights import model_of
 from weft.data.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +28,7 @@ def open_model(where: Where, device: str, warn: Callable[[str], None]) -> Iterat
     ``warn`` hears of checkpoints that are damaged, if an older one is taken instead.
     """
     mesh, place = Mesh.single(device), open_storage(where)
-    if holds(place, "config.json"):
+    if place.holds("config.json"):
         path = Path(str(place))
         model, _ = parallelize(shape_from_config(path), mesh, Train(), hf_values(path))
         yield model, load_tokenizer(str(path)), path

@@ -2,7 +2,6 @@
 
 import json
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,14 +13,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from weft.checkpoint import format as layout
 from weft.checkpoint.convert.rules import CHUNK
 from weft.checkpoint.convert.sources import Foreign, open_foreign
-from weft.checkpoint.format import StoredBlock, digest, tiles, volume
+from weft.checkpoint.format import tiles, volume
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import LocalStorage, Storage
 from weft.checkpoint.store import is_new
-from weft.checkpoint.writer import Commit, commit
+from weft.checkpoint.writer import write_whole
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Box, Tensor
 from weft.layout.parts import NAMES
@@ -73,28 +71,16 @@ def write_weft(foreign: Foreign, out: Storage, dtype: torch.dtype | None, optimi
     tensors = {name: about for name, (_, _, about) in sorted(wanted.items())}
     boxes = [(name, box) for name, t in tensors.items() if t.numel
              for box in tiles(tuple((0, n) for n in t.shape), t.shape, t.itemsize)]  # fmt: skip
-    head, spans = layout.header(boxes, tensors)
-    attempt, blocks = secrets.token_hex(6), list[StoredBlock]()
-    data, manifest = f"data/{attempt}-00000.safetensors", f"manifest/{attempt}-00000.json"
 
-    def chunks() -> Iterator[bytes | memoryview]:
-        yield head
+    def contents() -> Iterator[memoryview]:
         values, held = torch.empty(0), ""
-        for (name, box), (at, size) in zip(boxes, spans, strict=True):
+        for name, box in boxes:
             if name != held:
                 values = torch.empty(0)  # gone before the next one is made
                 values, held = _read(foreign, *wanted[name][:2], dtype), name
-            piece = _bytes(values, box)
-            blocks.append(StoredBlock(name, box, data, at, size, digest(piece)))
-            yield piece
+            yield _bytes(values, box)
 
-    try:
-        size = out.write(data, chunks())
-        out.write(manifest, [layout.manifest(data, size, tensors, blocks)])
-        commit(out, Commit((manifest,), _meta(foreign, out), _files(foreign, attempt), timeout=0))
-    except BaseException:
-        out.clear()  # it was not there before, or empty
-        raise
+    write_whole(out, boxes, tensors, contents, _meta(foreign, out), _files(foreign))
 
 
 def _read(foreign: Foreign, name: str, moment: str | None, dtype: torch.dtype | None) -> torch.Tensor:
@@ -114,10 +100,10 @@ def _meta(foreign: Foreign, out: Storage) -> dict[str, Any]:
     return {"step": foreign.step, "progress": about, "recipe": recipe, "layout": "", "world": 1, "source": source}
 
 
-def _files(foreign: Foreign, attempt: str) -> dict[str, bytes]:
+def _files(foreign: Foreign) -> dict[str, bytes]:
     folder = foreign.extras
     found = [p for p in folder.iterdir() if re.fullmatch(TOKENIZER_FILES, p.name)] if folder else []
-    return {f"files/{attempt}/{p.name}": p.read_bytes() for p in sorted(found)}
+    return {p.name: p.read_bytes() for p in sorted(found)}
 
 
 def write_hf(foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool) -> None:
