@@ -29,7 +29,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -223,7 +222,7 @@ class ForkedWriter:
                     if handle > 2 and handle not in (*pass_fds, line.handle):  # a real writer has none of the rank's
                         with suppress(OSError):
                             os.close(handle)
-                serve(Connection(pass_fds[0]))
+                serve(*pass_fds)
                 done()
             finally:
                 os._exit(0)

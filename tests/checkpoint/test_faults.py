@@ -50,7 +50,7 @@ def jobs(folder: Path, seed: int) -> list[tuple[WriteTask, bytes]]:
         shares = tuple((p.name, p.box) for p in pieces)
         commit = Commit(names, {"step": seed}, {f"files/x{seed}/note": b"hello"}, 0.05) if rank == 0 else None
         job = WriteTask(
-            LocalStorage(folder), "", f"data/x{seed}-{rank:05d}.safetensors", names[rank], tensors, shares, commit
+            LocalStorage(folder), f"data/x{seed}-{rank:05d}.safetensors", names[rank], tensors, shares, commit
         )
         found.append((job, payload))
     return found
@@ -192,6 +192,7 @@ class Journal:
 
     def __init__(self, root: Path) -> None:
         self.root, self.log = root, list[tuple[str, str]]()
+        self.drafts: dict[str, str] = {}  # under which name a file was written and synced
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -204,6 +205,7 @@ class Journal:
                 if name == "open":
                     opened[result] = str(args[0])
                 elif name == "link":
+                    self.drafts[str(args[1])] = str(args[0])
                     self.log.append(("link", str(args[1])))
                 elif args[0] in opened:
                     self.log.append((name, opened[args[0]]))
@@ -234,14 +236,13 @@ def test_power_failures(root: Path, seed: int) -> None:
         for path in paths:
             name = str(root / "step-000002" / path.relative_to(kept))
             target = Path(name)
-            draft = str(target.with_name(f".{target.name}"))
             linked = done.index(("link", name)) if ("link", name) in done else None
             named = linked is not None and ("fsync", str(target.parent)) in done[linked:]
-            synced = path.name == ROOT or ("fsync", draft) in done  # the root's draft has a random name
+            synced = ("fsync", journal.drafts[name]) in done
             if linked is None:
                 target.unlink()
             elif not (synced and named):
-                fate = rng.choice(["whole", "gone"] if path.name == ROOT else ["whole", "torn", "empty", "gone"])
+                fate = rng.choice(["whole", "torn", "empty", "gone"])
                 if fate == "gone":
                     target.unlink()
                 elif fate != "whole":

@@ -87,7 +87,7 @@ def make(folder: Path) -> None:
         tensors = {name: local.tensor for name, local in held.items()}
         shares = tuple((p.name, p.box) for p in pieces)
         data = f"data/golden-{rank:05d}.safetensors"
-        report = write(WriteTask(storage, "", data, manifests[rank], tensors, shares, None), payload)  # type: ignore[arg-type]
+        report = write(WriteTask(storage, data, manifests[rank], tensors, shares, None), payload)  # type: ignore[arg-type]
         assert not report.problem, report.problem
     commit(storage, Commit(manifests, META, {"files/golden/note.txt": NOTE}, 0))
 

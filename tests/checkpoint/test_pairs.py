@@ -83,9 +83,7 @@ def save(folder: Path, ranks: list[dict[str, Part]], values: dict[str, torch.Ten
                 memory[p.offset : p.offset + p.size] = part.view(-1).view(torch.uint8).numpy().tobytes()
             tensors = {name: v.tensor for name, v in parts.items()}
             shares = tuple((p.name, p.box) for p in pieces)
-            assert not write(
-                WriteTask(storage, "", f"data/{rank}", manifests[rank], tensors, shares, None), memory
-            ).problem
+            assert not write(WriteTask(storage, f"data/{rank}", manifests[rank], tensors, shares, None), memory).problem
     commit(storage, Commit(manifests, {"step": 1}, {}, 0))
     return StoredCheckpoint(storage)
 

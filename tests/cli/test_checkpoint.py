@@ -43,7 +43,7 @@ def save(folder: Path, values: dict[str, torch.Tensor], step: int = 1) -> Path:
     )
     shares = tuple((p.name, p.box) for p in pieces)
     tensors = {name: local.tensor for name, local in held.items()}
-    job = WriteTask(storage, "", "data/a-0.safetensors", "manifest/a-0.json", tensors, shares, None)
+    job = WriteTask(storage, "data/a-0.safetensors", "manifest/a-0.json", tensors, shares, None)
     assert not write(job, bytearray(payload or b"-")).problem  # type: ignore[arg-type]
     meta = {"step": step, "layout": "one device", "world": 1, "data": "d", "progress": {"step": step, "tokens": 9}}
     commit(storage, Commit(("manifest/a-0.json",), meta, {}, 0))
@@ -198,7 +198,7 @@ def test_merge_that_fails_leaves_nothing(weft: Any, tmp_path: Path, monkeypatch:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("weft.checkpoint.store.commit", interrupted)
+    monkeypatch.setattr("weft.checkpoint.writer.commit", interrupted)
     assert weft("merge", GOLDEN, "--out", out)[0] == 130 and not out.exists()
 
 

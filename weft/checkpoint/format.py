@@ -33,7 +33,8 @@ RUN = 512
 
 
 class DamagedCheckpoint(WeftError):
-    """What is stored is not what was saved; the message names the file and, where known, the tensor."""
+    """A checkpoint that cannot be read: what is stored is not what was saved, or of a format that this Weft does not
+    know. The message names the file and, where known, the tensor."""
 
 
 class StoredBlock(NamedTuple):
@@ -242,7 +243,7 @@ def seal(root: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, name: str) -> dict[str, Any]:
-    """The contents of a root file. Raises :class:`DamagedCheckpoint`, or :class:`WeftError` for another format."""
+    """The contents of a root file. Raises :class:`DamagedCheckpoint`."""
     try:
         tree = json.loads(data)
         number = tree["format"]
@@ -251,7 +252,7 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         raise DamagedCheckpoint(f"checkpoint {name} is damaged: {ROOT} cannot be read") from None
     if number != FORMAT:
-        raise WeftError(f"{name} has checkpoint format {number}; this Weft reads format {FORMAT}")
+        raise DamagedCheckpoint(f"{name} has checkpoint format {number}; this Weft reads format {FORMAT}")
     return dict(tree["root"])
 
 

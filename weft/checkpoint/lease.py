@@ -15,14 +15,17 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
-from weft.checkpoint.storage import LocalStorage, MissingObject, Storage, StorageError
+from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.errors import WeftError
 
 FOLDER = "lease"
+
+#: What an object says of its holder.
+ABOUT = ("machine", "host", "pid", "started")
 
 #: Seconds between two renewals, and seconds without one after which a holder elsewhere is taken to be dead.
 BEAT, PATIENCE = 10.0, 60.0
@@ -38,8 +41,8 @@ class Lease:
     def __init__(self, beat: float = BEAT, patience: float = PATIENCE) -> None:
         self.beat, self.patience, self.lost = beat, patience, ""
         pid = os.getpid()
-        about = {"machine": _machine(), "host": socket.gethostname(), "pid": pid, "started": _start_of(pid)}
-        self._about = json.dumps(about).encode()
+        about = _machine(), socket.gethostname(), pid, _start_of(pid)
+        self._about = json.dumps(dict(zip(ABOUT, about, strict=True))).encode()
         self._held: dict[Storage, str] = {}  # the name of the object in each place
         self._made: list[Path] = []  # folders that were not there before
         self._renewed, self._renewing, self._end = time.monotonic(), threading.Lock(), threading.Event()
@@ -122,7 +125,7 @@ class Lease:
         old = self._held[place]
         token, _, number = old.removeprefix(f"{FOLDER}/").partition("-")
         if not place.holds(old) and (others := _leases(place)):
-            other = _about(place, next(iter(others.values())))
+            _, other = _about(place, next(iter(others.values())))
             self.lost = f"{place} was taken over by another run ({other}), so that this one has to end"
             return
         self._held[place] = _create(place, f"{token}-{int(number) + 1:06d}", self._about)
@@ -150,27 +153,24 @@ def _leases(place: Storage) -> dict[str, str]:
 
 def _living(place: Storage, name: str, beat: float, patience: float) -> str:
     """Who the holder of an object is if it lives, else nothing. Of one elsewhere this waits for a sign of life."""
-    said = _about(place, name)
-    try:
-        about = json.loads(place.read(name))
-        if about["machine"] == _machine():
-            return said if _start_of(about["pid"]) == about["started"] else ""
-    except (MissingObject, ValueError, KeyError, TypeError):  # renewed or given back just now; or nothing of ours
-        pass
+    about, words = _about(place, name)
+    if about.get("machine") == _machine():
+        return words if _start_of(about["pid"]) == about["started"] else ""
     deadline, holder = time.monotonic() + patience, name.partition("-")[0]
     while (now := _leases(place).get(holder)) == name:
         if time.monotonic() > deadline:
             return ""
         time.sleep(min(1.0, beat / 4))
-    return said if now is not None else ""
+    return words if now is not None else ""
 
 
-def _about(place: Storage, name: str) -> str:
+def _about(place: Storage, name: str) -> tuple[dict[str, Any], str]:
+    """What an object says of its holder, and the same in words. Nothing if it was renewed just now, or is not ours."""
     try:
         about = json.loads(place.read(name))
-        return f"process {about['pid']} on {about['host']}"
+        return {key: about[key] for key in ABOUT}, f"process {about['pid']} on {about['host']}"
     except (StorageError, ValueError, KeyError, TypeError):
-        return "another run"
+        return {}, "another run"
 
 
 def _start_of(pid: int) -> str:

@@ -32,13 +32,17 @@ class StoredCheckpoint:
     def __str__(self) -> str:
         return str(self.storage)
 
+    def damaged(self, what: str) -> DamagedCheckpoint:
+        """The error that says so."""
+        return DamagedCheckpoint(f"checkpoint {self} is damaged: {what}")
+
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """The root. Raises :class:`WeftError` if there is none, or none that this Weft can read."""
+        """The root. Raises :class:`DamagedCheckpoint` if there is none, or none that this Weft can read."""
         try:
             data = self.storage.read(ROOT)
         except MissingObject:
-            raise WeftError(f"{self} is not a checkpoint: it has no {ROOT}") from None
+            raise DamagedCheckpoint(f"{self} is not a checkpoint: it has no {ROOT}") from None
         return unseal(data, str(self))
 
     @cached_property
@@ -64,9 +68,9 @@ class StoredCheckpoint:
         try:
             data = self.storage.read(name)
         except MissingObject:
-            raise DamagedCheckpoint(f"checkpoint {self} is damaged: {name} is missing") from None
+            raise self.damaged(f"{name} is missing") from None
         if len(data) != size or digest(data) != xxh3:
-            raise DamagedCheckpoint(f"checkpoint {self} is damaged: {name} is not what was saved")
+            raise self.damaged(f"{name} is not what was saved")
         return data
 
     def all_blocks(self) -> Iterator[StoredBlock]:
@@ -102,7 +106,7 @@ class StoredCheckpoint:
         try:
             self.storage.read_into(first.file, first.offset, *buffers)
         except MissingObject as error:
-            raise DamagedCheckpoint(f"checkpoint {self} is damaged: {error} (tensor {first.tensor})") from None
+            raise self.damaged(f"{error} (tensor {first.tensor})") from None
         self.bytes_read += size
         self.seconds["read"] += time.perf_counter() - begun
         for block, data in zip(group, buffers, strict=True):
@@ -110,9 +114,7 @@ class StoredCheckpoint:
             found = digest(data)
             self.seconds["verify"] += time.perf_counter() - begun
             if found != block.digest:
-                raise DamagedCheckpoint(
-                    f"checkpoint {self} is damaged: {block.file} is not what was saved (tensor {block.tensor})"
-                )
+                raise self.damaged(f"{block.file} is not what was saved (tensor {block.tensor})")
             yield block, data
 
     def load(self, locals_: Mapping[str, Part]) -> None:

@@ -69,17 +69,16 @@ class Saved:
 
 
 class _Memory:
-    """Memory that another process can open by ``path``, and that is gone with this one however it ends."""
+    """Memory that the writer inherits as a file without a name; it is gone with the two, however they end."""
 
     def __init__(self, size: int) -> None:
         self.size = max(size, mmap.PAGESIZE)
         if sys.platform == "linux":
-            self._handle = os.memfd_create("weft-checkpoint")
-            self.path = f"/proc/{os.getpid()}/fd/{self._handle}"
+            self.file = os.fdopen(os.memfd_create("weft-checkpoint"), "r+b")
         else:
-            self._handle, self.path = tempfile.mkstemp(prefix="weft-checkpoint-")
-        os.ftruncate(self._handle, self.size)
-        self.buffer = mmap.mmap(self._handle, self.size)
+            self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        self.file.truncate(self.size)
+        self.buffer = mmap.mmap(self.file.fileno(), self.size)
         # Touched now, and not while training waits for the first save.
         self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8).zero_()
 
@@ -92,9 +91,7 @@ class _Memory:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))
         del self.bytes
         self.buffer.close()
-        os.close(self._handle)
-        if sys.platform != "linux":
-            os.unlink(self.path)
+        self.file.close()
 
 
 class Saver:
@@ -127,7 +124,7 @@ class Saver:
         self._where: Storage | None = None
         self._seconds: dict[str, float] = {}  # of its stages on this side
         self._copying: Callable[[], float] | None = None  # waits for the copy under way; the seconds that it took
-        self._job: WriteTask | None = None  # for the writer, once that is done
+        self._task: WriteTask | None = None  # for the writer, once that is done
         self._due = 0  # reports that the writer owes: one for the files, and on rank 0 one for the commit
         self._unsent: list[Saved] = []  # reports that rank 0 does not have yet
 
@@ -160,9 +157,8 @@ class Saver:
         values = [locals_[p.name].values[within(p.box, locals_[p.name].box)] for p in pieces]
         named = {f"files/{attempt}/{name}": data for name, data in files.items()}
         names = [f"manifest/{attempt}-{rank:05d}.json" for rank in range(self.world)]
-        assert self._memory is not None
-        self._job = WriteTask(
-            storage, self._memory.path, f"data/{attempt}-{self.rank:05d}.safetensors", names[self.rank],
+        self._task = WriteTask(
+            storage, f"data/{attempt}-{self.rank:05d}.safetensors", names[self.rank],
             {name: local.tensor for name, local in locals_.items()},
             tuple((piece.name, piece.box) for piece in pieces),
             Commit(tuple(names), {"step": step, **meta}, named, self.timeout) if self.rank == 0 else None,
@@ -176,15 +172,15 @@ class Saver:
 
     def copied(self) -> None:
         """Wait until the state has been copied: it may change now. To be called before every optimizer step."""
-        if self._copying is None or self._job is None:
+        if self._copying is None or self._task is None:
             return
         begun = time.perf_counter()
         took, self._copying = self._copying(), None
         self._seconds |= {"copy": took, "wait": time.perf_counter() - begun}
         self._due = 2 if self.rank == 0 else 1
         with suppress(OSError):  # if it died, what it owes is asked for in vain, which says so
-            self._writer().send(self._job)
-        self._job = None
+            self._writer().send(self._task)
+        self._task = None
 
     def poll(self) -> None:
         """Take what the writer reports. Never waits."""
@@ -211,6 +207,9 @@ class Saver:
     def close(self) -> None:
         """End the writer, whatever it is doing, and give the memory back."""
         self._thread.shutdown()
+        self._end_writer()
+
+    def _end_writer(self) -> None:
         if self._pipe is not None:
             self._pipe.close()
         if self._process is not None:
@@ -275,8 +274,7 @@ class Saver:
         pieces = self._plan[1]
         size = sum(piece.size for piece in pieces)
         if self._memory is None or self._memory.size < size:
-            if self._memory is not None:
-                self._memory.close()
+            self._end_writer()  # which has the memory that is too small
             self._memory = _Memory(size)
             if any(local.values.is_cuda for local in locals_.values()):
                 self._memory.pin()
@@ -317,12 +315,14 @@ class Saver:
 
     def _writer(self) -> Connection:
         if self._pipe is None or self._process is None or self._process.poll() is not None:
+            assert self._memory is not None
             self._pipe, theirs = Pipe()
+            handles = theirs.fileno(), self._memory.file.fileno()
             # A fresh interpreter that runs nothing else: multiprocessing's spawn would run the main program again.
-            command = [sys.executable, "-c", "from weft.checkpoint.writer import main; main()", str(theirs.fileno())]
+            command = [sys.executable, "-c", "from weft.checkpoint.writer import main; main()", *map(str, handles)]
             # In a session of its own: a terminal's Ctrl-C is for the rank, which then waits for its writer.
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                command, pass_fds=handles, stdin=subprocess.DEVNULL, start_new_session=True
             )
             theirs.close()
         return self._pipe

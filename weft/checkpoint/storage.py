@@ -117,15 +117,18 @@ class LocalStorage:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            with draft.open("xb", buffering=0) as file:
+            handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            try:
                 for chunk in chunks:
                     view = memoryview(chunk).cast("B")
                     while view:
-                        done = file.write(view)
+                        done = os.write(handle, view)
                         size, view = size + done, view[done:]
                     if size >= flushed + FLUSH:
-                        flushed = _flush(file.fileno(), flushed, size)
-                os.fsync(file.fileno())
+                        flushed = _flush(handle, flushed, size)
+                os.fsync(handle)
+            finally:
+                os.close(handle)
             os.link(draft, path)  # unlike rename, this fails if there is one already
         finally:
             with suppress(OSError):  # on a full disk it takes the room that the next attempt needs

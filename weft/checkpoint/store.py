@@ -87,7 +87,7 @@ def check_files(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     for block in checkpoint.all_blocks():
         if sizes.get(block.file, -1) < block.offset + block.size:
             what = "shorter than it should be" if block.file in sizes else "missing"
-            raise _damaged(checkpoint, f"{block.file} is {what} (tensor {block.tensor})")
+            raise checkpoint.damaged(f"{block.file} is {what} (tensor {block.tensor})")
     return checkpoint.meta
 
 
@@ -155,8 +155,16 @@ def load_newest(
     tried = candidates(*where, warn=warn)
     problem = ""
     for place in tried:
-        checkpoint, made = open_checkpoint(place), list[T]()
-        problem, refusal = _problem_and_refusal(checkpoint, check if main else None)
+        checkpoint, made, problem, refusal = open_checkpoint(place), list[T](), "", ""
+        try:
+            checkpoint.meta  # noqa: B018
+            if main:
+                check_files(checkpoint)
+                check(checkpoint)
+        except (DamagedCheckpoint, StorageError) as error:
+            problem = str(error)
+        except WeftError as error:
+            refusal = str(error)
         # Loading is collective: no rank may begin with it before all know that all can.
         if refusal := first_problem(refusal):
             raise WeftError(refusal)
@@ -171,33 +179,6 @@ def load_newest(
             raise WeftError(problem)
         warn(f"{problem}; trying the one before")
     raise WeftError(f"no checkpoint of {len(tried)} can be loaded; the last problem was: {problem}")
-
-
-def _problem_and_refusal(
-    checkpoint: StoredCheckpoint, check: Callable[[StoredCheckpoint], object] | None
-) -> tuple[str, str]:
-    """Why a checkpoint cannot be read, and why ``check`` refuses it; each is empty if that is not so.
-
-    Without ``check`` only the root of the checkpoint is read.
-    """
-    try:
-        if check is not None:
-            check_files(checkpoint)
-        checkpoint.meta  # noqa: B018
-    except WeftError as error:
-        return str(error), ""
-    try:
-        if check is not None:
-            check(checkpoint)
-    except (DamagedCheckpoint, StorageError) as error:
-        return str(error), ""
-    except WeftError as error:
-        return "", str(error)
-    return "", ""
-
-
-def _damaged(checkpoint: StoredCheckpoint, what: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"checkpoint {checkpoint} is damaged: {what}")
 
 
 def retained(
@@ -277,7 +258,7 @@ def verify(checkpoint: StoredCheckpoint) -> int:
     for about in checkpoint.meta["manifests"]:
         tree = json.loads(checkpoint.file(*about))
         if sizes.get(tree["file"], 0) != tree["size"]:
-            raise _damaged(checkpoint, f"{tree['file']} is longer than it should be")
+            raise checkpoint.damaged(f"{tree['file']} is longer than it should be")
     blocks = sorted(checkpoint.all_blocks(), key=lambda b: (b.file, b.offset))
     for _ in checkpoint.read_all(blocks):
         pass
@@ -302,7 +283,7 @@ def _check_head(checkpoint: StoredCheckpoint, file: str, blocks: Sequence[Stored
             "data_offsets": [b.offset - begin, b.offset - begin + b.size],
         }
         if not isinstance(table, dict) or table.get(entry(b.tensor, b.box)) != wanted:
-            raise _damaged(checkpoint, f"the head of {file} is not what was saved (tensor {b.tensor})")
+            raise checkpoint.damaged(f"the head of {file} is not what was saved (tensor {b.tensor})")
 
 
 def rewrite(source: StoredCheckpoint, target: Storage) -> None:

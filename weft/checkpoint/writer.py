@@ -1,6 +1,6 @@
 """The process that writes: hash, data file, manifest, and on one rank the commit. No PyTorch, no collectives.
 
-It gets jobs through a pipe and finds the rank's shares in shared memory; it cuts them into blocks while it writes, so
+It gets tasks through a pipe and finds the rank's shares in shared memory; it cuts them into blocks while it writes, so
 that training never waits for that. The committing rank's writer waits for the other ranks' manifests to appear in
 storage, so a rank that fails never blocks another one's training, only the commit.
 """
@@ -39,10 +39,9 @@ class Commit:
 
 @dataclass(frozen=True)
 class WriteTask:
-    """One rank's part of a save: ``memory`` holds ``shares`` (tensor and box), one after the other, each row-major."""
+    """One rank's part of a save: its memory holds ``shares`` (tensor and box), one after the other, each row-major."""
 
     storage: Storage
-    memory: str
     file: str
     manifest: str
     tensors: Mapping[str, Tensor]
@@ -61,45 +60,26 @@ class Report:
 
 
 def main() -> None:
-    """Entry point of the process: the number of the pipe's handle is its argument."""
-    serve(Connection(int(sys.argv[1])))
+    """Entry point of the process; its arguments are the handles that :func:`serve` takes."""
+    serve(*map(int, sys.argv[1:]))
 
 
-def serve(pipe: Connection) -> None:
-    """Do jobs until the pipe is closed."""
+def serve(pipe_handle: int, memory_handle: int) -> None:
+    """Do tasks until the pipe is closed, with what the rank has put into the memory before."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then waits for this process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)
-    memory = _Mapped()
+    pipe = Connection(pipe_handle)
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    memory = mmap.mmap(memory_handle, 0, flags=flags, prot=mmap.PROT_READ)
     with suppress(EOFError, OSError):  # the rank has ended
         while True:
             task = pipe.recv()
             if not isinstance(task, WriteTask):  # the word that gave the last save up
                 continue
-            try:
-                report = write(task, memory.of(task.memory))
-            except OSError as error:
-                report = Report(problem=f"the rank's memory is gone: {error}")
-            pipe.send(report)
+            pipe.send(write(task, memory))
             if task.commit is not None:
                 pipe.send(finish(task.storage, task.commit, abandoned=pipe.poll))
-
-
-class _Mapped:
-    """The rank's memory, mapped once: the same is used for one save after another."""
-
-    def __init__(self) -> None:
-        self._which: tuple[int, int] | None = None
-        self._memory: mmap.mmap | None = None
-
-    def of(self, path: str) -> mmap.mmap:
-        with open(path, "rb") as file:
-            about = os.fstat(file.fileno())
-            if self._memory is None or self._which != (about.st_dev, about.st_ino):
-                flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-                self._memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
-                self._which = about.st_dev, about.st_ino
-        return self._memory
 
 
 class DataFile:

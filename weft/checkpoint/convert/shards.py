@@ -1,6 +1,5 @@
 """Tensors in foreign files, found without reading them: where their bytes are, in which order."""
 
-import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from weft.checkpoint.convert.rules import Shard
 from weft.checkpoint.format import meet
+from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.errors import WeftError
 
 
@@ -76,15 +76,9 @@ def read_runs(runs: Sequence[ByteRun], name: str, out: torch.Tensor) -> None:
     view, at = memoryview(out.view(-1).view(torch.uint8).numpy().data), 0
     for run in runs:
         try:
-            with run.file.open("rb", buffering=0) as file:
-                end = at + run.size
-                while at < end:
-                    got = os.preadv(file.fileno(), [view[at:end]], run.offset + run.size - (end - at))
-                    if not got:
-                        raise WeftError(f"{run.file} ends before tensor {name} does; copy it again")
-                    at += got
-        except OSError as error:
-            raise WeftError(f"cannot read {run.file} (tensor {name}): {error.strerror or error}") from None
+            LocalStorage(run.file.parent).read_into(run.file.name, run.offset, view[at : (at := at + run.size)])
+        except StorageError as error:
+            raise WeftError(f"{error} (tensor {name}); copy it again") from None
 
 
 def _slice_of(name: str, file: Path, info: Any) -> Stored:
