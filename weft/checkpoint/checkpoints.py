@@ -1,4 +1,4 @@
-"""The checkpoints that a run makes: saved to its levels while training goes on, told of, and thinned out."""
+"""The checkpoints that a run makes: saved to its levels while training goes on, reported, and thinned out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self
 
 from weft.checkpoint.levels import LevelStore, Thinning
 from weft.checkpoint.same import is_of_model
-from weft.checkpoint.save import Saved, Saver
+from weft.checkpoint.save import Saver
 from weft.checkpoint.state import Progress
 from weft.checkpoint.storage import Storage
 from weft.layout.mesh import Mesh
@@ -15,7 +15,7 @@ from weft.recipe import ModelShape
 
 
 class Listener(Protocol):
-    """Hears of what happens: in words, and in records of numbers of a kind."""
+    """Takes down what happens: in words, and as records of numbers of a kind."""
 
     def event(self, text: str) -> None: ...
 
@@ -79,9 +79,9 @@ class Checkpoints:
         self._listener.log("checkpoint", stall_s=waited)
 
     def poll(self) -> None:
-        """Tell of the saves that are done by now, and drop old checkpoints after a new one. Does not wait."""
+        """Report the saves that are done by now, and delete old checkpoints after a new one. Does not wait."""
         self._saver.poll()
-        self._tell()
+        self._report_saves()
 
     def finish(self, save: bool) -> None:
         """At the end of a run: ``save`` the state to the last level if it is not there yet, and wait for all saves.
@@ -91,26 +91,23 @@ class Checkpoints:
         if save and self._levels[-1].step != self._progress.step:
             self.save(self._levels[-1:])
         self._saver.finish()
-        self._tell()
+        self._report_saves()
         self._thinning.close()
-        self._tell()
+        self._report_saves()
         for level in self._levels:
             if level.in_memory and self._mesh.is_main and save:
                 level.place.clear()
 
-    def _tell(self) -> None:
+    def _report_saves(self) -> None:
         for saved in self._saver.reports:
             report = saved.report
             stages = {f"{stage}_s": spent for stage, spent in report.seconds.items()}
             self._listener.log("saved", saved.step, rank=saved.rank, bytes=report.bytes, **stages)
             if report.committed:
                 self._listener.event(f"checkpoint {saved.where}")
-                self._thin(saved)
+                for level in self._levels:
+                    if saved.where == str(level.place / saved.where.rpartition("/")[2]):
+                        self._thinning.start(level)
         self._saver.reports.clear()
         for problem in self._thinning.problems():
             self._listener.event(problem)
-
-    def _thin(self, saved: Saved) -> None:
-        for level in self._levels:
-            if saved.where == str(level.place / saved.where.rpartition("/")[2]):
-                self._thinning.start(level)

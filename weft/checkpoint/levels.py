@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -178,15 +179,10 @@ class Thinning:
 
     def __init__(self, mine: Callable[[Storage], bool] = lambda place: True) -> None:
         self._thread, self._work = ThreadPoolExecutor(1), list[Future[object]]()
-        self._mine, self._known = mine, dict[str, bool]()
+        self._is_mine = cache(mine)
 
     def start(self, level: LevelStore) -> None:
-        self._work.append(self._thread.submit(prune, level.place, level.keep, mine=self._is_mine))
-
-    def _is_mine(self, place: Storage) -> bool:
-        if str(place) not in self._known:
-            self._known[str(place)] = self._mine(place)
-        return self._known[str(place)]
+        self._work.append(self._thread.submit(prune, level.place, level.keep, mine=lambda place: self._is_mine(place)))
 
     def problems(self) -> list[str]:
         """What went wrong since the last call. Does not wait."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from weft.checkpoint.format import ROOT, DamagedCheckpoint, Manifest, StoredBlock, digest, meet, read_tensor, unseal
-from weft.checkpoint.pack import Elements, elements, move, within
+from weft.checkpoint.pack import Elements, elements, grouped, move, within
 from weft.checkpoint.storage import MissingObject, Storage
 from weft.errors import WeftError
 from weft.layout.dims import Box, Tensor
@@ -205,13 +205,4 @@ def _aligned(size: int) -> memoryview:
 
 def _side_by_side(blocks: Iterable[StoredBlock], most: int) -> Iterator[list[StoredBlock]]:
     """Runs of blocks that follow each other in one file, of at most ``most`` bytes (or one block)."""
-    group: list[StoredBlock] = []
-    end = total = 0
-    for block in blocks:
-        if group and (block.file != group[-1].file or block.offset != end or total + block.size > most):
-            yield group
-            group, total = [], 0
-        group.append(block)
-        end, total = block.offset + block.size, total + block.size
-    if group:
-        yield group
+    return grouped(blocks, most, lambda b: b.size, lambda a, b: (a.file, a.offset + a.size) == (b.file, b.offset))

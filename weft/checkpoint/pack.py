@@ -6,13 +6,16 @@ the process that writes checkpoints starts without it.
 """
 
 import mmap
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.checkpoint.format import meet, volume
 from weft.layout.dims import Box
+
+T = TypeVar("T")
 
 #: Elements of 1, 2, 4 or 8 bytes, as opaque numbers.
 Elements = NDArray[Any]
@@ -34,3 +37,19 @@ def move(target: Elements, target_box: Box, source: Elements, source_box: Box) -
     common = meet(target_box, source_box)
     if common is not None:
         target[within(common, target_box)] = source[within(common, source_box)]
+
+
+def grouped(
+    items: Iterable[T], most: int, size: Callable[[T], int], joins: Callable[[T, T], bool] = lambda before, item: True
+) -> Iterator[list[T]]:
+    """Items in lists of at most ``most`` bytes (or one item); what does not join the item before begins a new list."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and (total + size(item) > most or not joins(group[-1], item)):
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size(item)
+    if group:
+        yield group

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from weft.checkpoint.format import meet, share, volume
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.pack import within
+from weft.checkpoint.pack import grouped, within
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError
 from weft.layout.dims import Box, Tensor
@@ -85,24 +85,9 @@ def redistribute(sources: Mapping[str, Part], targets: Mapping[str, Part]) -> in
     wanted = sorted({name for side in needed for name in side})
     plan = {name: list(moves(name, tensors[name], boxes(held, name), boxes(needed, name), rank)) for name in wanted}
     sent = 0
-    for names in _in_rounds(wanted, tensors):
+    for names in grouped(wanted, ROUND, lambda name: tensors[name].numel * tensors[name].itemsize):
         sent += _exchange([move for name in names for move in plan[name]], sources, targets, tensors, rank, world)
     return sent
-
-
-def _in_rounds(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """``names`` in lists of at most :data:`ROUND` bytes of tensors (or of one tensor), which are exchanged at once."""
-    batch: list[str] = []
-    size = 0
-    for name in names:
-        more = tensors[name].numel * tensors[name].itemsize
-        if batch and size + more > ROUND:
-            yield batch
-            batch, size = [], 0
-        batch.append(name)
-        size += more
-    if batch:
-        yield batch
 
 
 def _exchange(
@@ -114,45 +99,45 @@ def _exchange(
     world: int,
 ) -> int:
     """One round: pack, exchange, unpack. The messages of two ranks hold their moves in the order of ``plan``."""
-    outgoing = _Message([m for m in plan if m.source == rank != m.target], "target", tensors, world)
-    incoming = _Message([m for m in plan if m.target == rank != m.source], "source", tensors, world)
     device = next((v.values.device for v in (*targets.values(), *sources.values())), torch.device("cpu"))
-    send, receive = outgoing.memory(device), incoming.memory(device)
-    for move, place in outgoing.places(send):
+    outgoing = [(m.target, m) for m in plan if m.source == rank != m.target]
+    incoming = [(m.source, m) for m in plan if m.target == rank != m.source]
+    send, sent, places = _message(outgoing, tensors, world, device)
+    for move, place in places:
         place.copy_(_part(sources[move.name], move.box))
+    receive, received, places = _message(incoming, tensors, world, device)
     if world > 1:
-        dist.all_to_all_single(receive, send, incoming.sizes, outgoing.sizes)
+        dist.all_to_all_single(receive, send, received, sent)
     for move in plan:
         if move.source == move.target == rank:
             source, target = _part(sources[move.name], move.box), _part(targets[move.name], move.box)
             if source.data_ptr() != target.data_ptr():  # else it is where it belongs already
                 target.copy_(source)
-    for move, place in incoming.places(receive):
+    for move, place in places:
         _part(targets[move.name], move.box).copy_(place)
-    return sum(outgoing.sizes)
+    return sum(sent)
 
 
-class _Message:
-    """The pieces that go to, or come from, every other rank, one rank after the other."""
+def _message(
+    plan: Sequence[tuple[int, ElementMove]], tensors: Mapping[str, Tensor], world: int, device: torch.device
+) -> tuple[torch.Tensor, list[int], list[tuple[ElementMove, torch.Tensor]]]:
+    """Memory for what moves to (or from) every other rank, one rank after the other.
 
-    def __init__(self, plan: Sequence[ElementMove], peer: str, tensors: Mapping[str, Tensor], world: int) -> None:
-        self.sizes = [0] * world
-        self._tensors, self._pieces, at = tensors, [], 0
-        for r in range(world):
-            for move in plan:
-                if getattr(move, peer) == r:
-                    size = volume(move.box) * tensors[move.name].itemsize
-                    self._pieces.append((move, at, size))
-                    at += size + -size % ALIGN
-                    self.sizes[r] += size + -size % ALIGN
-
-    def memory(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros(sum(self.sizes), dtype=torch.uint8, device=device)
-
-    def places(self, memory: torch.Tensor) -> Iterator[tuple[ElementMove, torch.Tensor]]:
-        for move, at, size in self._pieces:
-            dtype = TORCH_DTYPES[self._tensors[move.name].dtype]
-            yield move, memory[at : at + size].view(dtype).view([hi - lo for lo, hi in move.box])
+    ``plan``: the other rank, and the move. Returns the memory, its bytes by rank, and the elements of each move in it.
+    """
+    sizes, begins = [0] * world, [0]
+    plan = sorted(plan, key=lambda pair: pair[0])
+    for peer, move in plan:
+        size = volume(move.box) * tensors[move.name].itemsize
+        sizes[peer] += size + -size % ALIGN
+        begins.append(begins[-1] + size + -size % ALIGN)
+    memory = torch.zeros(begins[-1], dtype=torch.uint8, device=device)
+    places = []
+    for at, (_, move) in zip(begins, plan, strict=False):
+        tensor, shape = tensors[move.name], [hi - lo for lo, hi in move.box]
+        elements = memory[at : at + volume(move.box) * tensor.itemsize].view(TORCH_DTYPES[tensor.dtype]).view(shape)
+        places.append((move, elements))
+    return memory, sizes, places
 
 
 def _part(local: Part, box: Box) -> torch.Tensor:

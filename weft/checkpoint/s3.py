@@ -127,16 +127,7 @@ class S3Storage:
 
     def read(self, name: str) -> bytes:
         key = self._key(name)
-
-        def attempt() -> bytes:
-            found = _obstore().get(self._store, key)
-            size = found.meta["size"]
-            if size <= STREAMS * PART:
-                return bytes(found.bytes())
-            self._fill(key, 0, memoryview(buffer := bytearray(size)))
-            return bytes(buffer)
-
-        return self._retried("read", key, attempt)
+        return self._retried("read", key, lambda: bytes(_obstore().get(self._store, key).bytes()))
 
     def holds(self, name: str) -> bool:
         key = self._key(name)

@@ -165,7 +165,7 @@ class Saver:
         )  # fmt: skip
         self._step, self._where, self.problem = step, storage, ""
         self._seconds = {"stage": time.perf_counter() - begun}
-        self._copying = self._copy(places, values, lazy)
+        self._copying = self._copy(places, values)
         if not lazy:
             self.copied()
         return time.perf_counter() - begun
@@ -286,8 +286,8 @@ class Saver:
             for p in pieces
         ]
 
-    def _copy(self, places: list[torch.Tensor], values: list[torch.Tensor], lazy: bool) -> Callable[[], float]:
-        """Copy, or begin to; what is returned waits for the end and tells the seconds that it took."""
+    def _copy(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> Callable[[], float]:
+        """Begin to copy; what is returned waits for the end and returns the seconds that it took."""
         if values and values[0].is_cuda:
             stream, start, end = torch.cuda.Stream(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
             stream.wait_stream(torch.cuda.current_stream())
@@ -308,10 +308,7 @@ class Saver:
                 torch._foreach_copy_(places, values)
             return time.perf_counter() - begun
 
-        if lazy:
-            return self._thread.submit(torch.no_grad()(work)).result
-        took = work()
-        return lambda: took
+        return self._thread.submit(torch.no_grad()(work)).result
 
     def _writer(self) -> Connection:
         if self._pipe is None or self._process is None or self._process.poll() is not None:

@@ -42,6 +42,8 @@ class Storage(Protocol):
 
     def __truediv__(self, name: str) -> Self: ...
 
+    def __hash__(self) -> int: ...
+
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
         """Make a new object of these bytes, on stable storage when this returns; its size.
 
