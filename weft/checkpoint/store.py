@@ -94,8 +94,8 @@ def check_files(checkpoint: StoredCheckpoint) -> dict[str, Any]:
 def candidates(*where: Where, warn: Callable[[str], None] | None = None) -> list[Storage]:
     """The checkpoints that ``where`` may mean, best first: itself, or those of all places of a run (or of several).
 
-    Of one step, the place that comes first goes first. ``warn``, if given, hears of places that cannot be read while
-    others can. Raises :class:`WeftError` if there is no checkpoint.
+    Of one step, the place that comes first goes first. ``warn``, if given, is called for every place that cannot be
+    read while others can. Raises :class:`WeftError` if there is no checkpoint.
     """
     found: list[Storage] = []
     problems: list[StorageError] = []
@@ -148,8 +148,8 @@ def load_newest(
     of it. Collective: it is the same one on all ranks.
 
     What a data file holds shows when it is read: if ``load`` raises :class:`DamagedCheckpoint` or
-    :class:`StorageError` on any rank, all go on to the one before, and ``warn`` hears why. Other errors are raised, and
-    so are those of ``check``, which looks at the checkpoint first, on rank 0 alone.
+    :class:`StorageError` on any rank, all go on to the one before, and ``warn`` is called with the reason. Other errors
+    are raised, and so are those of ``check``, which looks at the checkpoint first, on rank 0 alone.
     """
     main = not dist.is_initialized() or dist.get_rank() == 0
     tried = candidates(*where, warn=warn)

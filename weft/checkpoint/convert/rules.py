@@ -104,8 +104,12 @@ def expert(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
 
 @dataclass(frozen=True)
 class NameRule:
-    """``names``: the Weft tensors in it, in the order of the layout's parts; ``pairs``: q or k rows as Meta orders them
-    (elements that rotate together are neighbours, where Hugging Face and Weft have them half a head apart)."""
+    """What a foreign tensor is whose name matches ``pattern``.
+
+    ``names``: of the Weft tensors that are fused in it, usually one; ``layout`` says which elements belong to which.
+    ``pairs``: the rows of q or k are in Meta's order, where elements that rotate together are neighbours; in Hugging
+    Face's and Weft's order they are half a head apart.
+    """
 
     pattern: str
     names: tuple[str, ...]
@@ -156,7 +160,8 @@ DERIVED = r".*_extra_state(?:/.*)?|.*rotary_emb\.inv_freq|.*freqs_cis|rope_freqs
 
 @dataclass(frozen=True)
 class TensorSource:
-    """How one logical tensor is made: the shards of the foreign tensor ``name``, and what the table says of them."""
+    """Where a logical tensor comes from: it is one ``part`` of the foreign tensor ``name``, which lies in ``shards`` as
+    ``rule`` says."""
 
     name: str
     shards: Sequence[Shard]
@@ -180,7 +185,10 @@ def rule_and_names(name: str) -> tuple[NameRule, tuple[str, ...]] | None:
 
 
 def sources_by_name(stored: Mapping[str, Sequence[Shard]], averages: Sequence[str] = ()) -> dict[str, TensorSource]:
-    """Weft's names and how each tensor is made of what is ``stored``. ``averages``: patterns of averaged replicas."""
+    """Weft's tensors by name, each with where it comes from; ``stored``: shards by foreign name.
+
+    ``averages``: patterns for names of tensors of which every rank has a copy of its own, so that the mean counts.
+    """
     made: dict[str, TensorSource] = {}
     for name, shards in stored.items():
         if (found := rule_and_names(name)) is None:
@@ -198,20 +206,23 @@ def sources_by_name(stored: Mapping[str, Sequence[Shard]], averages: Sequence[st
 
 
 def logical_tensor(
-    made: TensorSource, size: Sequence[int], shape: ModelShape, dtype: torch.dtype | None = None
+    source: TensorSource, size: Sequence[int], shape: ModelShape, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """The logical tensor of ``size``. Raises :class:`WeftError` if the shards do not form it exactly."""
-    sizes = [shard.shape for shard in made.shards]
-    copies = list(made.rule.layout(sizes, shape, made.part))
-    out = torch.empty(*size, dtype=dtype or made.dtype)
-    misfit = WeftError(f"tensor {made.name} is stored as {', '.join(str(list(s)) for s in sizes)}, which does not form "
-                       f"{list(size)}; the configuration is of another model")  # fmt: skip
-    replicas = len(copies) if made.rule.layout is averaged else 1
+    sizes = [shard.shape for shard in source.shards]
+    copies = list(source.rule.layout(sizes, shape, source.part))
+    out = torch.empty(*size, dtype=dtype or source.dtype)
+    shards = ", ".join(str(list(shard)) for shard in sizes)
+    misfit = WeftError(
+        f"tensor {source.name} is stored as {shards}, which does not form {list(size)}; the configuration is of "
+        "another model"
+    )
+    replicas = len(copies) if source.rule.layout is averaged else 1
     if replicas > 1:
         out.zero_()
     written = 0
     for copy in copies:
-        rows = max(1, CHUNK // max(1, prod(sizes[copy.shard][1:]) * made.dtype.itemsize))
+        rows = max(1, CHUNK // max(1, prod(sizes[copy.shard][1:]) * source.dtype.itemsize))
         try:
             target = out[copy.to]
         except IndexError:
@@ -220,7 +231,7 @@ def logical_tensor(
             raise misfit
         for lo in range(copy.lo, copy.hi, rows):
             hi = min(lo + rows, copy.hi)
-            values = made.shards[copy.shard].read(lo, hi)
+            values = source.shards[copy.shard].read(lo, hi)
             place = target[lo - copy.lo : hi - copy.lo]
             if replicas > 1:
                 place += values.to(out.dtype) / replicas
@@ -229,11 +240,11 @@ def logical_tensor(
         written += target.numel()
     if written != out.numel() * replicas:
         raise misfit
-    if made.rule.layout is replicated:
-        for other in made.shards[1:]:
+    if source.rule.layout is replicated:
+        for other in source.shards[1:]:
             if not torch.equal(other.read(0, size[0]).to(out.dtype), out):
-                raise WeftError(f"tensor {made.name} should be the same on every rank but is not")
-    if made.rule.pairs and not (shape.qk_norm or shape.qkv_bias):
+                raise WeftError(f"tensor {source.name} should be the same on every rank but is not")
+    if source.rule.pairs and not (shape.qk_norm or shape.qkv_bias):
         for head in out.split(shape.head_dim or 1):  # [pairs, 2, embed] -> [2, pairs, embed]
             head.copy_(head.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
     return out
