@@ -39,7 +39,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft.checkpoint import format as layout
 from weft.checkpoint.format import StoredBlock
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.save import Saver, plan
+from weft.checkpoint.save import Saver
+from weft.checkpoint.staging import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.writer import main as _writer  # noqa: F401  fails here, and not in the writer, if it cannot start
 from weft.layout.dims import Box, Tensor, part
@@ -221,8 +222,8 @@ def raw(w: Worker, scratch: torch.Tensor) -> Samples:
 def weft(w: Worker) -> Samples:
     saver = Saver(lambda text: None, strict=True)
     saver.prepare(mine(w, w.source))
-    assert saver._process is not None
-    writer = saver._process.pid
+    assert saver._writer is not None
+    writer = saver._writer.process.pid
     settle(writer)
     found: Samples = {}
     for turn in ("first", "later"):

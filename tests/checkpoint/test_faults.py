@@ -19,7 +19,7 @@ import torch
 
 from weft.checkpoint.format import ROOT
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.save import plan
+from weft.checkpoint.staging import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import committed, load_newest, prune, verify
 from weft.checkpoint.writer import Commit, WriteTask, finish, write

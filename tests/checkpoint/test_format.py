@@ -15,7 +15,8 @@ from safetensors import safe_open
 
 from weft.checkpoint.format import BLOCK, Manifest, index, meet, share, tiles, volume
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.save import Saver, plan
+from weft.checkpoint.save import Saver
+from weft.checkpoint.staging import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import extract, verify
 from weft.errors import WeftError

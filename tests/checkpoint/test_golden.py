@@ -14,7 +14,8 @@ import torch
 
 from weft.checkpoint.format import digest, volume
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.save import plan, within
+from weft.checkpoint.pack import within
+from weft.checkpoint.staging import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import verify
 from weft.checkpoint.writer import Commit, WriteTask, commit, write

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.save import plan
+from weft.checkpoint.staging import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.writer import Commit, WriteTask, commit, write
 from weft.errors import UsageError

@@ -456,8 +456,8 @@ def test_a_writer_killed_while_it_uploads_leaves_nothing_to_see(proxy: Proxy, bu
     while not any("partNumber" in path for _, path in proxy.seen):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert saver._process is not None
-    saver._process.kill()
+    assert saver._writer is not None
+    saver._writer.process.kill()
     with pytest.raises(WeftError, match="died"):
         saver.finish()
     proxy.fault = lambda method, path: ""

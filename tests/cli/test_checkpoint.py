@@ -17,7 +17,8 @@ from tests.checkpoint.test_golden import GOLDEN
 from tests.conftest import Command
 from weft.checkpoint.format import ROOT
 from weft.checkpoint.lease import Lease
-from weft.checkpoint.save import plan, within
+from weft.checkpoint.pack import within
+from weft.checkpoint.staging import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import PLACES, committed, open_checkpoint, retained
 from weft.checkpoint.writer import Commit, WriteTask, commit, write

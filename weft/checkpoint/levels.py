@@ -17,7 +17,7 @@ import psutil
 import torch.distributed as dist
 
 from weft.checkpoint.s3 import open_storage
-from weft.checkpoint.storage import LocalStorage, MissingObject, Storage, StorageError
+from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import PLACES, committed, first_problem, new_name, places, prune, step_of
 from weft.errors import UsageError, WeftError
 from weft.recipe import MEMORY, Checkpoint
@@ -118,7 +118,10 @@ def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
     for level in levels:
         name = f"probe-{token[0]}"
         if dist.get_rank() == 0:
-            problem = _problem_of_writing(level.place, name)
+            try:
+                level.place.write(name, [b"-"])
+            except StorageError as error:
+                problem = str(error)
         if not (problem := first_problem(problem)) and not _is_visible(level.place, name):
             problem = f"{level.place} is not the same folder on all hosts; checkpoints need a shared one, or s3://"
         problem = first_problem(problem)
@@ -128,25 +131,12 @@ def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
             raise WeftError(problem)
 
 
-def _problem_of_writing(place: Storage, name: str) -> str:
-    """Write a small object; why that fails, empty if it does not."""
-    try:
-        place.write(name, [b"-"])
-    except StorageError as error:
-        return str(error)
-    return ""
-
-
 def _is_visible(place: Storage, name: str, patience: float = 5) -> bool:
     """Whether an object is visible here; network file systems may take a moment."""
     deadline = time.monotonic() + patience
-    while True:
-        try:
-            return bool(place.read(name))
-        except MissingObject:
-            if time.monotonic() > deadline:
-                return False
+    while not (found := place.holds(name)) and time.monotonic() < deadline:
         time.sleep(0.1)
+    return found
 
 
 def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:

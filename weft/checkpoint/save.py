@@ -6,56 +6,25 @@ go on beside the next forward and backward pass, as nothing changes before the o
 DataStates-LLM).
 """
 
-import mmap
-import os
 import secrets
-import subprocess
-import sys
-import tempfile
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.format import ROOT, digest, share, volume
+from weft.checkpoint.format import ROOT, digest
 from weft.checkpoint.pack import within
+from weft.checkpoint.staging import SavedPiece, WriterProcess, elements_of, plan
 from weft.checkpoint.storage import Storage, StorageError
 from weft.checkpoint.writer import Commit, Report, WriteTask
 from weft.errors import WeftError
-from weft.layout.dims import Box
 from weft.layout.mesh import from_all
-from weft.layout.parts import TORCH_DTYPES, Part
-
-
-@dataclass(frozen=True)
-class SavedPiece:
-    """A part of a tensor that this rank writes, and where it lies in the staging memory."""
-
-    name: str
-    box: Box
-    offset: int
-    size: int
-
-
-def plan(locals_: Mapping[str, Part]) -> list[SavedPiece]:
-    """What this rank writes, in the order in which it lies in the staging memory."""
-    pieces, at = [], 0
-    for name in sorted(locals_):
-        local = locals_[name]
-        mine = share(local.box, local.tensor.itemsize, local.replica, local.replicas, zlib.crc32(name.encode()))
-        if mine is not None:
-            size = volume(mine) * local.tensor.itemsize
-            pieces.append(SavedPiece(name, mine, at, size))
-            at += size
-    return pieces
+from weft.layout.parts import Part
 
 
 @dataclass(frozen=True)
@@ -66,32 +35,6 @@ class Saved:
     step: int
     where: str
     report: Report
-
-
-class _Memory:
-    """Memory that the writer inherits as a file without a name; it is gone with the two, however they end."""
-
-    def __init__(self, size: int) -> None:
-        self.size = max(size, mmap.PAGESIZE)
-        if sys.platform == "linux":
-            self.file = os.fdopen(os.memfd_create("weft-checkpoint"), "r+b")
-        else:
-            self.file = tempfile.TemporaryFile()  # noqa: SIM115
-        self.file.truncate(self.size)
-        self.buffer = mmap.mmap(self.file.fileno(), self.size)
-        # Touched now, and not while training waits for the first save.
-        self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8).zero_()
-
-    def pin(self) -> None:
-        """Let a GPU copy straight into it."""
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0))
-
-    def close(self) -> None:
-        if self.bytes.is_pinned():
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))
-        del self.bytes
-        self.buffer.close()
-        self.file.close()
 
 
 class Saver:
@@ -115,9 +58,7 @@ class Saver:
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self.reports: list[Saved] = []
         self.problem = ""
-        self._memory: _Memory | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
+        self._writer: WriterProcess | None = None
         self._thread = ThreadPoolExecutor(1, "weft-checkpoint")
         self._plan: tuple[Any, list[SavedPiece]] = (None, [])
         self._step = 0  # of the save under way
@@ -131,7 +72,6 @@ class Saver:
     def prepare(self, locals_: Mapping[str, Part]) -> None:
         """Make and touch the staging memory and start the writer, so that the first save is as short as the others."""
         self._stage(locals_)
-        self._writer()
 
     def save(
         self,
@@ -178,13 +118,13 @@ class Saver:
         took, self._copying = self._copying(), None
         self._seconds |= {"copy": took, "wait": time.perf_counter() - begun}
         self._due = 2 if self.rank == 0 else 1
-        with suppress(OSError):  # if it died, what it owes is asked for in vain, which says so
-            self._writer().send(self._task)
+        assert self._writer is not None
+        self._writer.send(self._task)
         self._task = None
 
     def poll(self) -> None:
         """Take what the writer reports. Never waits."""
-        while self._due and self._pipe is not None and self._pipe.poll():
+        while self._due and self._writer is not None and self._writer.has_report():
             self._receive_report()
 
     def finish(self) -> None:
@@ -207,19 +147,9 @@ class Saver:
     def close(self) -> None:
         """End the writer, whatever it is doing, and give the memory back."""
         self._thread.shutdown()
-        self._end_writer()
-
-    def _end_writer(self) -> None:
-        if self._pipe is not None:
-            self._pipe.close()
-        if self._process is not None:
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-        if self._memory is not None:
-            self._memory.close()
-        self._pipe = self._process = self._memory = None
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
 
     def _finish_current(self, what: str = "") -> str:
         """Wait for the save under way, and give all ranks the same :attr:`problem`, if there is one. Collective.
@@ -236,8 +166,8 @@ class Saver:
             self.reports += [saved for _, theirs in everyones[1:] for saved in theirs]
         self.problem = _root_cause([problem for problem, _ in everyones])
         if self._due:  # of rank 0: the commit
-            if self.problem and self._pipe is not None:
-                self._pipe.send("another rank has failed")
+            if self.problem and self._writer is not None:
+                self._writer.send("another rank has failed")
             before = self.problem
             self._receive_report()
             self.problem = before or self.problem
@@ -251,12 +181,10 @@ class Saver:
         """Wait for the writer's next report and keep it. If the writer has died, the report says so."""
         of_files = self._due == (2 if self.rank == 0 else 1)
         self._due -= 1
-        try:
-            assert self._pipe is not None
-            report = self._pipe.recv()
-        except (EOFError, OSError, AssertionError):
+        assert self._writer is not None
+        if (report := self._writer.report()) is None:
             report = Report(problem="the process that writes checkpoints died; a new one starts with the next save")
-            self._pipe, self._due = None, 0
+            self._due = 0
         if of_files:
             report = replace(report, seconds=self._seconds | report.seconds)
         saved = Saved(self.rank, self._step, str(self._where), report)
@@ -273,18 +201,11 @@ class Saver:
             self._plan = key, plan(locals_)
         pieces = self._plan[1]
         size = sum(piece.size for piece in pieces)
-        if self._memory is None or self._memory.size < size:
-            self._end_writer()  # which has the memory that is too small
-            self._memory = _Memory(size)
-            if any(local.values.is_cuda for local in locals_.values()):
-                self._memory.pin()
-        buffer = self._memory.buffer
-        return pieces, [
-            torch.frombuffer(
-                buffer, dtype=TORCH_DTYPES[locals_[p.name].tensor.dtype], count=volume(p.box), offset=p.offset
-            ).view([hi - lo for lo, hi in p.box])
-            for p in pieces
-        ]
+        if self._writer is None or not self._writer.serves(size):
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = WriterProcess(size, pinned=any(local.values.is_cuda for local in locals_.values()))
+        return pieces, [elements_of(piece, locals_[piece.name], self._writer.memory) for piece in pieces]
 
     def _copy(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> Callable[[], float]:
         """Begin to copy; what is returned waits for the end and returns the seconds that it took."""
@@ -309,20 +230,6 @@ class Saver:
             return time.perf_counter() - begun
 
         return self._thread.submit(torch.no_grad()(work)).result
-
-    def _writer(self) -> Connection:
-        if self._pipe is None or self._process is None or self._process.poll() is not None:
-            assert self._memory is not None
-            self._pipe, theirs = Pipe()
-            handles = theirs.fileno(), self._memory.file.fileno()
-            # A fresh interpreter that runs nothing else: multiprocessing's spawn would run the main program again.
-            command = [sys.executable, "-c", "from weft.checkpoint.writer import main; main()", *map(str, handles)]
-            # In a session of its own: a terminal's Ctrl-C is for the rank, which then waits for its writer.
-            self._process = subprocess.Popen(
-                command, pass_fds=handles, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-            theirs.close()
-        return self._pipe
 
 
 def _root_cause(problems: list[str]) -> str:

@@ -1,0 +1,111 @@
+"""What a rank keeps for saving: which pieces it writes, and a process that writes them, with the memory they share."""
+
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import Pipe
+
+import torch
+
+from weft.checkpoint.format import share, volume
+from weft.checkpoint.writer import Report, WriteTask
+from weft.layout.dims import Box
+from weft.layout.parts import TORCH_DTYPES, Part
+
+
+@dataclass(frozen=True)
+class SavedPiece:
+    """A part of a tensor that this rank writes, and where it lies in the staging memory."""
+
+    name: str
+    box: Box
+    offset: int
+    size: int
+
+
+def plan(locals_: Mapping[str, Part]) -> list[SavedPiece]:
+    """What this rank writes, in the order in which it lies in the staging memory."""
+    pieces, at = [], 0
+    for name in sorted(locals_):
+        local = locals_[name]
+        mine = share(local.box, local.tensor.itemsize, local.replica, local.replicas, zlib.crc32(name.encode()))
+        if mine is not None:
+            size = volume(mine) * local.tensor.itemsize
+            pieces.append(SavedPiece(name, mine, at, size))
+            at += size
+    return pieces
+
+
+def elements_of(piece: SavedPiece, part: Part, memory: mmap.mmap) -> torch.Tensor:
+    """The place of a piece of ``part`` in ``memory``."""
+    dtype = TORCH_DTYPES[part.tensor.dtype]
+    flat = torch.frombuffer(memory, dtype=dtype, count=volume(piece.box), offset=piece.offset)
+    return flat.view([hi - lo for lo, hi in piece.box])
+
+
+class WriterProcess:
+    """A process that runs :mod:`.writer`, and ``memory`` for what it is to write.
+
+    It inherits the memory as a file without a name, which is gone with the two of them, however they end.
+    """
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self.size, self._open = max(size, mmap.PAGESIZE), True
+        if sys.platform == "linux":
+            self._file = os.fdopen(os.memfd_create("weft-checkpoint"), "r+b")
+        else:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._file.truncate(self.size)
+        self.memory = mmap.mmap(self._file.fileno(), self.size)
+        # Touched now, and not while training waits for the first save.
+        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8).zero_()
+        if pinned:  # a GPU copies straight into it
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.size, 0))
+        self._pipe, theirs = Pipe()
+        handles = theirs.fileno(), self._file.fileno()
+        # A fresh interpreter that runs nothing else: multiprocessing's spawn would run the main program again.
+        command = [sys.executable, "-c", "from weft.checkpoint.writer import main; main()", *map(str, handles)]
+        # In a session of its own: a terminal's Ctrl-C is for the rank, which then waits for its writer.
+        self.process = subprocess.Popen(command, pass_fds=handles, stdin=subprocess.DEVNULL, start_new_session=True)
+        theirs.close()
+
+    def serves(self, size: int) -> bool:
+        """Whether it lives, and has memory for so many bytes."""
+        return self._open and self.process.poll() is None and size <= self.size
+
+    def send(self, task: WriteTask | str) -> None:
+        """Have a task done, or give up the one under way."""
+        try:
+            self._pipe.send(task)
+        except OSError:  # it died, and so will not report
+            self._open = False
+
+    def has_report(self) -> bool:
+        """Whether :meth:`report` returns at once."""
+        return not self._open or self._pipe.poll()
+
+    def report(self) -> Report | None:
+        """Wait for the next report; None if the process has died, so that there will be none."""
+        try:
+            return self._pipe.recv() if self._open else None
+        except (EOFError, OSError):
+            self._open = False
+            return None
+
+    def close(self) -> None:
+        """End the process, whatever it is doing, and give the memory back."""
+        self._pipe.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        if self._bytes.is_pinned():
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr()))
+        del self._bytes
+        self.memory.close()
+        self._file.close()
