@@ -65,7 +65,7 @@ def test_saved_in_s3_by_four_ranks_resumed_by_two(
     pool.run(2, go_with, env, values, str(tmp_path / "other"), f"{bucket}/step-000003")
     expected = {step: loss for step, loss in series(tmp_path / "whole").items() if step > 3}
     assert series(tmp_path / "other") == pytest.approx(expected, rel=1e-10)
-    assert [str(p) for p in prune(bucket, 1)] == [f"{bucket}/step-000003"]
+    assert [str(p) for p in prune(bucket, 1).deleted] == [f"{bucket}/step-000003"]
     assert names(bucket) == ["step-000006"] and not (open_storage(bucket) / "step-000003").list()
 
 
@@ -75,7 +75,7 @@ def test_what_does_not_verify_is_never_all_that_stays(
     pool.run(1, go_with, env, leveled(corpus, {}, {"to": bucket, "every": 2, "keep": 9}), str(tmp_path / "run"))
     newest = open_storage(bucket) / "step-000006"
     newest.delete([next(iter(newest.list("data/")))])
-    assert [p.name for p in prune(bucket, 1)] == ["step-000002"]
+    assert [p.name for p in prune(bucket, 1).deleted] == ["step-000002"]
     assert names(bucket) == ["step-000004", "step-000006"]
 
 

@@ -218,6 +218,9 @@ def test_prune_never_deletes_the_last_that_verifies(weft: Any, run: Path) -> Non
         damage(run / f"checkpoints/step-{step:06d}")
     code, out, _ = weft("prune", run, "--keep-last", 2)
     assert code == 0 and kept(run) == [3, 5, 6] and "damaged: step-000006, step-000005, step-000004" in out
+    shutil.copytree(run, run.parent / "other")
+    code, out, _ = weft("prune", run.parent / "other", "--keep-last", 1)
+    assert code == 0 and kept(run.parent / "other") == [3, 6] and "2 of 3 kept; damaged: " in out
     damage(run / "checkpoints/step-000003")
     code, out, err = weft("prune", run, "--keep-last", 1)
     assert code == 1 and "no checkpoint" in err and kept(run) == [3, 5, 6]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -197,6 +197,14 @@ def retained(
     return [p for p in found if p in kept]
 
 
+class Pruned(NamedTuple):
+    """The checkpoints that were deleted (or would be), and those that were found damaged while the last whole one was
+    looked for."""
+
+    deleted: list[Storage]
+    damaged: list[Storage]
+
+
 def prune(
     root: Where,
     keep: int,
@@ -205,8 +213,8 @@ def prune(
     check: Callable[[Storage], object] = lambda place: check_files(open_checkpoint(place)),
     dry_run: bool = False,
     mine: Callable[[Storage], bool] = lambda place: True,
-) -> list[Storage]:
-    """Delete the checkpoints under ``root`` that :func:`retained` does not keep; what was deleted. ``keep`` 0: none.
+) -> Pruned:
+    """Delete the checkpoints under ``root`` that :func:`retained` does not keep. ``keep`` 0: none.
 
     Never deletes the last that verifies: ``check`` raises :class:`WeftError` for one that does not (by default it
     looks at all but the tensors' values). If none does, nothing is deleted. Checkpoints that are not ``mine`` are
@@ -219,24 +227,23 @@ def prune(
     there = committed(place)
     found = [p for p in there if mine(p)]
     kept = retained(found, keep, every, scores) if keep else found
-    gone = [p for p in found if p not in kept]
-    if gone:
-        last = next((p for p in reversed(found) if _passes(p, check)), None)
-        gone = [p for p in gone if p != last] if last is not None else []
+    gone, damaged = [p for p in found if p not in kept], list[Storage]()
+    for one in reversed(found if gone else []):
+        try:
+            check(one)
+        except WeftError:
+            damaged.append(one)
+        else:
+            gone = [p for p in gone if p != one]
+            break
+    else:
+        gone = []
     if not dry_run:
         stale = [p for p in (place / name for name in _numbered(place)) if p not in there and _abandoned(p, there)]
-        for one in [*gone, *stale]:
-            one.delete([ROOT])
-            one.clear()
-    return gone
-
-
-def _passes(place: Storage, check: Callable[[Storage], object]) -> bool:
-    try:
-        check(place)
-    except WeftError:
-        return False
-    return True
+        for old in [*gone, *stale]:
+            old.delete([ROOT])
+            old.clear()
+    return Pruned(gone, damaged)
 
 
 def _abandoned(place: Storage, found: Sequence[Storage]) -> bool:

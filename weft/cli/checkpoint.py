@@ -194,30 +194,22 @@ def prune(
     if found == [open_storage(run)]:
         raise UsageError(f"{run} is one checkpoint; give the folder of its run")
     scores = _scores(Path(run), best) if best else None
-    damaged: list[str] = []
-    kept = 0
-
-    def check(place: "Storage") -> None:
-        damaged.append(place.name)
-        _verify(place)
-        damaged.pop()
-
+    deleted, damaged = 0, list[str]()
     # Not the run's folder itself: by when it was changed, --resume auto tells which run is the last.
     roots = [root for root in places(run) if root != open_storage(run) or committed(root)]
     with Lease() as lease:
         if not dry_run:
             lease.take(roots)
         for root in roots:
-            if not (here := committed(root)):
-                continue
-            before = len(damaged)
-            gone = delete(root, last, every, scores, check, dry_run)
-            if len(damaged) - before == len(here):
+            count = len(committed(root))
+            pruned = delete(root, last, every, scores, _verify, dry_run)
+            if count and len(pruned.damaged) == count:
                 raise WeftError(f"no checkpoint in {root} verifies, so none is deleted")
-            for place in gone:
+            for place in pruned.deleted:
                 print(f"{'would delete' if dry_run else 'deleted'} {place}")
-            kept += len(here) - len(gone)
-    print(f"{kept} of {len(found)} kept" + (f"; damaged: {', '.join(damaged)}" if damaged else ""))
+            deleted += len(pruned.deleted)
+            damaged += [place.name for place in pruned.damaged]
+    print(f"{len(found) - deleted} of {len(found)} kept" + (f"; damaged: {', '.join(damaged)}" if damaged else ""))
     return 0
 
 
