@@ -73,7 +73,7 @@ class Checkpoints:
         """Save to one level after the other: the next waits for the one before. Collective."""
         waited, meta = 0.0, {"progress": asdict(self._progress), **self._about}
         for level in levels:
-            place = level.new(self._progress.step)
+            place = level.next_place(self._progress.step)
             tensors = self._state.saved()
             waited += self._saver.save(place, self._progress.step, tensors, meta, self._files, lazy=True)
         self._listener.log("checkpoint", stall_s=waited)

@@ -28,7 +28,10 @@ SHM = Path("/dev/shm")
 
 @dataclass
 class LevelStore:
-    """``taken``: the names of the checkpoints that there are, so that a save needs not ask."""
+    """A place where a run keeps checkpoints: one every ``every`` steps, of which the newest ``keep`` stay.
+
+    ``taken``: the names of those that there are, so that a save need not ask.
+    """
 
     place: Storage
     every: int
@@ -41,14 +44,14 @@ class LevelStore:
     def due(self, step: int) -> bool:
         return bool(self.every) and step % self.every == 0
 
-    def new(self, step: int) -> Storage:
-        """Where the next checkpoint goes."""
+    def next_place(self, step: int) -> Storage:
+        """Where the checkpoint of ``step``, which is the next, goes."""
         name = new_name(self.taken, step)
         self.taken.add(name)
         self.last, self.step = self.place / name, step
         return self.last
 
-    def found(self, checkpoint: Storage) -> None:
+    def resume_from(self, checkpoint: Storage) -> None:
         """The run goes on from this checkpoint. If it is one of this place, it need not be saved here again."""
         if _path(self.place / checkpoint.name) == _path(checkpoint):
             self.last, self.step = checkpoint, step_of(checkpoint)

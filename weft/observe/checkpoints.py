@@ -123,13 +123,9 @@ def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None
     lines: list[tuple[str, list[float | None]]] = [
         (f"rank {rank}", [of.get(rank, {}).get(stage) for _, of, stage in columns]) for rank in ranks
     ]
-    if len(ranks) > ROWS:
-        by_time = sorted(range(len(ranks)), key=lambda i: -sum(work(of.get(ranks[i], {})) for of, *_ in groups))
-        others = [lines[i][1] for i in by_time[SLOWEST:]]
-        tails = [_tail([v for v in column if v is not None]) for column in zip(*others, strict=True)]
-        lines = [lines[i] for i in by_time[:SLOWEST]]
-        for n, label in enumerate(("slowest tenth", "median", "fastest tenth")):
-            lines.append((f"other {len(others)}: {label}", [tail[n] for tail in tails]))
+    if len(lines) > ROWS:
+        spent = [sum(work(of.get(rank, {})) for of, *_ in groups) for rank in ranks]
+        lines = _slowest(lines, sorted(range(len(ranks)), key=lambda i: -spent[i]))
     shown = lines[::-1]  # the first row is at the top
     text = [["" if v is None else duration(v) for v in row] for _, row in shown]
     color: list[list[float | None]] = [
@@ -151,21 +147,37 @@ def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None
     trace |= {"x": names, "y": [name for name, _ in shown], "zmin": -1, "zmax": 2, "showscale": False}
     trace |= {"hovertemplate": "%{y}, %{x}: %{customdata}<extra></extra>", "hoverongaps": False, "xgap": 2, "ygap": 2}
     trace["colorscale"] = [[0, "--cold"], [1 / 3, "--even"], [2 / 3, "--warm"], [1, "--hot"]]
-    axis = {"type": "category", "showgrid": False, "ticks": ""}
-    split = sum(what == "save" for what, *_ in columns)
-    layout: Record = {"hovermode": "closest", "yaxis": axis, "margin": {"l": 48, "r": 8, "t": 42, "b": 4}}
-    layout["xaxis"] = axis | {"side": "top", "tickangle": 0, "tickvals": names, "ticktext": [s for *_, s in columns]}
-    place = {"yref": "paper", "y": 1, "yshift": 42, "yanchor": "top", "xanchor": "left", "showarrow": False}
-    starts = [(what, at) for what, at, of in (("save", 0, saved), ("load", split, loaded)) if of]
-    layout["annotations"] = [place | {"x": at - 0.5, "text": f"<b>{what}</b>"} for what, at in starts]
-    if 0 < split < len(names):
-        edge: Record = {"type": "line", "x0": split - 0.5, "x1": split - 0.5, "yref": "paper", "y0": 0, "y1": 1}
-        layout["shapes"] = [edge]
+    layout = _heat_layout(names, [stage for *_, stage in columns], sum(what == "save" for what, *_ in columns))
     count = len({row["step"] for row in saved})
     note = f"Median over {count:,} save{'s' * (count != 1)}, colored against the median over ranks."
     note += " Stage: the wait for the save before, and for all ranks to agree." if "stage" in names[0] else ""
     at = {"at": "heat", "title": "Seconds by rank and stage", "note": note, "height": 48 + 26 * len(shown)}
     return at | {"traces": [trace], "layout": layout}
+
+
+def _slowest(
+    lines: Sequence[tuple[str, list[float | None]]], by_time: Sequence[int]
+) -> list[tuple[str, list[float | None]]]:
+    """The lines of the slowest ranks, and three that stand for all others; ``by_time``: all lines, slowest first."""
+    others = [lines[i][1] for i in by_time[SLOWEST:]]
+    tails = [_tail([v for v in column if v is not None]) for column in zip(*others, strict=True)]
+    labels = ("slowest tenth", "median", "fastest tenth")
+    rest = [(f"other {len(others)}: {label}", [tail[n] for tail in tails]) for n, label in enumerate(labels)]
+    return [lines[i] for i in by_time[:SLOWEST]] + rest
+
+
+def _heat_layout(names: Sequence[str], stages: Sequence[str], saves: int) -> Record:
+    """Plotly's layout: the columns are ``names``, shown as ``stages``, of which the first ``saves`` are of saves."""
+    axis = {"type": "category", "showgrid": False, "ticks": ""}
+    layout: Record = {"hovermode": "closest", "yaxis": axis, "margin": {"l": 48, "r": 8, "t": 42, "b": 4}}
+    layout["xaxis"] = axis | {"side": "top", "tickangle": 0, "tickvals": names, "ticktext": stages}
+    place = {"yref": "paper", "y": 1, "yshift": 42, "yanchor": "top", "xanchor": "left", "showarrow": False}
+    starts = [(what, at) for what, at, end in (("save", 0, saves), ("load", saves, len(names))) if at < end]
+    layout["annotations"] = [place | {"x": at - 0.5, "text": f"<b>{what}</b>"} for what, at in starts]
+    if 0 < saves < len(names):
+        edge: Record = {"type": "line", "x0": saves - 0.5, "x1": saves - 0.5, "yref": "paper", "y0": 0, "y1": 1}
+        layout["shapes"] = [edge]
+    return layout
 
 
 def _tail(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:

@@ -112,7 +112,7 @@ def resume_run(run: Run, job: Job, state: State) -> Resumed:
     differences = other_differences(checkpoint, job.recipe, job.corpus.fingerprint)
     notes += [f"resumed with {difference}" for difference in differences]
     for level in run.levels:
-        level.found(checkpoint.storage)
+        level.resume_from(checkpoint.storage)
     stages = {f"{stage}_s": spent for stage, spent in checkpoint.seconds.items()}
     return Resumed(progress, notes, from_all({"bytes": checkpoint.bytes_read, **stages}))
 

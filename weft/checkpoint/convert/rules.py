@@ -222,21 +222,13 @@ def logical_tensor(
         out.zero_()
     written = 0
     for copy in copies:
-        rows = max(1, CHUNK // max(1, prod(sizes[copy.shard][1:]) * source.dtype.itemsize))
         try:
             target = out[copy.to]
         except IndexError:
             raise misfit from None
         if tuple(target.shape) != (copy.hi - copy.lo, *sizes[copy.shard][1:]):
             raise misfit
-        for lo in range(copy.lo, copy.hi, rows):
-            hi = min(lo + rows, copy.hi)
-            values = source.shards[copy.shard].read(lo, hi)
-            place = target[lo - copy.lo : hi - copy.lo]
-            if replicas > 1:
-                place += values.to(out.dtype) / replicas
-            else:
-                place.copy_(values)
+        _fill(target, source.shards[copy.shard], copy, replicas)
         written += target.numel()
     if written != out.numel() * replicas:
         raise misfit
@@ -248,3 +240,15 @@ def logical_tensor(
         for head in out.split(shape.head_dim or 1):  # [pairs, 2, embed] -> [2, pairs, embed]
             head.copy_(head.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
     return out
+
+
+def _fill(target: torch.Tensor, shard: Shard, copy: Copy, replicas: int) -> None:
+    """Read the rows of ``copy`` into ``target``, not all at once; of one of several ``replicas``, add its share."""
+    rows = max(1, CHUNK // max(1, prod(shard.shape[1:]) * shard.dtype.itemsize))
+    for lo in range(copy.lo, copy.hi, rows):
+        hi = min(lo + rows, copy.hi)
+        place, values = target[lo - copy.lo : hi - copy.lo], shard.read(lo, hi)
+        if replicas > 1:
+            place += values.to(target.dtype) / replicas
+        else:
+            place.copy_(values)
