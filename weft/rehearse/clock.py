@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,22 @@ class Far:
         return 0.0 if speed[0, 0] >= self.links.shared else float(size / speed[0, 0] + delay[0, 0])
 
 
+def costs(rank: int, events: Sequence[Event], clerk: Clerk, far: Far | None) -> Iterator[tuple[Event, float, float]]:
+    """``(event, cpu seconds, seconds besides)`` of everything that ``rank`` does."""
+    for e in events:
+        work, wait = 0.0, 0.0
+        if e.kind == "op":
+            work = clerk.op(e)
+        elif e.kind in ("collective", "later"):
+            work, wait = clerk.collective(e)
+            wait = max(wait, far.collective(e) - work) if far else wait
+        elif e.kind in ("send", "recv"):
+            work, wait = clerk.message(e.bytes)
+            ends = (rank, e.ranks[0]) if e.kind == "send" else (e.ranks[0], rank)
+            wait = max(wait, far.message(*ends, e.bytes)) if far else wait
+        yield e, work, wait
+
+
 def program(rank: int, events: Sequence[Event], clerk: Clerk, far: Far | None = None) -> list[Do]:
     """What ``rank`` does in a step, with its costs."""
     found: list[Do] = []
@@ -92,25 +108,17 @@ def program(rank: int, events: Sequence[Event], clerk: Clerk, far: Far | None = 
             found.append(Do("work", cpu))
             cpu = 0.0
 
-    for e in events:
-        if e.kind == "op":
-            cpu += clerk.op(e)
-        elif e.kind == "later":
-            cpu += clerk.collective(e)[0]
+    for e, work, wait in costs(rank, events, clerk, far):
+        if e.kind in ("op", "later"):
+            cpu += work
         elif e.kind == "collective":
             flush()
-            work, wait = clerk.collective(e)
-            if far is not None:
-                wait = max(wait, far.collective(e) - work)
             met[e.ranks] += 1
             found.append(Do("meet", work, wait, (e.ranks, met[e.ranks]), e.ranks))
         elif e.kind in ("send", "recv"):
             peer, tag = e.ranks
             ends = (rank, peer, tag) if e.kind == "send" else (peer, rank, tag)
             sent[ends] += 1
-            work, wait = clerk.message(e.bytes)
-            if far is not None:
-                wait = max(wait, far.message(rank, peer, e.bytes))
             cpu += clerk.setting.overhead["message"]
             if e.kind == "send":
                 flush()
@@ -218,17 +226,12 @@ def spent(
 ) -> list[tuple[str, float, float]]:
     """``(cause, cpu seconds, seconds besides)`` of everything that ``rank`` does."""
     found = [("other", clerk.setting.overhead["step"], 0.0)]
-    for e in events:
+    for e, work, wait in costs(rank, events, clerk, far):
         if e.kind == "op":
-            found.append(("optimizer" if e.name in UPDATES else "compute", clerk.op(e), 0.0))
+            found.append(("optimizer" if e.name in UPDATES else "compute", work, 0.0))
         elif e.kind in ("collective", "later"):
-            work, wait = clerk.collective(e)
-            wait = max(wait, far.collective(e) - work) if far else wait
             found.append((axis_of(layout, e.ranks), work, wait if e.kind == "collective" else 0.0))
         elif e.kind in ("send", "recv"):
-            work, wait = clerk.message(e.bytes)
-            if far and e.kind == "recv":
-                wait = max(wait, far.message(e.ranks[0], rank, e.bytes))
             cause = axis_of(layout, (rank, e.ranks[0]))
             found.append((cause, work + clerk.setting.overhead["message"], wait if e.kind == "recv" else 0.0))
     return found

@@ -7,7 +7,6 @@ group). What operators use inside themselves, fragmentation and the runtime's ow
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,12 +22,13 @@ from weft.errors import UsageError, WeftError
 from weft.layout.fake import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.layout.sequence import padded_length
 from weft.models.transformer import Transformer
 from weft.planner.explain import recipe_tree
 from weft.planner.finalists import Final
 from weft.planner.shape import Model
 from weft.recipe import ModelShape, Recipe, build_recipe
+from weft.rehearse.ledger import Ledger
+from weft.rehearse.step import plain_batches
 from weft.train.setup import assemble, model_shape
 from weft.train.step import clear_gradients, gradients, update
 
@@ -42,54 +42,30 @@ class Peak:
     peak: int
 
 
-class _Ledger(TorchDispatchMode):
-    """Adds up the storages that are alive."""
+class _Watch(TorchDispatchMode):
+    """Holds whatever is made within; units gather and free parameters by the size of their storage."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         super().__init__()
-        self.level = self.peak = 0
-        self.known: dict[int, int] = {}  # bytes by storage
+        self.ledger = ledger
 
-    def hold(self, value: Any) -> None:
-        if isinstance(value, list | tuple):
-            for item in value:
-                self.hold(item)
-        elif hasattr(value, "to_local"):  # one box of a tensor that is spread over ranks
-            self.hold(value.to_local())
-        elif isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if size and key not in self.known:
-                self.known[key] = 0
-                self._resize(key, size)
-                weakref.finalize(storage, self._gone, key)
-
-    def _resize(self, key: int, size: int) -> None:
-        self.level += size - self.known[key]
-        self.known[key] = size
-        self.peak = max(self.peak, self.level)
-
-    def _gone(self, key: int) -> None:
-        self.level -= self.known.pop(key)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.ledger.hold((result,))
+        return result
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Count what is made within; units gather and free parameters by the size of their storage."""
+    def resizes(self) -> Iterator[None]:
         real = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = real(storage, size)
-            if storage._cdata in self.known:
-                self._resize(storage._cdata, size)
+            if storage._cdata in self.ledger.known:
+                self.ledger.resize(storage)
             return result
 
-        with self, mock.patch.object(torch.UntypedStorage, "resize_", resize):
+        with mock.patch.object(torch.UntypedStorage, "resize_", resize):
             yield
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.hold(result)
-        return result
 
 
 class _Counted(Batch):
@@ -109,11 +85,12 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
     if recipe.train.offload != "none":
         raise UsageError(f"train.offload = {recipe.train.offload!r}: without memory, host and device are one")
     layout = recipe.layout.model_copy(update={"dp": min(recipe.layout.dp, 2)})
-    ledger = _Ledger()
+    ledger = Ledger()
     with ExitStack() as stack:
         stack.enter_context(fake_rank(rank, layout.world))
         mesh = Mesh.create(layout, "cpu")
-        batches = _batches(recipe, shape, mesh)
+        most = 2 * layout.pp + 2 if layout.pp > 1 else 2
+        batches = [_Counted(**vars(batch)) for batch in plain_batches(recipe, shape, most)(mesh)]
         real = Transformer.to_empty
 
         def to_empty(model: Transformer, **more: Any) -> Any:
@@ -122,9 +99,10 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
 
         with mock.patch.object(Transformer, "to_empty", to_empty):
             model, state = assemble(shape, mesh, recipe, lambda *_: torch.zeros(()))
-        ledger.hold([*model.parameters(), *(part.values for part in state.tensors().values())])
+        ledger.hold((*model.parameters(), *(part.values for part in state.tensors().values())))
         held = ledger.level
-        with ledger.watch():
+        watch = _Watch(ledger)
+        with watch, watch.resizes():
             grads, _ = gradients(model, state, batches, mesh)
             update(state, grads, 1e-3)
             clear_gradients(model, state)
@@ -135,15 +113,6 @@ def pipeline_ranks(layout: Layout) -> list[int]:
     """One rank of every pipeline position."""
     world = layout.model_copy(update={"dp": min(layout.dp, 2)}).world
     return [p * world // layout.pp for p in range(layout.pp)]
-
-
-def _batches(recipe: Recipe, shape: ModelShape, mesh: Mesh) -> list[Batch]:
-    rows, passes = recipe.rows_per_pass(recipe.layout)
-    length = padded_length(recipe.data.seq_len, mesh.layout)
-    ids = torch.zeros(rows, length // mesh.size("cp"), dtype=torch.int64)
-    edges = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-    count = min(passes, 2 * mesh.size("pp") + 2 if mesh.size("pp") > 1 else 2)
-    return [_Counted(ids, ids, ids, edges) for _ in range(count)]
 
 
 #: Ranks in a fake process group: beyond, making the groups takes longer than anybody waits.

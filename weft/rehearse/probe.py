@@ -224,21 +224,15 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
             if members < 2:
                 continue
             whole, piece = torch.zeros(size // 4), torch.zeros(max(1, size // 4 // members))
-            out = torch.zeros(len(piece) * members)
-            measure(f"reduce.{members}", size, lambda w=whole, g=group: dist.all_reduce(w, group=g))  # type: ignore[misc]
-            measure(
-                f"gather.{members}", size,
-                lambda o=out, p=piece, g=group: all_gather(o, p, group=g),  # type: ignore[misc]
-            )  # fmt: skip
-            measure(
-                f"scatter.{members}", size,
-                lambda o=out, p=piece, g=group: reduce_scatter(p, o, group=g),  # type: ignore[misc]
-            )  # fmt: skip
-            other = torch.zeros_like(out)
-            measure(
-                f"exchange.{members}", size,
-                lambda o=out, t=other, g=group: dist.all_to_all_single(t, o, group=g),  # type: ignore[misc]
-            )  # fmt: skip
+            out, other = torch.zeros(2, len(piece) * members).unbind()
+            calls = {
+                "reduce": partial(dist.all_reduce, whole, group=group),
+                "gather": partial(all_gather, out, piece, group=group),
+                "scatter": partial(reduce_scatter, piece, out, group=group),
+                "exchange": partial(dist.all_to_all_single, other, out, group=group),
+            }
+            for name, call in calls.items():
+                measure(f"{name}.{members}", size, call)
         if peer is not None:
             mine, theirs = torch.zeros(size // 4), torch.zeros(size // 4)
 

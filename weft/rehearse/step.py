@@ -7,8 +7,8 @@ the order in which this rank issues them, so that counts and shapes cannot drift
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,6 +30,7 @@ from weft.layout.mesh import Mesh
 from weft.layout.sequence import padded_length
 from weft.layout.tensors import tensors_in
 from weft.recipe import Data, ModelShape, Recipe, Train
+from weft.rehearse.ledger import Ledger
 from weft.train.setup import assemble, model_shape, prepare
 from weft.train.step import clear_gradients, clipped, gradients, update
 
@@ -82,26 +83,9 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, found: Rehearsal) -> None:
         super().__init__()
-        self.found, self.level = found, 0
-        self.known: set[int] = set()
-        self.on = True
+        self.found = found
+        self.ledger = Ledger()
         self.later = False  # the collective under way is waited for at some other time
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Count the tensor's storage until it is gone."""
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.known or not size or tensor.device.type == "meta":
-            return
-        self.known.add(key)
-        self.level += size
-        if self.level > self.found.peak:
-            self.found.peak = self.level
-        weakref.finalize(storage, self._gone, key, size)
-
-    def _gone(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.level -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, name = func.namespace, func.overloadpacket.__name__
@@ -110,8 +94,6 @@ class _Recorder(TorchDispatchMode):
                 result = OPDEFS[f"weft::{name}"]._init_fn(*args, **(kwargs or {}))
         else:
             result = func(*args, **(kwargs or {}))
-        if not self.on:
-            return result
         if "c10d" in space:
             self._collective(name, args)
         elif space != "weft" and name not in _FREE:
@@ -127,8 +109,7 @@ class _Recorder(TorchDispatchMode):
             moved = sum(t.nbytes for t in (*tensors, *made))
             turned = bool(tensors) and not tensors[: len(shapes)][-1].is_contiguous()
             self.found.events.append(Event("op", name, moved, shapes, turned=turned))
-        for t in tensors_in((result,)):
-            self.hold(t)
+        self.ledger.hold((result,))
         return result
 
     def _collective(self, name: str, args: Any) -> None:
@@ -271,8 +252,8 @@ def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[
     mesh = Mesh.create(recipe.layout, "cpu")
     recorder = _Recorder(found)
     model, state = assemble(shape, mesh, recipe, lambda *_: torch.zeros(()))
-    for tensor in (*model.parameters(), *(part.values for part in state.tensors().values())):
-        recorder.hold(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
+    ledger = recorder.ledger
+    ledger.hold((*model.parameters(), *(part.values for part in state.tensors().values())))
     given = batches(mesh)
 
     def step() -> None:
@@ -290,21 +271,22 @@ def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[
         wall.append(time.perf_counter() - begun[1])
     if times:
         found.cpu, found.wall = statistics.median(cpu), statistics.median(wall)
-    found.state = found.peak = recorder.level
+    found.state = ledger.peak = ledger.level
     with recorder, _messages(found), _pending(recorder):
         step()
+    found.peak = ledger.peak
     return found
 
 
-def plain_batches(recipe: Recipe, shape: ModelShape) -> Callable[[Mesh], list[Batch]]:
-    """Batches of the recipe's sizes with one document per row."""
+def plain_batches(recipe: Recipe, shape: ModelShape, most: int = sys.maxsize) -> Callable[[Mesh], list[Batch]]:
+    """Batches of the recipe's sizes with one document per row, at ``most`` so many."""
 
     def make(mesh: Mesh) -> list[Batch]:
-        rows, passes = recipe.rows_per_pass(mesh.layout)
-        length = padded_length(recipe.data.seq_len, mesh.layout)
+        rows, passes = recipe.rows_per_pass(recipe.layout)
+        length = padded_length(recipe.data.seq_len, recipe.layout)
         ids = torch.arange(rows * length // mesh.size("cp")).view(rows, -1)
         edges = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-        return [Batch(ids % shape.vocab, ids % shape.vocab, ids % length, edges) for _ in range(passes)]
+        return [Batch(ids % shape.vocab, ids % shape.vocab, ids % length, edges) for _ in range(min(passes, most))]
 
     return make
 
