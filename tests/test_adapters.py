@@ -16,7 +16,7 @@ from weft.recipe import Recipe, Train, build_recipe
 from weft.train.setup import assemble, prepare
 from weft.train.verify import check_types
 
-KINDS = ["lora", "dora"]
+KINDS = ["lora", "dora", "qlora"]
 #: What each kind is tried under; the first three are the quick ones.
 CASES: list[Case] = [
     {"layout": {"shard": 2, "tp": 2}, "layout__zero": 3},

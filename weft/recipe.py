@@ -45,17 +45,21 @@ class RopeScaling(Section):
 class Adapter(Section):
     """Low-rank adapters that are trained in place of the model's weights, which are frozen.
 
-    ``kind``: ``lora`` (Hu et al. 2021), or ``dora``, which also learns the norms of the weights' rows (Liu et al.
-    2024).
+    ``kind``: ``lora`` (Hu et al. 2021), ``dora``, which also learns the norms of the weights' rows (Liu et al. 2024),
+    or ``qlora``: beside weights in four bits (Dettmers et al. 2023).
     ``targets`` are weights by name (``wq`` or ``q_proj``, ``*``) or path (``blocks.3.attention.*``). What an adapter
     adds is multiplied by ``alpha / rank``, or by ``alpha / sqrt(rank)`` if ``rank_stabilised`` (Kalajdzievski 2023).
     """
 
-    kind: Literal["lora", "dora"] = "lora"
+    kind: Literal["lora", "dora", "qlora"] = "lora"
     rank: PositiveInt = 8
     alpha: PositiveFloat = 16.0
     targets: tuple[str, ...] = Field(("*",), min_length=1)
     rank_stabilised: bool = False
+
+    @property
+    def quantizes(self) -> bool:
+        return self.kind == "qlora"
 
     @property
     def scale(self) -> float:

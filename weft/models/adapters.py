@@ -1,5 +1,7 @@
 """Projections that may have a low-rank adapter beside a frozen weight: LoRA (Hu et al. 2021) and its relatives.
 
+Of kind ``qlora`` all projections' weights are stored in four bits (:mod:`weft.models.nf4`), adapted or not.
+
 An adapter of a weight ``[out, in]`` is ``a`` ``[rank, in]`` and ``b`` ``[out, rank]``; what the weight makes of ``x``
 grows by ``scale * b @ (a @ x)``. Nobody cuts the dimension ``rank``, and the others are those of the weight: of one
 that is cut on ``in``, ``a`` is cut and ``b`` whole, of one that is cut on ``out`` it is the other way round. All that
@@ -18,6 +20,8 @@ from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.fused import project
 from weft.models.module import Module
+from weft.models.nf4 import INFIX as QUANTIZED
+from weft.models.nf4 import Quantized
 from weft.recipe import Adapter, ModelShape
 
 T = torch.Tensor
@@ -71,16 +75,30 @@ class Projections(Module):
         super().__init__(mesh)
         self.adapter, self.path = adapter, path
         self.own_rows: dict[str, tuple[int, int]] = {}
-        self.adapters = nn.ModuleDict()
+        self.adapters, self.quantized = nn.ModuleDict(), nn.ModuleDict()
 
     def projection(self, name: str, out: Dim, into: Dim, std: float, own_rows: tuple[int, int] | None = None) -> None:
         """Register the weight ``name``. ``own_rows``: it is held whole, and this rank uses these rows of it."""
         whole = own_rows is not None
-        self.weight(name, out, into, std=std, whole=whole)
+        if self.adapter is not None and self.adapter.quantizes:
+            self.quantized[name] = Quantized(out, into, whole, self.mesh)
+        else:
+            self.weight(name, out, into, std=std, whole=whole)
         if own_rows is not None:
             self.own_rows[name] = own_rows
         if self.adapter is not None and any(is_target(p, f"{self.path}.{name}") for p in self.adapter.targets):
             self.adapters[name] = LowRank(self.adapter, out, into, whole, self.mesh)
+
+    def merged(self, name: str) -> T:
+        """The weight ``name`` with what its adapter adds, of a model on one device."""
+        weight: T = self._stored(name).dense(torch.float32) if name in self.quantized else getattr(self, name)
+        if name not in self.adapters:
+            return weight
+        adapter = self._adapter(name)
+        weight = weight + adapter.scale * (adapter.b @ adapter.a)
+        if adapter.has_magnitude:
+            weight = weight * (adapter.magnitude / row_norms(weight).to(weight.dtype))[:, None]
+        return weight
 
     def own(self, name: str, values: T) -> T:
         """Of ``values``, whose rows are those of weight ``name``, what this rank uses."""
@@ -88,23 +106,38 @@ class Projections(Module):
 
     def project(self, x: T, *names: str) -> tuple[T, ...]:
         """What the weights ``names`` and their adapters make of ``x``: ``[batch, seq, in]`` to ``[..., out]`` each."""
-        weights = [self.own(name, getattr(self, name)) for name in names]
-        adapters: dict[str, Any] = {name: self.adapters[name] for name in names if name in self.adapters}
-        made = project(x, *weights, *(adapter.a for adapter in adapters.values()))
-        low = dict(zip(adapters, made[len(names) :], strict=True))  # [batch, seq, rank] each
-        return tuple(
-            self._adapt(name, y, low[name], weight) if name in low else y
-            for name, y, weight in zip(names, made, weights, strict=False)
-        )
+        dense = [name for name in names if name not in self.quantized]
+        adapted = [name for name in names if name in self.adapters]
+        weights = [self.own(name, getattr(self, name)) for name in dense]
+        made = project(x, *weights, *(self._adapter(name).a for name in adapted)) if dense or adapted else ()
+        found = dict(zip(dense, made, strict=False))
+        for name in names:
+            if name in self.quantized:
+                found[name] = self._project_quantized(name, x)
+        for name, low in zip(adapted, made[len(dense) :], strict=True):
+            found[name] = self._adapt(name, found[name], low)
+        return tuple(found[name] for name in names)
 
-    def _adapt(self, name: str, y: T, low: T, weight: T) -> T:
-        """``y`` of ``weight`` with what its adapter adds; ``low``: ``[batch, seq, rank]``."""
-        adapter: Any = self.adapters[name]
+    def _project_quantized(self, name: str, x: T) -> T:
+        first, _ = self.own_rows.get(name, (0, 0))
+        y: T = self._stored(name).project(x, lambda values: self.own(name, values), first)
+        return y
+
+    def _adapter(self, name: str) -> Any:
+        return self.adapters[name]
+
+    def _stored(self, name: str) -> Any:
+        return self.quantized[name]
+
+    def _adapt(self, name: str, y: T, low: T) -> T:
+        """``y`` of the weight ``name`` with what its adapter adds; ``low``: ``[batch, seq, rank]``."""
+        adapter = self._adapter(name)
         b = self.own(name, adapter.b)
         y = y + project(low * adapter.scale, b)[0]
         if not adapter.has_magnitude:
             return y
         with torch.no_grad():  # the norm is taken as a constant (DoRA, Liu et al. 2024, section 4.3)
+            weight = self.own(name, getattr(self, name))
             square = row_norms(weight + adapter.scale * (b @ adapter.a)).square()
             norm = total_of_shares(square, adapter.logical["a"].cuts[1], self.mesh).sqrt().to(weight.dtype)
         return y * (self.own(name, adapter.magnitude) / norm)
@@ -120,6 +153,17 @@ def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
     """Whether the parameter ``name`` is trained: with an adapter that alone, and nothing that ``frozen`` matches."""
     is_base = shape.adapter is not None and INFIX not in name
     return not is_base and not any(fnmatchcase(name, pattern) for pattern in frozen)
+
+
+@torch.no_grad()
+def merged_parameters(model: nn.Module) -> dict[str, T]:
+    """The parameters of a model on one device by their names without adapters, which are merged into the weights."""
+    found = {n: p.detach() for n, p in model.named_parameters() if INFIX not in n and QUANTIZED not in n}
+    for path, module in model.named_modules():
+        if isinstance(module, Projections) and module.adapter is not None:
+            names = {*module.quantized, *module.adapters}
+            found |= {f"{path}.{name}": module.merged(name) for name in names}
+    return found
 
 
 def base_of(shape: ModelShape) -> ModelShape:

@@ -21,8 +21,14 @@ class Module(nn.Module):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def weight(self, name: str, *dims: Dim, std: float | None, whole: bool = False) -> Logical:
-        """Register parameter ``name`` with this rank's part of the tensor that ``dims`` describe."""
+    def weight(
+        self, name: str, *dims: Dim, std: float | None, whole: bool = False, dtype: torch.dtype | None = None
+    ) -> Logical:
+        """Register parameter ``name`` with this rank's part of the tensor that ``dims`` describe.
+
+        ``dtype``, where it is not one to compute in: such a parameter cannot learn.
+        """
         self.logical[name] = logical = self.mesh.place.logical(dims, std, whole)
-        self.register_parameter(name, nn.Parameter(torch.empty(logical.local_shape, device="meta")))
+        values = torch.empty(logical.local_shape, device="meta", dtype=dtype)
+        self.register_parameter(name, nn.Parameter(values, requires_grad=values.is_floating_point()))
         return logical

@@ -1,4 +1,4 @@
-"""What parameters begin with that are made of others: of a base model's weights, an adapter's magnitudes."""
+"""What parameters begin with that are made of others: of a base model's weights, magnitudes and four-bit codes."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,7 @@ import torch
 
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
+from weft.models import nf4
 from weft.models.adapters import INFIX, base_of, base_weight, row_norms
 from weft.models.init import initial_values
 from weft.models.transformer import Transformer
@@ -29,6 +30,10 @@ def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
     described = dict(Transformer(base_of(shape), Mesh.single()).logical_parameters())
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
+        if nf4.INFIX in name:
+            path, _, stored = name.rpartition(".")
+            weight = path.replace(nf4.INFIX, ".")
+            return nf4.stored_values(stored, *nf4.reader(base, weight, described[weight]), box)
         if INFIX not in name:
             return base(name, logical, box)
         if not name.endswith(".magnitude"):

@@ -167,8 +167,10 @@ def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
     if shape.adapter is None and not train.freeze:
         return learning * parameter_count(shape, shape.vocab)
     frozen = 2 if train.dtype == "bfloat16" else wide
-    named = Transformer(shape, Mesh.single()).named_parameters()
-    return sum(p.numel() * (learning if learns(name, shape, train.freeze) else frozen) for name, p in named)
+    return sum(
+        p.numel() * (learning if learns(name, shape, train.freeze) else frozen if p.is_floating_point() else 1)
+        for name, p in Transformer(shape, Mesh.single()).named_parameters()
+    )
 
 
 def _check_memory(recipe: Recipe, shape: ModelShape) -> None:

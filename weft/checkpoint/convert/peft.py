@@ -1,0 +1,118 @@
+"""Adapters as PEFT has them: ``adapter_model.safetensors`` and ``adapter_config.json`` in a folder, in and out."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from weft.errors import WeftError
+from weft.layout.dims import Box, Logical
+from weft.layout.mesh import Mesh
+from weft.model_config import read_json
+from weft.models.adapters import INFIX, PROJECTIONS, base_weight, is_target, projections
+from weft.models.hf import hf_name
+from weft.models.transformer import Transformer
+from weft.models.values import Values
+from weft.new_folder import new_folder
+from weft.recipe import Adapter, ModelShape
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+MODULES = {"self_attn": "attention", "mlp": "ffn"}
+PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+#: Settings of PEFT's that change what an adapter computes, and the values with which it is one of ours.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False,), "modules_to_save": (None, []),
+    "rank_pattern": ({},), "alpha_pattern": ({},), "layer_replication": (None,), "trainable_token_indices": (None,),
+    "lora_bias": (False,), "target_parameters": (None, []), "alora_invocation_tokens": (None,), "use_qalora": (False,),
+}  # fmt: skip
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def peft_name(name: str) -> str:
+    """What PEFT calls the parameter ``name`` of an adapter."""
+    module = hf_name(base_weight(name)).removesuffix(".weight")
+    return f"base_model.model.{module}.{PARTS[name.rpartition('.')[2]]}"
+
+
+class PeftAdapter:
+    """An opened folder. ``adapter``: its settings, which target just what it has tensors for; ``base``: of which model
+    it says that it is. Raises :class:`WeftError` if the folder, or something in it, is not what Weft computes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        config = read_json(folder / CONFIG, "give a folder that PEFT has saved an adapter to")
+        for field, known in ONLY.items():
+            if config.get(field, known[0]) not in known:
+                raise WeftError(f"{folder / CONFIG}: {field} = {config[field]!r} is not supported; {known[0]!r} is")
+        self.base: str | None = config.get("base_model_name_or_path")
+        try:
+            with safe_open(folder / TENSORS, "pt") as file:
+                self.sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            self.adapter = Adapter(
+                kind="dora" if config.get("use_dora") else "lora", rank=config["r"], alpha=config["lora_alpha"],
+                rank_stabilised=bool(config.get("use_rslora")), targets=tuple(self._targets()),
+            )  # fmt: skip
+        except (OSError, SafetensorError) as error:
+            raise WeftError(f"{folder / TENSORS} is missing or damaged ({error}); save the adapter again") from None
+        except (KeyError, ValueError) as error:
+            raise WeftError(f"{folder / CONFIG} has no usable {str(error).splitlines()[0]}") from None
+
+    def _targets(self) -> Iterator[str]:
+        """The weights that there are tensors for, each by its path."""
+        ours = {f"{module}.{theirs}": f"{module}.{ours}" for module, names in PROJECTIONS.items()
+                for ours, theirs in names.items()}  # fmt: skip
+        for name in self.sizes:
+            if name.endswith(PARTS["a"]):
+                layer, module, theirs = ["", "", *name.removesuffix("." + PARTS["a"]).split(".")][-3:]
+                known = ours.get(f"{MODULES.get(module)}.{theirs}")
+                if known is None:
+                    raise WeftError(f"{self.folder / TENSORS} adapts {theirs}, which Weft has no adapter for")
+                yield f"blocks.{layer}.{known}"
+
+    def values(self, shape: ModelShape) -> Values:
+        """Of the adapter's parameters in ``shape``; :class:`WeftError` if it is for another model than that."""
+        wanted = {name: logical for name, logical in Transformer(shape, Mesh.single()).logical_parameters()
+                  if INFIX in name}  # fmt: skip
+        named = {peft_name(name): name for name in wanted}
+        for theirs in (*named, *self.sizes):
+            needed = wanted[named[theirs]].shape if theirs in named else None
+            if (found := self.sizes.get(theirs)) != needed:
+                raise WeftError(
+                    f"{self.folder} is an adapter for another model: {theirs} is {found or 'missing'} there, and here "
+                    f"{needed or 'there is no such weight'}; give the model for which it was trained"
+                )
+        file = safe_open(self.folder / TENSORS, "pt")
+
+        def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
+            return file.get_slice(peft_name(name))[tuple(slice(lo, hi) for lo, hi in box)]
+
+        return values
+
+
+def write_adapter(tensors: Mapping[str, torch.Tensor], shape: ModelShape, base: str | None, folder: Path) -> None:
+    """Write the adapter's ``tensors`` (by Weft's names) as PEFT reads them; ``base``: the model that they are for."""
+    adapter = shape.adapter
+    assert adapter is not None
+    paths = [p for p in projections(shape) if any(is_target(t, p) for t in adapter.targets)]
+    short = {p.rpartition(".")[2] for p in paths}
+    if sum(p.rpartition(".")[2] in short for p in projections(shape)) == len(paths):
+        modules = sorted({hf_name(p).split(".")[-2] for p in paths})
+    else:  # not in every layer
+        modules = [hf_name(p).removesuffix(".weight") for p in paths]
+    config: dict[str, Any] = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": modules, "bias": "none", "lora_dropout": 0.0,
+        "use_rslora": adapter.rank_stabilised, "use_dora": adapter.kind == "dora", "fan_in_fan_out": False,
+        "init_lora_weights": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+    }  # fmt: skip
+    found = {peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if INFIX in name}
+    with new_folder(folder) as draft:
+        (draft / TENSORS).write_bytes(save(found, {"format": "pt"}))
+        (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

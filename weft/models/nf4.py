@@ -1,0 +1,151 @@
+"""Frozen weights in four bits: NormalFloat with double quantisation (QLoRA, Dettmers et al. 2023).
+
+64 neighbours share a scale, the largest of their absolute values; 256 such scales are kept as 8-bit steps around their
+mean. All blocks are of the logical weight, stored as rows along the dimension that no axis cuts: whatever cuts the
+others, or the rows of state, then meets whole blocks, and every rank comes to the same values as one device.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from spmd_types import rules
+
+from weft.layout.dims import Box, Dim, Logical
+from weft.layout.layout import CUTS
+from weft.layout.mesh import Mesh
+from weft.models.fused import times
+from weft.models.module import Module
+
+T = torch.Tensor
+
+#: Elements that share a scale, and scales that share a mean and a step.
+BLOCK, SCALES = 64, 256
+#: The values of the 16 codes: quantiles of the normal distribution, zero among them.
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+#: In the names of parameters, what stands between a module and the stored form of its weight.
+INFIX = ".quantized."
+
+#: Gives rows ``lo:hi`` of a weight as :func:`is_turned` says that they are stored.
+Rows = Callable[[int, int], T]
+
+
+def is_turned(out: Dim) -> bool:
+    """Whether a weight ``[out, in]`` is stored as ``[in, out]``, as no axis cuts ``out``."""
+    return out.name not in CUTS
+
+
+@cache
+def _pairs(dtype: torch.dtype, device: torch.device) -> T:
+    """What every byte stands for, the high half first: ``[256, 2]``."""
+    levels = torch.tensor(LEVELS, dtype=dtype, device=device)
+    return torch.cartesian_prod(levels, levels)
+
+
+def quantized_rows(rows: T) -> tuple[T, T]:
+    """Codes ``[rows, width / 2]`` (uint8, two to a byte) and scales ``[rows, width / 64]`` of ``[rows, width]``."""
+    rows = rows.float().contiguous()
+    padded = F.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # [rows, blocks, 64]
+    scales = padded.abs().amax(-1)
+    levels = torch.tensor(LEVELS)
+    nearest = torch.bucketize(padded / scales.clamp(min=1e-38)[..., None], (levels[1:] + levels[:-1]) / 2)
+    codes = F.pad(nearest.flatten(1)[:, : rows.shape[1]], (0, rows.shape[1] % 2)).to(torch.uint8)
+    return codes[:, ::2] << 4 | codes[:, 1::2], scales
+
+
+def quantized_scales(scales: T) -> tuple[T, T]:
+    """8-bit steps ``[n]`` of ``n`` scales, and ``[n / 256, 8]`` bytes: the mean and the step of each 256, float32."""
+    steps, about = [scales.new_empty(0, dtype=torch.uint8)], [scales.new_empty(0, 2)]
+    whole = len(scales) // SCALES * SCALES
+    for blocks in filter(torch.numel, (scales[:whole].view(-1, SCALES), scales[None, whole:])):
+        mean = blocks.double().mean(1, keepdim=True).float()
+        step = (blocks - mean).abs().amax(1, keepdim=True) / 127
+        steps.append(((blocks - mean) / step.clamp(min=1e-38)).round_().add_(128).to(torch.uint8).flatten())
+        about.append(torch.cat((mean, step), dim=1))
+    return torch.cat(steps), torch.cat(about).view(torch.uint8)
+
+
+def dequantized(codes: T, scales: T, about: T, first: int, width: int, dtype: torch.dtype) -> T:
+    """The rows from ``first`` on of a quantised weight, ``[rows, width]``; ``about``: of the whole weight."""
+    wide = torch.promote_types(dtype, torch.float32)
+    mean, step = about.view(torch.float32).unbind(1)
+    number = torch.arange(scales.numel(), device=scales.device).add_(first * scales.shape[1]) // SCALES
+    largest = (mean[number] + step[number] * (scales.flatten().float() - 128)).clamp_(min=0).view(scales.shape)
+    values = F.embedding(codes.int(), _pairs(wide, codes.device)).flatten(1)[:, :width]
+    return values.mul_(largest.to(wide).repeat_interleave(BLOCK, dim=1)[:, :width]).to(dtype)
+
+
+class Quantized(Module):
+    """The stored form of a frozen weight ``[out, into]``: ``codes``, ``scales`` and what is common to 256 scales."""
+
+    def __init__(self, out: Dim, into: Dim, whole: bool, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.turned = is_turned(out)
+        rows, along = (into, out) if self.turned else (out, into)
+        self.width, blocks = along.size, Dim("blocks", -(-along.size // BLOCK))
+        common = Dim("scale_blocks", -(-rows.size * blocks.count // SCALES))
+        self.weight("codes", rows, Dim("pairs", -(-along.size // 2)), std=0, whole=whole, dtype=torch.uint8)
+        self.weight("scales", rows, blocks, std=0, whole=whole, dtype=torch.uint8)
+        self.weight("about", common, Dim("mean_and_step", 8), std=0, dtype=torch.uint8)
+        self.first = self.logical["codes"].box[0][0]
+
+    def dense(self, dtype: torch.dtype) -> T:
+        """The weight ``[out, in]``, as far as it is held."""
+        rows = dequantized(self.codes, self.scales, self.about, self.first, self.width, dtype)
+        return rows.t() if self.turned else rows
+
+    def project(self, x: T, own: Callable[[T], T], first: int) -> T:
+        """``x`` times the weight; ``own`` takes this rank's rows of what is held, from the ``first``."""
+        stored = (own(self.codes), own(self.scales), self.about)
+
+        def dense(codes: T, scales: T, about: T) -> T:
+            rows = dequantized(codes, scales, about, self.first + first, self.width, x.dtype)
+            return rows.t() if self.turned else rows
+
+        return _QuantizedProject.apply(x, dense, *stored)
+
+
+class _QuantizedProject(torch.autograd.Function):
+    """The product with a weight that exists while it is computed, forward and backward."""
+
+    @staticmethod
+    def spmd_typecheck(*, x, dense, codes, scales, about):  # type: ignore[no-untyped-def]
+        return rules.einsum("bsi,oi,ob,cd->bso", x, codes, scales, about)
+
+    @staticmethod
+    def forward(ctx, x, dense, codes, scales, about):  # type: ignore[no-untyped-def]
+        ctx.dense = dense
+        ctx.save_for_backward(codes, scales, about)
+        return times(x.flatten(0, 1), dense(codes, scales, about)).unflatten(0, x.shape[:2])
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        weight = ctx.dense(*ctx.saved_tensors)
+        return times(grad.flatten(0, 1), weight.t()).unflatten(0, grad.shape[:2]), None, None, None, None
+
+
+def stored_values(part: str, read: Rows, rows: int, width: int, box: Box) -> T:
+    """Rows of ``codes``, ``scales`` or ``about`` (the ``part``) of a weight of ``rows`` that ``read`` gives."""
+    lo, hi = box[0]
+    if part == "codes":
+        return quantized_rows(read(lo, hi))[0]
+    blocks = -(-width // BLOCK)  # scales of a row
+    first, last = (lo * blocks // SCALES, -(-hi * blocks // SCALES)) if part == "scales" else (lo, hi)
+    begin, end = first * SCALES, min(last * SCALES, rows * blocks)  # the scales of whole blocks of these
+    near = quantized_rows(read(begin // blocks, -(-end // blocks)))[1].flatten()
+    at = begin // blocks * blocks
+    steps, about = quantized_scales(near[begin - at : end - at])
+    return about if part == "about" else steps[lo * blocks - begin : hi * blocks - begin].view(hi - lo, blocks)
+
+
+def reader(values: Callable[[str, Logical, Box], T], name: str, logical: Logical) -> tuple[Rows, int, int]:
+    """Rows of the weight ``name`` as they are stored, how many there are, and how wide."""
+    out, into = logical.shape
+    if not is_turned(logical.dims[0]):
+        return (lambda lo, hi: values(name, logical, ((lo, hi), (0, into)))), out, into
+    return (lambda lo, hi: values(name, logical, ((0, out), (lo, hi))).t()), into, out

@@ -1,0 +1,30 @@
+"""A folder that appears when it is complete, or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weft.errors import WeftError
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A draft to write into, which becomes ``folder`` at the end. Raises :class:`WeftError` if that cannot be made."""
+    folder = folder.absolute()
+    if folder.is_dir() and any(folder.iterdir()):
+        raise WeftError(f"{folder} exists already; choose another folder")
+    draft = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        for file in draft.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        draft.rename(folder)
+    except OSError as error:
+        raise WeftError(f"cannot write {folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
