@@ -45,7 +45,7 @@ def recipe(corpus: str, **change: Any) -> Recipe:
         "train": {"batch": 5, "dtype": "float64", "loss_chunk": 7, "steps": 6},
         "optimizer": {"lr": 3e-4, "warmup": 2},
         "validation": {"every": 0},
-        "observe": {"split_every": 0, "tensorboard": False},
+        "observe": {"split_every": 0, "trackers": []},
     }
     for key, value in change.items():
         section, _, name = key.partition("__")

@@ -97,7 +97,7 @@ def small(folder: Path, layout: str, *more: str) -> list[str]:
         "model.layers=4", "model.embed=16", "model.heads=4", "model.kv_heads=2", "model.head_dim=4", "model.ffn=21",
         "data.seq_len=16", f"data.sources=[{{kind='jsonl',path='{write_corpus(folder)}'}}]", "data.tokenizer='bytes'",
         f"data.cache='{folder}/cache'", "train.batch=8", "train.micro_batch=1", "observe.split_every=0",
-        "observe.tensorboard=false", "validation.every=0", "generate.tokens=1", f"train.timeout={TIMEOUT}", *more,
+        "observe.trackers=[]", "validation.every=0", "generate.tokens=1", f"train.timeout={TIMEOUT}", *more,
     )  # fmt: skip
     command = [sys.executable, "-m", "weft", "train", str(ROOT / "recipes/quickstart.toml"), "--layout", layout]
     return [*command, "--out", str(folder / "run"), *(word for value in values for word in ("--set", value))]

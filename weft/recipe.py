@@ -304,8 +304,10 @@ class Checkpoint(Level):
 
 
 class Observe(Section):
+    """``trackers``: who gets the records: ``tensorboard``, ``wandb``, ``mlflow``, or a plugin's ``module:function``."""
+
     every: PositiveInt = 1
-    tensorboard: bool = True
+    trackers: tuple[str, ...] = ("tensorboard",)
     split_every: int = Field(25, ge=0, description="steps between profiled steps for the time split; 0 turns it off")
     trace: int = Field(0, ge=0, description="number of steps to write as a Chrome/Perfetto trace")
 

@@ -73,7 +73,7 @@ def damage(folder: Path, at: int = -1) -> str:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Six checkpoints with validation losses; the lowest after step 2."""
-    metrics = Metrics(tmp_path / "run", tensorboard=False)
+    metrics = Metrics(tmp_path / "run")
     for step, loss in enumerate([5.0, 1.0, 3.0, float("nan"), 2.0, 4.0], 1):
         save(tmp_path / f"run/checkpoints/step-{step:06d}", values(step), step)
         metrics.log("validation", step, loss=loss)

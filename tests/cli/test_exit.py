@@ -29,7 +29,7 @@ def small(folder: Path) -> list[str]:
         "model.layers=2", "model.embed=16", "model.heads=4", "model.kv_heads=2", "model.head_dim=4", "model.ffn=21",
         "data.seq_len=16", f"data.sources=[{{kind='jsonl',path='{write_corpus(folder)}'}}]", "data.tokenizer='bytes'",
         f"data.cache='{folder}/cache'", "train.batch=2", "train.steps=2", "observe.split_every=0",
-        "observe.tensorboard=false", "validation.every=0", "generate.tokens=1",
+        "observe.trackers=[]", "validation.every=0", "generate.tokens=1",
     )  # fmt: skip
     recipe = [str(ROOT / "recipes/quickstart.toml"), "--layout", "shard=2"]
     return recipe + [word for value in values for word in ("--set", value)]

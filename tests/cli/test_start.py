@@ -105,7 +105,7 @@ def test_a_read_only_disk_and_a_full_one(tiny: str, tmp_path: Path) -> None:
         assert done.returncode == 1 and re.search(r"disk/run: Read-only file system; .*--out", done.stderr), done.stderr
         assert done.stderr.count("\n") == 1
     with file_system(tmp_path / "disk", "size=900k"):
-        more = ["--set", "train.steps=12", "--set", "checkpoint.every=2", "--set", "observe.tensorboard=false"]
+        more = ["--set", "train.steps=12", "--set", "checkpoint.every=2", "--set", "observe.trackers=[]"]
         done = weft("train", tiny, "--layout", "shard=2", "--out", "disk/run", *more)
         said = done.stdout + done.stderr
         assert "was not saved: cannot" in said and "No space left on device" in said, said

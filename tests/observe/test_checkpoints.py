@@ -186,7 +186,7 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("ranks", [1, 8, 512])
 def test_browser_draws_it(tmp_path: Path, ranks: int) -> None:
     run = fake_run(tmp_path / "run", steps=20, resume_at=None)
-    metrics = Metrics(run, tensorboard=False)
+    metrics = Metrics(run)
     for kind, rows in (("saved", saved(ranks, slow=3)), ("loaded", loaded(ranks))):
         for row in rows:
             metrics.log(kind, **row)

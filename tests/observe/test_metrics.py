@@ -5,20 +5,21 @@ from __future__ import annotations
 import builtins
 import errno
 import json
-import logging
 import math
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.observe.metrics import FILE, Metrics, read_metrics
+from weft.observe.trackers import check_trackers
 
 
 def test_records_come_back(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "run", tensorboard=False)
+    metrics = Metrics(tmp_path / "run")
     metrics.log("run", 0, recipe={"name": "x"}, layout="tp=2")
     metrics.log("train", 1, loss=2.5, lr=math.nan, nested={"inf": [math.inf]})
     # Readable while the run still has the file open.
@@ -34,7 +35,7 @@ def test_records_come_back(tmp_path: Path) -> None:
 
 def test_resume_supersedes_what_came_after(tmp_path: Path) -> None:
     for begin, end, loss in ((0, 7, 1.0), (4, 6, 2.0)):
-        metrics = Metrics(tmp_path, tensorboard=False)
+        metrics = Metrics(tmp_path, ["tensorboard"])
         metrics.log("run", begin)
         metrics.log("event", begin, message="a")
         metrics.log("event", begin, message="b")
@@ -48,14 +49,14 @@ def test_resume_supersedes_what_came_after(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", ['{"kind": "tra', '{"kind": "train", "step": 3, "loss": 1.0}'])
 def test_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
-    with_two = Metrics(tmp_path, tensorboard=False)
+    with_two = Metrics(tmp_path)
     with_two.log("train", 1, loss=1.0)
     with_two.log("train", 2, loss=1.0)
     with_two.close()
     with (tmp_path / FILE).open("a") as file:
         file.write(torn)
     assert [r["step"] for r in read_metrics(tmp_path)["train"]] == [1, 2]
-    again = Metrics(tmp_path, tensorboard=False)
+    again = Metrics(tmp_path)
     again.log("train", 3, loss=0.5)
     again.close()
     assert [r["loss"] for r in read_metrics(tmp_path)["train"]] == [1.0, 1.0, 0.5]
@@ -78,7 +79,7 @@ def test_tensorboard_forgets_what_a_resume_supersedes(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for begin, end, loss in ((0, 7, 1.0), (4, 6, 2.0)):
-        metrics = Metrics(tmp_path)
+        metrics = Metrics(tmp_path, ["tensorboard"])
         metrics.log("run", begin, layout="tp=2", recipe={"name": "x"})
         for step in range(begin + 1, end + 1):
             metrics.log("train", step, loss=loss, mfu=None)
@@ -90,26 +91,79 @@ def test_tensorboard_forgets_what_a_resume_supersedes(tmp_path: Path) -> None:
     ]
 
 
-def test_missing_tensorboard_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    real = builtins.__import__
+def test_a_tracker_that_is_missing_or_fails_is_told_once(tmp_path: Path) -> None:
+    real, heard = builtins.__import__, list[str]()
 
     def without(name: str, *args: object, **kwargs: object) -> object:
         if "tensorboard" in name:
             raise ImportError(name)
         return real(name, *args, **kwargs)  # type: ignore[arg-type]
 
-    metrics = Metrics(tmp_path)
-    with mock.patch("builtins.__import__", without), caplog.at_level(logging.WARNING):
-        metrics.log("train", 1, loss=1.0)
-        metrics.log("train", 2, loss=1.0)
+    with mock.patch("builtins.__import__", without):
+        metrics = Metrics(tmp_path, ["tensorboard", "tests.observe.test_metrics:Failing"], warn=heard.append)
+    metrics.log("train", 1, loss=1.0)
+    metrics.log("train", 2, loss=1.0)
     metrics.close()
-    assert len(caplog.records) == 1 and len(read_metrics(tmp_path)["train"]) == 2
+    assert len(heard) == 2 and "install the package 'tensorboard'" in heard[0] and "ValueError: no" in heard[1]
+    assert len(read_metrics(tmp_path)["train"]) == 2
+
+
+class Failing:
+    """A tracker that takes nothing."""
+
+    def __init__(self, run: Path) -> None:
+        pass
+
+    def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        raise ValueError("no")
+
+    def close(self) -> None:
+        raise AssertionError("a tracker that has failed is not heard of again")
+
+
+def test_a_tracker_that_nobody_knows_is_refused() -> None:
+    for name, said in (
+        ("wandbb", "did you mean 'wandb'"), ("no.such:thing", "PYTHONPATH"), ("json:thing", "has no 'thing'"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=said):
+            check_trackers([name])
+
+
+def resumed_run(tmp_path: Path, tracker: str) -> None:
+    for begin, end in ((0, 4), (2, 5)):
+        metrics = Metrics(tmp_path / "run", [tracker], warn=pytest.fail)
+        metrics.log("run", begin, layout="tp=2", recipe={"name": "x"})
+        for step in range(begin + 1, end + 1):
+            metrics.log("train", step, loss=float(step), mfu=None)
+        metrics.log("saved", end, rank=0)
+        metrics.close()
+
+
+def test_mlflow_goes_on_with_the_same_run(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    resumed_run(tmp_path, "mlflow")
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "run" / "mlruns").as_uri())
+    runs = client.search_runs([client.get_experiment_by_name("weft").experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED"] and runs[0].data.tags["run.layout"] == "tp=2"
+    seen = client.get_metric_history(runs[0].info.run_id, "train/loss")
+    assert [(m.step, m.value) for m in seen] == [(s, float(s)) for s in (1, 2, 3, 4, 3, 4, 5)]
+
+
+@pytest.mark.slow
+def test_wandb_offline_takes_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    resumed_run(tmp_path, "wandb")
+    found = list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    ids = {path.stem.removeprefix("run-") for path in found}
+    assert len(found) == 2 and len(ids) == 1
+    assert all(b"train/loss" in path.read_bytes() for path in found)
 
 
 def test_a_full_disk_is_told_once_and_costs_no_record(tmp_path: Path) -> None:
     """Records that cannot be written, wholly or at all, wait for better times; the run goes on."""
     heard: list[str] = []
-    metrics = Metrics(tmp_path, tensorboard=False, warn=heard.append)
+    metrics = Metrics(tmp_path, warn=heard.append)
     metrics.log("train", 1, loss=1.0)
     real = metrics._file
 
@@ -137,12 +191,13 @@ def test_a_full_disk_is_told_once_and_costs_no_record(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_events_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
-    metrics = Metrics(tmp_path, warn=heard.append)
+    metrics = Metrics(tmp_path, ["tensorboard"], warn=heard.append)
     metrics.log("train", 1, loss=1.0)
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    monkeypatch.setattr(metrics._events, "add_scalar", full)
+    monkeypatch.setattr(metrics._trackers["tensorboard"]._writer, "add_scalar", full)  # type: ignore[attr-defined]
     for step in (2, 3):
         metrics.log("train", step, loss=1.0)
     metrics.close()
-    assert heard == [f"no more TensorBoard events in {tmp_path}: No space left on device; the run goes on"]
+    assert len(heard) == 1 and heard[0].startswith("no more records go to tensorboard (OSError: ")
+    assert "No space left on device" in heard[0]
     assert full.call_count == 1 and [r["step"] for r in read_metrics(tmp_path)["train"]] == [1, 2, 3]

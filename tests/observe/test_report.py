@@ -38,7 +38,7 @@ def fake_run(
     attempts = [(0, steps)] if resume_at is None else [(0, min(steps, resume_at + 17)), (resume_at, steps)]
     for begin, end in attempts:
         with mock.patch("weft.observe.metrics.time.time", lambda: clock[0]):
-            metrics = Metrics(run, tensorboard=False)
+            metrics = Metrics(run)
             metrics.log("run", begin, **head)
             if begin:
                 metrics.log("event", begin, message=f"resumed from checkpoint step-{begin}")
@@ -137,7 +137,7 @@ def test_no_run_is_one_line(tmp_path: Path) -> None:
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    Metrics(run, tensorboard=False).log("run", 0)
+    Metrics(run).log("run", 0)
     assert write_report(run).is_file()
     assert charts([Run("run", read_metrics(run))]) == [] and tiles(read_metrics(run)) == []
 

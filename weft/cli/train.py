@@ -96,7 +96,7 @@ def _conclude(recipe: "Recipe", outcome: "Outcome") -> None:
         from weft.cli.generate import say_sample
 
         sample = say_sample(outcome.checkpoint, recipe.generate)
-        metrics = Metrics(outcome.run, tensorboard=False)
+        metrics = Metrics(outcome.run)
         metrics.log("sample", outcome.progress.step, prompt=recipe.generate.prompt, text=sample)
         metrics.close()
     say(f"checkpoint  {outcome.checkpoint}\nreport      {write_report(outcome.run)}")

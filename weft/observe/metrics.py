@@ -1,16 +1,16 @@
-"""The record of a run: ``metrics.jsonl`` in its folder, and the same numbers as TensorBoard events."""
+"""The record of a run: ``metrics.jsonl`` in its folder, and the same numbers for trackers."""
 
 import errno
 import json
-import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
+from weft.observe.trackers import Tracker, make_tracker
 
 FILE = "metrics.jsonl"
 
@@ -31,6 +31,8 @@ MANY = ("saved", "loaded")
 class Metrics:
     """Appends records to ``run/metrics.jsonl``, one flushed line each; with ``run = None`` (other ranks) does nothing.
 
+    ``trackers``: who gets the records besides, see :mod:`weft.observe.trackers`.
+
     Opening an existing file continues it, without the line that a crash may have torn. A ``run`` record at step s
     supersedes what was recorded for steps after s. NaN and infinity are written as ``null``.
 
@@ -38,11 +40,10 @@ class Metrics:
     :data:`KEPT` bytes, and written with the next record that can be.
     """
 
-    def __init__(self, run: Path | None, tensorboard: bool = True, warn: Callable[[str], None] = print) -> None:
+    def __init__(self, run: Path | None, trackers: Sequence[str] = (), warn: Callable[[str], None] = print) -> None:
         self._run, self.warn = run, warn
         self._unwritten = b""
-        self._tensorboard = tensorboard and run is not None
-        self._events: Any = None
+        self._trackers: dict[str, Tracker] = {}
         if run is not None:
             try:
                 run.mkdir(parents=True, exist_ok=True)
@@ -52,6 +53,13 @@ class Metrics:
                 self._file.truncate(self._end)
             except OSError as error:
                 raise WeftError(f"cannot write {run / FILE}: {error.strerror or error}") from None
+            for name in trackers:
+                try:
+                    self._trackers[name] = make_tracker(name, run)
+                except UsageError:
+                    raise
+                except Exception as error:
+                    self._without(name, error)
 
     def log(self, kind: str, step: int, **values: Any) -> None:
         """Record ``values`` of ``kind`` after ``step`` finished steps."""
@@ -60,11 +68,8 @@ class Metrics:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
         finite = json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)
         self._append(json.dumps(finite).encode() + b"\n")
-        if self._tensorboard and kind not in MANY:  # TensorBoard would draw one line through all ranks
-            try:
-                self._log_events(kind, step, values)
-            except OSError as error:
-                self._give_up_events(error)
+        if kind not in MANY:  # trackers would draw one line through all ranks
+            self._track(kind, step, values)
 
     def _append(self, line: bytes) -> None:
         waiting = self._unwritten + line
@@ -79,9 +84,17 @@ class Metrics:
                 self.warn(f"cannot write {self._run / FILE}: {error.strerror or error}; the run goes on")  # type: ignore[operator]
             self._unwritten = waiting if len(waiting) <= KEPT else self._unwritten
 
-    def _give_up_events(self, error: OSError) -> None:
-        self._tensorboard = False
-        self.warn(f"no more TensorBoard events in {self._run}: {error.strerror or error}; the run goes on")
+    def _track(self, kind: str, step: int, values: Record) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.record(kind, step, values)
+            except Exception as error:  # whatever a tracker's package raises, the run goes on
+                del self._trackers[name]
+                self._without(name, error)
+
+    def _without(self, name: str, error: Exception) -> None:
+        hint = f"install the package {name!r}" if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        self.warn(f"no more records go to {name} ({hint}); the run goes on")
 
     def close(self) -> None:
         """Flush and close both files."""
@@ -89,27 +102,11 @@ class Metrics:
             if self._unwritten:
                 self._append(b"")
             self._file.close()
-        if self._events is not None:
+        for name, tracker in self._trackers.items():
             try:
-                self._events.close()
-            except OSError as error:
-                self._give_up_events(error)
-
-    def _log_events(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        if self._events is None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                self._tensorboard = False
-                logging.getLogger("weft").warning("no TensorBoard events: install the package 'tensorboard'")
-                return
-            # What a crashed attempt wrote after this step disappears from TensorBoard too.
-            self._events = SummaryWriter(str(self._run), purge_step=step + 1 if kind == "run" and step else None)
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self._events.add_scalar(f"{kind}/{name}", value, step)
-            else:
-                self._events.add_text(f"{kind}/{name}", f"```\n{json.dumps(value, indent=2, default=str)}\n```", step)
+                tracker.close()
+            except Exception as error:
+                self._without(name, error)
 
 
 @dataclass(frozen=True)

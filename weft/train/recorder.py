@@ -57,7 +57,7 @@ class Recorder:
         with ExitStack() as stack:
             stack.enter_context(self._display)
             folder = self._folder if self._mesh.is_main else None
-            self._metrics = Metrics(folder, observe.tensorboard, self._display.note)
+            self._metrics = Metrics(folder, observe.trackers, self._display.note)
             stack.callback(self._metrics.close)
             self.log("run", **self._about, **(environment() if self._mesh.is_main else {}))
             self._traced = stack.enter_context(trace(path, observe.trace))

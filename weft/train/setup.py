@@ -20,6 +20,7 @@ from weft.models.adapters import PROJECTIONS, is_target, learns, projections
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.observe.flops import parameter_count
+from weft.observe.trackers import check_trackers
 from weft.parallel.build import check_fits, parallelize
 from weft.parallel.state import State
 from weft.recipe import ModelShape, Recipe, Train
@@ -69,6 +70,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
     shape = shape.model_copy(update={"vocab": shape.vocab or vocab})
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer)
     _check_memory(recipe, shape)
+    check_trackers(recipe.observe.trackers)
     return Job(recipe, shape, corpus, _tokenizer_notes(recipe, corpus.tokenizer))
 
 
