@@ -64,8 +64,8 @@ class WandB:
         import wandb
 
         self._tracked = wandb.init(
-            project="weft", name=run.name, dir=str(run), id=remembered(run, "wandb", lambda: token_hex(4)), resume="allow",
-            settings=wandb.Settings(silent=True),
+            project="weft", name=run.name, dir=str(run), id=remembered(run, "wandb", lambda: token_hex(4)),
+            resume="allow", settings=wandb.Settings(silent=True),
         )  # fmt: skip
         # A run that is resumed comes by some steps again, which its own count of steps would not take.
         self._tracked.define_metric("step")
