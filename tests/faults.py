@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.layout.boundary import R, V, own_number, share_of_sum, sum_over
+from weft.layout.boundary import P, R, V, gradient_types, own_number, share_of_sum, sum_over
 from weft.train.step import sum_over_axis
 
 
@@ -14,7 +14,7 @@ def dropped_all_reduce(axis, grads, state, mesh):
 def counted_twice(axis, grads, state, mesh):
     """Gradients that are already equal on all tensor-parallel ranks are summed over them once more."""
     grads = sum_over_axis(axis, grads, state, mesh)
-    twice = (h.name for h in state.held if not h.logical.cut_by(axis))
+    twice = (h.name for h in state.held if gradient_types(h.logical)[axis] is P)
     return grads | {name: sum_over(axis, grads[name], mesh) for name in twice}
 
 
@@ -27,7 +27,7 @@ def mean_per_rank(model, batch, total, mesh):
 
 #: Fault, the function of weft.train.step it replaces, and the line of code that the type checker must name.
 FAULTS = {
-    "dropped_all_reduce": (dropped_all_reduce, "sum_over_axis", "declare(g, mesh, **dict(types))"),
+    "dropped_all_reduce": (dropped_all_reduce, "sum_over_axis", "declare(grads[h.name], mesh, **state_types(h.logical))"),
     "counted_twice": (counted_twice, "sum_over_axis", "sum_over(axis, grads[name], mesh)"),
     "mean_per_rank": (mean_per_rank, "pass_loss", "return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / mine"),
 }

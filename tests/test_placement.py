@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from weft.layout.boundary import I, P, R, V, gradient_types, parameter_types, state_types
 from weft.layout.dims import Box, Dim
 from weft.layout.layout import CUTS, DATA_AXES, MODEL_AXES, Layout
-from weft.layout.placement import Place, Placement, summed_axes
+from weft.layout.placement import Place, Placement
 
 NAMES = (*CUTS, "embed", "head_dim")
 SIZES = st.sampled_from([1, 1, 2, 3, 4])
@@ -66,13 +66,14 @@ def test_boxes_tile_and_counts_follow(layout: Layout, of: list[Dim], whole: bool
             fill(norm, placement.box)
         # One rank writes and counts: the first along every axis over which the same is held.
         same = [axis for axis, kind in state_types(logical).items() if kind is I]
-        first = all(place.rank(axis) == 0 for axis in same) and placement.copy == 0
+        first = all(place.rank(axis) == 0 for axis in same) and place.rank("pp") == stages[0]
         if not logical.cut_by("ep"):
             assert placement.counted is first
         part = place.logical(of, 1.0, whole).box
-        if all(hi > lo for lo, hi in part):
+        if all(hi > lo for lo, hi in part) and not logical.cut_by("ep"):
             sharing = sum(other.logical(of, 1.0, whole).box == part for other, _ in held)
-            assert placement.summands == sharing, "the gradient is a sum over all that compute with this part"
+            pending = [axis for axis, kind in gradient_types(logical).items() if kind is P]
+            assert layout.size(*pending) * len(stages) == sharing, "its gradient is the sum of all that compute with it"
     assert (norm == 1).all()
     replicas = {placement.replicas for _, placement in held}
     assert len(replicas) == 1 and set(copies) == set(range(replicas.pop()))
@@ -80,14 +81,14 @@ def test_boxes_tile_and_counts_follow(layout: Layout, of: list[Dim], whole: bool
 
 
 @given(layout=layouts(), of=dims(), whole=st.booleans())
-def test_types_and_sums_say_the_same(layout: Layout, of: list[Dim], whole: bool) -> None:
+def test_types_say_which_sums_are_pending(layout: Layout, of: list[Dim], whole: bool) -> None:
     logical = Place.of(layout, 0).logical(of, 1.0, whole)
-    pending = {axis for axis, kind in gradient_types(logical).items() if kind is P and layout.size(axis) > 1}
-    assert pending == set(summed_axes(logical, layout))
+    pending = {axis for axis, kind in gradient_types(logical).items() if kind is P}
     for axis in MODEL_AXES:
+        assert (axis in pending) is not logical.cut_by(axis)
         assert (parameter_types(logical)[axis] is R) is not logical.cut_by(axis)
         assert (state_types(logical)[axis] is V) is logical.cut_by(axis)
-    assert all(axis in pending for axis in DATA_AXES if layout.size(axis) > 1)
+    assert pending.issuperset(DATA_AXES)
     cut = [axis for axes in logical.cuts for axis in axes]
     assert len(cut) == len(set(cut)), "no axis cuts a parameter twice"
 

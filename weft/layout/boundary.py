@@ -94,6 +94,11 @@ def total_of_shares(x: torch.Tensor, axes: Iterable[str], mesh: Mesh) -> torch.T
 OWN: dict[str, Kind] = dict.fromkeys(LIVE_AXES, V)
 BY_DATA: dict[str, Kind] = {axis: V if axis in DATA_AXES else R for axis in LIVE_AXES}
 SAME: dict[str, Kind] = dict.fromkeys(LIVE_AXES, R)
+#: Each rank has a share of a sum that is still to be made.
+SHARE: dict[str, Kind] = dict.fromkeys(LIVE_AXES, P)
+
+#: In here the types of tensors are neither checked nor derived.
+untyped = spmd.no_typecheck
 
 
 def _types(logical: Logical, data: dict[str, Kind], uncut: Kind) -> dict[str, Kind]:
@@ -107,7 +112,7 @@ def parameter_types(logical: Logical) -> dict[str, Kind]:
 
 
 def gradient_types(logical: Logical) -> dict[str, Kind]:
-    """The type of a full parameter's gradient after backward, with every sum pending."""
+    """The type of a full parameter's gradient after backward: a partial sum over every axis that does not cut it."""
     return _types(logical, dict.fromkeys(DATA_AXES, P), P)
 
 
@@ -118,7 +123,7 @@ def state_types(logical: Logical) -> dict[str, Kind]:
 
 def own_number(value: float, mesh: Mesh, **types: Kind) -> torch.Tensor:
     """A float64 scalar from a number that this rank alone knows, of the given type per axis."""
-    with spmd.no_typecheck():
+    with untyped():
         x = torch.tensor(value, dtype=torch.float64, device=mesh.device)
     return declare(x, mesh, **types)
 

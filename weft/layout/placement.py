@@ -12,26 +12,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.layout.dims import Box, Dim, Logical, ceil_part, part
-from weft.layout.layout import AXES, CUTS, DATA_AXES, MODEL_AXES, Layout
+from weft.layout.layout import AXES, CUTS, MODEL_AXES, Layout
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What a rank holds of a parameter's state, and which of the ``replicas`` ranks it is that hold the same.
-
-    ``copy`` says which of the stages that compute with the parameter the rank's is; it counts in ``replica`` as well.
-    ``summands``: so many ranks compute a part of the gradient of what this rank computes with; it is their sum.
-    """
+    """What a rank holds of a parameter's state, and which of the ``replicas`` ranks it is that hold the same."""
 
     box: Box
     replica: int
     replicas: int
-    copy: int = 0
-    summands: int = 1
 
     @property
     def counted(self) -> bool:
-        """Of all that hold these elements, one counts them in sums over the ranks."""
+        """Of all ranks that hold these elements, the first counts them in the norm of the gradients."""
         return self.replica == 0
 
 
@@ -100,7 +94,7 @@ class Place:
         replicas *= len(stages) * layout.size(*uncut)
         # Islands hold a model each; that of the first is what is saved and counted.
         replica += self.rank("island") * replicas
-        return Placement(box, replica, layout.island * replicas, copy, summands=holders * replicas)
+        return Placement(box, replica, layout.island * replicas)
 
 
 def rank_table(layout: Layout) -> np.ndarray:
@@ -124,9 +118,3 @@ def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[
         cuts.append(tuple(axis for axis in axes if layout.size(axis) > 1 and axis not in taken))
         taken.update(cuts[-1])
     return tuple(cuts)
-
-
-def summed_axes(logical: Logical, layout: Layout) -> tuple[str, ...]:
-    """The axes larger than one over which a parameter's gradient is a sum, besides copies on other stages."""
-    data = tuple(axis for axis in DATA_AXES if layout.size(axis) > 1)
-    return data + tuple(axis for axis in MODEL_AXES if layout.size(axis) > 1 and not logical.cut_by(axis))

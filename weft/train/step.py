@@ -17,15 +17,18 @@ from weft.layout.boundary import (
     BY_DATA,
     OWN,
     SAME,
+    SHARE,
     I,
-    Kind,
+    P,
     V,
     declare,
+    gradient_types,
     own_number,
     share_of_sum,
     state_types,
     step_sum,
     sum_over,
+    untyped,
 )
 from weft.layout.layout import DATA_AXES, MODEL_AXES
 from weft.layout.mesh import Mesh
@@ -108,11 +111,11 @@ def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def sum_over_axis(axis: str, grads: dict[str, torch.Tensor], state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Sum, in one call, the gradients of what ranks along ``axis`` do not cut (over ``tp`` norms, for example).
+    """Make, in one call, the sums over ``axis`` that are pending: of what it does not cut (over ``tp`` norms, say).
 
-    Each of them has computed a part of these from its share of the work.
+    Each of its ranks has computed a part of these gradients from its share of the work.
     """
-    names = [h.name for h in state.learning if not h.logical.cut_by(axis)]
+    names = [h.name for h in state.learning if gradient_types(h.logical)[axis] is P]
     if mesh.size(axis) == 1 or not names:
         return grads
     return grads | in_one(names, grads, mesh.device, lambda flat: sum_over(axis, flat, mesh))
@@ -147,16 +150,13 @@ def in_one(
 
 @torch.no_grad()
 def square_norm(grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh) -> torch.Tensor:
-    """This rank's share of the squared global gradient norm. Every element of the model counts once in the step."""
-    alike: dict[tuple[tuple[str, Kind], ...], list[torch.Tensor]] = {}
+    """This rank's share of the squared global gradient norm. Every element of the model counts on one rank."""
     for h in state.learning:
-        if h.placement.copy == 0 and grads[h.name].numel():
-            alike.setdefault(tuple(state_types(h.logical).items()), []).append(grads[h.name])
-    shares = []
-    for types, tensors in alike.items():
-        norm = torch.nn.utils.get_total_norm([declare(g, mesh, **dict(types)) for g in tensors])
-        shares.append(share_of_sum(moved(norm.double().square(), mesh.device), mesh, **dict(types)))
-    return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=mesh.device)
+        declare(grads[h.name], mesh, **state_types(h.logical))
+    with untyped():  # that each counts once follows from the placements, not from types
+        norm = torch.nn.utils.get_total_norm([grads[h.name] for h in state.learning if h.placement.counted])
+        square = moved(norm.double().square(), mesh.device)
+    return declare(square, mesh, **SHARE)
 
 
 def gradients(
