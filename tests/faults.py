@@ -25,9 +25,11 @@ def mean_per_rank(model, batch, total, mesh):
     return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / mine
 
 
+DECLARED = "declare(grads[h.name], mesh, **state_types(h.logical))"
+
 #: Fault, the function of weft.train.step it replaces, and the line of code that the type checker must name.
 FAULTS = {
-    "dropped_all_reduce": (dropped_all_reduce, "sum_over_axis", "declare(grads[h.name], mesh, **state_types(h.logical))"),
+    "dropped_all_reduce": (dropped_all_reduce, "sum_over_axis", DECLARED),
     "counted_twice": (counted_twice, "sum_over_axis", "sum_over(axis, grads[name], mesh)"),
     "mean_per_rank": (mean_per_rank, "pass_loss", "return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / mine"),
 }

@@ -8,6 +8,8 @@ import pytest
 
 from tests.conftest import Command
 from weft.layout.conflicts import RULES, Conflict
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
 from weft.parallel.build import check_fits
 from weft.recipe import load_recipe
 from weft.train.verify import check_types
@@ -69,6 +71,13 @@ def test_refused_by_everything_with_the_same_reason(command: Command, tiny: str,
     assert {code for code, _, _ in said} == {2}
     assert len({err for _, _, err in said}) == 1
     assert str(refused.value) in " ".join(said[0][2].split())
+
+
+@pytest.mark.parametrize("axis", ["ep", "island"])
+def test_ranks_that_nobody_has_checked_are_refused_before_they_make_groups(axis: str) -> None:
+    layout = Layout.parse(f"dp=2,{axis}=2")
+    with pytest.raises(Conflict, match=f"'{axis}' is not available yet; use pp, dp, shard, cp, tp"):
+        Mesh.create(layout, "cpu")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)

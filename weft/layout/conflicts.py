@@ -6,7 +6,7 @@ known: a layout by itself when it is made, the rest when the model is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,17 @@ class Conflict(UsageError, ValueError):
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be combined; None is not known yet. ``schedules``: those that can be built, by name."""
+    """What is to be combined; None is not known yet.
+
+    ``schedules``: those that can be built, by name; ``axes``: those that there are process groups for.
+    """
 
     layout: Layout = None  # type: ignore[assignment]
     shape: ModelShape = None  # type: ignore[assignment]
     train: Train = None  # type: ignore[assignment]
     optimizer: Optimizer = None  # type: ignore[assignment]
     schedules: Mapping[str, Any] = None  # type: ignore[assignment]
+    axes: Sequence[str] = None  # type: ignore[assignment]
 
     @property
     def nearby(self) -> str:
@@ -70,6 +74,10 @@ class Asked:
     def most_skipped(self) -> float:
         """The largest share of stages that can be skipped: two thirds of those between the first and the last."""
         return max(0, self.layout.pp - 2) * 2 / 3 / self.layout.pp
+
+    @property
+    def axis_names(self) -> str:
+        return ", ".join(self.axes)
 
     @property
     def near_schedule(self) -> str:
@@ -134,10 +142,10 @@ RULES: tuple[Rule, ...] = (
          and any(part(a.shape.ffn or 0, a.layout.tp, i)[0] % 2 for i in range(a.layout.tp)),
          "optimizer.state = '4bit' keeps numbers in pairs, and tp={0.layout.tp} cuts the ffn of {0.shape.ffn} at "
          "an odd column", "use '8bit', another layout.tp or an even model.ffn"),
-    Rule("experts", "layout shape", lambda a: a.layout.ep > 1,
-         "layout axis 'ep' is not available yet", "use pp, dp, shard, cp, tp"),
-    Rule("islands", "layout shape", lambda a: a.layout.island > 1,
-         "layout axis 'island' is not available yet", "use pp, dp, shard, cp, tp"),
+    Rule("experts", "layout axes", lambda a: a.layout.ep > 1 and "ep" not in a.axes,
+         "layout axis 'ep' is not available yet", "use {0.axis_names}"),
+    Rule("islands", "layout axes", lambda a: a.layout.island > 1 and "island" not in a.axes,
+         "layout axis 'island' is not available yet", "use {0.axis_names}"),
     Rule("tp above heads", "layout shape", lambda a: a.shape.heads < a.layout.tp,
          "tp={0.layout.tp} is more than the model's {0.shape.heads} heads", "use tp <= {0.shape.heads}"),
     Rule("tp above ffn", "layout shape", lambda a: (a.shape.ffn or 0) < a.layout.tp,

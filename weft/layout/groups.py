@@ -5,7 +5,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 
 def limit() -> timedelta | None:
@@ -25,15 +24,13 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     return group
 
 
-def mesh_with_groups(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh with these ranks of the world at its places, and a group along each of its axes; all ranks call this."""
-    own, groups, world = dist.get_rank(), list[dist.ProcessGroup](), dist.group.WORLD
+def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
+    """This rank's group along one axis of a table of ranks; all ranks of the table call this, and make all groups."""
+    own, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
-    for axis, name in enumerate(names):
-        for members in ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist():
-            group = world
-            if len(members) < world.size():  # the others take part too, as NCCL splits a communicator
-                group = dist.new_group(members, limit(), group_desc=f"mesh_{name}")
-            if own in members:
-                groups.append(group)
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks.contiguous(), mesh_dim_names=names)
+    found = world
+    for members in ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist():
+        if len(members) < world.size():  # ranks that are not in it take part too, as NCCL splits a communicator
+            group = dist.new_group(members, limit(), group_desc=f"mesh_{name}")
+            found = group if own in members else found
+    return found

@@ -11,39 +11,38 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.errors import UsageError, WeftError
-from weft.layout.groups import mesh_with_groups
+from weft.layout.conflicts import Asked, refuse
+from weft.layout.groups import group_along
 from weft.layout.layout import AXES, BATCH_AXES, FOLDED, Layout
 from weft.layout.placement import Place, rank_table
 
 T = TypeVar("T")
 
-#: Axes that exist as process groups today; ``island`` and ``ep`` are counted with and must be 1.
+#: Axes that there are process groups for; ``island`` and ``ep`` are counted with and must be 1.
 LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout laid over the ranks of the default process group. ``device_mesh`` is None on a single device.
+    """A layout over the ranks of the default process group. ``device_mesh`` is None on a single device.
 
-    ``place`` is this rank's. ``data_mesh``: the same ranks as ``pp``, ``replica``, ``state`` and ``tp``
-    (:class:`weft.layout.placement.Place` says what ``state`` is); ``near_mesh``: as ``apart`` and
-    ``near``, of which ``near`` are the groups of ``layout.secondary`` neighbours along ``state``. ``step_group``: the
-    ranks that take a step together, of which this is one; None on a single device.
+    ``place`` is this rank's. Groups are known by axis, by ``state`` (:class:`weft.layout.placement.Place` says what it
+    is) and, where ``layout.secondary`` is set, by ``near``: the neighbours along ``state``. ``step_group``: the ranks
+    that take a step together, of which this is one; None on a single device.
     """
 
     layout: Layout
     device: torch.device
     place: Place
     device_mesh: DeviceMesh | None = None
-    data_mesh: DeviceMesh | None = None
-    near_mesh: DeviceMesh | None = None
     _size: dict[str, int] = field(init=False)
     _group: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     step_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         sizes = {axis: self.layout.size(axis) for axis in (*AXES, FOLDED)}
-        object.__setattr__(self, "_size", sizes | {"state": self.layout.size("shard", "cp")})
+        sizes |= {"state": self.layout.size("shard", "cp"), "near": self.layout.secondary}
+        object.__setattr__(self, "_size", sizes)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu", layout: Layout | None = None) -> Mesh:
@@ -55,10 +54,11 @@ class Mesh:
     def create(cls, layout: Layout, device: torch.device | str) -> Mesh:
         """Lay ``layout`` over the initialised default process group.
 
-        Raises :class:`UsageError` if the layout does not have exactly as many places as there are ranks.
+        Raises :class:`UsageError` if an axis is not available, or if the layout does not have exactly as many places as
+        there are ranks.
         """
         device = torch.device(device)
-        check_live(layout)
+        refuse(Asked(layout, axes=LIVE_AXES), "layout", "axes")
         if not dist.is_initialized():
             if layout.world > 1:
                 raise UsageError(f"layout {layout} needs {layout.world} ranks but no process group is initialised")
@@ -70,19 +70,18 @@ class Mesh:
             )
         place = Place.of(layout, dist.get_rank())
         ranks = torch.from_numpy(rank_table(layout)[place.rank("island")].copy())  # [pp, dp, shard, cp, tp]
-        device_mesh = mesh_with_groups(device.type, ranks, LIVE_AXES)
+        groups = {name: group_along(ranks, axis, name) for axis, name in enumerate(LIVE_AXES)}
         # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
-        places = ranks.reshape(layout.pp, layout.dp, layout.shard * layout.cp, layout.tp).sort(dim=2).values
-        data_mesh = mesh_with_groups(device.type, places, ("pp", "replica", "state", "tp"))
-        near_mesh = None
-        if layout.secondary:
-            near = places.unflatten(2, (-1, layout.secondary)).movedim(3, -1).flatten(0, -2)
-            near_mesh = mesh_with_groups(device.type, near, ("apart", "near"))
-        groups = {axis: device_mesh.get_group(axis) for axis in LIVE_AXES} | {"state": data_mesh.get_group("state")}
+        holders = ranks.flatten(2, 3).sort(dim=2).values  # [pp, dp, state, tp]
+        groups["state"] = group_along(holders, 2, "state")
         for axis, group in groups.items():
             if dist.get_rank(group) != place.rank(axis):  # all index arithmetic rests on this
                 raise RuntimeError(f"rank {dist.get_rank()} has another number along {axis} than its group gives it")
-        return cls(layout, device, place, device_mesh, data_mesh, near_mesh, groups, dist.group.WORLD)
+        if layout.secondary:
+            groups["near"] = group_along(holders.unflatten(2, (-1, layout.secondary)), 3, "near")
+        along_axes = [groups[axis] for axis in LIVE_AXES]
+        device_mesh = DeviceMesh.from_group(along_axes, device.type, mesh=ranks.contiguous(), mesh_dim_names=LIVE_AXES)
+        return cls(layout, device, place, device_mesh, groups, dist.group.WORLD)
 
     def size(self, *axes: str) -> int:
         """Places along ``axes`` together. Plain integers from a dictionary, which ``torch.compile`` can read."""
@@ -94,6 +93,20 @@ class Mesh:
     def rank(self, axis: str) -> int:
         """This rank's coordinate along ``axis``, or along ``state``; it is also its rank in the axis's group."""
         return self.place.rank(axis)
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns or raises on the first of the ranks that step together, on all of them. Collective."""
+        done: list[T | WeftError | None] = [None]
+        if self.step_group is None or self.step_group.rank() == 0:
+            try:
+                done[0] = work()
+            except WeftError as error:
+                done[0] = error
+        if self.step_group is not None and self.step_group.size() > 1:
+            dist.broadcast_object_list(done, group_src=0, group=self.step_group)
+        if isinstance(done[0], WeftError):
+            raise done[0]
+        return done[0]  # type: ignore[return-value]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self._group[axis]
@@ -115,28 +128,6 @@ class Mesh:
     @property
     def is_main(self) -> bool:
         return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def check_live(layout: Layout) -> None:
-    """Refuse axes that are not built yet, by name."""
-    for axis in (*AXES, FOLDED):
-        if axis not in LIVE_AXES and layout.size(axis) > 1:
-            raise UsageError(f"layout axis {axis!r} is not available yet; use {', '.join(LIVE_AXES)}")
-
-
-def on_main(work: Callable[[], T], main: bool) -> T:
-    """What ``work`` returns or raises on rank 0, on all ranks. Collective."""
-    done: list[T | WeftError | None] = [None]
-    if main:
-        try:
-            done[0] = work()
-        except WeftError as error:
-            done[0] = error
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(done, src=0)
-    if isinstance(done[0], WeftError):
-        raise done[0]
-    return done[0]  # type: ignore[return-value]
 
 
 def from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:

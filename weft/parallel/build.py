@@ -4,7 +4,7 @@ import torch
 
 from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import Layout
-from weft.layout.mesh import Mesh
+from weft.layout.mesh import LIVE_AXES, Mesh
 from weft.memory.activations import HostActivations
 from weft.models.adapters import learns
 from weft.models.transformer import Block, Transformer
@@ -22,8 +22,8 @@ def check_fits(
     shape: ModelShape, layout: Layout, train: Train | None = None, optimizer: Optimizer | None = None
 ) -> None:
     """Raises :class:`Conflict` for what the table has; ``vocab`` may be 0, not yet known."""
-    asked = Asked(layout, shape, train or Train(), optimizer or Optimizer(), schedules=BUILDERS)
-    refuse(asked, "layout", "shape", "train", "optimizer", "schedules")
+    asked = Asked(layout, shape, train or Train(), optimizer or Optimizer(), schedules=BUILDERS, axes=LIVE_AXES)
+    refuse(asked, "layout", "shape", "train", "optimizer", "schedules", "axes")
 
 
 def parallelize(

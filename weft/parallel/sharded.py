@@ -11,7 +11,9 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -59,7 +61,7 @@ class HookUnit:
 def is_sharded(mesh: Mesh, train: Train) -> bool:
     """Whether state and parameters are different tensors: sharded, replicated, in another precision or offloaded."""
     apart = mesh.size("dp", "state") > 1 or train.dtype == "bfloat16" or train.offloads_state
-    return mesh.data_mesh is not None and apart
+    return mesh.device_mesh is not None and apart
 
 
 def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train) -> None:
@@ -69,8 +71,7 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train) -> None:
     With ``bfloat16`` the groups also compute in bf16 from fp32 parameters and reduce in fp32. If the state is
     offloaded, each gather fetches parameters from the host, and gradients go there as soon as they are reduced.
     """
-    assert mesh.data_mesh is not None
-    data_mesh = mesh.data_mesh["replica", "state"] if mesh.size("dp") > 1 else mesh.data_mesh["state"]
+    data_mesh = _data_mesh(mesh)
     policy = MixedPrecisionPolicy()
     if train.dtype == "bfloat16":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -84,6 +85,16 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train) -> None:
     for module in _modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo knows as well
+
+
+def _data_mesh(mesh: Mesh) -> DeviceMesh:
+    """The ranks with this one's part of the model: replicas of the state (if there are several), and who shares one."""
+    if mesh.size("dp") == 1:
+        return DeviceMesh.from_group(mesh.group("state"), mesh.device.type, mesh_dim_names=("state",))
+    ranks = torch.tensor(mesh.data_ranks).view(mesh.size("dp"), -1).sort(dim=1).values
+    return DeviceMesh.from_group(
+        [mesh.group("dp"), mesh.group("state")], mesh.device.type, mesh=ranks, mesh_dim_names=("replica", "state")
+    )
 
 
 def sharded_state(model: Transformer, mesh: Mesh) -> State:
@@ -117,21 +128,25 @@ def _modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 @contextmanager
 def _near_groups(mesh: Mesh) -> Iterator[None]:
-    """In here FSDP2 keeps parameters over the groups of ``mesh.near_mesh`` where it is told a number of ranks.
+    """In here FSDP2 keeps parameters over the group ``near`` of ``mesh`` where it is given a number of ranks.
 
     By itself it would make new process groups for every block, and of the ranks of one data mesh only: ranks of ``tp``
-    and ``pp`` would not agree on them. So it is handed the groups of one mesh that all ranks have made together, which
-    takes a private function. Tried with PyTorch 2.13.
+    and ``pp`` would not agree on them. So it is handed the group that all ranks have made together, which takes a
+    private function. Tried with PyTorch 2.13.
     """
-    if mesh.near_mesh is None:
+    if not mesh.size("near"):
         yield
         return
+    state, near = mesh.group("state"), mesh.group("near")
+    # FSDP2 wants a second axis beside that of the neighbours, and does not use its group.
+    ranks = torch.tensor(dist.get_process_group_ranks(state)).view(-1, mesh.size("near"))
+    both = DeviceMesh.from_group([state, near], mesh.device.type, mesh=ranks, mesh_dim_names=("apart", "near"))
     try:
         from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
         from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
-        near = HSDPMeshInfo(mesh.near_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-        patch = mock.patch.object(fsdp, "_get_post_forward_mesh_info", lambda after, over: near)
+        info = HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
+        patch = mock.patch.object(fsdp, "_get_post_forward_mesh_info", lambda after, over: info)
         patch.start()
     except (ImportError, AttributeError, TypeError) as error:
         raise WeftError(f"layout.secondary does not work with this PyTorch ({error}); leave it out") from None

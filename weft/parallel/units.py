@@ -71,13 +71,12 @@ class TableUnit:
             return
         self.live = True
         whole = torch.empty(self.size, sum(self.chunks), dtype=self.compute, device=self.mesh.device)
-        near = self.mesh.near_mesh
-        if self.near is not None and near is not None:
-            all_gather(whole.view(-1), self.near, group=near.get_group("near"))
+        if self.near is not None:
+            all_gather(whole.view(-1), self.near, group=self.mesh.group("near"))
         else:
             self._gather_all(whole)
-            if near is not None:
-                self.near = whole.view(near.size(1), -1)[near.get_local_rank("near")].clone()
+            if neighbours := self.mesh.size("near"):
+                self.near = whole.view(neighbours, -1)[self.mesh.group("near").rank()].clone()
         for full, shape, pieces in zip(self.full, self.shapes, whole.split(self.chunks, dim=1), strict=True):
             storage, numel = full.untyped_storage(), shape.numel()
             storage.resize_(numel * full.element_size())

@@ -18,7 +18,7 @@ from weft.checkpoint.storage import Storage
 from weft.checkpoint.weights import starting_values
 from weft.data.loader import Loader
 from weft.errors import WeftError
-from weft.layout.mesh import Mesh, on_main
+from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.state import State
 from weft.train.optim import learning_rate
@@ -69,7 +69,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
     recipe, tokenizer = job.recipe, job.corpus.tokenizer
     with ExitStack() as stack:
         lease = stack.enter_context(Lease())
-        run = on_main(lambda: open_run(recipe, out, resume, lease, checkpoint_size(job)), mesh.is_main)
+        run = mesh.on_main(lambda: open_run(recipe, out, resume, lease, checkpoint_size(job)))
         check_hosts(run.levels, mesh.layout.world, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.layout.world)))
         values = starting_values(recipe, job.shape) if run.fresh or job.shape.adapter else None
         model, state = assemble(job.shape, mesh, recipe, values)
@@ -80,7 +80,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             "world": mesh.layout.world,
             "data": job.corpus.fingerprint,
         }
-        on_main(lambda: open_levels(run.levels, run.folder, run.fresh), mesh.is_main)
+        mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
         signals = stack.enter_context(Signals().watch())
         recorder = stack.enter_context(Recorder(job, mesh, run.folder, resumed.progress, about))
         resumed.tell(recorder)

@@ -269,7 +269,7 @@ def evaluate(model: Transformer, state: State, steps: Iterable[Sequence[Batch]],
             batch = batch.to(mesh.device)
             loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)
             sums += torch.stack((loss, own_number(batch.real_tokens, mesh)))
-    if mesh.near_mesh is not None:  # copies kept for a backward that did not come: values may change
+    if mesh.size("near"):  # copies kept for a backward that did not come: values may change
         state.release(drop=True)
     by_stage = BY_DATA | {"pp": V}  # losses are where the last stage is
     loss, tokens = step_sum(share_of_sum(sums, mesh, **by_stage), mesh).tolist()
