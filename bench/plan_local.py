@@ -78,8 +78,6 @@ def be_rank(layout: str, out: Path) -> None:
     peaks = from_all(peak_resident())
     if dist.get_rank() == 0:
         out.write_text(json.dumps({"steps": steps[WARM:], "memory": peaks}))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def measure(layout: str) -> dict[str, Any]:
@@ -183,7 +181,10 @@ def main() -> None:
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        be_rank(options.rank, options.json)
+        from weft.train.ranks import joined
+
+        with joined("cpu", 600):
+            be_rank(options.rank, options.json)
         return
     layouts = options.only or LAYOUTS
     kept = json.loads(options.json.read_text())["layouts"] if options.json.exists() and options.again else {}

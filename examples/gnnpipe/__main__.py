@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from examples.gnnpipe.model import GNN, planted
 from examples.gnnpipe.pipeline import GraphPipeline, volumes
-from weft.train.launch import in_ranks, init_ranks, launch
+from weft.train.launch import launch
+from weft.train.ranks import in_ranks, init_ranks
 
 
 def main() -> int:

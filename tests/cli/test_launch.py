@@ -16,7 +16,8 @@ import pytest
 
 from weft.errors import UsageError, WeftError
 from weft.train.failure import Failure, Grade, is_secondary, oom_kills, report_failure, root_cause
-from weft.train.launch import in_ranks, launch, slurm_ranks
+from weft.train.launch import launch
+from weft.train.ranks import in_ranks, slurm_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +27,7 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from weft.train.failure import report_failure
-from weft.train.launch import init_ranks
+from weft.train.ranks import init_ranks
 from weft.errors import UsageError
 
 folder, deed = Path(sys.argv[1]), sys.argv[2]

@@ -1,9 +1,9 @@
 """``weft generate``: continue a text on one device, or a long one on several."""
 
-import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,11 +12,15 @@ from rich.console import Console
 
 from weft.cli.console import warn
 from weft.errors import UsageError
-from weft.train.launch import in_ranks, init_ranks, launch, part_ranks, set_threads
+from weft.train.launch import launch
+from weft.train.ranks import in_ranks, joined
 
 if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
     from weft.checkpoint.s3 import Where
     from weft.recipe import Generate
+
+#: Seconds that ranks wait for each other.
+WAIT_S = 1800
 
 
 def generate(
@@ -46,31 +50,28 @@ def generate(
     check_spread(spread, ModelShape())
     if spread.world > 1 and not in_ranks():
         return launch(sys.argv[1:], spread.world)
-    if spread.world > 1:
-        set_threads(0, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        init_ranks(device, timeout_s=1800)
-        device = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
     try:
         text = prompt if prompt_file is None else prompt_file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompt-file {prompt_file} cannot be read: {error}") from None
     assert text is not None
-    with open_model(checkpoint, device, warn) as (model, tokenizer, _):
-        check_spread(spread, model.shape)
-        ids = [int(i) for i in tokenizer.encode(text)] or [tokenizer.eos]
-        clock = [time.perf_counter()]
-        fresh = _timed(engine.generate(model, ids, tokens, tokenizer.eos, temperature, top_k, seed, spread), clock)
-        if prompt:
-            _say(prompt)
-        for piece in engine.stream_text(tokenizer, fresh):
-            _say(piece)
-    _say("\n")
-    if spread.world > 1:
-        if len(clock) > 1 and _first():
+    with joined(device, WAIT_S) if spread.world > 1 else nullcontext():
+        if spread.world > 1 and device == "cuda":
+            device = f"cuda:{torch.cuda.current_device()}"
+        with open_model(checkpoint, device, warn) as (model, tokenizer, _):
+            check_spread(spread, model.shape)
+            ids = [int(i) for i in tokenizer.encode(text)] or [tokenizer.eos]
+            clock = [time.perf_counter()]
+            fresh = _timed(engine.generate(model, ids, tokens, tokenizer.eos, temperature, top_k, seed, spread), clock)
+            if prompt:
+                _say(prompt)
+            for piece in engine.stream_text(tokenizer, fresh):
+                _say(piece)
+        _say("\n")
+        if spread.world > 1 and len(clock) > 1 and _first():
             rate = (len(clock) - 2) / max(clock[-1] - clock[1], 1e-9)
             print(f"weft: {len(ids):,} tokens of prompt over {spread.world} ranks: first token after "
                   f"{clock[1] - clock[0]:.2f} s, then {rate:.1f} tokens/s", file=sys.stderr)  # fmt: skip
-        part_ranks()
     return 0
 
 

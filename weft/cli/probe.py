@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from weft.train.launch import in_ranks, threads_per_rank
+from weft.train.ranks import in_ranks, threads_per_rank
 
 
 def probe(

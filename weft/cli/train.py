@@ -10,7 +10,8 @@ from rich.console import Console
 
 from weft.cli.arguments import LayoutText, Overrides, RecipeFile
 from weft.errors import UsageError
-from weft.train.launch import in_ranks, launch
+from weft.train.launch import launch
+from weft.train.ranks import in_ranks
 
 if TYPE_CHECKING:  # `weft --help` does not wait for what reads a recipe
     from weft.recipe import Recipe

@@ -12,7 +12,8 @@ import typer
 from weft.cli.arguments import AsJson, LayoutText, Overrides, RecipeFile
 from weft.errors import UsageError, WeftError, nearest
 from weft.train.failure import is_secondary
-from weft.train.launch import in_ranks, launch
+from weft.train.launch import launch
+from weft.train.ranks import in_ranks
 
 if TYPE_CHECKING:
     from weft.recipe import Recipe

@@ -31,7 +31,7 @@ from weft.observe.flops import peak_resident
 from weft.rehearse.curves import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Setting
 from weft.rehearse.step import Event, reference
 from weft.train.failure import leave
-from weft.train.launch import init_ranks, threads_per_rank
+from weft.train.ranks import init_ranks, threads_per_rank
 
 aten = torch.ops.aten
 Points = list[list[float]]

@@ -22,7 +22,8 @@ from weft.recipe import Recipe, load_recipe
 from weft.rehearse.choose import anchored, to_try
 from weft.toml import write_toml
 from weft.train.failure import leave, report_failure
-from weft.train.launch import in_ranks, join, launch, part_ranks, set_threads
+from weft.train.launch import launch
+from weft.train.ranks import in_ranks, joined
 
 WARM, ENOUGH = 3, 12
 #: Seconds after which no further step is begun, and after which a trial of one rank is given up.
@@ -91,15 +92,12 @@ def tried(
 
 
 def steps(recipe: Recipe) -> Iterator[Mesh]:
-    """Be a rank: join the others, set up, then train a step before every item."""
+    """One of the ranks: set up, then train a step before every item."""
     from weft.rehearse.step import batches_of
     from weft.train.setup import assemble, device_type
     from weft.train.step import train_step
 
-    set_threads(recipe.train.threads, recipe.layout.world)
-    device = device_type(recipe)
-    join(device, recipe.train.timeout)
-    mesh = Mesh.create(recipe.layout, device)
+    mesh = Mesh.create(recipe.layout, device_type(recipe))
     shape, batches = batches_of(recipe)
     model, state = assemble(shape, mesh, recipe)
     for step in range(sys.maxsize):
@@ -107,8 +105,8 @@ def steps(recipe: Recipe) -> Iterator[Mesh]:
         yield mesh
 
 
-def be_rank(recipe: Recipe, out: Path) -> None:
-    """Train until the steps are enough; rank 0 writes the :class:`Measured` of all."""
+def measure_steps(recipe: Recipe, out: Path) -> None:
+    """One of the ranks: train until the steps are enough; rank 0 writes the :class:`Measured` of all."""
     import torch
     import torch.distributed as dist
 
@@ -134,14 +132,17 @@ def be_rank(recipe: Recipe, out: Path) -> None:
     memory = from_all(2**30 * memory_gib(mesh.device).peak)
     if mesh.is_main:
         out.write_text(json.dumps({"seconds": statistics.mean(seconds), "memory": max(memory)}))
-    part_ranks()
 
 
 def main() -> int:
     """Be a rank; returns the exit code."""
+    from weft.train.setup import device_type
+
     in_ranks()
     try:
-        be_rank(load_recipe(sys.argv[1]), Path(sys.argv[2]))
+        recipe = load_recipe(sys.argv[1])
+        with joined(device_type(recipe), recipe.train.timeout, recipe.train.threads):
+            measure_steps(recipe, Path(sys.argv[2]))
     except Exception as error:  # the launcher prints it, once for all ranks
         return report_failure(error)
     leave(0)

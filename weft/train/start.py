@@ -22,8 +22,9 @@ from weft.planner.engine import ENGINES
 from weft.planner.own import FILE, append, own_runs
 from weft.recipe import RUNS, Recipe
 from weft.train.failure import leave, report_failure
-from weft.train.launch import in_ranks, join, part_ranks, run_ranks, set_threads
+from weft.train.launch import run_ranks
 from weft.train.loop import Outcome, train
+from weft.train.ranks import in_ranks, joined
 from weft.train.runs import prepare_run
 from weft.train.setup import device_type, model_shape, prepare
 
@@ -77,21 +78,20 @@ def be_rank(
     recipe: Recipe, out: Path | None, resume: str | None, conclude: Callable[[Recipe, Outcome], object]
 ) -> Outcome:
     """One rank's whole life. At its end the first rank, alone then, calls ``conclude``."""
-    set_threads(recipe.train.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     device = device_type(recipe)
-    join(device, recipe.train.timeout)
-    if device == "cuda":
-        torch.set_float32_matmul_precision("high")
-    mesh = Mesh.create(recipe.layout, torch.device(device, torch.cuda.current_device()) if device == "cuda" else device)
-    try:
-        outcome = train(prepare(recipe), mesh, out, resume)
-    except torch.OutOfMemoryError as error:
-        raise WeftError(
-            f"out of memory on {mesh.device}: {str(error).splitlines()[0]}; lower train.micro_batch, "
-            "set train.recompute = 'selective' or 'full', or raise layout.shard"
-        ) from None
-    main = mesh.is_main
-    part_ranks()
+    with joined(device, recipe.train.timeout, recipe.train.threads):
+        if device == "cuda":
+            torch.set_float32_matmul_precision("high")
+            device = f"cuda:{torch.cuda.current_device()}"
+        mesh = Mesh.create(recipe.layout, device)
+        main = mesh.is_main
+        try:
+            outcome = train(prepare(recipe), mesh, out, resume)
+        except torch.OutOfMemoryError as error:
+            raise WeftError(
+                f"out of memory on {mesh.device}: {str(error).splitlines()[0]}; lower train.micro_batch, "
+                "set train.recompute = 'selective' or 'full', or raise layout.shard"
+            ) from None
     if main:
         conclude(recipe, outcome)
     return outcome

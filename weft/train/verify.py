@@ -3,7 +3,6 @@
 import dataclasses
 import linecache
 import math
-import os
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -30,7 +29,7 @@ from weft.parallel.context import context_attention
 from weft.parallel.state import State
 from weft.recipe import ModelShape, Optimizer, Recipe, Train
 from weft.schedule.from_layout import routes
-from weft.train.launch import join, part_ranks, set_threads
+from weft.train.ranks import joined
 from weft.train.setup import Job, assemble, device_type, prepare
 from weft.train.step import StepResult, gradients
 from weft.train.stepper import build_stepper
@@ -126,13 +125,10 @@ def prove(recipe: Recipe, steps: int) -> Difference | None:
 
     On the first rank; None on the others.
     """
-    set_threads(recipe.train.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     device = device_type(recipe)
-    join(device, recipe.train.timeout)
-    mesh, job = Mesh.create(recipe.layout, device), prepare(recipe)
-    difference = compare(run_layout(job, mesh, steps), job, mesh)
-    part_ranks()
-    return difference
+    with joined(device, recipe.train.timeout, recipe.train.threads):
+        mesh, job = Mesh.create(recipe.layout, device), prepare(recipe)
+        return compare(run_layout(job, mesh, steps), job, mesh)
 
 
 def compare(mine: Trace, job: Job, mesh: Mesh) -> Difference | None:

@@ -1,0 +1,87 @@
+"""Being one of several ranks: whether this process is one, how it joins the others, and how it leaves them."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+
+from weft.errors import UsageError, WeftError
+
+
+def in_ranks() -> bool:
+    """Whether this process is a rank already: ours, torchrun's, or Slurm's (then sets what ``torch`` reads)."""
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        os.environ.update(slurm_ranks(os.environ))
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
+    """``torch.distributed``'s variables from those of a Slurm job step; a batch script, not a step, is no rank."""
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2 or "SLURM_PROCID" not in env:
+        return {}
+    per_node: list[str] = []  # of "1(x1),2(x2)": 1, 2, 2
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1")):
+        per_node += [count] * int(times or 1)
+    # Of "gpu[007-009,12]-ib,old3" the first is gpu007-ib.
+    nodes = re.sub(r"\[(\d+)[^]]*]", r"\1", env.get("SLURM_STEP_NODELIST", "localhost"))
+    return {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": per_node[min(int(env.get("SLURM_NODEID", "0")), len(per_node) - 1)],
+        "MASTER_ADDR": env.get("MASTER_ADDR", nodes.partition(",")[0]),
+        "MASTER_PORT": env.get("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000)),
+    }
+
+
+def threads_per_rank(requested: int, local_world: int) -> int:
+    """``requested`` threads, or with 0 one rank's share of the cores that this process may run on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return requested or max(1, cores // local_world)
+
+
+def init_ranks(device: str, timeout_s: int) -> None:
+    """Join the default process group: gloo on ``"cpu"``, NCCL on ``"cuda"`` with one GPU per local rank.
+
+    A process that nobody has started as a rank is a world of one.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if "RANK" not in os.environ:
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    backend, index = "gloo", None
+    if device == "cuda":
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if gpus == 1 and "SLURM_PROCID" in os.environ:
+            local = 0  # Slurm can show each task its own GPU only
+        if local >= gpus:
+            ranks = os.environ.get("LOCAL_WORLD_SIZE", "more")
+            raise UsageError(f"{ranks} ranks on this machine, {gpus} GPUs; start fewer ranks or set train.device=cpu")
+        backend, index = "nccl", torch.device("cuda", local)
+        torch.cuda.set_device(index)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=index)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        given = "rank {RANK} did not meet all {WORLD_SIZE} ranks at {MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+        raise WeftError(f"{given} in {timeout_s} s; check that all were started and can reach that port") from error
+
+
+@contextlib.contextmanager
+def joined(device: str, timeout_s: int, threads: int = 0) -> Iterator[None]:
+    """In here this process is one of the ranks that were started, with its ``threads`` (see :func:`threads_per_rank`).
+
+    At the end all ranks wait for each other before any leaves, so that none that is still at work loses another.
+    """
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads_per_rank(threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    init_ranks(device, timeout_s)
+    yield
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    dist.destroy_process_group()
