@@ -12,7 +12,7 @@ import torch
 from tests.cases import recipe, write_corpus
 from tests.test_equality import difference
 from weft.checkpoint.store import open_checkpoint
-from weft.layout.fake import fake_rank
+from weft.layout.groups import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import LIVE_AXES, Mesh
 from weft.layout.parts import Part

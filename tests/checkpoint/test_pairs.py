@@ -18,7 +18,7 @@ from weft.checkpoint.staging import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.writer import Commit, WriteTask, commit, write
 from weft.errors import UsageError
-from weft.layout.fake import fake_rank
+from weft.layout.groups import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.parts import Part

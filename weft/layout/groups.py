@@ -1,6 +1,7 @@
 """Process groups. All are made here, so that in none a rank waits longer than in the default one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -34,3 +35,16 @@ def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
             group = dist.new_group(members, limit(), group_desc=f"mesh_{name}")
             found = group if own in members else found
     return found
+
+
+@contextmanager
+def fake_rank(rank: int, world: int) -> Iterator[None]:
+    """In here a default process group that moves nothing: one process sees what ``rank`` of ``world`` would do."""
+    # The fake group lives in torch.testing: there is no public spelling of it.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

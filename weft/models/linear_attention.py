@@ -6,7 +6,7 @@ al. 2023, 2307.08621) a fixed one per head. Chunks of one token are the recurren
 form; all chunk sizes give the same numbers. A document begins with an empty state, wherever it begins in a row.
 
 A *stretch* is a run of tokens of each row that one rank holds. It is an element of a monoid: its state, and by how
-much it lets an earlier state through (:func:`state_to_state`). Under ``cp`` :mod:`weft.layout.prefix` combines those of
+much it lets an earlier state through (:func:`state_to_state`). Under ``cp`` :mod:`weft.models.prefix` combines those of
 all ranks, and what is added to each stretch is one product with the state before it; backward is the same from the end.
 
 Shapes: ``q, k: [rows, heads, tokens, dk]``, ``v: [rows, heads, tokens, dv]``, ``positions: [rows, tokens]`` within the
@@ -22,9 +22,9 @@ import torch
 
 from weft.errors import UsageError
 from weft.layout.mesh import Mesh
-from weft.layout.prefix import Places, prefixes
 from weft.layout.sequence import chunk_owners
 from weft.models.attention import fold_heads, repeat_heads, wide
+from weft.models.prefix import Places, prefixes
 
 T = torch.Tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from weft.layout.tensors import tensors_in
+from weft.rehearse.tensors import tensors_in
 
 
 class Ledger:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.data.batch import Batch
 from weft.errors import UsageError, WeftError
-from weft.layout.fake import fake_rank
+from weft.layout.groups import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer

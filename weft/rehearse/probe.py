@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import WeftError
-from weft.layout.tensors import tensors_in
 from weft.observe.flops import peak_resident
 from weft.rehearse.curves import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Setting
 from weft.rehearse.step import Event, reference
+from weft.rehearse.tensors import tensors_in
 from weft.train.failure import leave
 from weft.train.ranks import init_ranks, threads_per_rank
 

@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.data.batch import Batch
 from weft.data.loader import Loader
 from weft.errors import WeftError
-from weft.layout.fake import fake_rank
+from weft.layout.groups import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import padded_length
-from weft.layout.tensors import tensors_in
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.rehearse.ledger import Ledger
+from weft.rehearse.tensors import tensors_in
 from weft.train.setup import assemble, model_shape, prepare
 from weft.train.step import clear_gradients, clipped, gradients, update
 

@@ -20,7 +20,7 @@ from weft.errors import WeftError
 from weft.layout import boundary
 from weft.layout.boundary import BY_DATA, SAME, I, R, V, declare, gradient_types, parameter_types, state_types
 from weft.layout.dims import Box, Logical
-from weft.layout.fake import fake_rank
+from weft.layout.groups import fake_rank
 from weft.layout.layout import DATA_AXES, MODEL_AXES, Layout
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Block, Transformer
