@@ -22,7 +22,7 @@ from weft.schedule.simulate import simulate, uniform
 from weft.train.later import PostValidation
 from weft.train.setup import Job, assemble, prepare
 from weft.train.step import evaluate, gradients
-from weft.train.stepper import PlainStepper
+from weft.train.stepper import build_stepper
 from weft.train.verify import Difference, compare, run_layout
 
 
@@ -182,7 +182,8 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
     repeated = 0
     for post in (False, True):
         model, state = assemble(job.shape, mesh, settings)
-        stepper = (PostValidation if post else PlainStepper)(model, state, mesh, clip)
+        asked = settings.optimizer.model_copy(update={"post_validation": post, "clip": clip})
+        stepper = build_stepper(model, state, mesh, asked)
         loader, results = job.loader(job.corpus.train, mesh), []
         for step in range(8):
             batches = loader.step(step * settings.train.batch)

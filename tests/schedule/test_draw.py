@@ -15,12 +15,13 @@ from weft.schedule.actions import Action, Table, assemble
 from weft.schedule.build import build
 from weft.schedule.kinds import KINDS
 from weft.schedule.simulate import Simulation, simulate, uniform
+from weft.schedule.times import Times
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def simulated(table: Table, move: float = 0.0) -> Simulation:
-    return simulate(table, uniform(table, move=move))
+    return simulate(table, uniform(table, Times(move=move)))
 
 
 def v_table() -> Table:

@@ -61,7 +61,7 @@ def test_ranks_compute_what_one_process_computes(pool: Any, name: str, window: i
 def rehearse(table: Table, unit: float, move: float) -> list[tuple[float, float]]:
     """When this rank's first action began and its last ended, in each of six runs after a barrier."""
     wire = Wire(dist.group.WORLD, CPU, 30, lambda value: [((1,), torch.float32)])
-    costs = uniform(table, unit, unit * 1.1, unit * 0.9, move)
+    costs = uniform(table, Times(unit, unit * 1.1, unit * 0.9, move))
     lowered, runs = lower(table), []
     for _ in range(6):
         dist.barrier()
@@ -81,7 +81,7 @@ def skipping() -> Table:
 def test_time_is_the_simulated_one(pool: Any, name: str) -> None:
     unit = 0.04  # long beside what a busy machine takes to wake a rank
     table = skipping() if name == "skippipe" else build(name, 4, 8, None, Times(1, 1.1, 0.9))
-    expected = simulate(table, uniform(table, unit, unit * 1.1, unit * 0.9)).elapsed
+    expected = simulate(table, uniform(table, Times(unit, unit * 1.1, unit * 0.9))).elapsed
     ranks = pool.run(4, rehearse, table, unit, 0.0)
     took = min(max(end for _, end in runs) - min(start for start, _ in runs) for runs in zip(*ranks, strict=True))
     assert expected <= took < 1.1 * expected

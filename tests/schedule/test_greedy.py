@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.schedule.actions import ScheduleError, Table, Value, assemble
-from weft.schedule.build.greedy import TAPE, list_schedule, zb_1p, zb_2p
+from weft.schedule.build import build
+from weft.schedule.build.greedy import TAPE, list_schedule
 from weft.schedule.build.zero_bubble import zb_h1
 from weft.schedule.simulate import Costs, simulate
 from weft.schedule.times import Times
@@ -131,12 +132,12 @@ def test_the_faster_of_two_holders_runs_more() -> None:
 def test_published_bubble_rates(row: tuple[int, float, float, float, float, float, float]) -> None:
     microbatches, f, b, w, move, one, two = row
     took = {"F": f, "I": b, "W": w}
-    for builder, published, limit, tape in ((zb_1p, one, 8, 1.0), (zb_2p, two, 16, TAPE)):
+    for name, published, limit, tape in (("zb-1p", one, 8, 1.0), ("zb-2p", two, 16, TAPE)):
 
         def size(value: Value, tape: float = tape) -> float:
             return {"saved": 1.0, "tape": tape}.get(value.name, 0.0)
 
-        table = builder(8, microbatches, None, Times(f, b, w, move))
+        table = build(name, 8, microbatches, times=Times(f, b, w, move))
         ran = simulate(table, Costs(lambda a: took[a.kind], lambda value, source, target, t=move: t, size))
         bubble = 1 - max(ran.busy) / ran.makespan
         assert abs(bubble - published) <= 0.002
@@ -149,7 +150,7 @@ def test_as_good_as_the_handmade(ranks: int) -> None:
     costs = Costs(lambda a: 1.0)
     for microbatches in (1, 2, 5, ranks, 24):
         made = assemble("zb-h1", zb_h1(ranks, microbatches), ranks, [range(ranks)] * microbatches)
-        found = zb_1p(ranks, microbatches, None, Times(1.0, 1.0, 1.0, 0.0))
+        found = build("zb-1p", ranks, microbatches)
         complete(found, split=True)
         ran = simulate(found, costs)
         assert ran.makespan <= simulate(made, costs).makespan + 1e-6
@@ -160,5 +161,5 @@ def test_with_more_memory_there_is_less_bubble() -> None:
     times = Times(1.0, 1.0, 0.8, 0.05)
     took = {"F": 1.0, "I": 1.0, "W": 0.8}
     costs = Costs(lambda a: took[a.kind], lambda value, source, target: 0.05)
-    spans = [simulate(builder(4, 12, None, times), costs).makespan for builder in (zb_1p, zb_2p)]
+    spans = [simulate(build(name, 4, 12, times=times), costs).makespan for name in ("zb-1p", "zb-2p")]
     assert spans[1] < spans[0]

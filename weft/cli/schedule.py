@@ -43,14 +43,15 @@ def schedule(
     files = {"svg": svg, "html": html, "trace": trace}
     if name is None:
         return _list(files, as_json)
-    for option, value in zip(("forward", "backward-input", "backward-weight", "comm"), _tuple(times), strict=True):
+    given = {"forward": forward, "backward-input": backward_input, "backward-weight": backward_weight, "comm": comm}
+    for option, value in given.items():
         if not math.isfinite(value):
             raise UsageError(f"--{option} {value} is not possible; give a time in ms")
-    work = times.forward + times.backward_input + times.backward_weight
+    work = times.forward + times.backward
     if work <= 0:
         raise UsageError("nothing takes any time; give --forward, --backward-input or --backward-weight above 0")
     table = build(name, stages, microbatches, virtual, times)
-    simulation = simulate(table, uniform(table, *_tuple(times)))
+    simulation = simulate(table, uniform(table, times))
     bubble = (simulation.makespan - microbatches * work) / simulation.makespan
     note = f"{BUILDERS[name].about} · {_paper(name)}"
     for kind, path in files.items():
@@ -121,10 +122,6 @@ def timeline(simulation: Simulation, width: int, colour: bool) -> list[Text]:
     for kind, fill in kinds.items():
         legend.append(f" {kind} ", style=f"{draw.shaded(fill, 0, 1)[1]} on {fill}").append(" ")
     return [*lanes, legend]
-
-
-def _tuple(times: Times) -> tuple[float, float, float, float]:
-    return times.forward, times.backward_input, times.backward_weight, times.move
 
 
 def _paper(name: str) -> str:

@@ -61,9 +61,18 @@ class Asked:
         return f"use one of {', '.join(map(str, self.folding))}"
 
     @property
+    def builder(self) -> Any:
+        """What builds the schedule; None where a model has no pipeline, or if there is no such schedule."""
+        return self.schedules.get(self.layout.schedule) if self.shape is None or self.layout.pp > 1 else None
+
+    @property
+    def chunks(self) -> int:
+        """Stages that a rank holds for a microbatch."""
+        return int(self.layout.virtual or self.builder.chunks)
+
+    @property
     def stages(self) -> int:
-        chunks = self.schedules[self.layout.schedule].chunks if self.layout.virtual is None else self.layout.virtual
-        return int(self.layout.pp * chunks)
+        return self.layout.pp * self.chunks
 
     @property
     def least_layers(self) -> int:
@@ -101,11 +110,6 @@ class Rule:
 
 def _linear(a: Asked) -> bool:
     return any(a.shape.mixer_of(i) != "softmax" for i in range(a.shape.layers))
-
-
-def _schedule(a: Asked) -> Any:
-    """What builds the schedule; None where there is no pipeline or no such schedule."""
-    return a.schedules.get(a.layout.schedule) if a.layout.pp > 1 else None
 
 
 RULES: tuple[Rule, ...] = (
@@ -167,19 +171,19 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.layout.skip > 0 and a.layout.skip > a.most_skipped * (1 + 1e-9),
          "skipping {0.layout.skip:.0%} of pp={0.layout.pp} stages leaves too little of those that may be skipped (the "
          "first and the last are always run)", "skip at most {0.most_skipped:.0%}"),
-    Rule("no such schedule", "layout shape schedules", lambda a: a.layout.pp > 1 and _schedule(a) is None,
+    Rule("no such schedule", "layout schedules",
+         lambda a: a.layout.schedule not in a.schedules and (a.shape is None or a.layout.pp > 1),
          "no pipeline schedule {0.layout.schedule!r}", "{0.near_schedule}"),
-    Rule("odd pp with two flows", "layout shape schedules",
-         lambda a: bool(_schedule(a)) and _schedule(a).twice and a.layout.pp % 2 > 0,
+    Rule("odd pp with two flows", "layout schedules",
+         lambda a: bool(a.builder) and a.builder.twice and a.layout.pp % 2 > 0,
          "schedule {0.layout.schedule} needs an even number of ranks, got {0.layout.pp}",
          "add a rank or use {0.layout.schedule}-v"),
-    Rule("virtual stages of a fixed schedule", "layout shape schedules",
-         lambda a: bool(_schedule(a)) and not _schedule(a).free
-         and a.layout.virtual not in (None, _schedule(a).chunks),
-         "schedule {0.layout.schedule} has a fixed number of chunks per rank, not {0.layout.virtual}",
+    Rule("virtual stages of a fixed schedule", "layout schedules",
+         lambda a: bool(a.builder) and not a.builder.free and a.layout.virtual not in (None, a.builder.chunks),
+         "schedule {0.layout.schedule} has {0.builder.chunks} chunk(s) per rank, not {0.layout.virtual}",
          "leave it out, or use {0.free_schedules}"),
     Rule("more stages than layers", "layout shape schedules",
-         lambda a: bool(_schedule(a)) and a.shape.layers < a.least_layers,
+         lambda a: bool(a.builder) and a.shape.layers < a.least_layers,
          "schedule {0.layout.schedule} on pp={0.layout.pp} has {0.stages} stages, too many for a model of "
          "{0.shape.layers} layers", "it needs {0.least_layers}, so use fewer ranks, fewer virtual stages or more "
          "layers"),

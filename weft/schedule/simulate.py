@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from weft.schedule.actions import LOCAL, Action, ScheduleError, Table, Value
 from weft.schedule.kinds import Clock
-from weft.schedule.times import ModelTimes, Times
+from weft.schedule.times import EQUAL, ModelTimes, Times
 from weft.schedule.validate import why_stuck
 
 
@@ -33,18 +33,15 @@ def by_kind(times: ModelTimes) -> Callable[[Action], float]:
     return lambda a: a.declared.cost(a, times)
 
 
-def uniform(
-    table: Table, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0, move: float = 0.0
-) -> Costs:
-    """Times per rank and microbatch, shared evenly by the stages that a rank holds for a microbatch.
+def uniform(table: Table, times: Times = EQUAL) -> Costs:
+    """``times`` of a microbatch on a rank, shared evenly by the stages that the rank holds for it.
 
     A stage's saved activations are then ``1 / v`` of a rank's, and alive from its forward to its weight gradient.
     """
     chunks = table.stages / len(table.ranks)
-    stage = Times(forward, backward_input, backward_weight).scaled(1 / chunks)
     return Costs(
-        by_kind(ModelTimes([stage] * table.stages)),
-        lambda value, source, target: move,
+        by_kind(ModelTimes([times.scaled(1 / chunks)] * table.stages)),
+        lambda value, source, target: times.move,
         lambda value: float(value.name in LOCAL) / chunks,
     )
 

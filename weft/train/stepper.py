@@ -1,7 +1,7 @@
 """How the batches of a step become an update of the state: one interface, whatever technique stands behind it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -27,34 +27,21 @@ class Stepper(Protocol):
 
     def finish(self) -> list[StepResult]:
         """Make the state that after the last step, and return the results that were still due."""
-
-    def summary(self) -> str:
-        """What there is to say of all steps at the end of a run; mostly nothing."""
-
-
-@dataclass
-class PlainStepper:
-    """Each step is over when it returns. For the other fields see :func:`weft.train.step.train_step`."""
-
-    model: Transformer
-    state: State
-    mesh: Mesh
-    clip: float
-    before_update: Callable[[], None] = lambda: None
-    inspect: Callable[[dict[str, torch.Tensor]], None] | None = None
-    routes: Sequence[Sequence[int]] = ()
-
-    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
-        return [train_step(
-            self.model, self.state, batches, self.mesh, lr=lr, clip=self.clip, stop=stop, inspect=self.inspect,
-            routes=self.routes, before_update=self.before_update,
-        )]  # fmt: skip
-
-    def finish(self) -> list[StepResult]:
         return []
 
     def summary(self) -> str:
+        """What there is to say of all steps at the end of a run; mostly nothing."""
         return ""
+
+
+class PlainStepper(Stepper):
+    """Each step is over when it returns. ``take``: :func:`weft.train.step.train_step` with all that stays the same."""
+
+    def __init__(self, take: Callable[..., StepResult]) -> None:
+        self.take = take
+
+    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
+        return [self.take(batches=batches, lr=lr, stop=stop)]
 
 
 def build_stepper(
@@ -71,4 +58,7 @@ def build_stepper(
         return ZerothOrder(model, state, mesh, settings, before_update, inspect)
     if settings.post_validation and model.pipeline is not None:
         return PostValidation(model, state, mesh, settings.clip, before_update, inspect)
-    return PlainStepper(model, state, mesh, settings.clip, before_update, inspect, routes)
+    return PlainStepper(partial(
+        train_step, model, state, mesh=mesh, clip=settings.clip, inspect=inspect, routes=routes,
+        before_update=before_update,
+    ))  # fmt: skip

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from weft.errors import UsageError, nearest
+from weft.errors import UsageError
+from weft.layout.conflicts import Asked, refuse
+from weft.layout.layout import Layout
 from weft.schedule.actions import Order, Table, assemble
 from weft.schedule.build.dualpipe import dualpipe, dualpipe_v
-from weft.schedule.build.greedy import keys, zb_1p, zb_2p
+from weft.schedule.build.greedy import zb_1p, zb_2p
 from weft.schedule.build.interleaved import breadth_first, depth_first
 from weft.schedule.build.plain import gpipe, one_forward_one_backward
 from weft.schedule.build.v_shape import v_half, v_min, zb_v
@@ -118,13 +120,13 @@ BUILDERS: dict[str, Builder] = {
         "no bubble if F=B=W, peak 2P-1", "2401.10241", splits=True, falls=2,
     ),
     "zb-1p": Builder(
-        lambda p, m, v, t: keys(zb_1p(p, m, v, t)),
+        lambda p, m, v, t: zb_1p(p, m, t),
         lambda p, m, v, t: _held_back(p, m, p, t),
         lambda p, v, r: p,
         "list-scheduled by the times, peak P", "2401.10241", splits=True,
     ),
     "zb-2p": Builder(
-        lambda p, m, v, t: keys(zb_2p(p, m, v, t)),
+        lambda p, m, v, t: zb_2p(p, m, t),
         lambda p, m, v, t: _held_back(p, m, 2 * p - 1, t),
         lambda p, v, r: 2 * p,
         "the same in the memory of 2P", "2401.10241", splits=True, falls=2,
@@ -169,22 +171,14 @@ def build(name: str, ranks: int, microbatches: int, virtual: int | None = None, 
     ``times`` are used by schedules that fill holes by the clock. Raises :class:`UsageError` for a request that cannot
     be met.
     """
-    if name not in BUILDERS:
-        raise UsageError(f"no pipeline schedule {name!r}; {nearest(name, BUILDERS)}")
-    builder = BUILDERS[name]
     if ranks < 1:
         raise UsageError(f"schedule {name} needs at least 1 rank, got {ranks}; give the size of the pipeline")
     if microbatches < 1:
         raise UsageError(f"schedule {name} needs at least 1 microbatch, got {microbatches}; cut the batch into more")
-    if builder.twice and ranks % 2:
-        raise UsageError(f"schedule {name} needs an even number of ranks, got {ranks}; add a rank or use {name}-v")
-    if virtual is not None and virtual != builder.chunks and not builder.free:
-        choices = ", ".join(n for n, b in BUILDERS.items() if b.free)
-        raise UsageError(
-            f"schedule {name} has {builder.chunks} chunk(s) per rank, got {virtual}; leave it out, or use {choices}"
-        )
     if virtual is not None and virtual < 1:
         raise UsageError(f"schedule {name} needs at least 1 chunk per rank, got {virtual}; the usual number is 2")
-    chunks = builder.chunks if virtual is None else virtual
+    asked = Asked(Layout(pp=ranks, schedule=name, virtual=virtual), schedules=BUILDERS)
+    refuse(asked, "layout", "schedules")
+    builder, chunks = BUILDERS[name], asked.chunks
     stages = ranks * chunks
     return assemble(name, builder.orders(ranks, microbatches, chunks, times), stages, [range(stages)] * microbatches)

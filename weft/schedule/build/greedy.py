@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import inf
 
-from weft.schedule.actions import Entry, Table, assemble
+from weft.schedule.actions import Order, Table, assemble
 from weft.schedule.build.listing import Listing, Policy
 from weft.schedule.build.trips import Trips
 from weft.schedule.simulate import Costs, simulate
@@ -53,22 +53,17 @@ def list_schedule(
     return min(zip(clocks, tables, strict=True), key=lambda pair: (pair[0].makespan, pair[0].elapsed))[1]
 
 
-def keys(table: Table) -> list[list[Entry]]:
-    """The orders that the table was assembled from."""
-    return [[action.key for action in actions] for actions in table.ranks]
-
-
-def zb_1p(ranks: int, microbatches: int, virtual: int | None, times: Times) -> Table:
+def zb_1p(ranks: int, microbatches: int, times: Times) -> list[Order]:
     """The automatic zero-bubble schedule in the memory of 1F1B: that of ``ranks`` microbatches (2401.10241, 3.1)."""
     return _zero_bubble("zb-1p", ranks, microbatches, times, ranks, tape=1.0)
 
 
-def zb_2p(ranks: int, microbatches: int, virtual: int | None, times: Times) -> Table:
+def zb_2p(ranks: int, microbatches: int, times: Times) -> list[Order]:
     """The same in twice the memory, which is enough for almost no bubble. Tapes count :data:`TAPE` of what is saved."""
     return _zero_bubble("zb-2p", ranks, microbatches, times, 2 * ranks, tape=TAPE)
 
 
-def _zero_bubble(name: str, ranks: int, microbatches: int, times: Times, limit: int, tape: float) -> Table:
+def _zero_bubble(name: str, ranks: int, microbatches: int, times: Times, limit: int, tape: float) -> list[Order]:
     took = {"F": times.forward, "I": times.backward_input, "W": times.backward_weight}
     costs = Costs(
         lambda action: took[action.kind],
@@ -76,4 +71,5 @@ def _zero_bubble(name: str, ranks: int, microbatches: int, times: Times, limit: 
         lambda value: {"saved": 1.0, "tape": tape}.get(value.name, 0.0),
     )
     holders, paths = [[r] for r in range(ranks)], [range(ranks)] * microbatches
-    return list_schedule(name, holders, paths, costs, ranks=ranks, limit=limit)
+    table = list_schedule(name, holders, paths, costs, ranks=ranks, limit=limit)
+    return [[action.key for action in actions] for actions in table.ranks]

@@ -68,8 +68,7 @@ def repeat(pattern: Pattern, ranks: int, microbatches: int, times: Times) -> lis
         return orders
     # Seen by the clock of unequal times a plan of equal slots loses its rhythm; keeping it may be the better choice.
     table = assemble("v", orders, 2 * ranks, [range(2 * ranks)] * microbatches)
-    costs = uniform(table, times.forward, times.backward_input, times.backward_weight, times.move)
-    makespan = simulate(table, costs).makespan
+    makespan = simulate(table, uniform(table, times)).makespan
     for patience in PATIENCE:
         other, span = fill(plan, pattern, times, patience)
         if span < makespan:
