@@ -14,7 +14,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe, Train, build_recipe
 from weft.train.setup import assemble, prepare
-from weft.train.verify import check_types
+from weft.train.types import check_types
 
 KINDS = ["lora", "dora", "qlora"]
 #: What each kind is tried under; the first three are the quick ones.

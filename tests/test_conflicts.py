@@ -12,7 +12,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.parallel.build import check_fits
 from weft.recipe import load_recipe
-from weft.train.verify import check_types
+from weft.train.types import check_types
 
 ROOT = Path(__file__).parents[1]
 

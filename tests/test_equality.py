@@ -17,7 +17,8 @@ from weft.layout.mesh import Mesh
 from weft.models import linear_attention
 from weft.recipe import Train, build_recipe
 from weft.train.setup import prepare
-from weft.train.verify import Difference, check_types, compare, run_layout
+from weft.train.types import check_types
+from weft.train.verify import Difference, compare, run_layout
 
 AXES = ("dp", "shard", "cp", "tp")
 #: Every combination of the axes in {1, 2} with at most 8 ranks, and each axis alone at 4.

@@ -61,7 +61,7 @@ def verify(
 
 def _types(recipe: "Recipe", as_json: bool) -> int:
     from weft.train.setup import model_shape
-    from weft.train.verify import check_types
+    from weft.train.types import check_types
 
     shape = model_shape(recipe)
     shape = shape.model_copy(update={"vocab": shape.vocab or 257})

@@ -13,7 +13,7 @@ from weft.parallel.context import context_attention
 from weft.parallel.hybrid import hybrid_attention
 from weft.parallel.pipeline import Pipeline
 from weft.parallel.sharded import is_sharded, shard_data_parallel, sharded_state
-from weft.parallel.state import Held, Resident, State
+from weft.parallel.state import Held, Resident, State, by_block
 from weft.recipe import ModelShape, Optimizer, Train
 from weft.schedule.build import BUILDERS
 
@@ -78,10 +78,8 @@ def parallelize(
 def resident_state(model: Transformer, mesh: Mesh) -> State:
     """The state of a model whose parameters are all here, a unit per block and one for the rest."""
     described = dict(model.logical_parameters())
-    units: dict[str, list[Held]] = {}
-    for name, parameter in model.named_parameters():
-        block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "root"
-        placement = mesh.place.hold(described[name])
-        held = Held(name, described[name], placement, parameter.detach(), parameter)
-        units.setdefault(block, []).append(held)
-    return State(Resident(held) for held in units.values())
+    held = {
+        name: Held(name, described[name], mesh.place.hold(described[name]), parameter.detach(), parameter)
+        for name, parameter in model.named_parameters()
+    }
+    return State(Resident(of_block) for of_block in by_block(held).values())

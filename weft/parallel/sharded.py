@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
-from weft.parallel.state import Held, State
+from weft.parallel.state import Held, State, by_block
 from weft.recipe import Train
 
 
@@ -107,14 +107,12 @@ def sharded_state(model: Transformer, mesh: Mesh) -> State:
         held[name] = Held(
             name, described[name], mesh.place.hold(described[name]), local.to_local(), parameter, _local_gradient
         )
-    units, root = [], dict(held)
-    kept = STAGES[mesh.layout.zero]
-    for prefix, block in model.blocks.named_children():
-        assert isinstance(block, FSDPModule)
-        mine = [root.pop(name) for name in held if name.startswith(f"blocks.{prefix}.")]
-        units.append(HookUnit(block, kept, mine))
-    assert isinstance(model, FSDPModule)
-    return State([*units, HookUnit(model, kept, list(root.values()))])
+    modules, units = dict(model.blocks.named_children()), []
+    for block, of_block in sorted(by_block(held).items(), key=lambda item: item[0] == ""):  # the root comes last
+        module = modules.get(block, model)
+        assert isinstance(module, FSDPModule)
+        units.append(HookUnit(module, STAGES[mesh.layout.zero], of_block))
+    return State(units)
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

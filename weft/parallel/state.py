@@ -77,6 +77,15 @@ class Unit(Protocol):
         """Get ready for a forward and backward pass, the ``last`` of a step or one before."""
 
 
+def by_block(held: Mapping[str, Held]) -> dict[str, list[Held]]:
+    """The parameters of every block, by its number, and under "" what is left: embedding, norm and head."""
+    units: dict[str, list[Held]] = {}
+    for name, h in held.items():
+        kind, number, *_ = name.split(".")
+        units.setdefault(number if kind == "blocks" else "", []).append(h)
+    return units
+
+
 @dataclass
 class Resident:
     """A unit that is whole on this rank all the time, and that ranks with other data have no part in."""

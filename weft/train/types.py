@@ -1,0 +1,127 @@
+"""Proof by types that a layout computes what one device computes, without any device. By numbers: ``verify.py``."""
+
+import dataclasses
+import linecache
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import spmd_types as spmd
+import torch
+from spmd_types.checker import typecheck
+from torch import nn
+
+from weft.data.batch import Batch
+from weft.layout import boundary
+from weft.layout.boundary import BY_DATA, SAME, I, R, V, declare, gradient_types, parameter_types, state_types
+from weft.layout.dims import Logical
+from weft.layout.groups import fake_rank
+from weft.layout.layout import DATA_AXES, MODEL_AXES, Layout
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Block, Transformer
+from weft.parallel.build import check_fits, resident_state
+from weft.parallel.context import context_attention
+from weft.parallel.state import State
+from weft.recipe import ModelShape, Optimizer, Train
+from weft.train.step import gradients
+
+
+@dataclass(frozen=True)
+class TypeFault:
+    """Where the types do not fit: the innermost line outside the type checker, and why."""
+
+    file: str
+    line: int
+    code: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.code}\n    {self.message}"
+
+
+def check_types(
+    shape: ModelShape, layout: Layout, train: Train, optimizer: Optimizer | None = None
+) -> TypeFault | None:
+    """Type-check one whole training step of ``layout`` on this process alone, whatever its world size.
+
+    Tensors live on the meta device and collectives in a fake process group, so neither memory nor ranks are needed.
+    What shards the state stands for its contract: gradients are partial sums over the data axes before, and rows of the
+    sum after.
+    Pipeline stages hand each other tensors of one and the same type, so one place along ``pp`` stands for all.
+    """
+    check_fits(shape, layout, train, optimizer)
+    kinds = [shape.mixer_of(i) for i in range(shape.layers)]
+    # Layers of a kind are alike: as many as have each kind, and two, stand for all.
+    few = max(min(2, len(kinds)), 1 + max(kinds.index(kind) for kind in kinds))
+    shape = shape.model_copy(update={"layers": few})
+    layout = layout.model_copy(update={"pp": 1})
+    with fake_rank(0, layout.world) if layout.world > 1 else nullcontext():
+        mesh = dataclasses.replace(Mesh.create(layout, "cpu"), device=torch.device("meta"))
+        model = Transformer(shape, mesh, train.loss_chunk)
+        model.freq = model.freq.to("meta")
+        for block in model.blocks.values():
+            assert isinstance(block, Block)
+            if block.attention.mixer == "softmax":
+                block.attention.attend = context_attention(mesh, shape)
+            block.recompute = train.recompute
+        try:
+            state, batch = resident_state(model, mesh), _meta_batch(mesh)
+            if mesh.device_mesh is None:
+                gradients(model, state, [batch], mesh)
+                return None
+            with spmd.set_current_mesh(mesh.device_mesh), typecheck():
+                for ids in (batch.tokens, batch.labels, batch.positions):
+                    declare(ids, mesh, **BY_DATA)
+                declare(model.freq, mesh, **SAME)
+                declare(batch.cu_seqlens, mesh, **BY_DATA | {"cp": R})
+                gradients(model, _typed(state, mesh), [batch], mesh)
+        except spmd.SpmdTypeError as error:
+            return _locate(error)
+    return None
+
+
+def _typed(state: State, mesh: Mesh) -> State:
+    """``state`` with typed parameters, whose gradients have been through the contract of the units that share state."""
+
+    def reduced_gradient(logical: Logical) -> Callable[[nn.Parameter], torch.Tensor | None]:
+        def gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+            grad = parameter.grad
+            assert grad is not None
+            declare(grad, mesh, **gradient_types(logical))
+            for axis in DATA_AXES:
+                if mesh.size(axis) > 1:
+                    grad = spmd.all_reduce(grad, mesh.group(axis), dst=I)
+                    if state_types(logical)[axis] is V:  # each rank keeps its rows of the sum
+                        grad = spmd.mutate_type(grad, mesh.group(axis), src=I, dst=V)
+            return grad
+
+        return gradient
+
+    for h in state.held:
+        declare(h.parameter, mesh, **parameter_types(h.logical))
+        h.gradient = reduced_gradient(h.logical)
+    return state
+
+
+def _meta_batch(mesh: Mesh) -> Batch:
+    """A batch of the right shapes: two rows, of which each rank holds its share of the tokens."""
+    local = 2 * mesh.size(*MODEL_AXES) * (2 if mesh.size("cp") > 1 else 1)
+    length = local * mesh.size("cp")
+    tokens, labels, positions = torch.empty(3, 2, local, dtype=torch.long, device="meta").unbind()
+    return _MetaBatch(tokens, labels, positions, torch.tensor([0, length, 2 * length], dtype=torch.int32))
+
+
+class _MetaBatch(Batch):
+    @property
+    def real_tokens(self) -> int:
+        return self.labels.numel()
+
+
+def _locate(error: BaseException) -> TypeFault:
+    """The innermost frame that is neither the type checker's, PyTorch's nor a boundary's (whose caller is meant)."""
+    libraries = (str(Path(spmd.__file__).parent), str(Path(torch.__file__).parent), boundary.__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+    file, line = frames[-1].filename, frames[-1].lineno or 0
+    return TypeFault(file, line, linecache.getline(file, line).strip(), str(error).strip().splitlines()[0])
