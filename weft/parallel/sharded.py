@@ -108,7 +108,7 @@ def sharded_state(model: Transformer, mesh: Mesh) -> State:
             name, described[name], mesh.place.hold(described[name]), local.to_local(), parameter, _local_gradient
         )
     modules, units = dict(model.blocks.named_children()), []
-    for block, of_block in sorted(by_block(held).items(), key=lambda item: item[0] == ""):  # the root comes last
+    for block, of_block in by_block(held).items():
         module = modules.get(block, model)
         assert isinstance(module, FSDPModule)
         units.append(HookUnit(module, STAGES[mesh.layout.zero], of_block))

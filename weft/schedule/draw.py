@@ -42,12 +42,12 @@ def chunks(table: Table) -> tuple[dict[tuple[int, int, int], int], int, str]:
     held = [table.held(rank) for rank in range(len(table.ranks))]
     places = {(a.rank, a.stage, a.microbatch) for a in table if not a.declared.inserted}
     if sum(map(len, held)) == len({s for stages in held for s in stages}):
-        shade = {p: held[p[0]].index(p[1]) if p[1] in held[p[0]] else 0 for p in places}
+        shade = {(rank, s, m): held[rank].index(s) if s in held[rank] else 0 for rank, s, m in places}
         return shade, max(1, *map(len, held)), "the rank's stages, strongest first"
-    first = {m: rank for rank, stage, m in places if 0 <= m < table.microbatches and stage == table.paths[m][0]}
-    ends = sorted(set(first.values()))
+    enters = {m: rank for rank, stage, m in places if 0 <= m < table.microbatches and stage == table.paths[m][0]}
+    ends = sorted(set(enters.values()))
     meaning = f"enters at rank {', '.join(map(str, ends))}"
-    return {p: ends.index(first.get(p[2], ends[0])) for p in places}, len(ends), meaning
+    return {(rank, s, m): ends.index(enters.get(m, ends[0])) for rank, s, m in places}, len(ends), meaning
 
 
 def boxes(simulation: Simulation) -> list[Timed]:

@@ -12,6 +12,7 @@ from torch.profiler import record_function
 from weft.schedule.actions import LOCAL, Action, ScheduleError, Table, Value
 from weft.schedule.kinds import KINDS
 from weft.schedule.lower import FREE, RECV, SEND
+from weft.schedule.simulate import Timed
 from weft.schedule.validate import WINDOW
 from weft.schedule.wire import Wire
 
@@ -21,12 +22,12 @@ Op = Callable[[Action, Sequence[Any]], Sequence[Any]]
 
 @dataclass
 class Executed:
-    """What a run saw. ``times``: ``(action, start, end)`` in seconds of ``time.perf_counter``, computing actions only.
+    """What a run saw. ``times``: of computing actions only, in seconds of ``time.perf_counter``.
 
     ``peak``: most local values (``saved`` and ``tape``) alive at once, by the weight that :func:`execute` was given.
     """
 
-    times: list[tuple[Action, float, float]] = field(default_factory=list)
+    times: list[Timed] = field(default_factory=list)
     peak: float = 0.0
 
 
@@ -89,7 +90,7 @@ def execute(
                 level += weigh(value)
                 if _empty(value):
                     there[value] = None
-            run.times.append((a, start, time.perf_counter()))
+            run.times.append(Timed(a, start, time.perf_counter()))
     if wire is not None:
         wire.flush()
     return run
@@ -122,7 +123,7 @@ def replay(table: Table, ops: Mapping[str, Op]) -> list[Executed]:
                 start = time.perf_counter()
                 results = ops[a.kind](a, [there[v] for v in a.reads])
                 there.update(zip(a.writes, results or (), strict=True))
-                run.times.append((a, start, time.perf_counter()))
+                run.times.append(Timed(a, start, time.perf_counter()))
                 done.add(a.key)
     stuck = [queue[0] for queue in queues if queue]
     if stuck:
@@ -132,7 +133,7 @@ def replay(table: Table, ops: Mapping[str, Op]) -> list[Executed]:
 
 def seconds(run: Executed) -> float:
     """From the first action's start to the last one's end."""
-    return run.times[-1][2] - run.times[0][1] if run.times else 0.0
+    return run.times[-1].end - run.times[0].start if run.times else 0.0
 
 
 def sleeping(costs: Callable[[Action], float]) -> Mapping[str, Op]:
@@ -140,6 +141,6 @@ def sleeping(costs: Callable[[Action], float]) -> Mapping[str, Op]:
 
     def op(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
         time.sleep(costs(a))
-        return [torch.empty(1) for _ in a.writes if not _empty(_)]
+        return [torch.empty(1) for value in a.writes if not _empty(value)]
 
     return {name: op for name, kind in KINDS.items() if not kind.inserted}

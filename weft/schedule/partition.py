@@ -4,10 +4,19 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from weft.errors import UsageError
 from weft.model_shape import shape_of
 from weft.recipe import ModelShape
+
+
+class _Split(NamedTuple):
+    """Times of the shares in a split: the longest, and the sum of their squares; ``end``: of the first share."""
+
+    longest: float
+    squares: float
+    end: int
 
 
 def partition(costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None) -> list[range]:
@@ -24,26 +33,26 @@ def partition(costs: Sequence[float], parts: int, speeds: Sequence[float] | None
     after = [*accumulate(reversed(speed), initial=0.0)][::-1]  # speed of the parts from here on, together
 
     @cache
-    def best(start: int, part: int) -> tuple[float, float, int]:
-        """Largest time, sum of squared times and first cut of the best split of ``costs[start:]`` over ``part:``."""
+    def best(start: int, part: int) -> _Split:
+        """The best split of ``costs[start:]`` over the parts from ``part`` on."""
         if part == parts - 1:
             time = (total[count] - total[start]) / speed[part]
-            return time, time * time, count
-        found = (float("inf"), float("inf"), start + 1)
+            return _Split(time, time * time, count)
+        found = _Split(float("inf"), float("inf"), start + 1)
         # No share takes longer than the limit, nor leaves more than the parts after it can do in that time.
         least = bisect_left(total, total[count] - limit * after[part + 1])
         for end in range(max(start + 1, least), count - (parts - part - 1) + 1):
             time = (total[end] - total[start]) / speed[part]
             if time > limit:
                 break
-            longest, squares, _ = best(end, part + 1)
+            rest = best(end, part + 1)
             # Rounded, so that two sums of the same numbers in another order count as equal.
-            found = min(found, (round(max(time, longest), 9), round(squares + time * time, 9), end))
+            found = min(found, _Split(round(max(time, rest.longest), 9), round(rest.squares + time * time, 9), end))
         return found
 
     cuts, at = [], 0
     for part in range(parts):
-        end = best(at, part)[2]
+        end = best(at, part).end
         cuts.append(range(at, end))
         at = end
     return cuts

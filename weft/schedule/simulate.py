@@ -46,8 +46,9 @@ def uniform(table: Table, times: Times = EQUAL) -> Costs:
     )
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
+    """An action, and when it ran."""
+
     action: Action
     start: float
     end: float

@@ -22,7 +22,7 @@ Work = Callable[[int, int], float]  # of a rank on a stage, forward and backward
 Booked = Mapping[tuple[int, int], float]  # until when a link is taken; (r, r): rank r itself
 
 #: A stage is skipped between these multiples of the mean, so that slow stages are spared and all are trained.
-SPREAD = (0.5, 1.5)
+LEAST_SKIPS, MOST_SKIPS = 0.5, 1.5
 
 TINY = 1e-9
 
@@ -58,7 +58,7 @@ def plan_paths(
         return [tuple(range(stages))] * microbatches
     _check(stages, ratio, keep)
     ranks = 1 + max(r for able in holders for r in able)
-    plans: list[tuple[float, list[Path]]] = []
+    plans: dict[float, list[Path]] = {}  # by makespan
 
     def work(rank: int, s: int) -> float:
         return sum(costs.compute(Action(rank, kind, s, 0)) for kind in PASSES[split]) or TINY
@@ -67,8 +67,8 @@ def plan_paths(
     for spread in WEIGHTS:
         paths = _plan(holders, microbatches, total, costs, middle, orders, work, spread, Random(seed))
         table = list_schedule("skip", holders, paths, costs, ranks=ranks, split=split, priority=Policy(ahead=1.5))
-        plans.append((simulate(table, costs).makespan, paths))
-    return min(plans)[1]
+        plans.setdefault(simulate(table, costs).makespan, paths)
+    return plans[min(plans)]
 
 
 def skip_pipe(
@@ -103,8 +103,8 @@ def cut(stages: int, ratio: float, keep: tuple[int, int] = (1, 1)) -> list[float
 
 def _check(stages: int, ratio: float, keep: tuple[int, int]) -> None:
     middle = max(0, stages - sum(keep))
-    if not 0 <= ratio * stages <= middle / SPREAD[1]:
-        most = f"skip at most {middle / SPREAD[1] / stages:.0%}" if middle else "use more stages"
+    if not 0 <= ratio * stages <= middle / MOST_SKIPS:
+        most = f"skip at most {middle / MOST_SKIPS / stages:.0%}" if middle else "use more stages"
         raise UsageError(
             f"skipping {ratio:.0%} of {stages} stages leaves too little of the {middle} that may be skipped (the first "
             f"and the last are always run); {most}"
@@ -157,7 +157,7 @@ def _plan(
 def _quotas(times: Sequence[float], total: int, microbatches: int) -> list[int]:
     """How often to skip each stage such that the slowest computes as little as the bounds allow."""
     mean = total / microbatches / len(times)
-    low, high = SPREAD[0] * mean, min(1.0, SPREAD[1] * mean)
+    low, high = LEAST_SKIPS * mean, min(1.0, MOST_SKIPS * mean)
 
     def shares(target: float) -> list[float]:
         return [min(high, max(low, 1 - target / t)) for t in times]

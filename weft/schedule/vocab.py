@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 from weft.schedule.actions import Action, Table, Value
 from weft.schedule.kinds import Duty, Kind, declare
@@ -38,6 +39,8 @@ URGENCY = (C, G, S, E, T, D)
 
 #: Passes that nobody waits for fill holes, until so many of them are due on a rank.
 LAZY = 2
+#: The turn of such a pass, after the three sorts of actions that a rank has in its own order.
+LAST = 4
 
 
 def share_stage(stages: int, rank: int) -> int:
@@ -110,6 +113,15 @@ def _linked(table: Table, a: Action) -> Action:
     return a
 
 
+class _Option(NamedTuple):
+    """What a rank could do next: the earliest comes first, then the one of the lowest ``turn``, then of ``place``."""
+
+    start: float
+    turn: int  # 0: a pass that others wait for; from 1 on: the rank's own order; LAST: what nobody waits for
+    place: int  # of its microbatch among those that enter
+    action: Action
+
+
 def _merge(
     table: Table, passes: Sequence[Action], cost: Callable[[Action], float], limits: Sequence[int]
 ) -> tuple[tuple[Action, ...], ...]:
@@ -135,21 +147,22 @@ def _merge(
         """When ``a`` can start: never, as far as is known, if something it reads is not made yet."""
         return max([free[a.rank], *(there.get(v, float("inf")) for v in a.reads)])
 
-    def best(r: int) -> tuple[float, int, int, Action] | None:
-        options: list[tuple[float, int, int, Action]] = []
+    def best(r: int) -> _Option | None:
+        options: list[_Option] = []
         seen: set[Duty] = set()
         for a in order[r]:
             queue = first_duty[a.kind]
             if queue not in seen and not (queue is Duty.FORWARD and level[r] >= limits[r]):
-                options.append((start(a), 1 + len(seen), place[a.microbatch], a))
+                options.append(_Option(start(a), 1 + len(seen), place[a.microbatch], a))
             seen.add(queue)
             if len(seen) == sorts:
                 break
         ready = [(start(a), a) for a in waiting[r] if a.kind != E or looked_up[r] <= entered + 1]
         late = sum(not a.writes and begin < float("inf") for begin, a in ready) > LAZY
         for begin, a in ready:
-            options.append((begin, 0 if a.writes or late else 4, place[a.microbatch], a))
-        return min((o for o in options if o[0] < float("inf")), key=lambda o: o[:3], default=None)
+            options.append(_Option(begin, 0 if a.writes or late else LAST, place[a.microbatch], a))
+        possible = (o for o in options if o.start < float("inf"))
+        return min(possible, key=lambda o: (o.start, o.turn, o.place), default=None)
 
     readers: dict[Value, set[int]] = defaultdict(set)
     for a in (*table, *passes):
@@ -157,7 +170,7 @@ def _merge(
             readers[value].add(a.rank)
     bests = [best(r) for r in ranks]
     while any(order) or any(waiting):
-        begin, _, _, a = min((o for o in bests if o is not None), key=lambda o: (o[0], o[1], o[3].rank))
+        begin, _, _, a = min(filter(None, bests), key=lambda o: (o.start, o.turn, o.action.rank))
         r = a.rank
         (waiting if a in waiting[r] else order)[r].remove(a)
         free[r] = begin + cost(a)

@@ -94,7 +94,7 @@ class Listing:
         if not self.tapes[rank]:
             return False
         tape = self.tapes[rank][0]
-        until = now + self.policy.patience * self.trips.time(rank, *tape[:3])
+        until = now + self.policy.patience * self.trips.time(rank, tape.m, tape.i, tape.kind)
         if any(now < b.time < until and self.admits(rank, b, capped) for b in self.ready[rank]):
             return False
         return self.start(rank, tape, now)
@@ -137,7 +137,7 @@ class Listing:
             self.rebind(m, i + 1, end)
             self.send("act", m, i, i + 1, "F", end)
         elif a.kind == "F":
-            self.ready[rank].append(_Item(m, i, self.trips.kinds[1], end))
+            self.ready[rank].append(_Item(m, i, self.trips.backward, end))
         elif i:
             self.send("grad", m, i, i - 1, a.kind, end)
         else:
@@ -187,7 +187,7 @@ class Listing:
 
         def ends(r: int) -> float:
             there = end if r == before else end + self.trips.costs.move(value, before, r)
-            queued = sum(self.trips.time(r, *a[:3]) for a in self.ready[r])
+            queued = sum(self.trips.time(r, a.m, a.i, a.kind) for a in self.ready[r])
             return max(there, self.free[r] + queued) + self.trips.time(r, m, i, "F")
 
         able = self.holders[self.paths[m][i]]

@@ -34,6 +34,11 @@ class Trips:
     def kinds(self) -> tuple[str, ...]:
         return PASSES[self.split]
 
+    @property
+    def backward(self) -> str:
+        """The pass that makes the gradient of the input."""
+        return self.kinds[1]
+
     def time(self, rank: int, m: int, i: int, kind: str) -> float:
         return self.costs.compute(Action(rank, kind, self.paths[m][i], m))
 
@@ -45,7 +50,7 @@ class Trips:
         """How many pairs of forward and backward at this place fit in the time until the gradient is back."""
         key = (m, i, *where)
         if key not in self.rounds:
-            path, back = self.paths[m], self.kinds[1]
+            path, back = self.paths[m], self.backward
             trip = own = self.time(where[i], m, i, "F")
             own += self.time(where[i], m, i, back)
             for j in range(i + 1, len(path)):
@@ -68,7 +73,7 @@ class Trips:
         if key not in self.claims:
             length, level = len(where), dict.fromkeys(where, 0.0)
             saved = [self.change(m, i, "F") for i in range(length)]
-            after = [self.change(m, i, self.kinds[1]) for i in range(length)]
+            after = [self.change(m, i, self.backward) for i in range(length)]
             for i in range(min(step, 2 * length - step)):
                 level[where[i]] += saved[i]
             held, peak = dict(level), dict(level)
