@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from weft.errors import WeftError
-from weft.recipe import ModelShape, explain
+from weft.recipe import ModelShape
+from weft.validation import explain
 
 #: Fields of :class:`ModelShape` and what ``config.json`` calls them.
 FIELDS = {

@@ -11,12 +11,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from weft.errors import UsageError, WeftError, nearest
-from weft.layout.conflicts import Asked, Conflict, refuse
+from weft.errors import UsageError, WeftError
+from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import BATCH_AXES, Layout
 from weft.shipped import find_recipe, shipped_recipes
+from weft.validation import validated
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 
@@ -373,42 +374,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), layout: str | N
 
 def build_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
     """Validate a nested dictionary into a :class:`Recipe`; one line per :class:`UsageError`."""
-    try:
-        return Recipe.model_validate(tree)
-    except ValidationError as error:
-        if isinstance(conflict := error.errors()[0].get("ctx", {}).get("error"), Conflict):
-            raise Conflict(f"{origin}: {conflict}", conflict.rule) from None
-        raise UsageError(f"{origin}: {explain(error, Recipe)}") from None
-
-
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """First problem of a pydantic error as one line: key, cause, remedy."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    key = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        sections = [name for name in Recipe.model_fields if path[0] in _fields_at(Recipe, [name])]
-        if model is Recipe and len(path) == 1 and sections:
-            return f"unknown key {key!r}; did you mean {f'{sections[0]}.{key}'!r}?"
-        return f"unknown key {key!r}; {nearest(path[-1], _fields_at(model, path[:-1]))}"
-    if first["type"] == "literal_error":
-        expected = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        return f"{key} = {first['input']!r} is not possible; {nearest(str(first['input']), expected)}"
-    message = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
-    where = f"{key} = {first['input']!r}: " if path and not isinstance(first["input"], dict) else f"{key}: " * bool(key)
-    return f"{where}{message}{more}"
-
-
-def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Field names of the (nested) section that ``path`` leads to."""
-    for part in path:
-        if part.isdigit():
-            continue
-        annotation = model.model_fields[part].annotation
-        options = [annotation, *getattr(annotation, "__args__", ())]
-        model = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), model)
-    return list(model.model_fields)
+    return validated(Recipe, tree, origin)
 
 
 def _override(tree: dict[str, Any], item: str) -> None:

@@ -4,10 +4,11 @@ import re
 from math import prod
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weft.errors import UsageError, nearest
-from weft.layout.conflicts import Asked, Conflict, refuse
+from weft.layout.conflicts import Asked, refuse
+from weft.validation import validated
 
 #: Mesh axes from the slowest links to the fastest: neighbours along ``tp`` have consecutive ranks. Their sizes multiply
 #: to the number of ranks. Ranks of different islands do not take a step together.
@@ -129,17 +130,7 @@ class Layout(BaseModel):
             if not equals:
                 raise UsageError(f"layout {text!r}: {item!r} is not of the form axis=number")
             values[name] = int(value) if value.lstrip("-").isdigit() else value  # pydantic reads the fractions
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            if isinstance(conflict := first.get("ctx", {}).get("error"), Conflict):
-                raise Conflict(f"layout {text!r}: {conflict}", conflict.rule) from None
-            if not first["loc"]:
-                raise UsageError(f"layout {text!r}: {first['msg'].removeprefix('Value error, ')}") from None
-            raise UsageError(
-                f"layout {text!r}: {first['loc'][0]} = {first['input']!r} is not possible: {first['msg'].lower()}"
-            ) from None
+        return validated(cls, values, f"layout {text!r}")
 
     def __str__(self) -> str:
         axes = [f"{axis}={self.size(axis)}" for axis in (*AXES, FOLDED) if self.size(axis) > 1]

@@ -10,7 +10,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_v
 from weft.errors import UsageError, WeftError, nearest
 from weft.model_shape import Num
 from weft.planner.presets import read_presets
-from weft.recipe import Section, explain
+from weft.recipe import Section
+from weft.validation import explain
 
 #: Share of the 4-bit peak that a large product reaches.
 LEAST = 0.47

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from weft.errors import WeftError
 
@@ -89,10 +90,15 @@ def is_secondary(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and bool(re.search(_PEER_LOST, str(error)))
 
 
-def root_cause(
-    records: list[Failure], failed: Mapping[int, tuple[int, float]], oom: bool | None = None
-) -> Failure | None:
-    """The failure that explains the others, from ranks' records and ``{rank: (exit code, time)}``.
+class Exit(NamedTuple):
+    """How a process ended, and when (seconds since the epoch); a code below 0 is that of the signal that killed it."""
+
+    code: int
+    when: float
+
+
+def root_cause(records: list[Failure], failed: Mapping[int, Exit], oom: bool | None = None) -> Failure | None:
+    """The failure that explains the others, from the records of ranks, and how each that failed has ended.
 
     ``oom``: whether the kernel has killed for want of memory meanwhile; None if it does not say.
     """

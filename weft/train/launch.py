@@ -20,7 +20,7 @@ from unittest import mock
 
 import psutil
 
-from weft.train.failure import Failure, Grade, oom_kills, root_cause, show
+from weft.train.failure import Exit, Failure, Grade, oom_kills, root_cause, show
 from weft.train.ranks import threads_per_rank
 
 #: Seconds that ranks get, after Ctrl-C or SIGTERM, to save and stop before they are killed.
@@ -84,7 +84,7 @@ def run_ranks(command: list[str], ranks: int, threads: int = 0) -> tuple[int, Fa
         except ChildFailedError as error:
             # What the agent has killed to clean up is no cause.
             own = {rank: f for rank, f in error.failures.items() if rank in ending.first}
-            code, failed = 1, {rank: (f.exitcode, float(f.timestamp)) for rank, f in own.items()}
+            code, failed = 1, {rank: Exit(f.exitcode, float(f.timestamp)) for rank, f in own.items()}
         except (SignalException, KeyboardInterrupt) as error:
             code = 128 + getattr(error, "sigval", signal.SIGINT)
         records = []
@@ -92,7 +92,7 @@ def run_ranks(command: list[str], ranks: int, threads: int = 0) -> tuple[int, Fa
             with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short: the exit code still counts
                 records.append(Failure(**json.loads(path.read_text())["weft"]))
         if ending.stopped:  # NCCL aborts a rank whose wait has come to its limit
-            failed = {rank: end for rank, end in failed.items() if end[0] != -signal.SIGABRT}
+            failed = {rank: end for rank, end in failed.items() if end.code != -signal.SIGABRT}
         for rank in ending.stopped:
             stopped = f"rank {rank} is stopped (SIGSTOP or a debugger) and the others have given up waiting for it"
             records.append(Failure(rank, stopped, 1, Grade.NAMED, time.time()))
