@@ -62,15 +62,18 @@ def moves(
                 yield ElementMove(name, common, source, target)
 
 
-def redistribute(sources: Mapping[str, Part], targets: Mapping[str, Part]) -> int:
-    """Fill ``targets`` in place with what the ranks hold as ``sources``; the bytes that this rank sent. Collective.
+def redistribute(
+    sources: Mapping[str, Part], targets: Mapping[str, Part], group: dist.ProcessGroup | None = None
+) -> int:
+    """Fill ``targets`` in place with what the ranks of ``group`` (default: all) hold as ``sources``. Collective.
 
-    Both name this rank's parts of logical tensors; a rank that takes no part in a layout gives nothing for it. Raises
-    :class:`WeftError` on all ranks if shapes or types differ or an element is missing.
+    Both name this rank's parts of logical tensors; a rank that takes no part in a layout gives nothing for it. Returns
+    the bytes that this rank sent. Raises :class:`WeftError` on all ranks if shapes or types differ or an element is
+    missing.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     about = tuple({name: (v.tensor, v.box) for name, v in side.items()} for side in (sources, targets))
-    everyones = from_all(about)
+    everyones = from_all(about, group)
     tensors: dict[str, Tensor] = {}
     for side in (side for sides in everyones for side in sides):
         for name, (tensor, _) in side.items():
@@ -86,7 +89,8 @@ def redistribute(sources: Mapping[str, Part], targets: Mapping[str, Part]) -> in
     plan = {name: list(moves(name, tensors[name], boxes(held, name), boxes(needed, name), rank)) for name in wanted}
     sent = 0
     for names in grouped(wanted, ROUND, lambda name: tensors[name].numel * tensors[name].itemsize):
-        sent += _exchange([move for name in names for move in plan[name]], sources, targets, tensors, rank, world)
+        chosen = [move for name in names for move in plan[name]]
+        sent += _exchange(chosen, sources, targets, tensors, rank, world, group)
     return sent
 
 
@@ -97,6 +101,7 @@ def _exchange(
     tensors: Mapping[str, Tensor],
     rank: int,
     world: int,
+    group: dist.ProcessGroup | None,
 ) -> int:
     """One round: pack, exchange, unpack. The messages of two ranks hold their moves in the order of ``plan``."""
     device = next((v.values.device for v in (*targets.values(), *sources.values())), torch.device("cpu"))
@@ -107,7 +112,7 @@ def _exchange(
         place.copy_(_part(sources[move.name], move.box))
     receive, received, places = _message(incoming, tensors, world, device)
     if world > 1:
-        dist.all_to_all_single(receive, send, received, sent)
+        dist.all_to_all_single(receive, send, received, sent, group=group)
     for move in plan:
         if move.source == move.target == rank:
             source, target = _part(sources[move.name], move.box), _part(targets[move.name], move.box)
@@ -144,12 +149,12 @@ def _part(local: Part, box: Box) -> torch.Tensor:
     return local.values[within(box, local.box)]
 
 
-def load(checkpoint: StoredCheckpoint, locals_: Mapping[str, Part]) -> None:
+def load(checkpoint: StoredCheckpoint, locals_: Mapping[str, Part], group: dist.ProcessGroup | None = None) -> None:
     """Load, and where storage is far away let each of several replicas read a part and pass it on. Collective.
 
     Raises what any rank ran into on all of them, so that none goes on alone.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = dist.get_world_size(group) if dist.is_initialized() else 1
     shared = world > 1 and not isinstance(checkpoint.storage, LocalStorage)
     mine = {name: part for name, v in locals_.items() if (part := _share(name, v)) is not None} if shared else locals_
     problem: WeftError | None = None
@@ -158,11 +163,11 @@ def load(checkpoint: StoredCheckpoint, locals_: Mapping[str, Part]) -> None:
         checkpoint.load(mine)
     except WeftError as error:
         problem = error
-    for found in from_all(problem):
+    for found in from_all(problem, group):
         if found is not None:
             raise found
     if shared:
-        redistribute(mine, locals_)
+        redistribute(mine, locals_, group)
 
 
 def _share(name: str, local: Part) -> Part | None:

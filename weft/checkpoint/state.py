@@ -6,6 +6,8 @@ be a function of seed, sample and layer, so that nothing depends on which rank d
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from weft.checkpoint import reshard
 from weft.checkpoint.load import StoredCheckpoint
 from weft.parallel.state import State
@@ -28,9 +30,12 @@ class Progress:
         self.updates += updated
 
 
-def load_state(checkpoint: StoredCheckpoint, state: State) -> Progress:
-    """Bring back what :class:`weft.checkpoint.checkpoints.Checkpoints` saved, under whatever layout ``state`` is of."""
-    reshard.load(checkpoint, state.saved())
+def load_state(checkpoint: StoredCheckpoint, state: State, group: dist.ProcessGroup | None = None) -> Progress:
+    """Bring back what :class:`weft.checkpoint.checkpoints.Checkpoints` saved, under whatever layout ``state`` is of.
+
+    Collective over ``group`` (default: all ranks).
+    """
+    reshard.load(checkpoint, state.saved(), group)
     progress = Progress(**checkpoint.meta["progress"])
     state.updates = progress.updates
     return progress

@@ -143,15 +143,16 @@ def load_newest(
     load: Callable[[StoredCheckpoint], T],
     warn: Callable[[str], None],
     check: Callable[[StoredCheckpoint], object] = lambda checkpoint: None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[StoredCheckpoint, T]:
     """The newest checkpoint that ``where`` may mean (see :func:`candidates`) and that is whole, and what ``load`` made
-    of it. Collective: it is the same one on all ranks.
+    of it. Collective over ``group`` (default: all ranks): it is the same one on all of them.
 
     What a data file holds shows when it is read: if ``load`` raises :class:`DamagedCheckpoint` or
     :class:`StorageError` on any rank, all go on to the one before, and ``warn`` is called with the reason. Other errors
-    are raised, and so are those of ``check``, which looks at the checkpoint first, on rank 0 alone.
+    are raised, and so are those of ``check``, which looks at the checkpoint first, on the first rank alone.
     """
-    main = not dist.is_initialized() or dist.get_rank() == 0
+    main = not dist.is_initialized() or dist.get_rank(group) == 0
     tried = candidates(*where, warn=warn)
     problem = ""
     for place in tried:
@@ -166,14 +167,14 @@ def load_newest(
         except WeftError as error:
             refusal = str(error)
         # Loading is collective: no rank may begin with it before all know that all can.
-        if refusal := first_problem(refusal):
+        if refusal := first_problem(refusal, group):
             raise WeftError(refusal)
-        if not (problem := first_problem(problem)):
+        if not (problem := first_problem(problem, group)):
             try:
                 made.append(load(checkpoint))
             except (DamagedCheckpoint, StorageError) as error:
                 problem = str(error)
-            if not (problem := first_problem(problem)):
+            if not (problem := first_problem(problem, group)):
                 return checkpoint, made[0]
         if len(tried) == 1:
             raise WeftError(problem)
@@ -304,6 +305,6 @@ def rewrite(source: StoredCheckpoint, target: Storage) -> None:
     write_whole(target, boxes, source.tensors, lambda: source.read_all(blocks), meta, files)
 
 
-def first_problem(problem: str) -> str:
-    """The problem of the first rank that has one, on all ranks, so that none goes on alone. Collective."""
-    return next(filter(None, from_all(problem)), "")
+def first_problem(problem: str, group: dist.ProcessGroup | None = None) -> str:
+    """The problem of the first rank that has one, on all of ``group``, so that none goes on alone. Collective."""
+    return next(filter(None, from_all(problem, group)), "")

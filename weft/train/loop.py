@@ -73,7 +73,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         check_hosts(run.levels, mesh.layout.world, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.layout.world)))
         values = starting_values(recipe, job.shape) if run.fresh or job.shape.adapter else None
         model, state = assemble(job.shape, mesh, recipe, values)
-        resumed = resume_run(run, job, state)
+        resumed = resume_run(run, job, state, mesh)
         about = {
             "recipe": recipe.model_copy(update={"model": job.shape}).model_dump(mode="json"),
             "layout": str(mesh.layout),

@@ -15,7 +15,7 @@ from weft.checkpoint.state import Progress, load_state
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import PLACES, candidates, committed, load_newest, open_checkpoint, places
 from weft.errors import UsageError, WeftError
-from weft.layout.mesh import from_all
+from weft.layout.mesh import Mesh, from_all
 from weft.observe.flops import parameter_count
 from weft.observe.metrics import FILE
 from weft.parallel.state import State
@@ -94,7 +94,7 @@ class Resumed:
             listener.event(note)
 
 
-def resume_run(run: Run, job: Job, state: State) -> Resumed:
+def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
     """Load the newest checkpoint that is whole on all ranks, if the run is to go on from one. Collective.
 
     Notes say which one it is, which are not whole, and by what the recipe differs from the checkpoint's.
@@ -104,9 +104,10 @@ def resume_run(run: Run, job: Job, state: State) -> Resumed:
         return Resumed(Progress(), notes)
     checkpoint, progress = load_newest(
         run.sources,
-        lambda checkpoint: load_state(checkpoint, state),
+        lambda checkpoint: load_state(checkpoint, state, mesh.step_group),
         notes.append,
         lambda checkpoint: check_goes_on(checkpoint, job.shape, job.corpus.tokenizer, job.recipe.optimizer),
+        mesh.step_group,
     )
     notes.append(f"resumed from {checkpoint} at step {progress.step}")
     differences = other_differences(checkpoint, job.recipe, job.corpus.fingerprint)
@@ -114,7 +115,7 @@ def resume_run(run: Run, job: Job, state: State) -> Resumed:
     for level in run.levels:
         level.resume_from(checkpoint.storage)
     stages = {f"{stage}_s": spent for stage, spent in checkpoint.seconds.items()}
-    return Resumed(progress, notes, from_all({"bytes": checkpoint.bytes_read, **stages}))
+    return Resumed(progress, notes, from_all({"bytes": checkpoint.bytes_read, **stages}, mesh.step_group))
 
 
 def checkpoint_size(job: Job) -> int:
