@@ -221,31 +221,33 @@ class Pipeline:
 
         def folded(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
             made = op(a, reads)
-            for stages, unit in self.users:
-                if a.stage in stages:
-                    unit.fold()
+            for unit in self._units_of(a.stage):
+                unit.fold()
             return made
 
         return folded
 
+    def _units_of(self, stage: int) -> list[TableUnit]:
+        """The units whose parameters ``stage`` computes with."""
+        return [unit for stages, unit in self.users if stage in stages]
+
     def _gather(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         self.live.add(a.stage)
-        for stages, unit in self.users:
-            if a.stage in stages:
-                unit.gather()
+        for unit in self._units_of(a.stage):
+            unit.gather()
         return []
 
     def _release(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         self.live.discard(a.stage)
-        for stages, unit in self.users:
-            if a.stage in stages and not stages & self.live:
+        still_used = {unit for stage in self.live for unit in self._units_of(stage)}
+        for unit in self._units_of(a.stage):
+            if unit not in still_used:
                 unit.release(drop=self.layout.zero == 3)
         return []
 
     def _reduce(self, a: Action, reads: Sequence[Any]) -> list[Any]:
-        for stages, unit in self.users:
-            if a.stage in stages:
-                unit.reduce()
+        for unit in self._units_of(a.stage):
+            unit.reduce()
         return []
 
     def _spec(self, value: Value) -> list[tuple[tuple[int, ...], torch.dtype]] | None:

@@ -81,8 +81,8 @@ def by_block(held: Mapping[str, Held]) -> dict[str, list[Held]]:
     """The parameters of every block, by its number, and under "" what is left: embedding, norm and head."""
     units: dict[str, list[Held]] = {}
     for name, h in held.items():
-        kind, number, *_ = name.split(".")
-        units.setdefault(number if kind == "blocks" else "", []).append(h)
+        kind, _, rest = name.partition(".")
+        units.setdefault(rest.partition(".")[0] if kind == "blocks" else "", []).append(h)
     return units
 
 

@@ -1,4 +1,4 @@
-"""Units whose parameters are gathered and reduced when they are told to: the state of a pipeline rank.
+"""Units whose parameters are gathered and reduced when a schedule says so: the state of a pipeline rank.
 
 Hooks of autograd (:mod:`weft.parallel.sharded`) work neither with a split backward nor with interleaved microbatches.
 Here the schedule says when: its ``GATHER``, ``RELEASE`` and ``REDUCE`` actions call these methods.

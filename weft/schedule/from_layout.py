@@ -26,7 +26,7 @@ def make_table(layout: Layout, microbatches: int, shape: ModelShape, seq_len: in
 
 
 def routes(shape: ModelShape, layout: Layout, microbatches: int, seq_len: int) -> list[tuple[int, ...]]:
-    """The blocks that each microbatch passes, in order: what a partial pipeline computes, told to one device."""
+    """The blocks that each microbatch passes, in order: what one device must compute to equal a partial pipeline."""
     table = make_table(layout, microbatches, shape, seq_len)
     stages = assign_stages(shape, layout, table.stages, seq_len)
     return [tuple(i for s in path for i in stages[s].layers) for path in table.paths]

@@ -57,7 +57,7 @@ def report_failure(error: BaseException) -> int:
     else:
         message = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
         code, grade = 1, Grade.LOST if is_secondary(error) else Grade.UNEXPECTED
-        if grade == Grade.LOST and (named := _named(error)):
+        if grade == Grade.LOST and (named := _line_with_rank(error)):
             message, grade = named, Grade.NAMED
     trace = "".join(traceback.format_exception(error))
     failure = Failure(int(os.environ.get("RANK", "0")), message, code, grade, time.time(), trace)
@@ -72,7 +72,7 @@ def report_failure(error: BaseException) -> int:
     return code
 
 
-def _named(error: BaseException) -> str:
+def _line_with_rank(error: BaseException) -> str:
     """The line that names the rank whose loss ``error`` is; empty if that is not known."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized() or isinstance(error, KeyboardInterrupt | SystemExit):
@@ -150,12 +150,12 @@ def oom_kills(root: Path = Path("/")) -> int | None:
             _, kinds, group = line.split(":", 2)
             where, name = ("memory", "memory.oom_control") if "memory" in kinds.split(",") else ("", "memory.events")
             path = root / "sys/fs/cgroup" / where / group.lstrip("/") / name
-            if (not kinds or where) and path.is_file() and (found := _counted(path)) is not None:
+            if (not kinds or where) and path.is_file() and (found := _oom_count(path)) is not None:
                 return found
-    return _counted(root / "proc/vmstat")
+    return _oom_count(root / "proc/vmstat")
 
 
-def _counted(path: Path) -> int | None:
+def _oom_count(path: Path) -> int | None:
     """The number after ``oom_kill`` in a file of the kernel."""
     with contextlib.suppress(OSError):
         if found := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):

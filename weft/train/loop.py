@@ -83,7 +83,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
         signals = stack.enter_context(Signals().watch())
         recorder = stack.enter_context(Recorder(job, mesh, run.folder, resumed.progress, about))
-        resumed.tell(recorder)
+        resumed.report(recorder)
         checkpoints = stack.enter_context(Checkpoints(
             run.levels, state, resumed.progress, about, tokenizer.files(), job.shape, mesh, recorder,
             strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
@@ -161,7 +161,7 @@ class Loop:
         return self.stepper.step(batches, lr, self.signals.received > 0)
 
     def account(self, results: list[StepResult]) -> None:
-        """Count and tell of steps that have become final."""
+        """Count and record the steps that have become final."""
         self.recorder.lap(results)
         for result in results:
             lr = learning_rate(self.job.recipe.optimizer, self.progress.step, self.steps)

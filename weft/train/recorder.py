@@ -1,4 +1,4 @@
-"""What is told of a run while it goes on: records, the display for a person, profiles and traces."""
+"""What can be seen of a run while it goes on: records, the display for a person, profiles and traces."""
 
 import datetime
 import os
@@ -26,9 +26,9 @@ Results = list[StepResult]
 
 
 class Recorder:
-    """A context, within which a run tells of itself. Ranks other than the main one only take part in profiles.
+    """A context in which a run is recorded. Ranks other than the main one only take part in profiles.
 
-    ``progress`` is read whenever something is told; ``about`` is kept with the run's record. The time between
+    ``progress`` is read whenever something is recorded; ``about`` is kept with the run's record. The time between
     :meth:`restart_clock` and :meth:`lap` is that of the steps that have become final.
     """
 
@@ -109,7 +109,7 @@ class Recorder:
             self._seconds, self._begun = (now - self._begun) / len(results), now
 
     def step(self, result: StepResult, lr: float) -> None:
-        """Tell of a final step, which ``progress`` has counted."""
+        """Record a final step, which ``progress`` has counted."""
         memory = memory_gib(self._mesh.device)
         seen: dict[str, float | None] = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
         seen |= {"memory_gib": memory.peak, "memory_now_gib": memory.now}

@@ -81,13 +81,13 @@ def open_run(recipe: Recipe, out: Path | None, resume: str | None, lease: Lease,
 
 @dataclass
 class Resumed:
-    """What a run goes on from, and ``notes`` on that, to be told; ``loads``: where every rank's time to load went."""
+    """What a run goes on from, ``notes`` on that for whoever watches, and where every rank's time to load went."""
 
     progress: Progress
     notes: list[str]
     loads: list[dict[str, float]] = field(default_factory=list)
 
-    def tell(self, listener: Listener) -> None:
+    def report(self, listener: Listener) -> None:
         for rank, load in enumerate(self.loads):
             listener.log("loaded", rank=rank, **load)
         for note in self.notes:
