@@ -5,7 +5,8 @@ microbatches, and neighbouring stages may change places where that avoids a coll
 scheduler then turns paths into a table. The planner here is our own: quotas first, paths against a reservation second.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from math import comb
 from random import Random
@@ -18,7 +19,6 @@ from weft.schedule.simulate import Costs, simulate
 
 Path = tuple[int, ...]
 Holders = Sequence[Sequence[int]]
-Work = Callable[[int, int], float]  # of a rank on a stage, forward and backward
 Booked = Mapping[tuple[int, int], float]  # until when a link is taken; (r, r): rank r itself
 
 #: A stage is skipped between these multiples of the mean, so that slow stages are spared and all are trained.
@@ -29,7 +29,7 @@ TINY = 1e-9
 #: Candidates for one microbatch; with more subsets than this, a random sample.
 CANDIDATES = 60
 
-#: Plans differ in how strictly skips are spread over the step (see :func:`_plan`).
+#: Plans differ in how strictly skips are spread over the step (see :meth:`_Trip.paths`).
 WEIGHTS = (8.0, 2.0, 1.0, 0.5)
 
 
@@ -52,20 +52,15 @@ def plan_paths(
     skipped.
     """
     stages = len(holders)
-    middle = range(keep[0], stages - keep[1])
     total = round(ratio * stages * microbatches)
     if not total:
         return [tuple(range(stages))] * microbatches
     _check(stages, ratio, keep)
     ranks = 1 + max(r for able in holders for r in able)
+    planner = _Planner(holders, costs, keep, swaps, split)
     plans: dict[float, list[Path]] = {}  # by makespan
-
-    def work(rank: int, s: int) -> float:
-        return sum(costs.compute(Action(rank, kind, s, 0)) for kind in PASSES[split]) or TINY
-
-    orders: Callable[[Path], Iterable[Path]] = (lambda path: _swapped(path, keep)) if swaps else (lambda path: [path])
     for spread in WEIGHTS:
-        paths = _plan(holders, microbatches, total, costs, middle, orders, work, spread, Random(seed))
+        paths = planner.paths(microbatches, total, spread, Random(seed))
         table = list_schedule("skip", holders, paths, costs, ranks=ranks, split=split, priority=Policy(ahead=1.5))
         plans.setdefault(simulate(table, costs).makespan, paths)
     return plans[min(plans)]
@@ -111,47 +106,78 @@ def _check(stages: int, ratio: float, keep: tuple[int, int]) -> None:
         )
 
 
-def _plan(
-    holders: Holders,
-    microbatches: int,
-    total: int,
-    costs: Costs,
-    middle: range,
-    orders: Callable[[Path], Iterable[Path]],
-    work: Work,
-    spread: float,
-    random: Random,
-) -> list[Path]:
-    """Microbatch by microbatch, the path that ends first on ranks and links reserved by those before it.
+@dataclass(frozen=True)
+class _Planner:
+    """What all plans have in common; for the fields see :func:`plan_paths`."""
 
-    ``spread``: how much being behind its share of skips speaks for skipping a stage now, in units of a stage's time.
-    """
+    holders: Holders
+    costs: Costs
+    keep: tuple[int, int]
+    swaps: bool
+    split: bool
 
-    stages = range(len(holders))
-    times = [1 / sum(1 / work(r, s) for r in holders[s]) for s in middle]
-    left = dict(zip(middle, _quotas(times, total, microbatches), strict=True))  # skips to come, by stage
-    unit = spread * sum(times) / len(times)
-    booked: Booked = {}
-    paths = []
-    for m in range(microbatches):
-        rest = microbatches - m
-        forced = [s for s in middle if left[s] == rest]
-        able = [s for s in middle if 0 < left[s] < rest]
-        count = total * (m + 1) // microbatches - total * m // microbatches - len(forced)
-        best: tuple[float, Path, Booked] | None = None
-        for chosen in _subsets(able, count, random):
-            path = tuple(s for s in stages if s not in chosen and s not in forced)
-            due = sum(left[s] for s in chosen) / rest
-            for order in orders(path):
-                end, then = _reserve(order, holders, costs, work, booked)
-                if best is None or end - unit * due < best[0] - TINY:
-                    best = end - unit * due, order, then
-        assert best is not None
-        _, path, booked = best
-        paths.append(path)
-        for s in middle:
-            left[s] -= s not in path
-    return paths
+    def paths(self, microbatches: int, total: int, spread: float, random: Random) -> list[Path]:
+        """Microbatch by microbatch, the path that ends first on ranks and links reserved by those before it.
+
+        ``total``: stages to be skipped by all together; ``spread``: how much being behind its share of skips speaks
+        for skipping a stage now, in units of a stage's time.
+        """
+        stages = range(len(self.holders))
+        middle = stages[self.keep[0] : len(stages) - self.keep[1]]
+        times = [1 / sum(1 / self.work(r, s) for r in self.holders[s]) for s in middle]
+        left = dict(zip(middle, _quotas(times, total, microbatches), strict=True))  # skips to come, by stage
+        unit = spread * sum(times) / len(times)
+        booked: Booked = {}
+        paths = []
+        for m in range(microbatches):
+            rest = microbatches - m
+            forced = [s for s in middle if left[s] == rest]
+            able = [s for s in middle if 0 < left[s] < rest]
+            count = total * (m + 1) // microbatches - total * m // microbatches - len(forced)
+            best: tuple[float, Path, Booked] | None = None
+            for chosen in _subsets(able, count, random):
+                path = tuple(s for s in stages if s not in chosen and s not in forced)
+                due = sum(left[s] for s in chosen) / rest
+                for order in self.orders(path):
+                    end, then = self.reserve(order, booked)
+                    if best is None or end - unit * due < best[0] - TINY:
+                        best = end - unit * due, order, then
+            assert best is not None
+            _, path, booked = best
+            paths.append(path)
+            for s in middle:
+                left[s] -= s not in path
+        return paths
+
+    def work(self, rank: int, stage: int) -> float:
+        """Time of a rank on a stage, forward and backward."""
+        return sum(self.costs.compute(Action(rank, kind, stage, 0)) for kind in PASSES[self.split]) or TINY
+
+    def orders(self, path: Path) -> Iterator[Path]:
+        """The path, then all with one pair of neighbours exchanged that may move."""
+        yield path
+        for i in range(self.keep[0], len(path) - self.keep[1] - 1) if self.swaps else ():
+            yield (*path[:i], path[i + 1], path[i], *path[i + 2 :])
+
+    def reserve(self, path: Path, booked: Booked) -> tuple[float, Booked]:
+        """When a forward along this path ends, and what is then booked of ranks and links.
+
+        A visit books the time of the backward as well: in the steady state a rank does one of each.
+        """
+        taken, time, at, value = dict(booked), 0.0, -1, Value("act", path[0], 0)
+        for s in path:
+            options = []
+            for r in self.holders[s]:
+                there = time
+                if at not in (-1, r):
+                    there = max(time, taken.get((at, r), 0.0)) if self.costs.exclusive else time
+                    there += self.costs.move(value, at, r)
+                options.append((max(there, taken.get((r, r), 0.0)) + self.work(r, s), r, there))
+            end, rank, there = min(options)
+            taken[(at, rank)], taken[(rank, rank)] = there, end
+            time = end - self.work(rank, s) + self.costs.compute(Action(rank, "F", s, 0))
+            at, value = rank, Value("act", s, 0)
+        return time, taken
 
 
 def _quotas(times: Sequence[float], total: int, microbatches: int) -> list[int]:
@@ -177,31 +203,3 @@ def _subsets(able: list[int], count: int, random: Random) -> Iterable[tuple[int,
     if comb(len(able), count) <= CANDIDATES:
         return combinations(able, count)
     return [tuple(sorted(random.sample(able, count))) for _ in range(CANDIDATES)]
-
-
-def _swapped(path: Path, keep: tuple[int, int]) -> Iterator[Path]:
-    """The path, then all with one pair of neighbours exchanged that may move."""
-    yield path
-    for i in range(keep[0], len(path) - keep[1] - 1):
-        yield (*path[:i], path[i + 1], path[i], *path[i + 2 :])
-
-
-def _reserve(path: Path, holders: Holders, costs: Costs, work: Work, booked: Booked) -> tuple[float, Booked]:
-    """When a forward along this path ends, and what is then booked of ranks and links.
-
-    A visit books the time of the backward as well: in the steady state a rank does one of each.
-    """
-    taken, time, at, value = dict(booked), 0.0, -1, Value("act", path[0], 0)
-    for s in path:
-        options = []
-        for r in holders[s]:
-            there = time
-            if at not in (-1, r):
-                there = max(time, taken.get((at, r), 0.0)) if costs.exclusive else time
-                there += costs.move(value, at, r)
-            options.append((max(there, taken.get((r, r), 0.0)) + work(r, s), r, there))
-        end, rank, there = min(options)
-        taken[(at, rank)], taken[(rank, rank)] = there, end
-        time = end - work(rank, s) + costs.compute(Action(rank, "F", s, 0))
-        at, value = rank, Value("act", s, 0)
-    return time, taken
