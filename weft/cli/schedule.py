@@ -68,24 +68,29 @@ def schedule(
             "peak_activations": list(simulation.peaks),
         }
         print(json.dumps(record))
-        return 0
-    console = Console(highlight=False)
-    console.print(f"[bold]{name}[/]  {note}", soft_wrap=True)
+    else:
+        _show(simulation, bubble, f"[bold]{name}[/]  {note}", {k: str(path) for k, path in files.items() if path})
+    return 0
+
+
+def _show(simulation: Simulation, bubble: float, title: str, files: dict[str, str]) -> None:
+    """The figures in words, which files were written, and the lanes where the terminal has room for them."""
+    table, console = simulation.table, Console(highlight=False)
+    console.print(title, soft_wrap=True)
     elapsed = f", first to last action {draw.number(simulation.elapsed)} ms"
     facts = {
-        "table": f"{stages} ranks, {microbatches} microbatches, {table.stages} stages",
+        "table": f"{len(table.ranks)} ranks, {table.microbatches} microbatches, {table.stages} stages",
         "makespan": f"{draw.number(simulation.makespan)} ms"
         + (elapsed if simulation.elapsed > simulation.makespan * (1 + 1e-9) else ""),
         "bubble rate": f"{bubble:z.2%}",
         "peak activations": f"{_peaks(simulation.peaks)}  (in microbatches of a rank)",
-    } | {kind: str(path) for kind, path in files.items() if path is not None}
+    } | files
     for key, fact in facts.items():
         console.print(f"{key:<17} {fact}", soft_wrap=True, markup=False)
     if lanes := timeline(simulation, console.width, console.color_system in ("256", "truecolor")):
         console.print()
         for lane in lanes:
             console.print(lane, no_wrap=True, overflow="crop")
-    return 0
 
 
 def timeline(simulation: Simulation, width: int, colour: bool) -> list[Text]:

@@ -87,20 +87,25 @@ def run_ranks(command: list[str], ranks: int, threads: int = 0) -> tuple[int, Fa
             code, failed = 1, {rank: Exit(f.exitcode, float(f.timestamp)) for rank, f in own.items()}
         except (SignalException, KeyboardInterrupt) as error:
             code = 128 + getattr(error, "sigval", signal.SIGINT)
-        records = []
-        for path in Path(folder).glob("*/attempt_*/*/error.json"):
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short: the exit code still counts
-                records.append(Failure(**json.loads(path.read_text())["weft"]))
-        if ending.stopped:  # NCCL aborts a rank whose wait has come to its limit
-            failed = {rank: end for rank, end in failed.items() if end.code != -signal.SIGABRT}
-        for rank in ending.stopped:
-            stopped = f"rank {rank} is stopped (SIGSTOP or a debugger) and the others have given up waiting for it"
-            records.append(Failure(rank, stopped, 1, Grade.NAMED, time.time()))
-        after = oom_kills()
-        cause = root_cause(records, failed, None if None in (before, after) else after != before)
+        cause = _cause(Path(folder), failed, ending.stopped, before)
     if code == 0 or cause is None or (code > 128 and cause.grade > Grade.UNEXPECTED):
         return code, None
     return (code if code > 128 else cause.exit_code), cause
+
+
+def _cause(folder: Path, failed: dict[int, Exit], stopped: list[int], oom_before: int | None) -> Failure | None:
+    """Why the ranks ended: by what they left in ``folder``, how they ended, and who was stopped meanwhile."""
+    records = []
+    for path in folder.glob("*/attempt_*/*/error.json"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short: the exit code still counts
+            records.append(Failure(**json.loads(path.read_text())["weft"]))
+    if stopped:  # NCCL aborts a rank whose wait has come to its limit
+        failed = {rank: end for rank, end in failed.items() if end.code != -signal.SIGABRT}
+    for rank in stopped:
+        message = f"rank {rank} is stopped (SIGSTOP or a debugger) and the others have given up waiting for it"
+        records.append(Failure(rank, message, 1, Grade.NAMED, time.time()))
+    after = oom_kills()
+    return root_cause(records, failed, None if None in (oom_before, after) else after != oom_before)
 
 
 @dataclass
