@@ -12,6 +12,7 @@ from tests.test_equality import difference
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.models.adapters import merged_parameters
 from weft.recipe import Recipe, Train, build_recipe
 from weft.train.setup import assemble, prepare
 from weft.train.types import check_types
@@ -67,20 +68,28 @@ def test_types(corpus: str, kind: str, layout: Layout) -> None:
     assert check_types(shape, layout, Train()) is None
 
 
-def logits(settings: Recipe) -> torch.Tensor:
+def logits(settings: Recipe, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
     job = prepare(settings)
-    model, _ = assemble(job.shape, Mesh.single(), settings)
+    values = (lambda name, logical, box: weights[name]) if weights else None
+    model, _ = assemble(job.shape, Mesh.single(), settings, values)
     tokens = torch.arange(38).view(2, 19) % 257
     ends = torch.tensor([0, 19, 38], dtype=torch.int32)
     with torch.no_grad():
         return model(tokens, torch.arange(19).expand(2, 19), ends)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_new_adapter_changes_nothing(corpus: str, kind: str, dtype: str) -> None:
     plain = logits(recipe(corpus, train__dtype=dtype))
     assert torch.equal(logits(adapted(corpus, kind, {"train__dtype": dtype})), plain)
+
+
+def test_a_new_adapter_changes_nothing_of_weights_in_four_bits(corpus: str) -> None:
+    settings = adapted(corpus, "qlora", {"train__dtype": "float32"})
+    job = prepare(settings)
+    model, _ = assemble(job.shape, Mesh.single(), settings)
+    assert torch.equal(logits(settings), logits(recipe(corpus, train__dtype="float32"), merged_parameters(model)))
 
 
 def test_only_the_adapter_learns_and_is_saved(corpus: str) -> None:
