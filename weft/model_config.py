@@ -1,6 +1,7 @@
-"""The ``config.json`` of Hugging Face models in and out, without a weight: Llama 3, Qwen 2.5 and Qwen 3 (dense)."""
+"""The ``config.json`` of Hugging Face models in and out, without a weight: Llama, Mistral, Qwen (dense), Gemma 3."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,18 +18,45 @@ FIELDS = {
     "tied": "tie_word_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
 }  # fmt: skip
 
-#: Architecture: its ``model_type``, and the settings of :class:`ModelShape` that it stands for.
+#: Architecture: its ``model_type``, and the settings of :class:`ModelShape` that it stands for or starts from.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("llama", {}),
+    "MistralForCausalLM": ("mistral", {}),
     "Qwen2ForCausalLM": ("qwen2", {"qkv_bias": True}),
     "Qwen3ForCausalLM": ("qwen3", {"qk_norm": True, "head_dim": 128}),
-}
+    "Gemma3ForCausalLM": ("gemma3_text", {
+        "qk_norm": True, "norm_after": True, "scaled_embedding": True, "tied": True, "head_dim": 256,
+    }),
+}  # fmt: skip
+
+#: What ``hidden_act`` (of Gemma ``hidden_activation``) calls :attr:`ModelShape.activation`.
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 #: Fields that change the arithmetic, and the one value that Weft computes with.
 ONLY = {
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1,
-    "quantization_config": None, "use_sliding_window": False,
+    "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "quantization_config": None,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False,
 }  # fmt: skip
+
+#: What fields of other architectures give away about what Weft lacks for them; GGUF files have some of them too.
+LACKING = {
+    "num_local_experts": "a mixture of experts", "num_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts", "expert_count": "a mixture of experts",
+    "kv_lora_rank": "latent attention", "attention.kv_lora_rank": "latent attention",
+    "attn_logit_softcapping": "soft caps on scores", "final_logit_softcapping": "soft caps on logits",
+    "vision_config": "an image tower", "audio_config": "an audio tower",
+    "no_rope_layers": "layers without rotary embedding", "partial_rotary_factor": "rotation of a part of each head",
+    "parallel_residual": "parallel residuals", "use_parallel_residual": "parallel residuals",
+    "state_size": "state space layers", "ssm.state_size": "state space layers",
+    "linear_num_key_heads": "gated linear attention", "residual_multiplier": "scaled residuals",
+    "is_encoder_decoder": "an encoder",
+}  # fmt: skip
+
+
+def lacking(fields: Mapping[str, Any]) -> str:
+    """What Weft would have to have for a model with these fields of an architecture that it does not know."""
+    found = dict.fromkeys(what for field, what in LACKING.items() if fields.get(field))
+    return f"missing is {' and '.join(found)}" if found else "its layers are not among those that Weft has"
 
 
 def shape_from_config(path: Path) -> ModelShape:
@@ -38,20 +66,18 @@ def shape_from_config(path: Path) -> ModelShape:
     kinds = {kind: architecture for architecture, (kind, _) in ARCHITECTURES.items()}
     name = next(iter(config.get("architectures") or ()), kinds.get(config.get("model_type", "")))
     if name not in ARCHITECTURES:
-        _refuse(path, "architectures", name, ", ".join(ARCHITECTURES))
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        _refuse(path, "rope_parameters", rope, "one set of values for all layers")
+        known = ", ".join(one.removesuffix("ForCausalLM") for one in ARCHITECTURES)
+        raise WeftError(
+            f"{path}: architectures = {str(name)[:60]!r} is not supported: {lacking(config)}; Weft has {known}"
+        )
+    rope, local = _rope(path, config)
     for field, supported in ONLY.items():
         value = {**config, **rope}.get(field)
         if value not in (None, supported):
             _refuse(path, field, value, repr(supported))
-    if set(config.get("layer_types") or ()) - {"full_attention"}:
-        _refuse(path, "layer_types", config["layer_types"], "'full_attention'")
     found = {ours: config[theirs] for ours, theirs in FIELDS.items() if config.get(theirs) is not None}
     missing = [FIELDS[ours] for ours in ("vocab", "layers", "embed", "heads", "ffn") if ours not in found]
-    theta = rope.get("rope_theta", config.get("rope_theta", 1e4))
-    tree = {"norm_eps": 1e-6, "rope_theta": theta, **ARCHITECTURES[name][1], **found}
+    tree = {"norm_eps": 1e-6, **ARCHITECTURES[name][1], **found, "rope_theta": rope.get("rope_theta", 1e4)}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
         original = "original_max_position_embeddings"
@@ -59,10 +85,21 @@ def shape_from_config(path: Path) -> ModelShape:
         keys = ("factor", "low_freq_factor", "high_freq_factor")
         missing += [f"rope_scaling.{key}" for key in keys if key not in rope]
         tree["rope_scaling"] = {key: rope.get(key) for key in keys} | {"original_max_position": length}
+    elif kind == "linear":
+        tree["rope_scaling"] = {"kind": kind, "factor": rope.get("factor")}
     elif kind != "default":
-        _refuse(path, "rope_type", kind, "'default' and 'llama3'")
+        _refuse(path, "rope_type", kind, "'default', 'linear' and 'llama3'")
     if missing:
         raise WeftError(f"{path} has no {', '.join(missing)}; it is not a complete config.json")
+    activation = config.get("hidden_activation") or config.get("hidden_act")
+    if activation is not None and activation not in ACTIVATIONS:
+        _refuse(path, "hidden_act", activation, " and ".join(map(repr, ACTIVATIONS)))
+    gemma = name == "Gemma3ForCausalLM"
+    tree["activation"] = ACTIVATIONS[activation or ("gelu_pytorch_tanh" if gemma else "silu")]
+    tree |= _windows(path, name, config, tree["layers"])
+    if gemma:
+        tree["query_dim"] = config.get("query_pre_attn_scalar", 256)
+        tree["window_theta"] = local.get("rope_theta", 1e4) if tree.get("window") else None
     try:
         return ModelShape.model_validate(tree)
     except ValidationError as error:
@@ -70,32 +107,131 @@ def shape_from_config(path: Path) -> ModelShape:
         raise WeftError(f"{path}: {explain(error, ModelShape).replace(key, FIELDS.get(key, key), 1)}") from None
 
 
-def config_from_shape(
-    shape: ModelShape, dtype: object = "float32", eos: int | None = None, max_positions: int = 8192
-) -> dict[str, Any]:
-    """The ``config.json`` with which transformers (4 and 5) computes the same model; ``max_positions`` is a hint."""
+def _rope(path: Path, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rotary embedding of layers that see all tokens, and of windowed ones, each as one flat set of fields.
+
+    transformers 5 writes ``rope_parameters``, of Gemma 3 a set per kind of layer; 4 wrote ``rope_scaling`` beside
+    ``rope_theta`` and ``rope_local_base_freq``.
+    """
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        _refuse(path, "rope_parameters", given, "a set of values")
+    gemma = config.get("model_type") == "gemma3_text" or "Gemma3ForCausalLM" in (config.get("architectures") or ())
+    local = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
+    if any(isinstance(value, dict) for value in given.values()):
+        if not gemma or given.keys() - {"full_attention", "sliding_attention"}:
+            _refuse(path, "rope_parameters", given, "one set of values for all layers")
+        local |= given.get("sliding_attention") or {}
+        given = given.get("full_attention") or {}
+        if local.get("rope_type", "default") != "default":
+            _refuse(path, "rope_parameters.sliding_attention.rope_type", local["rope_type"], "'default'")
+    theta = config.get("rope_theta", 1e6 if gemma else 1e4)
+    return {"rope_theta": theta, **given}, local
+
+
+def _windows(path: Path, name: str, config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """``window`` and ``full_every`` of the layers; refuses an order of layers that these two cannot say."""
+    window, kinds = config.get("sliding_window", 4096), list(config.get("layer_types") or ())
+    if name in ("LlamaForCausalLM", "MistralForCausalLM"):
+        if "sliding_attention" in kinds:
+            _refuse(path, "layer_types", kinds, "'full_attention'")
+        kinds = ["sliding_attention" if name.startswith("Mistral") else "full_attention"] * layers
+    elif name == "Gemma3ForCausalLM":
+        every = config.get("sliding_window_pattern") or 6
+        kinds = kinds or [("full" if (i + 1) % every == 0 else "sliding") + "_attention" for i in range(layers)]
+    elif not config.get("use_sliding_window"):
+        window = 0
+    else:
+        first = config.get("max_window_layers", 28)
+        kinds = kinds or [("full" if i < first else "sliding") + "_attention" for i in range(layers)]
+    if not window or "sliding_attention" not in kinds:
+        if set(kinds) - {"full_attention", "sliding_attention"}:
+            _refuse(path, "layer_types", kinds, "'full_attention' and 'sliding_attention'")
+        return {}
+    for every in range(layers + 1):
+        if kinds == layer_types(layers, every):
+            return {"window": window, "full_every": every}
+    _refuse(path, "layer_types", kinds, "full attention in every n-th layer")
+
+
+def layer_types(layers: int, full_every: int) -> list[str]:
+    """What Hugging Face calls the layers of a model with windows."""
+    full = [bool(full_every) and (i + 1) % full_every == 0 for i in range(layers)]
+    return ["full_attention" if one else "sliding_attention" for one in full]
+
+
+def _architecture(shape: ModelShape) -> str:
+    """The architecture that computes this shape; :class:`WeftError` if Hugging Face has none."""
+    remedy = "keep Weft's own checkpoint"
     if shape.mixer != "softmax":
-        raise WeftError(f"Hugging Face has no architecture for mixer = {shape.mixer!r}; keep Weft's own checkpoint")
+        raise WeftError(f"Hugging Face has no architecture for mixer = {shape.mixer!r}; {remedy}")
     if shape.qkv_bias and shape.qk_norm:
-        raise WeftError("no Hugging Face architecture has both qkv_bias and qk_norm; keep this model as a checkpoint")
-    name = "Qwen2ForCausalLM" if shape.qkv_bias else "Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"
+        raise WeftError(f"no Hugging Face architecture has both qkv_bias and qk_norm; {remedy}")
+    gemma = ("norm_after", "scaled_embedding", "query_dim", "window_theta")
+    if shape.norm_after and shape.scaled_embedding and shape.qk_norm:
+        return "Gemma3ForCausalLM"
+    if found := [name for name in gemma if getattr(shape, name)]:
+        raise WeftError(f"{found[0]} is of Gemma 3, which has norm_after, scaled_embedding and qk_norm too; {remedy}")
+    if shape.qkv_bias or shape.qk_norm:
+        return "Qwen2ForCausalLM" if shape.qkv_bias else "Qwen3ForCausalLM"
+    if shape.window and shape.full_every:
+        raise WeftError(f"no Hugging Face architecture has window and full_every without qk_norm or qkv_bias; {remedy}")
+    return "MistralForCausalLM" if shape.window else "LlamaForCausalLM"
+
+
+def config_from_shape(
+    shape: ModelShape, dtype: object = "float32", tokens: Mapping[str, Any] | None = None, max_positions: int = 8192
+) -> dict[str, Any]:
+    """The ``config.json`` with which transformers (4 and 5) computes the same model.
+
+    ``tokens``: ids by name (``eos_token_id`` ...); ``max_positions`` is a hint.
+    """
+    name = _architecture(shape)
     rope: dict[str, Any] = {"rope_type": "default"}
     if given := shape.rope_scaling:
-        rope = given.model_dump(exclude={"original_max_position"}) | {"rope_type": "llama3"}
-        rope["original_max_position_embeddings"] = given.original_max_position
-        max_positions = round(given.factor * given.original_max_position)
-    return {
+        rope = {"rope_type": given.kind, "factor": given.factor}
+        if given.kind == "llama3":
+            rope |= given.model_dump(include={"low_freq_factor", "high_freq_factor"})
+            rope["original_max_position_embeddings"] = given.original_max_position
+            max_positions = round(given.factor * given.original_max_position)
+    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == shape.activation)
+    config = {
         "architectures": [name],
         "model_type": ARCHITECTURES[name][0],
         **{theirs: getattr(shape, ours) for ours, theirs in FIELDS.items()},
-        "hidden_act": ONLY["hidden_act"],
+        "hidden_act": activation,
         "max_position_embeddings": max_positions,
         "rope_theta": shape.rope_theta,
         "rope_scaling": rope if given else None,
         "rope_parameters": {**rope, "rope_theta": shape.rope_theta},
-        "bos_token_id": None,  # named although unknown: Llama's default would be token 1, and 2 for the end
-        "eos_token_id": eos,
+        # Named although unknown: Llama's defaults would be token 1, and 2 for the end.
+        "bos_token_id": None, "eos_token_id": None, **(tokens or {}),
         **dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch.")),
+    }  # fmt: skip
+    if name == "MistralForCausalLM" or shape.window:
+        config["sliding_window"] = shape.window or None
+    if shape.window and name != "MistralForCausalLM":
+        config |= {"layer_types": layer_types(shape.layers, shape.full_every)}
+        config |= {"use_sliding_window": True, "max_window_layers": 0} if name.startswith("Qwen") else {}
+    if name == "Gemma3ForCausalLM":
+        config |= _gemma(shape, config)
+    return config
+
+
+def _gemma(shape: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
+    """What Gemma's configuration calls by other names; both bases, as transformers 4 and 5 look for them."""
+    scalar = shape.query_dim or shape.head_dim or 0
+    local = shape.window_theta or shape.rope_theta
+    types = config.get("layer_types") or ["full_attention"] * shape.layers
+    both = {"full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local}}  # fmt: skip
+    return {
+        "hidden_activation": config["hidden_act"],
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "layer_types": types,
+        "sliding_window": shape.window or 4096,
+        "rope_local_base_freq": local,
+        "rope_parameters": {kind: both[kind] for kind in both if kind in types},
     }
 
 

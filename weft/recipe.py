@@ -68,9 +68,11 @@ class Adapter(Section):
 
 
 class ModelShape(Section):
-    """A decoder-only transformer. ``config`` takes every field from a Hugging Face ``config.json`` instead.
+    """A decoder-only transformer.
 
-    ``vocab = 0`` means "as large as the tokenizer's". ``weights`` names a folder with safetensors to start from.
+    ``from`` (in Python ``origin``) names a model to start from, which then says every field: a folder of Hugging Face's
+    or of Weft's, a GGUF file, or an id of the Hugging Face hub; of a ``config.json`` the values are new.
+    ``vocab = 0`` means "as large as the tokenizer's".
 
     ``mixer`` is what mixes tokens: ``softmax`` attention, ``linear`` attention, or ``retention`` (linear with decay).
     Of the last two, ``softmax_every = n`` keeps softmax attention in every n-th layer (a hybrid; 0: in none).
@@ -81,8 +83,9 @@ class ModelShape(Section):
     and norms after attention and feed-forward as well as before.
     """
 
-    config: Path | None = None
-    weights: Path | None = None
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    origin: str | None = Field(None, alias="from")
     vocab: int = Field(0, ge=0)
     layers: PositiveInt = 4
     embed: PositiveInt = 256
@@ -115,6 +118,19 @@ class ModelShape(Section):
     def window_of(self, layer: int) -> int:
         """Tokens that a token of this layer sees at most; 0 for all."""
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_before(cls, tree: Any) -> Any:
+        """Recipes in checkpoints of before 0.8 say ``weights`` or ``config`` where ``from`` is said now."""
+        if not isinstance(tree, dict) or not tree.keys() & {"config", "weights"}:
+            return tree
+        rest = {key: value for key, value in tree.items() if key not in ("config", "weights")}
+        weights, config = tree.get("weights"), tree.get("config")
+        if config and not str(config).endswith(".json"):
+            config = f"{config}/config.json"
+        given = weights or config
+        return rest | ({"from": str(given)} if given else {})
 
     @model_validator(mode="after")
     def _fill(self) -> Self:
@@ -158,11 +174,11 @@ class Data(Section):
     """What is read and in which order. ``epochs = 0`` repeats for ever; otherwise the run ends with the data.
 
     ``tokenizer`` is ``bytes``, a path to a ``tokenizer.json`` (or a folder with one), or ``train:N``: a byte-level
-    BPE of N entries trained on the corpus itself.
+    BPE of N entries trained on the corpus itself. Left out, it is that of ``model.from``, or else ``bytes``.
     """
 
     sources: tuple[Source, ...] = Field((Source(),), min_length=1)
-    tokenizer: str = "bytes"
+    tokenizer: str = ""
     seq_len: PositiveInt = 256
     seed: int = 0
     epochs: int = Field(0, ge=0)

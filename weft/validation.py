@@ -47,4 +47,4 @@ def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
         annotation = model.model_fields[part].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]
         model = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), model)
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]

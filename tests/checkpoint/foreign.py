@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from weft.layout.mesh import Mesh
 from weft.model_config import config_from_shape
 from weft.models.hf import hf_name
+from weft.models.rope import frequencies
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 
@@ -61,7 +62,8 @@ GGUF = {
     "attention.wo": "attn_output.weight", "attention.bq": "attn_q.bias", "attention.bk": "attn_k.bias",
     "attention.bv": "attn_v.bias", "ffn.gate": "ffn_gate.weight", "ffn.up": "ffn_up.weight",
     "ffn.down": "ffn_down.weight", "attention.q_norm.scale": "attn_q_norm.weight",
-    "attention.k_norm.scale": "attn_k_norm.weight",
+    "attention.k_norm.scale": "attn_k_norm.weight", "attention_out_norm.scale": "post_attention_norm.weight",
+    "ffn_out_norm.scale": "post_ffw_norm.weight",
 }  # fmt: skip
 
 
@@ -214,11 +216,16 @@ def _megatron_layer(weights: Weights, shape: ModelShape, layer: int, tp: int, t:
     return found
 
 
-def write_gguf(file: Path, weights: Weights, shape: ModelShape, kind: str = "F32") -> dict[str, torch.Tensor]:
-    """A GGUF file by the ``gguf`` package; returns what its own dequantisation makes of it, in Weft's order of rows."""
+def write_gguf(
+    file: Path, weights: Weights, shape: ModelShape, kind: str = "F32", tokenizer: Callable[[Any], None] | None = None
+) -> dict[str, torch.Tensor]:
+    """A GGUF file by the ``gguf`` package; returns what its own dequantisation makes of it, in Weft's order of rows.
+
+    ``tokenizer`` adds the fields of one to the writer.
+    """
     import gguf
 
-    arch = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
+    arch = "gemma3" if shape.norm_after else "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
     writer = gguf.GGUFWriter(file, arch)
     writer.add_block_count(shape.layers)
     writer.add_embedding_length(shape.embed)
@@ -228,6 +235,16 @@ def write_gguf(file: Path, weights: Weights, shape: ModelShape, kind: str = "F32
     writer.add_feed_forward_length(shape.ffn or 0)
     writer.add_layer_norm_rms_eps(shape.norm_eps)
     writer.add_rope_freq_base(shape.rope_theta)
+    if shape.window:
+        writer.add_sliding_window(shape.window)
+    if tokenizer is not None:
+        tokenizer(writer)
+    if (scaling := shape.rope_scaling) and scaling.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(scaling.factor)
+    elif scaling:  # llama.cpp stores what frequencies are divided by
+        plain = shape.model_copy(update={"rope_scaling": None})
+        writer.add_tensor("rope_freqs.weight", (frequencies(plain) / frequencies(shape))[0].float().numpy())
     expected = {}
     theirs = renamed(weights, shape, GGUF, "blk.{}.")
     for (name, w), w_theirs in zip(weights.items(), theirs.items(), strict=True):

@@ -16,6 +16,7 @@ import torch
 
 from tests.checkpoint import foreign as write
 from weft.checkpoint.convert import Foreign, convert, open_foreign
+from weft.checkpoint.convert.gguf_file import gguf_shape
 from weft.checkpoint.convert.rules import (
     NameRule,
     Shard,
@@ -29,7 +30,7 @@ from weft.checkpoint.convert.rules import (
 from weft.checkpoint.store import open_checkpoint, verify
 from weft.errors import UsageError, WeftError
 from weft.models.hf import export
-from weft.recipe import ModelShape
+from weft.recipe import ModelShape, RopeScaling
 
 #: Odd sizes, fewer key/value heads than heads, a vocabulary that no tp divides.
 BASE: dict[str, Any] = {"vocab": 61, "layers": 3, "embed": 36, "heads": 8, "kv_heads": 4, "head_dim": 6, "ffn": 44}
@@ -39,6 +40,14 @@ SHAPES = {
     "qwen2": ModelShape(**BASE, qkv_bias=True),
     "qwen3": ModelShape(**BASE, qk_norm=True),
 }
+#: What only Hugging Face and GGUF have.
+GEMMA = ModelShape(
+    **BASE | {"layers": 7},
+    qk_norm=True, norm_after=True, scaled_embedding=True, activation="gelu", tied=True, window=5, full_every=6,
+    window_theta=1e4, query_dim=8.0, rope_theta=1e6, norm_eps=2**-20,
+    rope_scaling=RopeScaling(kind="linear", factor=8.0),
+)  # fmt: skip
+LLAMA_3 = ModelShape(**BASE, rope_theta=2.0**19, norm_eps=2**-17, rope_scaling=RopeScaling(factor=32.0))
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -179,6 +188,51 @@ def test_gguf(tmp_path: Path, name: str, kind: str) -> None:
         assert getattr(found.shape(), field) == getattr(shape, field)
     for one, w in expected.items():
         assert torch.equal(found.read(one).float(), w), one
+
+
+@pytest.mark.parametrize("shape", [GEMMA, LLAMA_3], ids=["gemma3", "llama3"])
+def test_gguf_says_the_whole_model(tmp_path: Path, shape: ModelShape) -> None:
+    """Windows, both bases, what rotary frequencies are divided by; then on to Hugging Face, and that read again."""
+    pytest.importorskip("gguf")
+    shape = shape.model_copy(
+        update={"embed": 64, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn": 96, "init_std": 0.02}
+    )
+    expected = write.write_gguf(tmp_path / "m.gguf", write.weights_of(shape), shape)
+    found = open_foreign(tmp_path / "m.gguf")
+    assert found.model == shape
+    convert(tmp_path / "m.gguf", tmp_path / "hf", to="hf")
+    again = open_foreign(tmp_path / "hf")
+    assert again.model == shape
+    for name, values in expected.items():
+        assert torch.equal(found.read(name), values), name
+        torch.testing.assert_close(again.read(name), values, rtol=0, atol=1e-6 if "norm" in name else 0)
+
+
+@pytest.mark.parametrize(("about", "said"), [
+    ({"general.architecture": "gemma2", "gemma2.attn_logit_softcapping": 50.0}, "'gemma2' .* soft caps on scores"),
+    ({"general.architecture": "llama", "llama.expert_count": 8}, "missing is a mixture of experts"),
+    ({"general.architecture": "mamba", "mamba.ssm.state_size": 16}, "missing is state space layers; Weft has llama"),
+    ({"general.architecture": "llama", "llama.block_count": 2}, "does not describe a model"),
+    ({}, "architecture 'None' is not supported"),
+])  # fmt: skip
+def test_models_in_gguf_that_weft_has_not(about: dict[str, Any], said: str) -> None:
+    with pytest.raises(WeftError, match=said) as refused:
+        gguf_shape(Path("m.gguf"), about, {})
+    assert "\n" not in str(refused.value)
+
+
+def test_gguf_files_that_are_cut_short_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = tmp_path / "m.gguf"
+    write.write_gguf(file, write.weights_of(SHAPES["llama"]), SHAPES["llama"])
+    content = file.read_bytes()
+    for size in (0, 3, 20, 100, 400, len(content) // 2, len(content) - 40):
+        file.write_bytes(content[:size])
+        with pytest.raises(WeftError, match=r"m\.gguf") as refused:
+            found = open_foreign(file)
+            for name in found.names():
+                found.read(name)
+        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("source", ["titan", "megatron", "deepspeed", "gguf"])

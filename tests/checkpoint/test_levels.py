@@ -23,7 +23,7 @@ from weft.checkpoint.convert import convert
 from weft.checkpoint.levels import LevelStore, Thinning, check_hosts, check_levels, levels_of
 from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.checkpoint.store import PLACES, candidates, committed, load_newest, places, verify
-from weft.checkpoint.weights import values_of
+from weft.checkpoint.weights import open_pretrained
 from weft.errors import UsageError, WeftError
 from weft.observe.metrics import read_metrics
 from weft.recipe import Checkpoint, build_recipe
@@ -191,12 +191,12 @@ def test_from_a_converted_checkpoint_only_weights_are_taken(pool: Any, corpus: s
     pool.run(1, go, leveled(corpus, {}, {}), str(tmp_path / "run"))
     convert(tmp_path / "run", tmp_path / "converted", optimizer=False)
     values = leveled(corpus, TWO, {})
-    with pytest.raises(WeftError, match=r"has no position in the data; .*--set model\.weights=.*converted$"):
+    with pytest.raises(WeftError, match=r"has no position in the data; .*--set model\.from=.*converted$"):
         pool.run(2, go, values, str(tmp_path / "b"), str(tmp_path / "converted"))
-    values["model"] |= {"weights": str(tmp_path / "converted"), "layers": 7}
+    values["model"] |= {"from": str(tmp_path / "converted"), "layers": 7}
     with pytest.raises(UsageError, match=r"model\.layers = 7, but .* is of a model with 2.*; leave out model\.layers$"):
         prepare(build_recipe(values))
-    values["model"] = {"weights": str(tmp_path / "converted")}  # the shape is that of the weights
+    values["model"] = {"from": str(tmp_path / "converted")}  # the shape is that of the weights
     values["train"]["steps"] = 1
     values["optimizer"]["lr"] = 1e-12
     pool.run(2, go, values, str(tmp_path / "b"))
@@ -204,7 +204,7 @@ def test_from_a_converted_checkpoint_only_weights_are_taken(pool: Any, corpus: s
     after = state_of(tmp_path / "b/checkpoints/step-000001", leveled(corpus, {}, {}))
     assert all(torch.allclose(after[n], before[n], atol=1e-10, rtol=0) for n in before if n.startswith("model."))
     with pytest.raises(WeftError, match=r"of another model:\n  missing   model\.none \[9, 9\]"):
-        values_of(tmp_path / "converted")("none", mock.Mock(shape=(9, 9)), ((0, 9), (0, 9)))
+        open_pretrained(tmp_path / "converted").values("none", mock.Mock(shape=(9, 9)), ((0, 9), (0, 9)))
 
 
 @pytest.mark.slow

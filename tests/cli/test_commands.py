@@ -91,7 +91,7 @@ def weft(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     (["train", QUICKSTART, "--set", 'data.sources=[{kind="text",path="none/*.txt"}]'], 1, r"none/\*\.txt"),
     (["train", QUICKSTART, "--set", "data.tokenizer=missing.json"], 1, r"missing\.json"),
     (["train", QUICKSTART, "--set", "model.vocab=100"], 2, r"tokenizer .* the model's vocabulary is 100"),
-    (["train", QUICKSTART, "--set", "model.config=none.json"], 1, r"none\.json"),
+    (["train", QUICKSTART, "--set", "model.from=none.json"], 1, r"none\.json"),
     (["train", QUICKSTART, "--set", "model.embed=300000", "--set", "model.layers=99"], 1, r"too little memory"),
     (["train", QUICKSTART, "--resume", "nowhere"], 1, r"nowhere does not exist"),
     (["verify", QUICKSTART, "--dtype", "float8"], 2, r"--dtype 'float8' is not possible"),

@@ -57,10 +57,12 @@ def load(path: str, *overrides: str) -> Recipe:
     (["--resume", "nowhere"], 1, r"nowhere does not exist; give a run folder or a checkpoint"),
     (["--resume", "full"], 1, r"no checkpoint in full"),
     (["--set", "checkpoint.to=file"], 1, r"cannot write where it should: cannot make .*file: File exists"),
-    (["--set", "model.weights=m.gguf"], 2, r"'m\.gguf' is a .* kind gguf; .*weft checkpoint convert m\.gguf --out DIR"),
-    (["--set", "model.weights=file"], 2, r"'file' is a file; give the folder, with the config\.json in it"),
-    (["--set", "model.config=m.gguf"], 1, r"cannot read m\.gguf: it is not JSON; give a Hugging Face config\.json"),
-    (["--set", "model.weights=mp"], 2, r"'mp' is a checkpoint of kind megatron; .*weft checkpoint convert mp --out"),
+    (["--set", "model.from=m.gguf"], 1, r"m\.gguf is not a whole GGUF file"),
+    (["--set", "model.from=file"], 1, r"file is no checkpoint that Weft knows"),
+    (["--set", "model.from=bad.json"], 1, r"cannot read bad\.json: it is not JSON; give a Hugging Face config\.json"),
+    (["--set", "model.from=full"], 1, r"full is no checkpoint that Weft knows"),
+    (["--set", "model.from=full/none"], 1, r"full/none does not exist; give a checkpoint"),
+    (["--set", "model.from=mp"], 1, r"model_optim_rng\.pt cannot be read by torch\.load"),
 ])  # fmt: skip
 def test_mistakes_are_found_before_ranks_start(
     tiny: str, command: Command, unstarted: None, words: list[str], code: int, said: str
@@ -69,6 +71,7 @@ def test_mistakes_are_found_before_ranks_start(
     Path("full/notes.txt").write_text("mine")
     Path("file").write_bytes(b"x")
     Path("m.gguf").write_bytes(b"GGUF\xff\xfe")
+    Path("bad.json").write_bytes(b"GGUF\xff\xfe")
     Path("mp/mp_rank_00").mkdir(parents=True)
     Path("mp/mp_rank_00/model_optim_rng.pt").write_bytes(b"x")
     before = sorted(Path().rglob("*"))
@@ -80,21 +83,23 @@ def test_mistakes_are_found_before_ranks_start(
 
 
 def test_weights_need_their_own_tokenizer(tiny: str, command: Command, unstarted: None, tmp_path: Path) -> None:
-    """Left at its default it is refused, with what to write instead; written down it is the user's choice."""
+    """Left out, it is the weights' own, or refused where these have none; written down it is the user's choice."""
     text = Path(tiny).read_text()
-    Path(tiny).write_text(text.replace(text[text.index("[model]") : text.index("[data]")], '[model]\nweights = "hf"\n'))
+    Path(tiny).write_text(text.replace(text[text.index("[model]") : text.index("[data]")], '[model]\nfrom = "hf"\n'))
     tokenizer = load_tokenizer("train:300", load(tiny).data.sources, tmp_path / "cache")
     config = write_config(tmp_path / "config", vocab_size=tokenizer.vocab)
     shape = shape_from_config(config)
-    tokenizer.save(tmp_path / "tokenizer")
-    export(write.weights_of(shape), shape, tmp_path / "hf", tokenizer_folder=tmp_path / "tokenizer")
-    code, _, err = command("train", tiny, "--layout", "shard=2")
-    assert code == 2 and re.search(r"left at 'bytes'; .* of 300 entries: set data\.tokenizer = 'hf'$", err.strip()), err
+    export(write.weights_of(shape), shape, tmp_path / "hf", files=tokenizer.files())
+    job = prepare(load(tiny))
+    assert not job.notes and job.corpus.tokenizer == tokenizer
     assert not prepare(load(tiny, "data.tokenizer=hf")).notes
-    assert "is not the tokenizer of the weights, which is 'hf'" in prepare(load(tiny, "data.tokenizer=bytes")).notes[0]
+    (note,) = prepare(load(tiny, "data.tokenizer=bytes")).notes
+    assert re.search(r"'bytes' \(257 entries\) is not the tokenizer of 'hf' \(300\)", note)
+    (note,) = prepare(load(tiny, "model.from=config/config.json")).notes
+    assert "has no tokenizer and data.tokenizer is left out: it is 'bytes'" in note
     (tmp_path / "hf/tokenizer.json").unlink()
     code, _, err = command("train", tiny, "--layout", "shard=2")
-    assert code == 2 and "the weights have none beside them: set data.tokenizer = the path of theirs" in err
+    assert code == 2 and "weights have none: no tokenizer.json is beside them; set data.tokenizer = the path" in err
     assert not prepare(load(tiny, "data.tokenizer=bytes")).notes
 
 

@@ -68,7 +68,7 @@ def continued(lengths: tuple[int, ...], context: str, temperature: float = 0.0) 
     model, layout, found = build(), Layout(cp=dist.get_world_size(), context=context), []
     for length in lengths:
         with recorded() as seen:
-            ids = list(generate(model, prompt(length), NEW, None, temperature, 10, 5, layout))
+            ids = list(generate(model, prompt(length), NEW, (), temperature, 10, 5, layout))
         found.append((ids, seen))
     return found
 
@@ -79,7 +79,7 @@ def test_tokens_and_logits_are_those_of_one_device(pool: Any, world: int, contex
     answers = pool.run(world, continued, LENGTHS, context)
     for number, length in enumerate(LENGTHS):
         with recorded() as alone:
-            expected = list(generate(model, prompt(length), NEW, None, 0.0, 0))
+            expected = list(generate(model, prompt(length), NEW, (), 0.0, 0))
         assert len(set(expected)) > 2
         assert all(answer[number][0] == expected for answer in answers), length
         logits = [answer[number][1]["logits"] for answer in answers]
@@ -89,7 +89,7 @@ def test_tokens_and_logits_are_those_of_one_device(pool: Any, world: int, contex
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_samples_follow_the_seed_under_any_number_of_ranks(pool: Any, world: int) -> None:
-    expected = list(generate(build(), prompt(21), NEW, None, 1.0, 10, 5))
+    expected = list(generate(build(), prompt(21), NEW, (), 1.0, 10, 5))
     for answer in pool.run(world, continued, (21,), "zigzag", 1.0):
         assert answer[0][0] == expected
 
@@ -97,7 +97,7 @@ def test_samples_follow_the_seed_under_any_number_of_ranks(pool: Any, world: int
 def test_only_the_last_position_is_evaluated_and_results_travel_instead_of_the_cache(pool: Any) -> None:
     """Also on one device: one row of logits per new token, never those of the prompt."""
     with recorded() as alone:
-        list(generate(build(), prompt(50), NEW, None, 0.0, 0))
+        list(generate(build(), prompt(50), NEW, (), 0.0, 0))
     assert alone["rows"] == [1] * NEW
     rows = []
     for ((_, seen),) in pool.run(4, continued, (50,), "zigzag"):
@@ -130,7 +130,7 @@ def test_the_cache_is_cut_evenly_and_grows_evenly(pool: Any) -> None:
 
 def refused(settings: dict[str, Any], shape: dict[str, Any]) -> str:
     with pytest.raises(UsageError) as caught:
-        next(generate(build(**shape), [1], 1, None, 0.0, 0, layout=Layout(**settings)))
+        next(generate(build(**shape), [1], 1, (), 0.0, 0, layout=Layout(**settings)))
     return str(caught.value)
 
 

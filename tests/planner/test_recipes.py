@@ -42,7 +42,7 @@ def test_a_plan_for_a_config_is_trained_from_its_recipe_alone(
     demands = ["--cluster", "cpu", "--gpus", 1, "--batch", 2, "--seq", 32, "--precision", "fp32"]
     assert plan(given, *demands, "--recipe", out)[0] == 0
     recipe = load_recipe(out)
-    assert model_shape(recipe).model_copy(update={"config": None}) == shape
+    assert model_shape(recipe).model_copy(update={"origin": None}) == shape
     monkeypatch.chdir(tmp_path)
     code, text, err = command("train", out, "--set", "train.steps=1", "--set", "validation.every=0")
     assert code == 0 and "checkpoint" in text, err

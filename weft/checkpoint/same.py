@@ -5,22 +5,19 @@ makes another model of the same parameters just as well. All else may change, an
 """
 
 import re
-import tempfile
-from pathlib import Path
 from typing import Any, get_args
 
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.storage import Storage, StorageError
-from weft.checkpoint.store import extract, open_checkpoint
-from weft.checkpoint.weights import model_of
-from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.checkpoint.store import model_of, open_checkpoint, stored_files
+from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape, Optimizer, Recipe
 
 #: Fields that say where a model's first values come from. Once it is trained, they change nothing.
-ORIGIN = ("config", "weights", "init_std")
+ORIGIN = ("origin", "init_std")
 
 #: Settings of ``[optimizer]`` that say what it keeps with a parameter, and the kinds that heed them.
 KEPT: dict[str, tuple[str, ...]] = {
@@ -52,7 +49,7 @@ def is_of_model(place: Storage, shape: ModelShape) -> bool:
 
 def check_goes_on(checkpoint: StoredCheckpoint, shape: ModelShape, tokenizer: Tokenizer, optimizer: Optimizer) -> None:
     """Refuse to go on from a checkpoint that is no run's state, or is of another model, tokenizer or optimizer."""
-    instead = f"start a new run from its weights: --set model.weights={checkpoint}"
+    instead = f"start a new run from its weights: --set model.from={checkpoint}"
     if "data" not in checkpoint.meta:
         kind = checkpoint.meta.get("source", {}).get("kind", "another program's")
         raise WeftError(f"{checkpoint} was converted (from {kind}) and has no position in the data; {instead}")
@@ -69,9 +66,7 @@ def check_goes_on(checkpoint: StoredCheckpoint, shape: ModelShape, tokenizer: To
     known = re.compile(rf"(model|optimizer\..+)\.({'|'.join(map(re.escape, names))})")
     if extra := sorted(name for name in checkpoint.tensors if not known.fullmatch(name)):
         raise WeftError(f"{checkpoint} holds {len(extra)} tensors that this model has no place for, such as {extra[0]}")
-    with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as folder:
-        extract(checkpoint, Path(folder))
-        stored = load_tokenizer(folder)
+    stored = tokenizer_from_files(stored_files(checkpoint), str(checkpoint))
     if stored.fingerprint != tokenizer.fingerprint:
         raise WeftError(
             f"{checkpoint} was trained with another tokenizer (of {stored.vocab} entries, the recipe's has "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from weft.checkpoint.format import ROOT, DamagedCheckpoint, StoredBlock, entry
 from weft.checkpoint.load import StoredCheckpoint
@@ -18,6 +19,7 @@ from weft.checkpoint.writer import write_whole
 from weft.errors import WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import from_all
+from weft.recipe import ModelShape
 
 T = TypeVar("T")
 
@@ -29,10 +31,17 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
     return StoredCheckpoint(open_storage(where))
 
 
-def extract(checkpoint: StoredCheckpoint, folder: Path) -> None:
-    """Write a checkpoint's other files, such as the tokenizer's, verified, into a folder of this machine."""
-    for name, about in checkpoint.meta["files"].items():
-        (folder / Path(name).name).write_bytes(checkpoint.file(name, *about))
+def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
+    """The model that a checkpoint of Weft's is of. Raises :class:`WeftError` if it does not say."""
+    try:
+        return ModelShape.model_validate(checkpoint.meta["recipe"]["model"])
+    except (KeyError, TypeError, ValidationError):
+        raise WeftError(f"{checkpoint} does not say which model it is of") from None
+
+
+def stored_files(checkpoint: StoredCheckpoint) -> dict[str, bytes]:
+    """A checkpoint's other files, such as the tokenizer's, verified, by their bare names."""
+    return {Path(name).name: checkpoint.file(name, *about) for name, about in checkpoint.meta["files"].items()}
 
 
 def places(where: Where) -> list[Storage]:

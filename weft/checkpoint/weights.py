@@ -1,69 +1,82 @@
-"""Weights to start from: of a Hugging Face folder, or of a checkpoint of Weft's, wherever it is."""
+"""A model to start from: of a Hugging Face folder or id, a GGUF file, or a checkpoint of Weft's, wherever it is."""
 
-import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
-from weft.checkpoint.load import StoredCheckpoint
+from weft.checkpoint.convert.sources import Foreign, kind_of, open_foreign
+from weft.checkpoint.hub import is_of_hub, local_path
 from weft.checkpoint.s3 import Where, open_storage
-from weft.checkpoint.store import candidates, extract, open_checkpoint
-from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.checkpoint.storage import LocalStorage
+from weft.checkpoint.store import candidates, model_of, open_checkpoint, stored_files
+from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.parts import NAMES, TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
-from weft.models.hf import hf_values
+from weft.models.hf import hf_values, tokenizer_files
 from weft.models.values import Values, with_adapter
 from weft.recipe import ModelShape, Recipe
 
 
-def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
-    """The model that a checkpoint of Weft's is of. Raises :class:`WeftError` if it does not say."""
-    try:
-        return ModelShape.model_validate(checkpoint.meta["recipe"]["model"])
-    except (KeyError, TypeError, ValidationError):
-        raise WeftError(f"{checkpoint} does not say which model it is of") from None
+@dataclass(frozen=True)
+class Pretrained:
+    """What ``model.from`` names, opened: the model, and the files of its tokenizer.
+
+    ``values`` are those of its parameters; None where a ``config.json`` alone is named.
+    """
+
+    name: str
+    shape: ModelShape
+    values: Values | None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's own tokenizer, if one comes with it; :class:`WeftError` if that cannot be read."""
+        return tokenizer_from_files(self.files, self.name) if "tokenizer.json" in self.files else None
 
 
-def _foreign(where: Where) -> bool:
-    place = open_storage(where)
-    return place.holds("config.json") or Path(str(place)).is_file()
+def is_foreign(where: str) -> bool:
+    """Whether another program than Weft has written what lies there."""
+    if not isinstance(open_storage(where), LocalStorage):
+        return False
+    path = Path(where)
+    return path.suffix == ".json" or (path / "config.json").is_file() or kind_of(path) not in ("weft", None)
 
 
-def shape_of(where: Path) -> ModelShape:
-    """The model's shape, from a ``config.json`` or a checkpoint of Weft's."""
-    return (
-        shape_from_config(where) if _foreign(where) else model_of(open_checkpoint(candidates(open_storage(where))[0]))
-    )
+def open_pretrained(name: Where) -> Pretrained:
+    """Open the model called ``name``. Weights are read when they are asked for, and just the box that is."""
+    where = local_path(str(name))
+    place, path = open_storage(where), Path(where)
+    if path.suffix == ".json":
+        return Pretrained(str(name), shape_from_config(path), None, tokenizer_files(path.parent))
+    kind = kind_of(path) if isinstance(place, LocalStorage) else "weft"
+    if kind is None and (path / "config.json").is_file():
+        raise WeftError(f"{path} has no weights (*.safetensors); to start from new ones, name its config.json")
+    if kind == "weft":
+        return _of_weft(str(name), where)
+    if kind == "hf":
+        shape = shape_from_config(path)
+        return Pretrained(str(name), shape, hf_values(path, shape), tokenizer_files(path))
+    foreign = open_foreign(where, kind)
+    return Pretrained(str(name), foreign.model, _boxes(foreign), foreign.files)
 
 
-def stored_tokenizer(where: Path) -> tuple[Tokenizer | None, str]:
-    """The tokenizer that is stored with weights, if there is one, and the path by which a recipe can name it."""
-    if _foreign(where):
-        folder = Path(str(where))
-        return (load_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else None), str(folder)
-    checkpoint = open_checkpoint(candidates(open_storage(where))[0])
-    file = next((name for name in checkpoint.meta["files"] if Path(name).name == "tokenizer.json"), None)
-    if file is None:
-        return None, str(checkpoint)
-    with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as folder_:
-        extract(checkpoint, Path(folder_))
-        return load_tokenizer(folder_), f"{checkpoint}/{file}"
+def shape_named(name: str) -> ModelShape:
+    """The shape of the model called ``name``; of one of the hub, its ``config.json`` alone is downloaded."""
+    path = Path(local_path(f"{name}/config.json" if is_of_hub(name) else name))
+    return shape_from_config(path) if path.name == "config.json" else open_pretrained(path).shape
 
 
 def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
     """What a run of ``recipe`` begins with: given weights, and a new adapter beside them; None if all are drawn."""
-    if recipe.model.weights is None:
-        return None
-    return with_adapter(values_of(recipe.model.weights), shape, recipe.train.seed)
+    values = None if recipe.model.origin is None else open_pretrained(recipe.model.origin).values
+    return None if values is None else with_adapter(values, shape, recipe.train.seed)
 
 
-def values_of(where: Path) -> Values:
-    """Values for :func:`weft.parallel.build.parallelize`; just the box that is asked for is read, and verified."""
-    if _foreign(where):
-        return hf_values(where)
+def _of_weft(name: str, where: str) -> Pretrained:
     checkpoint = open_checkpoint(candidates(open_storage(where))[0])
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
@@ -71,5 +84,12 @@ def values_of(where: Path) -> Values:
         out = torch.empty([hi - lo for lo, hi in box], dtype=TORCH_DTYPES[stored.dtype] if stored else None)
         checkpoint.load({f"model.{name}": Part(out, box, Tensor(logical.shape, NAMES[out.dtype]))})
         return out
+
+    return Pretrained(name, model_of(checkpoint), values, stored_files(checkpoint))
+
+
+def _boxes(foreign: Foreign) -> Values:
+    def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
+        return foreign.read(name)[tuple(slice(lo, hi) for lo, hi in box)]
 
     return values

@@ -39,7 +39,7 @@ def generate(
     import torch
 
     from weft.generate import engine
-    from weft.generate.model import open_model
+    from weft.generate.model import open_model, tokenizer_of
     from weft.generate.spread import check_spread
     from weft.layout.layout import Layout
     from weft.recipe import ModelShape
@@ -58,15 +58,16 @@ def generate(
     with joined(device, WAIT_S) if spread.world > 1 else nullcontext():
         if spread.world > 1 and device == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"
-        with open_model(checkpoint, device, warn) as (model, tokenizer, _):
-            check_spread(spread, model.shape)
-            ids = [int(i) for i in tokenizer.encode(text)] or [tokenizer.eos]
-            clock = [time.perf_counter()]
-            fresh = _timed(engine.generate(model, ids, tokens, tokenizer.eos, temperature, top_k, seed, spread), clock)
-            if prompt:
-                _say(prompt)
-            for piece in engine.stream_text(tokenizer, fresh):
-                _say(piece)
+        model, files = open_model(checkpoint, device, warn)
+        tokenizer = tokenizer_of(files, checkpoint)
+        check_spread(spread, model.shape)
+        ids = tokenizer.prompt_ids(text)
+        clock = [time.perf_counter()]
+        fresh = _timed(engine.generate(model, ids, tokens, tokenizer.stops, temperature, top_k, seed, spread), clock)
+        if prompt:
+            _say(prompt)
+        for piece in engine.stream_text(tokenizer, fresh):
+            _say(piece)
         _say("\n")
         if spread.world > 1 and len(clock) > 1 and _first():
             rate = (len(clock) - 2) / max(clock[-1] - clock[1], 1e-9)
@@ -97,12 +98,13 @@ def _timed(ids: Iterator[int], clock: list[float]) -> Iterator[int]:
 def say_sample(checkpoint: "Where", settings: "Generate") -> str:
     """Show a few lines from a freshly trained model, and return what it wrote after the prompt."""
     from weft.generate.engine import generate, stream_text
-    from weft.generate.model import open_model
+    from weft.generate.model import open_model, tokenizer_of
 
-    with open_model(checkpoint, "cpu", warn) as (model, tokenizer, _):
-        ids = [int(i) for i in tokenizer.encode(settings.prompt)] or [tokenizer.eos]
-        fresh = generate(model, ids, settings.tokens, tokenizer.eos, settings.temperature, settings.top_k)
-        text = "".join(stream_text(tokenizer, fresh))
+    model, files = open_model(checkpoint, "cpu", warn)
+    tokenizer = tokenizer_of(files, checkpoint)
+    ids = tokenizer.prompt_ids(settings.prompt)
+    fresh = generate(model, ids, settings.tokens, tokenizer.stops, settings.temperature, settings.top_k)
+    text = "".join(stream_text(tokenizer, fresh))
     console = Console(highlight=False, soft_wrap=True)
     console.rule("the model writes", style="dim", align="left")
     console.print(settings.prompt + text, markup=False)

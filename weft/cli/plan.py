@@ -87,7 +87,9 @@ def plan(
         raise UsageError(f"--precision {precision!r} is not possible; {nearest(precision, bits)}")
     if batch is None or seq is None:
         raise UsageError(f"--{'batch' if batch is None else 'seq'} is missing; only a recipe says it by itself")
-    subject = load_model(model)
+    from weft.checkpoint.weights import shape_named
+
+    subject = load_model(model, shape_named)
     demanded = [*(pin or []), *["pp>=2"] * bool(subject.recipe.get("optimizer", {}).get("post_validation"))]
     pins = [searching.Pin.parse(text) for text in demanded]
     machines = load_cluster(cluster, gpus)

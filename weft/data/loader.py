@@ -29,9 +29,12 @@ class Corpus:
     fingerprint: str
 
 
-def open_data(data: Data, progress: Progress | None = None) -> Corpus:
-    """Open every source, tokenizing what is not in the cache yet; ``validation`` is one epoch of what is held out."""
-    tokenizer = load_tokenizer(data.tokenizer, data.sources, data.cache)
+def open_data(data: Data, progress: Progress | None = None, own: Tokenizer | None = None) -> Corpus:
+    """Open every source, tokenizing what is not in the cache yet; ``validation`` is one epoch of what is held out.
+
+    ``own``: the tokenizer of the model to start from, which counts where the recipe names none.
+    """
+    tokenizer = own if own and not data.tokenizer else load_tokenizer(data.tokenizer, data.sources, data.cache)
     sides: list[list[Stream]] = [[], []]
     weights: list[list[float]] = [[], []]
     lines, seen = [], []

@@ -1,16 +1,18 @@
 """Tokenizers: plain bytes, a Hugging Face ``tokenizer.json``, or a byte-level BPE trained on the corpus itself."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.corpora import documents, fingerprint
+from weft.data.gguf_tokenizer import NO_TOKENIZER
 from weft.errors import UsageError, WeftError
 from weft.recipe import Source
 
@@ -18,6 +20,9 @@ _EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[EOS
 
 #: Where a chat template stands by itself, beside ``tokenizer.json``.
 TEMPLATE_FILE = "chat_template.jinja"
+
+#: Where the ids at which generated text ends stand, among others.
+GENERATION = "generation_config.json"
 
 #: Training text of ``train:N``: at most this many characters, in pieces spread over the whole corpus.
 _SAMPLE, _PIECE = 8_000_000, 8192
@@ -38,6 +43,12 @@ class Tokenizer:
     bos: int | None = None
     pad: int | None = None
     chat_template: str | None = field(default=None, repr=False, compare=False)
+    ends: tuple[int, ...] = field(default=(), compare=False)
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Ids at which a text that is generated ends: ``eos``, or all that ``generation_config.json`` names."""
+        return self.ends or (self.eos,)
 
     @cached_property
     def specials(self) -> dict[str, int]:
@@ -71,6 +82,14 @@ class Tokenizer:
         parts = [np.frombuffer(part.encode(), np.uint8) for part in (text.split(_EOS[0]) if special else [text])]
         return np.concatenate([x for part in parts for x in ([self.eos], part)][1:], dtype=np.int64)
 
+    def prompt_ids(self, text: str) -> list[int]:
+        """Ids of a text that a model is to continue: with what the tokenizer begins a text with, and never none."""
+        ids = [int(i) for i in self.encode(text)]
+        if self.model is not None:
+            empty = self.model.encode("", add_special_tokens=True).ids
+            ids = [i for i in empty if i != self.eos or i == self.bos] + ids
+        return ids or [self.eos]
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ``ids``; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
         if self.model is None:
@@ -83,9 +102,13 @@ class Tokenizer:
         if self.model is None:
             return {"tokenizer.json": b'{"kind": "bytes"}\n'} | template
         named = {f"{kind}_token": self.name_of(getattr(self, kind)) for kind in ("eos", "bos", "pad")}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | {k: name for k, name in named.items() if name}
-        text = json.dumps(config, indent=2) + "\n"
-        return {"tokenizer.json": self.model.to_str().encode(), "tokenizer_config.json": text.encode()} | template
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        tokens = {"eos_token_id": list(self.stops), "bos_token_id": self.bos, "pad_token_id": self.pad}
+        return {
+            "tokenizer.json": self.model.to_str().encode(),
+            "tokenizer_config.json": _json(config | {k: name for k, name in named.items() if name}),
+            GENERATION: _json({key: value for key, value in tokens.items() if value is not None}),
+        } | template
 
     def save(self, folder: str | Path) -> None:
         """Write :meth:`files` into ``folder``."""
@@ -99,7 +122,7 @@ def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None
 
     ``sources`` are what ``train:N`` trains on, once per corpus; the result is kept in ``cache``.
     """
-    if spec == "bytes":
+    if spec in ("", "bytes"):
         return Tokenizer(257, 256, "bytes")
     if spec.startswith("train:"):
         spec = str(_trained(spec, [source for source in sources if source.kind != "tokens"], cache_root(cache)))
@@ -107,26 +130,47 @@ def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise WeftError(f"tokenizer {spec!r}: no file {path}; use 'bytes', 'train:N' or a tokenizer.json")
-    config = path.with_name("tokenizer_config.json")
+    found = {name: path.with_name(name) for name in ("tokenizer_config.json", TEMPLATE_FILE, GENERATION)}
+    files = {name: file.read_bytes() for name, file in found.items() if file.is_file()}
+    return tokenizer_from_files({"tokenizer.json": path.read_bytes()} | files, str(path))
+
+
+def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
+    """The tokenizer that a folder's files, by name, make up; ``origin`` says in errors where they are from."""
+    if "tokenizer.json" not in files:
+        reason = "it has a tokenizer.model, of sentencepiece" if "tokenizer.model" in files else "it has none"
+        said = files[NO_TOKENIZER].decode() if NO_TOKENIZER in files else reason
+        raise WeftError(f"{origin} has no tokenizer.json ({said}); name a tokenizer that is the model's own")
     try:
-        text = path.read_text(encoding="utf-8")
-        settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        settings = json.loads(files.get("tokenizer_config.json", b"{}"))
         named = {kind: _name(settings.get(f"{kind}_token")) for kind in ("eos", "bos", "pad")}
-        template = _chat_template(settings.get("chat_template"), path.with_name(TEMPLATE_FILE))
+        template = _chat_template(settings.get("chat_template"), files.get(TEMPLATE_FILE))
+        text = files["tokenizer.json"].decode()
         if json.loads(text) == {"kind": "bytes"}:
             return replace(load_tokenizer("bytes"), chat_template=template)
         model = tokenizers.Tokenizer.from_str(text)
+        given = json.loads(files.get(GENERATION, b"{}")).get("eos_token_id")
     except Exception as error:  # the library raises nothing narrower
-        raise WeftError(f"{path} or its {config.name} is damaged: {str(error).splitlines()[0]}") from None
+        raise WeftError(
+            f"{origin} or its tokenizer_config.json is damaged: {(str(error).splitlines() or [''])[0]}"
+        ) from None
     model.no_padding()
     model.no_truncation()
     model.encode_special_tokens = True  # "<|endoftext|>" within a document must not end it
     ids = model.get_vocab(with_added_tokens=True)
-    eos = next((ids[name] for name in (named["eos"], *_EOS) if name in ids), None)
+    size = max(ids.values()) + 1
+    ends = tuple(i for i in (given if isinstance(given, list) else [given]) if isinstance(i, int) and i < size)
+    eos = next((ids[name] for name in (named["eos"], *_EOS) if name in ids), ends[0] if ends else None)
     if eos is None:
-        raise WeftError(f"{path} has no end-of-document token; name one as 'eos_token' in {config.name} beside it")
+        raise WeftError(
+            f"{origin} has no end-of-document token; name one as 'eos_token' in tokenizer_config.json beside it"
+        )
     bos, pad = (ids.get(named[kind] or "") for kind in ("bos", "pad"))
-    return Tokenizer(max(ids.values()) + 1, eos, digest(model.to_str(), eos), model, bos, pad, template)
+    return Tokenizer(size, eos, digest(model.to_str(), eos), model, bos, pad, template, ends)
+
+
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _name(token: str | dict[str, str] | None) -> str | None:
@@ -134,13 +178,13 @@ def _name(token: str | dict[str, str] | None) -> str | None:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _chat_template(given: str | list[dict[str, str]] | None, file: Path) -> str | None:
+def _chat_template(given: str | list[dict[str, str]] | None, file: bytes | None) -> str | None:
     """The chat template: of the file of its own beside ``tokenizer.json``, else what the configuration gives.
 
     Of several named ones it is the one called ``default``.
     """
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if file is not None:
+        return file.decode()
     if isinstance(given, list):
         return {one["name"]: one["template"] for one in given}.get("default")
     return given

@@ -1,6 +1,6 @@
 """Token by token generation with key/value caches, on one device or, of long prompts, over several ranks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
@@ -17,13 +17,13 @@ def generate(
     model: Transformer,
     prompt_ids: list[int],
     max_new: int,
-    eos: int | None,
+    stops: Collection[int],
     temperature: float,
     top_k: int,
     seed: int = 0,
     layout: Layout | None = None,
 ) -> Iterator[int]:
-    """Yield up to ``max_new`` ids that continue ``prompt_ids``, as they come; ends at ``eos``, which is not yielded.
+    """Yield up to ``max_new`` ids that continue ``prompt_ids``, as they come; ends at one of ``stops``, not yielded.
 
     ``temperature`` 0 takes the likeliest id; ``top_k`` 0 samples from all; the same ``seed`` gives the same ids. With
     ``cp`` > 1 in ``layout`` all its ranks call this with the same arguments, each with the whole model, and get the
@@ -37,7 +37,7 @@ def generate(
     for _ in range(max_new):
         logits = reader.read(ids)
         chosen = reader.agree(None if logits is None else choose(logits, temperature, top_k, generator))
-        if chosen == eos:
+        if chosen in stops:
             return
         yield chosen
         ids = [chosen]

@@ -1,6 +1,8 @@
 """What a plan is for: models by name, recipes and the ``config.json`` of Hugging Face, trainable by Weft or not."""
 
+import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +39,12 @@ SHAPES = {name: shape_of(section) for name, section in SECTIONS.items()} | {
 DATA: dict[str, Any] = {"sources": [{"kind": "stdlib"}], "tokenizer": "bytes"}
 
 
-def load_model(name: str) -> Model:
-    """From the name of a built-in, a Weft recipe (``.toml``) or a Hugging Face ``config.json`` (or its folder)."""
+def load_model(name: str, named: Callable[[str], ModelShape] | None = None) -> Model:
+    """From the name of a built-in, a Weft recipe (``.toml``) or a Hugging Face ``config.json`` (or its folder).
+
+    ``named`` knows the shape of all else that ``model.from`` can name, such as GGUF files and models of the hub.
+    """
+    named = named or (lambda name: section_from_config(Path(name)))
     path = Path(name)
     if name in SECTIONS:
         fields = SECTIONS[name].model_dump(exclude_none=True, exclude={"mixer", "softmax_every"})
@@ -46,13 +52,15 @@ def load_model(name: str) -> Model:
     if name in SHAPES:
         return Model(SHAPES[name], {}, _missing(SHAPES[name]))
     if path.suffix == ".toml":
-        return _of_recipe(path)
+        return _of_recipe(path, named)
     path = path / "config.json" if path.is_dir() else path
+    if path.suffix == ".gguf" or (not path.is_file() and re.fullmatch(r"[\w.-]+/[\w.@-]+", name)):
+        return Model(shape_of(named(name)), {"model": {"from": name}, "data": {"sources": DATA["sources"]}})
     if not path.is_file():
         raise WeftError(f"model {name!r} is neither a file nor built in; {nearest(name, SHAPES)}")
     data = DATA | ({"tokenizer": str(path.parent.resolve())} if (path.parent / "tokenizer.json").is_file() else {})
     try:
-        return Model(shape_of(section_from_config(path)), {"model": {"config": str(path.resolve())}, "data": data})
+        return Model(shape_of(section_from_config(path)), {"model": {"from": str(path.resolve())}, "data": data})
     except WeftError as error:  # planned for, as far as it is understood
         shape = shape_from_config(read_json(path, "give a Hugging Face config.json"), str(path))
         return Model(shape, {}, _missing(shape) or str(error))
@@ -65,7 +73,7 @@ def _missing(shape: Shape) -> str:
     return "" if shape.gated else "weft train computes SwiGLU only, and this model has no gate"
 
 
-def _of_recipe(path: Path) -> Model:
+def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> Model:
     """The model of a recipe; its sections but ``[layout]``, which is what is planned, stay as they are."""
     if not path.is_file():
         raise WeftError(f"recipe {path} does not exist")
@@ -75,15 +83,14 @@ def _of_recipe(path: Path) -> Model:
         raise UsageError(f"{path} is not valid TOML: {error}") from None
     recipe = build_recipe(tree, str(path))
     tree.pop("layout", None)
-    source = recipe.model.config or recipe.model.weights
-    section = recipe.model if source is None else section_from_config(source)
+    section = recipe.model if recipe.model.origin is None else named(recipe.model.origin)
     return Model(shape_of(section, vocab_of(recipe)), tree)
 
 
 def vocab_of(recipe: Recipe) -> int:
     """Entries of the recipe's tokenizer, as far as its name tells."""
     kind, _, size = recipe.data.tokenizer.partition(":")
-    return int(size) if kind == "train" and size.isdigit() else 257 if kind == "bytes" else 50_000
+    return int(size) if kind == "train" and size.isdigit() else 257 if kind in ("", "bytes") else 50_000
 
 
 def shape_from_config(config: dict[str, Any], origin: str) -> Shape:

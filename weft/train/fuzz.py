@@ -220,8 +220,8 @@ class Fuzzer:
         """So many cases from number ``first`` on, or as many as ``minutes`` have room for."""
         write_corpus()
         recipe = load_recipe(self.path)
-        if recipe.model.config or recipe.model.weights:
-            raise UsageError("--random draws small models of the recipe's kind; give a recipe without model.config")
+        if recipe.model.origin:
+            raise UsageError("--random draws small models of the recipe's kind; give a recipe without model.from")
         end = time.monotonic() + 60 * minutes if minutes else float("inf")
         for number in range(first, first + count):
             if time.monotonic() > end:

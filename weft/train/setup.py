@@ -1,14 +1,16 @@
 """What must be known, and can be refused, before a rank starts or a folder is made."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from weft.data.balance import costs_of
+from weft.data.gguf_tokenizer import NO_TOKENIZER
 from weft.data.loader import Corpus, Loader, open_data
 from weft.data.order import Order
 from weft.data.tokenizer import Tokenizer
@@ -25,6 +27,9 @@ from weft.parallel.build import check_fits, parallelize
 from weft.parallel.state import State
 from weft.recipe import ModelShape, Recipe, Train
 from weft.train.optim import RuleOptimizer, slot_bytes
+
+if TYPE_CHECKING:  # a recipe without model.from does not wait for what reads checkpoints
+    from weft.checkpoint.weights import Pretrained
 
 
 @dataclass(frozen=True)
@@ -57,21 +62,24 @@ def device_type(recipe: Recipe) -> str:
 
 def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
     """Open the data, complete the model's shape and check that layout, model, data and memory go together."""
-    shape = model_shape(recipe)
+    pretrained = pretrained_of(recipe)
+    shape = _completed(recipe, pretrained)
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer)
     check_names(shape, recipe.train)
-    corpus = open_data(recipe.data, progress)
+    own = _own_tokenizer(recipe, pretrained)
+    corpus = open_data(recipe.data, progress, own)
     vocab = corpus.tokenizer.vocab
     if shape.vocab and vocab > shape.vocab:
+        name = recipe.data.tokenizer or recipe.model.origin or "bytes"
         raise UsageError(
-            f"tokenizer {recipe.data.tokenizer!r} has {vocab} entries but the model's vocabulary is {shape.vocab}; "
+            f"tokenizer {name!r} has {vocab} entries but the model's vocabulary is {shape.vocab}; "
             "set model.vocab = 0 to take the tokenizer's size, or use the model's own tokenizer"
         )
     shape = shape.model_copy(update={"vocab": shape.vocab or vocab})
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer)
     _check_memory(recipe, shape)
     check_trackers(recipe.observe.trackers)
-    return Job(recipe, shape, corpus, _tokenizer_notes(recipe, corpus.tokenizer))
+    return Job(recipe, shape, corpus, _tokenizer_notes(recipe, own, corpus.tokenizer))
 
 
 def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None) -> tuple[Transformer, State]:
@@ -100,66 +108,69 @@ def check_names(shape: ModelShape, train: Train) -> None:
         raise UsageError("train.freeze leaves nothing to learn; leave out a pattern")
 
 
+def pretrained_of(recipe: Recipe) -> "Pretrained | None":
+    """The model that ``model.from`` names, opened."""
+    if recipe.model.origin is None:
+        return None
+    from weft.checkpoint.weights import open_pretrained
+
+    return open_pretrained(recipe.model.origin)
+
+
 def model_shape(recipe: Recipe) -> ModelShape:
-    """The model with its adapter: the model section, with ``config`` (or that of ``weights``) read if it is given."""
-    shape = _base_shape(recipe)
+    """The model with its adapter: the model section, with that of ``from`` read if it is given."""
+    return _completed(recipe, pretrained_of(recipe))
+
+
+def _completed(recipe: Recipe, pretrained: "Pretrained | None") -> ModelShape:
+    shape = _base_shape(recipe.model, pretrained)
     return shape if recipe.adapter is None else shape.model_copy(update={"adapter": recipe.adapter})
 
 
-def _base_shape(recipe: Recipe) -> ModelShape:
-    given = recipe.model
-    source = given.config or given.weights
-    if source is None:
+def _base_shape(given: ModelShape, pretrained: "Pretrained | None") -> ModelShape:
+    if pretrained is None:
         return given
-    from weft.checkpoint.weights import shape_of
-    from weft.model_config import shape_from_config
-
-    if given.weights:
-        _check_weights(given.weights)
-    shape = shape_from_config(given.config) if given.config else shape_of(source)
-    named = given.model_fields_set - {"config", "weights"} - ({"vocab"} if not given.vocab else set())
+    shape = pretrained.shape
+    named = given.model_fields_set - {"origin"} - ({"vocab"} if not given.vocab else set())
     if ignored := [name for name in sorted(named) if getattr(given, name) != getattr(shape, name)]:
-        first, key = ignored[0], "config" if given.config else "weights"
+        first = ignored[0]
         raise UsageError(
-            f"model.{first} = {getattr(given, first)!r}, but model.{key} = {str(source)!r} is of a model with "
+            f"model.{first} = {getattr(given, first)!r}, but model.from = {given.origin!r} is of a model with "
             f"{getattr(shape, first)!r}, and that counts; leave out {', '.join(f'model.{name}' for name in ignored)}"
         )
-    return shape.model_copy(update={"config": given.config, "weights": given.weights})
+    return shape.model_copy(update={"origin": given.origin})
 
 
-def _check_weights(where: Path) -> None:
-    """Refuse files, and what other programs than Hugging Face's have written: ``weft checkpoint convert`` reads it."""
-    from weft.checkpoint.convert.sources import kind_of
-
-    kind = kind_of(where)
-    if kind not in ("weft", "hf", None):
+def _own_tokenizer(recipe: Recipe, pretrained: "Pretrained | None") -> Tokenizer | None:
+    """The tokenizer that comes with the weights to start from; refused if there is none and the recipe names none."""
+    if pretrained is None:
+        return None
+    if recipe.data.tokenizer:  # which need not be theirs, that may be one that nobody can read
+        with suppress(WeftError):
+            return pretrained.tokenizer()
+        return None
+    own = pretrained.tokenizer()
+    if own is None and pretrained.values is not None:
+        reason = pretrained.files.get(NO_TOKENIZER, b"no tokenizer.json is beside them").decode()
         raise UsageError(
-            f"model.weights = {str(where)!r} is a checkpoint of kind {kind}; make one of Weft's of it: weft checkpoint "
-            f"convert {where} --out DIR, and set model.weights = 'DIR'"
+            f"model.from = {recipe.model.origin!r} needs its own tokenizer, and data.tokenizer is left out; the "
+            f"weights have none: {reason}; set data.tokenizer = the path of theirs"
         )
-    if where.is_file():
-        raise UsageError(f"model.weights = {str(where)!r} is a file; give the folder, with the config.json in it")
+    return own
 
 
-def _tokenizer_notes(recipe: Recipe, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """What to say of weights that were trained with another tokenizer; refused where the recipe names none at all."""
-    if recipe.model.weights is None:
+def _tokenizer_notes(recipe: Recipe, own: Tokenizer | None, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """What to say of a model whose tokenizer is not the one that the recipe trains it with."""
+    if recipe.model.origin is None or (own is not None and own.fingerprint == tokenizer.fingerprint):
         return ()
-    from weft.checkpoint.weights import stored_tokenizer
-
-    stored, where = stored_tokenizer(recipe.model.weights)
-    if stored is not None and stored.fingerprint == tokenizer.fingerprint:
+    if own is None and recipe.data.tokenizer:
         return ()
-    if "tokenizer" not in recipe.data.model_fields_set:
-        own = f"one of their own, of {stored.vocab} entries" if stored else "none beside them"
-        fix = repr(where) if stored else "the path of theirs"
-        raise UsageError(
-            f"model.weights = {str(recipe.model.weights)!r} needs its own tokenizer, and data.tokenizer is left at "
-            f"{recipe.data.tokenizer!r}; the weights have {own}: set data.tokenizer = {fix}"
-        )
-    if stored is None:
-        return ()
-    return (f"data.tokenizer = {recipe.data.tokenizer!r} is not the tokenizer of the weights, which is {where!r}",)
+    if own is None:
+        return (f"model.from = {recipe.model.origin!r} has no tokenizer and data.tokenizer is left out: it is 'bytes'",)
+    return (
+        f"data.tokenizer = {recipe.data.tokenizer!r} ({tokenizer.vocab} entries) is not the tokenizer of "
+        f"{recipe.model.origin!r} ({own.vocab}), whose ids meant other text; leave it out to take theirs",
+    )
 
 
 def state_bytes(shape: ModelShape, recipe: Recipe) -> float:

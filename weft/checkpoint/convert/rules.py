@@ -131,6 +131,10 @@ TABLE = (
          r"|self_attention\.linear_qkv\.layer_norm_weight)", ("blocks.{}.attention_norm.scale",), replicated),
     NameRule(LAYER + r"(?:(?:post_attention_layernorm|ffn_norm|pre_mlp_layernorm)\.weight|ffn_norm\.scale"
          r"|mlp\.linear_fc1\.layer_norm_weight)", ("blocks.{}.ffn_norm.scale",), replicated),
+    NameRule(LAYER + r"(?:post_attention_norm\.weight|attention_out_norm\.scale)",
+         ("blocks.{}.attention_out_norm.scale",), replicated),
+    NameRule(LAYER + r"(?:post_ffw_norm\.weight|ffn_out_norm\.scale)",
+         ("blocks.{}.ffn_out_norm.scale",), replicated),
     NameRule(LAYER + r"(?:(?:self_attn|attention)\.([qk])_norm\.weight|attn_([qk])_norm\.weight"
          r"|self_attention\.([qk])_layernorm\.weight|attention\.([qk])_norm\.scale)",
          ("blocks.{}.attention.{}_norm.scale",), replicated),
@@ -189,6 +193,8 @@ def sources_by_name(stored: Mapping[str, Sequence[Shard]], averages: Sequence[st
 
     ``averages``: patterns for names of tensors of which every rank has a copy of its own, so that the mean counts.
     """
+    if any("pre_feedforward_layernorm" in name for name in stored):
+        raise WeftError("Gemma 3 is read from Hugging Face's folders and GGUF files only; save it as one of these")
     made: dict[str, TensorSource] = {}
     for name, shards in stored.items():
         if (found := rule_and_names(name)) is None:

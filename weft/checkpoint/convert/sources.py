@@ -1,7 +1,6 @@
 """Foreign checkpoints, opened: which tensors they hold under Weft's names, each read when it is asked for."""
 
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -9,31 +8,21 @@ from pathlib import Path
 from typing import Any, Never
 
 import torch
-from pydantic import ValidationError
 
+from weft.checkpoint.convert.gguf_file import gguf_shape, read_gguf
 from weft.checkpoint.convert.rules import LAYER, Shard, TensorSource, logical_tensor, rule_and_names, sources_by_name
-from weft.checkpoint.convert.shards import (
-    ByteRun,
-    Inert,
-    Reader,
-    Stored,
-    as_stored,
-    byte_range,
-    load_tree,
-    read_runs,
-    stored,
-)
+from weft.checkpoint.convert.shards import Inert, Reader, Stored, as_stored, byte_range, load_tree, stored
 from weft.checkpoint.format import MOMENTS, ROOT
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import LocalStorage, Storage
-from weft.checkpoint.store import candidates, extract, open_checkpoint
-from weft.checkpoint.weights import model_of
+from weft.checkpoint.store import candidates, model_of, open_checkpoint, stored_files
+from weft.data.gguf_tokenizer import NO_TOKENIZER, gguf_tokenizer
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Logical
 from weft.layout.mesh import Mesh
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
-from weft.models.hf import INDEX, SINGLE, hf_values
+from weft.models.hf import INDEX, SINGLE, hf_values, tokenizer_files
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 
@@ -47,8 +36,7 @@ Stores = dict[str, Sequence[Shard]]
 @dataclass
 class Foreign:
     """An open checkpoint. ``made``: how each tensor is formed; ``moments``: the same of optimizer state, if there is
-    any; ``step``: the updates it has seen; ``extras``: the folder that may hold its tokenizer, ``kept`` what keeps it
-    there."""
+    any; ``step``: the updates it has seen; ``files``: those of its tokenizer."""
 
     kind: str
     path: Path | Storage
@@ -56,8 +44,7 @@ class Foreign:
     made: Mapping[str, TensorSource]
     moments: Mapping[str, Mapping[str, TensorSource]] = field(default_factory=dict)
     step: int = 0
-    extras: Path | None = None
-    kept: object = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.logical: dict[str, Logical] = dict(Transformer(self.model, Mesh.single()).logical_parameters())
@@ -164,15 +151,14 @@ def _hf(path: Path, config: Path | None) -> Foreign:
     def shard(name: str, logical: Logical) -> Shard:
         def read(lo: int, hi: int) -> torch.Tensor:
             # Opened anew for every read: a mapping that stays keeps all it has read in memory.
-            return hf_values(path)(name, logical, ((lo, hi), *((0, n) for n in logical.shape[1:])))
+            return hf_values(path, shape)(name, logical, ((lo, hi), *((0, n) for n in logical.shape[1:])))
 
         return Shard(logical.shape, read(0, 1).dtype, read)
 
     shape = _shape(path, config)
     names = dict(Transformer(shape, Mesh.single()).logical_parameters())
-    return Foreign(
-        "hf", path, shape, sources_by_name({name: [shard(name, one)] for name, one in names.items()}), extras=path
-    )
+    made = sources_by_name({name: [shard(name, one)] for name, one in names.items()})
+    return Foreign("hf", path, shape, made, files=tokenizer_files(path))
 
 
 def _weft(where: Where, config: Path | None) -> Foreign:
@@ -196,11 +182,9 @@ def _weft(where: Where, config: Path | None) -> Foreign:
         return sources_by_name({n.removeprefix(prefix): [shard(n)] for n in checkpoint.tensors if n.startswith(prefix)})
 
     moments = {moment: found for moment in MOMENTS if (found := under(f"optimizer.{moment}."))}
-    step, files = int(checkpoint.meta.get("progress", {}).get("step", 0)), tempfile.TemporaryDirectory(prefix="weft-")
-    extract(checkpoint, Path(files.name))
-    return Foreign(
-        "weft", checkpoint.storage, model_of(checkpoint), under("model."), moments, step, Path(files.name), files
-    )
+    step = int(checkpoint.meta.get("progress", {}).get("step", 0))
+    files = stored_files(checkpoint)
+    return Foreign("weft", checkpoint.storage, model_of(checkpoint), under("model."), moments, step, files)
 
 
 def _dcp(path: Path, config: Path | None) -> Foreign:
@@ -212,7 +196,7 @@ def _dcp(path: Path, config: Path | None) -> Foreign:
             found["model"][name] = [shard]
     model, *moments = (sources_by_name(stores) for stores in found.values())
     kept = {moment: made for moment, made in zip(MOMENTS, moments, strict=True) if made}
-    return Foreign("dcp", path, _shape(path, config), model, kept, extras=path)
+    return Foreign("dcp", path, _shape(path, config), model, kept, files=tokenizer_files(path))
 
 
 def _megatron(path: Path, config: Path | None) -> Foreign:
@@ -358,61 +342,14 @@ def _unflatten(about: Mapping[str, Any], files: Sequence[Path], parts: Sequence[
 
 def _gguf(path: Path, config: Path | None) -> Foreign:
     file = path if path.is_file() else min(path.glob("*.gguf"), default=path)
+    fields, tensors = read_gguf(file)
+    shape = shape_from_config(config) if config else gguf_shape(file, fields, tensors)
     try:
-        import gguf
-
-        reader = gguf.GGUFReader(file)
-    except ImportError:
-        raise WeftError("reading GGUF needs the package gguf; pip install 'weft[gguf]'") from None
-    except (ValueError, OSError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise WeftError(f"{file} is not a whole GGUF file: {str(error)[:120] or type(error).__name__}") from None
-    fields = {name: one.contents() for name, one in reader.fields.items() if not name.startswith("tokenizer.")}
-    found: Stores = {one.name: [_quantized(file, one)] for one in reader.tensors}
-    return Foreign(
-        "gguf", path, shape_from_config(config) if config else _gguf_shape(file, fields, found), sources_by_name(found)
-    )
-
-
-def _gguf_shape(file: Path, fields: Mapping[str, Any], found: Stores) -> ModelShape:
-    """The model that a GGUF file's own fields describe."""
-    arch = fields.get("general.architecture")
-    scaled = "rope_freqs.weight" in found or f"{arch}.rope.scaling.factor" in fields
-    if arch not in ("llama", "qwen2", "qwen3") or scaled:
-        what = "RoPE scaling" if scaled else f"architecture {arch!r}"
-        raise WeftError(f"{file} has {what} and does not say all of it; give the model's config.json with --config")
-    try:
-        heads, embed = fields[f"{arch}.attention.head_count"], fields[f"{arch}.embedding_length"]
-        return ModelShape(
-            vocab=found["token_embd.weight"][0].shape[0], layers=fields[f"{arch}.block_count"], embed=embed,
-            heads=heads, kv_heads=fields.get(f"{arch}.attention.head_count_kv", heads),
-            ffn=fields[f"{arch}.feed_forward_length"], tied="output.weight" not in found,
-            head_dim=fields.get(f"{arch}.attention.key_length", embed // heads),
-            qk_norm=arch == "qwen3", qkv_bias=arch == "qwen2", rope_theta=fields.get(f"{arch}.rope.freq_base", 1e4),
-            norm_eps=fields[f"{arch}.attention.layer_norm_rms_epsilon"],
-        )  # fmt: skip
-    except (KeyError, ValidationError) as error:
-        raise WeftError(f"{file} does not describe a model: {str(error).splitlines()[0]}") from None
-
-
-def _quantized(file: Path, tensor: Any) -> Shard:
-    """A tensor in a GGUF file, dequantised as it is read."""
-    shape, kind = tuple(int(n) for n in tensor.shape[::-1]), tensor.tensor_type
-    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name, torch.float32)
-
-    def read(lo: int, hi: int) -> torch.Tensor:
-        from gguf.quants import dequantize
-
-        line = int(tensor.n_bytes) // shape[0]
-        raw = torch.empty(hi - lo, line, dtype=torch.uint8)
-        read_runs([ByteRun(file, int(tensor.data_offset) + lo * line, raw.numel())], tensor.name, raw)
-        if kind.name in ("F32", "F16", "BF16"):
-            return raw.view(dtype).view(hi - lo, *shape[1:])
-        try:
-            return torch.from_numpy(dequantize(raw.numpy(), kind)).view(hi - lo, *shape[1:])
-        except NotImplementedError:
-            raise WeftError(f"{file}: tensor {tensor.name} is {kind.name}, which gguf cannot dequantise") from None
-
-    return Shard(shape, dtype, read)
+        files = gguf_tokenizer(fields)
+    except (WeftError, KeyError, ValueError, IndexError, TypeError) as error:
+        # The weights are good without it; whoever needs the tokenizer says that there is none.
+        files = {NO_TOKENIZER: str(error).encode()}
+    return Foreign("gguf", path, shape, sources_by_name(tensors), files=files)
 
 
 OPENERS: dict[str, Callable[[Any, Path | None], Foreign]] = {

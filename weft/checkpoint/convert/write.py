@@ -1,7 +1,6 @@
 """What an open checkpoint holds, written as Weft's, Hugging Face's or DCP's: one tensor in memory at a time."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,7 +23,7 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Box, Tensor
 from weft.layout.parts import NAMES
 from weft.model_config import config_from_shape
-from weft.models.hf import TOKENIZER_FILES, export, hf_name
+from weft.models.hf import TYPICAL, as_hf, export, hf_name
 from weft.recipe import Recipe
 
 #: Files of a Hugging Face export hold at least this much, if a tensor is not larger.
@@ -101,17 +100,13 @@ def _meta(foreign: Foreign, out: Storage) -> dict[str, Any]:
 
 
 def _files(foreign: Foreign) -> dict[str, bytes]:
-    folder = foreign.extras
-    found = [p for p in folder.iterdir() if re.fullmatch(TOKENIZER_FILES, p.name)] if folder else []
-    return {p.name: p.read_bytes() for p in sorted(found)}
+    return dict(sorted(foreign.files.items()))
 
 
 def write_hf(foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool) -> None:
     """A Hugging Face folder (without optimizer state, which has no place there)."""
-    largest = (
-        max(logical.numel for logical in foreign.logical.values()) * (dtype or foreign.dtype("norm.scale")).itemsize
-    )
-    export(lambda name: foreign.read(name, dtype), foreign.model, out, dtype, foreign.extras,
+    largest = max(logical.numel for logical in foreign.logical.values()) * (dtype or foreign.dtype(TYPICAL)).itemsize
+    export(lambda name: foreign.read(name, dtype), foreign.model, out, dtype, foreign.files,
            max_file_bytes=max(FILE_BYTES, largest))  # fmt: skip
 
 
@@ -151,15 +146,21 @@ def export_dcp(foreign: Foreign, out: Path, dtype: torch.dtype | None = None, op
     wanted: dict[str, tuple[str, str | None]] = {}
     empty = {}
     for name, moment, about in _plan(foreign, dtype, optimizer).values():
-        theirs = f"optimizer.state.{hf_name(name)}.{moment}" if moment else hf_name(name)
+        theirs = f"optimizer.state.{hf_name(name, foreign.model)}.{moment}" if moment else hf_name(name, foreign.model)
         kept = (dtype if moment is None else None) or foreign.dtype(name, moment)
         wanted[theirs], empty[theirs] = (name, moment), torch.empty(about.shape, dtype=kept, device="meta")
     draft = out.absolute().with_name(f".{out.absolute().name}.part")
     shutil.rmtree(draft, ignore_errors=True)
+
+    def make(theirs: str) -> torch.Tensor:
+        name, moment = wanted[theirs]
+        values = _read(foreign, name, moment, dtype)
+        return values if moment else as_hf(name, values, foreign.model).to(values.dtype)
+
     writer = dcp.FileSystemWriter(draft, thread_count=1, per_thread_copy_ahead=0)
-    config = config_from_shape(foreign.model, dtype or foreign.dtype("norm.scale"))
+    config = config_from_shape(foreign.model, dtype or foreign.dtype(TYPICAL))
     try:
-        dcp.save(empty, storage_writer=writer, planner=_Lazy(lambda n: _read(foreign, *wanted[n], dtype)), no_dist=True)
+        dcp.save(empty, storage_writer=writer, planner=_Lazy(make), no_dist=True)
         (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         draft.rename(out)
     except dcp.api.CheckpointException as error:

@@ -1,0 +1,108 @@
+"""A GGUF file: the model that its fields describe, and its tensors, dequantised as they are read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from weft.checkpoint.convert.rules import Shard
+from weft.checkpoint.convert.shards import ByteRun, read_runs
+from weft.errors import WeftError
+from weft.model_config import lacking
+from weft.models.rope import frequencies
+from weft.recipe import ModelShape, RopeScaling
+
+#: Architectures, as GGUF names them (``llama`` is Mistral's and SmolLM's too), and what they stand for.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "gemma3": {"qk_norm": True, "norm_after": True, "scaled_embedding": True, "activation": "gelu", "full_every": 6},
+}
+
+
+def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
+    """Fields by their names, those of the tokenizer too, and tensors by theirs; no tensor is read."""
+    try:
+        import gguf
+
+        reader = gguf.GGUFReader(file)
+        fields = {name: one.contents() for name, one in reader.fields.items()}
+        tensors: dict[str, list[Shard]] = {one.name: [_dequantised(file, one)] for one in reader.tensors}
+    except ImportError:
+        raise WeftError("reading GGUF needs the package gguf; pip install 'weft[gguf]'") from None
+    except Exception as error:  # whatever a damaged file makes of its own sizes
+        raise WeftError(f"{file} is not a whole GGUF file: {str(error)[:120] or type(error).__name__}") from None
+    return fields, tensors
+
+
+def gguf_shape(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, list[Shard]]) -> ModelShape:
+    """The model that a GGUF file's own fields describe."""
+    arch = str(fields.get("general.architecture"))
+    about = {name.removeprefix(f"{arch}."): value for name, value in fields.items() if name.startswith(f"{arch}.")}
+    if arch not in SETTINGS:
+        known = ", ".join(SETTINGS)
+        raise WeftError(f"{file}: architecture {arch!r} is not supported: {lacking(about)}; Weft has {known}")
+    if about.get("expert_count"):
+        raise WeftError(f"{file}: architecture {arch!r} with experts is not supported: {lacking(about)}")
+    try:
+        heads, embed = about["attention.head_count"], about["embedding_length"]
+        tree = {
+            "vocab": tensors["token_embd.weight"][0].shape[0], "layers": about["block_count"], "embed": embed,
+            "heads": heads, "kv_heads": about.get("attention.head_count_kv", heads),
+            "ffn": about["feed_forward_length"], "tied": "output.weight" not in tensors,
+            "head_dim": about.get("attention.key_length", embed // heads),
+            "rope_theta": about.get("rope.freq_base", 1e6 if arch == "gemma3" else 1e4),
+            "norm_eps": about["attention.layer_norm_rms_epsilon"],
+            "window": about.get("attention.sliding_window") or 0, **SETTINGS[arch],
+        }  # fmt: skip
+        if arch == "gemma3":
+            tree["window_theta"] = about.get("rope.freq_base_swa", 1e4)
+            # The one size whose queries are not scaled by head_dim; GGUF does not say it.
+            tree["query_dim"] = embed / heads if tree["layers"] == 62 else tree["head_dim"]
+        shape = ModelShape.model_validate(tree)
+        scaling = _scaling(file, about, shape, tensors)
+        return shape.model_copy(update={"rope_scaling": scaling})
+    except (KeyError, TypeError, ZeroDivisionError, ValidationError) as error:
+        raise WeftError(f"{file} does not describe a model: {str(error).splitlines()[0]}") from None
+
+
+def _scaling(
+    file: Path, about: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, list[Shard]]
+) -> RopeScaling | None:
+    """The scaling of rotary frequencies: linear by its fields, Llama 3's by the divisors that are stored."""
+    kind, factor = about.get("rope.scaling.type", "none"), about.get("rope.scaling.factor", 1.0)
+    if kind == "linear" and "rope_freqs.weight" not in tensors:
+        return RopeScaling(kind="linear", factor=factor)
+    if "rope_freqs.weight" in tensors and kind in ("none", "llama3"):
+        (stored,) = tensors["rope_freqs.weight"]
+        divisors = stored.read(0, stored.shape[0]).double()
+        scaling = RopeScaling(factor=divisors.max().item())
+        own = frequencies(shape) / frequencies(shape.model_copy(update={"rope_scaling": scaling}))
+        if own[0].shape == divisors.shape and torch.allclose(own[0], divisors, rtol=1e-4):
+            return scaling
+    elif kind == "none":
+        return None
+    raise WeftError(f"{file} has RoPE scaling and does not say all of it; give the model's config.json with --config")
+
+
+def _dequantised(file: Path, tensor: Any) -> Shard:
+    shape, kind = tuple(int(n) for n in tensor.shape[::-1]), tensor.tensor_type
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name, torch.float32)
+
+    def read(lo: int, hi: int) -> torch.Tensor:
+        from gguf.quants import dequantize
+
+        line = int(tensor.n_bytes) // shape[0]
+        raw = torch.empty(hi - lo, line, dtype=torch.uint8)
+        read_runs([ByteRun(file, int(tensor.data_offset) + lo * line, raw.numel())], tensor.name, raw)
+        if kind.name in ("F32", "F16", "BF16"):
+            return raw.view(dtype).view(hi - lo, *shape[1:])
+        try:
+            return torch.from_numpy(dequantize(raw.numpy(), kind)).view(hi - lo, *shape[1:])
+        except NotImplementedError:
+            raise WeftError(f"{file}: tensor {tensor.name} is {kind.name}, which gguf cannot dequantise") from None
+
+    return Shard(shape, dtype, read)

@@ -1,0 +1,54 @@
+"""What ``model.from`` names: a folder, a file or an ``s3://`` prefix as it is, or a model of the Hugging Face hub."""
+
+import os
+import re
+from pathlib import Path
+
+from weft.errors import WeftError
+
+#: ``owner/name``, with ``@revision`` and a file within it if they are given.
+ID = r"([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/([\w./-]+\.(?:gguf|json)))?"
+#: What a model needs of its repository: no weights in other formats.
+WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "merges.txt", "*.jinja")
+
+
+def is_of_hub(name: str) -> bool:
+    """Whether this can only be a model of the hub: an id, and no path that exists or is in a folder that does."""
+    path = Path(name).expanduser()
+    return bool(re.fullmatch(ID, name)) and not path.exists() and not Path(path.parts[0]).exists()
+
+
+def local_path(name: str | os.PathLike[str]) -> str:
+    """Where the model called ``name`` lies on this machine (or on S3), downloaded from the hub if it is from there.
+
+    Raises :class:`WeftError` in one line if the hub cannot be reached, has no such model, or is not installed.
+    """
+    if not is_of_hub(str(name)):
+        return str(name) if "://" in str(name) else str(Path(name).expanduser())
+    repository, revision, file = re.fullmatch(ID, str(name)).groups()  # type: ignore[union-attr]
+    try:
+        from huggingface_hub import hf_hub_download, snapshot_download
+    except ImportError:
+        raise WeftError(
+            f"{name} is no folder here, and to look on the Hugging Face hub takes a package: pip install 'weft[hub]'"
+        ) from None
+    try:
+        if file:
+            return str(hf_hub_download(repository, file, revision=revision))
+        return str(snapshot_download(repository, revision=revision, allow_patterns=list(WANTED)))
+    except Exception as error:  # requests', httpx' or its own, by version; all mean that there is nothing
+        raise WeftError(f"{name} is no folder here, and {_reason(repository, error)}") from None
+
+
+def _reason(repository: str, error: Exception) -> str:
+    kind = type(error).__name__
+    if kind == "GatedRepoError":
+        return f"on the Hugging Face hub {repository} asks for consent: give it there, then run 'hf auth login'"
+    if kind in ("RepositoryNotFoundError", "HFValidationError"):
+        return f"the Hugging Face hub has no {repository} for you; check the name, or run 'hf auth login'"
+    if kind in ("RevisionNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError"):
+        return f"{repository} on the Hugging Face hub has no such revision or file"
+    return (
+        f"the Hugging Face hub cannot be reached ({kind}): go online, or give a folder or a GGUF file; what was "
+        "downloaded once is found offline too"
+    )
