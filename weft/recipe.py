@@ -20,6 +20,8 @@ from weft.shipped import find_recipe, shipped_recipes
 from weft.validation import validated
 
 Dtype = Literal["float64", "float32", "bfloat16"]
+#: Who speaks in a conversation.
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 #: Where runs go, each in a folder of its own.
 RUNS = Path("runs")
@@ -155,13 +157,16 @@ class ModelShape(Section):
 class Source(Section):
     """One corpus. ``kind`` says how to read ``path`` (a file, a folder or a glob; none for ``stdlib``).
 
-    ``tokens`` reads memory-mapped token ids (see ``weft.data.tokens``); ``huggingface`` a dataset saved to disk.
+    ``tokens`` reads memory-mapped token ids (see ``weft.data.tokens``); ``huggingface`` a dataset saved to disk;
+    ``chat`` conversations, of which only the assistant's words are learned (docs/chat.md): ``form`` is their form, if
+    it is not to be seen from each record, ``field`` the messages' name, if it is none of the usual.
     """
 
-    kind: Literal["stdlib", "text", "jsonl", "parquet", "huggingface", "tokens"] = "stdlib"
+    kind: Literal["stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat"] = "stdlib"
     path: str | None = None
     field: str = "text"
     weight: PositiveFloat = 1.0
+    form: Literal["auto", "messages", "prompt", "sharegpt", "alpaca", "adp", "atif"] = "auto"
 
     @model_validator(mode="after")
     def _path(self) -> Self:
@@ -170,8 +175,29 @@ class Source(Section):
         return self
 
 
+class Chat(Section):
+    """How sources of kind ``chat`` become tokens (docs/chat.md).
+
+    ``template``: a file with a Jinja template, or the template; the tokenizer's own if left out. ``learn``: from the
+    assistant's turns, the ``last`` of them, ``all`` tokens, or the turns of a list of roles. ``truncation``: what
+    becomes of conversations longer than ``data.seq_len``. ``pack``: rows hold several whole conversations. ``control``:
+    names of special tokens in somebody's words become these tokens. ``variables`` are handed to the template; ``date``
+    (2026-01-31) is what it takes for today.
+    """
+
+    template: str = ""
+    learn: Literal["assistant", "last", "all"] | tuple[Role, ...] = "assistant"
+    truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
+    pack: bool = True
+    control: bool = False
+    variables: dict[str, Any] = {}
+    date: str = Field("", pattern=r"^(\d{4}-\d\d-\d\d)?$")
+
+
 class Data(Section):
     """What is read and in which order. ``epochs = 0`` repeats for ever; otherwise the run ends with the data.
+
+    Keys of a source may stand here themselves, where there is one source only.
 
     ``tokenizer`` is ``bytes``, a path to a ``tokenizer.json`` (or a folder with one), or ``train:N``: a byte-level
     BPE of N entries trained on the corpus itself. Left out, it is that of ``model.from``, or else ``bytes``.
@@ -184,6 +210,16 @@ class Data(Section):
     epochs: int = Field(0, ge=0)
     validation: float = Field(0.02, ge=0, lt=1)
     cache: Path | None = None
+    chat: Chat = Chat()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_source(cls, given: Any) -> Any:
+        """``kind``, ``path`` and the like as those of the only source."""
+        own = {key: given[key] for key in given if key in Source.model_fields} if isinstance(given, dict) else {}
+        if own and "sources" in given:
+            raise ValueError(f"data.{next(iter(own))} beside data.sources; give it to a source")
+        return {key: given[key] for key in given if key not in own} | {"sources": [own]} if own else given
 
 
 class Group(Section):

@@ -30,6 +30,7 @@ class Batch:
     ``cu_seqlens``: int32 ``[segments + 1]``, on the CPU: document boundaries in the flattened ``rows * seq`` tokens
     of the *whole* (padded) rows; every row boundary is also a document boundary.
     ``group``: whose tokens these are in a balanced step, where it is not all of ``cp`` (:mod:`weft.data.balance`).
+    ``weights``: float32 ``[rows, seq/cp]``, how much the loss of each label counts; None where all count alike.
     """
 
     tokens: torch.Tensor
@@ -37,12 +38,20 @@ class Batch:
     positions: torch.Tensor
     cu_seqlens: torch.Tensor
     group: Group | None = None
+    weights: torch.Tensor | None = None
 
     @property
     def real_tokens(self) -> int:
         """Tokens of this batch that carry a loss."""
         return int((self.labels != IGNORE).sum())
 
+    @property
+    def label_weight(self) -> float:
+        """The sum of the labels' weights: what this batch adds to the denominator of the mean loss."""
+        if self.weights is None:
+            return float(self.real_tokens)
+        return float(self.weights[self.labels != IGNORE].double().sum())
+
     def to(self, device: torch.device) -> Self:
-        moved = {k: getattr(self, k).to(device, non_blocking=True) for k in ("tokens", "labels", "positions")}
-        return replace(self, **moved)
+        names = ("tokens", "labels", "positions", *(["weights"] if self.weights is not None else []))
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})

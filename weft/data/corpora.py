@@ -6,6 +6,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,40 @@ from weft.recipe import Source
 
 #: Folders below the standard library that are not its own code.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",), "tokens": (".bin",), "stdlib": (".py",)}
+_SUFFIXES = {
+    "jsonl": (".jsonl", ".jsonl.gz"),
+    "chat": (".jsonl", ".jsonl.gz", ".json", ".parquet"),
+    "parquet": (".parquet",),
+    "tokens": (".bin",),
+    "stdlib": (".py",),
+}
 
 
 def documents(source: Source) -> Iterator[str]:
     """The documents of ``source`` as a stream, in a deterministic order; a file that cannot be read is named."""
-    readers = {"stdlib": _text, "text": _text, "jsonl": _jsonl, "parquet": _parquet, "huggingface": _huggingface}
+    readers = {
+        "stdlib": _text,
+        "text": _text,
+        "jsonl": _jsonl,
+        "chat": _words,
+        "parquet": _parquet,
+        "huggingface": _huggingface,
+    }
     for path in [Path(source.path or "").expanduser()] if source.kind == "huggingface" else files(source):
-        try:
+        with reading(path, source.kind):
             yield from readers[source.kind](path, source)
-        except ImportError as error:
-            missing = f"{source.kind} needs {error.name}, which is not installed"
-            raise WeftError(f"{missing}; pip install 'weft[data]'") from None
-        except (OSError, EOFError, ValueError) as error:
-            reason = str(getattr(error, "strerror", None) or error).partition("\n")[0]
-            raise WeftError(f"cannot read {path} as {source.kind}: {reason}; check 'path' and 'kind'") from None
+
+
+@contextmanager
+def reading(path: Path, kind: str) -> Iterator[None]:
+    """What may go wrong within is said in one line, with ``path`` and ``kind``."""
+    try:
+        yield
+    except ImportError as error:
+        raise WeftError(f"{kind} needs {error.name}, which is not installed; pip install 'weft[data]'") from None
+    except (OSError, EOFError, ValueError) as error:
+        reason = str(getattr(error, "strerror", None) or error).partition("\n")[0]
+        raise WeftError(f"cannot read {path} as {kind}: {reason}; check 'path' and 'kind'") from None
 
 
 def files(source: Source) -> list[Path]:
@@ -59,20 +79,53 @@ def _text(file: Path, source: Source) -> Iterator[str]:
     yield file.read_bytes().decode(errors="replace" if source.kind == "stdlib" else "strict")
 
 
+def records(file: Path) -> Iterator[tuple[int, Any]]:
+    """The JSON values of a file, each with the number of its line: of JSON Lines, or a list in JSON, or of Parquet."""
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(file) as table:
+            rows = (row for batch in table.iter_batches(batch_size=1024) for row in batch.to_pylist())
+            yield from enumerate(rows, 1)
+    elif file.suffix == ".json":
+        value = _parsed(file.read_bytes(), str(file))
+        yield from enumerate(value if isinstance(value, list) else [value], 1)
+    else:
+        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, _parsed(line, f"{file}:{number}")
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WeftError(f"{where}: not valid JSON ({error})") from None
+
+
 def _jsonl(file: Path, source: Source) -> Iterator[str]:
-    with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    record = json.loads(line)
-                except ValueError as error:
-                    raise WeftError(f"{file}:{number}: not valid JSON ({error})") from None
-                if not isinstance(record, dict):
-                    raise WeftError(f"{file}:{number}: expected a JSON object, got {type(record).__name__}")
-                _has(f"{file}:{number}", source.field, list(record))
-                # JSON may hold lone surrogates, which no tokenizer can encode.
-                for text in _strings([record[source.field]], f"{file}:{number}", source.field):
-                    yield text.encode(errors="replace").decode()
+    for number, record in records(file):
+        if not isinstance(record, dict):
+            raise WeftError(f"{file}:{number}: expected a JSON object, got {type(record).__name__}")
+        _has(f"{file}:{number}", source.field, list(record))
+        # JSON may hold lone surrogates, which no tokenizer can encode.
+        for text in _strings([record[source.field]], f"{file}:{number}", source.field):
+            yield text.encode(errors="replace").decode()
+
+
+def _words(file: Path, source: Source) -> Iterator[str]:
+    """All texts of each record, whatever its form: what a tokenizer is trained on."""
+
+    def texts(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value.encode(errors="replace").decode()
+        elif isinstance(value, (dict, list)):
+            for one in value.values() if isinstance(value, dict) else value:
+                yield from texts(one)
+
+    for _, record in records(file):
+        yield "\n".join(texts(record))
 
 
 def _parquet(file: Path, source: Source) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import sys
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,8 @@ import torch
 from weft.data.balance import DocumentTimes, Pass, balanced
 from weft.data.batch import IGNORE, Batch, Group
 from weft.data.cache import digest
-from weft.data.order import Order, Stream, hashed, held_out
+from weft.data.chat.source import fitted, open_chats
+from weft.data.order import Order, Row, Stream, hashed, held_out
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import Progress, open_source
 from weft.layout.layout import BATCH_AXES, DATA_AXES, Layout
@@ -39,17 +41,25 @@ def open_data(data: Data, progress: Progress | None = None, own: Tokenizer | Non
     weights: list[list[float]] = [[], []]
     lines, seen = [], []
     for number, source in enumerate(data.sources):
-        tokens = open_source(source, tokenizer, data.cache, progress)
-        starts, lengths = tokens.offsets[:-1], np.diff(tokens.offsets)
+        if source.kind == "chat":
+            tokens = open_chats(source, data.chat, tokenizer, data.cache, progress)
+        else:
+            tokens = open_source(source, tokenizer, data.cache, progress)
+        starts, lengths, note = tokens.offsets[:-1], np.diff(tokens.offsets), ""
+        how: tuple[Any, ...] = ()
+        if tokens.weights is not None:
+            starts, lengths, note = fitted(tokens, data.seq_len, data.chat.truncation)
+            how = ("documents" if data.chat.pack else "one", tokens.weights, tokens.alike)
         seed = int(hashed(data.seed, number)[0])
         out = held_out(len(starts), data.validation, seed)
         for side, chosen in enumerate((~out, out)):
             if chosen.any():
-                sides[side].append(Stream(tokens.ids, starts[chosen], lengths[chosen], data.seq_len, seed))
+                sides[side].append(Stream(tokens.ids, starts[chosen], lengths[chosen], data.seq_len, seed, *how))
                 weights[side].append(source.weight)
-        size = f"{len(starts):,} documents ({out.sum():,} for validation), {len(tokens.ids):,} tokens"
-        lines.append(f"{source.path or source.kind}: {size}")
-        seen.append((tokens.fingerprint, source.weight))
+        named = "conversations" if how else "documents"
+        size = f"{len(starts):,} {named} ({out.sum():,} for validation), {lengths.sum():,} tokens"
+        lines.append(", ".join(text for text in (f"{source.path or source.kind}: {size}", note) if text))
+        seen.append((tokens.fingerprint, source.weight, *([data.chat.truncation, how[0]] if how else [])))
     train = Order(tuple(sides[0]), tuple(weights[0]), data.seed, data.epochs)
     validation = Order(tuple(sides[1]), tuple(weights[1]), data.seed, epochs=1) if sides[1] else None
     identity = digest(seen, tokenizer.fingerprint, data.seq_len, data.seed, data.validation)
@@ -90,14 +100,17 @@ class Loader:
         length = padded_length(self.seq_len, self.layout)
         tokens = np.zeros((self.rows, length), np.int64)
         labels = np.full_like(tokens, IGNORE)
-        starts = []
+        weights = np.ones(tokens.shape, np.float32)
+        starts, weighted = [], False
         for r in range(self.rows):
             filled = 0
             if r < len(samples):
-                row_tokens, row_labels, row_starts = self.order.row(samples[r])
-                filled = len(row_tokens)
-                tokens[r, :filled], labels[r, :filled] = row_tokens, row_labels
-                starts.append(r * length + row_starts)
+                row = self.order.row(samples[r])
+                filled = len(row.tokens)
+                tokens[r, :filled], labels[r, :filled] = row.tokens, row.labels
+                if row.weights is not None:
+                    weights[r, :filled], weighted = row.weights, True
+                starts.append(r * length + row.starts)
             if filled < length:  # the padding is a segment of its own: no document attends to it
                 starts.append(np.array([r * length + filled]))
         edges = np.append(np.concatenate(starts), tokens.size)
@@ -107,7 +120,8 @@ class Loader:
         def mine(whole: np.ndarray) -> torch.Tensor:  # [rows, seq] -> [rows, seq/cp]
             return torch.from_numpy(whole.reshape(tokens.shape).take(columns, axis=1))
 
-        return Batch(mine(tokens), mine(labels), mine(positions), torch.from_numpy(edges.astype(np.int32)))
+        cu = torch.from_numpy(edges.astype(np.int32))
+        return Batch(mine(tokens), mine(labels), mine(positions), cu, weights=mine(weights) if weighted else None)
 
     def _balanced(self, samples: range, costs: DocumentTimes) -> list[Batch]:
         """The same tokens, document by document to the ranks that the plan gives them; all ranks make the same plan.
@@ -115,24 +129,34 @@ class Loader:
         A rank has the memory for as many tokens per pass as without balance.
         """
         rows = [self.order.row(sample) for sample in samples]
-        ids, labels = (np.concatenate([row[i] for row in rows]) for i in (0, 1))
-        sizes = np.cumsum([0, *(len(row[0]) for row in rows)])
-        edges = np.append(np.concatenate([at + row[2] for at, row in zip(sizes, rows, strict=False)]), sizes[-1])
+        sizes = np.cumsum([0, *(len(row.tokens) for row in rows)])
+        edges = np.append(np.concatenate([at + row.starts for at, row in zip(sizes, rows, strict=False)]), sizes[-1])
+        weights = [np.ones(len(r.tokens), np.float32) if r.weights is None else r.weights for r in rows]
+        together = Row(
+            np.concatenate([row.tokens for row in rows]),
+            np.concatenate([row.labels for row in rows]),
+            edges,
+            np.concatenate(weights) if any(row.weights is not None for row in rows) else None,
+        )
         tp = self.layout.tp
         capacity = -(-self.rows * self.seq_len // (self.layout.cp * tp)) * tp
         plan = balanced(self.layout.balance, np.diff(edges), capacity, self.layout.size(*DATA_AXES), costs)
         number = zlib.crc32(repr(plan).encode())
         mine = plan[self.batch_rank * self.layout.cp + self.cp_rank]
-        return [self._batch_of_pass(p, number, ids, labels, edges) for p in mine]
+        return [self._batch_of_pass(p, number, together) for p in mine]
 
-    def _batch_of_pass(self, p: Pass, plan: int, ids: np.ndarray, labels: np.ndarray, edges: np.ndarray) -> Batch:
-        """This rank's blocks of a pass: its documents, joined and padded until all have the same number of tokens."""
+    def _batch_of_pass(self, p: Pass, plan: int, step: Row) -> Batch:
+        """This rank's blocks of a pass: its documents, joined and padded until all have the same number of tokens.
+
+        ``step``: all tokens of the step; its ``starts`` have the end of the last document as well.
+        """
+        edges = step.starts
         at = np.concatenate([np.empty(0, int), *(np.arange(edges[d], edges[d + 1]) for d in p.documents)])
         ranks, tp = len(p.peers), self.layout.tp
         each = -(-max(1, len(at)) // (ranks * tp)) * tp
         whole = np.zeros((3, ranks * each), np.int64)
         whole[1] = IGNORE
-        whole[:2, : len(at)] = ids[at], labels[at]
+        whole[:2, : len(at)] = step.tokens[at], step.labels[at]
         cu = np.unique(np.cumsum([0, *(edges[d + 1] - edges[d] for d in p.documents), whole.shape[1] - len(at)]))
         whole[2] = np.arange(whole.shape[1]) - np.repeat(cu[:-1], np.diff(cu))
         owners = chunk_owners(Layout(cp=ranks, context=self.layout.context))
@@ -142,5 +166,9 @@ class Loader:
         ends = np.cumsum(lengths)
         columns = np.concatenate([np.arange(ends[b] - lengths[b], ends[b]) for b in owners[index]])
         tokens, targets, positions = (torch.from_numpy(row[columns][None]) for row in whole)
+        weights = None
+        if step.weights is not None:
+            padded = np.append(step.weights[at], np.zeros(whole.shape[1] - len(at), np.float32))
+            weights = torch.from_numpy(padded[columns][None])
         group = Group(plan, p.peers, index, lengths)
-        return Batch(tokens, targets, positions, torch.from_numpy(cu.astype(np.int32)), group)
+        return Batch(tokens, targets, positions, torch.from_numpy(cu.astype(np.int32)), group, weights)

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from weft.data.batch import IGNORE
+from weft.data.pack import packed
 from weft.errors import UsageError
 
 #: First keys that keep the uses of :func:`hashed` apart.
@@ -43,11 +44,27 @@ def held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
     return chosen
 
 
+class Row(NamedTuple):
+    """``tokens`` and ``labels``: int64 ``[n <= seq_len]``; ``starts``: where documents begin in them.
+
+    ``weights``: float32 ``[n]``, how much each label counts; None where all count alike.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    starts: np.ndarray
+    weights: np.ndarray | None = None
+
+
 @dataclass(frozen=True)
 class Stream:
-    """Documents of one source. Every epoch shuffles them, joins them, cuts rows of ``seq_len`` and shuffles the rows.
+    """Documents of one source, in rows whose order every epoch shuffles.
 
-    No label is lost: the last row cut in an epoch may be short, and a document that a row cuts goes on in another.
+    ``rows_of``: "tokens" are rows cut from the documents, which every epoch shuffles and joins. No label is lost: the
+    last row cut in an epoch may be short, and a document that a row cuts goes on in another. Rows of "documents" hold
+    as many whole ones as fit (none is longer than ``seq_len``), rows of "one" hold one each.
+
+    ``weights``: how much each token counts as a label, 0 for not at all; ``alike`` if that is all there is to them.
     """
 
     ids: np.ndarray  # [tokens]
@@ -55,6 +72,9 @@ class Stream:
     lengths: np.ndarray  # int64 [documents]
     seq_len: int
     seed: int
+    rows_of: Literal["tokens", "documents", "one"] = "tokens"
+    weights: np.ndarray | None = None  # float32 [tokens]
+    alike: bool = True
 
     @cached_property
     def tokens(self) -> int:
@@ -63,25 +83,40 @@ class Stream:
     @property
     def rows(self) -> int:
         """Rows per epoch. The very last token of an epoch has no label and needs no row of its own."""
+        if self.rows_of != "tokens":
+            return len(self._packed[1])
         return max(1, -(-(self.tokens - 1) // self.seq_len))
+
+    @cached_property
+    def _packed(self) -> tuple[np.ndarray, np.ndarray]:
+        """Documents in the order of their rows, and how many of them there are up to the end of each row."""
+        order = shuffled(len(self.starts), _DOCUMENTS, self.seed)
+        if self.rows_of == "one":
+            return order, np.arange(1, 1 + len(order))
+        places, counts = packed(self.lengths[order], self.seq_len)
+        return order[places], counts
 
     @cached_property
     def _epoch(self) -> Any:  # the two latest: a step that crosses an epoch needs both
         return lru_cache(maxsize=2)(self._tables)
 
-    def _tables(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``ends`` of the documents in the joined stream, ``shift`` from there to ``ids``, and the order of rows."""
-        order = shuffled(len(self.starts), _DOCUMENTS, self.seed, epoch)
+    def _tables(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """``ends`` of the documents in the joined stream, ``shift`` from there to ``ids``, and of the rows, in the
+        order in which they come, the first tokens and the ends.
+        """
+        whole = self.rows_of != "tokens"
+        order = self._packed[0] if whole else shuffled(len(self.starts), _DOCUMENTS, self.seed, epoch)
         ends = np.cumsum(self.lengths[order])
         shift = self.starts[order] + self.lengths[order] - ends
-        return ends, shift, shuffled(self.rows, _ROWS, self.seed, epoch)
+        rows = shuffled(self.rows, _ROWS, self.seed, epoch)
+        edges = np.append(0, ends[self._packed[1] - 1]) if whole else np.arange(self.rows + 1) * self.seq_len
+        return ends, shift, edges[rows], np.minimum(edges[rows + 1], self.tokens)
 
-    def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Row ``index``, over all epochs: tokens and labels int64 ``[n <= seq_len]``, starts of documents in them."""
+    def row(self, index: int) -> Row:
+        """Row ``index``, over all epochs."""
         epoch, index = divmod(index, self.rows)
-        ends, shift, order = self._epoch(epoch)
-        lo = int(order[index]) * self.seq_len
-        hi = min(lo + self.seq_len, self.tokens)
+        ends, shift, firsts, lasts = self._epoch(epoch)
+        lo, hi = int(firsts[index]), int(lasts[index])
         first, last = np.searchsorted(ends, (lo, hi - 1), side="right")
         ends = ends[first : last + 1]
         counts = np.diff(np.minimum(ends, hi), prepend=lo)
@@ -90,7 +125,12 @@ class Stream:
         labels = np.roll(tokens, -1)
         labels[ends[:-1] - lo - 1] = IGNORE
         labels[-1] = IGNORE if ends[-1] == hi else self.ids[at[-1] + 1]
-        return tokens, labels, np.append(0, ends[:-1] - lo)
+        weights = None
+        if self.weights is not None:
+            following = np.append(at[1:], at[-1] + (labels[-1] != IGNORE))
+            weights = np.where(labels == IGNORE, np.float32(0), self.weights[following])
+            labels[weights == 0] = IGNORE
+        return Row(tokens, labels, np.append(0, ends[:-1] - lo), None if self.alike else weights)
 
 
 @dataclass(frozen=True)
@@ -163,7 +203,7 @@ class Order:
         source, index = self._block(sample // self.block)
         return int(source[sample % self.block]), int(index[sample % self.block])
 
-    def row(self, sample: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def row(self, sample: int) -> Row:
         """The row of a global sample, as :meth:`Stream.row` gives it."""
         source, index = self.locate(sample)
         return self.streams[source].row(index)

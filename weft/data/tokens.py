@@ -25,13 +25,28 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokenized documents as the module's docstring has them; ``fingerprint`` changes with the content."""
+    """Tokenized documents as the module's docstring has them; ``fingerprint`` changes with the content.
+
+    Of conversations (:mod:`weft.data.chat`) there are ``weights``, how much each token counts as a label (``alike``: 0
+    or 1), and ``lines`` of ``files``, which tell where each comes from.
+    """
 
     ids: np.ndarray
     offsets: np.ndarray
     vocab: int | None  # these two are None where no meta.json says them
     eos: int | None
     fingerprint: str
+    weights: np.ndarray | None = None
+    alike: bool = True
+    lines: np.ndarray | None = None
+    files: tuple[str, ...] = ()
+
+    def place(self, document: int) -> str:
+        """Where a document comes from, as an error says it."""
+        if self.lines is None:
+            return f"document {document}"
+        file, line = self.lines[document].tolist()
+        return f"{self.files[file]}:{line}"
 
 
 def write_tokens(
@@ -40,7 +55,7 @@ def write_tokens(
     """Write documents (ids below ``vocab``) as a stream into a new ``folder``, ``eos`` after each; no empty ones."""
     if Path(folder).exists():
         raise WeftError(f"{folder} exists already; remove it or choose another folder")
-    build_once(Path(folder), lambda making: _write(making, docs, vocab, eos, str(folder), progress))
+    build_once(Path(folder), lambda making: write_documents(making, docs, vocab, eos, str(folder), progress))
 
 
 def read_tokens(path: str | Path) -> Tokens:
@@ -55,7 +70,7 @@ def read_tokens(path: str | Path) -> Tokens:
         offsets = np.load(index)
         if offsets.dtype != np.int64 or len(offsets) < 2 or offsets[0] != 0 or (np.diff(offsets) < 1).any():
             raise ValueError("expected int64 offsets that rise from 0")
-        file, vocab, eos, seen = about, None, None, None
+        file, vocab, eos, seen, meta = about, None, None, None, {}
         if path.is_dir() or about.is_file():
             meta = json.loads(about.read_text())
             vocab, eos, seen = meta["vocab"], meta["eos"], meta["fingerprint"]
@@ -64,10 +79,17 @@ def read_tokens(path: str | Path) -> Tokens:
         if size not in (2 * count, 4 * count):
             raise ValueError(f"{size} bytes for the {count} tokens of {index.name}")
         ids = np.asarray(np.memmap(binary, f"<u{size // count}", "r"))
+        weights = lines = None
+        if path.is_dir() and "alike" in meta:  # conversations
+            file = path / "weights.bin"
+            weights = np.asarray(np.memmap(file, "<f4", "r", shape=(count,)))
+            file = path / "lines.npy"
+            lines = np.load(file)
     except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise WeftError(f"{file} is missing or damaged ({reason}); weft.data.tokens.write_tokens makes it") from None
-    return Tokens(ids, offsets, vocab, eos, seen or digest(size, hashlib.sha256(offsets.tobytes()).hexdigest()))
+    seen = seen or digest(size, hashlib.sha256(offsets.tobytes()).hexdigest())
+    return Tokens(ids, offsets, vocab, eos, seen, weights, meta.get("alike", True), lines, tuple(meta.get("files", ())))
 
 
 def open_source(
@@ -79,7 +101,7 @@ def open_source(
         def build(making: Path) -> None:
             tokenizer.save(making)
             docs, name = _encoded(documents(source), tokenizer), f"data source {source.path or source.kind}"
-            _write(making, docs, tokenizer.vocab, tokenizer.eos, name, progress)
+            write_documents(making, docs, tokenizer.vocab, tokenizer.eos, name, progress)
 
         key = digest(1, fingerprint(source), tokenizer.fingerprint)
         return read_tokens(build_once(cache_root(cache) / f"tokens-{key}", build))
@@ -97,19 +119,29 @@ def open_source(
     return tokens
 
 
-def _write(
-    folder: Path, docs: Iterable[np.ndarray], vocab: int, eos: int, name: str, progress: Progress | None
+def write_documents(
+    folder: Path,
+    docs: Iterable[np.ndarray],
+    vocab: int,
+    eos: int,
+    name: str,
+    progress: Progress | None = None,
+    close: bool = True,
 ) -> None:
+    """Write documents into an existing ``folder``. With ``close`` each ends with ``eos`` and empty ones are left out.
+
+    ``name`` is that of their source, for errors.
+    """
     dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
     offsets, content = array("q", [0]), hashlib.sha256()
     with open(folder / "tokens.bin", "wb", buffering=2**20) as out:
         for number, doc in enumerate(docs):
             doc = np.asarray(doc)
-            if len(doc) == 0 or (len(doc) == 1 and doc[0] == eos):
+            if close and (len(doc) == 0 or (len(doc) == 1 and doc[0] == eos)):
                 continue
             if doc.min() < 0 or doc.max() >= vocab:
                 raise WeftError(f"document {number} holds a token id outside 0..{vocab - 1}; check the vocabulary")
-            data = (doc if doc[-1] == eos else np.append(doc, eos)).astype(dtype).tobytes()
+            data = (np.append(doc, eos) if close and doc[-1] != eos else doc).astype(dtype).tobytes()
             out.write(data)
             content.update(data)
             offsets.append(offsets[-1] + len(data) // dtype.itemsize)

@@ -19,36 +19,51 @@ MOST_LABELLED = 0.95
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first: int, chunk: int, mesh: Mesh
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    first: int,
+    chunk: int,
+    mesh: Mesh,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum of ``-log p(label)`` over all tokens that have a label.
+    """Sum of ``-log p(label)`` over all tokens that have a label, each times what it ``counts`` if that is given.
 
-    ``hidden``: ``[tokens, embed]``; ``weight``: ``[vocab/tp, embed]``, from row ``first``; ``labels``: ``[tokens]``.
+    ``hidden``: ``[tokens, embed]``; ``weight``: ``[vocab/tp, embed]``, from row ``first``; ``labels`` and ``counts``:
+    ``[tokens]``.
     The float64 scalar is invariant on ``tp`` and each data rank's own share elsewhere.
     """
     group = mesh.group("tp") if mesh.size("tp") > 1 else None
-    return _LinearCrossEntropy.apply(hidden, weight, labels, first, chunk, group)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, first, chunk, group, counts)
+
+
+def scale_of(labels: torch.Tensor, counts: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """What the loss of each token is multiplied by, ``[tokens, 1]``: 0 where there is no label."""
+    valid = (labels != IGNORE)[:, None]
+    return valid.to(dtype) if counts is None else torch.where(valid, counts[:, None].to(dtype), 0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def spmd_typecheck(*, hidden, weight, labels, group):  # type: ignore[no-untyped-def]
-        total = rules.einsum("te,ve,t->", hidden, weight, labels)
+    def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
+        total = rules.einsum("te,ve,t->", hidden, weight, labels)  # counts go with the labels
         return total if group is None else rules.all_reduce(total, group, src=V, dst=I)
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, first, chunk, group):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, labels, first, chunk, group, counts):  # type: ignore[no-untyped-def]
         ctx.tokens, ctx.rows = len(hidden), labelled_rows(labels)
         if ctx.rows is not None:
             hidden, labels = hidden[ctx.rows], labels[ctx.rows]
+            counts = None if counts is None else counts[ctx.rows]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        scales = scale_of(labels, counts, wide)
         with_grad = any(ctx.needs_input_grad[:2])
         if with_grad:
             d_hidden = torch.empty_like(hidden)
             d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), chunk):
-            h, y = hidden[start : start + chunk], labels[start : start + chunk]
+            h, y, scale = (x[start : start + chunk] for x in (hidden, labels, scales))
             logits = times(h, weight).to(wide)  # [chunk, vocab/tp]
             top = logits.amax(-1, keepdim=True)
             here = ((y >= first) & (y < first + len(weight)))[:, None]
@@ -57,11 +72,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             p = logits.sub_(top).exp_()
             lse, target = merge(top + p.sum(-1, keepdim=True).log(), target, group)
             valid = (y != IGNORE)[:, None]
-            total += torch.where(valid, lse - target, 0).sum()
+            total += (torch.where(valid, lse - target, 0) * scale).sum()
             if with_grad:
                 # d loss / d logits = softmax - onehot, zero where there is no label.
-                p *= torch.where(valid, (top - lse).exp(), 0)
-                p.scatter_add_(1, index, -(here & valid).to(wide))
+                p *= torch.where(valid, (top - lse).exp(), 0) * scale
+                p.scatter_add_(1, index, -torch.where(here, scale, 0))
                 p = p.to(hidden.dtype)
                 d_hidden[start : start + chunk] = times(p, weight.t())
                 if d_weight is not None:
@@ -78,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, *d_weight = ((d.to(wide) * grad.to(wide)).to(d.dtype) for d in saved)
         if ctx.rows is not None:
             d_hidden = d_hidden.new_zeros(ctx.tokens, d_hidden.shape[1]).index_copy_(0, ctx.rows, d_hidden)
-        return d_hidden, *(d_weight or [None]), None, None, None, None
+        return d_hidden, *(d_weight or [None]), None, None, None, None, None
 
 
 def labelled_rows(labels: torch.Tensor) -> torch.Tensor | None:

@@ -234,10 +234,19 @@ class Transformer(Module):
         if "head" in ends and not shape.tied:
             self.weight("head", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
 
-    def forward(self, tokens: T, positions: T, cu_seqlens: T, labels: T | None = None, last: int | None = None) -> T:
+    def forward(
+        self,
+        tokens: T,
+        positions: T,
+        cu_seqlens: T,
+        labels: T | None = None,
+        last: int | None = None,
+        weights: T | None = None,
+    ) -> T:
         """Logits ``[batch, seq, vocab]``, or with ``labels`` the sum of the tokens' losses on this rank's data.
 
-        ``tokens, positions, labels``: ``[batch, seq]``; ``cu_seqlens`` as in :class:`weft.data.batch.Batch`.
+        ``tokens, positions, labels, weights``: ``[batch, seq]``; these and ``cu_seqlens`` as in
+        :class:`weft.data.batch.Batch`.
         ``last``: logits of so many last positions only; the output layer computes nothing else.
         """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
@@ -245,7 +254,7 @@ class Transformer(Module):
         for i in range(len(self.blocks)) if self.route is None else self.route:
             x = self.run_block(i, x, rope, cu_seqlens)
         if labels is not None:
-            return self.loss(self.norm(x), labels)
+            return self.loss(self.norm(x), labels, weights)
         hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]
         if last is not None:
             hidden = hidden[:, hidden.shape[1] - last :]
@@ -264,11 +273,12 @@ class Transformer(Module):
         """The output layer's weight ``[vocab/tp, embed]``."""
         return self.embedding.table if self.shape.tied else self.head
 
-    def loss(self, normed: T, labels: T) -> T:
-        """Sum of the tokens' losses, from the final norm's output ``[batch, seq/tp, embed]``."""
+    def loss(self, normed: T, labels: T, weights: T | None = None) -> T:
+        """Weighted sum of the tokens' losses, from the final norm's output ``[batch, seq/tp, embed]``."""
         hidden = gather_tokens(normed, self.mesh).flatten(0, 1)  # [batch * seq, embed]
         first = self.logical["head"].box[0][0] if not self.shape.tied else self.embedding.first
-        return linear_cross_entropy(hidden, self.output, labels.flatten(), first, self.loss_chunk, self.mesh)
+        counts = None if weights is None else weights.flatten()
+        return linear_cross_entropy(hidden, self.output, labels.flatten(), first, self.loss_chunk, self.mesh, counts)
 
     def logical_parameters(self) -> Iterator[tuple[str, Logical]]:
         """Every parameter's full name and description, in the order of :meth:`parameters`."""

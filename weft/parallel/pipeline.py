@@ -141,7 +141,7 @@ class Pipeline:
     def accumulate(self, batches: Sequence[Batch], total: Callable[[], T]) -> T:
         """Forward and backward of every microbatch. Returns this rank's share of the mean loss, equal on ``tp``.
 
-        ``total``: the step's real tokens, asked for when the first loss is due.
+        ``total``: the weight of the step's labels, asked for when the first loss is due.
         """
         self._run(self.table(len(batches)), batches, total)
         sum_over_replicas(self.units, self.mesh)
@@ -195,7 +195,7 @@ class Pipeline:
             if a.stage == path[-1]:
                 x = model.norm(x)
                 if self.output is None:
-                    x = model.loss(x, batch.labels) / self.total()
+                    x = model.loss(x, batch.labels, batch.weights) / self.total()
                     self.losses.append(x.detach())
         made = {"act": x.detach(), "saved": (leaf, x, tape)}
         return [made[value.name] for value in a.writes]

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from weft.data.batch import IGNORE, Batch
+from weft.data.batch import Batch
 from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.mesh import Mesh
 from weft.models.fused import add_product, times
-from weft.models.loss import merge
+from weft.models.loss import merge, scale_of
 from weft.models.transformer import Transformer
 from weft.schedule.actions import Action
 from weft.schedule.execute import Op
@@ -27,7 +27,7 @@ class OutputShard:
         self.group = mesh.group("tp") if mesh.size("tp") > 1 else None
 
     def ops(self, batch: Callable[[int], Batch], total: Callable[[], T], losses: list[T]) -> dict[str, Op]:
-        """The passes as operations. ``total``: the step's real tokens, by which the mean loss is divided."""
+        """The passes as operations. ``total``: the weight of the step's labels, by which the loss is divided."""
 
         def look_up(a: Action, reads: Sequence[Any]) -> list[Any]:
             with torch.no_grad():
@@ -37,11 +37,11 @@ class OutputShard:
             return self._output(reads[0], batch(a.microbatch).labels, training=len(a.writes) > 1)
 
         def combine(a: Action, reads: Sequence[Any]) -> list[Any]:
-            return self._combine(reads, batch(a.microbatch).labels, total(), losses, bool(a.writes))
+            return self._combine(reads, batch(a.microbatch), total(), losses, bool(a.writes))
 
         def weights(a: Action, reads: Sequence[Any]) -> list[Any]:
             lse, tape = reads
-            return self._weights(lse, tape, batch(a.microbatch).labels, total(), pass_on=bool(a.writes))
+            return self._weights(lse, tape, batch(a.microbatch), total(), pass_on=bool(a.writes))
 
         def embedding_gradient(a: Action, reads: Sequence[Any]) -> list[Any]:
             self._embedding_gradient(reads[0], batch(a.microbatch).tokens)
@@ -83,35 +83,39 @@ class OutputShard:
         return [(stats, *(scatter_tokens(x.view(*labels.shape, -1), self.mesh) for x in (mean, row))), tape]
 
     @torch.no_grad()
-    def _combine(self, reads: Sequence[Any], labels: T, total: T, losses: list[T], training: bool) -> list[Any]:
+    def _combine(self, reads: Sequence[Any], batch: Batch, total: T, losses: list[T], training: bool) -> list[Any]:
         """The global log-sum-exp ``[tokens, 1]`` and the loss; with one barrier the input's gradient as well."""
         one = training and self.barriers == 1
         stats = torch.stack([r[0] if one else r for r in reads])  # [pp, tokens, 2]
         lse, target = stats[..., :1].logsumexp(0), stats[..., 1:].sum(0)
-        valid = (labels.flatten() != IGNORE)[:, None]
-        losses.append(torch.where(valid, lse - target, 0).double().sum() / total)
+        scale = self._scale(batch, lse.dtype)
+        losses.append((torch.where(scale != 0, lse - target, 0) * scale).double().sum() / total)
         if not one:
             return [lse] if training else []
-        scale = valid / total.to(lse.dtype)
+        scale, labels = scale / total.to(lse.dtype), batch.labels
         grad = torch.zeros_like(reads[0][1])
         for share, (_, mean, row) in zip(stats[..., :1], reads, strict=True):
             part = self._own_tokens((share - lse).exp() * scale, labels).to(grad.dtype)
             grad += part * mean - self._own_tokens(scale, labels).to(grad.dtype) * row
         return [lse, grad]
 
+    def _scale(self, batch: Batch, dtype: torch.dtype) -> T:
+        """What the loss of each token is multiplied by, ``[tokens, 1]``."""
+        return scale_of(batch.labels.flatten(), None if batch.weights is None else batch.weights.flatten(), dtype)
+
     def _own_tokens(self, x: T, labels: T) -> T:
         """``[tokens, 1]`` to this rank's tokens of the norm regions, ``[rows, seq/tp, 1]``."""
         return x.view(*labels.shape, 1).chunk(self.mesh.size("tp"), dim=1)[self.mesh.rank("tp")]
 
     @torch.no_grad()
-    def _weights(self, lse: T, tape: tuple[T, T, T], labels: T, total: T, pass_on: bool) -> list[Any]:
+    def _weights(self, lse: T, tape: tuple[T, T, T], batch: Batch, total: T, pass_on: bool) -> list[Any]:
         """Gradient of the share's weight; with two barriers also the share's part of the input's gradient."""
         p, hidden, share = tape
-        weight, ids = self.model.output, labels.flatten()
-        here, index = self._mine(ids)
-        valid = (ids != IGNORE)[:, None]
-        d_logits = p.to(lse.dtype) * torch.where(valid, (share - lse).exp(), 0)
-        d_logits.scatter_add_(1, index, -(here & valid).to(d_logits.dtype))
+        weight, labels = self.model.output, batch.labels
+        here, index = self._mine(labels.flatten())
+        scale = self._scale(batch, lse.dtype)
+        d_logits = p.to(lse.dtype) * torch.where(scale != 0, (share - lse).exp() * scale, 0)
+        d_logits.scatter_add_(1, index, -torch.where(here, scale, 0))
         d_logits = (d_logits / total.to(lse.dtype)).to(p.dtype)
         if weight.requires_grad:
             add_product(weight, d_logits, hidden)

@@ -20,9 +20,10 @@ from weft.train.step import (
     StepResult,
     clear_gradients,
     clipped,
+    divisor,
     reduced,
     result_of,
-    share_of_tokens,
+    share_of_weight,
     shares_of_sums,
     update,
 )
@@ -58,19 +59,19 @@ class PostValidation:
     def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
         """Run a step and return the result of the one before, which is valid now; nothing after the first."""
         self.steps += 1
-        count = PendingSum(share_of_tokens(batches, self.mesh), self.mesh)
-        loss = self._run(batches, count)
+        weight = PendingSum(share_of_weight(batches, self.mesh), self.mesh)
+        loss = self._run(batches, weight)
         self.before_update()
         before, right = self._finish_pending()
         if not right:
             self.repeated += 1
             clear_gradients(self.model, self.state)
-            loss = self._run(batches, count)
+            loss = self._run(batches, weight)
         with record_function("weft:optimizer"):
             grads = reduced(self.state, self.mesh)
             if self.inspect is not None:
                 self.inspect(grads)
-            sums = PendingSum(shares_of_sums(loss, grads, self.state, count(), stop, self.mesh), self.mesh)
+            sums = PendingSum(shares_of_sums(loss, grads, self.state, batches, stop, self.mesh), self.mesh)
             if self.changing:  # there may be nothing on this rank that learns
                 torch._foreach_copy_(self.copy, self.changing)
             update(self.state, grads, lr)
@@ -86,8 +87,8 @@ class PostValidation:
         hint = "; they are clipped too often, raise optimizer.clip" if self.repeated > self.steps / 4 else ""
         return f"post-validation: {self.repeated} of {self.steps} steps were run again{hint}"
 
-    def _run(self, batches: Sequence[Batch], count: PendingSum) -> T:
-        return self.model.pipeline.accumulate(batches, lambda: count().clamp(min=1))
+    def _run(self, batches: Sequence[Batch], weight: PendingSum) -> T:
+        return self.model.pipeline.accumulate(batches, lambda: divisor(weight()))
 
     def _finish_pending(self) -> tuple[list[StepResult], bool]:
         """Read the pending step's sums; correct its update if it was wrong, and say whether it was right."""

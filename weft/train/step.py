@@ -16,7 +16,6 @@ from weft.data.batch import Batch
 from weft.layout.boundary import (
     BY_DATA,
     OWN,
-    SAME,
     SHARE,
     I,
     P,
@@ -38,7 +37,7 @@ from weft.parallel.state import State
 
 
 class StepResult(NamedTuple):
-    """``loss`` is the mean over the step's real tokens; a skipped step changed nothing."""
+    """``loss`` is the (weighted) mean over the step's real ``tokens``; a skipped step changed nothing."""
 
     loss: float
     grad_norm: float
@@ -47,15 +46,19 @@ class StepResult(NamedTuple):
     stop: bool
 
 
-def count_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """Real tokens of the whole step, over all ranks: the one denominator of the loss. Scalar, float64."""
-    return step_sum(share_of_tokens(batches, mesh), mesh)
-
-
 def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """This rank's share of the step's real tokens: ranks with the same data count once."""
-    mine = own_number(sum(b.real_tokens for b in batches), mesh, **BY_DATA)
-    return share_of_sum(mine, mesh, **BY_DATA)
+    """This rank's share of the step's real tokens: ranks with the same data count once. Scalar, float64."""
+    return share_of_sum(own_number(sum(b.real_tokens for b in batches), mesh, **BY_DATA), mesh, **BY_DATA)
+
+
+def share_of_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
+    """The same of the weight of the step's labels, 1 each if the data says nothing else: the loss's one denominator."""
+    return share_of_sum(own_number(sum(b.label_weight for b in batches), mesh, **BY_DATA), mesh, **BY_DATA)
+
+
+def divisor(total: torch.Tensor) -> torch.Tensor:
+    """The total weight of some labels as what to divide a sum by: 1 where there are none."""
+    return torch.where(total > 0, total, 1.0)
 
 
 class PendingSum:
@@ -73,35 +76,35 @@ class PendingSum:
 
 
 def pass_loss(model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """This rank's share of the step's mean loss, equal on ``tp``. ``total``: the step's real tokens."""
-    loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)
+    """This rank's share of the step's mean loss, equal on ``tp``. ``total``: the weight of the step's labels."""
+    loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels, weights=batch.weights)
     return share_of_sum(loss, mesh, **dict.fromkeys(DATA_AXES, V)) / total
 
 
 def accumulate(
     model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh, routes: Sequence[Sequence[int]] = ()
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward and backward of every pass. Returns this rank's share of the loss and the step's real tokens.
+) -> torch.Tensor:
+    """Forward and backward of every pass. Returns this rank's share of the loss.
 
     ``routes``: the blocks that each pass runs (in turn, if there are more passes), where these are not all.
     """
     if model.pipeline is not None:
-        count = PendingSum(share_of_tokens(batches, mesh), mesh)  # due when the first microbatch has passed all stages
-        return model.pipeline.accumulate(batches, lambda: count().clamp(min=1)), count()
+        total = PendingSum(share_of_weight(batches, mesh), mesh)  # due when the first microbatch has passed all stages
+        return model.pipeline.accumulate(batches, lambda: divisor(total()))
     if check_plan(batches, mesh):
         state.gather()  # within a pass that not all ranks share it is too late
-    total = count_tokens(batches, mesh)
+    weight = divisor(step_sum(share_of_weight(batches, mesh), mesh))
     shares = []
     for i, batch in enumerate(batches):
         state.begin_pass(last=i == len(batches) - 1)
         share_pass(model, batch.group)
         model.route = routes[i % len(routes)] if routes else None
-        share = pass_loss(model, batch.to(mesh.device), total.clamp(min=1), mesh)
+        share = pass_loss(model, batch.to(mesh.device), weight, mesh)
         share.backward()
         shares.append(share.detach())
     model.route = None
     share_pass(model, None)
-    return torch.stack(shares).sum(), total
+    return torch.stack(shares).sum()
 
 
 def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -172,10 +175,10 @@ def gradients(
     The sums are one vector of float64 from one all-reduce: mean loss, squared gradient norm, ranks that wish to stop,
     real tokens.
     """
-    loss, total = accumulate(model, state, batches, mesh, routes)
+    loss = accumulate(model, state, batches, mesh, routes)
     with record_function("weft:optimizer"):
         grads = reduced(state, mesh)
-        return grads, step_sum(shares_of_sums(loss, grads, state, total, stop, mesh), mesh)
+        return grads, step_sum(shares_of_sums(loss, grads, state, batches, stop, mesh), mesh)
 
 
 def reduced(state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -187,14 +190,19 @@ def reduced(state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
 
 
 def shares_of_sums(
-    loss: torch.Tensor, grads: Mapping[str, torch.Tensor], state: State, total: torch.Tensor, stop: bool, mesh: Mesh
+    loss: torch.Tensor,
+    grads: Mapping[str, torch.Tensor],
+    state: State,
+    batches: Sequence[Batch],
+    stop: bool,
+    mesh: Mesh,
 ) -> torch.Tensor:
     """This rank's shares of the step's sums (see :func:`gradients`), float64 ``[4]``."""
     shares = (
         share_of_sum(loss, mesh, **dict.fromkeys(MODEL_AXES, I)),
         square_norm(grads, state, mesh),
         share_of_sum(own_number(stop, mesh, **OWN), mesh, **OWN),
-        share_of_sum(total, mesh, **SAME),
+        share_of_tokens(batches, mesh),
     )
     return torch.stack(shares)
 
@@ -257,20 +265,20 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
-    """Mean loss per real token over some steps' batches, the same on all ranks."""
+    """Mean loss, by the labels' weights, over some steps' batches; the same on all ranks."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     counted = mesh.rank("pp") == 0
     for batches in steps:
         if model.pipeline is not None:
-            tokens = own_number(counted * sum(b.real_tokens for b in batches), mesh)
-            sums += torch.stack((model.pipeline.evaluate(batches), tokens))
+            weight = own_number(counted * sum(b.label_weight for b in batches), mesh)
+            sums += torch.stack((model.pipeline.evaluate(batches), weight))
             continue
         for batch in batches:
             batch = batch.to(mesh.device)
-            loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)
-            sums += torch.stack((loss, own_number(batch.real_tokens, mesh)))
+            loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels, weights=batch.weights)
+            sums += torch.stack((loss, own_number(batch.label_weight, mesh)))
     if mesh.size("near"):  # copies kept for a backward that did not come: values may change
         state.release(drop=True)
     by_stage = BY_DATA | {"pp": V}  # losses are where the last stage is
-    loss, tokens = step_sum(share_of_sum(sums, mesh, **by_stage), mesh).tolist()
-    return loss / max(1.0, tokens)
+    loss, weight = step_sum(share_of_sum(sums, mesh, **by_stage), mesh).tolist()
+    return loss / (weight or 1.0)

@@ -1,0 +1,344 @@
+"""Conversations from files to rows: forms, bad lines, packing, truncation."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import chats
+from weft.data.batch import IGNORE
+from weft.data.chat.conversation import ConversationError
+from weft.data.chat.forms import read_record
+from weft.data.chat.source import open_chats
+from weft.data.loader import Loader, open_data
+from weft.data.order import Order, Stream
+from weft.data.pack import packed
+from weft.data.tokenizer import load_tokenizer
+from weft.errors import UsageError, WeftError
+from weft.layout.layout import Layout
+from weft.recipe import Chat, Data, Source, build_recipe
+
+USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+CALL = {"id": "c1", "function": {"name": "f", "arguments": {"x": 1}}}
+ADP = {
+    "id": "t1",
+    "content": [
+        {"class_": "text_observation", "content": "sum?", "source": "user"},
+        {"class_": "message_action", "content": "I add."},
+        {"class_": "api_action", "function": "add", "kwargs": {"a": 1}, "tool_call_id": "c1", "description": "adding"},
+        {"class_": "text_observation", "content": "2", "source": "environment", "tool_call_id": "c1"},
+        {"class_": "code_action", "language": "python", "content": "1+1", "tool_call_id": "c2"},
+        {"class_": "web_observation", "html": "<p>", "axtree": None, "url": "u", "image_observation": None,
+         "viewport_size": None, "tool_call_id": "c2"},
+        {"class_": "message_action", "content": "It is 2.", "reasoning_content": "sure"},
+    ],
+}  # fmt: skip
+ATIF = {
+    "schema_version": "ATIF-v1.7",
+    "session_id": "s",
+    "agent": {"name": "x", "version": "1", "tool_definitions": [{"type": "function", "function": {"name": "add"}}]},
+    "steps": [
+        {"step_id": 1, "source": "system", "message": "Be brief."},
+        {"step_id": 2, "source": "user", "message": [{"type": "text", "text": "sum?"}]},
+        {"step_id": 3, "source": "agent", "message": "", "reasoning_content": "hm",
+         "tool_calls": [{"tool_call_id": "c1", "function_name": "add", "arguments": {"a": 1}}],
+         "observation": {"results": [{"source_call_id": "c1", "content": "2"}]}, "metrics": {"prompt_tokens": 3}},
+        {"step_id": 4, "source": "agent", "message": "2"},
+    ],
+}  # fmt: skip
+
+
+def said(record: dict[str, Any], **more: Any) -> list[tuple[str, Any]]:
+    """Role and words of each message that a record becomes."""
+    found = read_record(record, **more).messages
+    return [(m["role"], m["content"]) for m in found]
+
+
+def test_forms_become_messages() -> None:
+    pair = [("user", "q"), ("assistant", "a")]
+    assert said({"messages": [USER, ASSISTANT]}) == pair
+    assert said({"chosen": [USER, ASSISTANT]}, field="chosen") == pair
+    assert said({"prompt": "q", "completion": "a"}) == pair
+    asked = [USER, ASSISTANT, USER]
+    half = read_record({"prompt": asked, "completion": [ASSISTANT]})
+    assert half.learned("assistant") == (0, 0, 0, 1)
+    assert said({"instruction": "q", "input": "x", "output": "a", "history": [["h", "i"]], "system": "s"}) == [
+        ("system", "s"), ("user", "h"), ("assistant", "i"), ("user", "q\nx"), ("assistant", "a"),
+    ]  # fmt: skip
+    share = [{"from": "human", "value": "q"}, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+             {"from": "observation", "value": "1"}, {"from": "gpt", "value": "a"}]  # fmt: skip
+    tools = '[{"type": "function", "function": {"name": "f"}}]'
+    talk = read_record({"conversations": share, "system": "s", "tools": tools, "weight": 2})
+    assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert talk.tools == ({"type": "function", "function": {"name": "f"}},)
+    assert talk.learned("assistant") == (0, 0, 2, 0, 2)
+    weighted = read_record({"messages": [USER, ASSISTANT | {"weight": 0}, USER, ASSISTANT | {"weight": 0.5}]})
+    assert weighted.learned("assistant") == (0, 0, 0, 0.5) and "weight" not in weighted.messages[1]
+
+
+def test_trajectories_of_agents_keep_every_action() -> None:
+    adp = read_record(ADP)
+    assert [m["role"] for m in adp.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert adp.messages[1]["content"] == "I add.\nadding" and adp.messages[5]["reasoning_content"] == "sure"
+    calls = [call for m in adp.messages for call in m.get("tool_calls", ())]
+    assert [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls] == [
+        ("c1", "add", {"a": 1}), ("c2", "python", {"code": "1+1"}),
+    ]  # fmt: skip
+    assert adp.messages[4]["content"] == "u\n<p>" and adp.messages[2]["tool_call_id"] == "c1"
+    atif = read_record(ATIF)
+    assert [m["role"] for m in atif.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert atif.messages[2]["reasoning_content"] == "hm" and atif.tools is not None
+    again = [*ATIF["steps"][:3], ATIF["steps"][3] | {"is_copied_context": True}]  # type: ignore[index]
+    assert read_record(ATIF | {"steps": again}).learned("assistant") == (0, 0, 1, 0, 0)
+    turned = ADP["content"]
+    assert isinstance(turned, list)
+    for change, where in (
+        ([*turned[:3], turned[2]], "content[3]"),
+        (turned[:3], "content[2]"),
+        ([turned[0], turned[3]], "content[1]"),
+        ([*turned, turned[3]], "content[7]"),
+        ([turned[0] | {"class_": "guess_action"}], "content[0]"),
+        ([*turned, {"class_": "api_action", "function": "f"}], "content[7]"),
+    ):
+        with pytest.raises(ConversationError) as error:
+            read_record(ADP | {"content": change})
+        assert where in str(error.value) and "\n" not in str(error.value)
+
+
+#: Records with one mistake each, and a word of what is said about it.
+MISTAKES: list[tuple[Any, str]] = [
+    ([], "object"),
+    ("text", "object"),
+    (None, "object"),
+    (3, "object"),
+    ({}, "forms"),
+    ({"text": "plain"}, "forms"),
+    ({"messages": []}, "list of messages"),
+    ({"messages": "q"}, "list of messages"),
+    ({"messages": [USER]}, "no turn of the assistant"),
+    ({"messages": [USER, "a"]}, "message 2"),
+    ({"messages": [USER, {"content": "a"}]}, "no 'role'"),
+    ({"messages": [USER, {"role": "asistant", "content": "a"}]}, "did you mean 'assistant'"),
+    ({"messages": [USER, {"role": "assistant"}]}, "empty"),
+    ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "empty"),
+    ({"messages": [{"role": "user"}, ASSISTANT]}, "message 1"),
+    ({"messages": [USER, {"role": "assistant", "content": 7}]}, "words are a text"),
+    ({"messages": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "part"),
+    ({"messages": [USER, ASSISTANT | {"weight": -1}]}, "weight"),
+    ({"messages": [USER, ASSISTANT | {"weight": "big"}]}, "weight"),
+    ({"messages": [USER, ASSISTANT | {"train": 1}]}, "train"),
+    ({"messages": [USER, ASSISTANT], "weight": float("nan")}, "weight"),
+    ({"messages": [USER, ASSISTANT], "tools": "[{"}, "tools"),
+    ({"messages": [USER, ASSISTANT], "tools": [1]}, "tools"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": []}]}, "list of calls"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "names no function"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "arguments"),
+    ({"messages": [USER | {"tool_calls": [CALL]}, ASSISTANT]}, "only the assistant"),
+    ({"messages": [USER, ASSISTANT, {"role": "tool", "content": "1", "tool_call_id": "c9"}]}, "nobody made"),
+    ({"prompt": 1, "completion": "a"}, "prompt"),
+    ({"conversations": {}}, "list of turns"),
+    ({"conversations": [{"from": "human"}]}, "turn 1"),
+    ({"conversations": [{"from": "alien", "value": "x"}]}, "unknown"),
+    ({"conversations": [{"from": "function_call", "value": "{"}]}, "not JSON"),
+    ({"instruction": 1, "output": "a"}, "texts"),
+    ({"instruction": "q", "output": ""}, "empty"),
+    ({"instruction": "q", "output": "a", "history": [1]}, "history"),
+    (ADP | {"content": [*ADP["content"][:2], {"class_": "image_observation"}]}, "image"),  # type: ignore[index]
+    (ATIF | {"schema_version": "ATIF-v9"}, "schema_version"),
+    (ATIF | {"steps": []}, "steps"),
+    (ATIF | {"steps": [{"step_id": 2, "source": "user", "message": "x"}]}, "count from 1"),
+    (ATIF | {"steps": [{"step_id": 1, "source": "agent", "message": "x",
+                        "observation": {"results": [{"source_call_id": "c7", "content": "2"}]}}]}, "does not make"),
+]  # fmt: skip
+BROKEN = [b'{"messages": [', b"{]", b"\xff\xfe{}", b'{"messages": ' + b"[" * 3000, b'"\\ud800', b"nul", b"{'a': 1}"]
+NESTED = json.dumps({"messages": [USER, ASSISTANT], "tools": [{"a": json.loads("[" * 400 + "]" * 400)}]}).encode()
+
+
+def bad_lines() -> list[tuple[bytes, str]]:
+    """A thousand lines of which none holds a conversation: the mistakes above, and these cut and changed at random."""
+    rng = random.Random(7)
+    lines = [(json.dumps(record).encode(), word) for record, word in MISTAKES]
+    lines += [(line, "JSON") for line in BROKEN]
+    good = json.dumps({"messages": [USER, ASSISTANT]}).encode()
+    while len(lines) < 1000:
+        base, word = rng.choice(lines[: len(MISTAKES)])
+        if rng.random() < 0.5:
+            lines.append((good[: rng.randrange(1, len(good) - 1)], "JSON"))
+        else:  # the same mistake among things that do not matter
+            record = json.loads(base)
+            if isinstance(record, dict) and record and "id" not in record:
+                record = {f"note{rng.randrange(99)}": rng.choice(["é🙂", None, 1.5, [{}]])} | record
+                lines.append((json.dumps(record, ensure_ascii=rng.random() < 0.5).encode(), word))
+    return lines
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chats")
+    chats.save_tokenizer(folder / "tokenizer", chats.TEMPLATES["smollm2"])
+    return folder
+
+
+def test_a_thousand_bad_lines_are_each_named_by_file_and_line(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    good = json.dumps({"messages": [USER, ASSISTANT]}).encode()
+    lines = bad_lines()
+    assert len(lines) == 1000
+    for number, (line, word) in enumerate(lines):
+        file = tmp_path / "chats.jsonl"
+        at = number % 7
+        file.write_bytes(b"\n".join([*[good] * at, line, good]))
+        with pytest.raises(WeftError) as error:
+            open_chats(Source(kind="chat", path=str(file)), Chat(), tokenizer, tmp_path / "cache")
+        told = str(error.value)
+        assert told.startswith(f"{file}:{at + 1}: ") and "\n" not in told and word in told, (line, told)
+    assert [f for f in (tmp_path / "cache").iterdir() if not f.name.endswith(".lock")] == []
+
+
+def test_nesting_is_refused_or_read(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "deep.jsonl").write_bytes(NESTED)
+    source = Source(kind="chat", path=str(tmp_path / "deep.jsonl"))
+    with pytest.raises(WeftError, match=r"deep.jsonl:1: nested too deeply"):
+        open_chats(source, Chat(), load_tokenizer(str(folder / "tokenizer")), tmp_path / "cache")
+
+
+def test_templates_that_refuse_a_line_name_it(folder: Path, tmp_path: Path) -> None:
+    chats.save_tokenizer(tmp_path / "gemma", chats.TEMPLATES["gemma3"])
+    tokenizer = load_tokenizer(str(tmp_path / "gemma"))
+    file = tmp_path / "c.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": m}) for m in ([USER, ASSISTANT], [USER, USER, ASSISTANT])))
+    source = Source(kind="chat", path=str(file))
+    with pytest.raises(WeftError, match=r"c.jsonl:2: the chat template refuses it: Conversation roles must alternate"):
+        open_chats(source, Chat(), tokenizer, tmp_path / "cache")
+    with pytest.raises(WeftError, match=r"c.jsonl:1: the chat template writes '<\|im_start\|>', which the tokenizer l"):
+        open_chats(source, Chat(template=chats.SMOLLM2), tokenizer, tmp_path / "cache")
+    with pytest.raises(WeftError, match=r"no chat template; set data\.chat\.template"):
+        open_chats(source, Chat(), load_tokenizer("bytes"), tmp_path / "cache")
+    with pytest.raises(WeftError, match=r"data.chat.template: cannot read .*none.jinja"):
+        open_chats(source, Chat(template=str(tmp_path / "none.jinja")), tokenizer, tmp_path / "cache")
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(0, 20))
+def test_packing_holds_every_document_once_and_whole(sizes: list[int], more: int) -> None:
+    lengths, capacity = np.array(sizes), max(sizes) + more
+    order, counts = packed(lengths, capacity)
+    assert sorted(order.tolist()) == list(range(len(sizes))) and counts[-1] == len(sizes)
+    fills = [int(lengths[order[lo:hi]].sum()) for lo, hi in zip([0, *counts[:-1]], counts, strict=True)]
+    assert all(0 < fill <= capacity for fill in fills)
+    assert len(fills) <= 11 / 9 * -(-sum(sizes) // capacity) + 1 or min(sizes) > capacity / 3
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=1, max_size=12), min_size=1, max_size=25),
+    st.integers(12, 30), st.sampled_from(["documents", "one"]), st.integers(0, 3),
+)  # fmt: skip
+def test_rows_hold_whole_conversations_with_their_weights(
+    docs: list[list[float]], n: int, kind: Any, epoch: int
+) -> None:
+    lengths = np.array([len(doc) for doc in docs])
+    starts = np.cumsum(lengths) - lengths
+    weights = np.array([w for doc in docs for w in doc], np.float32)
+    stream = Stream(np.arange(len(weights)), starts, lengths, n, 1, kind, weights, alike=False)
+    rows = [stream.row(epoch * stream.rows + i) for i in range(stream.rows)]
+    assert kind == "documents" or len(rows) == len(docs)
+    seen: list[int] = []
+    for row in rows:
+        assert len(row.tokens) <= n and row.weights is not None
+        for lo, hi in zip(row.starts, [*row.starts[1:], len(row.tokens)], strict=True):
+            document = int(np.searchsorted(starts, row.tokens[lo], side="right")) - 1
+            seen.append(document)
+            first, size = int(starts[document]), int(lengths[document])
+            assert row.tokens[lo:hi].tolist() == list(range(first, first + size))
+            wanted = [w if i < size else 0.0 for i, w in enumerate([*docs[document][1:], 0.0], 1)]
+            assert row.weights[lo:hi].tolist() == wanted
+            assert row.labels[lo:hi].tolist() == [first + i if w else IGNORE for i, w in enumerate(wanted, 1)]
+    assert sorted(seen) == list(range(len(docs)))
+    order = Order((stream,), (1.0,), 0, epochs=1)
+    sums = []
+    for layout in (Layout(), Layout(dp=2), Layout(dp=3, cp=2)):
+        ranks = layout.size("dp")
+        loaders = [Loader(order, layout, r, c, 6, -(-6 // ranks), 1, n) for r in range(ranks) for c in range(layout.cp)]
+        batches = [batch for loader in loaders for batch in loader.step(0) or []]
+        sums.append((sum(b.label_weight for b in batches), sum(b.real_tokens for b in batches)))
+    assert sums[0] == sums[1] == sums[2]
+
+
+def data(folder: Path, records: list[Any], **more: Any) -> Data:
+    path = folder / "talks.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    tree = {"kind": "chat", "path": str(path), "tokenizer": str(folder / "tokenizer"), "cache": str(folder / "cache")}
+    return build_recipe({"data": tree | {"seq_len": 128, "epochs": 1} | more}).data
+
+
+def test_a_conversation_is_never_in_both_halves_nor_cut(folder: Path) -> None:
+    opened = open_data(data(folder, [{"messages": chats.turns("q", f"answer {i}")} for i in range(40)], validation=0.3))
+    assert "40 conversations" in opened.description and opened.validation is not None
+    texts = []
+    for side in (opened.train, opened.validation):
+        rows = [side.row(i) for i in range(side.total or 0)]
+        assert len(rows) < sum(len(row.starts) for row in rows)  # several in a row
+        texts.append("".join(opened.tokenizer.decode(row.tokens) for row in rows))
+    for i in range(40):
+        assert sum(text.count(f"answer {i}\n") for text in texts) == 1
+    labels = np.concatenate([row.labels[row.labels != IGNORE] for row in [opened.train.row(i) for i in range(3)]])
+    assert "user" not in opened.tokenizer.decode(labels) and "answer" in opened.tokenizer.decode(labels)
+
+
+def test_truncation_is_as_asked_and_said(folder: Path) -> None:
+    talks = [{"messages": chats.turns("q", "short")}, {"messages": chats.turns("q", "begin " + "x" * 200 + " end")}]
+    size = 60
+
+    def words(**more: Any) -> str:
+        opened = open_data(data(folder, talks, seq_len=size, validation=0, chat=more))
+        assert ("1 cut to 60" in opened.description) == (more["truncation"] != "drop")
+        rows = [opened.train.row(i) for i in range(opened.train.total or 0)]
+        assert all(len(row.tokens) <= size for row in rows)
+        return "".join(opened.tokenizer.decode(row.tokens) for row in rows)
+
+    assert "begin" in words(truncation="keep_start") and " end" not in words(truncation="keep_start")
+    assert "begin" not in words(truncation="keep_end") and " end" in words(truncation="keep_end")
+    assert "short" in words(truncation="drop") and "begin" not in words(truncation="drop")
+    with pytest.raises(WeftError, match=r"talks.jsonl:2: \d+ tokens are more than data.seq_len = 60"):
+        words(truncation="error")
+    long = [talks[0], {"messages": chats.turns("q" * 300, "lost")}]
+    with pytest.raises(WeftError, match=r"talks.jsonl:2: nothing that is learned is left of it"):
+        open_data(data(folder, long, seq_len=size))
+    assert "1 left out" in open_data(data(folder, long, seq_len=size, chat={"truncation": "drop"})).description
+    with pytest.raises(WeftError, match="no conversation has anything to learn"):
+        open_data(data(folder, talks[1:], seq_len=size, chat={"truncation": "drop"}))
+
+
+def test_what_changes_the_data_changes_its_fingerprint(folder: Path) -> None:
+    talks = [{"messages": chats.turns("q", "a", "b", "c")} for _ in range(4)]
+    changes = ({}, {"learn": "last"}, {"learn": ["user"]}, {"pack": False}, {"truncation": "drop"})
+    seen = {open_data(data(folder, talks, chat=chat)).fingerprint for chat in changes}
+    assert len(seen) == 5
+    again = open_data(data(folder, talks))
+    tokens = data(folder, talks, kind="tokens", path=str(next((folder / "cache").glob("chats-*"))))
+    assert again.fingerprint in seen and open_data(tokens).train.row(0).labels.tolist()
+
+
+def test_the_recipe_takes_one_source_in_the_section(folder: Path) -> None:
+    assert build_recipe({"data": {"kind": "chat", "path": "x.jsonl"}}).data.sources == (
+        Source(kind="chat", path="x.jsonl"),
+    )
+    for tree, said in (
+        ({"kind": "chat", "path": "x", "sources": []}, "beside data.sources"),
+        ({"kind": "chatty", "path": "x"}, "did you mean 'chat'"),
+        ({"kind": "chat"}, "needs 'path'"),
+        ({"kind": "chat", "path": "x", "chat": {"lern": "all"}}, "did you mean 'learn'"),
+        ({"kind": "chat", "path": "x", "chat": {"learn": "nobody"}}, "data.chat.learn"),
+        ({"kind": "chat", "path": "x", "chat": {"date": "today"}}, "data.chat.date"),
+    ):
+        with pytest.raises(UsageError, match=said) as error:
+            build_recipe({"data": tree})
+        assert "\n" not in str(error.value)

@@ -1,0 +1,160 @@
+"""A source of conversations, read, written by its template and tokenized into the cache, with every token's weight.
+
+Beside the files of :mod:`weft.data.tokens` the folder has ``weights.bin`` (little-endian float32 per token: how much it
+counts as a label) and ``lines.npy`` (int64 ``[documents, 2]``: file and line of each conversation).
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.data.cache import build_once, cache_root, digest
+from weft.data.chat.conversation import Conversation, ConversationError
+from weft.data.chat.encode import ChatEncoder
+from weft.data.chat.forms import read_record
+from weft.data.chat.template import ChatTemplate, TemplateError
+from weft.data.corpora import files, fingerprint, reading, records
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokens import Progress, Tokens, read_tokens, write_documents
+from weft.errors import WeftError
+from weft.recipe import Chat, Source
+
+
+class Place(NamedTuple):
+    """Where a conversation stands: a file, and a line of it (a record's number, where the file has no lines)."""
+
+    file: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def messages_field(source: Source) -> str | None:
+    """Where a record has its messages, if the source says so: its ``field``, unless that is as it is by default."""
+    return None if source.field == Source.model_fields["field"].default else source.field
+
+
+def conversations(source: Source) -> Iterator[tuple[Place, Conversation]]:
+    """The conversations of a source, always in the same order; what is wrong with one is said with file and line."""
+    for file in files(source):
+        with reading(file, source.kind):
+            for number, record in records(file):
+                try:
+                    yield Place(file, number), read_record(record, source.form, messages_field(source))
+                except (ConversationError, RecursionError) as error:
+                    reason = "nested too deeply" if isinstance(error, RecursionError) else error
+                    raise WeftError(f"{file}:{number}: {reason}") from None
+
+
+def chat_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template of the recipe, or else the tokenizer's own."""
+    text, given = tokenizer.chat_template, settings.template
+    if given:
+        file = Path(given).expanduser()
+        try:
+            text = given if "{" in given else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise WeftError(f"data.chat.template: cannot read {file}: {reason}; give a file or a template") from None
+    if not text:
+        raise WeftError("the tokenizer has no chat template; set data.chat.template to a file with one, or use its own")
+    now = datetime.strptime(settings.date, "%Y-%m-%d") if settings.date else datetime.now()
+    return ChatTemplate(text, tokenizer, settings.variables, now, settings.control)
+
+
+def open_chats(
+    source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None, progress: Progress | None = None
+) -> Tokens:
+    """The tokens of a source of conversations; written on first use, into the cache, by one process for all."""
+    template = chat_template(settings, tokenizer)
+    encoder = ChatEncoder(template, settings.learn)
+
+    def build(making: Path) -> None:
+        tokenizer.save(making)
+        _write(making, source, encoder, progress)
+
+    written = [template.source, template.variables, settings.learn, settings.control]
+    date = settings.date or str(datetime.now().date()) if template.writes_date else ""
+    key = digest(1, fingerprint(source), source.form, tokenizer.fingerprint, written, date)
+    return read_tokens(build_once(cache_root(cache) / f"chats-{key}", build))
+
+
+def _write(folder: Path, source: Source, encoder: ChatEncoder, progress: Progress | None) -> None:
+    tokenizer = encoder.template.tokenizer
+    places, content, alike = array("q"), hashlib.sha256(), True
+    paths = files(source)
+    numbers = {path: number for number, path in enumerate(paths)}
+    with open(folder / "weights.bin", "wb", buffering=2**20) as out:
+
+        def documents() -> Iterator[np.ndarray]:
+            nonlocal alike
+            for place, talk in conversations(source):
+                try:
+                    encoded = encoder.encode(talk)
+                except TemplateError as error:
+                    raise WeftError(f"{place}: {error}") from None
+                weights = encoded.weights.astype("<f4")
+                alike = alike and bool(np.isin(weights, (0, 1)).all())
+                out.write(weights.tobytes())
+                content.update(weights.tobytes())
+                places.extend((numbers[place.file], place.line))
+                yield encoded.ids
+
+        name = f"data source {source.path}"
+        write_documents(folder, documents(), tokenizer.vocab, tokenizer.eos, name, progress, close=False)
+    np.save(folder / "lines.npy", np.array(places, np.int64).reshape(-1, 2))
+    meta = json.loads((folder / "meta.json").read_text())
+    meta |= {
+        "fingerprint": digest(meta["fingerprint"], content.hexdigest()),
+        "alike": alike,
+        "files": [*map(str, paths)],
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
+class Fitted(NamedTuple):
+    """The documents that a run reads: where they begin and how many tokens they have. ``note``: what was left out."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    note: str
+
+
+def fitted(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
+    """Conversations cut to ``seq_len`` tokens; ``truncation`` as in the recipe.
+
+    Raises :class:`WeftError` with file and line of the first one that loses all its labels.
+    """
+    starts, ends = tokens.offsets[:-1], tokens.offsets[1:]
+    long = ends - starts > seq_len
+    if truncation == "error" and long.any():
+        first = int(np.argmax(long))
+        size = int(ends[first] - starts[first])
+        remedy = "raise data.seq_len, or set data.chat.truncation to keep_start, keep_end or drop"
+        raise WeftError(f"{tokens.place(first)}: {size} tokens are more than data.seq_len = {seq_len}; {remedy}")
+    labels = np.append(0, np.cumsum(tokens.weights > 0)) if tokens.weights is not None else np.arange(1 + ends[-1])
+    some = labels[ends] > labels[np.minimum(starts + 1, ends)]  # the first token is nobody's label
+    if truncation == "drop":
+        kept = some & ~long
+    else:
+        first_kept = np.maximum(starts, ends - seq_len) if truncation == "keep_end" else starts
+        last_kept = np.minimum(first_kept + seq_len, ends)
+        lost = some & (labels[last_kept] <= labels[np.minimum(first_kept + 1, last_kept)])
+        if lost.any():
+            raise WeftError(
+                f"{tokens.place(int(np.argmax(lost)))}: nothing that is learned is left of it in data.seq_len = "
+                f"{seq_len} tokens; raise seq_len, or set data.chat.truncation = 'drop'"
+            )
+        starts, ends, kept = first_kept, last_kept, some
+    if not kept.any():
+        raise WeftError(f"no conversation has anything to learn in data.seq_len = {seq_len} tokens; raise seq_len")
+    notes = [f"{long.sum():,} cut to {seq_len} tokens"] if long.any() and truncation != "drop" else []
+    notes += [f"{(~kept).sum():,} left out"] if not kept.all() else []
+    return Fitted(starts[kept], (ends - starts)[kept], ", ".join(notes))
