@@ -42,6 +42,10 @@ def _if_above_one(axis: str, *values: Any) -> Callable[[Recipe, Case, random.Ran
     return lambda recipe, case, rng: list(values) if case.get(f"layout.{axis}", 1) > 1 else []
 
 
+def _if_adapter(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
+    return lambda recipe, case, rng: list(values) if "adapter.kind" in case else []
+
+
 def _any(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
     return lambda recipe, case, rng: list(values)
 
@@ -65,6 +69,10 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "optimizer.state": lambda recipe, case, rng: list(STATES) if "optimizer.kind" not in case else [],
     "optimizer.ema": _any(0.5),
     "optimizer.estimate": _any("zeroth-order"),
+    "adapter.kind": _any("lora", "dora", "qlora"),
+    "adapter.rank": _if_adapter(1, 3),
+    "adapter.targets": _if_adapter(["wq", "down"], ["blocks.0.*"], ["k_proj"]),
+    "train.freeze": lambda recipe, case, rng: [] if "adapter.kind" in case else [["norm.*"], ["blocks.0.*", "embed*"]],
     "train.recompute": _any("selective", "full"),
     "train.offload": _any("optimizer", "activations", "all"),
     "train.micro_batch": _any(1, 2, 3),

@@ -62,13 +62,13 @@ class ZerothOrder:
 
     def _losses(self, batches: Sequence[Batch], number: int) -> list[float]:
         """The mean losses at both points; the parameters are as before afterwards."""
-        before, losses = [h.local.clone() for h in self.state.held], []
+        before, losses = [h.local.clone() for h in self.state.learning], []
         for distance in (self.settings.epsilon, -self.settings.epsilon):
-            for h, x in zip(self.state.held, before, strict=True):
+            for h, x in zip(self.state.learning, before, strict=True):
                 torch.add(x, direction(h, number), alpha=distance, out=h.local)
             self.state.release()
             losses.append(evaluate(self.model, self.state, [batches], self.mesh))
-        for h, x in zip(self.state.held, before, strict=True):
+        for h, x in zip(self.state.learning, before, strict=True):
             h.local.copy_(x)
         self.state.release()
         return losses
@@ -77,10 +77,10 @@ class ZerothOrder:
         """Unit by unit, so that the whole direction never exists at once, unless it is to be looked at."""
         seen: dict[str, T] = {}
         if self.inspect is not None:
-            seen = {h.name: slope * direction(h, number) for h in self.state.held}
+            seen = {h.name: slope * direction(h, number) for h in self.state.learning}
             self.inspect(seen)
         for unit in self.state.units:
-            self.state.update(unit, seen or {h.name: slope * direction(h, number) for h in unit.held}, lr)
+            self.state.update(unit, seen or {h.name: slope * direction(h, number) for h in unit.held if h.learns}, lr)
 
 
 def direction(held: Held, number: int) -> T:
