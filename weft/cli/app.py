@@ -7,6 +7,7 @@ import typer
 
 import weft
 from weft.cli.checkpoint import app as checkpoint
+from weft.cli.data import app as data
 from weft.cli.export import export
 from weft.cli.generate import generate
 from weft.cli.new import new
@@ -57,5 +58,6 @@ app.command()(probe)
 app.command()(recipes)
 app.command()(new)
 app.command()(techniques)
+app.add_typer(data, name="data")
 app.add_typer(checkpoint, name="checkpoint")
 app.command(no_args_is_help=True)(plan)

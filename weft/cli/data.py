@@ -1,0 +1,36 @@
+"""``weft data``: what a run would read."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from weft.cli.arguments import Overrides, RecipeFile
+
+app = typer.Typer(help="Look at the data before a run.", no_args_is_help=True)
+
+
+@app.command()
+def preview(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(min=1, help="Conversations to show.")] = 3,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write them as a page, too.")] = None,
+) -> int:
+    """Show the first conversations as their chat template writes them, with what is learned of them in colour."""
+    from weft.data.chat.preview import coloured, page
+    from weft.data.chat.preview import samples as read
+    from weft.pages import write
+    from weft.recipe import load_recipe
+
+    settings = load_recipe(recipe, overrides or ())
+    shown = read(settings.data, samples)
+    console = Console(highlight=False)
+    for sample in shown:
+        console.print(f"[bold]{sample.place}[/]: {sample.facts}", soft_wrap=True)
+        console.print(coloured(sample, console.color_system is not None), soft_wrap=not console.is_terminal)
+        console.print()
+    if html is not None:
+        typer.echo(write(html, page(settings.name, settings.data, shown), "--html"))
+    return 0
