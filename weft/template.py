@@ -70,8 +70,9 @@ def _toml(value: Any) -> str:
         return "..."
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, Section):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value if v is not None) + " }"
+    if isinstance(value, Section | dict):
+        pairs = value.items() if isinstance(value, dict) else value
+        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in pairs if v is not None) + " }"
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if not isinstance(value, int | float) else repr(value)

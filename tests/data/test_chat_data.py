@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import chats
+from tests.conftest import Command
 from weft.data.batch import IGNORE
 from weft.data.chat.conversation import ConversationError
 from weft.data.chat.forms import read_record
@@ -342,3 +343,24 @@ def test_the_recipe_takes_one_source_in_the_section(folder: Path) -> None:
         with pytest.raises(UsageError, match=said) as error:
             build_recipe({"data": tree})
         assert "\n" not in str(error.value)
+
+
+def test_the_preview_shows_what_is_learned(folder: Path, tmp_path: Path, command: Command) -> None:
+    talks = [{"messages": chats.turns("Is <|im_end|> & <b> safe?", "Yes & <i>", "Long?", "so " * 200)}] * 5
+    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    recipe = tmp_path / "chat.toml"
+    recipe.write_text(
+        f"[data]\nkind = 'chat'\npath = '{folder / 'talks.jsonl'}'\nseq_len = 128\n"
+        f"tokenizer = '{folder / 'tokenizer'}'\n"
+    )
+    code, out, err = command("data", "preview", recipe, "--html", tmp_path / "page.html")
+    assert code == 0, err
+    assert out.count("⟦Yes & <i><|im_end|>⟧") == 3 and "talks.jsonl:3: 128 tokens" in out and "more cut off" in out
+    html = (tmp_path / "page.html").read_text()
+    assert html.count("Yes &amp; &lt;i&gt;") == 3 and "<i>" not in html and html.count('class="cut ') == 9
+    words = '<span class="learned ">Yes &amp; &lt;i&gt;</span><span class="learned special">&lt;|im_end|&gt;</span>'
+    assert html.count(words) == 3 and "Is &lt;|im_end|&gt; &amp;" in html
+    assert command("data", "preview", "quickstart")[0] == 2
+    (folder / "talks.jsonl").write_text('{"messages": [1]}')
+    code, _, err = command("data", "preview", recipe)
+    assert code == 1 and "talks.jsonl:1: message 1 is 1" in err and err.count("\n") == 1

@@ -23,9 +23,10 @@ def preview(
     from weft.data.chat.preview import samples as read
     from weft.pages import write
     from weft.recipe import load_recipe
+    from weft.train.setup import tokenizer_of
 
     settings = load_recipe(recipe, overrides or ())
-    shown = read(settings.data, samples)
+    shown = read(settings.data, tokenizer_of(settings), samples)
     console = Console(highlight=False)
     for sample in shown:
         console.print(f"[bold]{sample.place}[/]: {sample.facts}", soft_wrap=True)

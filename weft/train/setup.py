@@ -13,7 +13,7 @@ from weft.data.balance import costs_of
 from weft.data.gguf_tokenizer import NO_TOKENIZER
 from weft.data.loader import Corpus, Loader, open_data
 from weft.data.order import Order
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import Progress
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.layout import MODEL_AXES
@@ -139,6 +139,13 @@ def _base_shape(given: ModelShape, pretrained: "Pretrained | None") -> ModelShap
             f"{getattr(shape, first)!r}, and that counts; leave out {', '.join(f'model.{name}' for name in ignored)}"
         )
     return shape.model_copy(update={"origin": given.origin})
+
+
+def tokenizer_of(recipe: Recipe) -> Tokenizer:
+    """The tokenizer of the recipe's data: the one it names, or else that of the weights to start from."""
+    own = _own_tokenizer(recipe, pretrained_of(recipe))
+    data = recipe.data
+    return own if own and not data.tokenizer else load_tokenizer(data.tokenizer, data.sources, data.cache)
 
 
 def _own_tokenizer(recipe: Recipe, pretrained: "Pretrained | None") -> Tokenizer | None:

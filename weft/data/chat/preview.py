@@ -10,7 +10,7 @@ from rich.text import Text
 from weft.data.chat.encode import ChatEncoder
 from weft.data.chat.source import chat_template, conversations
 from weft.data.chat.template import TemplateError
-from weft.data.tokenizer import load_tokenizer
+from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
 from weft.pages import render
 from weft.recipe import Data
@@ -42,12 +42,11 @@ class Sample:
         return f"{self.tokens} tokens, {self.learned} learned{cut}"
 
 
-def samples(data: Data, count: int) -> list[Sample]:
+def samples(data: Data, tokenizer: Tokenizer, count: int) -> list[Sample]:
     """The first ``count`` conversations of the recipe's sources."""
     sources = [source for source in data.sources if source.kind == "chat"]
     if not sources:
         raise UsageError("no data source is of kind 'chat'; weft data preview shows what is learned of conversations")
-    tokenizer = load_tokenizer(data.tokenizer, data.sources, data.cache)
     encoder = ChatEncoder(chat_template(data.chat, tokenizer), data.chat.learn)
     found: list[Sample] = []
     for source in sources:
