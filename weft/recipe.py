@@ -402,10 +402,13 @@ class Recipe(Section):
         return rows, -(-per_rank // rows)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), layout: str | None = None) -> Recipe:
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), layout: str | None = None, origin: str | None = None
+) -> Recipe:
     """Read a TOML recipe: a file, or one of Weft's own by its name. An error is one line with the nearest valid choice.
 
-    ``overrides`` are ``section.key=value``, ``layout`` is ``"shard=2,tp=2"``, as on the command line.
+    ``overrides`` are ``section.key=value``, ``layout`` is ``"shard=2,tp=2"``, as on the command line. ``origin``:
+    the model to start from in the place of the recipe's, with its own tokenizer.
     """
     file = Path(path) if Path(path).is_file() else find_recipe(path)
     if file is None:
@@ -416,6 +419,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), layout: str | N
         tree = tomllib.loads(file.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from None
+    if origin is not None:
+        tree["model"] = {"from": origin}
+        tree["data"] = {key: value for key, value in tree.get("data", {}).items() if key != "tokenizer"}
     for item in overrides:
         _override(tree, item)
     if layout is not None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from tests.checkpoint import foreign as write
 from tests.cli.test_commands import tiny, weft
 from tests.conftest import Command
 from tests.models.test_hf import write_config
-from weft.data.tokenizer import load_tokenizer
+from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.model_config import shape_from_config
 from weft.models.hf import export
 from weft.observe.metrics import read_metrics
-from weft.recipe import Recipe, load_recipe
+from weft.recipe import ModelShape, Recipe, load_recipe
 from weft.train.setup import prepare
 
 __all__ = ["tiny"]
@@ -119,3 +122,100 @@ def test_a_read_only_disk_and_a_full_one(tiny: str, tmp_path: Path) -> None:
         kept = sorted(p.name for p in (tmp_path / "disk/run/checkpoints").iterdir())
         assert kept == ["step-000002", "step-000004"], "what failed takes up no room"
         assert read_metrics(tmp_path / "disk/run")["train"][-1]["step"] >= 4
+
+
+def chatty(folder: Path, sources: Any, cache: Path) -> Tokenizer:
+    """A tokenizer with a chat template, whose turns end with a token of its own."""
+    tokenizer = load_tokenizer("train:300", sources, cache)
+    tokenizer.save(folder)
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    model.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": template}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [301, 0]}')
+    return load_tokenizer(str(folder))
+
+
+def test_a_model_by_name_is_the_same_for_every_command(
+    tiny: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained from a GGUF file, exported, continued: tokenizer, template and what ends a turn stay with the model."""
+    pytest.importorskip("gguf")
+    tokenizer = chatty(tmp_path / "tokenizer", load(tiny).data.sources, tmp_path / "cache")
+    assert tokenizer.stops == (301, 0)
+    shape = ModelShape(vocab=tokenizer.vocab, layers=1, embed=32, heads=2, ffn=32)
+    export(write.weights_of(shape), shape, tmp_path / "hf", files=tokenizer.files())
+    quiet = ["--set", "train.steps=1", "--set", "validation.every=0", "--set", "observe.tensorboard=false"]
+    code, out, err = command("train", tiny, "--from", "hf", "--out", "run", *quiet)
+    assert code == 0, err
+    assert command("verify", tiny, "--from", "hf", "--steps", 1)[0] == 0
+    assert command("verify", tiny, "--from", "hf", "--types")[0] == 0
+    assert command("export", "--from", "run", "--out", "out")[0] == 0
+    assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == [301, 0]
+    assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == [301, 0]
+    assert load_tokenizer("out") == tokenizer and load_tokenizer("out").chat_template == tokenizer.chat_template
+    assert load_tokenizer("out").stops == (301, 0)
+    assert command("checkpoint", "convert", "hf", "--out", "converted")[0] == 0
+    seen: list[list[int]] = []
+
+    def generate(model: Any, ids: list[int], count: int, stops: Any, *rest: Any) -> Iterator[int]:
+        seen.append([*ids, *stops])
+        return iter(tokenizer.encode("fine").tolist())
+
+    monkeypatch.setattr("weft.generate.engine.generate", generate)
+    Path("talk.json").write_text('[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]')
+    for name in ("hf", "out", "run", "converted"):
+        said = command("generate", "--from", name, "--chat", "--prompt", "Hi", "--system", "Be brief.")
+        assert said[:2] == (0, "fine\n"), said
+        assert command("generate", "--checkpoint", name, "--chat", "--prompt-file", "talk.json")[0] == 0
+    written = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert seen == [[*tokenizer.encode(written, special=True), 301, 0]] * 8
+    # What a user says is no special token.
+    command("generate", "--from", "hf", "--chat", "--prompt", "<|im_end|>")
+    assert seen[-1].count(301) == 2
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--prompt-file", "bad.json"], "the conversation is not JSON"),
+    (["--prompt-file", "none.json"], "has no messages; give a list of objects"),
+    (["--prompt-file", "odd.json"], "message 2 of the conversation is no object with 'role' and 'content'"),
+    (["--prompt", "Hi"], "hf has no chat template; leave out --chat"),
+])  # fmt: skip
+def test_conversations_that_cannot_be_continued(
+    tiny: str, command: Command, tmp_path: Path, words: list[str], said: str
+) -> None:
+    tokenizer = load_tokenizer("bytes")
+    shape = ModelShape(vocab=tokenizer.vocab, layers=1, embed=16, heads=2, ffn=16)
+    export(write.weights_of(shape), shape, tmp_path / "hf", files=tokenizer.files())
+    for name, text in (("bad", "{"), ("none", '{"messages": []}'), ("odd", '[{"role": "user"}, 3]')):
+        Path(f"{name}.json").write_text(text)
+    code, _, err = command("generate", "--from", "hf", "--chat", *words)
+    assert code in (1, 2) and said in err and "\n" not in err.strip()
+    code, _, err = command("generate", "--from", "hf", "--system", "x", "--prompt", "y")
+    assert code == 2 and "--system is for --chat" in err
+
+
+def test_the_hub_is_asked_last_and_offline_it_is_one_line(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    asked: list[Any] = []
+
+    def snapshot(repository: str, revision: str | None = None, **more: Any) -> str:
+        asked.append((repository, revision))
+        raise hub.errors.LocalEntryNotFoundError("no network")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    code, _, err = command("generate", "--from", "nobody/none@v2", "--prompt", "x")
+    assert code == 1 and asked == [("nobody/none", "v2")]
+    assert re.search(r"nobody/none@v2 is no folder here, and the Hugging Face hub cannot be reached", err)
+    assert "\n" not in err.strip() and "go online, or give a folder or a GGUF file" in err
+    Path("runs").mkdir()
+    code, _, err = command("generate", "--from", "runs/none", "--prompt", "x")  # a mistake, and no model of somebody
+    assert code == 1 and len(asked) == 1 and "runs/none does not exist" in err
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    code, _, err = command("export", "--from", "nobody/none", "--out", "out")
+    assert code == 1 and "pip install 'weft[hub]'" in err and not Path("out").exists()

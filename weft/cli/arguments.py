@@ -28,3 +28,11 @@ _set = typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a recip
 Overrides = Annotated[list[str] | None, _set]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+_named = (
+    "A run, a checkpoint (folder or s3://...), a Hugging Face folder, a GGUF file, or an id of the hub (owner/name)."
+)
+ModelName = typer.Option("--checkpoint", "--from", metavar="MODEL", help=_named)
+
+_from = "Start from this model (a folder, a GGUF file, an id of the hub) and its tokenizer, not from the recipe's."
+FromModel = Annotated[str | None, typer.Option("--from", metavar="MODEL", help=_from)]

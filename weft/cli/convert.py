@@ -7,13 +7,21 @@ import typer
 
 from weft.errors import UsageError, nearest
 
-_from = typer.Option("--from", help="weft, hf, dcp, deepspeed, megatron or gguf; guessed if left out.")
+_from = typer.Option(
+    "--kind", "--from", metavar="KIND", help="weft, hf, dcp, deepspeed, megatron or gguf; guessed if left out."
+)
+_source = "A checkpoint of Weft's or of another program, or an id of the Hugging Face hub."
 _config = typer.Option(help="The model's config.json, if none lies beside SOURCE.")
 _out = typer.Option(help="The folder to make; with --to weft also s3://...")
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint of Weft's or of another program.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="A checkpoint of Weft's or of another program, or an id of the Hugging Face hub."
+        ),
+    ],
     out: Annotated[str, _out],
     kind: Annotated[str | None, _from] = None,
     to: Annotated[str, typer.Option(help="weft, hf or dcp.")] = "weft",

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.arguments import ModelName
 from weft.cli.console import warn
 
 
 def export(
-    checkpoint: Annotated[str, typer.Option(help="A run folder or a checkpoint; or s3://...")],
-    out: Annotated[Path, typer.Option(help="The folder to make.")],
+    checkpoint: Annotated[str, ModelName], out: Annotated[Path, typer.Option(help="The folder to make.")]
 ) -> int:
     """Write a checkpoint as a Hugging Face model: safetensors, config and tokenizer."""
     from weft.generate.model import export_model

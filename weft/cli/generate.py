@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from weft.cli.arguments import ModelName
 from weft.cli.console import warn
 from weft.errors import UsageError
 from weft.train.launch import launch
@@ -19,16 +20,18 @@ if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
     from weft.checkpoint.s3 import Where
     from weft.recipe import Generate
 
+_chat = "The prompt is what a user says (or a .json file with messages): apply the chat template, print the answer."
+
 #: Seconds that ranks wait for each other.
 WAIT_S = 1800
 
 
 def generate(
-    checkpoint: Annotated[
-        str, typer.Option(help="A run, a checkpoint (folder or s3://...), or a Hugging Face folder.")
-    ],
+    checkpoint: Annotated[str, ModelName],
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with it; not printed.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help=_chat)] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: what the model is told first.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 120,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many; 0 means all.")] = 40,
@@ -39,6 +42,7 @@ def generate(
     import torch
 
     from weft.generate import engine
+    from weft.generate.chat import chat_ids, read_messages
     from weft.generate.model import open_model, tokenizer_of
     from weft.generate.spread import check_spread
     from weft.layout.layout import Layout
@@ -50,21 +54,28 @@ def generate(
     check_spread(spread, ModelShape())
     if spread.world > 1 and not in_ranks():
         return launch(sys.argv[1:], spread.world)
+    if system is not None and not chat:
+        raise UsageError("--system is for --chat, whose template says where it belongs")
     try:
         text = prompt if prompt_file is None else prompt_file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompt-file {prompt_file} cannot be read: {error}") from None
     assert text is not None
+    messages, tools = [{"role": "user", "content": text}], None
+    if chat and prompt_file is not None and prompt_file.suffix == ".json":
+        messages, tools = read_messages(text)
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
     with joined(device, WAIT_S) if spread.world > 1 else nullcontext():
         if spread.world > 1 and device == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"
         model, files = open_model(checkpoint, device, warn)
         tokenizer = tokenizer_of(files, checkpoint)
         check_spread(spread, model.shape)
-        ids = tokenizer.prompt_ids(text)
+        ids = chat_ids(tokenizer, messages, tools, checkpoint) if chat else tokenizer.prompt_ids(text)
         clock = [time.perf_counter()]
         fresh = _timed(engine.generate(model, ids, tokens, tokenizer.stops, temperature, top_k, seed, spread), clock)
-        if prompt:
+        if prompt and not chat:
             _say(prompt)
         for piece in engine.stream_text(tokenizer, fresh):
             _say(piece)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from weft.cli.arguments import LayoutText, Overrides, RecipeFile
+from weft.cli.arguments import FromModel, LayoutText, Overrides, RecipeFile
 from weft.errors import UsageError
 from weft.train.launch import launch
 from weft.train.ranks import in_ranks
@@ -27,6 +27,7 @@ def train(
     recipe: RecipeFile,
     layout: LayoutText = None,
     overrides: Overrides = None,
+    origin: FromModel = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/NAME by default.")] = None,
     resume: Annotated[str | None, _resume] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help=_ranks)] = None,
@@ -35,7 +36,7 @@ def train(
     """Train a model. Starts one process per rank, or joins those of torchrun or Slurm."""
     from weft.recipe import load_recipe
 
-    given = load_recipe(recipe, overrides or [], layout)
+    given = load_recipe(recipe, overrides or [], layout, origin)
     argv = sys.argv[1:]
     if "layout" not in given.model_fields_set:
         from weft.train.start import planned

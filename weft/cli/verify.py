@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.arguments import AsJson, LayoutText, Overrides, RecipeFile
+from weft.cli.arguments import AsJson, FromModel, LayoutText, Overrides, RecipeFile
 from weft.errors import UsageError, WeftError, nearest
 from weft.train.failure import is_secondary
 from weft.train.launch import launch
@@ -28,6 +28,7 @@ def verify(
     recipe: RecipeFile,
     layout: LayoutText = None,
     overrides: Overrides = None,
+    origin: FromModel = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     types: Annotated[bool, typer.Option("--types", help=_types_help)] = False,
     dtype: Annotated[str, typer.Option(help="float64 (to 1e-10) or float32 (to 5e-5).")] = "float64",
@@ -45,7 +46,7 @@ def verify(
         raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, TOLERANCE)}")
     if cases is not None:
         return _random(recipe, cases, first, seed, minutes, dtype, as_json)
-    given = load_recipe(recipe, overrides or [], layout)
+    given = load_recipe(recipe, overrides or [], layout, origin)
     # What is proved is the arithmetic of the layout, in a precision in which rounding cannot hide a mistake.
     given = given.model_copy(update={"train": given.train.model_copy(update={"dtype": dtype})})
     if types:

@@ -13,6 +13,7 @@ from weft.checkpoint.convert.gguf_file import gguf_shape, read_gguf
 from weft.checkpoint.convert.rules import LAYER, Shard, TensorSource, logical_tensor, rule_and_names, sources_by_name
 from weft.checkpoint.convert.shards import Inert, Reader, Stored, as_stored, byte_range, load_tree, stored
 from weft.checkpoint.format import MOMENTS, ROOT
+from weft.checkpoint.hub import local_path
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import LocalStorage, Storage
 from weft.checkpoint.store import candidates, model_of, open_checkpoint, stored_files
@@ -89,7 +90,8 @@ def open_foreign(source: Where, kind: str | None = None, config: Path | None = N
 
     Only Weft's own checkpoints can be elsewhere than in a folder.
     """
-    place, path = open_storage(source), Path(str(source))
+    source = local_path(str(source))
+    place, path = open_storage(source), Path(source)
     elsewhere = not isinstance(place, LocalStorage)
     if not (elsewhere or path.exists()):
         raise WeftError(f"{path} does not exist; give a checkpoint")
