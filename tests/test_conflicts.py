@@ -44,6 +44,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "balance with pp": ("pp=2,zero=1,balance=greedy", ""),
     "balance with Ulysses": ("cp=2,zero=1,balance=greedy,context=ulysses", ""),
     "balance with linear attention": ("cp=2,zero=1,balance=greedy", "model.mixer=linear"),
+    "window with linear attention": ("", "model.window=4 model.mixer=linear"),
     "balance with compile": ("cp=2,zero=1,balance=greedy", "train.compile=true"),
 }
 

@@ -149,8 +149,6 @@ class ModelShape(Section):
             raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {derived['kv_heads']}")
         if derived["head_dim"] % 2:
             raise ValueError(f"head_dim = {derived['head_dim']} must be even for rotary position embedding")
-        if self.window and any(self.mixer_of(i) != "softmax" and self.window_of(i) for i in range(self.layers)):
-            raise ValueError(f"window = {self.window} is for softmax attention; leave out window or mixer")
         return self
 
 

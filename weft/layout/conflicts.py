@@ -199,6 +199,10 @@ RULES: tuple[Rule, ...] = (
     Rule("balance with linear attention", "layout shape", lambda a: bool(a.layout.balance) and _linear(a),
          "layout.balance = {0.layout.balance!r} does not go together with linear attention, whose states cross all of "
          "cp", "leave layout.balance out"),
+    Rule("window with linear attention", "layout shape",
+         lambda a: any(a.shape.mixer_of(i) != "softmax" and a.shape.window_of(i) for i in range(a.shape.layers)),
+         "model.window = {0.shape.window} is for softmax attention, and model.mixer = {0.shape.mixer!r} sums up all "
+         "that it has seen", "leave one of them out"),
     Rule("balance with compile", "layout train", lambda a: bool(a.layout.balance) and a.train.compile,
          "layout.balance = {0.layout.balance!r} does not go together with train.compile: every pass has a length and a "
          "group of its own", "leave out one of them"),

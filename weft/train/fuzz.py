@@ -89,6 +89,13 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "model.qk_norm": _any(True, False),
     "model.mixer": _any("softmax", "linear", "retention"),
     "model.softmax_every": _any(2),
+    "model.window": _any(1, 4, 9),
+    "model.full_every": _any(2),
+    "model.window_theta": _any(100.0),
+    "model.activation": _any("gelu"),
+    "model.norm_after": _any(True),
+    "model.scaled_embedding": _any(True),
+    "model.query_dim": _any(3.0),
 }
 
 #: How often a setting is drawn where it can be; what has gone wrong before, and seldom shows, more often.
