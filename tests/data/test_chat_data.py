@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,11 +188,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_thousand_bad_lines_are_each_named_by_file_and_line(folder: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(folder / "tokenizer"))
+@pytest.mark.parametrize("count", [len(MISTAKES) + len(BROKEN), pytest.param(1000, marks=pytest.mark.slow)])
+def test_bad_lines_are_each_named_by_file_and_line(tmp_path: Path, count: int) -> None:
+    tokenizer = replace(load_tokenizer("bytes"), chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     good = json.dumps({"messages": [USER, ASSISTANT]}).encode()
-    lines = bad_lines()
-    assert len(lines) == 1000
+    lines = bad_lines()[:count]
+    assert len(lines) == count
     for number, (line, word) in enumerate(lines):
         file = tmp_path / "chats.jsonl"
         at = number % 7
