@@ -157,18 +157,19 @@ class Source(Section):
 
     ``tokens`` reads memory-mapped token ids (see ``weft.data.tokens``); ``huggingface`` a dataset saved to disk;
     ``chat`` conversations, of which only the assistant's words are learned (docs/chat.md): ``form`` is their form, if
-    it is not to be seen from each record, ``field`` the messages' name, if it is none of the usual.
+    it is not to be seen from each record, ``field`` the messages' name, if it is none of the usual. Of the form
+    ``docstrings`` are questions about Python code, without ``path`` about the standard library.
     """
 
     kind: Literal["stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat"] = "stdlib"
     path: str | None = None
     field: str = "text"
     weight: PositiveFloat = 1.0
-    form: Literal["auto", "messages", "prompt", "sharegpt", "alpaca", "adp", "atif"] = "auto"
+    form: Literal["auto", "messages", "prompt", "sharegpt", "alpaca", "adp", "atif", "docstrings"] = "auto"
 
     @model_validator(mode="after")
     def _path(self) -> Self:
-        if self.kind != "stdlib" and not self.path:
+        if self.kind != "stdlib" and self.form != "docstrings" and not self.path:
             raise ValueError(f"a source of kind {self.kind!r} needs 'path'")
         return self
 

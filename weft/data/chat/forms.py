@@ -89,6 +89,7 @@ _FORMS: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Conversat
     "messages": (("messages",), lambda record: _messages(record, "messages")),
     "sharegpt": (("conversations",), _sharegpt),
     "prompt": (("prompt", "completion"), _prompt),
+    "docstrings": (("prompt", "completion"), _prompt),
     "alpaca": (("instruction", "output"), _alpaca),
 }
 
