@@ -365,10 +365,23 @@ class Observe(Section):
 
 
 class Generate(Section):
+    """What the model writes at the end of the run: after ``prompt``, or after each of ``prompts``.
+
+    ``chat``: prompts are what a user says, and the chat template is applied. ``before``: what the model of
+    ``model.from`` writes stands beside it.
+    """
+
     prompt: str = "def "
+    prompts: tuple[str, ...] = ()
+    chat: bool = False
+    before: bool = False
     tokens: PositiveInt = 120
     temperature: float = Field(0.8, ge=0)
     top_k: int = Field(40, ge=0)
+
+    @property
+    def all_prompts(self) -> tuple[str, ...]:
+        return self.prompts or (self.prompt,)
 
 
 class Recipe(Section):

@@ -49,9 +49,12 @@ def _about(section: Section) -> str:
 
 def _defaults(section: Section, given: dict[str, Any]) -> str:
     """A commented line for every field that ``given`` leaves out."""
+    settings = {f.alias or name: (f, getattr(section, name)) for name, f in type(section).model_fields.items()}
+    if given.keys() - settings.keys():  # those of the only source
+        settings.pop("sources")
     lines = [
-        f"#{name} = {_toml(getattr(section, name))}".ljust(34) + _note(field)
-        for name, field in type(section).model_fields.items()
+        f"#{name} = {_toml(value)}".ljust(34) + _note(field)
+        for name, (field, value) in settings.items()
         if name not in given
     ]
     return "".join(line.rstrip() + "\n" for line in lines)

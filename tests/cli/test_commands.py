@@ -133,7 +133,8 @@ def test_train_report_generate_resume(tiny: str, tmp_path: Path) -> None:
     assert records["split"] and head["layout"] == "shard=2" and head["peak_flops"] is None
     assert head["command"] == f"weft train {tiny} --layout shard=2 --out run" and head["host"] and head["versions"]
     assert all(0 < r["memory_now_gib"] <= r["memory_gib"] + 0.01 for r in records["train"])
-    assert records["sample"][0]["prompt"] == "ab" and records["sample"][0]["text"].strip() in done.stdout
+    assert records["sample"][0]["samples"][0]["prompt"] == "ab"
+    assert records["sample"][0]["samples"][0]["text"].strip() in done.stdout
     assert (tmp_path / "run/report.html").stat().st_size > 1_000_000
     assert "already holds something" in weft("train", tiny, "--layout", "shard=2", "--out", "run").stderr
 

@@ -74,7 +74,9 @@ def fake_run(
                 if step % 100 == 0:
                     metrics.log("event", step, message=f"checkpoint saved to {run.name}/step-{step}")
             if end == steps:
-                metrics.log("sample", end, prompt="def read(", text="path):\n    <b>return</b> open(path)")
+                shown = [{"prompt": "def read(", "text": "path):\n    <b>return</b> open(path)"}]
+                shown.append({"prompt": "What is <it>?", "text": " Now & then.", "before": "Nothing. "})
+                metrics.log("sample", end, samples=shown)
             metrics.close()
         clock[0] += 3600
     return run
@@ -95,7 +97,8 @@ def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> No
     assert drawn == (TITLES if complete else [t for t in TITLES[:-3] if t != "Step time"])
     for text in ("llama-tiny &lt;zigzag&gt;", "shard=2,cp=2", "4 ranks", "NVIDIA H200", "12.3M (12,345,678)", "run-7",
                  "node-7, Linux 6.1", "PyTorch 2.13", "0123456789ab with changes", "weft train a.toml", "/home/me",
-                 "<i>def read(</i>path):\n    &lt;b&gt;return"):  # fmt: skip
+                 "<i>def read(</i>path):\n    &lt;b&gt;return", "What is &lt;it&gt;?",
+                 '<pre class="sample">Nothing.</pre>', '<pre class="sample">Now &amp; then.</pre>'):  # fmt: skip
         assert text in body
     if complete:
         for text in ("400 of 400", "3.28M (3,276,800)", "resumed from checkpoint step-250", "2:40 in 2 attempts"):

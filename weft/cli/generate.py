@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from weft.cli.arguments import ModelName
 from weft.cli.console import warn
@@ -106,18 +108,23 @@ def _timed(ids: Iterator[int], clock: list[float]) -> Iterator[int]:
         yield i
 
 
-def say_sample(checkpoint: "Where", settings: "Generate") -> str:
-    """Show a few lines from a freshly trained model, and return what it wrote after the prompt."""
-    from weft.generate.engine import generate, stream_text
-    from weft.generate.model import open_model, tokenizer_of
+def say_samples(checkpoint: "Where", settings: "Generate", origin: str | None) -> list[dict[str, str]]:
+    """Show what a trained model writes, beside what that of ``origin`` does if the settings ask; prompts and texts."""
+    from weft.generate.samples import samples
 
-    model, files = open_model(checkpoint, "cpu", warn)
-    tokenizer = tokenizer_of(files, checkpoint)
-    ids = tokenizer.prompt_ids(settings.prompt)
-    fresh = generate(model, ids, settings.tokens, tokenizer.stops, settings.temperature, settings.top_k)
-    text = "".join(stream_text(tokenizer, fresh))
+    written = samples(checkpoint, settings, warn)
+    found = [{"prompt": p, "text": t} for p, t in zip(settings.all_prompts, written, strict=True)]
     console = Console(highlight=False, soft_wrap=True)
-    console.rule("the model writes", style="dim", align="left")
-    console.print(settings.prompt + text, markup=False)
+    if settings.before and origin is not None:
+        for shown, before in zip(found, samples(origin, settings, warn), strict=True):
+            shown["before"] = before
+        table = Table("asked", f"before, by {origin}", "after", show_lines=True)
+        for shown in found:
+            table.add_row(*(Text(shown[key].strip()) for key in ("prompt", "before", "text")))
+        Console(highlight=False).print(table)
+        return found
+    for shown in found:
+        console.rule("the model writes", style="dim", align="left")
+        console.print(shown["prompt"] + ("\n" if settings.chat else "") + shown["text"], markup=False)
     console.rule(style="dim")
-    return text
+    return found

@@ -95,11 +95,11 @@ def _conclude(recipe: "Recipe", outcome: "Outcome") -> None:
         first, last = outcome.validations[0], outcome.validations[-1]
         say(f"validation loss {first:.3f} -> {last:.3f} ({last / first:.0%} of its first value)")
     if recipe.generate and outcome.checkpoint and not outcome.interrupted:
-        from weft.cli.generate import say_sample
+        from weft.cli.generate import say_samples
 
-        sample = say_sample(outcome.checkpoint, recipe.generate)
+        shown = say_samples(outcome.checkpoint, recipe.generate, recipe.model.origin)
         metrics = Metrics(outcome.run)
-        metrics.log("sample", outcome.progress.step, prompt=recipe.generate.prompt, text=sample)
+        metrics.log("sample", outcome.progress.step, samples=shown)
         metrics.close()
     say(f"checkpoint  {outcome.checkpoint}\nreport      {write_report(outcome.run)}")
     if traces := sorted(outcome.run.glob("trace/*.json")):

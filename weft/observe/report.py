@@ -46,7 +46,7 @@ def render_runs(runs: Sequence[Run], **values: Any) -> str:
     from plotly.offline import get_plotlyjs
 
     drawn = charts(runs) + (checkpoint_charts(runs[0].records) if len(runs) == 1 else [])
-    samples = [(r.name, last["prompt"], last["text"]) for r in runs for last in r.records.get("sample", [])[-1:]]
+    samples = [(r.name, last.get("samples", [last])) for r in runs for last in r.records.get("sample", [])[-1:]]
     names = [run.name for run in runs]
     return render("observe/report.html", plotly=get_plotlyjs(), charts=drawn, samples=samples, names=names, **values)
 
