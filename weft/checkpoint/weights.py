@@ -6,8 +6,11 @@ from pathlib import Path
 
 import torch
 
+from weft.checkpoint.base import check_unchanged
+from weft.checkpoint.convert.peft import CONFIG, PeftAdapter, is_adapter
 from weft.checkpoint.convert.sources import Foreign, kind_of, open_foreign
 from weft.checkpoint.hub import is_of_hub, local_path
+from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import candidates, model_of, open_checkpoint, stored_files
@@ -16,8 +19,9 @@ from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.parts import NAMES, TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
+from weft.models.adapters import INFIX
 from weft.models.hf import hf_values, tokenizer_files
-from weft.models.values import Values, with_adapter
+from weft.models.values import Values, seeded_values, with_adapter
 from weft.recipe import ModelShape, Recipe
 
 
@@ -43,7 +47,12 @@ def is_foreign(where: str) -> bool:
     if not isinstance(open_storage(where), LocalStorage):
         return False
     path = Path(where)
-    return path.suffix == ".json" or (path / "config.json").is_file() or kind_of(path) not in ("weft", None)
+    return (
+        is_adapter(path)
+        or path.suffix == ".json"
+        or (path / "config.json").is_file()
+        or kind_of(path) not in ("weft", None)
+    )
 
 
 def open_pretrained(name: Where) -> Pretrained:
@@ -52,16 +61,28 @@ def open_pretrained(name: Where) -> Pretrained:
     place, path = open_storage(where), Path(where)
     if path.suffix == ".json":
         return Pretrained(str(name), shape_from_config(path), None, tokenizer_files(path.parent))
+    if is_adapter(path):
+        return _of_peft(str(name), path)
     kind = kind_of(path) if isinstance(place, LocalStorage) else "weft"
     if kind is None and (path / "config.json").is_file():
         raise WeftError(f"{path} has no weights (*.safetensors); to start from new ones, name its config.json")
     if kind == "weft":
-        return _of_weft(str(name), where)
+        return of_checkpoint(open_checkpoint(candidates(open_storage(where))[0]), str(name))
     if kind == "hf":
         shape = shape_from_config(path)
         return Pretrained(str(name), shape, hf_values(path, shape), tokenizer_files(path))
     foreign = open_foreign(where, kind)
     return Pretrained(str(name), foreign.model, _boxes(foreign), foreign.files)
+
+
+def base_name(name: Where) -> str | None:
+    """The name of the model under the adapter called ``name``, if it has one."""
+    where = local_path(str(name))
+    if is_adapter(Path(where)):
+        return PeftAdapter(Path(where)).base
+    base = open_checkpoint(candidates(open_storage(where))[0]).meta.get("base") or {}
+    found: str | None = base.get("from")
+    return found
 
 
 def shape_named(name: str) -> ModelShape:
@@ -72,12 +93,16 @@ def shape_named(name: str) -> ModelShape:
 
 def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
     """What a run of ``recipe`` begins with: given weights, and a new adapter beside them; None if all are drawn."""
-    values = None if recipe.model.origin is None else open_pretrained(recipe.model.origin).values
-    return None if values is None else with_adapter(values, shape, recipe.train.seed)
+    pretrained = None if recipe.model.origin is None else open_pretrained(recipe.model.origin)
+    if pretrained is None or pretrained.values is None:
+        return None
+    begun = pretrained.shape.adapter is not None
+    return pretrained.values if begun else with_adapter(pretrained.values, shape, recipe.train.seed)
 
 
-def _of_weft(name: str, where: str) -> Pretrained:
-    checkpoint = open_checkpoint(candidates(open_storage(where))[0])
+def of_checkpoint(checkpoint: StoredCheckpoint, name: str = "") -> Pretrained:
+    """The model that a checkpoint of Weft's is of; of an adapter, with the base that lies elsewhere."""
+    shape, base = model_of(checkpoint), checkpoint.meta.get("base")
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
         stored = checkpoint.tensors.get(f"model.{name}")
@@ -85,7 +110,44 @@ def _of_weft(name: str, where: str) -> Pretrained:
         checkpoint.load({f"model.{name}": Part(out, box, Tensor(logical.shape, NAMES[out.dtype]))})
         return out
 
-    return Pretrained(name, model_of(checkpoint), values, stored_files(checkpoint))
+    files, name = stored_files(checkpoint), name or str(checkpoint)
+    if shape.adapter is None or base is None:
+        return Pretrained(name, shape, values, files)
+    if base["from"] is None:
+        return Pretrained(name, shape, _beside(seeded_values(base["seed"]), values, shape), files)
+    check_unchanged(checkpoint, base["from"])
+    return Pretrained(name, shape, _beside(_base(name, base["from"]), values, shape), files)
+
+
+def _of_peft(name: str, folder: Path) -> Pretrained:
+    found = PeftAdapter(folder)
+    if found.base is None:
+        raise WeftError(f"{folder} does not say which model it is for; set base_model_name_or_path in its {CONFIG}")
+    base = open_pretrained(found.base)
+    if base.values is None or base.shape.adapter is not None:
+        raise WeftError(f"{folder} is an adapter for {found.base}, which has no weights of its own")
+    shape = base.shape.model_copy(update={"adapter": found.adapter, "origin": name})
+    return Pretrained(name, shape, _beside(base.values, found.values(shape), shape), base.files)
+
+
+def _base(adapter: str, name: str) -> Values:
+    """The values of the model under an adapter."""
+    try:
+        values = open_pretrained(name).values
+    except WeftError as error:
+        raise WeftError(f"{adapter} is an adapter, and its base model cannot be read: {error}") from None
+    assert values is not None
+    return values
+
+
+def _beside(base: Values, adapter: Values, shape: ModelShape) -> Values:
+    """``base`` (as ``shape`` stores it), and what is beside its weights."""
+    stored = with_adapter(base, shape, 0)
+
+    def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
+        return (adapter if INFIX in name else stored)(name, logical, box)
+
+    return values
 
 
 def _boxes(foreign: Foreign) -> Values:

@@ -10,11 +10,13 @@ from weft.cli.console import warn
 
 
 def export(
-    checkpoint: Annotated[str, ModelName], out: Annotated[Path, typer.Option(help="The folder to make.")]
+    checkpoint: Annotated[str, ModelName],
+    out: Annotated[Path, typer.Option(help="The folder to make.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its model, and write that.")] = False,
 ) -> int:
-    """Write a checkpoint as a Hugging Face model: safetensors, config and tokenizer."""
+    """Write a checkpoint as a Hugging Face model: safetensors, config and tokenizer. An adapter alone, as PEFT does."""
     from weft.generate.model import export_model
 
-    export_model(checkpoint, out, warn)
+    export_model(checkpoint, out, warn, merge)
     typer.echo(out)
     return 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from weft.checkpoint.base import base_of_run
 from weft.checkpoint.checkpoints import Checkpoints
 from weft.checkpoint.lease import Lease
 from weft.checkpoint.levels import check_hosts, open_levels
@@ -80,6 +81,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             "world": mesh.layout.world,
             "data": job.corpus.fingerprint,
         }
+        if base := base_of_run(recipe, job.shape):
+            about["base"] = base
         mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
         signals = stack.enter_context(Signals().watch())
         recorder = stack.enter_context(Recorder(job, mesh, run.folder, resumed.progress, about))

@@ -6,6 +6,7 @@ All of it is looked at before ranks start and again, and then taken, by rank 0.
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from weft.checkpoint.base import base_of_run, check_same_base
 from weft.checkpoint.checkpoints import Listener
 from weft.checkpoint.lease import FOLDER, Lease
 from weft.checkpoint.levels import LevelStore, check_levels, levels_of
@@ -52,8 +53,14 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
     if not run.fresh:
         checkpoint = open_checkpoint(candidates(*run.sources, warn=lambda text: None)[0])
         if _is_readable(checkpoint):
-            check_goes_on(checkpoint, job.shape, job.corpus.tokenizer, job.recipe.optimizer)
+            _check(checkpoint, job)
     return job
+
+
+def _check(checkpoint: StoredCheckpoint, job: Job) -> None:
+    """Refuse to go on from a checkpoint of another model, of one beside another base, or of another tokenizer."""
+    check_goes_on(checkpoint, job.shape, job.corpus.tokenizer, job.recipe.optimizer)
+    check_same_base(checkpoint, base_of_run(job.recipe, job.shape))
 
 
 def _is_readable(checkpoint: StoredCheckpoint) -> bool:
@@ -106,7 +113,7 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
         run.sources,
         lambda checkpoint: load_state(checkpoint, state, mesh.step_group),
         notes.append,
-        lambda checkpoint: check_goes_on(checkpoint, job.shape, job.corpus.tokenizer, job.recipe.optimizer),
+        lambda checkpoint: _check(checkpoint, job),
         mesh.step_group,
     )
     notes.append(f"resumed from {checkpoint} at step {progress.step}")

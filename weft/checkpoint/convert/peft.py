@@ -1,6 +1,7 @@
 """Adapters as PEFT has them: ``adapter_model.safetensors`` and ``adapter_config.json`` in a folder, in and out."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.model_config import read_json
 from weft.models.adapters import INFIX, PROJECTIONS, base_weight, is_target, projections
-from weft.models.hf import hf_name
+from weft.models.hf import TOKENIZER_FILES, hf_name
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.new_folder import new_folder
@@ -96,8 +97,14 @@ class PeftAdapter:
         return values
 
 
-def write_adapter(tensors: Mapping[str, torch.Tensor], shape: ModelShape, base: str | None, folder: Path) -> None:
-    """Write the adapter's ``tensors`` (by Weft's names) as PEFT reads them; ``base``: the model that they are for."""
+def write_adapter(
+    tensors: Mapping[str, torch.Tensor], shape: ModelShape, base: str | None, folder: Path,
+    files: Mapping[str, bytes] | None = None,
+) -> None:  # fmt: skip
+    """Write the adapter's ``tensors`` (by Weft's names) as PEFT reads them, with the tokenizer's ``files``.
+
+    ``base`` names the model that they are for.
+    """
     adapter = shape.adapter
     assert adapter is not None
     paths = [p for p in projections(shape) if any(is_target(t, p) for t in adapter.targets)]
@@ -115,4 +122,7 @@ def write_adapter(tensors: Mapping[str, torch.Tensor], shape: ModelShape, base: 
     found = {peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if INFIX in name}
     with new_folder(folder) as draft:
         (draft / TENSORS).write_bytes(save(found, {"format": "pt"}))
+        for name, content in (files or {}).items():
+            if re.fullmatch(TOKENIZER_FILES, name):
+                (draft / name).write_bytes(content)
         (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -183,6 +183,11 @@ def _weft(where: Where, config: Path | None) -> Foreign:
     def under(prefix: str) -> dict[str, TensorSource]:
         return sources_by_name({n.removeprefix(prefix): [shard(n)] for n in checkpoint.tensors if n.startswith(prefix)})
 
+    if model_of(checkpoint).adapter is not None:
+        raise WeftError(
+            f"{checkpoint} is an adapter alone; weft export writes it as PEFT has it, and with --merge as a Hugging "
+            "Face model, which can be converted"
+        )
     moments = {moment: found for moment in MOMENTS if (found := under(f"optimizer.{moment}."))}
     step = int(checkpoint.meta.get("progress", {}).get("step", 0))
     files = stored_files(checkpoint)
