@@ -126,8 +126,8 @@ def _completed(recipe: Recipe, pretrained: "Pretrained | None") -> ModelShape:
     shape = _base_shape(recipe.model, pretrained)
     if recipe.adapter is not None and shape.adapter not in (None, recipe.adapter):
         raise UsageError(
-            f"model.from = {recipe.model.origin!r} has an adapter already, {shape.adapter!s}; leave out [adapter] "
-            "to go on with it, or merge it first: weft export --merge"
+            f"model.from = {recipe.model.origin!r} has an adapter of rank {shape.adapter.rank} already; leave out "
+            "[adapter] to go on with it, or merge it first: weft export --merge"
         )
     return shape if recipe.adapter is None else shape.model_copy(update={"adapter": recipe.adapter})
 
