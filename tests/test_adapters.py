@@ -16,6 +16,7 @@ from weft.models.adapters import merged_parameters
 from weft.recipe import Recipe, Train, build_recipe
 from weft.train.setup import assemble, prepare
 from weft.train.types import check_types
+from weft.train.verify import run_layout
 
 KINDS = ["lora", "dora", "qlora"]
 #: What each kind is tried under; the first three are the quick ones.
@@ -113,6 +114,26 @@ def test_frozen_by_pattern(pool: Any, corpus: str) -> None:
         assert found.ok, found
         found = pool.run(2, learned, settings.model_dump(mode="json"))
         assert all(names and not any(n.startswith(("embedding", "blocks.0.")) for n in names) for names in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", [{"shard": 2}, {"pp": 2}], ids=str)
+def test_frozen_weights_are_held_in_bfloat16(pool: Any, corpus: str, layout: dict[str, int], kind: str) -> None:
+    settings = adapted(corpus, kind, {"layout": layout, "train__dtype": "bfloat16"})
+    losses, types = pool.run(2, in_bfloat16, settings.model_dump(mode="json"))[0]
+    assert all(4.5 < loss < 6 for loss in losses)
+    assert types == {(True, torch.float32), (False, torch.bfloat16), *[(False, torch.uint8)][: kind == "qlora"]}
+
+
+def in_bfloat16(values: dict[str, Any]) -> tuple[list[float], set[tuple[bool, torch.dtype]]]:
+    """The losses of two steps, and in which types the state is held of what learns and of what does not."""
+    settings = build_recipe(values)
+    types: set[tuple[bool, torch.dtype]] = set()
+    mesh = Mesh.create(settings.layout, "cpu")
+    trace = run_layout(
+        prepare(settings), mesh, 2, lambda _, state: types.update((h.learns, h.local.dtype) for h in state.held)
+    )
+    return trace.losses, types
 
 
 def learned(values: dict[str, Any]) -> list[str]:

@@ -55,11 +55,11 @@ class TableUnit:
 
     def _hold(self, f: Full, offload: bool) -> Held:
         full = shard = f.parameter
+        full.data = full.data.to(self.compute)
         if self.apart:
             place = torch.device("cpu") if offload else full.device
             rows = torch.empty([hi - lo for lo, hi in f.placement.box], dtype=self.wide, device=place)
             shard = nn.Parameter(rows.pin_memory() if offload and full.is_cuda else rows, self.learns)
-            full.data = full.data.to(self.compute)
         return Held(f.name, f.logical, f.placement, shard.detach(), shard)
 
     def begin_pass(self, last: bool) -> None: ...  # the table says when
