@@ -1,0 +1,181 @@
+"""Fine-tuning SmolLM2-135M on conversations: Weft beside transformers and PEFT, by all weights and by LoRA.
+
+Both sides start from the same weights and adapters and see the same rows, one conversation each, in the same order.
+Each lives in a process of its own, for its peak of memory; they take turns, a few steps at a time. ``packed`` is Weft
+once more with several conversations in a row, which the peer would mix up.
+
+    python bench/finetune.py [--steps 8] [--turns 4] [--json bench/results/finetune.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from step import machine
+
+from weft.checkpoint.convert.peft import write_adapter
+from weft.checkpoint.weights import starting_values
+from weft.generate.model import export_model
+from weft.layout.mesh import Mesh
+from weft.recipe import Recipe, load_recipe
+from weft.train.setup import assemble, prepare
+from weft.train.step import train_step
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "finetune.json"
+METHODS = ("full", "lora")
+LR = {"full": 2e-5, "lora": 1e-3}
+
+#: One step on the rows of a number: its loss, and the tokens that were no padding.
+Step = Callable[[int], tuple[float, int]]
+
+
+def recipe_of(method: str, packed: bool, batch: int) -> Recipe:
+    given = [f"train.batch={batch}", f"data.chat.pack={str(packed).lower()}", f"optimizer.lr={LR[method]}"]
+    recipe = load_recipe(ROOT / "recipes" / "finetune.toml", given)
+    return recipe if method == "lora" else recipe.model_copy(update={"adapter": None})
+
+
+def rows_of(recipe: Recipe, step: int, loader: Any) -> Any:
+    (batch,) = loader.step(step * recipe.train.batch)
+    return batch
+
+
+def real_tokens(batch: Any) -> int:
+    """Tokens of conversations: all but the padding, which makes segments of its own behind the last label."""
+    labelled = (batch.labels != -100).long()
+    ends = labelled.size(1) - labelled.flip(1).argmax(1)
+    return int(ends.sum())
+
+
+def ours(method: str, packed: bool, batch: int, folder: str) -> Step:
+    recipe = recipe_of(method, packed, batch)
+    job, mesh = prepare(recipe), Mesh.single()
+    model, state = assemble(job.shape, mesh, recipe, starting_values(recipe, job.shape))
+    loader = job.loader(job.corpus.train, mesh)
+
+    def step(number: int) -> tuple[float, int]:
+        rows = rows_of(recipe, number, loader)
+        found = train_step(model, state, [rows], mesh, lr=LR[method], clip=0.0)
+        return found.loss, real_tokens(rows)
+
+    return step
+
+
+def theirs(method: str, packed: bool, batch: int, folder: str) -> Step:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    recipe = recipe_of(method, packed, batch)
+    job = prepare(recipe)
+    loader = job.loader(job.corpus.train, Mesh.single())
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
+    if method == "lora":
+        model = PeftModel.from_pretrained(model, f"{folder}/adapter", is_trainable=True)
+    model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    settings = recipe.optimizer
+    optimizer = torch.optim.AdamW(
+        parameters, LR[method], settings.betas, settings.eps, weight_decay=settings.weight_decay, fused=True
+    )
+
+    def step(number: int) -> tuple[float, int]:
+        rows = rows_of(recipe, number, loader)
+        mask = torch.zeros_like(rows.tokens)
+        labelled = (rows.labels != -100).long()
+        for row, end in enumerate(labelled.size(1) - labelled.flip(1).argmax(1)):
+            mask[row, :end] = 1
+        logits = model(input_ids=rows.tokens, attention_mask=mask).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.labels.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item(), real_tokens(rows)
+
+    return step
+
+
+def live(pipe: Any, make: Callable[..., Step], method: str, packed: bool, batch: int, folder: str) -> None:
+    """One side: takes the numbers of steps, gives what they came to; None ends it."""
+    torch.set_num_threads(2)
+    step = make(method, packed, batch, folder)
+    pipe.send("ready")
+    while (number := pipe.recv()) is not None:
+        begun, used = time.perf_counter(), time.process_time()
+        loss, tokens = step(number)
+        pipe.send((loss, tokens, time.perf_counter() - begun, time.process_time() - used))
+    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+
+def compared(method: str, steps: int, turns: int, batch: int, folder: str) -> dict[str, Any]:
+    """Both sides, and the packed one, in turns."""
+    sides = {"weft": (ours, False), "peer": (theirs, False), "packed": (ours, True)}
+    context, pipes = mp.get_context("spawn"), {}
+    for name, (make, packed) in sides.items():
+        pipes[name], end = context.Pipe()
+        context.Process(target=live, args=(end, make, method, packed, batch, folder), daemon=True).start()
+        pipes[name].recv()
+    seen: dict[str, list[tuple[float, int, float, float]]] = {name: [] for name in sides}
+    for turn in range(turns):
+        for name, pipe in pipes.items():
+            for number in range(turn * steps, (turn + 1) * steps):
+                pipe.send(number)
+                seen[name].append(pipe.recv())
+    found: dict[str, Any] = {
+        "losses apart": max(abs(a[0] - b[0]) for a, b in zip(seen["weft"], seen["peer"], strict=True))
+    }
+    for name, pipe in pipes.items():
+        pipe.send(None)
+        rows = seen[name][1:]  # the first one warms up
+        found[name] = {
+            "tokens_per_s": statistics.median(n / wall for _, n, wall, _ in rows),
+            "tokens_per_cpu_s": statistics.median(n / used for _, n, _, used in rows),
+            "peak_gib": pipe.recv(),
+            "losses": [loss for loss, *_ in seen[name]],
+        }
+    for measure in ("tokens_per_s", "tokens_per_cpu_s"):
+        found[f"{measure}, ratio"] = found["weft"][measure] / found["peer"][measure]
+        found[f"{measure}, ratio packed"] = found["packed"][measure] / found["peer"][measure]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3, help="of a turn")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_of("lora", False, given.batch)
+        assert recipe.model.origin is not None
+        export_model(recipe.model.origin, Path(folder, "model"), print)
+        job = prepare(recipe)
+        _, state = assemble(job.shape, Mesh.single(), recipe, starting_values(recipe, job.shape))
+        write_adapter({h.name: h.local for h in state.held}, job.shape, f"{folder}/model", Path(folder, "adapter"))
+        del state
+        for method in METHODS:
+            found = results[method] = compared(method, given.steps, given.turns, given.batch, folder)
+            print(
+                f"{method:<5} weft {found['weft']['tokens_per_s']:.0f} tokens/s, transformers"
+                f"{' + PEFT' * (method == 'lora')} {found['peer']['tokens_per_s']:.0f}: "
+                f"{found['tokens_per_s, ratio']:.2f}x ({found['tokens_per_cpu_s, ratio']:.2f}x of processor time; "
+                f"packed {found['tokens_per_s, ratio packed']:.2f}x); peak {found['weft']['peak_gib']:.2f} against "
+                f"{found['peer']['peak_gib']:.2f} GiB; losses apart {found['losses apart']:.1e}", flush=True,
+            )  # fmt: skip
+    given.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
