@@ -325,8 +325,11 @@ class Checkpoint(Level):
     """``levels``, fastest first, instead of ``to``, ``every`` and ``keep``; the last gets the final checkpoint.
 
     ``on_error``: when a save in the background fails, the run goes on with a warning or stops at the next save.
+    ``export``: what the run's folder gets at the end for other programs, in ``export``: the ``model`` as Hugging Face's
+    transformers reads it, with an adapter merged into it, or the ``adapter`` as PEFT does.
     """
 
+    export: Literal["", "model", "adapter"] = ""
     on_error: Literal["warn", "stop"] = "warn"
     levels: tuple[Level, ...] = ()
 
@@ -403,6 +406,10 @@ class Recipe(Section):
     def _together(self) -> Self:
         asked = Asked(self.layout, train=self.train, optimizer=self.optimizer)
         refuse(asked, "layout", "train", "optimizer")
+        if self.checkpoint.export == "adapter" and self.adapter is None:
+            raise ValueError("checkpoint.export = 'adapter', but there is none; use 'model', or add [adapter]")
+        if self.generate and self.generate.before and self.model.origin is None:
+            raise ValueError("generate.before is for models that start from another; set model.from, or leave it out")
         return self
 
     def rows_per_pass(self, layout: Layout) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """``weft train``: prepare, start the ranks (or be one), and say at the end what there is to see."""
 
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -101,8 +102,23 @@ def _conclude(recipe: "Recipe", outcome: "Outcome") -> None:
         metrics = Metrics(outcome.run)
         metrics.log("sample", outcome.progress.step, samples=shown)
         metrics.close()
+    if recipe.checkpoint.export and outcome.checkpoint and not outcome.interrupted:
+        say(f"exported    {_exported(recipe, outcome)}")
     say(f"checkpoint  {outcome.checkpoint}\nreport      {write_report(outcome.run)}")
     if traces := sorted(outcome.run.glob("trace/*.json")):
         say(f"trace       {traces[0].parent}: a file per rank, to open in ui.perfetto.dev")
     if measured := append(outcome.run):
         say(f"measured    {measured}: what the planner learns from")
+
+
+def _exported(recipe: "Recipe", outcome: "Outcome") -> Path:
+    """The folder with what other programs read; that of an earlier end of the same run goes."""
+    from weft.cli.console import warn
+    from weft.generate.model import export_model
+
+    out = outcome.run / "export"
+    if out.exists():
+        shutil.rmtree(out)
+    merge = recipe.checkpoint.export == "model" and recipe.adapter is not None
+    export_model(str(outcome.checkpoint), out, warn, merge)
+    return out
