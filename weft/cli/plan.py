@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft.planner.finalists import Final
     from weft.planner.own import Own
     from weft.planner.shape import Model
+    from weft.recipe import ModelShape
     from weft.rehearse.peak import Checked
     from weft.rehearse.trial import Measured
 
@@ -87,9 +88,7 @@ def plan(
         raise UsageError(f"--precision {precision!r} is not possible; {nearest(precision, bits)}")
     if batch is None or seq is None:
         raise UsageError(f"--{'batch' if batch is None else 'seq'} is missing; only a recipe says it by itself")
-    from weft.checkpoint.weights import shape_named
-
-    subject = load_model(model, shape_named)
+    subject = load_model(model, _shape_named)
     demanded = [*(pin or []), *["pp>=2"] * bool(subject.recipe.get("optimizer", {}).get("post_validation"))]
     pins = [searching.Pin.parse(text) for text in demanded]
     machines = load_cluster(cluster, gpus)
@@ -257,3 +256,10 @@ def _write_recipe(final: "Final", name: str, model: "Model", path: Path) -> None
         path.write_text(f"# Planned by: weft plan {name}. Your own data goes into [data].\n\n{write_toml(tree)}")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _shape_named(name: str) -> "ModelShape":
+    """The shape of a model that only PyTorch can read; other plans do without."""
+    from weft.checkpoint.weights import shape_named
+
+    return shape_named(name)

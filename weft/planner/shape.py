@@ -39,12 +39,11 @@ SHAPES = {name: shape_of(section) for name, section in SECTIONS.items()} | {
 DATA: dict[str, Any] = {"sources": [{"kind": "stdlib"}], "tokenizer": "bytes"}
 
 
-def load_model(name: str, named: Callable[[str], ModelShape] | None = None) -> Model:
+def load_model(name: str, named: Callable[[str], ModelShape] = lambda name: section_from_config(Path(name))) -> Model:
     """From the name of a built-in, a Weft recipe (``.toml``) or a Hugging Face ``config.json`` (or its folder).
 
     ``named`` knows the shape of all else that ``model.from`` can name, such as GGUF files and models of the hub.
     """
-    named = named or (lambda name: section_from_config(Path(name)))
     path = Path(name)
     if name in SECTIONS:
         fields = SECTIONS[name].model_dump(exclude_none=True, exclude={"mixer", "softmax_every"})

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft.layout.dims import Tensor
+from weft.layout.layout import MODEL_AXES
 from weft.layout.mesh import Mesh
 from weft.layout.parts import NAMES, Part
 from weft.parallel.state import Held
@@ -80,7 +81,7 @@ class Ranks:
         For what processors of different makes might round, or choose, differently.
         """
         there = x.to(self.mesh.device)
-        for axis in ("dp", "state", "tp"):
+        for axis in ("dp", "state", *MODEL_AXES):
             if self.mesh.size(axis) > 1:
                 group = self.mesh.group(axis)
                 dist.broadcast(there, dist.get_global_rank(group, 0), group=group)
