@@ -313,5 +313,5 @@ def test_another_layout_goes_on_with_the_same_losses(
 
 def test_another_optimizer_does_not_go_on_silently(pool: Any, corpus: str, tmp_path: Path) -> None:
     pool.run(1, go, tree(corpus, {}, optimizer__kind="lion"), str(tmp_path / "lion"))
-    with pytest.raises(WeftError, match=r"optimizer\.kind = 'adamw'.*'lion'.*model\.weights"):
+    with pytest.raises(WeftError, match=r"optimizer\.kind = 'adamw'.*'lion'.*model\.from"):
         resumed(pool, tree(corpus, {}), {}, tmp_path / "lion", tmp_path / "on")
