@@ -193,7 +193,10 @@ def _serve(conn: Connection, stacks: str, port: int, secondary: Callable[[BaseEx
         try:
             outcome = _call(rank, world, dist.PrefixStore(prefix, store), timeout, task, secondary)
             leaving = _too_many_threads()
-            conn.send(replace(outcome, leaving=leaving))
+            try:
+                conn.send(replace(outcome, leaving=leaving))
+            except ConnectionError:  # the pool has hung up in the middle of a call
+                os._exit(0)
         finally:  # after the answer: gloo takes some 20 ms to close
             gc.collect()  # a process group in a circle of references would keep its threads running
             if dist.is_initialized():
