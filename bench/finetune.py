@@ -51,11 +51,10 @@ def rows_of(recipe: Recipe, step: int, loader: Any) -> Any:
     return batch
 
 
-def real_tokens(batch: Any) -> int:
-    """Tokens of conversations: all but the padding, which makes segments of its own behind the last label."""
+def ends_of(batch: Any) -> torch.Tensor:
+    """How many tokens of every row are of conversations: all but the padding behind the last label."""
     labelled = (batch.labels != -100).long()
-    ends = labelled.size(1) - labelled.flip(1).argmax(1)
-    return int(ends.sum())
+    return labelled.size(1) - labelled.flip(1).argmax(1)
 
 
 def ours(method: str, packed: bool, batch: int, folder: str) -> Step:
@@ -67,7 +66,7 @@ def ours(method: str, packed: bool, batch: int, folder: str) -> Step:
     def step(number: int) -> tuple[float, int]:
         rows = rows_of(recipe, number, loader)
         found = train_step(model, state, [rows], mesh, lr=LR[method], clip=0.0)
-        return found.loss, real_tokens(rows)
+        return found.loss, int(ends_of(rows).sum())
 
     return step
 
@@ -91,16 +90,13 @@ def theirs(method: str, packed: bool, batch: int, folder: str) -> Step:
 
     def step(number: int) -> tuple[float, int]:
         rows = rows_of(recipe, number, loader)
-        mask = torch.zeros_like(rows.tokens)
-        labelled = (rows.labels != -100).long()
-        for row, end in enumerate(labelled.size(1) - labelled.flip(1).argmax(1)):
-            mask[row, :end] = 1
+        mask = (torch.arange(rows.tokens.size(1)) < ends_of(rows)[:, None]).long()
         logits = model(input_ids=rows.tokens, attention_mask=mask).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.labels.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item(), real_tokens(rows)
+        return loss.item(), int(ends_of(rows).sum())
 
     return step
 

@@ -18,7 +18,8 @@ from weft.layout.dims import Dim
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.memory.noise import hashed, normal
-from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, packed, rounded_bf16, unpacked
+from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, rounded_bf16, unpacked
+from weft.models.nf4 import packed
 from weft.parallel.state import Held, Resident, State
 from weft.recipe import Optimizer
 from weft.train.optim import KINDS, STATES, RuleOptimizer, slot_bytes

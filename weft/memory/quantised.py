@@ -77,13 +77,8 @@ def decoded(codes: T, scale: T, values: T) -> T:
     return values.to(scale.device, scale.dtype)[codes.int()] * scale
 
 
-def packed(codes: T) -> T:
-    """Two codes of four bits in a byte: ``[..., n] -> [..., n / 2]``."""
-    return codes[..., ::2] << 4 | codes[..., 1::2]
-
-
 def unpacked(pairs: T) -> T:
-    """The inverse of :func:`packed`."""
+    """The inverse of :func:`weft.models.nf4.packed`: ``[..., n / 2] -> [..., n]``."""
     return torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten(-2)
 
 

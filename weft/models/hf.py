@@ -1,9 +1,7 @@
 """Hugging Face folders in and out: safetensors of all that :mod:`weft.model_config` knows, by their own names."""
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -18,6 +16,7 @@ from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.model_config import config_from_shape, read_json
 from weft.models.transformer import Transformer
+from weft.new_folder import new_folder
 from weft.recipe import ModelShape
 
 #: Weft's parameter names and Hugging Face's; ``{}`` is the number of the block.
@@ -124,30 +123,20 @@ def export(
     which come along; ids of special tokens are those of their ``generation_config.json``. Tensors of one file
     (``max_file_bytes``) are held at a time. Raises :class:`WeftError` if the folder cannot be written.
     """
-    folder = folder.absolute()
-    if folder.is_dir() and any(folder.iterdir()):
-        raise WeftError(f"{folder} exists already; choose another folder")
-    get = values.__getitem__ if isinstance(values, Mapping) else values
-    files = {GENERATION: b"{}\n"} | {n: c for n, c in (files or {}).items() if re.fullmatch(TOKENIZER_FILES, n)}
-    tokens = {key: value for key, value in json.loads(files[GENERATION]).items() if key in TOKEN_IDS}
-    config = config_from_shape(shape, dtype or get(TYPICAL).dtype, tokens, max_positions)
-    draft = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
-        draft.mkdir(parents=True)
-        _write_tensors(get, shape, draft, dtype, max_file_bytes)
+    with new_folder(folder) as draft:
+        get = values.__getitem__ if isinstance(values, Mapping) else values
+        files = {GENERATION: b"{}\n"} | {n: c for n, c in (files or {}).items() if re.fullmatch(TOKENIZER_FILES, n)}
+        tokens = {key: value for key, value in json.loads(files[GENERATION]).items() if key in TOKEN_IDS}
+        config = config_from_shape(shape, dtype or get(TYPICAL).dtype, tokens, max_positions)
+        try:
+            _write_tensors(get, shape, draft, dtype, max_file_bytes)
+        except SafetensorError as error:
+            raise WeftError(f"cannot write {folder.absolute()}: {error}") from None
         for name, content in (files | {"config.json": (json.dumps(config, indent=2) + "\n").encode()}).items():
             (draft / name).write_bytes(content)
         mode = (draft / "config.json").stat().st_mode
         for file in draft.iterdir():
             file.chmod(mode)  # safetensors makes its files readable for their owner only
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
-        draft.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise WeftError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _write_tensors(

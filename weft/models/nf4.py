@@ -47,6 +47,11 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> T:
     return torch.cartesian_prod(levels, levels)
 
 
+def packed(codes: T) -> T:
+    """Two codes of four bits in a byte, the first in its high half: ``[..., n] -> [..., n / 2]``."""
+    return codes[..., ::2] << 4 | codes[..., 1::2]
+
+
 def quantized_rows(rows: T) -> tuple[T, T]:
     """Codes ``[rows, width / 2]`` (uint8, two to a byte) and scales ``[rows, width / 64]`` of ``[rows, width]``."""
     rows = rows.float().contiguous()
@@ -55,7 +60,7 @@ def quantized_rows(rows: T) -> tuple[T, T]:
     levels = torch.tensor(LEVELS)
     nearest = torch.bucketize(padded / scales.clamp(min=1e-38)[..., None], (levels[1:] + levels[:-1]) / 2)
     codes = F.pad(nearest.flatten(1)[:, : rows.shape[1]], (0, rows.shape[1] % 2)).to(torch.uint8)
-    return codes[:, ::2] << 4 | codes[:, 1::2], scales
+    return packed(codes), scales
 
 
 def quantized_scales(scales: T) -> tuple[T, T]:

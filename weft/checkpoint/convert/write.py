@@ -1,7 +1,6 @@
 """What an open checkpoint holds, written as Weft's, Hugging Face's or DCP's: one tensor in memory at a time."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from weft.layout.dims import Box, Tensor
 from weft.layout.parts import NAMES
 from weft.model_config import config_from_shape
 from weft.models.hf import TYPICAL, as_hf, export, hf_name
+from weft.new_folder import new_folder
 from weft.recipe import Recipe
 
 #: Files of a Hugging Face export hold at least this much, if a tensor is not larger.
@@ -149,27 +149,21 @@ def export_dcp(foreign: Foreign, out: Path, dtype: torch.dtype | None = None, op
         theirs = f"optimizer.state.{hf_name(name, foreign.model)}.{moment}" if moment else hf_name(name, foreign.model)
         kept = (dtype if moment is None else None) or foreign.dtype(name, moment)
         wanted[theirs], empty[theirs] = (name, moment), torch.empty(about.shape, dtype=kept, device="meta")
-    draft = out.absolute().with_name(f".{out.absolute().name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
 
     def make(theirs: str) -> torch.Tensor:
         name, moment = wanted[theirs]
         values = _read(foreign, name, moment, dtype)
         return values if moment else as_hf(name, values, foreign.model).to(values.dtype)
 
-    writer = dcp.FileSystemWriter(draft, thread_count=1, per_thread_copy_ahead=0)
     config = config_from_shape(foreign.model, dtype or foreign.dtype(TYPICAL))
     try:
-        dcp.save(empty, storage_writer=writer, planner=_Lazy(make), no_dist=True)
-        (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        draft.rename(out)
+        with new_folder(out) as draft:
+            writer = dcp.FileSystemWriter(draft, thread_count=1, per_thread_copy_ahead=0)
+            dcp.save(empty, storage_writer=writer, planner=_Lazy(make), no_dist=True)
+            (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except dcp.api.CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise first if isinstance(first, WeftError) else WeftError(f"cannot write {out}: {first}") from None
-    except OSError as error:
-        raise WeftError(f"cannot write {out}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 WRITERS: dict[str, Callable[[Foreign, Any, torch.dtype | None, bool], None]] = {

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from weft.checkpoint.format import MOMENTS
 from weft.layout.parts import Part
 from weft.memory.noise import hashed
-from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, linear_map, packed, rounded_bf16, unpacked
+from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, linear_map, rounded_bf16, unpacked
+from weft.models.nf4 import packed
 from weft.parallel.state import Held
 from weft.recipe import Optimizer
 from weft.train.rules.elementwise import AdamW
