@@ -137,7 +137,7 @@ class StageModule(nn.Module):
                 x = self.embedding(x)
             for block in self.blocks:
                 if self.plain:
-                    with patch("weft.models.transformer.project", plain_project):
+                    with patch("weft.models.adapters.project", plain_project):
                         x = block(x, self.rope, self.cu_seqlens)
                 else:
                     x = block(x, self.rope, self.cu_seqlens)
