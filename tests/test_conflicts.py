@@ -30,6 +30,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "islands": ("island=2", ""),
     "tp above heads": ("tp=5", ""),
     "tp above ffn": ("tp=3", "model.ffn=2"),
+    "tp above expert ffn": ("tp=3", "model.experts=2 model.expert_ffn=2"),
     "tp above vocab": ("tp=3", "model.vocab=2"),
     "ulysses that does not divide": ("cp=3,ulysses=2", ""),
     "ulysses above heads": ("cp=5,context=ulysses", ""),
@@ -45,8 +46,15 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "balance with Ulysses": ("cp=2,zero=1,balance=greedy,context=ulysses", ""),
     "balance with linear attention": ("cp=2,zero=1,balance=greedy", "model.mixer=linear"),
     "window with linear attention": ("", "model.window=4 model.mixer=linear"),
+    "balance of documents with balance of experts":
+        ("cp=2,zero=1,balance=greedy", "model.experts=2 model.balance_loss=0.1"),
+    "balance over all layers with pp":
+        ("pp=2", "model.experts=2 model.balance=huggingface model.balance_loss=0.1"),
+    "router statistics with post-validation":
+        ("pp=2", "model.experts=2 model.router=sigmoid optimizer.post_validation=true"),
+    "balance of experts with zeroth order": ("", "model.experts=2 model.z_loss=0.1 optimizer.estimate=zeroth-order"),
     "balance with compile": ("cp=2,zero=1,balance=greedy", "train.compile=true"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

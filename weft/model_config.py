@@ -163,6 +163,8 @@ def layer_types(layers: int, full_every: int) -> list[str]:
 def _architecture(shape: ModelShape) -> str:
     """The architecture that computes this shape; :class:`WeftError` if Hugging Face has none."""
     remedy = "keep Weft's own checkpoint"
+    if shape.mixtures:
+        raise WeftError(f"experts cannot be exported to Hugging Face yet; {remedy}")
     if shape.mixer != "softmax":
         raise WeftError(f"Hugging Face has no architecture for mixer = {shape.mixer!r}; {remedy}")
     if shape.qkv_bias and shape.qk_norm:

@@ -125,6 +125,11 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
     linear = sum(model.mixer_of(layer) != "softmax" for layer in range(model.layers)) / model.layers
     windowed = sum(model.window_of(layer) > 0 for layer in range(model.layers)) / model.layers
     biases = (model.heads + 2 * kv_heads) * model.qkv_bias
+    mixtures = model.mixtures
+    experts = sum(mixtures.values()) / len(mixtures) if mixtures else 0
+    # What of a mixture is no matrix of experts, and no router's.
+    mixing = 1.0 * {"add": 0, "gate": 1, "residual": 2}[model.shared_mix] * model.embed * bool(model.shared_experts)
+    mixing += experts * ((model.router == "sigmoid") + (model.balance == "step"))
     return Shape(
         model.layers,
         model.embed,
@@ -134,9 +139,16 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         model.ffn or 0,
         model.vocab or vocab,
         tied=int(model.tied),
+        experts=experts,
+        top_k=model.experts_per_token if mixtures else 0,
+        expert_ffn=model.expert_ffn or 0,
+        shared_ffn=model.shared_experts * (model.expert_ffn or 0),
+        moe_layers=len(mixtures),
         linear=linear,
         window=model.window,
         windowed=windowed,
         # Linear attention has a norm of its own.
-        extras=(2 * model.qk_norm + biases + linear) * head_dim + 2 * model.embed * model.norm_after,
+        extras=(2 * model.qk_norm + biases + linear) * head_dim
+        + 2 * model.embed * model.norm_after
+        + mixing * len(mixtures) / model.layers,
     )

@@ -83,6 +83,20 @@ class ModelShape(Section):
     sees all; ``window_theta`` is ``rope_theta`` of windowed layers. The rest is what Gemma 3 does besides: scores
     divided by the root of ``query_dim`` rather than of ``head_dim``, embeddings multiplied by the root of ``embed``,
     and norms after attention and feed-forward as well as before.
+
+    ``experts``: so many feed-forwards of width ``expert_ffn`` in the place of one, of which each token goes through
+    ``experts_per_token``; a list says how many each layer has (0: a dense one). Dense are also the first
+    ``first_dense`` layers and all but every ``moe_every``-th. ``shared_experts`` of that width see all tokens; what
+    they add is ``shared_mix``: all of it, by a sigmoid ``gate`` (Qwen2-MoE), or what is left of the experts' share
+    (``residual``, PR-MoE, Rajbhandari et al. 2022).
+    ``router``: a token's experts are those with the largest logits, weighted by the softmax of these
+    (``post-softmax``, Mixtral) or of all logits (``pre-softmax``), or those with the largest sigmoid plus a bias, which
+    moves by ``bias_rate`` each step towards equal loads (``sigmoid``, DeepSeek-V3). ``router_norm`` makes the weights
+    add up to 1, ``router_scale`` multiplies them. Of ``router_groups`` groups of experts only the ``router_top_groups``
+    best are chosen from. ``router_early``: it reads what attention reads (SmallThinker).
+    ``balance_loss`` and ``z_loss`` are added to the loss for training. The first is the mean over documents of how
+    unequal the loads are: of each layer by itself (``balance = "sequence"``), against the loads of the whole step
+    before (``step``), or of all layers together and not divided by ``experts_per_token`` (``huggingface``).
     """
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
@@ -108,10 +122,38 @@ class ModelShape(Section):
     full_every: int = Field(0, ge=0)
     window_theta: PositiveFloat | None = None
     query_dim: PositiveFloat | None = None
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Literal["silu", "gelu", "relu"] = "silu"
     scaled_embedding: bool = False
     norm_after: bool = False
+    experts: PositiveInt | Literal[0] | tuple[int, ...] = 0
+    experts_per_token: PositiveInt = 2
+    shared_experts: int = Field(0, ge=0)
+    shared_mix: Literal["add", "gate", "residual"] = "add"
+    expert_ffn: PositiveInt | None = None
+    first_dense: int = Field(0, ge=0)
+    moe_every: PositiveInt = 1
+    router: Literal["post-softmax", "pre-softmax", "sigmoid"] = "post-softmax"
+    router_norm: bool = False
+    router_scale: PositiveFloat = 1.0
+    router_groups: PositiveInt = 1
+    router_top_groups: PositiveInt = 1
+    router_early: bool = False
+    bias_rate: float = Field(1e-3, ge=0)
+    balance: Literal["sequence", "step", "huggingface"] = "sequence"
+    balance_loss: float = Field(0.0, ge=0)
+    z_loss: float = Field(0.0, ge=0)
     adapter: Adapter | None = None
+
+    def experts_of(self, layer: int) -> int:
+        """Experts of this layer; 0 if its feed-forward is dense."""
+        if isinstance(self.experts, tuple):
+            return self.experts[layer]
+        return self.experts if layer >= self.first_dense and (layer + 1) % self.moe_every == 0 else 0
+
+    @property
+    def mixtures(self) -> dict[int, int]:
+        """The layers with experts, and how many they have."""
+        return {layer: count for layer in range(self.layers) if (count := self.experts_of(layer))}
 
     def mixer_of(self, layer: int) -> str:
         every = self.softmax_every
@@ -149,7 +191,31 @@ class ModelShape(Section):
             raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {derived['kv_heads']}")
         if derived["head_dim"] % 2:
             raise ValueError(f"head_dim = {derived['head_dim']} must be even for rotary position embedding")
+        self._check_experts()
         return self
+
+    def _check_experts(self) -> None:
+        """Refuse experts that no router could choose from."""
+        if self.experts:
+            object.__setattr__(self, "expert_ffn", self.expert_ffn or self.ffn)
+        if isinstance(self.experts, tuple):
+            if len(self.experts) != self.layers:
+                raise ValueError(f"experts has {len(self.experts)} entries for layers = {self.layers}; give one each")
+            if (self.first_dense, self.moe_every) != (0, 1):
+                raise ValueError("a list of experts says which layers are dense; leave out first_dense and moe_every")
+        if self.balance == "huggingface" and self.balance_loss and len(set(self.mixtures.values())) > 1:
+            raise ValueError("balance = 'huggingface' adds up layers, which must have equally many experts")
+        groups, best, k = self.router_groups, self.router_top_groups, self.experts_per_token
+        if best > groups:
+            raise ValueError(f"router_top_groups = {best} is more than the router_groups = {groups}; use {groups}")
+        for count in set(self.mixtures.values()):
+            if count < 0 or count % groups:
+                raise ValueError(f"{count} experts do not make router_groups = {groups} equal groups; use a divisor")
+            if k > count // groups * best:
+                raise ValueError(
+                    f"experts_per_token = {k} is more than the {count // groups * best} experts that a token can "
+                    "choose from; lower it, or raise experts or router_top_groups"
+                )
 
 
 class Source(Section):

@@ -30,6 +30,7 @@ class Batch:
     ``cu_seqlens``: int32 ``[segments + 1]``, on the CPU: document boundaries in the flattened ``rows * seq`` tokens
     of the *whole* (padded) rows; every row boundary is also a document boundary.
     ``group``: whose tokens these are in a balanced step, where it is not all of ``cp`` (:mod:`weft.data.balance`).
+    ``documents``: int64 ``[rows, seq/cp]``, the segment that each token is of, -1 for padding; None if nobody asked.
     ``weights``: float32 ``[rows, seq/cp]``, how much the loss of each label counts; None where all count alike.
     """
 
@@ -39,6 +40,7 @@ class Batch:
     cu_seqlens: torch.Tensor
     group: Group | None = None
     weights: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
 
     @property
     def real_tokens(self) -> int:
@@ -52,6 +54,12 @@ class Batch:
             return float(self.real_tokens)
         return float(self.weights[self.labels != IGNORE].double().sum())
 
+    @property
+    def document_tokens(self) -> int:
+        """Tokens of this batch that are no padding."""
+        return self.tokens.numel() if self.documents is None else int((self.documents >= 0).sum())
+
     def to(self, device: torch.device) -> Self:
-        names = ("tokens", "labels", "positions", *(["weights"] if self.weights is not None else []))
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        names = ("tokens", "labels", "positions", "weights", "documents")
+        given = {name: x for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in given.items()})

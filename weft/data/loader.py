@@ -101,7 +101,7 @@ class Loader:
         tokens = np.zeros((self.rows, length), np.int64)
         labels = np.full_like(tokens, IGNORE)
         weights = np.ones(tokens.shape, np.float32)
-        starts, weighted = [], False
+        starts, weighted, padding = [], False, []
         for r in range(self.rows):
             filled = 0
             if r < len(samples):
@@ -113,15 +113,21 @@ class Loader:
                 starts.append(r * length + row.starts)
             if filled < length:  # the padding is a segment of its own: no document attends to it
                 starts.append(np.array([r * length + filled]))
+                padding.append(r * length + filled)
         edges = np.append(np.concatenate(starts), tokens.size)
         positions = np.arange(tokens.size) - np.repeat(edges[:-1], np.diff(edges))
+        numbers = np.where(np.isin(edges[:-1], padding), -1, np.arange(len(edges) - 1))
+        documents = np.repeat(numbers, np.diff(edges))
         columns = np.concatenate([np.arange(*owned) for owned in owned_ranges(length, self.layout, self.cp_rank)])
 
         def mine(whole: np.ndarray) -> torch.Tensor:  # [rows, seq] -> [rows, seq/cp]
             return torch.from_numpy(whole.reshape(tokens.shape).take(columns, axis=1))
 
         cu = torch.from_numpy(edges.astype(np.int32))
-        return Batch(mine(tokens), mine(labels), mine(positions), cu, weights=mine(weights) if weighted else None)
+        return Batch(
+            mine(tokens), mine(labels), mine(positions), cu, weights=mine(weights) if weighted else None,
+            documents=mine(documents),
+        )  # fmt: skip
 
     def _balanced(self, samples: range, costs: DocumentTimes) -> list[Batch]:
         """The same tokens, document by document to the ranks that the plan gives them; all ranks make the same plan.
@@ -154,21 +160,23 @@ class Loader:
         at = np.concatenate([np.empty(0, int), *(np.arange(edges[d], edges[d + 1]) for d in p.documents)])
         ranks, tp = len(p.peers), self.layout.tp
         each = -(-max(1, len(at)) // (ranks * tp)) * tp
-        whole = np.zeros((3, ranks * each), np.int64)
+        whole = np.zeros((4, ranks * each), np.int64)
         whole[1] = IGNORE
         whole[:2, : len(at)] = step.tokens[at], step.labels[at]
         cu = np.unique(np.cumsum([0, *(edges[d + 1] - edges[d] for d in p.documents), whole.shape[1] - len(at)]))
         whole[2] = np.arange(whole.shape[1]) - np.repeat(cu[:-1], np.diff(cu))
+        whole[3] = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
+        whole[3, len(at) :] = -1
         owners = chunk_owners(Layout(cp=ranks, context=self.layout.context))
         blocks = {b: each * (i + 1) // len(own) - each * i // len(own) for own in owners for i, b in enumerate(own)}
         lengths = tuple(blocks[b] for b in range(len(blocks)))
         index = p.peers.index(self.batch_rank * self.layout.cp + self.cp_rank)
         ends = np.cumsum(lengths)
         columns = np.concatenate([np.arange(ends[b] - lengths[b], ends[b]) for b in owners[index]])
-        tokens, targets, positions = (torch.from_numpy(row[columns][None]) for row in whole)
+        tokens, targets, positions, documents = (torch.from_numpy(row[columns][None]) for row in whole)
         weights = None
         if step.weights is not None:
             padded = np.append(step.weights[at], np.zeros(whole.shape[1] - len(at), np.float32))
             weights = torch.from_numpy(padded[columns][None])
         group = Group(plan, p.peers, index, lengths)
-        return Batch(tokens, targets, positions, torch.from_numpy(cu.astype(np.int32)), group, weights)
+        return Batch(tokens, targets, positions, torch.from_numpy(cu.astype(np.int32)), group, weights, documents)

@@ -61,6 +61,23 @@ class Asked:
         return f"use one of {', '.join(map(str, self.folding))}"
 
     @property
+    def widths(self) -> list[int]:
+        """The hidden widths of the model's feed-forwards."""
+        return [w for w in (self.shape.ffn, self.shape.expert_ffn if self.shape.mixtures else None) if w is not None]
+
+    @property
+    def odd_width(self) -> int:
+        """The first of them that ``tp`` cuts at an odd column."""
+        return next(w for w in self.widths for i in range(self.layout.tp) if part(w, self.layout.tp, i)[0] % 2)
+
+    @property
+    def learns_loads(self) -> bool:
+        """Whether routers change by what has been chosen."""
+        shape = self.shape
+        moves = shape.router == "sigmoid" and shape.bias_rate > 0
+        return bool(shape.mixtures) and (moves or (shape.balance == "step" and shape.balance_loss > 0))
+
+    @property
     def builder(self) -> Any:
         """What builds the schedule; None where a model has no pipeline, or if there is no such schedule."""
         return self.schedules.get(self.layout.schedule) if self.shape is None or self.layout.pp > 1 else None
@@ -143,9 +160,9 @@ RULES: tuple[Rule, ...] = (
          "optimizer.post_validation are about others", "leave these out"),
     Rule("4bit moments at odd columns", "layout shape optimizer",
          lambda a: a.optimizer.state == "4bit"
-         and any(part(a.shape.ffn or 0, a.layout.tp, i)[0] % 2 for i in range(a.layout.tp)),
-         "optimizer.state = '4bit' keeps numbers in pairs, and tp={0.layout.tp} cuts the ffn of {0.shape.ffn} at "
-         "an odd column", "use '8bit', another layout.tp or an even model.ffn"),
+         and any(part(width, a.layout.tp, i)[0] % 2 for width in a.widths for i in range(a.layout.tp)),
+         "optimizer.state = '4bit' keeps numbers in pairs, and tp={0.layout.tp} cuts the ffn of {0.odd_width} at "
+         "an odd column", "use '8bit', another layout.tp or an even model.ffn and model.expert_ffn"),
     Rule("experts", "layout axes", lambda a: a.layout.ep > 1 and "ep" not in a.axes,
          "layout axis 'ep' is not available yet", "use {0.axis_names}"),
     Rule("islands", "layout axes", lambda a: a.layout.island > 1 and "island" not in a.axes,
@@ -154,6 +171,9 @@ RULES: tuple[Rule, ...] = (
          "tp={0.layout.tp} is more than the model's {0.shape.heads} heads", "use tp <= {0.shape.heads}"),
     Rule("tp above ffn", "layout shape", lambda a: (a.shape.ffn or 0) < a.layout.tp,
          "tp={0.layout.tp} is more than the model's {0.shape.ffn} ffn", "use tp <= {0.shape.ffn}"),
+    Rule("tp above expert ffn", "layout shape", lambda a: bool(a.shape.mixtures) and min(a.widths) < a.layout.tp,
+         "tp={0.layout.tp} is more than the experts' {0.shape.expert_ffn} expert_ffn",
+         "use tp <= {0.shape.expert_ffn}"),
     Rule("tp above vocab", "layout shape", lambda a: 0 < a.shape.vocab < a.layout.tp,  # 0: the tokenizer's, not known
          "tp={0.layout.tp} is more than the model's {0.shape.vocab} vocab", "use tp <= {0.shape.vocab}"),
     Rule("ulysses that does not divide", "layout shape", lambda a: a.layout.cp % a.layout.head_ranks > 0,
@@ -203,6 +223,24 @@ RULES: tuple[Rule, ...] = (
          lambda a: any(a.shape.mixer_of(i) != "softmax" and a.shape.window_of(i) for i in range(a.shape.layers)),
          "model.window = {0.shape.window} is for softmax attention, and model.mixer = {0.shape.mixer!r} sums up all "
          "that it has seen", "leave one of them out"),
+    Rule("balance of documents with balance of experts", "layout shape",
+         lambda a: bool(a.layout.balance and a.shape.mixtures and a.shape.balance_loss) and a.shape.balance != "step",
+         "layout.balance = {0.layout.balance!r} spreads a document over ranks of its own, and model.balance = "
+         "{0.shape.balance!r} counts what each document chose over all of cp", "use model.balance = 'step'"),
+    Rule("balance over all layers with pp", "layout shape",
+         lambda a: a.layout.pp > 1 and bool(a.shape.mixtures and a.shape.balance_loss)
+         and a.shape.balance == "huggingface",
+         "model.balance = 'huggingface' adds up what was chosen in all layers, and pp={0.layout.pp} has these on many "
+         "ranks", "use model.balance = 'sequence'"),
+    Rule("router statistics with post-validation", "shape optimizer",
+         lambda a: a.optimizer.post_validation and a.learns_loads,
+         "optimizer.post_validation knows a step's loads when the next one has been taken, too late for routers",
+         "set model.bias_rate = 0 and use model.balance = 'sequence'"),
+    Rule("balance of experts with zeroth order", "shape optimizer",
+         lambda a: a.optimizer.estimate == "zeroth-order" and bool(a.shape.mixtures)
+         and (a.learns_loads or a.shape.balance_loss + a.shape.z_loss > 0),
+         "optimizer.estimate = 'zeroth-order' sees the model's own loss alone, and routers would never be balanced",
+         "set model.balance_loss, model.z_loss and model.bias_rate to 0"),
     Rule("balance with compile", "layout train", lambda a: bool(a.layout.balance) and a.train.compile,
          "layout.balance = {0.layout.balance!r} does not go together with train.compile: every pass has a length and a "
          "group of its own", "leave out one of them"),

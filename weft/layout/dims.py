@@ -39,12 +39,14 @@ class Logical:
 
     ``dims`` name its dimensions, ``std`` is its initial standard deviation (``None``: all ones, 0: all zeros). ``cuts``
     names, for each dimension, the mesh axes that cut it; ``box`` is the part that is left of it at this rank's place.
+    ``everywhere``: all of that is held as state by each rank, whose rows are not cut further.
     """
 
     dims: tuple[Dim, ...]
     std: float | None
     cuts: tuple[tuple[str, ...], ...]
     box: Box
+    everywhere: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.layout.dims import Box, Dim, Logical, ceil_part, part
-from weft.layout.layout import AXES, CUTS, MODEL_AXES, Layout
+from weft.layout.layout import AXES, CUTS, FOLDED, MODEL_AXES, Layout
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class Place:
             index = index * self.layout.size(axis) + self.rank(axis)
         return index
 
-    def logical(self, dims: Sequence[Dim], std: float | None, whole: bool = False) -> Logical:
+    def logical(self, dims: Sequence[Dim], std: float | None, whole: bool = False, everywhere: bool = False) -> Logical:
         """The parameter with these dimensions, and the part of it that this place computes with.
 
-        ``whole=True`` keeps it whole over the axes that share the work on the same data, although its dimensions could
-        be cut over them (fewer key/value heads than ranks).
+        ``whole=True`` keeps it whole over the axes that share the work, although its dimensions could be cut over them
+        (fewer key/value heads than ranks, a router's row for each expert).
         """
         cuts = cut_axes(dims, self.layout, whole)
         box = tuple(self._range(dim, axes) for dim, axes in zip(dims, cuts, strict=True))
-        return Logical(tuple(dims), std, cuts, box)
+        return Logical(tuple(dims), std, cuts, box, everywhere)
 
     def _range(self, dim: Dim, axes: Sequence[str]) -> tuple[int, int]:
         lo, hi = part(dim.count, self.layout.size(*axes), self.along(*axes))
@@ -87,6 +87,8 @@ class Place:
             within, beyond = min(layout.ep, holders), max(1, layout.ep // holders)
             holders, index = holders // within, index // within
             replicas, replica = replicas // beyond, replica // beyond
+        if logical.everywhere:
+            holders, index, replicas, replica = 1, 0, holders * replicas, replica * holders + index
         box = logical.rows(*ceil_part(logical.local_shape[0], holders, index)) if logical.box else ()
         copy = list(stages).index(self.rank("pp")) if len(stages) > 1 else 0
         uncut = [axis for axis in MODEL_AXES if not logical.cut_by(axis)]
@@ -110,7 +112,7 @@ def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[
     With vocabulary passes the vocabulary is cut over the stages too.
     """
     cuts: list[tuple[str, ...]] = []
-    taken: set[str] = set(MODEL_AXES) if whole else set()
+    taken: set[str] = {*MODEL_AXES, FOLDED} if whole else set()
     for dim in dims:
         axes = CUTS.get(dim.name, ())
         if dim.name == "vocab" and layout.vocab_barriers:

@@ -31,6 +31,8 @@ PROJECTIONS = {
     "attention": {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
     "ffn": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
 }
+#: What routers keep of the loads of their experts, which no gradient changes.
+STATISTICS = ("router.bias", "router.load")
 #: In the names of parameters, what stands between a module and a weight's adapter.
 INFIX = ".adapters."
 
@@ -47,7 +49,8 @@ def is_target(pattern: str, path: str) -> bool:
 def projections(shape: ModelShape) -> Iterator[str]:
     """The paths of all weights that can have an adapter."""
     for layer in range(shape.layers):
-        yield from (f"blocks.{layer}.{module}.{name}" for module, names in PROJECTIONS.items() for name in names)
+        modules = PROJECTIONS if not shape.experts_of(layer) else {"attention": PROJECTIONS["attention"]}
+        yield from (f"blocks.{layer}.{module}.{name}" for module, names in modules.items() for name in names)
 
 
 class LowRank(Module):
@@ -151,7 +154,7 @@ def row_norms(weight: T) -> T:
 
 def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
     """Whether the parameter ``name`` is trained: with an adapter that alone, and nothing that ``frozen`` matches."""
-    is_base = shape.adapter is not None and INFIX not in name
+    is_base = (shape.adapter is not None and INFIX not in name) or name.endswith(STATISTICS)
     return not is_base and not any(fnmatchcase(name, pattern) for pattern in frozen)
 
 

@@ -22,13 +22,16 @@ class Module(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def weight(
-        self, name: str, *dims: Dim, std: float | None, whole: bool = False, dtype: torch.dtype | None = None
-    ) -> Logical:
+        self, name: str, *dims: Dim, std: float | None, whole: bool = False, everywhere: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Logical:  # fmt: skip
         """Register parameter ``name`` with this rank's part of the tensor that ``dims`` describe.
 
-        ``dtype``, where it is not one to compute in: such a parameter cannot learn.
+        ``everywhere``: every rank holds all of that as its state, and no gradient changes it. ``dtype``,
+        where it is not one to compute in: such a parameter cannot learn.
         """
-        self.logical[name] = logical = self.mesh.place.logical(dims, std, whole)
+        self.logical[name] = logical = self.mesh.place.logical(dims, std, whole, everywhere)
         values = torch.empty(logical.local_shape, device="meta", dtype=dtype)
-        self.register_parameter(name, nn.Parameter(values, requires_grad=values.is_floating_point()))
+        learns = values.is_floating_point() and not everywhere
+        self.register_parameter(name, nn.Parameter(values, requires_grad=learns))
         return logical

@@ -20,11 +20,13 @@ from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
 from weft.models.adapters import Projections
 from weft.models.attention import attention
+from weft.models.experts import feed_forward
 from weft.models.fused import Tape, current_tape, deferred, rms_norm
 from weft.models.linear_attention import linear_mixer, log_decay
 from weft.models.loss import linear_cross_entropy
 from weft.models.module import Module
 from weft.models.rope import angles, frequencies, rotate
+from weft.models.router import Loads, Pass, Router
 from weft.recipe import ModelShape
 
 T = torch.Tensor
@@ -133,24 +135,6 @@ def local_attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
     return attention(q, k, v, cu_seqlens, window)[0]
 
 
-class FeedForward(Projections):
-    """SwiGLU (Shazeer 2020), or GeGLU with the approximate GELU."""
-
-    def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
-        super().__init__(mesh, shape.adapter, f"blocks.{layer}.ffn")
-        self.activate = F.silu if shape.activation == "silu" else partial(F.gelu, approximate="tanh")
-        assert shape.ffn
-        embed, ffn = Dim("embed", shape.embed), Dim("ffn", shape.ffn)
-        self.projection("gate", ffn, embed, shape.init_std)
-        self.projection("up", ffn, embed, shape.init_std)
-        self.projection("down", embed, ffn, shape.init_std / (2 * shape.layers) ** 0.5)
-
-    def forward(self, x: T) -> T:
-        """``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
-        gate, up = self.project(x, "gate", "up")  # [batch, seq, ffn/tp]
-        return self.project(self.activate(gate) * up, "down")[0]
-
-
 class Block(Module):
     """Pre-norm block, with norms after attention and feed-forward too if the shape says so.
 
@@ -163,16 +147,16 @@ class Block(Module):
         self.attention_norm = Norm(embed, shape.norm_eps, mesh)
         self.attention = Attention(shape, mesh, layer)
         self.ffn_norm = Norm(embed, shape.norm_eps, mesh)
-        self.ffn = FeedForward(shape, mesh, layer)
+        self.ffn = feed_forward(shape, mesh, layer)
         self.attention_out_norm = Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
         self.ffn_out_norm = Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
         self.recompute = "none"
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
-    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T) -> T:
-        """``[batch, seq/tp, embed]`` to the same."""
+    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None = None) -> T:
+        """``[batch, seq/tp, embed]`` to the same. ``seen``: what routers count, if they do."""
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._body(x, rope, cu_seqlens)
+            return self._body(x, rope, cu_seqlens, seen)
         tape = current_tape()
         kept: dict[str, Any] = {}
         if tape is not None:
@@ -181,14 +165,15 @@ class Block(Module):
             }
         elif self.recompute == "selective":
             kept = {"context_fn": partial(create_selective_checkpoint_contexts, self.kept_ops)}
-        return checkpoint(self._body, x, rope, cu_seqlens, use_reentrant=False, preserve_rng_state=False, **kept)
+        return checkpoint(self._body, x, rope, cu_seqlens, seen, use_reentrant=False, preserve_rng_state=False, **kept)
 
-    def _body(self, x: T, rope: tuple[T, T], cu_seqlens: T) -> T:
+    def _body(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None) -> T:
         y = gather_tokens(self.attention_norm(x), self.mesh)
+        early = self.ffn.early(y, seen)
         y = scatter_tokens(self.attention(y, rope, cu_seqlens), self.mesh)
         x = x + (y if self.attention_out_norm is None else self.attention_out_norm(y))
         y = gather_tokens(self.ffn_norm(x), self.mesh)
-        y = scatter_tokens(self.ffn(y), self.mesh)
+        y = scatter_tokens(self.ffn(y, seen, early), self.mesh)
         return x + (y if self.ffn_out_norm is None else self.ffn_out_norm(y))
 
 
@@ -225,6 +210,7 @@ class Transformer(Module):
         # What surrounds a block's forward run: offloading of what it saves (weft.memory.activations).
         self.around: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
         self.freq = frequencies(shape)
+        self.loads = Loads(shape, mesh) if shape.mixtures else None
         if "embedding" in ends or (shape.tied and "head" in ends):
             self.embedding = Embedding(shape, mesh)
         held = range(shape.layers) if layers is None else sorted(layers)
@@ -242,17 +228,19 @@ class Transformer(Module):
         labels: T | None = None,
         last: int | None = None,
         weights: T | None = None,
+        seen: Pass | None = None,
     ) -> T:
         """Logits ``[batch, seq, vocab]``, or with ``labels`` the sum of the tokens' losses on this rank's data.
 
         ``tokens, positions, labels, weights``: ``[batch, seq]``; these and ``cu_seqlens`` as in
         :class:`weft.data.batch.Batch`.
-        ``last``: logits of so many last positions only; the output layer computes nothing else.
+        ``last``: logits of so many last positions only; the output layer computes nothing else. ``seen``: see
+        :class:`Block`.
         """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype)
         for i in range(len(self.blocks)) if self.route is None else self.route:
-            x = self.run_block(i, x, rope, cu_seqlens)
+            x = self.run_block(i, x, rope, cu_seqlens, seen)
         if labels is not None:
             return self.loss(self.norm(x), labels, weights)
         hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]
@@ -262,11 +250,17 @@ class Transformer(Module):
         sizes = [hi - lo for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))]
         return gather_vocab(F.linear(hidden, self.output), sizes, self.mesh)
 
-    def run_block(self, i: int, x: T, rope: tuple[T, T], cu_seqlens: T) -> T:
+    def run_block(self, i: int, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None = None) -> T:
         """Block ``i`` of ``[batch, seq/tp, embed]``."""
         block = self.blocks[str(i)]
         with self.around(block, *rope, cu_seqlens):
-            return block(x, rope, cu_seqlens)
+            return block(x, rope, cu_seqlens, seen)
+
+    def learn_loads(self, loads: Sequence[int]) -> None:
+        """Let every router take in how often its experts were chosen in a step (:class:`weft.models.router.Loads`)."""
+        by_layer = self.loads.by_layer(loads) if self.loads else {}
+        for router in (module for module in self.modules() if isinstance(module, Router)):
+            router.learn_from(by_layer[router.layer])
 
     @property
     def output(self) -> T:

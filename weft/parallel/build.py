@@ -55,14 +55,17 @@ def parallelize(
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
     sharded = pipeline is None and is_sharded(mesh, train)
+    everywhere = {name for name, logical in model.logical_parameters() if logical.everywhere}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(learns(name, shape, train.freeze))
-        if sharded and not parameter.requires_grad and parameter.is_floating_point():
+        if sharded and not parameter.requires_grad and parameter.is_floating_point() and name not in everywhere:
             parameter.data = parameter.to(getattr(torch, train.dtype))  # no small updates that could get lost
     if sharded:
         shard_data_parallel(model, mesh, train)
     model.to_empty(device="cpu" if sharded and train.offloads_state else mesh.device)
     model.freq = model.freq.to(mesh.device)
+    for name in everywhere:
+        model.get_parameter(name).data = model.get_parameter(name).to(mesh.device)
     if pipeline is not None:
         state = pipeline.start(getattr(torch, train.dtype), train.offloads_state)
         model.pipeline = pipeline

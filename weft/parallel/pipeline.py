@@ -13,8 +13,9 @@ from weft.layout.groups import new_group
 from weft.layout.mesh import Mesh
 from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
 from weft.models.rope import angles
+from weft.models.router import Pass
 from weft.models.transformer import Transformer
-from weft.parallel.state import State
+from weft.parallel.state import Held, Resident, State, Unit
 from weft.parallel.units import Full, TableUnit, sum_over_replicas
 from weft.parallel.vocabulary import OutputShard
 from weft.recipe import ModelShape
@@ -49,6 +50,7 @@ class Pipeline:
         self.batches: Sequence[Batch] = ()
         self.total: Callable[[], T] = lambda: torch.ones(())
         self.ropes: dict[int, tuple[T, T]] = {}
+        self.seen: dict[int, Pass] = {}
         self.losses: list[T] = []
         self.last: Executed | None = None
         self.wire: Wire | None = None
@@ -70,9 +72,13 @@ class Pipeline:
         described = dict(self.model.logical_parameters())
         used: dict[tuple[frozenset[int], bool, torch.dtype], list[Full]] = {}
         shared: dict[tuple[int, ...], list[str]] = {}
+        whole = []
         for name, parameter in self.model.named_parameters():
             copies = self._copies(name)
             placement = self.mesh.place.hold(described[name], copies)
+            if described[name].everywhere:
+                whole.append(Held(name, described[name], placement, parameter.detach(), parameter))
+                continue
             dtype = compute if parameter.is_floating_point() else parameter.dtype
             alike = frozenset(self._users(name)), parameter.requires_grad, dtype
             used.setdefault(alike, []).append(Full(name, described[name], parameter, placement))
@@ -92,7 +98,8 @@ class Pipeline:
         # Parameters on several ranks of the pipeline (tied embedding, DualPipe): their gradients are summed over them.
         mine = dist.get_process_group_ranks(self.mesh.group("pp")) if self.wire else [0]
         groups = {ranks: new_group([mine[r] for r in ranks], "copies of a parameter") for ranks in sorted(shared)}
-        return State(self.units, {groups[ranks]: sorted(names) for ranks, names in shared.items()})
+        units: list[Unit] = [*self.units, *([Resident(whole)] if whole else [])]
+        return State(units, {groups[ranks]: sorted(names) for ranks, names in shared.items()})
 
     def _stages_with(self, name: str) -> list[int]:
         """The stages, on any rank, that compute with parameter ``name`` (not one of the vocabulary shares')."""
@@ -159,7 +166,7 @@ class Pipeline:
 
     def _run(self, table: Table, batches: Sequence[Batch], total: Callable[[], T]) -> None:
         self.batches, self.total = [b.to(self.mesh.device) for b in batches], total
-        self.losses, self.ropes = [], {}
+        self.losses, self.ropes, self.seen = [], {}, {}
         ops = self._ops(table)
         self.last = execute(table, self.rank, ops, self.wire)
         for unit in self.units:
@@ -190,8 +197,9 @@ class Pipeline:
                 x = reads[0] if len(reads) == 1 else torch.stack(list(reads)).sum(0)
                 leaf = x = x.detach().requires_grad_(training)
             rope = self._rope(a.microbatch, batch, x.dtype)
+            seen = self._seen(a.microbatch, batch) if training else None
             for i in self.stages[a.stage].layers:
-                x = model.run_block(i, x, rope, batch.cu_seqlens)
+                x = model.run_block(i, x, rope, batch.cu_seqlens, seen)
             if a.stage == path[-1]:
                 x = model.norm(x)
                 if self.output is None:
@@ -204,6 +212,11 @@ class Pipeline:
         if microbatch not in self.ropes:
             self.ropes[microbatch] = angles(batch.positions, self.model.freq, dtype)
         return self.ropes[microbatch]
+
+    def _seen(self, microbatch: int, batch: Batch) -> Pass | None:
+        if microbatch not in self.seen and self.model.loads is not None:
+            self.seen[microbatch] = self.model.loads.seen(batch)
+        return self.seen.get(microbatch)
 
     def _backward(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         *grads, (leaf, y, tape) = reads

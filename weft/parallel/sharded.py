@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
-from weft.parallel.state import Held, State, by_block
+from weft.parallel.state import Held, Resident, State, Unit, by_block
 from weft.recipe import Train
 
 
@@ -77,11 +77,19 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train) -> None:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     away = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if train.offloads_state else OffloadPolicy()
     after: bool | int = mesh.layout.secondary or not STAGES[mesh.layout.zero].parameters
+    described = dict(model.logical_parameters())
+    everywhere = {p for name, p in model.named_parameters() if described[name].everywhere}
     with _near_groups(mesh):
         for block in model.blocks.values():
-            fully_shard(block, mesh=data_mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=away)
+            fully_shard(
+                block, mesh=data_mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=away,
+                ignored_params=everywhere,
+            )  # fmt: skip
     # The root group (embedding, norm, head) is needed at both ends of a pass: it stays gathered in between.
-    fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=away)
+    fully_shard(
+        model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=away,
+        ignored_params=everywhere,
+    )  # fmt: skip
     for module in _modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo knows as well
@@ -101,13 +109,18 @@ def sharded_state(model: Transformer, mesh: Mesh) -> State:
     """The state of a model that :func:`shard_data_parallel` has been at, once its memory exists."""
     described = dict(model.logical_parameters())
     held: dict[str, Held] = {}
+    whole = []
     for name, parameter in model.named_parameters():
         local = parameter.detach()
+        if described[name].everywhere:
+            whole.append(Held(name, described[name], mesh.place.hold(described[name]), local, parameter))
+            continue
         assert isinstance(local, DTensor)
         held[name] = Held(
             name, described[name], mesh.place.hold(described[name]), local.to_local(), parameter, _local_gradient
         )
-    modules, units = dict(model.blocks.named_children()), []
+    modules = dict(model.blocks.named_children())
+    units: list[Unit] = [Resident(whole)] if whole else []
     for block, of_block in by_block(held).items():
         module = modules.get(block, model)
         assert isinstance(module, FSDPModule)

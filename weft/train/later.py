@@ -20,6 +20,7 @@ from weft.train.step import (
     StepResult,
     clear_gradients,
     clipped,
+    count_loads,
     divisor,
     reduced,
     result_of,
@@ -71,7 +72,7 @@ class PostValidation:
             grads = reduced(self.state, self.mesh)
             if self.inspect is not None:
                 self.inspect(grads)
-            sums = PendingSum(shares_of_sums(loss, grads, self.state, batches, stop, self.mesh), self.mesh)
+            sums = PendingSum(shares_of_sums(loss, grads, self.model, self.state, batches, stop, self.mesh), self.mesh)
             if self.changing:  # there may be nothing on this rank that learns
                 torch._foreach_copy_(self.copy, self.changing)
             update(self.state, grads, lr)
@@ -88,6 +89,7 @@ class PostValidation:
         return f"post-validation: {self.repeated} of {self.steps} steps were run again{hint}"
 
     def _run(self, batches: Sequence[Batch], weight: PendingSum) -> T:
+        count_loads(self.model, batches, self.mesh)
         return self.model.pipeline.accumulate(batches, lambda: divisor(weight()))
 
     def _finish_pending(self) -> tuple[list[StepResult], bool]:

@@ -70,6 +70,7 @@ class RuleOptimizer:
         """The last group that matches a parameter's name overrules what goes for all."""
         matrix = len(held.logical.dims) > 1
         inner = matrix and all(dim.name != "vocab" for dim in held.logical.dims)
+        inner = inner and not (isinstance(self.rule, GaLore) and len(held.logical.dims) > 2)  # its directions are one's
         lr, decay = 1.0, self.settings.weight_decay if matrix else 0.0
         for group in self.settings.groups:
             if fnmatchcase(held.name, group.match):

@@ -37,13 +37,17 @@ from weft.parallel.state import State
 
 
 class StepResult(NamedTuple):
-    """``loss`` is the (weighted) mean over the step's real ``tokens``; a skipped step changed nothing."""
+    """``loss`` is the (weighted) mean over the step's real ``tokens``; a skipped step changed nothing.
+
+    ``loads``: how often each expert was chosen, those of all layers in turn.
+    """
 
     loss: float
     grad_norm: float
     tokens: int
     skipped: bool
     stop: bool
+    loads: tuple[int, ...] = ()
 
 
 def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
@@ -54,6 +58,15 @@ def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 def share_of_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """The same of the weight of the step's labels, 1 each if the data says nothing else: the loss's one denominator."""
     return share_of_sum(own_number(sum(b.label_weight for b in batches), mesh, **BY_DATA), mesh, **BY_DATA)
+
+
+def count_loads(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> None:
+    """From now on routers count for a step of these batches. Collective, if their losses need to know its tokens."""
+    if model.loads is None:
+        return
+    tokens = share_of_sum(own_number(sum(b.document_tokens for b in batches), mesh, **BY_DATA), mesh, **BY_DATA)
+    total = step_sum(tokens, mesh) if model.loads.balances else tokens
+    model.loads.begin(lambda: total)
 
 
 def divisor(total: torch.Tensor) -> torch.Tensor:
@@ -77,7 +90,10 @@ class PendingSum:
 
 def pass_loss(model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """This rank's share of the step's mean loss, equal on ``tp``. ``total``: the weight of the step's labels."""
-    loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels, weights=batch.weights)
+    loss = model(
+        batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels, weights=batch.weights,
+        seen=model.loads.seen(batch) if model.loads else None,
+    )  # fmt: skip
     return share_of_sum(loss, mesh, **dict.fromkeys(DATA_AXES, V)) / total
 
 
@@ -88,6 +104,7 @@ def accumulate(
 
     ``routes``: the blocks that each pass runs (in turn, if there are more passes), where these are not all.
     """
+    count_loads(model, batches, mesh)
     if model.pipeline is not None:
         total = PendingSum(share_of_weight(batches, mesh), mesh)  # due when the first microbatch has passed all stages
         return model.pipeline.accumulate(batches, lambda: divisor(total()))
@@ -173,12 +190,12 @@ def gradients(
     """Everything of a step up to the clip: reduced local gradients, and sums over the step's ranks.
 
     The sums are one vector of float64 from one all-reduce: mean loss, squared gradient norm, ranks that wish to stop,
-    real tokens.
+    real tokens, and the loads of all experts.
     """
     loss = accumulate(model, state, batches, mesh, routes)
     with record_function("weft:optimizer"):
         grads = reduced(state, mesh)
-        return grads, step_sum(shares_of_sums(loss, grads, state, batches, stop, mesh), mesh)
+        return grads, step_sum(shares_of_sums(loss, grads, model, state, batches, stop, mesh), mesh)
 
 
 def reduced(state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -192,26 +209,29 @@ def reduced(state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
 def shares_of_sums(
     loss: torch.Tensor,
     grads: Mapping[str, torch.Tensor],
+    model: Transformer,
     state: State,
     batches: Sequence[Batch],
     stop: bool,
     mesh: Mesh,
 ) -> torch.Tensor:
-    """This rank's shares of the step's sums (see :func:`gradients`), float64 ``[4]``."""
+    """This rank's shares of the step's sums (see :func:`gradients`), float64 ``[4 + experts]``."""
     shares = (
         share_of_sum(loss, mesh, **dict.fromkeys(MODEL_AXES, I)),
         square_norm(grads, state, mesh),
         share_of_sum(own_number(stop, mesh, **OWN), mesh, **OWN),
         share_of_tokens(batches, mesh),
     )
-    return torch.stack(shares)
+    found = torch.stack(shares)
+    return found if model.loads is None else torch.cat((found, model.loads.share()))
 
 
 def result_of(sums: torch.Tensor) -> StepResult:
     """What the sums over the step's ranks say of it."""
-    loss, square, stops, tokens = sums.tolist()
+    loss, square, stops, tokens, *loads = sums.tolist()
     norm = math.sqrt(square) if square >= 0 else math.nan
-    return StepResult(loss, norm, round(tokens), not (math.isfinite(norm) and math.isfinite(loss)), stops > 0)
+    skipped = not (math.isfinite(norm) and math.isfinite(loss))
+    return StepResult(loss, norm, round(tokens), skipped, stops > 0, tuple(map(round, loads)))
 
 
 def update(state: State, grads: Mapping[str, torch.Tensor], lr: float) -> None:
@@ -259,6 +279,7 @@ def train_step(
         if not result.skipped:
             clipped(grads, result.grad_norm, clip)
             update(state, grads, lr)
+            model.learn_loads(result.loads)
         clear_gradients(model, state)
     return result
 

@@ -52,10 +52,11 @@ def check_types(
     Pipeline stages hand each other tensors of one and the same type, so one place along ``pp`` stands for all.
     """
     check_fits(shape, layout, train, optimizer)
-    kinds = [shape.mixer_of(i) for i in range(shape.layers)]
+    kinds = [(shape.mixer_of(i), shape.experts_of(i)) for i in range(shape.layers)]
     # Layers of a kind are alike: as many as have each kind, and two, stand for all.
     few = max(min(2, len(kinds)), 1 + max(kinds.index(kind) for kind in kinds))
-    shape = shape.model_copy(update={"layers": few})
+    experts = shape.experts[:few] if isinstance(shape.experts, tuple) else shape.experts
+    shape = shape.model_copy(update={"layers": few, "experts": experts})
     layout = layout.model_copy(update={"pp": 1})
     with fake_rank(0, layout.world) if layout.world > 1 else nullcontext():
         mesh = dataclasses.replace(Mesh.create(layout, "cpu"), device=torch.device("meta"))
@@ -72,8 +73,9 @@ def check_types(
                 gradients(model, state, [batch], mesh)
                 return None
             with spmd.set_current_mesh(mesh.device_mesh), typecheck():
-                for ids in (batch.tokens, batch.labels, batch.positions):
-                    declare(ids, mesh, **BY_DATA)
+                for ids in (batch.tokens, batch.labels, batch.positions, batch.documents):
+                    if ids is not None:
+                        declare(ids, mesh, **BY_DATA)
                 declare(model.freq, mesh, **SAME)
                 declare(batch.cu_seqlens, mesh, **BY_DATA | {"cp": R})
                 gradients(model, _typed(state, mesh), [batch], mesh)
@@ -109,14 +111,17 @@ def _meta_batch(mesh: Mesh) -> Batch:
     """A batch of the right shapes: two rows, of which each rank holds its share of the tokens."""
     local = 2 * mesh.size(*MODEL_AXES) * (2 if mesh.size("cp") > 1 else 1)
     length = local * mesh.size("cp")
-    tokens, labels, positions = torch.empty(3, 2, local, dtype=torch.long, device="meta").unbind()
-    return _MetaBatch(tokens, labels, positions, torch.tensor([0, length, 2 * length], dtype=torch.int32))
+    tokens, labels, positions, documents = torch.empty(4, 2, local, dtype=torch.long, device="meta").unbind()
+    edges = torch.tensor([0, length, 2 * length], dtype=torch.int32)
+    return _MetaBatch(tokens, labels, positions, edges, documents=documents)
 
 
 class _MetaBatch(Batch):
     @property
     def real_tokens(self) -> int:
         return self.labels.numel()
+
+    document_tokens = real_tokens
 
 
 def _locate(error: BaseException) -> TypeFault:

@@ -1,4 +1,7 @@
-"""Adafactor (Shazeer & Stern 2018): of the second moment of a matrix only the means of its rows and columns."""
+"""Adafactor (Shazeer & Stern 2018): of a matrix's second moment only the means of its rows and columns.
+
+A stack of matrices (experts) is as many of these.
+"""
 
 from collections.abc import Sequence
 
@@ -23,8 +26,8 @@ class Adafactor:
     def slots(self, held: Held) -> dict[str, Part]:
         if len(held.logical.dims) < 2:
             return {"exp_avg_sq": like(held)}
-        rows, columns = self.ranks.slot(held, Extent(0)), self.ranks.slot(held, Extent(1))
-        return {"rows": rows, "columns": columns}
+        *stack, row, column = (Extent(i) for i in range(len(held.logical.dims)))
+        return {"rows": self.ranks.slot(held, *stack, row), "columns": self.ranks.slot(held, *stack, column)}
 
     def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
         step = counted(held)
@@ -40,12 +43,14 @@ class Adafactor:
         square = grad.square()
         if "exp_avg_sq" in held.slots:
             return held.slots["exp_avg_sq"].values.lerp_(square, weight).clamp(min=least)
-        height, width = held.logical.shape
+        height, width = held.logical.shape[-2:]
+        over_rows, over_columns = square.dim() - 2, square.dim() - 1
         rows, columns = held.slots["rows"].values, held.slots["columns"].values
-        rows.lerp_(self.ranks.sum(square.sum(1), held, 1) / width, weight)  # [rows here]
-        columns.lerp_(self.ranks.sum(square.sum(0), held, 0) / height, weight)  # [columns here]
-        mean = self.ranks.sum(rows.sum(), held, 0) / height
-        return (rows[:, None] * columns / mean.clamp(min=torch.finfo(grad.dtype).eps)).clamp(min=least)
+        rows.lerp_(self.ranks.sum(square.sum(-1), held, over_columns) / width, weight)  # [..., rows here]
+        columns.lerp_(self.ranks.sum(square.sum(-2), held, over_rows) / height, weight)  # [..., columns here]
+        mean = self.ranks.sum(rows.sum(-1), held, over_rows) / height  # [...]
+        mean = mean.clamp(min=torch.finfo(grad.dtype).eps)[..., None, None]
+        return (rows[..., None] * columns[..., None, :] / mean).clamp(min=least)
 
     def _root_mean_square(self, x: T, held: Held) -> T:
         """Of the logical tensor of which this is the part that is held here."""

@@ -17,7 +17,10 @@ SCALE = 0.2
 
 
 class Muon:
-    """For matrices. Every rank makes the whole matrix's update and takes its part: exact, at the price of gathering."""
+    """For matrices, and stacks of them (experts).
+
+    Every rank makes the whole matrix's update and takes its part: exact, at the price of gathering.
+    """
 
     def __init__(self, momentum: float, ranks: Ranks) -> None:
         self.momentum, self.ranks = momentum, ranks
@@ -30,8 +33,10 @@ class Muon:
         for h, g in zip(held, grads, strict=True):
             momentum = h.slots["momentum"].values.lerp_(g, 1 - self.momentum)
             whole = self.ranks.whole(g.lerp(momentum, self.momentum), h)  # Nesterov's
-            size = SCALE * max(whole.shape) ** 0.5
-            h.local.mul_(1 - lr * decay).sub_(self.ranks.mine(orthogonal(whole), h), alpha=lr * size)
+            size = SCALE * max(whole.shape[-2:]) ** 0.5
+            made = torch.stack([orthogonal(matrix) for matrix in whole.flatten(0, -3)]) if whole.dim() > 2 else None
+            made = orthogonal(whole) if made is None else made.view_as(whole)
+            h.local.mul_(1 - lr * decay).sub_(self.ranks.mine(made, h), alpha=lr * size)
 
 
 def orthogonal(x: T) -> T:

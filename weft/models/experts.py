@@ -1,0 +1,268 @@
+"""A mixture of experts in the place of a feed-forward: a router, a stack of experts, and some that see all tokens."""
+
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from spmd_types import rules
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.layout.dims import Dim
+from weft.layout.mesh import Mesh
+from weft.models.feed_forward import ACTIVATE, FeedForward
+from weft.models.fused import current_tape
+from weft.models.module import Module
+from weft.models.router import Choice, Pass, Router
+from weft.recipe import ModelShape
+
+T = torch.Tensor
+
+
+class Dispatched(NamedTuple):
+    """Rows of tokens in the order of the experts that are here: ``rows`` ``[rows, embed]``, ``counts`` of each.
+
+    ``meta`` is what the dispatcher needs to bring them back.
+    """
+
+    rows: T
+    counts: T
+    meta: Any
+
+
+class Dispatcher(Protocol):
+    """Brings tokens to their experts and what these make of them back."""
+
+    def dispatch(self, x: T, choice: Choice) -> Dispatched:
+        """``x``: ``[tokens, embed]``."""
+
+    def combine(self, rows: T, meta: Any) -> T:
+        """The weighted sum of each token's rows: ``[tokens, embed]``."""
+
+
+class Local:
+    """All experts are here: tokens change only their order."""
+
+    def __init__(self, experts: int) -> None:
+        self.experts = experts
+
+    def dispatch(self, x: T, choice: Choice) -> Dispatched:
+        order = choice.ids.flatten().argsort(stable=True)  # of the choices, those of the first expert first
+        rows = spread(x, order, choice.ids.shape[1])
+        return Dispatched(rows, counted(choice.ids, self.experts), (order, choice.weights))
+
+    def combine(self, rows: T, meta: Any) -> T:
+        order, weights = meta
+        return weighted(rows, order, weights)
+
+
+def counted(ids: T, experts: int) -> T:
+    """How often each expert is in ``ids``: int64 ``[experts]``."""
+    flat = ids.flatten()
+    return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add(0, flat, torch.ones_like(flat))
+
+
+def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
+    """A row for each choice, ``k`` of each token, in ``order``: ``[tokens, embed]`` to ``[tokens * k, embed]``.
+
+    ``rows``: of the first so many only.
+    """
+    return _Spread.apply(x, order[:rows], k)
+
+
+def reordered(rows: T, order: T) -> T:
+    """``rows[order]`` of a permutation."""
+    return _Spread.apply(rows, order, 1)
+
+
+def placed(rows: T, order: T, places: int | None = None) -> T:
+    """Row ``i`` at ``order[i]`` of so many ``places`` (default: as many as rows), and zeros elsewhere."""
+    return _Placed.apply(rows, order[: len(rows)], len(rows) if places is None else places)
+
+
+def weighted(rows: T, order: T, weights: T) -> T:
+    """What the rows of :func:`spread` add up to for each token, by ``weights`` ``[tokens, k]``: ``[tokens, embed]``."""
+    each = placed(rows, order, weights.numel()).unflatten(0, weights.shape)  # [tokens, k, embed]
+    return torch.einsum("tk,tkd->td", weights.to(rows.dtype), each)
+
+
+class _Spread(torch.autograd.Function):
+    """Backward adds up each token's rows in the order of its choices, and not in that of the experts."""
+
+    @staticmethod
+    def spmd_typecheck(*, x, order, k):  # type: ignore[no-untyped-def]
+        return rules.einsum("td,r->rd", x, order)
+
+    @staticmethod
+    def forward(ctx, x, order, k):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(order)
+        ctx.tokens, ctx.k = len(x), k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        each = _at(grad, ctx.saved_tensors[0], ctx.tokens * ctx.k)
+        return each.unflatten(0, (ctx.tokens, ctx.k)).sum(1) if ctx.k > 1 else each, None, None
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def spmd_typecheck(*, rows, order, places):  # type: ignore[no-untyped-def]
+        return rules.einsum("rd,r->rd", rows, order)
+
+    @staticmethod
+    def forward(ctx, rows, order, places):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(order)
+        return _at(rows, order, places)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad[ctx.saved_tensors[0]], None, None
+
+
+def _at(rows: T, order: T, places: int) -> T:
+    """``rows`` at the distinct places ``order`` of ``places``, and zeros elsewhere."""
+    found = rows.new_empty if places == len(rows) else rows.new_zeros
+    return found(places, *rows.shape[1:]).index_copy_(0, order, rows)
+
+
+def products(x: T, counts: T, *weights: T) -> tuple[T, ...]:
+    """``x @ weight[e].T`` for each weight, of the rows of each expert ``e``: so many as ``counts``, in turn.
+
+    ``x``: ``[rows, in]``, weights ``[experts, out, in]``; each result ``[rows, out]``.
+    """
+    tape = current_tape()
+    return _Products.apply(x, counts, None if tape is None else (tape, weights), *weights)
+
+
+def sizes_of(counts: T, rows: int) -> list[int]:
+    """``counts`` on the host; where there are no numbers (on the meta device), as if they were equal."""
+    if counts.is_meta or isinstance(counts, FakeTensor):
+        share, rest = divmod(rows, len(counts))
+        return [share + (e < rest) for e in range(len(counts))]
+    return counts.tolist()
+
+
+def grouped_runs(x: T, *weights: T) -> bool:
+    """Whether PyTorch's grouped product takes these: not float64, and rows of a multiple of 16 bytes."""
+    aligned = all(n * x.element_size() % 16 == 0 for w in weights for n in w.shape[1:])
+    kinds = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
+    return hasattr(F, "grouped_mm") and aligned and x.dtype in kinds and not x.is_meta and len(x) > 0
+
+
+def grouped(x: T, weight: T, counts: T) -> T:
+    """``[rows, in]`` and ``[experts, in, out]`` to ``[rows, out]``, without a gradient."""
+    if grouped_runs(x, weight):
+        return F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
+    out, at = x.new_empty(len(x), weight.shape[2]), 0
+    for w, size in zip(weight, sizes_of(counts, len(x)), strict=True):
+        torch.mm(x[at : at + size], w, out=out[at : at + size])
+        at += size
+    return out
+
+
+def grouped_gradient(grad: T, x: T, counts: T, weight: T) -> T:
+    """``grad.T @ x`` of each expert's rows: ``[rows, out]`` and ``[rows, in]`` to ``[experts, out, in]``."""
+    out, at = torch.empty_like(weight), 0
+    for w, size in zip(out, sizes_of(counts, len(x)), strict=True):
+        torch.mm(grad[at : at + size].t(), x[at : at + size], out=w)
+        at += size
+    return out
+
+
+def add_grouped_gradient(parameter: T, grad: T, x: T, counts: T) -> None:
+    """``parameter.grad += grad.T @ x`` of each expert's rows."""
+    found = grouped_gradient(grad, x, counts, parameter.detach())
+    parameter.grad = found if parameter.grad is None else parameter.grad.add_(found)
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def spmd_typecheck(*, x, counts, later, weights):  # type: ignore[no-untyped-def]
+        rules.ignore(counts)
+        return tuple(rules.einsum("ri,eoi->ro", x, w) for w in weights)
+
+    @staticmethod
+    def forward(ctx, x, counts, later, *weights):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, counts, *weights)
+        ctx.later = later  # the parameters themselves, as in weft.models.fused
+        return tuple(grouped(x, w.mT, counts) for w in weights)
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        x, counts, *weights = ctx.saved_tensors
+        grads = tuple(g.contiguous() for g in grads)
+        d_x = sum(grouped(g, w, counts) for g, w in zip(grads, weights, strict=True))
+        tape, parameters = ctx.later or (None, weights)
+        now: list[T | None] = []
+        for p, g, w, learns in zip(parameters, grads, weights, ctx.needs_input_grad[3:], strict=True):
+            if learns and tape is not None:
+                tape.append(partial(add_grouped_gradient, p, g, x.detach(), counts))
+                learns = False
+            now.append(grouped_gradient(g, x, counts, w) if learns else None)
+        return d_x, None, None, *now
+
+
+class Experts(Module):
+    """A stack of feed-forwards of width ``expert_ffn``; this rank computes with those that are its own."""
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, count: int) -> None:
+        super().__init__(mesh)
+        self.activate = ACTIVATE[shape.activation]
+        assert shape.expert_ffn
+        expert, ffn, embed = Dim("expert", count), Dim("ffn", shape.expert_ffn), Dim("embed", shape.embed)
+        self.weight("gate", expert, ffn, embed, std=shape.init_std)
+        self.weight("up", expert, ffn, embed, std=shape.init_std)
+        self.weight("down", expert, embed, ffn, std=shape.init_std / (2 * shape.layers) ** 0.5)
+
+    def forward(self, rows: T, counts: T) -> T:
+        """``[rows, embed]``, ``counts`` of each expert in turn, to each row's share of a sum over ``tp``."""
+        gate, up = products(rows, counts, self.gate, self.up)  # [rows, ffn/tp]
+        return products(self.activate(gate) * up, counts, self.down)[0]
+
+
+class Mixture(Module):
+    """Experts, and those that see all tokens, whose share of the sum ``shared_mix`` says."""
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
+        super().__init__(mesh)
+        self.shape, count = shape, shape.experts_of(layer)
+        self.router = Router(shape, mesh, layer)
+        self.experts = Experts(shape, mesh, count)
+        self.dispatcher: Dispatcher = Local(count)
+        self.shared = None
+        if shape.shared_experts:
+            width = shape.shared_experts * (shape.expert_ffn or 0)
+            self.shared = FeedForward(shape, mesh, f"blocks.{layer}.ffn.shared", width, adapter=None)
+            if shape.shared_mix != "add":
+                rows = Dim("share", 1 if shape.shared_mix == "gate" else 2)
+                self.weight("shared_gate", rows, Dim("embed", shape.embed), std=shape.init_std)
+
+    def early(self, x: T, seen: Pass | None) -> Choice | None:
+        """What tokens choose by what attention reads, if the router reads that."""
+        return self.router(x.flatten(0, 1), seen) if self.shape.router_early else None
+
+    def forward(self, x: T, seen: Pass | None = None, early: Choice | None = None) -> T:
+        """``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
+        tokens = x.flatten(0, 1)
+        choice = early or self.router(tokens, seen)
+        rows, counts, meta = self.dispatcher.dispatch(tokens, choice)
+        y = self.dispatcher.combine(self.experts(rows, counts), meta).view_as(x)
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        if self.shape.shared_mix == "add":
+            return y + shared
+        logits = F.linear(x, self.shared_gate)
+        if self.shape.shared_mix == "gate":
+            return y + shared * logits.sigmoid()
+        shares = logits.softmax(-1)
+        return y * shares[..., :1] + shared * shares[..., 1:]
+
+
+def feed_forward(shape: ModelShape, mesh: Mesh, layer: int) -> FeedForward | Mixture:
+    """What a layer has after its attention."""
+    if shape.experts_of(layer):
+        return Mixture(shape, mesh, layer)
+    assert shape.ffn
+    return FeedForward(shape, mesh, f"blocks.{layer}.ffn", shape.ffn, shape.adapter)

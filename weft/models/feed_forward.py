@@ -1,0 +1,39 @@
+"""The dense feed-forward, which experts are many of."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from weft.layout.dims import Dim
+from weft.layout.mesh import Mesh
+from weft.models.adapters import Projections
+from weft.recipe import Adapter, ModelShape
+
+T = torch.Tensor
+
+#: What gates a feed-forward: SwiGLU (Shazeer 2020), GeGLU with the approximate GELU, or ReGLU.
+ACTIVATE: dict[str, Callable[[T], T]] = {
+    "silu": F.silu, "gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu,
+}  # fmt: skip
+
+
+class FeedForward(Projections):
+    """``down(activate(gate(x)) * up(x))``, of ``width`` hidden units."""
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, path: str, width: int, adapter: Adapter | None) -> None:
+        super().__init__(mesh, adapter, path)
+        self.activate = ACTIVATE[shape.activation]
+        embed, ffn = Dim("embed", shape.embed), Dim("ffn", width)
+        self.projection("gate", ffn, embed, shape.init_std)
+        self.projection("up", ffn, embed, shape.init_std)
+        self.projection("down", embed, ffn, shape.init_std / (2 * shape.layers) ** 0.5)
+
+    def early(self, x: T, seen: object) -> None:
+        """What this wants to know of the attention's input: nothing."""
+
+    def forward(self, x: T, seen: object = None, early: object = None) -> T:
+        """``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
+        gate, up = self.project(x, "gate", "up")  # [batch, seq, ffn/tp]
+        return self.project(self.activate(gate) * up, "down")[0]

@@ -1,0 +1,229 @@
+"""Which experts a token goes to, what they weigh, and what keeps their loads equal.
+
+Routers count in whole numbers, by document, tokens that are no padding. What follows from the counts is therefore the
+same under every layout: the losses that balance the loads are sums over documents, and a bias moves once per step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from spmd_types import rules
+
+from weft.data.batch import Batch
+from weft.layout.boundary import BY_DATA, V, declare, share_of_sum, untyped
+from weft.layout.dims import Dim
+from weft.layout.mesh import Mesh
+from weft.models.module import Module
+from weft.recipe import ModelShape
+
+T = torch.Tensor
+
+
+class Choice(NamedTuple):
+    """The experts of each token, ``ids`` int64 ``[tokens, k]``, and their ``weights`` alike."""
+
+    weights: T
+    ids: T
+
+
+@dataclass
+class Pass:
+    """What routers see of a forward and backward pass beside activations, and what they count in it.
+
+    ``documents``: int64 ``[tokens]``, -1 for padding; ``lengths``: tokens of each in all ``cp`` ranks, ``[documents]``.
+    ``step_tokens``: those of the step that are no padding, asked for in backward. ``chosen``, by layer: how often each
+    document's tokens chose each expert, int64 ``[documents, experts]``; of this rank's tokens in ``own``. Layers write
+    down what they counted, so that a block that is run again for backward counts the same once.
+    """
+
+    documents: T
+    lengths: T
+    step_tokens: Callable[[], T]
+    own: dict[int, T] = field(default_factory=dict)
+    chosen: dict[int, T] = field(default_factory=dict)
+
+
+class Loads:
+    """How often the experts of every layer were chosen in the passes of a step."""
+
+    def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
+        self.mixtures, self.mesh = shape.mixtures, mesh
+        self.balances = shape.balance_loss > 0 or shape.z_loss > 0
+        self.passes: list[Pass] = []
+        self.step_tokens: Callable[[], T] = lambda: torch.ones(())
+
+    def begin(self, step_tokens: Callable[[], T]) -> None:
+        """Begin a step, of so many ``step_tokens``."""
+        self.passes, self.step_tokens = [], step_tokens
+
+    def seen(self, batch: Batch) -> Pass:
+        """What is counted in a pass over ``batch``."""
+        with untyped():
+            documents, lengths = batch.documents, batch.cu_seqlens.diff()
+            if documents is None:  # one, for all that is known
+                documents, lengths = torch.zeros_like(batch.tokens), batch.cu_seqlens[-1:]
+            lengths = lengths.to(documents.device)
+            self.passes.append(Pass(documents.flatten(), lengths, lambda: self.step_tokens()))
+        return self.passes[-1]
+
+    def share(self) -> T:
+        """This rank's share of the step's choices: of each expert of all layers in turn, ``[all experts]`` float64."""
+        shares = []
+        with untyped():
+            for layer, count in self.mixtures.items():
+                found = [one.own[layer].sum(0) for one in self.passes if layer in one.own]
+                shares.append(torch.stack(found).sum(0) if found else torch.zeros(count, device=self.mesh.device))
+            mine = torch.cat([share.double() for share in shares])
+        by_stage = BY_DATA | {"pp": V}
+        return share_of_sum(declare(mine, self.mesh, **by_stage), self.mesh, **by_stage)
+
+    def by_layer(self, loads: Sequence[int]) -> dict[int, Sequence[int]]:
+        """The sums of all ranks' shares, by layer."""
+        at, found = 0, {}
+        for layer, count in self.mixtures.items():
+            found[layer] = loads[at : at + count]
+            at += count
+        return found
+
+
+class Router(Module):
+    """Chooses experts for tokens (see :class:`weft.recipe.ModelShape`), in at least float32.
+
+    ``bias`` is added to what is chosen by, and never to what weighs. ``load``: the experts' shares of the last step's
+    choices.
+    """
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
+        super().__init__(mesh)
+        self.shape, self.layer, self.count = shape, layer, shape.experts_of(layer)
+        expert = Dim("expert", self.count)
+        self.weight("table", expert, Dim("embed", shape.embed), std=shape.init_std, whole=True)
+        if shape.router == "sigmoid":
+            self.weight("bias", expert, std=0, whole=True, everywhere=True)
+        if shape.balance == "step":
+            self.weight("load", expert, std=0, whole=True, everywhere=True)
+
+    def forward(self, x: T, seen: Pass | None) -> Choice:
+        """``x``: ``[tokens, embed]``."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.table.to(wide))  # [tokens, experts]
+        if self.shape.router == "sigmoid":
+            scores = logits.sigmoid()
+            ids = self._best(scores.detach() + self.bias, by=2)
+        else:
+            scores = logits.softmax(-1)
+            ids = self._best(logits.detach() if self.shape.router == "post-softmax" else scores.detach(), by=1)
+        weights = self._weights(logits, scores, ids)
+        if seen is None:
+            return Choice(weights, ids)
+        with untyped():
+            self._count(ids, seen)
+        if self.shape.balance_loss:
+            probabilities = scores / scores.sum(-1, keepdim=True) if self.shape.router == "sigmoid" else scores
+            weights = _WithLoss.apply(weights, probabilities, self._balance_gradient(seen))
+        if self.shape.z_loss:
+            weights = _WithLoss.apply(weights, logits, self._z_gradient(logits.detach(), seen))
+        return Choice(weights, ids)
+
+    def _best(self, scores: T, by: int) -> T:
+        """The ids of the best experts, of the best groups by their ``by`` best: ``[tokens, k]``."""
+        shape = self.shape
+        if shape.router_groups > shape.router_top_groups:
+            grouped = scores.unflatten(-1, (shape.router_groups, -1))  # [tokens, groups, experts of each]
+            merit = grouped.topk(min(by, grouped.shape[-1])).values.sum(-1)
+            left_out = torch.ones_like(merit).scatter(-1, merit.topk(shape.router_top_groups).indices, 0)
+            scores = grouped.masked_fill(left_out[..., None] > 0, -torch.inf).flatten(-2)
+        return scores.topk(shape.experts_per_token).indices
+
+    def _weights(self, logits: T, scores: T, ids: T) -> T:
+        shape = self.shape
+        if shape.router == "post-softmax":
+            return logits.gather(-1, ids).softmax(-1) * shape.router_scale
+        weights = scores.gather(-1, ids)
+        if shape.router_norm:
+            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if shape.router == "sigmoid" else 0))
+        return weights * shape.router_scale
+
+    @torch.no_grad()
+    def _count(self, ids: T, seen: Pass) -> None:
+        """Write down how often this layer's experts were chosen, by this rank's tokens and by whole documents."""
+        real = (seen.documents >= 0).repeat_interleave(ids.shape[1])
+        cells = seen.documents.clamp(min=0).repeat_interleave(ids.shape[1]) * self.count + ids.flatten()
+        counts = torch.zeros(len(seen.lengths) * self.count, dtype=torch.int64, device=ids.device)
+        counts = counts.scatter_add(0, cells, real.long()).view(-1, self.count)
+        seen.own[self.layer] = counts
+        if self.shape.balance_loss and self.shape.balance != "step" and self.mesh.size("cp") > 1:
+            counts = counts.clone()
+            dist.all_reduce(counts, group=self.mesh.group("cp"))
+        seen.chosen[self.layer] = counts
+
+    def _balance_gradient(self, seen: Pass) -> Callable[[], T]:
+        """The gradient of the loss that balances the loads, with respect to each token's probabilities.
+
+        The loss is linear in these: ``balance_loss * experts * sum(f * p)``, where ``f`` are the experts' shares of
+        what was chosen (Fedus et al. 2021, Switch).
+        """
+        shape = self.shape
+        dtype = torch.promote_types(self.table.dtype, torch.float32)
+
+        def gradient() -> T:
+            if shape.balance == "step":
+                shares = self.load.to(dtype)[None].expand(len(seen.lengths), -1)  # [documents, experts]
+            else:
+                layers = len(seen.chosen) if shape.balance == "huggingface" else 1
+                chosen = torch.stack(list(seen.chosen.values())).sum(0) if layers > 1 else seen.chosen[self.layer]
+                per_token = layers**2 if shape.balance == "huggingface" else shape.experts_per_token
+                shares = chosen.to(dtype) / (seen.lengths.to(dtype)[:, None] * per_token)
+            factor = self._factor(seen, dtype) * (shape.balance_loss * self.count)
+            return shares[seen.documents.clamp(min=0)] * factor[:, None]
+
+        return gradient
+
+    def _z_gradient(self, logits: T, seen: Pass) -> Callable[[], T]:
+        """That of the mean squared log-sum-exp of the logits (Zoph et al. 2022, ST-MoE)."""
+
+        def gradient() -> T:
+            z = 2 * self.shape.z_loss * logits.logsumexp(-1) * self._factor(seen, logits.dtype)
+            return logits.softmax(-1) * z[:, None]
+
+        return gradient
+
+    def _factor(self, seen: Pass, dtype: torch.dtype) -> T:
+        """What a token counts in a mean over the step's tokens, ``[tokens]``; on one of the ranks that see it."""
+        counted = (seen.documents >= 0) & (self.mesh.rank("tp") == 0)
+        return counted.to(dtype) / seen.step_tokens().to(dtype).clamp(min=1)
+
+    @torch.no_grad()
+    def learn_from(self, loads: Sequence[int]) -> None:
+        """Take in how often each expert was chosen in a whole step: the same numbers, so the same result, anywhere."""
+        counts = torch.tensor(loads, dtype=torch.float64)
+        if "bias" in self.logical and self.shape.bias_rate:
+            self.bias.add_((counts.mean() - counts).sign().to(self.bias), alpha=self.shape.bias_rate)
+        if "load" in self.logical and counts.sum() > 0:
+            self.load.copy_(counts / counts.sum())
+
+
+class _WithLoss(torch.autograd.Function):
+    """``y`` as it is; in backward the gradient of ``x`` is ``gradient()``, that of a loss beside the model's.
+
+    So a loss that is no part of the output reaches what it is of, in whatever order stages run backward, and what it
+    depends on need not be known before.
+    """
+
+    @staticmethod
+    def spmd_typecheck(*, y, x, gradient):  # type: ignore[no-untyped-def]
+        rules.ignore(x)
+        return rules.einsum("tk->tk", y)
+
+    @staticmethod
+    def forward(ctx, y, x, gradient):  # type: ignore[no-untyped-def]
+        ctx.gradient = gradient
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad, ctx.gradient(), None
