@@ -24,8 +24,8 @@ import torch.multiprocessing as mp
 from step import machine
 
 from weft.checkpoint.convert.peft import write_adapter
+from weft.checkpoint.model import export_model
 from weft.checkpoint.weights import starting_values
-from weft.generate.model import export_model
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe, load_recipe
 from weft.train.setup import assemble, prepare

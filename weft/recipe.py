@@ -16,10 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 from weft.errors import UsageError, WeftError
 from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import BATCH_AXES, Layout
+from weft.plugins import check, load_plugins
 from weft.shipped import find_recipe, shipped_recipes
 from weft.validation import validated
 
 Dtype = Literal["float64", "float32", "bfloat16"]
+#: What reads a corpus, and what takes a run's records, besides plugins.
+SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 #: Who speaks in a conversation.
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -224,18 +228,20 @@ class Source(Section):
     ``tokens`` reads memory-mapped token ids (see ``weft.data.tokens``); ``huggingface`` a dataset saved to disk;
     ``chat`` conversations, of which only the assistant's words are learned (docs/chat.md): ``form`` is their form, if
     it is not to be seen from each record, ``field`` the messages' name, if it is none of the usual. Of the form
-    ``docstrings`` are questions about Python code, without ``path`` about the standard library.
+    ``docstrings`` are questions about Python code, without ``path`` about the standard library. Any other kind is a
+    plugin's, which is called with ``path`` and ``settings``.
     """
 
-    kind: Literal["stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat"] = "stdlib"
+    kind: str = "stdlib"
     path: str | None = None
     field: str = "text"
     weight: PositiveFloat = 1.0
+    settings: dict[str, Any] = {}
     form: Literal["auto", "messages", "prompt", "sharegpt", "alpaca", "adp", "atif", "docstrings"] = "auto"
 
     @model_validator(mode="after")
     def _path(self) -> Self:
-        if self.kind != "stdlib" and self.form != "docstrings" and not self.path:
+        if self.kind in SOURCES and self.kind != "stdlib" and self.form != "docstrings" and not self.path:
             raise ValueError(f"a source of kind {self.kind!r} needs 'path'")
         return self
 
@@ -308,7 +314,8 @@ class Optimizer(Section):
     for the matrices of blocks, and AdamW updates the rest. ``state``: what AdamW keeps its moments in; ``block``:
     elements of a row that share a scale in 8 or 4 bits. ``momentum`` is Muon's. ``rank``, ``refresh`` (updates between
     two sets of directions), ``scale`` and ``history`` (past gradients of ``natural-galore``) are GaLore's. ``ema``:
-    decay of an average of the parameters that is kept beside them; 0 keeps none.
+    decay of an average of the parameters that is kept beside them; 0 keeps none. ``use_ema``: that average, and not the
+    parameters, is what is validated, writes the samples at the end and is exported.
     """
 
     estimate: Literal["backward", "zeroth-order"] = "backward"
@@ -322,6 +329,7 @@ class Optimizer(Section):
     scale: PositiveFloat = 0.25
     history: PositiveInt = 4
     ema: float = Field(0.0, ge=0, lt=1)
+    use_ema: bool = False
     groups: tuple[Group, ...] = ()
     lr: PositiveFloat = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
@@ -376,6 +384,19 @@ class Validation(Section):
     batches: PositiveInt = 4
 
 
+class Task(Section):
+    """A file of questions that the model is asked before the first step, every so many, and at the end.
+
+    docs/evaluation.md has the file's form. ``chat``: prompts are what a user says, and the chat template is applied.
+    """
+
+    path: str
+    name: str = Field("", pattern=r"^[\w.-]*$", description="in records; the file's if left out")
+    every: int = Field(0, ge=0, description="steps between; 0 asks at the beginning and at the end alone")
+    chat: bool = False
+    limit: int = Field(0, ge=0, description="the first so many questions; 0 for all")
+
+
 class Level(Section):
     """One place for checkpoints with a cadence of its own.
 
@@ -425,7 +446,7 @@ class Checkpoint(Level):
 
 
 class Observe(Section):
-    """``trackers``: who gets the records: ``tensorboard``, ``wandb``, ``mlflow``, or a plugin's ``module:function``."""
+    """``trackers``: who gets the records: ``tensorboard``, ``wandb``, ``mlflow``, or a plugin's."""
 
     every: PositiveInt = 1
     trackers: tuple[str, ...] = ("tensorboard",)
@@ -453,10 +474,28 @@ class Generate(Section):
         return self.prompts or (self.prompt,)
 
 
+class Use(Section):
+    """Something of a plugin's by name, with what else it is called with; a text is the name alone."""
+
+    name: str
+    settings: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) else given
+
+
 class Recipe(Section):
-    """Everything one run needs."""
+    """Everything one run needs.
+
+    ``plugins``: modules of the user's, which register what the recipe then names (docs/plugins.md); ``callbacks`` are
+    such. Both end the run if they fail.
+    """
 
     name: str = "run"
+    plugins: tuple[str, ...] = ()
+    callbacks: tuple[Use, ...] = ()
     model: ModelShape = ModelShape()
     adapter: Adapter | None = None
     data: Data = Data()
@@ -464,18 +503,27 @@ class Recipe(Section):
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
     validation: Validation = Validation()
+    tasks: tuple[Task, ...] = ()
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
     generate: Generate | None = None
 
     @model_validator(mode="after")
+    def _plugged(self) -> Self:
+        """Import the plugins, and look for all that they are to offer."""
+        load_plugins(self.plugins)
+        for use in self.callbacks:
+            check("callbacks", "callback", use.name, use.settings)
+        for name in self.observe.trackers:
+            check("observe.trackers", "tracker", name, {}, TRACKERS)
+        for source in self.data.sources:
+            check("data.kind", "dataset", source.kind, source.settings, SOURCES)
+        return self
+
+    @model_validator(mode="after")
     def _together(self) -> Self:
-        asked = Asked(self.layout, train=self.train, optimizer=self.optimizer)
-        refuse(asked, "layout", "train", "optimizer")
-        if self.checkpoint.export == "adapter" and self.adapter is None:
-            raise ValueError("checkpoint.export = 'adapter', but there is none; use 'model', or add [adapter]")
-        if self.generate and self.generate.before and self.model.origin is None:
-            raise ValueError("generate.before is for models that start from another; set model.from, or leave it out")
+        asked = Asked(self.layout, train=self.train, optimizer=self.optimizer, recipe=self)
+        refuse(asked, "layout", "train", "optimizer", "recipe")
         return self
 
     def rows_per_pass(self, layout: Layout) -> tuple[int, int]:

@@ -18,8 +18,10 @@ def template(text: str, file: str) -> str:
     """The TOML recipe ``text``, to be written to ``file``, with all settings that it leaves out as comments."""
     given = tomllib.loads(text)
     recipe = build_recipe(given)
-    sections = {key: value for key, value in recipe if key in _sections()}
-    out = [_HEAD.format(file=file)]
+    kinds = _sections()
+    sections = {key: value for key, value in recipe if key in kinds}
+    lists = [f"#{key} = []\n" for key, value in recipe if value == () and key not in kinds and key not in given]
+    out = [_HEAD.format(file=file), *lists]
     for part in re.split(r"(?m)^(?=\[)", text):
         head = re.match(r"\[(\w+)\]\n", part)
         section = sections.pop(head[1], None) if head else None
@@ -28,13 +30,14 @@ def template(text: str, file: str) -> str:
         out.append(part.strip() + "\n")
     for key, section in sections.items():
         if key not in given:
-            section = section or _sections()[key]()
-            out.append(f"#[{key}]\n{_about(section)}{_defaults(section, {})}")
+            named = f"[[{key}]]" if section == () else f"[{key}]"
+            section = section or kinds[key].model_construct()
+            out.append(f"#{named}\n{_about(section)}{_defaults(section, {})}")
     return "\n".join(out)
 
 
 def _sections() -> dict[str, type[Section]]:
-    """The sections of a recipe in their order."""
+    """The sections of a recipe in their order, also those that there may be several of."""
     kinds = (
         (name, kind) for name, f in Recipe.model_fields.items() for kind in (f.annotation, *get_args(f.annotation))
     )
@@ -49,7 +52,7 @@ def _about(section: Section) -> str:
 
 def _defaults(section: Section, given: dict[str, Any]) -> str:
     """A commented line for every field that ``given`` leaves out."""
-    settings = {f.alias or name: (f, getattr(section, name)) for name, f in type(section).model_fields.items()}
+    settings = {f.alias or name: (f, getattr(section, name, None)) for name, f in type(section).model_fields.items()}
     if given.keys() - settings.keys():  # those of the only source
         settings.pop("sources")
     lines = [

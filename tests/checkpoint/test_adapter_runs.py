@@ -10,10 +10,10 @@ import torch
 
 from tests.cases import recipe, write_corpus
 from tests.checkpoint.test_resume import go
+from weft.checkpoint.model import export_model, open_model
 from weft.checkpoint.store import open_checkpoint
 from weft.checkpoint.weights import open_pretrained
 from weft.errors import WeftError
-from weft.generate.model import export_model, open_model
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize

@@ -180,7 +180,7 @@ def test_a_model_by_name_is_the_same_for_every_command(
     (["--prompt-file", "bad.json"], "the conversation is not JSON"),
     (["--prompt-file", "none.json"], "has no messages; give a list of objects"),
     (["--prompt-file", "odd.json"], "message 2 of the conversation is no object with 'role' and 'content'"),
-    (["--prompt", "Hi"], "hf has no chat template; leave out --chat"),
+    (["--prompt", "Hi"], "hf has no chat template; do without chat"),
 ])  # fmt: skip
 def test_conversations_that_cannot_be_continued(
     tiny: str, command: Command, tmp_path: Path, words: list[str], said: str

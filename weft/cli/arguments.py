@@ -36,3 +36,6 @@ ModelName = typer.Option("--checkpoint", "--from", metavar="MODEL", help=_named)
 
 _from = "Start from this model (a folder, a GGUF file, an id of the hub) and its tokenizer, not from the recipe's."
 FromModel = Annotated[str | None, typer.Option("--from", metavar="MODEL", help=_from)]
+
+_ema = "Take the averages of the parameters that the run has kept (optimizer.ema)."
+Ema = Annotated[bool, typer.Option("--ema", help=_ema)]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.arguments import ModelName
+from weft.cli.arguments import Ema, ModelName
 from weft.cli.console import warn
 from weft.errors import UsageError
 from weft.train.launch import launch
@@ -20,7 +20,7 @@ from weft.train.ranks import in_ranks, joined
 
 if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
     from weft.checkpoint.s3 import Where
-    from weft.recipe import Generate
+    from weft.recipe import Recipe
 
 _chat = "The prompt is what a user says (or a .json file with messages): apply the chat template, print the answer."
 
@@ -38,14 +38,15 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many; 0 means all.")] = 40,
     seed: int = 0,
+    ema: Ema = False,
     layout: Annotated[str | None, typer.Option(help='Ranks for long prompts, e.g. "cp=4"; each has the model.')] = None,
 ) -> int:
     """Continue a text with a trained model; a long one on several ranks, which cut it and its keys and values."""
     import torch
 
+    from weft.checkpoint.model import open_model, tokenizer_of
+    from weft.data.chat.prompt import prompt_ids, read_messages
     from weft.generate import engine
-    from weft.generate.chat import chat_ids, read_messages
-    from weft.generate.model import open_model, tokenizer_of
     from weft.generate.spread import check_spread
     from weft.layout.layout import Layout
     from weft.recipe import ModelShape
@@ -71,10 +72,10 @@ def generate(
     with joined(device, WAIT_S) if spread.world > 1 else nullcontext():
         if spread.world > 1 and device == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"
-        model, files = open_model(checkpoint, device, warn)
+        model, files = open_model(checkpoint, device, warn, ema)
         tokenizer = tokenizer_of(files, checkpoint)
         check_spread(spread, model.shape)
-        ids = chat_ids(tokenizer, messages, tools, checkpoint) if chat else tokenizer.prompt_ids(text)
+        ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)
         clock = [time.perf_counter()]
         fresh = _timed(engine.generate(model, ids, tokens, tokenizer.stops, temperature, top_k, seed, spread), clock)
         if prompt and not chat:
@@ -108,11 +109,13 @@ def _timed(ids: Iterator[int], clock: list[float]) -> Iterator[int]:
         yield i
 
 
-def say_samples(checkpoint: "Where", settings: "Generate", origin: str | None) -> list[dict[str, str]]:
-    """Show what a trained model writes, beside what that of ``origin`` does if the settings ask; prompts and texts."""
+def say_samples(checkpoint: "Where", recipe: "Recipe") -> list[dict[str, str]]:
+    """Show what a trained model writes, beside what that of ``model.from`` does if asked for; prompts and texts."""
     from weft.generate.samples import samples
 
-    written = samples(checkpoint, settings, warn)
+    settings, origin = recipe.generate, recipe.model.origin
+    assert settings is not None
+    written = samples(checkpoint, settings, warn, recipe.optimizer.use_ema)
     found = [{"prompt": p, "text": t} for p, t in zip(settings.all_prompts, written, strict=True)]
     console = Console(highlight=False, soft_wrap=True)
     if settings.before and origin is not None:

@@ -1,6 +1,5 @@
 """``weft train``: prepare, start the ranks (or be one), and say at the end what there is to see."""
 
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -85,8 +84,7 @@ def probed_choice(recipe: "Recipe", ranks: int | None, file: str) -> "tuple[Reci
 
 def _conclude(recipe: "Recipe", outcome: "Outcome") -> None:
     from weft.observe.metrics import Metrics
-    from weft.observe.report import write_report
-    from weft.planner.own import append
+    from weft.train.start import finish
 
     say = Console(highlight=False, soft_wrap=True).print
     if outcome.interrupted:
@@ -98,27 +96,15 @@ def _conclude(recipe: "Recipe", outcome: "Outcome") -> None:
     if recipe.generate and outcome.checkpoint and not outcome.interrupted:
         from weft.cli.generate import say_samples
 
-        shown = say_samples(outcome.checkpoint, recipe.generate, recipe.model.origin)
+        shown = say_samples(outcome.checkpoint, recipe)
         metrics = Metrics(outcome.run)
         metrics.log("sample", outcome.progress.step, samples=shown)
         metrics.close()
-    if recipe.checkpoint.export and outcome.checkpoint and not outcome.interrupted:
-        say(f"exported    {_exported(recipe, outcome)}")
-    say(f"checkpoint  {outcome.checkpoint}\nreport      {write_report(outcome.run)}")
+    finished = finish(recipe, outcome)
+    if finished.export:
+        say(f"exported    {finished.export}")
+    say(f"checkpoint  {outcome.checkpoint}\nreport      {finished.report}")
     if traces := sorted(outcome.run.glob("trace/*.json")):
         say(f"trace       {traces[0].parent}: a file per rank, to open in ui.perfetto.dev")
-    if measured := append(outcome.run):
-        say(f"measured    {measured}: what the planner learns from")
-
-
-def _exported(recipe: "Recipe", outcome: "Outcome") -> Path:
-    """The folder with what other programs read; that of an earlier end of the same run goes."""
-    from weft.cli.console import warn
-    from weft.generate.model import export_model
-
-    out = outcome.run / "export"
-    if out.exists():
-        shutil.rmtree(out)
-    merge = recipe.checkpoint.export == "model" and recipe.adapter is not None
-    export_model(str(outcome.checkpoint), out, warn, merge)
-    return out
+    if finished.measured:
+        say(f"measured    {finished.measured}: what the planner learns from")

@@ -5,7 +5,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     making = folder.with_name(f".{folder.name}.making")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(folder.with_name(f".{folder.name}.lock")):
             if not folder.exists():
                 shutil.rmtree(making, ignore_errors=True)  # left by a killed process: nobody else holds the lock
                 making.mkdir()
@@ -43,5 +43,26 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                 finally:
                     shutil.rmtree(making, ignore_errors=True)
     except OSError as error:
-        raise WeftError(f"cannot write {folder}: {error.strerror or error}; set data.cache to another folder") from None
+        raise WeftError(
+            f"cannot write {folder}: {error.strerror or error}; set data.cache (or WEFT_CACHE) to another folder"
+        ) from None
     return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """In here this process alone has the lock ``path``, a file that is gone afterwards."""
+    while True:
+        with open(path, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                mine = os.path.samestat(os.fstat(lock.fileno()), path.stat())
+            except FileNotFoundError:
+                mine = False
+            if not mine:  # whoever had it before has taken the file away, and the next one makes another
+                continue
+            try:
+                yield
+            finally:
+                path.unlink()
+            return

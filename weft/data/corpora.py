@@ -3,6 +3,7 @@
 import ast
 import glob
 import gzip
+import inspect
 import json
 import os
 import sysconfig
@@ -13,7 +14,8 @@ from typing import Any
 
 from weft.data.cache import digest
 from weft.errors import WeftError, nearest
-from weft.recipe import Source
+from weft.plugins import blamed, find
+from weft.recipe import SOURCES, Source
 
 #: Folders below the standard library that are not its own code.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -28,6 +30,9 @@ _SUFFIXES = {
 
 def documents(source: Source) -> Iterator[str]:
     """The documents of ``source`` as a stream, in a deterministic order; a file that cannot be read is named."""
+    if source.kind not in SOURCES:
+        yield from _plugin(source)
+        return
     readers = {
         "stdlib": _text,
         "text": _text,
@@ -39,6 +44,16 @@ def documents(source: Source) -> Iterator[str]:
     for path in [Path(source.path or "").expanduser()] if source.kind == "huggingface" else files(source):
         with reading(path, source.kind):
             yield from readers[source.kind](path, source)
+
+
+def _plugin(source: Source) -> Iterator[str]:
+    found = find("dataset", source.kind)
+    given = source.path and str(Path(source.path).expanduser())
+    with blamed(str(found)):
+        for number, text in enumerate(found.call(source.settings)(given), 1):
+            if not isinstance(text, str):
+                raise WeftError(f"{found}: document {number} is {type(text).__name__}, not a text")
+            yield text.encode(errors="replace").decode()  # no tokenizer can encode lone surrogates
 
 
 @contextmanager
@@ -72,8 +87,21 @@ def files(source: Source) -> list[Path]:
 
 def fingerprint(source: Source) -> str:
     """Digest of what a source would read: kind, field, and every file's path, size and time of change."""
+    if source.kind not in SOURCES:
+        return _plugin_fingerprint(source)
     stats = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files(source)]
     return digest(source.kind, source.field, stats)
+
+
+def _plugin_fingerprint(source: Source) -> str:
+    """Of a plugin's data set what can be seen: its module's code, its settings, and what ``path`` leads to."""
+    code = inspect.getsourcefile(inspect.unwrap(find("dataset", source.kind).made))
+    given = Path(source.path).expanduser() if source.path else None
+    paths = [Path(code)] if code else []
+    if given is not None and given.exists():
+        paths += [given] if given.is_file() else sorted(p for p in given.rglob("*") if p.is_file())
+    seen = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
+    return digest(source.kind, source.path, source.settings, seen)
 
 
 def _text(file: Path, source: Source) -> Iterator[str]:

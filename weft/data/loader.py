@@ -12,7 +12,7 @@ from weft.data.balance import DocumentTimes, Pass, balanced
 from weft.data.batch import IGNORE, Batch, Group
 from weft.data.cache import digest
 from weft.data.chat.source import fitted, open_chats
-from weft.data.order import Order, Row, Stream, hashed, held_out
+from weft.data.order import Listed, Order, Row, Stream, hashed, held_out
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import Progress, open_source
 from weft.layout.layout import BATCH_AXES, DATA_AXES, Layout
@@ -70,7 +70,7 @@ def open_data(data: Data, progress: Progress | None = None, own: Tokenizer | Non
 class Loader:
     """Batches of one rank. With ``costs`` (of documents) and ``layout.balance`` every step is planned by length."""
 
-    order: Order
+    order: Order | Listed
     layout: Layout
     batch_rank: int  # among those that the sequences of a step are dealt out to
     cp_rank: int

@@ -1,6 +1,7 @@
 """The order of the data: a pure function of the seed and the global sample index, so that one number resumes it."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -54,6 +55,20 @@ class Row(NamedTuple):
     labels: np.ndarray
     starts: np.ndarray
     weights: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Rows in the order in which they are given, once; what a :class:`weft.data.loader.Loader` can read, too."""
+
+    rows: Sequence[Row]
+
+    @property
+    def total(self) -> int:
+        return len(self.rows)
+
+    def row(self, sample: int) -> Row:
+        return self.rows[sample]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from weft.layout.dims import part
 
 if TYPE_CHECKING:
     from weft.layout.layout import Layout
-    from weft.recipe import ModelShape, Optimizer, Train
+    from weft.recipe import ModelShape, Optimizer, Recipe, Train
 
 
 class Conflict(UsageError, ValueError):
@@ -42,6 +42,7 @@ class Asked:
     optimizer: Optimizer = None  # type: ignore[assignment]
     schedules: Mapping[str, Any] = None  # type: ignore[assignment]
     axes: Sequence[str] = None  # type: ignore[assignment]
+    recipe: Recipe = None  # type: ignore[assignment]
 
     @property
     def nearby(self) -> str:
@@ -153,6 +154,18 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.optimizer.state != "float32" and a.optimizer.kind != "adamw",
          "optimizer.state = {0.optimizer.state!r} is how AdamW keeps its moments, and optimizer.kind is "
          "{0.optimizer.kind!r}", "leave optimizer.state out, or use kind = 'adamw'"),
+    Rule("use of no average", "optimizer", lambda a: a.optimizer.use_ema and not a.optimizer.ema,
+         "optimizer.use_ema asks for an average that is not kept", "set optimizer.ema = 0.999, say, or leave it out"),
+    Rule("export of no adapter", "recipe",
+         lambda a: a.recipe.checkpoint.export == "adapter" and a.recipe.adapter is None,
+         "checkpoint.export = 'adapter', but there is none", "use 'model', or add [adapter]"),
+    Rule("before without an origin", "recipe",
+         lambda a: bool(a.recipe.generate and a.recipe.generate.before and a.recipe.model.origin is None),
+         "generate.before is for models that start from another", "set model.from, or leave it out"),
+    Rule("tasks with vocabulary passes", "layout recipe",
+         lambda a: bool(a.recipe.tasks) and a.layout.vocab_barriers > 0,
+         "tasks ask the output layer for more than the loss, which is all that passes of layout.vocab_barriers compute",
+         "leave one of them out"),
     Rule("zeroth order with what needs backward", "layout optimizer",
          lambda a: a.optimizer.estimate == "zeroth-order"
          and bool(a.layout.balance or a.layout.skip or a.optimizer.post_validation),

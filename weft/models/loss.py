@@ -4,6 +4,8 @@ No rank ever holds more than ``[chunk, vocab/tp]`` logits. The gradients of hidd
 with the loss, chunk by chunk, so that logits are neither stored nor computed twice.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from spmd_types import rules
@@ -13,6 +15,9 @@ from weft.data.batch import IGNORE
 from weft.layout.boundary import I, V
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
+
+#: The sum of the losses of tokens, with the arguments of :func:`linear_cross_entropy`.
+Criterion = Callable[..., torch.Tensor]
 
 #: Where more than this share of the tokens have a label, leaving out the others does not pay for copying these.
 MOST_LABELLED = 0.95
@@ -112,8 +117,38 @@ def merge(lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | No
     """Global log-sum-exp and target logit from those of each vocabulary share, each ``[chunk, 1]``."""
     if group is None:
         return [lse, target]
-    mine = torch.cat((lse, target), dim=1)  # [chunk, 2]
-    shares = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(shares, mine, group=group)
-    both = torch.stack(shares)  # [tp, chunk, 2]
+    both = from_shares(torch.cat((lse, target), dim=1), group)
     return [both[..., :1].logsumexp(0), both[..., 1:].sum(0)]
+
+
+def from_shares(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """What the ranks with each share of the vocabulary have: of ``[chunk, n]`` each, ``[tp, chunk, n]``."""
+    shares = [mine]
+    if group is not None:
+        shares = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(shares, mine, group=group)
+    return torch.stack(shares)
+
+
+@torch.no_grad()
+def token_scores(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first: int, chunk: int, mesh: Mesh
+) -> torch.Tensor:
+    """The log-probability of every label, and 1 if no other token is likelier, else 0: float64 ``[tokens, 2]``.
+
+    Arguments as of :func:`linear_cross_entropy`, for tokens that all have a label.
+    """
+    group = mesh.group("tp") if mesh.size("tp") > 1 else None
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    found = torch.empty(len(hidden), 2, dtype=torch.float64, device=hidden.device)
+    for start in range(0, len(hidden), chunk):
+        h, y = hidden[start : start + chunk], labels[start : start + chunk]
+        logits = times(h, weight).to(wide)  # [chunk, vocab/tp]
+        here = ((y >= first) & (y < first + len(weight)))[:, None]
+        target = torch.where(here, logits.gather(1, torch.where(here, y[:, None] - first, 0)), 0)
+        mine = torch.cat((logits.logsumexp(-1, keepdim=True), target, logits.amax(-1, keepdim=True)), dim=1)
+        lse, target, top = from_shares(mine, group).unbind(-1)  # each [tp, chunk]
+        target = target.sum(0)
+        found[start : start + chunk, 0] = target - lse.logsumexp(0)
+        found[start : start + chunk, 1] = target >= top.amax(0)
+    return found

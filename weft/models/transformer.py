@@ -23,7 +23,7 @@ from weft.models.attention import attention
 from weft.models.experts import feed_forward
 from weft.models.fused import Tape, current_tape, deferred, rms_norm
 from weft.models.linear_attention import linear_mixer, log_decay
-from weft.models.loss import linear_cross_entropy
+from weft.models.loss import Criterion, linear_cross_entropy
 from weft.models.module import Module
 from weft.models.rope import angles, frequencies, rotate
 from weft.models.router import Loads, Pass, Router
@@ -205,6 +205,7 @@ class Transformer(Module):
     ) -> None:
         super().__init__(mesh)
         self.shape, self.loss_chunk = shape, loss_chunk
+        self.criterion: Criterion = linear_cross_entropy
         self.pipeline: Any = None  # what runs this rank's stages, if it has some only (weft.parallel.pipeline)
         self.route: Sequence[int] | None = None  # the blocks to run and their order, if not all (partial pipelines)
         # What surrounds a block's forward run: offloading of what it saves (weft.memory.activations).
@@ -272,7 +273,7 @@ class Transformer(Module):
         hidden = gather_tokens(normed, self.mesh).flatten(0, 1)  # [batch * seq, embed]
         first = self.logical["head"].box[0][0] if not self.shape.tied else self.embedding.first
         counts = None if weights is None else weights.flatten()
-        return linear_cross_entropy(hidden, self.output, labels.flatten(), first, self.loss_chunk, self.mesh, counts)
+        return self.criterion(hidden, self.output, labels.flatten(), first, self.loss_chunk, self.mesh, counts)
 
     def logical_parameters(self) -> Iterator[tuple[str, Logical]]:
         """Every parameter's full name and description, in the order of :meth:`parameters`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import UsageError, WeftError
+from weft.errors import WeftError
 from weft.observe.trackers import Tracker, make_tracker
 
 FILE = "metrics.jsonl"
@@ -56,8 +56,6 @@ class Metrics:
             for name in trackers:
                 try:
                     self._trackers[name] = make_tracker(name, run)
-                except UsageError:
-                    raise
                 except Exception as error:
                     self._without(name, error)
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Protocol
 
-from weft.errors import UsageError, nearest
+from weft.plugins import find
 
 Values = dict[str, Any]
 
@@ -110,44 +109,14 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-#: By name, what makes a tracker for a run folder, and the package that it needs.
-TRACKERS: dict[str, tuple[Callable[[Path], Tracker], str]] = {
-    "tensorboard": (TensorBoard, "tensorboard"),
-    "wandb": (WandB, "wandb"),
-    "mlflow": (MLflow, "mlflow"),
-}
+#: By name, what makes a tracker for a run folder; the names are those of the packages that they need.
+TRACKERS: dict[str, Callable[[Path], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 
 
 def make_tracker(name: str, run: Path) -> Tracker:
-    """The tracker of this name, or that which ``module:function`` makes when it is given the run's folder.
-
-    Raises :class:`ImportError` if its package is not installed, and :class:`UsageError` for a name that nobody knows.
-    """
-    if name in TRACKERS:
-        return TRACKERS[name][0](run)
-    return plugin(name, "observe.trackers", TRACKERS)(run)
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raises :class:`UsageError` for a name that nobody knows and a plugin that cannot be imported."""
-    for name in names:
-        if name not in TRACKERS:
-            plugin(name, "observe.trackers", TRACKERS)
-
-
-def plugin(name: str, setting: str, known: Any = ()) -> Any:
-    """What ``module:name`` stands for. Raises :class:`UsageError` that names ``setting`` if there is no such thing."""
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise UsageError(f"{setting} = {name!r} is not possible; {nearest(name, known)}, or give 'module:name'")
-    try:
-        return getattr(import_module(module), attribute)
-    except ImportError as error:
-        raise UsageError(
-            f"{setting} = {name!r}: {error}; install its package, or set PYTHONPATH to its folder"
-        ) from None
-    except AttributeError:
-        raise UsageError(f"{setting} = {name!r}: the module has no {attribute!r}") from None
+    """The tracker of this name, Weft's or a plugin's. Raises :class:`ImportError` if its package is not installed."""
+    made: Tracker = TRACKERS[name](run) if name in TRACKERS else find("tracker", name).made(run)
+    return made
 
 
 def remembered(run: Path, name: str, make: Callable[[], str]) -> str:

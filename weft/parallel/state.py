@@ -5,7 +5,8 @@ layouts. Who holds the memory and when it is gathered is up to the units: those 
 from hooks of autograd, those of :mod:`weft.parallel.units` when a pipeline's table says so.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
@@ -157,6 +158,28 @@ class State:
         assert self._optimizer is not None, "State.optimize says how"
         if held := [h for h in unit.held if h.learns]:
             self._optimizer(held, [grads[h.name] for h in held], lr)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """In here the parameters that learn are their averages, where the optimizer keeps such (``optimizer.ema``).
+
+        Nothing may be saving or updating the state meanwhile. Afterwards every bit is as before.
+        """
+        self._swap_averages()
+        try:
+            yield
+        finally:
+            self._swap_averages()
+
+    @torch.no_grad()
+    def _swap_averages(self) -> None:
+        for h in self.learning:
+            if "ema" in h.slots:
+                average = h.slots["ema"].values
+                now = h.local.clone()
+                h.local.copy_(average)
+                average.copy_(now)
+        self.release()  # what was gathered is of other values
 
     @property
     def updates(self) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weft.errors import WeftError
+from weft.plugins import PluginError
 
 # How gloo, NCCL and the rendezvous store put it that *another* rank is gone or late.
 _PEER_LOST = r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|Connection (refused|closed)|ProcessGroup"
@@ -52,10 +53,13 @@ def report_failure(error: BaseException) -> int:
     In a rank that ``launch`` started, the record goes to the launcher, which prints one line for all ranks. Otherwise
     (one process, or ranks of torchrun or Slurm) the line is printed here. ``WEFT_DEBUG=1`` adds the traceback.
     """
+    if isinstance(error, PluginError) and error.__cause__ is not None and is_secondary(error.__cause__):
+        error = error.__cause__  # another rank is gone, which is not the plugin's doing
     if isinstance(error, WeftError):
         message, code, grade = str(error), error.exit_code, Grade.WEFT_ERROR
     else:
         message = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
+        message = message.removeprefix("PluginError: ")
         code, grade = 1, Grade.LOST if is_secondary(error) else Grade.UNEXPECTED
         if grade == Grade.LOST and (named := _line_with_rank(error)):
             message, grade = named, Grade.NAMED

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -17,16 +17,15 @@ from weft.checkpoint.levels import check_hosts, open_levels
 from weft.checkpoint.state import Progress
 from weft.checkpoint.storage import Storage
 from weft.checkpoint.weights import starting_values
-from weft.data.loader import Loader
 from weft.errors import WeftError
-from weft.layout.mesh import Mesh
-from weft.models.transformer import Transformer
-from weft.parallel.state import State
+from weft.layout.mesh import Mesh, from_all
+from weft.train.callbacks import Callbacks, Running
+from weft.train.evaluation import Evaluation
 from weft.train.optim import learning_rate
 from weft.train.recorder import Recorder
 from weft.train.runs import checkpoint_size, open_run, resume_run
 from weft.train.setup import Job, assemble
-from weft.train.step import StepResult, evaluate
+from weft.train.step import StepResult
 from weft.train.stepper import Stepper, build_stepper
 
 #: A run whose last so many steps were all skipped, because they were not finite, ends.
@@ -92,11 +91,14 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
         ))  # fmt: skip
         stepper = build_stepper(model, state, mesh, recipe.optimizer, checkpoints.wait_for_copy)
-        loop = Loop(job, mesh, model, state, stepper, resumed.progress, recorder, checkpoints, signals, lease)
+        evaluation = Evaluation(job, mesh, model, state, recorder, checkpoints.wait_for_copy)
+        running = Running(recipe, run.folder, mesh, model, state, resumed.progress, recorder)
+        callbacks = Callbacks(recipe.callbacks, running)
+        loop = Loop(job, mesh, stepper, resumed.progress, recorder, checkpoints, evaluation, callbacks, signals, lease)
         loop.run()
     loop.check_fruitful()
     interrupted = (signals.received or signal.SIGTERM) if loop.stopped else 0
-    return Outcome(run.folder, checkpoints.last, resumed.progress, loop.validations, interrupted)
+    return Outcome(run.folder, checkpoints.last, resumed.progress, evaluation.validations, interrupted)
 
 
 @dataclass
@@ -108,15 +110,14 @@ class Loop:
 
     job: Job
     mesh: Mesh
-    model: Transformer
-    state: State
     stepper: Stepper
     progress: Progress
     recorder: Recorder
     checkpoints: Checkpoints
+    evaluation: Evaluation
+    callbacks: Callbacks
     signals: Signals
     lease: Lease
-    validations: list[float] = field(default_factory=list)
     stopped: bool = False
     fruitless: int = 0
 
@@ -124,13 +125,11 @@ class Loop:
         corpus, recipe = self.job.corpus, self.job.recipe
         self.steps, self.batch, self.begun = recipe.train.steps, recipe.train.batch, self.progress.step
         self.loader = self.job.loader(corpus.train, self.mesh)
-        self.held_out: Loader | None = None
-        if corpus.validation is not None and recipe.validation.every:
-            self.held_out = self.job.loader(corpus.validation, self.mesh)
 
     def run(self) -> None:
+        self.callbacks.start()
         if not self.progress.step:
-            self.validate()
+            self.evaluate(self.evaluation.missing(0))
         self.recorder.restart_clock()
         while self.begun < self.steps and not self.ending:
             self.lease.check()
@@ -139,18 +138,17 @@ class Loop:
                 self.recorder.event(f"the data ended after {self.position:,} samples")
                 break
             self.begun += 1
-            to_save, to_validate = self.checkpoints.due(self.begun), self.validation_due(self.begun)
+            to_save, to_evaluate = self.checkpoints.due(self.begun), self.evaluation.due(self.begun)
             self.stopped = any(result.stop for result in results)
-            if to_save or to_validate or self.stopped or self.begun == self.steps:
+            if to_save or to_evaluate or self.stopped or self.begun == self.steps:
                 results += self.stepper.finish()
             self.account(results)
             self.recorder.end_step()
             self.checkpoints.poll()
-            if to_validate:
-                self.validate()
+            self.evaluate(to_evaluate)
             if to_save and not self.ending:
                 self.checkpoints.save(to_save)
-            if to_validate or to_save:
+            if to_evaluate or to_save:
                 self.recorder.restart_clock()
         self.end()
 
@@ -161,7 +159,7 @@ class Loop:
         if batches is None:
             return None
         lr = learning_rate(self.job.recipe.optimizer, self.begun, self.steps)
-        return self.stepper.step(batches, lr, self.signals.received > 0)
+        return self.stepper.step(batches, lr, self.wants_to_stop)
 
     def account(self, results: list[StepResult]) -> None:
         """Count and record the steps that have become final."""
@@ -172,26 +170,39 @@ class Loop:
             self.fruitless = self.fruitless + 1 if result.skipped else 0
             self.stopped = self.stopped or result.stop
             self.recorder.step(result, lr)
+            self.callbacks.after_step(result)
 
-    def validate(self) -> None:
-        if self.held_out is None:
-            return
-        steps = (self.held_out.step(i * self.batch) for i in range(self.job.recipe.validation.batches))
-        self.validations.append(evaluate(self.model, self.state, filter(None, steps), self.mesh))
-        self.recorder.validation(self.validations[-1])
+    def evaluate(self, names: list[str]) -> None:
+        if names:
+            self.callbacks.after_evaluation(self.evaluation.run(names, self.progress.step))
 
     def end(self) -> None:
-        """Make the last steps final, validate, save, and say why the run ends."""
+        """Make the last steps final, evaluate, save, and say why the run ends."""
         self.account(self.stepper.finish())
         if summary := self.stepper.summary():
             self.recorder.event(summary)
-        if self.stopped:
+        if self.stopped and not self.complete():
             received = self.signals.received
             self.recorder.event(f"stopped by {signal.Signals(received).name if received else 'another rank'}")
-        elif not self.validation_due(self.progress.step):
-            self.validate()
+        else:
+            self.evaluate(self.evaluation.missing(self.progress.step))
         # A broken model must not push a whole one out.
         self.checkpoints.finish(save=self.fruitless < FRUITLESS)
+        self.callbacks.end(self.checkpoints.last)
+
+    def complete(self) -> bool:
+        """Whether a run that was to stop ends as if it were complete, as a callback of some rank asked. Collective."""
+        wishes = from_all((self.signals.received, self.callbacks.running.stopping), self.mesh.step_group)
+        whys = [why for _, why in wishes if why]
+        if not whys or any(received for received, _ in wishes):
+            return False
+        self.stopped = False
+        self.recorder.event(f"ended by a callback: {whys[0]}")
+        return True
+
+    @property
+    def wants_to_stop(self) -> bool:
+        return self.signals.received > 0 or bool(self.callbacks.running.stopping)
 
     @property
     def position(self) -> int:
@@ -201,10 +212,6 @@ class Loop:
     @property
     def ending(self) -> bool:
         return self.stopped or self.fruitless >= FRUITLESS
-
-    def validation_due(self, step: int) -> bool:
-        every = self.job.recipe.validation.every
-        return bool(every) and step % every == 0
 
     def check_fruitful(self) -> None:
         """Raise :class:`WeftError` if the last steps were all skipped."""

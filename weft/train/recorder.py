@@ -13,6 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from weft.checkpoint.state import Progress
+from weft.data.tasks import Answered
 from weft.layout.mesh import Mesh
 from weft.observe.display import Display
 from weft.observe.flops import flops_per_token, memory_gib, parameter_count, peak_flops
@@ -79,6 +80,14 @@ class Recorder:
     def validation(self, loss: float) -> None:
         self.log("validation", loss=loss)
         self._display.update(self._progress.step, validation=loss)
+
+    def task(self, name: str, answered: Answered) -> None:
+        """Keep and say how the model has done at a task."""
+        self.log(f"task.{name}", accuracy=answered.accuracy, loss=answered.loss, questions=answered.questions)
+        self._display.note(
+            f"step {self._progress.step}: {name}: {answered.right} of {answered.questions} right "
+            f"({answered.accuracy:.1%}), loss {answered.loss:.3f}"
+        )
 
     @contextmanager
     def fetching(self) -> Iterator[None]:

@@ -22,11 +22,11 @@ from weft.models.adapters import PROJECTIONS, is_target, learns, projections
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.observe.flops import parameter_count
-from weft.observe.trackers import check_trackers
 from weft.parallel.build import check_fits, parallelize
 from weft.parallel.state import State
 from weft.recipe import ModelShape, Recipe, Train
 from weft.train.optim import RuleOptimizer, slot_bytes
+from weft.train.tasks import OpenTask, open_tasks
 
 if TYPE_CHECKING:  # a recipe without model.from does not wait for what reads checkpoints
     from weft.checkpoint.weights import Pretrained
@@ -40,6 +40,7 @@ class Job:
     shape: ModelShape
     corpus: Corpus
     notes: tuple[str, ...] = ()
+    tasks: tuple[OpenTask, ...] = ()
 
     def loader(self, order: Order, mesh: Mesh) -> Loader:
         rows, passes = self.recipe.rows_per_pass(mesh.layout)
@@ -78,8 +79,8 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
     shape = shape.model_copy(update={"vocab": shape.vocab or vocab})
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer)
     _check_memory(recipe, shape)
-    check_trackers(recipe.observe.trackers)
-    return Job(recipe, shape, corpus, _tokenizer_notes(recipe, own, corpus.tokenizer))
+    tasks = open_tasks(recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer")
+    return Job(recipe, shape, corpus, _tokenizer_notes(recipe, own, corpus.tokenizer), tasks)
 
 
 def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None) -> tuple[Transformer, State]:

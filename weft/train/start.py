@@ -2,25 +2,28 @@
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from weft.checkpoint.model import export_model
 from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.state import Progress
+from weft.checkpoint.store import model_of, open_checkpoint
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.observe.report import write_report
 from weft.planner.choose import choose, local_cluster
 from weft.planner.engine import ENGINES
 from weft.planner.own import FILE, append, own_runs
-from weft.recipe import RUNS, Recipe
+from weft.recipe import RUNS, Recipe, build_recipe
 from weft.train.failure import leave, report_failure
 from weft.train.launch import run_ranks
 from weft.train.loop import Outcome, train
@@ -97,10 +100,26 @@ def be_rank(
     return outcome
 
 
-def finish(recipe: Recipe, outcome: Outcome) -> Path:
-    """Write the run's report, and what the planner learns from it; returns where the report is."""
-    append(outcome.run)
-    return write_report(outcome.run)
+@dataclass(frozen=True)
+class Finished:
+    """What a run leaves at its end: its page, what other programs read, and where the planner learns from it."""
+
+    report: Path
+    export: Path | None
+    measured: Path | None
+
+
+def finish(recipe: Recipe, outcome: Outcome) -> Finished:
+    """Export a run's last checkpoint if the recipe asks for it, write its report, and add it to what is measured."""
+    exported = None
+    if recipe.checkpoint.export and outcome.checkpoint and not outcome.interrupted:
+        exported = outcome.run / "export"
+        if exported.exists():  # of an earlier end of the same run
+            shutil.rmtree(exported)
+        adapted = model_of(open_checkpoint(outcome.checkpoint)).adapter is not None
+        merge = recipe.checkpoint.export == "model" and adapted
+        export_model(str(outcome.checkpoint), exported, print, merge, recipe.optimizer.use_ema)
+    return Finished(write_report(outcome.run), exported, append(outcome.run))
 
 
 def _in_ranks_of_its_own(recipe: Recipe, out: Path | None, resume: str | None) -> Outcome:
@@ -129,9 +148,7 @@ def main(task: str, done: str) -> int:
     """Be one of the ranks; returns the exit code."""
     given = json.loads(Path(task).read_text())
     try:
-        outcome = be_rank(
-            Recipe.model_validate(given["recipe"]), given["out"] and Path(given["out"]), given["resume"], finish
-        )
+        outcome = be_rank(build_recipe(given["recipe"]), given["out"] and Path(given["out"]), given["resume"], finish)
         if os.environ["RANK"] == "0":
             record: dict[str, Any] = {"run": str(outcome.run), "progress": asdict(outcome.progress)}
             record |= {"validations": outcome.validations, "interrupted": outcome.interrupted}

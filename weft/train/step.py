@@ -285,21 +285,35 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
-    """Mean loss, by the labels' weights, over some steps' batches; the same on all ranks."""
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    counted = mesh.rank("pp") == 0
-    for batches in steps:
-        if model.pipeline is not None:
-            weight = own_number(counted * sum(b.label_weight for b in batches), mesh)
-            sums += torch.stack((model.pipeline.evaluate(batches), weight))
-            continue
-        for batch in batches:
-            batch = batch.to(mesh.device)
-            loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels, weights=batch.weights)
-            sums += torch.stack((loss, own_number(batch.label_weight, mesh)))
+def loss_sum(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
+    """This rank's share of the sum of the losses of some passes, equal on ``tp``; nothing is kept for a backward."""
+    if model.pipeline is not None:
+        total: torch.Tensor = model.pipeline.evaluate(batches)
+        return total
+    losses = []
+    for batch in batches:
+        batch = batch.to(mesh.device)
+        losses.append(
+            model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels, weights=batch.weights)
+        )
+    return torch.stack(losses).sum()
+
+
+def sum_over_passes(found: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
+    """What the ranks have found in passes without backward, each from its own tokens, summed over all of them."""
     if mesh.size("near"):  # copies kept for a backward that did not come: values may change
         state.release(drop=True)
     by_stage = BY_DATA | {"pp": V}  # losses are where the last stage is
-    loss, weight = step_sum(share_of_sum(sums, mesh, **by_stage), mesh).tolist()
+    return step_sum(share_of_sum(found, mesh, **by_stage), mesh)
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
+    """Mean loss, by the labels' weights, over some steps' batches; the same on all ranks."""
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    counted = mesh.rank("pp") == 0 or model.pipeline is None
+    for batches in steps:
+        weight = own_number(counted * sum(b.label_weight for b in batches), mesh)
+        sums += torch.stack((loss_sum(model, batches, mesh), weight))
+    loss, weight = sum_over_passes(sums, state, mesh).tolist()
     return loss / (weight or 1.0)

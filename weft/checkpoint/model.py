@@ -10,7 +10,7 @@ from weft.checkpoint.hub import local_path
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import Where
 from weft.checkpoint.store import load_newest, model_of, stored_files
-from weft.checkpoint.weights import base_name, is_foreign, of_checkpoint, open_pretrained
+from weft.checkpoint.weights import AVERAGE, base_name, is_foreign, of_checkpoint, open_pretrained, stored_name
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
@@ -21,27 +21,37 @@ from weft.parallel.build import parallelize
 from weft.recipe import Train
 
 
-def open_model(where: Where, device: str, warn: Callable[[str], None]) -> tuple[Transformer, dict[str, bytes]]:
+def open_model(
+    where: Where, device: str, warn: Callable[[str], None], ema: bool = False
+) -> tuple[Transformer, dict[str, bytes]]:
     """The model of a run, a checkpoint or whatever ``model.from`` can name, and the files of its tokenizer.
 
-    ``warn`` hears of checkpoints that are damaged, if an older one is taken instead.
+    ``ema``: with the averages of its parameters that its run has kept. ``warn`` hears of checkpoints that are damaged,
+    if an older one is taken instead.
     """
     mesh, where = Mesh.single(device), local_path(str(where))
     if is_foreign(where):
         found = open_pretrained(where)
         if found.values is None:
             raise WeftError(f"{where} is a configuration without weights; give the folder that has them")
+        if ema:
+            raise WeftError(f"{where} is no checkpoint of a run of Weft's, which alone have averages; leave out --ema")
         return parallelize(found.shape, mesh, Train(), found.values)[0], dict(found.files)
 
     def load(checkpoint: StoredCheckpoint) -> Transformer:
         if model_of(checkpoint).adapter is not None:
-            found = of_checkpoint(checkpoint)
+            found = of_checkpoint(checkpoint, ema=ema)
             return parallelize(found.shape, mesh, Train(), found.values)[0]
         model, state = parallelize(model_of(checkpoint), mesh, Train(), lambda name, logical, box: torch.zeros(()))
-        checkpoint.load(state.tensors())
+        checkpoint.load({stored_name(checkpoint, h.name, ema): h.part(h.local) for h in state.held})
         return model
 
-    checkpoint, model = load_newest([where], load, warn)
+    def check(checkpoint: StoredCheckpoint) -> None:
+        if ema and not any(name.startswith(AVERAGE) for name in checkpoint.tensors):
+            raise WeftError(f"{checkpoint} has no averages of its parameters; train with optimizer.ema = 0.999, say, "
+                            "or leave out --ema")  # fmt: skip
+
+    checkpoint, model = load_newest([where], load, warn, check)
     return model, stored_files(checkpoint)
 
 
@@ -50,14 +60,17 @@ def tokenizer_of(files: dict[str, bytes], where: Where) -> Tokenizer:
     return tokenizer_from_files(files, str(where))
 
 
-def export_model(checkpoint: str, out: Path, warn: Callable[[str], None], merge: bool = False) -> None:
+def export_model(
+    checkpoint: str, out: Path, warn: Callable[[str], None], merge: bool = False, ema: bool = False
+) -> None:
     """Write the model under Hugging Face names, with its tokenizer and chat template, into the new folder ``out``.
 
     Of a model with an adapter that alone, as PEFT has it; with ``merge`` the model with the adapter merged into it.
+    ``ema``: see :func:`open_model`.
     """
     if out.exists():
         raise WeftError(f"--out {out} exists already; choose another folder")
-    model, files = open_model(checkpoint, "cpu", warn)
+    model, files = open_model(checkpoint, "cpu", warn, ema)
     if merge and model.shape.adapter is None:
         raise WeftError(f"{checkpoint} has no adapter; leave out --merge")
     if merge or model.shape.adapter is None:

@@ -1,0 +1,222 @@
+"""Plugins: a user's own module adds to a run what the recipe names, and what is wrong with it is one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cases import recipe, write_corpus
+from tests.conftest import Command
+from weft import plugins
+from weft.errors import UsageError
+from weft.observe.metrics import read_metrics
+from weft.recipe import build_recipe
+
+#: A module with something of every kind.
+MODULE = """
+import json
+import torch
+from pathlib import Path
+from weft.plugins import register
+
+@register("callback", "diary")
+class Diary:
+    def __init__(self, file, every=2, fails_on=-1):
+        self.file, self.every, self.fails_on = Path(file), every, fails_on
+
+    def write(self, run, *words):
+        if run.is_main:
+            with self.file.open("a") as file:
+                file.write(json.dumps(words) + "\\n")
+
+    def start(self, run):
+        self.write(run, "start", run.progress.step)
+
+    def after_step(self, run, result):
+        self.write(run, "step", run.progress.step, round(result.loss, 6))
+        run.log("diary", loss=result.loss)
+        if run.mesh.place.rank("shard") == self.fails_on:
+            raise ValueError("no ink")
+
+    def after_evaluation(self, run, found):
+        self.write(run, "evaluation", sorted(found))
+
+    def end(self, run):
+        self.write(run, "end", run.checkpoint.name)
+
+@register("callback", "enough")
+class Enough:
+    every = 1
+
+    def __init__(self, steps, on=0):
+        self.steps, self.on = steps, on
+
+    def after_step(self, run, result):
+        if run.progress.step == self.steps and run.mesh.place.rank("shard") == self.on:
+            run.stop("that is enough")
+
+@register("tracker", "notes")
+class Notes:
+    def __init__(self, run):
+        self.file = (run / "notes").open("a")
+
+    def record(self, kind, step, values):
+        self.file.write(f"{kind} {step}\\n")
+
+    def close(self):
+        self.file.close()
+
+@register("dataset", "counting")
+def counting(path, upto=40):
+    for i in range(upto):
+        yield " ".join(map(str, range(i, i + 9)))
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the module ``mine``, in which commands run; nothing of it stays."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plugins, "_REGISTERED", {})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith(("mine", "other")):
+            del sys.modules[name]
+
+
+def written(folder: Path, corpus: str, **change: Any) -> Path:
+    """A file with a small recipe."""
+    made = recipe(corpus, checkpoint__every=3, validation__every=3).model_dump(mode="json", exclude_unset=True)
+    for key, value in change.items():
+        section, _, name = key.partition("__")
+        if name:
+            made.setdefault(section, {})[name] = value
+        else:
+            made[section] = value
+    file = folder / "recipe.toml"
+    lines = [f"{key} = {toml(value)}" for key, value in made.items()]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {toml(one)}" for key, one in value.items() if one is not None) + " }"
+    return "[" + ", ".join(map(toml, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
+@pytest.mark.slow
+def test_a_run_with_plugins(command: Command, here: Path, corpus: str) -> None:
+    """On two ranks: hooks at their moments, a tracker, a data set, and an end that one rank alone asks for."""
+    diary = {"name": "diary", "settings": {"file": str(here / "diary")}}
+    file = written(
+        here, corpus, plugins=["mine"], callbacks=[diary, {"name": "enough", "settings": {"steps": 4, "on": 1}}],
+        observe__trackers=["notes"], data__sources=[{"kind": "counting", "settings": {"upto": 30}}], layout__shard=2,
+        train__steps=9, checkpoint__export="model",
+    )  # fmt: skip
+    code, out, err = command("train", file, "--out", "run")
+    assert code == 0, err
+    lines = [json.loads(line) for line in (here / "diary").read_text().splitlines()]
+    assert [line[:2] for line in lines] == [
+        ["start", 0], ["evaluation", ["validation"]], ["step", 2], ["evaluation", ["validation"]], ["step", 4],
+        ["evaluation", ["validation"]], ["end", "step-000005"],
+    ]  # fmt: skip
+    found = read_metrics(here / "run")
+    assert [r["step"] for r in found["diary"]] == [2, 4] and len(found["train"]) == 5
+    assert any("ended by a callback: that is enough" in r["message"] for r in found["event"])
+    assert "train 5" in (here / "run/notes").read_text() and (here / "run/export/config.json").exists()
+    assert "30 documents" in str(found["event"]) + out + err or found["train"][0]["loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_callback_that_fails_on_one_rank_is_named(command: Command, here: Path, corpus: str, rank: int) -> None:
+    diary = {"name": "diary", "settings": {"file": str(here / "diary"), "fails_on": rank}}
+    file = written(here, corpus, plugins=["mine"], callbacks=[diary], layout__shard=2)
+    code, _, err = command("train", file, "--out", "run")
+    said = " ".join(err.split())
+    wanted = f"rank {rank}: callback 'diary' of plugin mine, after_step at step 2, failed: ValueError: no ink"
+    assert code == 1 and f"weft: error: {wanted}" in said and err.count("weft: error") == 1
+    assert "no ink" in Path(re.search(r"traceback in (\S+)\)", said)[1]).read_text()  # type: ignore[index]
+
+
+BROKEN = [
+    ("", {"plugins": ["minne"]}, "plugins: there is no module 'minne'; install its package"),
+    ("import nowhere", {}, "plugins: 'other' cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
+    ("x = 1\nx / 0", {}, "'other' cannot be imported: ZeroDivisionError: division by zero ({here}/other.py:2)"),
+    ("def f(:", {}, "plugins: 'other' cannot be imported: SyntaxError"),
+    ("register('calback', 'x')", {}, "there is no such kind; did you mean 'callback'?"),
+    ("register('callback', 'x')(3)", {}, "register('callback', 'x'): int cannot be called"),
+    ("register('callback', 'diary')(print)\nimport mine", {}, "has registered one already; rename one"),
+    ("", {"callbacks": ["dairy"]}, "callbacks = 'dairy' is not possible; did you mean 'diary'?"),
+    ("", {"callbacks": ["diary"]}, "callback 'diary' of plugin mine cannot be called with (): missing a required"),
+    ("", {"callbacks": [{"name": "enough", "settings": {"stepz": 3}}]}, "cannot be called with (stepz=)"),
+    ("register('callback', 'x')(type('X', (), {}))", {"callbacks": ["x"]}, "does nothing; give it one of the methods"),
+    ("@register('callback', 'x')\nclass X:\n    def end(self): ...", {"callbacks": ["x"]},
+     "end of callback 'x' of plugin other cannot be called with (self, run)"),
+    ("", {"observe__trackers": ["note"]}, "observe.trackers = 'note' is not possible; did you mean 'notes'?"),
+    ("", {"observe__trackers": ["wandbb"]}, "did you mean 'wandb'?"),
+    ("", {"data__sources": [{"kind": "cuonting"}]}, "data.kind = 'cuonting' is not possible; did you mean 'counting'?"),
+    ("", {"data__sources": [{"kind": "counting", "settings": {"to": 3}}]}, "cannot be called with (path, to=)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "change", "said"), BROKEN, ids=range(len(BROKEN)))
+def test_mistakes_are_one_line(
+    command: Command, here: Path, corpus: str, module: str, change: dict[str, Any], said: str
+) -> None:
+    (here / "other.py").write_text(f"from weft.plugins import register\n{module}".removeprefix(
+        "from weft.plugins import register\n" if module.startswith("x =") else ""
+    ))  # fmt: skip
+    file = written(here, corpus, **{"plugins": ["mine", "other"], **change})
+    code, _, err = command("train", file)
+    assert code == 2 and err.startswith(f"weft: error: {file}: ") and err.count("\n") == 1, err
+    assert said.replace("{here}", str(here)) in err, err
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(("body", "said"), [
+    ("yield 'a'; raise ValueError('torn')", "dataset 'x' of plugin other failed: ValueError: torn"),
+    ("yield 3", "dataset 'x' of plugin other: document 1 is int, not a text"),
+    ("return iter(())", "holds no document with a token in it"),
+])  # fmt: skip
+def test_a_data_set_that_fails_is_named(command: Command, here: Path, corpus: str, body: str, said: str) -> None:
+    (here / "other.py").write_text(
+        f"from weft.plugins import register\n@register('dataset', 'x')\ndef x(path):\n    {body}\n"
+    )
+    file = written(here, corpus, plugins=["other"], data__sources=[{"kind": "x"}])
+    code, _, err = command("train", file)
+    assert code == 1 and said in " ".join(err.split()), err
+    assert not (here / "runs").exists() and not any(Path(corpus).parent.glob("cache/.tokens*"))
+
+
+def test_a_data_set_is_read_anew_when_its_code_changes(here: Path) -> None:
+    from weft.data.corpora import fingerprint
+
+    def seen(**settings: int) -> str:
+        sources = [{"kind": "counting", "settings": settings}]
+        return fingerprint(build_recipe({"plugins": ["mine"], "data": {"sources": sources}}).data.sources[0])
+
+    first = seen(upto=3)
+    assert seen(upto=3) == first != seen(upto=4)
+    (here / "mine.py").write_text(MODULE + "# more\n")
+    assert seen(upto=3) != first
+
+
+def test_a_kind_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(UsageError, match="did you mean 'loss'"):
+        plugins.register("los", "x")  # type: ignore[arg-type]

@@ -1,0 +1,42 @@
+"""``weft eval``: how many questions of some files a model answers right."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.arguments import AsJson, Ema, ModelName
+from weft.cli.console import print_table, warn
+
+_files = "Files of questions: JSON Lines or TOML (docs/evaluation.md)."
+_chat = "Prompts are what a user says: apply the chat template."
+
+
+def evaluate(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=_files)],
+    checkpoint: Annotated[str, ModelName],
+    chat: Annotated[bool, typer.Option("--chat", help=_chat)] = False,
+    limit: Annotated[int, typer.Option(min=0, help="The first so many questions of each; 0 for all.")] = 0,
+    ema: Ema = False,
+    as_json: AsJson = False,
+) -> int:
+    """Ask a trained model questions with known answers, and count the right ones."""
+    import torch
+
+    from weft.checkpoint.model import open_model, tokenizer_of
+    from weft.recipe import Task
+    from weft.train.score import scores
+    from weft.train.tasks import open_tasks
+
+    model, contents = open_model(checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, ema)
+    tasks = [Task(path=str(file), chat=chat, limit=limit) for file in files]
+    opened = open_tasks(tasks, tokenizer_of(contents, checkpoint), checkpoint)
+    found = {task.name: task.answered(lambda texts: scores(model, None, model.mesh, texts)) for task in opened}
+    if as_json:
+        print(json.dumps({name: asdict(one) | {"accuracy": one.accuracy} for name, one in found.items()}, indent=2))
+        return 0
+    rows = [(name, str(a.questions), str(a.right), f"{a.accuracy:.1%}", f"{a.loss:.3f}") for name, a in found.items()]
+    print_table(("task", "questions", "right", "accuracy", "loss"), rows)
+    return 0

@@ -1,0 +1,180 @@
+"""What a user's own modules add: callbacks, losses, models, data sets and trackers, called by name in a recipe.
+
+``plugins`` of a recipe names modules. Every process that reads the recipe imports them, from where Python finds them or
+from the folder that the command runs in, and there they register what they offer::
+
+    from weft.plugins import register
+
+    @register("loss", "focal")
+    def focal(logits, labels, gamma=2.0): ...
+
+What is registered is called with what its kind gives (:data:`KINDS`), and with the recipe's settings as keywords.
+docs/plugins.md says what each kind may assume.
+"""
+
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from weft.errors import UsageError, WeftError, nearest
+
+Kind = Literal["callback", "loss", "model", "dataset", "tracker"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: What a plugin of each kind is called with, by position.
+KINDS: dict[Kind, tuple[str, ...]] = {
+    "callback": (),
+    "loss": ("logits", "labels"),
+    "model": ("vocab",),
+    "dataset": ("path",),
+    "tracker": ("run",),
+}
+
+
+#: What a callback may have, each with what it is called with. ``after_step`` runs every ``every`` steps, else never.
+HOOKS: dict[str, tuple[str, ...]] = {
+    "start": ("run",),
+    "after_step": ("run", "result"),
+    "after_evaluation": ("run", "found"),
+    "end": ("run",),
+}
+
+
+class PluginError(Exception):
+    """What a plugin raised while it was at work, and where; the cause has the traceback."""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Something of a plugin's, and the module that it is from."""
+
+    kind: Kind
+    name: str
+    module: str
+    made: Callable[..., Any]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r} of plugin {self.module}"
+
+    def call(self, settings: Mapping[str, Any]) -> Callable[..., Any]:
+        """What to call with what the kind gives; what it raises names the plugin."""
+        work = partial(self.made, **settings)
+
+        def called(*given: Any) -> Any:
+            with blamed(str(self)):
+                return work(*given)
+
+        return called
+
+
+#: All that is registered, by kind and name.
+_REGISTERED: dict[tuple[Kind, str], Registered] = {}
+
+
+def register(kind: Kind, name: str) -> Callable[[F], F]:
+    """Offer what is decorated, a function or a class, to recipes under ``name``."""
+    if kind not in KINDS:
+        raise UsageError(f"register({kind!r}, {name!r}): there is no such kind; {nearest(kind, KINDS)}")
+
+    def keep(made: F) -> F:
+        if not callable(made):
+            raise UsageError(f"register({kind!r}, {name!r}): {type(made).__name__} cannot be called")
+        module = getattr(made, "__module__", None) or "?"
+        before = _REGISTERED.get((kind, name))
+        if before is not None and before.module != module:
+            raise UsageError(f"register({kind!r}, {name!r}): {before.module} has registered one already; rename one")
+        _REGISTERED[kind, name] = Registered(kind, name, module, made)
+        return made
+
+    return keep
+
+
+def names(kind: Kind) -> list[str]:
+    """What is registered of a kind."""
+    return [name for of, name in _REGISTERED if of == kind]
+
+
+def find(kind: Kind, name: str) -> Registered:
+    """What is registered under this name."""
+    return _REGISTERED[kind, name]
+
+
+def check(setting: str, kind: Kind, name: str, settings: Mapping[str, Any], known: Iterable[str] = ()) -> None:
+    """Refuse a name that neither Weft knows (``known``) nor a plugin has registered, and settings that do not fit.
+
+    Raises :class:`ValueError`, as validators of recipes do; ``setting`` is where the name stands.
+    """
+    if name in known:
+        return
+    if name not in names(kind):
+        choices = [*known, *names(kind)]
+        hint = nearest(name, choices) if choices else "no plugin has registered any"
+        raise ValueError(f"{setting} = {name!r} is not possible; {hint}")
+    found = find(kind, name)
+    _check_call(str(found), found.made, KINDS[kind], settings)
+    if kind == "callback" and inspect.isclass(found.made):
+        hooks = {hook: given for hook, given in HOOKS.items() if hasattr(found.made, hook)}
+        if not hooks:
+            raise ValueError(f"{found} does nothing; give it one of the methods {', '.join(HOOKS)}")
+        for hook, given in hooks.items():
+            _check_call(f"{hook} of {found}", getattr(found.made, hook), ("self", *given))
+
+
+def _check_call(who: str, made: Callable[..., Any], given: Sequence[str], settings: Mapping[str, Any] = {}) -> None:
+    try:
+        inspect.signature(made).bind(*given, **settings)
+    except TypeError as error:
+        shown = ", ".join([*given, *(f"{key}=" for key in settings)])
+        raise ValueError(f"{who} cannot be called with ({shown}): {error}") from None
+
+
+def load_plugins(modules: Sequence[str]) -> None:
+    """Import ``modules``, which register what they offer. Raises :class:`ValueError` in one line that names the module.
+
+    They are found as Python finds modules, and in the folder that the command runs in.
+    """
+    here = str(Path.cwd())
+    if modules and here not in sys.path:
+        sys.path.append(here)
+    for module in modules:
+        try:
+            import_module(module)
+        except UsageError as error:
+            raise ValueError(f"plugins: {module!r}: {error}") from None
+        except Exception as error:
+            if os.environ.get("WEFT_DEBUG", "0") not in ("", "0"):
+                traceback.print_exception(error)
+            raise ValueError(f"plugins: {_why_not(module, error)}") from error
+
+
+def _why_not(module: str, error: Exception) -> str:
+    """Why ``module`` cannot be imported."""
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        return f"there is no module {module!r}; install its package, or run in the folder that has it"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    own = [f for f in frames if f.filename != __file__]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    line = (str(error).splitlines() or [""])[0]
+    return f"{module!r} cannot be imported: {type(error).__name__}: {line}{where}"
+
+
+@contextmanager
+def blamed(who: str) -> Iterator[None]:
+    """What a plugin raises in here says so; errors of Weft's own, and an end that was asked for, pass."""
+    try:
+        yield
+    except (WeftError, PluginError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # which has a remedy of its own
+            raise
+        line = (str(error).splitlines() or [""])[0]
+        raise PluginError(f"{who} failed: {type(error).__name__}: {line}") from error

@@ -1,0 +1,83 @@
+"""What a run asks of its model between steps: the loss of what is held out, and tasks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
+from weft.parallel.state import State
+from weft.train.recorder import Recorder
+from weft.train.score import scores
+from weft.train.setup import Job
+from weft.train.step import evaluate
+
+#: What validation is called among the things to evaluate.
+VALIDATION = "validation"
+
+
+class Evaluation:
+    """Validation and tasks, each when it is due. ``validations`` are the losses so far.
+
+    ``before_change`` returns when the state may change: the averages of the parameters take their place if the recipe
+    says so (``optimizer.use_ema``).
+    """
+
+    def __init__(
+        self, job: Job, mesh: Mesh, model: Transformer, state: State, recorder: Recorder,
+        before_change: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.job, self.mesh, self.model, self.state, self.recorder = job, mesh, model, state, recorder
+        self.before_change = before_change
+        self.validations: list[float] = []
+        self._every = {task.name: task.every for task in job.tasks}
+        self._held_out = None
+        if job.corpus.validation is not None and job.recipe.validation.every:
+            self._held_out = job.loader(job.corpus.validation, mesh)
+            self._every = {VALIDATION: job.recipe.validation.every} | self._every
+        self._done: dict[str, int] = {}  # at which step each was evaluated last
+
+    def due(self, step: int) -> list[str]:
+        """What is to be evaluated after ``step``."""
+        return [name for name, every in self._every.items() if every and step % every == 0]
+
+    def missing(self, step: int) -> list[str]:
+        """What has not been evaluated after ``step``."""
+        return [name for name in self._every if self._done.get(name) != step]
+
+    def run(self, names: list[str], step: int) -> dict[str, float]:
+        """Evaluate what is named, after ``step``: the validation loss, and the accuracy of tasks. Collective."""
+        found = {}
+        with self._weights():
+            for name in names:
+                self._done[name] = step
+                found[name] = self._validate() if name == VALIDATION else self._ask(name)
+        return found
+
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        """In here the parameters are those that are to be evaluated."""
+        if not self.job.recipe.optimizer.use_ema:
+            yield
+            return
+        self.before_change()
+        with self.state.averaged():
+            yield
+
+    def _validate(self) -> float:
+        assert self._held_out is not None
+        recipe = self.job.recipe
+        steps = (self._held_out.step(i * recipe.train.batch) for i in range(recipe.validation.batches))
+        loss = evaluate(self.model, self.state, filter(None, steps), self.mesh)
+        self.validations.append(loss)
+        self.recorder.validation(loss)
+        return loss
+
+    def _ask(self, name: str) -> float:
+        task = next(task for task in self.job.tasks if task.name == name)
+        rows, passes = self.job.recipe.rows_per_pass(self.mesh.layout)
+        seq_len = self.job.recipe.data.seq_len
+        ask = partial(scores, self.model, self.state, self.mesh, rows=rows, passes=passes, room=seq_len)
+        answered = task.answered(ask)
+        self.recorder.task(name, answered)
+        return answered.accuracy

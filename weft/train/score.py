@@ -1,0 +1,113 @@
+"""How likely a model finds given continuations of given texts, under whatever layout it is trained.
+
+The passes are those of validation. The loss that these ask for is lent: instead of the tokens' cross entropy it adds up
+what each text's tokens are to the model.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from weft.data.batch import IGNORE
+from weft.data.loader import Loader
+from weft.data.order import Listed, Row
+from weft.data.pack import packed
+from weft.layout.mesh import Mesh
+from weft.models.loss import token_scores
+from weft.models.transformer import Transformer
+from weft.parallel.state import State
+from weft.train.step import loss_sum, sum_over_passes
+
+
+class Text(NamedTuple):
+    """Ids that are given, at least one, and ids that may follow them."""
+
+    given: Sequence[int]
+    following: Sequence[int]
+
+
+class Score(NamedTuple):
+    """``log_probability`` of all that follows together; ``greedy``: whether greedy decoding would write just that."""
+
+    log_probability: float
+    greedy: bool
+
+
+@dataclass
+class Scorer:
+    """Takes the place of a model's loss: adds up scores by the text that each label is of.
+
+    ``counts``, otherwise the weights of the labels, are the numbers of their texts, from 1.
+    """
+
+    sums: torch.Tensor  # float64 [texts, 2]: log-probability, and how many tokens are the likeliest
+
+    def __call__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first: int, chunk: int, mesh: Mesh,
+        counts: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        rows = (labels != IGNORE).nonzero()[:, 0]
+        if counts is not None:  # no text is here, only padding
+            found = token_scores(hidden[rows], weight, labels[rows], first, chunk, mesh)
+            self.sums.index_add_(0, counts[rows].long() - 1, found)
+        return torch.zeros((), dtype=torch.float64, device=hidden.device)
+
+
+@contextmanager
+def lent_loss(model: Transformer, scorer: Scorer) -> Iterator[None]:
+    """In here the loss of ``model`` is ``scorer``."""
+    before, model.criterion = model.criterion, scorer
+    try:
+        yield
+    finally:
+        model.criterion = before
+
+
+def rows_of(texts: Sequence[Text], room: int) -> Listed:
+    """Texts packed into rows of at most ``room`` tokens, their labels weighted by the texts' numbers, from 1."""
+    order, ends = packed(np.array([len(t.given) + len(t.following) - 1 for t in texts]), room)
+    rows = []
+    for here in np.split(order, ends[:-1]):
+        ids = [np.array([*texts[i].given, *texts[i].following], np.int64) for i in here]
+        labels = [x[1:].copy() for x in ids]
+        for i, x in zip(here, labels, strict=True):
+            x[: len(texts[i].given) - 1] = IGNORE
+        lengths = [len(x) for x in labels]
+        starts = np.cumsum([0, *lengths[:-1]])
+        numbers = np.repeat(here + 1, lengths).astype(np.float32)
+        rows.append(Row(np.concatenate([x[:-1] for x in ids]), np.concatenate(labels), starts, numbers))
+    return Listed(rows)
+
+
+@torch.no_grad()
+def scores(
+    model: Transformer,
+    state: State | None,
+    mesh: Mesh,
+    texts: Sequence[Text],
+    rows: int = 1,
+    passes: int = 1,
+    room: int = 1024,
+) -> list[Score]:
+    """How likely each text's continuation is. Collective; the same on all ranks.
+
+    ``state`` may be None on one device. ``rows`` and ``passes`` are those of a rank's step (see
+    :meth:`weft.recipe.Recipe.rows_per_pass`), ``room`` the tokens of a row, if no text has more.
+    """
+    if not texts:
+        return []
+    room = max(room, *(len(t.given) + len(t.following) - 1 for t in texts))
+    batch = rows * passes * mesh.size("dp", "shard")
+    loader = Loader(rows_of(texts, room), mesh.layout, mesh.batch_rank, mesh.rank("cp"), batch, rows, passes, room)
+    scorer = Scorer(torch.zeros(len(texts), 2, dtype=torch.float64, device=mesh.device))
+    with lent_loss(model, scorer):
+        position = 0
+        while (batches := loader.step(position)) is not None:
+            loss_sum(model, batches, mesh)
+            position += batch
+    sums = scorer.sums if state is None else sum_over_passes(scorer.sums, state, mesh)
+    return [Score(p, round(hits) == len(t.following)) for (p, hits), t in zip(sums.tolist(), texts, strict=True)]
