@@ -117,6 +117,19 @@ def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path: Path, monkey
     assert not list(tmp_path.glob("runs/*"))
 
 
+def test_a_folder_that_another_run_makes_meanwhile_stays(tmp_path: Path) -> None:
+    folder, make = tmp_path / "runs" / "x", Path.mkdir
+
+    def late(path: Path, *given: Any, **more: Any) -> None:
+        if path == folder:
+            make(path)  # the other's
+        make(path, *given, **more)
+
+    with mock.patch.object(Path, "mkdir", late), pytest.raises(FileExistsError):
+        Lease().take([LocalStorage(folder)], new=True)
+    assert folder.is_dir()
+
+
 def test_a_run_is_refused_beside_a_living_one(pool: Any, tmp_path: Path) -> None:
     """Neither its folder nor a place of its checkpoints is for two, and the refused one leaves nothing."""
     corpus = write_corpus(tmp_path)

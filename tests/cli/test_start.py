@@ -59,7 +59,7 @@ def load(path: str, *overrides: str) -> Recipe:
     (["--out", "file/run"], 1, r"cannot write where it should: cannot make .*file/run: Not a directory; .*\(--out\)"),
     (["--resume", "nowhere"], 1, r"nowhere does not exist; give a run folder or a checkpoint"),
     (["--resume", "full"], 1, r"no checkpoint in full"),
-    (["--set", "checkpoint.to=file"], 1, r"cannot write where it should: cannot make .*file: File exists"),
+    (["--set", "checkpoint.to=file"], 1, r"cannot write where it should: cannot make .*file is not a folder"),
     (["--set", "model.from=m.gguf"], 1, r"m\.gguf is not a whole GGUF file"),
     (["--set", "model.from=file"], 1, r"file is no checkpoint that Weft knows"),
     (["--set", "model.from=bad.json"], 1, r"cannot read bad\.json: it is not JSON; give a Hugging Face config\.json"),

@@ -92,14 +92,7 @@ class Lease:
 
     def _take(self, place: Storage, new: bool) -> None:
         if isinstance(place, LocalStorage):
-            folder = place.root.absolute()
-            self._made += reversed([p for p in (folder, *folder.parents) if not p.exists()])
-            try:
-                folder.mkdir(parents=True, exist_ok=not new)
-            except OSError as error:
-                if new and isinstance(error, FileExistsError):
-                    raise
-                raise StorageError(f"cannot make {folder}: {error.strerror or error}") from None
+            self._make(place.root.absolute(), new)
         name = self._held[place] = _create(place, f"{secrets.token_hex(6)}-000001", self._about)
         for other in _leases(place).values():
             if other == name:
@@ -109,6 +102,21 @@ class Lease:
                     f"{place} is in use by {about}; stop that run or wait for its end, or choose another place"
                 )
             place.delete([other])
+
+    def _make(self, folder: Path, new: bool) -> None:
+        """Make a folder, and note what of the path to it was made here: another run's is not ours to remove."""
+        missing = [p for p in reversed(folder.parents) if not p.exists()]
+        for path in [*missing, folder]:
+            try:
+                path.mkdir()
+                self._made.append(path)
+            except FileExistsError as error:
+                if not path.is_dir():
+                    raise StorageError(f"cannot make {folder}: {path} is not a folder") from error
+                if new and path == folder:
+                    raise
+            except OSError as error:
+                raise StorageError(f"cannot make {folder}: {error.strerror or error}") from None
 
     def _live(self) -> None:
         while not self._end.wait(self.beat):
