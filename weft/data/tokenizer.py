@@ -84,11 +84,13 @@ class Tokenizer:
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids of a text that a model is to continue: with what the tokenizer begins a text with, and never none."""
-        ids = [int(i) for i in self.encode(text)]
-        if self.model is not None:
-            empty = self.model.encode("", add_special_tokens=True).ids
-            ids = [i for i in empty if i != self.eos or i == self.bos] + ids
-        return ids or [self.eos]
+        return self.opening + [int(i) for i in self.encode(text)] or [self.eos]
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """What the tokenizer begins a text with."""
+        empty = [] if self.model is None else self.model.encode("", add_special_tokens=True).ids
+        return [i for i in empty if i != self.eos or i == self.bos]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ``ids``; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""

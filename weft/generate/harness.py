@@ -1,0 +1,141 @@
+"""A model of Weft's for EleutherAI's lm-eval (pip install 'weft[eval]'), under the name ``weft``.
+
+``python -m weft.generate.harness --model weft --model_args pretrained=runs/mine --tasks hellaswag`` is ``lm_eval`` with
+this model known; ``pretrained`` is whatever ``model.from`` can name. From Python, import this file and give
+``simple_evaluate`` an instance, or the name.
+"""
+
+import logging
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from lm_eval import utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from tqdm import tqdm
+
+from weft.checkpoint.model import open_model, tokenizer_of
+from weft.data.chat.template import ChatTemplate
+from weft.errors import UsageError, WeftError
+from weft.generate.engine import generate, stream_text
+from weft.train.score import Text, scores
+
+#: A request of log-likelihood: its texts, and the ids of both.
+Pair = tuple[tuple[str, str] | None, list[int], list[int]]
+
+
+@register_model("weft")
+class WeftLM(TemplateLM):
+    """``pretrained``: a run, a checkpoint, a Hugging Face folder, a GGUF file or an id of the hub.
+
+    ``max_length``: tokens that the model reads at most; ``ema``: the averages of its parameters. ``batch_size`` is how
+    many texts are scored together; they are packed into rows, so that short ones cost no padding.
+    """
+
+    def __init__(
+        self, pretrained: str, batch_size: int | str = 64, max_batch_size: int | None = None,
+        device: str | None = None, max_length: int = 2048, max_gen_toks: int = 256, ema: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.model, files = open_model(pretrained, where, logging.getLogger("weft").warning, ema)
+        self.name, self.max_length, self.max_gen_toks = str(pretrained), max_length, max_gen_toks
+        self.own = self.tokenizer = tokenizer_of(files, pretrained)
+        self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 64  # "auto" is no question here
+        self._device = self.model.mesh.device
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.own.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.own.eos if self.own.bos is None else self.own.bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return f"{self.name.replace('/', '__')}-{self.own.fingerprint}"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The ids of a text, in which names of special tokens are these tokens, as chat templates write them."""
+        ids = [int(i) for i in self.own.encode(string, special=True)]
+        opening = self.own.opening if add_special_tokens is not False else []
+        return ids if ids[: len(opening)] == opening else opening + ids
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if not self.own.chat_template:
+            raise WeftError(f"{self.name} has no chat template; leave out --apply_chat_template")
+        template = ChatTemplate(self.own.chat_template, self.own)
+        text = template.render(chat_history, None, prompt=add_generation_prompt).text
+        if add_generation_prompt:
+            return text
+        said = chat_history[-1]["content"].rstrip()  # which the model is to go on with
+        return text[: text.rindex(said) + len(said)]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Pair], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        found: list[tuple[float, bool]] = []
+        for start in tqdm(range(0, len(requests), self.batch_size), disable=disable_tqdm, desc="log-likelihoods"):
+            some = requests[start : start + self.batch_size]
+            fresh = [tuple(s) for s in scores(self.model, None, self.model.mesh, [self._text(*r[1:]) for r in some])]
+            for (asked, _, _), answer in zip(some, fresh, strict=True):
+                if asked is not None:
+                    self.cache_hook.add_partial("loglikelihood", asked, answer)
+            found += fresh  # type: ignore[arg-type]
+        return found
+
+    def _text(self, context: list[int], continuation: list[int]) -> Text:
+        """What is scored, without the beginning of a context that is too long."""
+        if not 0 < len(continuation) <= self.max_length:
+            raise WeftError(f"a continuation has {len(continuation)} tokens, and max_length is {self.max_length}")
+        kept = self.max_length + 1 - len(continuation)
+        return Text(context[-kept:], continuation)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        windows = []
+        for (text,) in (request.args for request in requests):
+            rolling = utils.get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            windows.append([(None, *utils.make_disjoint_window(window)) for window in rolling])
+        each = self._loglikelihood_tokens([pair for pairs in windows for pair in pairs], disable_tqdm)
+        ends = list(accumulate(map(len, windows), initial=0))
+        found = [sum(p for p, _ in each[a:b]) for a, b in pairwise(ends)]
+        for request, total in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return found
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        found = []
+        for context, settings in tqdm([request.args for request in requests], disable=disable_tqdm, desc="generating"):
+            found.append(self._continued(context, normalize_gen_kwargs(settings, self.max_gen_toks)))
+            self.cache_hook.add_partial("generate_until", (context, settings), found[-1])
+        return found
+
+    def _continued(self, context: str, settings: dict[str, Any]) -> str:
+        """What the model writes after ``context``, up to a stop sequence."""
+        until, most = settings.pop("until", []), settings.pop("max_gen_toks")
+        until = [until] if isinstance(until, str) else [term for term in until if term]
+        sampled, temperature = settings.pop("do_sample", False), settings.pop("temperature", 1.0)
+        top_k = settings.pop("top_k", None) or 0
+        if unknown := sorted(key for key, value in settings.items() if value not in (None, 1.0)):
+            raise UsageError(f"generation has no setting {unknown[0]!r} here; leave it out of gen_kwargs")
+        if most >= self.max_length:
+            raise UsageError(f"max_length = {self.max_length} leaves no room for a prompt before {most} new tokens")
+        ids = self.tok_encode(context)[most - self.max_length :]
+        stops = {*self.own.stops, *(self.own.specials[term] for term in until if term in self.own.specials)}
+        text = ""
+        for piece in stream_text(self.own, generate(self.model, ids, most, stops, temperature * bool(sampled), top_k)):
+            text += piece
+            if any(term in text for term in until):
+                break
+        return str(postprocess_generated_text(text, until, None))
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
