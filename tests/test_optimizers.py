@@ -22,6 +22,7 @@ from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, rounded
 from weft.models.nf4 import packed
 from weft.parallel.state import Held, Resident, State
 from weft.recipe import Optimizer
+from weft.train import optim
 from weft.train.optim import KINDS, STATES, RuleOptimizer, slot_bytes
 from weft.train.rules import low_rank, small
 from weft.train.rules.orthogonal import orthogonal
@@ -188,6 +189,19 @@ def test_groups_and_the_average() -> None:
         average = 0.9 * before.held[i].local + 0.1 * state.held[i].local
         torch.testing.assert_close(state.held[i].slots["ema"].values, average)
     assert len(grads) == 1
+
+
+def test_names_are_matched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def matches(name: str, pattern: str) -> bool:
+        asked.append(name)
+        return False
+
+    monkeypatch.setattr(optim, "fnmatchcase", matches)
+    state = one_state((3, 4), (3,), way={"groups": [{"match": "*", "lr": 0.5}]})
+    run(state, 3)
+    assert sorted(asked) == ["blocks.0.w", "blocks.1.w"]
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.data())

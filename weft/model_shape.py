@@ -1,10 +1,12 @@
 """The model as the few numbers that time and memory depend on: read by flops, planner, balancer and partition."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from weft.model_parameters import ADAPTERS, QUANTIZED, learns, parameters
 from weft.recipe import ModelShape
 
 #: A number, or an array with one entry per row or candidate: everything here works on both without change.
@@ -22,6 +24,8 @@ class Shape:
     tokens. ``clamped``: 1 if experts have biases and a clamped gate (GPT-OSS), which grouped kernels do not fuse.
     ``linear``: share of the layers with linear attention, whose tokens are added to a state and read from it.
     ``extras``: parameters of a layer beside its matrices and its two norms, as the mean over the layers.
+    ``frozen`` 1: only adapters learn, of ``adapters`` weights per layer (LoRA, 2106.09685), and the weights of layers
+    take ``stored`` bytes each.
     """
 
     layers: Num
@@ -45,6 +49,9 @@ class Shape:
     clamped: Num = 0
     linear: Num = 0
     extras: Num = 0
+    frozen: Num = 0
+    adapters: Num = 0
+    stored: Num = 2
 
     @property
     def qkv_width(self) -> Num:
@@ -105,10 +112,11 @@ class Shape:
         """Model flops of forward and backward per token (Chowdhery et al. 2022): three times the forward's products.
 
         A causal token sees half of the others on average; ``causal`` 1 counts the masked half too. Recomputation does
-        not count.
+        not count. Frozen weights have no gradient.
         """
         attention = 4 * self.heads * self.score_dim * self.reach(seq) * causal
-        return 3 * (self.layers * (2 * self.active_weights + attention) + 2 * self.table)
+        weights = self.layers * self.active_weights + self.table
+        return 2 * (3 - self.frozen) * weights + 3 * self.layers * (attention + 2 * self.adapters)
 
     def forward_flops(self, seq: Num) -> tuple[Num, Num, Num]:
         """Forward flops per token of the embedding, one layer and the output layer with its loss.
@@ -130,6 +138,8 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
     # What of a mixture is no matrix of experts, and no router's.
     mixing = 1.0 * {"add": 0, "gate": 1, "residual": 2}[model.shared_mix] * model.embed * bool(model.shared_experts)
     mixing += experts * ((model.router == "sigmoid") + (model.balance == "step"))
+    found = list(parameters(model, vocab)) if model.adapter else []
+    stored = [p for p in found if QUANTIZED in p.name]
     return Shape(
         model.layers,
         model.embed,
@@ -151,4 +161,25 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         extras=(2 * model.qk_norm + biases + linear) * head_dim
         + 2 * model.embed * model.norm_after
         + mixing * len(mixtures) / model.layers,
+        frozen=int(model.adapter is not None),
+        adapters=sum(p.numel for p in found if ADAPTERS in p.name) / model.layers,
+        stored=sum(p.numel for p in stored) / sum(p.products for p in stored) if stored else 2,
     )
+
+
+def flops_per_token(model: ModelShape, vocab: int, seq: int, freeze: Sequence[str] = ()) -> float:
+    """Model flops of forward and backward per token; a frozen weight has no gradient, and below all that learns nothing
+    is propagated: a forward alone, if nothing learns. If all learns, that is :meth:`Shape.flops_per_token`: three times
+    the forward's."""
+    shape, found = shape_of(model, vocab), list(parameters(model, vocab))
+    learning = {p.name for p in found if learns(p.name, model, freeze)}
+    lowest = min((p.step for p in found if p.name in learning), default=len(found) * 2)
+    attention = 2 * float(shape.heads * shape.score_dim * shape.reach(seq))  # forward, the causal half
+    total = 0.0
+    for p in found:
+        total += 2 * p.products * (1 + (p.name in learning) + (p.step > lowest))
+        if p.name.endswith((".wo", ".wo.codes")):
+            total += attention * (1 + 2 * (p.step > lowest))
+    if model.tied:  # the table is the output layer, too
+        total += 2 * float(shape.table) * (1 + bool(learning) + ("embedding.table" in learning))
+    return total

@@ -308,18 +308,21 @@ class Optimizer(Section):
     """How parameters are updated; learning rates have a warm-up and a cosine or warm-up-stable-decay schedule.
 
     ``estimate``: where gradients come from; ``zeroth-order`` takes them from the losses at two points, ``epsilon``
-    times a random direction away (MeZO, Malladi et al. 2023), without backward and unclipped.
+    times a random direction away (MeZO, Malladi et al. 2023), without backward and unclipped. ``pairs``: of two ranks
+    along ``dp`` each evaluates one of the points, on the same sequences (DistZO2, Wang et al. 2025).
     ``kind``: ``adamw`` (Loshchilov & Hutter 2019), ``lion`` (Chen et al. 2023), ``adafactor`` (Shazeer & Stern 2018),
     ``muon`` (Jordan et al. 2024), ``galore`` (Zhao et al. 2024) or ``natural-galore`` (Das 2024). The last three are
     for the matrices of blocks, and AdamW updates the rest. ``state``: what AdamW keeps its moments in; ``block``:
     elements of a row that share a scale in 8 or 4 bits. ``momentum`` is Muon's. ``rank``, ``refresh`` (updates between
     two sets of directions), ``scale`` and ``history`` (past gradients of ``natural-galore``) are GaLore's. ``ema``:
     decay of an average of the parameters that is kept beside them; 0 keeps none. ``use_ema``: that average, and not the
-    parameters, is what is validated, writes the samples at the end and is exported.
+    parameters, is what is validated, writes the samples at the end and is exported. ``in_backward``: every block is
+    updated as soon as backward has its gradients, which are freed then (LOMO, Lv et al. 2023); needs ``clip = 0``.
     """
 
     estimate: Literal["backward", "zeroth-order"] = "backward"
     epsilon: PositiveFloat = 1e-3
+    pairs: bool = False
     kind: Literal["adamw", "sgd", "lion", "adafactor", "muon", "galore", "natural-galore"] = "adamw"
     state: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
     block: PositiveInt = 256
@@ -330,6 +333,7 @@ class Optimizer(Section):
     history: PositiveInt = 4
     ema: float = Field(0.0, ge=0, lt=1)
     use_ema: bool = False
+    in_backward: bool = False
     groups: tuple[Group, ...] = ()
     lr: PositiveFloat = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
@@ -526,9 +530,14 @@ class Recipe(Section):
         refuse(asked, "layout", "train", "optimizer", "recipe")
         return self
 
+    def dealt(self, layout: Layout) -> Layout:
+        """The layout as sequences are dealt out to it: the two ranks of a pair get the same ones."""
+        paired = self.optimizer.pairs and layout.dp > 1
+        return layout.model_copy(update={"dp": layout.dp // 2}) if paired else layout
+
     def rows_per_pass(self, layout: Layout) -> tuple[int, int]:
         """``(rows, passes)``: sequences per rank and pass, and gradient-accumulation passes per step."""
-        ranks = layout.size(*BATCH_AXES)
+        ranks = self.dealt(layout).size(*BATCH_AXES)
         per_rank = -(-self.train.batch // ranks)
         # A pipeline wants microbatches, about twice as many as it has ranks.
         rows = min(self.train.micro_batch or max(1, per_rank // (2 * layout.pp if layout.pp > 1 else 1)), per_rank)

@@ -183,10 +183,10 @@ def parse(r: dict[str, str]) -> Row:
         seq=seq,
         recompute=2 if "full" in recompute else 1 if "selective" in recompute else 0,
         bits=bits,
-        frozen=int("lora" in notes.lower()),
         context=CONTEXT.index(said["context"]) if said.get("context") in CONTEXT else 0,
         offload=OFFLOAD.index(said["offload"]) if said.get("offload") in OFFLOAD else 0,
     )
+    shape = replace(shape, frozen=int("lora" in notes.lower()))
     per_node = int(number("gpus_per_node", 8))
     domain = device.domain if per_node < device.domain and device.domain > 8 else per_node
     release = release_of(framework, r.get("source_ref", ""))

@@ -6,11 +6,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from weft.observe.flops import flops_per_token, measured_flops, memory_gib, parameter_count, peak_flops
-from weft.recipe import ModelShape
+from weft.layout.mesh import Mesh
+from weft.model_parameters import learning_count, learns, parameters
+from weft.model_shape import flops_per_token, shape_of
+from weft.models.transformer import Transformer
+from weft.observe.flops import measured_flops, memory_gib, parameter_count, peak_flops
+from weft.parallel.build import parallelize
+from weft.recipe import ModelShape, Train
 
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 96, "vocab_size": 100, "head_dim": 24, "attn_implementation": "eager"}  # fmt: skip
@@ -34,6 +40,62 @@ def test_against_reference_models(build, shape: ModelShape) -> None:
     # PyTorch counts attention over the whole square.
     causal_half = 3 * shape.layers * 4 * shape.heads * shape.head_dim * seq / 2
     assert counter.get_total_flops() / seq - causal_half == flops_per_token(shape, 100, seq)
+
+
+TINY = {"layers": 3, "embed": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 41, "vocab": 50}
+ALL = [
+    {}, {"tied": True, "qk_norm": True, "qkv_bias": True, "norm_after": True},
+    {"mixer": "retention", "softmax_every": 2}, {"adapter": {"rank": 3}},
+    {"adapter": {"kind": "dora", "targets": ["wo", "up"]}},
+    {"experts": 4, "first_dense": 1, "router": "sigmoid", "shared_experts": 2, "shared_mix": "residual", "balance": "step"},
+    {"experts": 3, "adapter": {"kind": "lora"}, "shared_experts": 1},
+    {"adapter": {"kind": "qlora", "targets": ["q_proj", "blocks.1.*"]}, "embed": 72, "ffn": 150},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ALL, ids=str)
+def test_the_list_of_parameters_is_the_modules_own(change: dict) -> None:
+    shape = ModelShape(**TINY | change)
+    theirs = {
+        name: (tuple(p.shape), p.dtype == torch.uint8)
+        for name, p in Transformer(shape, Mesh.single()).named_parameters()
+    }
+    assert {p.name: (p.shape, p.is_bytes) for p in parameters(shape)} == theirs
+    assert sum(p.numel for p in parameters(shape.model_copy(update={"adapter": None}))) == shape_of(shape).parameters
+
+
+@pytest.mark.parametrize("freeze", [(), ("embedding.*",), ("embedding.*", "blocks.0.*"), ("*.norm.*", "blocks.1.*"),
+                                    ("blocks.*", "norm.*", "head"), ("embedding.*", "blocks.*", "norm.*")])  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {}, {"tied": True}, {"adapter": {"rank": 3}},
+    {"adapter": {"rank": 2, "kind": "qlora", "targets": ["wo", "blocks.2.ffn.*"]}},
+])  # fmt: skip
+def test_what_is_frozen_costs_no_gradient(change: dict, freeze: tuple[str, ...]) -> None:
+    """Against PyTorch's count of a step of our own modules; attention is one operator to it, which it cannot count."""
+    shape = ModelShape(**TINY | {"query_dim": 6.0} | change)
+    names = [p.name for p in parameters(shape) if learns(p.name, shape, freeze)]
+    if not names:
+        return
+    model, state = parallelize(shape, Mesh.single(), Train(dtype="float64", freeze=freeze))
+    assert sum(h.local.numel() for h in state.learning) == learning_count(shape, 50, freeze)
+    seq, ends = 40, torch.tensor([0, 40], dtype=torch.int32)
+    tokens = torch.arange(seq).view(1, seq)
+    plain = mock.patch("weft.models.transformer.rms_norm", lambda x, scale, eps: F.rms_norm(x, scale.shape, scale, eps))
+    with plain, FlopCounterMode(display=False) as counter:  # our own norms sum up by products
+        loss = model(tokens, tokens, ends, labels=tokens)
+        loss.backward()
+    lowest = min(p.step for p in parameters(shape) if p.name in names)
+    above = [p for p in parameters(shape) if p.name.endswith((".wo", ".wo.codes")) and p.step > lowest]
+    attention = 2 * shape.heads * shape.head_dim * seq * (shape.layers + 2 * len(above))
+    assert counter.get_total_flops() / seq == flops_per_token(shape, 50, seq, freeze) - attention
+
+
+def test_all_that_learns_costs_three_forwards() -> None:
+    shape = ModelShape(**TINY, tied=True)
+    assert flops_per_token(shape, 50, 40) == pytest.approx(3 * flops_per_token(shape, 50, 40, ("*",)))
+    assert flops_per_token(shape, 50, 40) == float(shape_of(shape).flops_per_token(40))
+    adapted = ModelShape(**TINY, adapter={"rank": 3})  # the planner's count leaves out where the lowest adapter is
+    assert flops_per_token(adapted, 50, 40) == pytest.approx(float(shape_of(adapted).flops_per_token(40)), rel=0.1)
 
 
 def test_published_size() -> None:

@@ -58,6 +58,19 @@ def test_a_run_is_a_row_that_the_planner_reads(tmp_path: Path) -> None:
     assert rows[0].gib == 40 and rows[0].plan.bits == 16
 
 
+@pytest.mark.parametrize("change", [{"adapter": {}}, {"train": {"freeze": ["embedding.*"]}},
+                                    {"optimizer": {"estimate": "zeroth-order"}}])  # fmt: skip
+def test_runs_that_train_a_part_say_nothing_of_those_that_train_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(TREE, "train", TREE["train"] | change.pop("train", {}))
+    recipe = change.pop("optimizer", {})
+    monkeypatch.setitem(TREE, "optimizer", recipe)
+    if "adapter" in change:
+        monkeypatch.setitem(TREE["model"], "adapter", change["adapter"])
+    assert row_of(run_of(tmp_path / "run", {"shard": 8}, 0.5)) is None
+
+
 def test_short_runs_and_other_layers_say_nothing(tmp_path: Path) -> None:
     assert row_of(run_of(tmp_path / "short", {"shard": 8}, 1.0, steps=6)) is None
     linear = run_of(tmp_path / "linear", {"shard": 8}, 1.0)

@@ -19,7 +19,7 @@ from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.parts import NAMES, TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
-from weft.models.adapters import INFIX
+from weft.model_parameters import ADAPTERS
 from weft.models.hf import hf_values, tokenizer_files
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.recipe import ModelShape, Recipe
@@ -158,7 +158,7 @@ def _beside(base: Values, adapter: Values, shape: ModelShape) -> Values:
     stored = with_adapter(base, shape, 0)
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
-        return (adapter if INFIX in name else stored)(name, logical, box)
+        return (adapter if ADAPTERS in name else stored)(name, logical, box)
 
     return values
 

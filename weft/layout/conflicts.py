@@ -168,9 +168,30 @@ RULES: tuple[Rule, ...] = (
          "leave one of them out"),
     Rule("zeroth order with what needs backward", "layout optimizer",
          lambda a: a.optimizer.estimate == "zeroth-order"
-         and bool(a.layout.balance or a.layout.skip or a.optimizer.post_validation),
-         "optimizer.estimate = 'zeroth-order' evaluates plain passes, and layout.balance, layout.skip and "
-         "optimizer.post_validation are about others", "leave these out"),
+         and bool(a.layout.balance or a.layout.skip or a.optimizer.post_validation or a.optimizer.in_backward),
+         "optimizer.estimate = 'zeroth-order' evaluates plain passes, and layout.balance, layout.skip, "
+         "optimizer.post_validation and optimizer.in_backward are about others", "leave these out"),
+    Rule("pairs without zeroth order", "optimizer",
+         lambda a: a.optimizer.pairs and a.optimizer.estimate != "zeroth-order",
+         "optimizer.pairs is about the two points that zeroth-order estimates evaluate",
+         "set optimizer.estimate = 'zeroth-order', or leave pairs out"),
+    Rule("pairs with a rank left over", "layout optimizer",
+         lambda a: a.optimizer.pairs and a.layout.dp > 1 and a.layout.dp % 2 > 0,
+         "optimizer.pairs takes two ranks along dp at a time, and dp={0.layout.dp} is odd", "use an even dp"),
+    Rule("update in backward with clipping", "optimizer", lambda a: a.optimizer.in_backward and a.optimizer.clip > 0,
+         "optimizer.in_backward updates before all gradients are there, and optimizer.clip = {0.optimizer.clip:g} "
+         "needs their norm first", "set optimizer.clip = 0, or leave in_backward out"),
+    Rule("update in backward with pp", "layout optimizer", lambda a: a.optimizer.in_backward and a.layout.pp > 1,
+         "optimizer.in_backward is for one backward after the other, and pp={0.layout.pp} interleaves those of its "
+         "microbatches", "use pp = 1, or leave in_backward out"),
+    Rule("update in backward with balance", "layout optimizer",
+         lambda a: a.optimizer.in_backward and bool(a.layout.balance),
+         "optimizer.in_backward agrees on the loss before the last backward, which layout.balance = "
+         "{0.layout.balance!r} gives every rank at another time", "leave one of them out"),
+    Rule("update in backward with an offloaded state", "train optimizer",
+         lambda a: a.optimizer.in_backward and a.train.offloads_state,
+         "optimizer.in_backward frees gradients, and with offload = {0.train.offload!r} these wait on the host",
+         "leave one of them out"),
     Rule("4bit moments at odd columns", "layout shape optimizer",
          lambda a: a.optimizer.state == "4bit"
          and any(part(width, a.layout.tp, i)[0] % 2 for width in a.widths for i in range(a.layout.tp)),

@@ -8,8 +8,6 @@ that is cut on ``in``, ``a`` is cut and ``b`` whole, of one that is cut on ``out
 follows from a parameter's dimensions (what is held, summed, counted, saved) therefore holds for adapters too.
 """
 
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,39 +16,13 @@ from torch import nn
 from weft.layout.boundary import own, total_of_shares
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
+from weft.model_parameters import ADAPTERS, QUANTIZED, is_target
 from weft.models.fused import project
 from weft.models.module import Module
-from weft.models.nf4 import INFIX as QUANTIZED
 from weft.models.nf4 import Quantized
 from weft.recipe import Adapter, ModelShape
 
 T = torch.Tensor
-
-#: The weights that can have an adapter, by module, and what Hugging Face calls them.
-PROJECTIONS = {
-    "attention": {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
-    "ffn": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-}
-#: What routers keep of the loads of their experts, which no gradient changes.
-STATISTICS = ("router.bias", "router.load")
-#: In the names of parameters, what stands between a module and a weight's adapter.
-INFIX = ".adapters."
-
-
-def is_target(pattern: str, path: str) -> bool:
-    """Whether ``pattern`` names the weight ``path``, as in ``blocks.3.attention.wq``.
-
-    By its last part, as Weft or as Hugging Face calls it (``wq``, ``q_proj``), or by its whole path.
-    """
-    module, name = path.split(".")[-2:]
-    return any(fnmatchcase(known, pattern) for known in (name, PROJECTIONS[module][name], path))
-
-
-def projections(shape: ModelShape) -> Iterator[str]:
-    """The paths of all weights that can have an adapter."""
-    for layer in range(shape.layers):
-        modules = PROJECTIONS if not shape.experts_of(layer) else {"attention": PROJECTIONS["attention"]}
-        yield from (f"blocks.{layer}.{module}.{name}" for module, names in modules.items() for name in names)
 
 
 class LowRank(Module):
@@ -152,16 +124,10 @@ def row_norms(weight: T) -> T:
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64)
 
 
-def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
-    """Whether the parameter ``name`` is trained: with an adapter that alone, and nothing that ``frozen`` matches."""
-    is_base = (shape.adapter is not None and INFIX not in name) or name.endswith(STATISTICS)
-    return not is_base and not any(fnmatchcase(name, pattern) for pattern in frozen)
-
-
 @torch.no_grad()
 def merged_parameters(model: nn.Module) -> dict[str, T]:
     """The parameters of a model on one device by their names without adapters, which are merged into the weights."""
-    found = {n: p.detach() for n, p in model.named_parameters() if INFIX not in n and QUANTIZED not in n}
+    found = {n: p.detach() for n, p in model.named_parameters() if ADAPTERS not in n and QUANTIZED not in n}
     for path, module in model.named_modules():
         if isinstance(module, Projections) and module.adapter is not None:
             names = {*module.quantized, *module.adapters}
@@ -176,4 +142,4 @@ def base_of(shape: ModelShape) -> ModelShape:
 
 def base_weight(name: str) -> str:
     """The path of the weight that the adapter's parameter ``name`` belongs to."""
-    return name.rpartition(".")[0].replace(INFIX, ".")
+    return name.rpartition(".")[0].replace(ADAPTERS, ".")

@@ -65,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scales = scale_of(labels, counts, wide)
         with_grad = any(ctx.needs_input_grad[:2])
         if with_grad:
-            d_hidden = torch.empty_like(hidden)
+            d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
             d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), chunk):
             h, y, scale = (x[start : start + chunk] for x in (hidden, labels, scales))
@@ -83,22 +83,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 p *= torch.where(valid, (top - lse).exp(), 0) * scale
                 p.scatter_add_(1, index, -torch.where(here, scale, 0))
                 p = p.to(hidden.dtype)
-                d_hidden[start : start + chunk] = times(p, weight.t())
+                if d_hidden is not None:
+                    d_hidden[start : start + chunk] = times(p, weight.t())
                 if d_weight is not None:
                     d_weight += p.t() @ h
         if with_grad:
-            ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
+            ctx.save_for_backward(d_hidden, d_weight if d_weight is None else d_weight.to(weight.dtype))
         return total
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         # In at least float32: 1 / tokens rounded to bfloat16 would make every gradient up to 0.4 % too large or small.
-        wide = torch.promote_types(ctx.saved_tensors[0].dtype, torch.float32)
-        saved = [d for d in ctx.saved_tensors if d is not None]
-        d_hidden, *d_weight = ((d.to(wide) * grad.to(wide)).to(d.dtype) for d in saved)
-        if ctx.rows is not None:
+        def scaled(d):  # type: ignore[no-untyped-def]
+            wide = torch.promote_types(d.dtype, torch.float32)
+            return (d.to(wide) * grad.to(wide)).to(d.dtype)
+
+        d_hidden, d_weight = (None if d is None else scaled(d) for d in ctx.saved_tensors)
+        if d_hidden is not None and ctx.rows is not None:
             d_hidden = d_hidden.new_zeros(ctx.tokens, d_hidden.shape[1]).index_copy_(0, ctx.rows, d_hidden)
-        return d_hidden, *(d_weight or [None]), None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None
 
 
 def labelled_rows(labels: torch.Tensor) -> torch.Tensor | None:

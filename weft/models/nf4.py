@@ -15,22 +15,18 @@ from spmd_types import rules
 from weft.layout.dims import Box, Dim, Logical
 from weft.layout.layout import CUTS
 from weft.layout.mesh import Mesh
+from weft.model_parameters import BLOCK, SCALES
 from weft.models.fused import times
 from weft.models.module import Module
 
 T = torch.Tensor
 
-#: Elements that share a scale, and scales that share a mean and a step.
-BLOCK, SCALES = 64, 256
 #: The values of the 16 codes: quantiles of the normal distribution, zero among them.
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-#: In the names of parameters, what stands between a module and the stored form of its weight.
-INFIX = ".quantized."
-
 #: Gives rows ``lo:hi`` of a weight as :func:`is_turned` says that they are stored.
 Rows = Callable[[int, int], T]
 

@@ -6,8 +6,9 @@ import torch
 
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
+from weft.model_parameters import ADAPTERS, QUANTIZED
 from weft.models import nf4
-from weft.models.adapters import INFIX, base_of, base_weight, row_norms
+from weft.models.adapters import base_of, base_weight, row_norms
 from weft.models.init import initial_values
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
@@ -30,11 +31,11 @@ def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
     described = dict(Transformer(base_of(shape), Mesh.single()).logical_parameters())
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
-        if nf4.INFIX in name:
+        if QUANTIZED in name:
             path, _, stored = name.rpartition(".")
-            weight = path.replace(nf4.INFIX, ".")
+            weight = path.replace(QUANTIZED, ".")
             return nf4.stored_values(stored, *nf4.reader(base, weight, described[weight]), box)
-        if INFIX not in name:
+        if ADAPTERS not in name:
             return base(name, logical, box)
         if not name.endswith(".magnitude"):
             return initial_values(name, logical, box, seed)

@@ -24,13 +24,8 @@ PEAKS: dict[str, tuple[float, float]] = {
 
 
 def parameter_count(shape: ModelShape, vocab: int) -> int:
-    """Number of parameters, a tied embedding counted once."""
+    """Number of parameters without adapters, a tied embedding counted once."""
     return round(shape_of(shape, vocab).parameters)
-
-
-def flops_per_token(shape: ModelShape, vocab: int, seq_len: int) -> float:
-    """Model flops of forward and backward per token (:meth:`weft.model_shape.Shape.flops_per_token`)."""
-    return float(shape_of(shape, vocab).flops_per_token(seq_len))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

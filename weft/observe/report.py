@@ -127,6 +127,7 @@ def run_facts(run: Run) -> dict[str, str]:
         "Ranks": (n := head.get("world")) and f"{n} rank{'s' * (n != 1)}",
         "Device": head.get("device"),
         "Parameters": (n := head.get("parameters")) and f"{compact(n)} ({n:,})",
+        "Learning": (n := head.get("learning")) and n != head.get("parameters") and f"{compact(n)} ({n:,})",
         "Model flops per token": (n := head.get("flops_per_token")) and compact(n),
         "Peak of all devices": (n := head.get("peak_flops")) and f"{compact(n)}FLOP/s",
         "Steps": train and f"{train[-1]['step']:,}" + (f" of {planned:,}" if planned else ""),

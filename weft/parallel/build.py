@@ -6,7 +6,7 @@ from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import Layout
 from weft.layout.mesh import LIVE_AXES, Mesh
 from weft.memory.activations import HostActivations
-from weft.models.adapters import learns
+from weft.model_parameters import learns
 from weft.models.transformer import Block, Transformer
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.parallel.context import context_attention

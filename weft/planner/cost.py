@@ -59,7 +59,7 @@ class Plan:
     keeps parameters cut until backward, if not all (ZeRO++ hpZ). ``schedule``, ``recompute``, ``context`` and
     ``offload`` are indices into the tables above; ``bits``: of the products. ``batch`` and ``micro_batch`` count
     sequences of ``seq`` tokens. ``outer`` 1: copies (``dp``) are further apart than pipeline ranks, instead of the
-    other way about. ``frozen`` 1: only adapters are trained, weights get no gradient (LoRA, 2106.09685).
+    other way about.
     """
 
     dp: Num = 1
@@ -77,7 +77,6 @@ class Plan:
     seq: Num = 2048
     recompute: Num = 0
     bits: Num = 16
-    frozen: Num = 0
     secondary: Num = 0
     offload: Num = 0
     outer: Num = 0
@@ -270,7 +269,7 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     busy = matmuls + attention + pointwise
     forward = larger(busy, floor)
     # Backward: two products per product, 2.5 for fused attention (it recomputes the scores), twice the traffic.
-    work = (2 - plan.frozen) * matmuls + np.where(engine.flash > 0, 2.5, 2.0) * attention + 2 * pointwise
+    work = (2 - shape.frozen) * matmuls + np.where(engine.flash > 0, 2.5, 2.0) * attention + 2 * pointwise
     backward = larger(work, 2 * floor)
     exposed = exposed_tp + exposed_cp + exposed_ep
     seen = (larger(busy + exposed, floor) - forward + larger(work + exposed, 2 * floor) - backward) / 2
@@ -281,7 +280,8 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     # Selective: scores again where they are written; under fused attention, half of the products.
     selective = np.where(engine.flash > 0, (1 - 0.5 * engine.products) * matmuls + pointwise, attention)
     again = again + (plan.recompute == Recompute.SELECTIVE) * selective
-    head = 3 * product(tokens, shape.vocab / tp, shape.embed) + LOGIT_BYTES * tokens * shape.vocab / tp / memory
+    logits = LOGIT_BYTES * tokens * shape.vocab / tp / memory
+    head = (3 - shape.frozen) * product(tokens, shape.vocab / tp, shape.embed) + logits
     stride = plan.world / plan.pp / np.where(plan.outer > 0, plan.dp, 1)
     pair, _, start = axis(machine, engine, stride, np.minimum(plan.pp, 2))
     leaves = stride * plan.pp > machine.site  # one of the hops does, and every microbatch waits for it
@@ -324,12 +324,12 @@ def gradients(
         near = np.where(plan.secondary > 0, plan.secondary, inner)
         again3 = gather(near, 2 * own, axis(machine, engine, tp, near), units)
     gathers = np.where(plan.pp > 1, 1, m) * (fetch3 + again3)
-    moved = np.where(sharded, gathers + m * reduce3 + across, np.where(plan.zero >= 1, scattered, summed)) * (
-        1 - plan.frozen
-    )
+    learns = 1 - shape.frozen  # gradients of adapters are too few to count; frozen weights are gathered all the same
+    reduced = np.where(sharded, m * reduce3 + across, np.where(plan.zero >= 1, scattered, summed))
+    moved = sharded * gathers + learns * reduced
     hideable = (1 - engine.exposed_dp) * moved
     local = own / np.where(plan.zero >= 1, replicas, 1.0)
-    updated = OPTIMIZER_BYTES * local / machine.hbm * (1 - plan.frozen)
+    updated = OPTIMIZER_BYTES * local / machine.hbm * learns
     return moved - np.minimum(hideable, np.where(sharded, cover, turn)), updated
 
 

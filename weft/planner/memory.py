@@ -89,7 +89,7 @@ def rank_memory(
     inner = plan.state_ranks
     weights = layers * (layer + expert) + tables * table
     whole = np.where(plan.zero >= 3, 1 / inner, 1.0)
-    trained = 1 - plan.frozen
+    trained, adapters = 1 - shape.frozen, layers * shape.adapters / plan.tp
     # FSDP keeps full precision in the shard (counted as optimizer state) and gathers two layers at a time.
     sharded = plan.zero >= 3
     # ... unless a pipeline keeps them, and the sums of their gradients, over its microbatches.
@@ -114,9 +114,9 @@ def rank_memory(
     # A step of one pass need not keep sums of gradients, if each is reduced as soon as it is there.
     once = (plan.pp == 1) & (plan.microbatches == 1) & (engine.single == 0)
     cut = np.where(once, 1 / inner, 1.0)
-    parameters = 2 * weights * whole
-    gradients = trained * engine.gradient * weights * np.where(plan.zero >= 2, 1 / inner, cut)
-    optimizer = trained * engine.master * states
+    parameters = whole * (shape.stored * layers * (layer + expert) + 2 * (tables * table + adapters))
+    gradients = engine.gradient * (trained * weights + adapters) * np.where(plan.zero >= 2, 1 / inner, cut)
+    optimizer = engine.master * (trained * states + adapters / spread)
     if np.any(plan.offload):  # with the state, the shards of parameters, and gradients as soon as they are reduced
         away = plan.offloads_state
         parameters, optimizer = np.where(away & sharded, 0.0, parameters), np.where(away, 0.0, optimizer)

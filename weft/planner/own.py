@@ -41,7 +41,8 @@ def row_of(run: Path) -> dict[str, Any] | None:
     steps = [r for r in since if r.get("step_s")][WARM:]
     recipe = about["recipe"]
     model, layout, train = recipe["model"], recipe["layout"], recipe["train"]
-    if len(steps) < LEAST or model["mixer"] != "softmax" or layout["balance"] or layout["skip"]:
+    partly = model.get("adapter") or train.get("freeze") or recipe["optimizer"].get("estimate") == "zeroth-order"
+    if len(steps) < LEAST or model["mixer"] != "softmax" or layout["balance"] or layout["skip"] or partly:
         return None
     count, _, device = about["device"].partition(" x ")
     sharding = "none"

@@ -83,6 +83,7 @@ def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> Model:
     recipe = build_recipe(tree, str(path))
     tree.pop("layout", None)
     section = recipe.model if recipe.model.origin is None else named(recipe.model.origin)
+    section = section.model_copy(update={"adapter": recipe.adapter}) if recipe.adapter else section
     return Model(shape_of(section, vocab_of(recipe)), tree)
 
 

@@ -1,10 +1,13 @@
 """The bytes of all tensors that are alive, and the most that they were."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.rehearse.tensors import tensors_in
 
@@ -35,3 +38,29 @@ class Ledger:
 
     def _drop(self, key: int) -> None:
         self.level -= self.known.pop(key)
+
+
+class Watch(TorchDispatchMode):
+    """Holds whatever is made within; units gather and free parameters by the size of their storage."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.ledger.hold((result,))
+        return result
+
+    @contextmanager
+    def resizes(self) -> Iterator[None]:
+        real = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = real(storage, size)
+            if storage._cdata in self.ledger.known:
+                self.ledger.resize(storage)
+            return result
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resize):
+            yield

@@ -7,15 +7,13 @@ group). What operators use inside themselves, fragmentation and the runtime's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.data.batch import Batch
 from weft.errors import UsageError, WeftError
@@ -27,7 +25,7 @@ from weft.planner.explain import recipe_tree
 from weft.planner.finalists import Final
 from weft.planner.shape import Model
 from weft.recipe import ModelShape, Recipe, build_recipe
-from weft.rehearse.ledger import Ledger
+from weft.rehearse.ledger import Ledger, Watch
 from weft.rehearse.step import plain_batches
 from weft.train.setup import assemble, model_shape
 from weft.train.step import clear_gradients, gradients, update
@@ -40,32 +38,6 @@ class Peak:
     rank: int
     state: int
     peak: int
-
-
-class _Watch(TorchDispatchMode):
-    """Holds whatever is made within; units gather and free parameters by the size of their storage."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
-        self.ledger = ledger
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.ledger.hold((result,))
-        return result
-
-    @contextmanager
-    def resizes(self) -> Iterator[None]:
-        real = torch.UntypedStorage.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = real(storage, size)
-            if storage._cdata in self.ledger.known:
-                self.ledger.resize(storage)
-            return result
-
-        with mock.patch.object(torch.UntypedStorage, "resize_", resize):
-            yield
 
 
 class _Counted(Batch):
@@ -101,7 +73,7 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
             model, state = assemble(shape, mesh, recipe, lambda *_: torch.zeros(()))
         ledger.hold((*model.parameters(), *(part.values for part in state.tensors().values())))
         held = ledger.level
-        watch = _Watch(ledger)
+        watch = Watch(ledger)
         with watch, watch.resizes():
             grads, _ = gradients(model, state, batches, mesh)
             update(state, grads, 1e-3)

@@ -26,6 +26,7 @@ from weft.train.step import (
     result_of,
     share_of_weight,
     shares_of_sums,
+    square_norm,
     update,
 )
 
@@ -72,7 +73,8 @@ class PostValidation:
             grads = reduced(self.state, self.mesh)
             if self.inspect is not None:
                 self.inspect(grads)
-            sums = PendingSum(shares_of_sums(loss, grads, self.model, self.state, batches, stop, self.mesh), self.mesh)
+            square = square_norm(grads, self.state, self.mesh)
+            sums = PendingSum(shares_of_sums(loss, square, self.model, batches, stop, self.mesh), self.mesh)
             if self.changing:  # there may be nothing on this rank that learns
                 torch._foreach_copy_(self.copy, self.changing)
             update(self.state, grads, lr)

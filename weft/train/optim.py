@@ -65,8 +65,15 @@ class RuleOptimizer:
         self.settings, ranks = settings, Ranks(mesh)
         self.rule = make(settings, ranks)
         self.rest: UpdateRule = AdamW(settings) if blocks_only else self.rule
+        self.assigned: dict[str, Assignment] = {}  # by the parameter's name
 
     def assignment(self, held: Held) -> Assignment:
+        """How this parameter is updated; its name is matched with the groups once."""
+        if held.name not in self.assigned:
+            self.assigned[held.name] = self._assignment(held)
+        return self.assigned[held.name]
+
+    def _assignment(self, held: Held) -> Assignment:
         """The last group that matches a parameter's name overrules what goes for all."""
         matrix = len(held.logical.dims) > 1
         inner = matrix and all(dim.name != "vocab" for dim in held.logical.dims)

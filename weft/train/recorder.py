@@ -15,8 +15,10 @@ from torch.profiler import record_function
 from weft.checkpoint.state import Progress
 from weft.data.tasks import Answered
 from weft.layout.mesh import Mesh
+from weft.model_parameters import learning_count
+from weft.model_shape import flops_per_token
 from weft.observe.display import Display
-from weft.observe.flops import flops_per_token, memory_gib, parameter_count, peak_flops
+from weft.observe.flops import memory_gib, parameter_count, peak_flops
 from weft.observe.host import Hardware, environment
 from weft.observe.metrics import Metrics
 from weft.observe.split import Split, profile_step, trace
@@ -35,17 +37,23 @@ class Recorder:
 
     def __init__(self, job: Job, mesh: Mesh, folder: Path, progress: Progress, about: Mapping[str, Any]) -> None:
         self._recipe, self._mesh, self._folder, self._progress = job.recipe, mesh, folder, progress
-        parameters = parameter_count(job.shape, job.shape.vocab)
+        parameters, frozen = parameter_count(job.shape, job.shape.vocab), job.recipe.train.freeze
+        learning = learning_count(job.shape, job.shape.vocab, frozen)
         kind = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
         device = f"{mesh.layout.world} x {kind}"
         one = peak_flops(mesh.device, getattr(torch, job.recipe.train.dtype))
         self._peak = one and one * mesh.layout.world
-        self._per_token = flops_per_token(job.shape, job.shape.vocab, job.recipe.data.seq_len)
+        twice = job.recipe.optimizer.estimate == "zeroth-order"  # forward, and nothing else
+        self._per_token = (1 + twice) * flops_per_token(
+            job.shape, job.shape.vocab, job.recipe.data.seq_len, ("*",) if twice else frozen
+        )
         self._about = {
-            **about, "device": device, "parameters": parameters, "flops_per_token": self._per_token,
-            "peak_flops": self._peak, "started": datetime.datetime.now().isoformat(timespec="seconds"),
+            **about, "device": device, "parameters": parameters, "learning": learning,
+            "flops_per_token": self._per_token, "peak_flops": self._peak,
+            "started": datetime.datetime.now().isoformat(timespec="seconds"),
         }  # fmt: skip
-        title = f"{job.recipe.name}: {parameters / 1e6:.1f}M parameters on {mesh.layout}, {device}"
+        size = f"{parameters / 1e6:.1f}M parameters" + f" ({learning / 1e6:.2f}M learn)" * (learning != parameters)
+        title = f"{job.recipe.name}: {size} on {mesh.layout}, {device}"
         self._display = Display(job.recipe.train.steps, title, enabled=mesh.is_main)
         self._hardware = Hardware(mesh.device)
         self._stack, self._tracing = ExitStack(), job.recipe.observe.trace > 0

@@ -17,10 +17,11 @@ from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import PLACES, candidates, committed, load_newest, open_checkpoint, places
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh, from_all
-from weft.observe.flops import parameter_count
+from weft.model_parameters import learns, parameters
 from weft.observe.metrics import FILE
 from weft.parallel.state import State
 from weft.recipe import RUNS, Recipe
+from weft.train.optim import slot_bytes
 from weft.train.setup import Job, prepare
 
 
@@ -126,8 +127,12 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
 
 
 def checkpoint_size(job: Job) -> int:
-    """Bytes of a checkpoint, about: parameters and two moments."""
-    return 3 * parameter_count(job.shape, job.shape.vocab) * (8 if job.recipe.train.dtype == "float64" else 4)
+    """Bytes of a checkpoint, about: parameters, and of those that learn the moments; of an adapter, these alone."""
+    train, wide = job.recipe.train, 8 if job.recipe.train.dtype == "float64" else 4
+    moments, frozen = slot_bytes(job.recipe.optimizer, wide), 0 if job.shape.adapter else wide
+    return round(sum(
+        p.numel * (wide + moments if learns(p.name, job.shape, train.freeze) else frozen) for p in parameters(job.shape)
+    ))  # fmt: skip
 
 
 def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path, list[str]]:

@@ -18,7 +18,7 @@ from weft.data.tokens import Progress
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.layout import MODEL_AXES
 from weft.layout.mesh import Mesh
-from weft.models.adapters import PROJECTIONS, is_target, learns, projections
+from weft.model_parameters import PROJECTIONS, is_target, learns, parameters, projections
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.observe.flops import parameter_count
@@ -44,12 +44,12 @@ class Job:
 
     def loader(self, order: Order, mesh: Mesh) -> Loader:
         rows, passes = self.recipe.rows_per_pass(mesh.layout)
-        data = self.recipe.data
+        data, dealt = self.recipe.data, self.recipe.dealt(mesh.layout)
+        rank = mesh.rank("dp") * dealt.dp // mesh.size("dp") * mesh.size("shard") + mesh.rank("shard")
         # Only steps that train gather parameters once, which a balanced step needs.
         costs = costs_of(self.shape) if mesh.layout.balance and order is self.corpus.train else None
         return Loader(
-            order, mesh.layout, mesh.batch_rank, mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len,
-            costs,
+            order, dealt, rank, mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len, costs
         )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def check_names(shape: ModelShape, train: Train) -> None:
             )
     if not train.freeze:
         return
-    names = [name for name, _ in Transformer(shape, Mesh.single()).logical_parameters()]
+    names = [p.name for p in parameters(shape)]
     for pattern in train.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UsageError(f"train.freeze: {pattern!r} matches no parameter; {nearest(pattern, names)}")
@@ -189,13 +189,11 @@ def _tokenizer_notes(recipe: Recipe, own: Tokenizer | None, tokenizer: Tokenizer
 def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Bytes of all parameters, and of the gradients and moments of those that learn."""
     train, wide = recipe.train, 8 if recipe.train.dtype == "float64" else 4
-    learning = 2 * wide + slot_bytes(recipe.optimizer, wide)
-    if shape.adapter is None and not train.freeze:
-        return learning * parameter_count(shape, shape.vocab)
+    learning = (2 - recipe.optimizer.in_backward) * wide + slot_bytes(recipe.optimizer, wide)
     frozen = 2 if train.dtype == "bfloat16" else wide
     return sum(
-        p.numel() * (learning if learns(name, shape, train.freeze) else frozen if p.is_floating_point() else 1)
-        for name, p in Transformer(shape, Mesh.single()).named_parameters()
+        p.numel * (learning if learns(p.name, shape, train.freeze) else 1 if p.is_bytes else frozen)
+        for p in parameters(shape)
     )
 
 

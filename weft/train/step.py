@@ -98,11 +98,17 @@ def pass_loss(model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh)
 
 
 def accumulate(
-    model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh, routes: Sequence[Sequence[int]] = ()
+    model: Transformer,
+    state: State,
+    batches: Sequence[Batch],
+    mesh: Mesh,
+    routes: Sequence[Sequence[int]] = (),
+    before_last: Callable[[torch.Tensor], None] = lambda share: None,
 ) -> torch.Tensor:
     """Forward and backward of every pass. Returns this rank's share of the loss.
 
     ``routes``: the blocks that each pass runs (in turn, if there are more passes), where these are not all.
+    ``before_last`` is called with that share before the last backward, of a model without pipeline.
     """
     count_loads(model, batches, mesh)
     if model.pipeline is not None:
@@ -117,8 +123,10 @@ def accumulate(
         share_pass(model, batch.group)
         model.route = routes[i % len(routes)] if routes else None
         share = pass_loss(model, batch.to(mesh.device), weight, mesh)
-        share.backward()
         shares.append(share.detach())
+        if i == len(batches) - 1:
+            before_last(torch.stack(shares).sum())
+        share.backward()
     model.route = None
     share_pass(model, None)
     return torch.stack(shares).sum()
@@ -195,7 +203,8 @@ def gradients(
     loss = accumulate(model, state, batches, mesh, routes)
     with record_function("weft:optimizer"):
         grads = reduced(state, mesh)
-        return grads, step_sum(shares_of_sums(loss, grads, model, state, batches, stop, mesh), mesh)
+        square = square_norm(grads, state, mesh)
+        return grads, step_sum(shares_of_sums(loss, square, model, batches, stop, mesh), mesh)
 
 
 def reduced(state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -207,18 +216,15 @@ def reduced(state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
 
 
 def shares_of_sums(
-    loss: torch.Tensor,
-    grads: Mapping[str, torch.Tensor],
-    model: Transformer,
-    state: State,
-    batches: Sequence[Batch],
-    stop: bool,
-    mesh: Mesh,
+    loss: torch.Tensor, square: torch.Tensor, model: Transformer, batches: Sequence[Batch], stop: bool, mesh: Mesh
 ) -> torch.Tensor:
-    """This rank's shares of the step's sums (see :func:`gradients`), float64 ``[4 + experts]``."""
+    """This rank's shares of the step's sums (see :func:`gradients`), float64 ``[4 + experts]``.
+
+    ``square``: its share of the squared norm.
+    """
     shares = (
         share_of_sum(loss, mesh, **dict.fromkeys(MODEL_AXES, I)),
-        square_norm(grads, state, mesh),
+        square,
         share_of_sum(own_number(stop, mesh, **OWN), mesh, **OWN),
         share_of_tokens(batches, mesh),
     )
@@ -299,21 +305,32 @@ def loss_sum(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> torch.
     return torch.stack(losses).sum()
 
 
-def sum_over_passes(found: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
-    """What the ranks have found in passes without backward, each from its own tokens, summed over all of them."""
+def share_of_passes(found: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
+    """What this rank has found in passes without backward, from its own tokens, as a share of a sum over all ranks."""
     if mesh.size("near"):  # copies kept for a backward that did not come: values may change
         state.release(drop=True)
     by_stage = BY_DATA | {"pp": V}  # losses are where the last stage is
-    return step_sum(share_of_sum(found, mesh, **by_stage), mesh)
+    return share_of_sum(found, mesh, **by_stage)
+
+
+def sum_over_passes(found: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
+    """What the ranks have found in passes without backward, each from its own tokens, summed over all of them."""
+    return step_sum(share_of_passes(found, state, mesh), mesh)
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
-    """Mean loss, by the labels' weights, over some steps' batches; the same on all ranks."""
+def loss_shares(model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> torch.Tensor:
+    """This rank's shares of the losses' sum over some steps' batches, and of their labels' weight: float64 ``[2]``."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     counted = mesh.rank("pp") == 0 or model.pipeline is None
     for batches in steps:
         weight = own_number(counted * sum(b.label_weight for b in batches), mesh)
         sums += torch.stack((loss_sum(model, batches, mesh), weight))
-    loss, weight = sum_over_passes(sums, state, mesh).tolist()
+    return share_of_passes(sums, state, mesh)
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
+    """Mean loss, by the labels' weights, over some steps' batches; the same on all ranks."""
+    loss, weight = step_sum(loss_shares(model, state, steps, mesh), mesh).tolist()
     return loss / (weight or 1.0)

@@ -11,6 +11,7 @@ from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.state import State
 from weft.recipe import Optimizer
+from weft.train.in_backward import InBackward
 from weft.train.later import PostValidation
 from weft.train.step import StepResult, train_step
 from weft.train.zeroth import ZerothOrder
@@ -58,6 +59,8 @@ def build_stepper(
         return ZerothOrder(model, state, mesh, settings, before_update, inspect)
     if settings.post_validation and model.pipeline is not None:
         return PostValidation(model, state, mesh, settings.clip, before_update, inspect)
+    if settings.in_backward:
+        return InBackward(model, state, mesh, before_update, inspect)
     return PlainStepper(partial(
         train_step, model, state, mesh=mesh, clip=settings.clip, inspect=inspect, routes=routes,
         before_update=before_update,

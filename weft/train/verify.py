@@ -86,16 +86,20 @@ def run_layout(
     trace = Trace([], [], [], {}, {})
     results: list[StepResult] = []
 
-    def keep(grads: dict[str, torch.Tensor]) -> None:
-        trace.grads.append({h.name: h.part(grads[h.name].clone().cpu()) for h in state.learning})
+    held = {h.name: h for h in state.learning}
+
+    def keep(grads: dict[str, torch.Tensor]) -> None:  # of the whole model, or a unit's at a time
+        trace.grads[-1].update({name: held[name].part(grad.clone().cpu()) for name, grad in grads.items()})
         for name, grad in follow[len(trace.grads) - 1].items() if follow else ():
-            grads[name].copy_(grad)
+            if name in grads:
+                grads[name].copy_(grad)
 
     stepper = build_stepper(model, state, mesh, settings, inspect=keep, routes=taken)
     for step in range(steps):
         batches = loader.step(step * job.recipe.train.batch)
         if batches is None:
             raise WeftError(f"the data ends after {step} steps; use fewer --steps or a smaller train.batch")
+        trace.grads.append({})
         results += stepper.step(batches, settings.lr)
     for result in results + stepper.finish():
         trace.losses.append(result.loss)

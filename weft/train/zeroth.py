@@ -1,8 +1,9 @@
 """Training without backward: MeZO (Malladi et al. 2023), under every layout.
 
 The gradient is estimated from the losses at two points, on either side of the parameters along a random direction. The
-direction is a function of step and logical position, so that every rank perturbs its own part and one number, the slope
-along it, is all that ranks agree on. Data-parallel ranks evaluate both points on their own data.
+direction is a function of step and logical position, so that every rank perturbs its own part and six numbers in one
+message are all that ranks exchange: losses and weights at both points, tokens, and the wish to stop. Data-parallel
+ranks evaluate both points on their own data; in pairs (DistZO2, Wang et al. 2025) each one point on the data of both.
 """
 
 import math
@@ -20,9 +21,12 @@ from weft.models.transformer import Transformer
 from weft.parallel.state import Held, State
 from weft.recipe import Optimizer
 from weft.train.rules.rule import logical_positions
-from weft.train.step import StepResult, evaluate, share_of_tokens
+from weft.train.step import StepResult, loss_shares, share_of_tokens
 
 T = torch.Tensor
+
+#: Elements of a direction that are made at a time: what it is made of takes some ten times the room.
+ROWS_OF = 1 << 18
 
 
 @dataclass
@@ -45,14 +49,15 @@ class ZerothOrder:
     def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
         number, epsilon = self.state.updates, self.settings.epsilon
         self.before_update()
-        above, below = self._losses(batches, number)
-        slope, loss = (above - below) / (2 * epsilon), (above + below) / 2
         stops = share_of_sum(own_number(stop, self.mesh, **OWN), self.mesh, **OWN)
-        tokens, stopped = step_sum(torch.stack((share_of_tokens(batches, self.mesh), stops)), self.mesh).tolist()
+        mine = *self._shares(batches, number), torch.stack((share_of_tokens(batches, self.mesh), stops))
+        (above, weight), (below, same), (tokens, stopped) = step_sum(torch.stack(mine), self.mesh).tolist()
+        above, below = above / (weight or 1.0), below / (same or 1.0)
+        slope, loss = (above - below) / (2 * epsilon), (above + below) / 2
         skipped = not math.isfinite(slope)
         if not skipped:
             self._update(slope, number, lr)
-        return [StepResult(loss, abs(slope), round(tokens), skipped, stopped > 0)]
+        return [StepResult(loss, abs(slope), round(tokens) // (1 + self.paired), skipped, stopped > 0)]
 
     def finish(self) -> list[StepResult]:
         return []
@@ -60,18 +65,28 @@ class ZerothOrder:
     def summary(self) -> str:
         return ""
 
-    def _losses(self, batches: Sequence[Batch], number: int) -> list[float]:
-        """The mean losses at both points; the parameters are as before afterwards."""
-        before, losses = [h.local.clone() for h in self.state.learning], []
-        for distance in (self.settings.epsilon, -self.settings.epsilon):
+    @property
+    def paired(self) -> bool:
+        return self.settings.pairs and self.mesh.size("dp") > 1
+
+    def _shares(self, batches: Sequence[Batch], number: int) -> list[T]:
+        """Shares of loss and weight at both points, nothing at one that the other of the pair evaluates.
+
+        The parameters are as before afterwards.
+        """
+        before = [h.local.clone() for h in self.state.learning]
+        shares = [torch.zeros(2, dtype=torch.float64, device=self.mesh.device) for _ in range(2)]
+        for side, distance in enumerate((self.settings.epsilon, -self.settings.epsilon)):
+            if self.paired and side != self.mesh.rank("dp") % 2:
+                continue
             for h, x in zip(self.state.learning, before, strict=True):
                 torch.add(x, direction(h, number), alpha=distance, out=h.local)
             self.state.release()
-            losses.append(evaluate(self.model, self.state, [batches], self.mesh))
+            shares[side] = loss_shares(self.model, self.state, [batches], self.mesh)
         for h, x in zip(self.state.learning, before, strict=True):
             h.local.copy_(x)
         self.state.release()
-        return losses
+        return shares
 
     def _update(self, slope: float, number: int, lr: float) -> None:
         """Unit by unit, so that the whole direction never exists at once, unless it is to be looked at."""
@@ -84,5 +99,10 @@ class ZerothOrder:
 
 
 def direction(held: Held, number: int) -> T:
-    """What is held here of the random direction of step ``number``, standard normal."""
-    return normal(logical_positions(held), crc32(held.name.encode()) << 32 | number, held.local.dtype)
+    """What is held here of the random direction of step ``number``, standard normal; made some rows at a time."""
+    found, seed = torch.empty_like(held.local), crc32(held.name.encode()) << 32 | number
+    rows = max(1, ROWS_OF // max(1, found[:1].numel()))
+    for first in range(0, len(found), rows):
+        some = found[first : first + rows]
+        some.copy_(normal(logical_positions(held, first, first + len(some)), seed, held.local.dtype))
+    return found

@@ -14,7 +14,8 @@ from weft.errors import WeftError
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.model_config import read_json
-from weft.models.adapters import INFIX, PROJECTIONS, base_weight, is_target, projections
+from weft.model_parameters import ADAPTERS, PROJECTIONS, is_target, projections
+from weft.models.adapters import base_weight
 from weft.models.hf import TOKENIZER_FILES, hf_name
 from weft.models.transformer import Transformer
 from weft.models.values import Values
@@ -80,7 +81,7 @@ class PeftAdapter:
     def values(self, shape: ModelShape) -> Values:
         """Of the adapter's parameters in ``shape``; :class:`WeftError` if it is for another model than that."""
         wanted = {name: logical for name, logical in Transformer(shape, Mesh.single()).logical_parameters()
-                  if INFIX in name}  # fmt: skip
+                  if ADAPTERS in name}  # fmt: skip
         named = {peft_name(name): name for name in wanted}
         for theirs in (*named, *self.sizes):
             needed = wanted[named[theirs]].shape if theirs in named else None
@@ -119,7 +120,9 @@ def write_adapter(
         "use_rslora": adapter.rank_stabilised, "use_dora": adapter.kind == "dora", "fan_in_fan_out": False,
         "init_lora_weights": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
     }  # fmt: skip
-    found = {peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if INFIX in name}
+    found = {
+        peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if ADAPTERS in name
+    }
     with new_folder(folder) as draft:
         (draft / TENSORS).write_bytes(save(found, {"format": "pt"}))
         for name, content in (files or {}).items():

@@ -115,9 +115,11 @@ def counted(held: Sequence[Held]) -> int:
     return int(held[0].updates.item()) if held else 0
 
 
-def logical_positions(held: Held) -> T:
-    """Where in the flat logical tensor each element that is held here stands: int64, shaped like it."""
+def logical_positions(held: Held, first: int = 0, last: int | None = None) -> T:
+    """Where in the flat logical tensor each element that is held here stands, of rows ``first`` to ``last``: int64."""
     found = torch.zeros((), dtype=torch.int64, device=held.local.device)
-    for (lo, hi), size in zip(held.box, held.logical.shape, strict=True):
+    (begin, end), *others = held.box
+    rows = (begin + first, end if last is None else begin + last)
+    for (lo, hi), size in zip((rows, *others), held.logical.shape, strict=True):
         found = found[..., None] * size + torch.arange(lo, hi, device=held.local.device)
     return found

@@ -1,0 +1,156 @@
+"""Every parameter of a model in the order in which a forward pass meets it: what learns, what it weighs, what it costs.
+
+Without PyTorch, as the planner reads it too. A test holds the list against the modules' own.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import count
+from math import prod
+from typing import NamedTuple
+
+from weft.recipe import ModelShape
+
+#: The weights that can have an adapter, by module, and what Hugging Face calls them.
+PROJECTIONS = {
+    "attention": {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
+    "ffn": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+}
+#: In the names of parameters, what stands between a module and a weight's adapter, or the stored form of a weight.
+ADAPTERS, QUANTIZED = ".adapters.", ".quantized."
+#: What routers keep of the loads of their experts, which no gradient changes.
+STATISTICS = ("router.bias", "router.load")
+#: Of a weight in four bits: elements that share a scale, and scales that share a mean and a step.
+BLOCK, SCALES = 64, 256
+
+
+class Parameter(NamedTuple):
+    """``step``: its place in a forward pass; what stands at one place reads the same input.
+
+    ``products``: weights that every token is multiplied with. ``is_bytes``: a stored form, which cannot learn.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    step: int
+    products: int = 0
+    is_bytes: bool = False
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def is_target(pattern: str, path: str) -> bool:
+    """Whether ``pattern`` names the weight ``path``, as in ``blocks.3.attention.wq``.
+
+    By its last part, as Weft or as Hugging Face calls it (``wq``, ``q_proj``), or by its whole path.
+    """
+    module, name = path.split(".")[-2:]
+    return any(fnmatchcase(known, pattern) for known in (name, PROJECTIONS[module][name], path))
+
+
+def projections(shape: ModelShape) -> Iterator[str]:
+    """The paths of all weights that can have an adapter."""
+    for layer in range(shape.layers):
+        modules = PROJECTIONS if not shape.experts_of(layer) else {"attention": PROJECTIONS["attention"]}
+        yield from (f"blocks.{layer}.{module}.{name}" for module, names in modules.items() for name in names)
+
+
+def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
+    """Whether the parameter ``name`` is trained: with an adapter that alone, and nothing that ``frozen`` matches."""
+    is_base = (shape.adapter is not None and ADAPTERS not in name) or name.endswith(STATISTICS)
+    return not is_base and not any(fnmatchcase(name, pattern) for pattern in frozen)
+
+
+def parameters(model: ModelShape, vocab: int = 0) -> Iterator[Parameter]:
+    """All of them; ``vocab``: of the tokenizer, if the model leaves it to that."""
+    step, table = count(), (model.vocab or vocab, model.embed)
+    yield Parameter("embedding.table", table, next(step))
+    for layer in range(model.layers):
+        yield from _block(model, layer, step)
+    yield Parameter("norm.scale", (model.embed,), next(step))
+    if not model.tied:
+        yield Parameter("head", table, next(step), prod(table))
+
+
+def _block(model: ModelShape, layer: int, step: Iterator[int]) -> Iterator[Parameter]:
+    assert model.kv_heads and model.head_dim and model.ffn
+    attention, ffn, d = f"blocks.{layer}.attention", f"blocks.{layer}.ffn", model.embed
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+
+    def scale(name: str, size: int = d) -> Parameter:
+        return Parameter(f"{name}.scale", (size,), next(step))
+
+    yield scale(f"{attention}_norm")
+    yield from _projected(model, attention, {"wq": (q, d), "wk": (kv, d), "wv": (kv, d)}, step)
+    if model.qkv_bias:
+        yield from (
+            Parameter(f"{attention}.b{n}", (size,), next(step)) for n, size in zip("qkv", (q, kv, kv), strict=True)
+        )
+    if model.qk_norm:
+        yield from (scale(f"{attention}.{n}_norm", model.head_dim) for n in "qk")
+    if model.mixer_of(layer) != "softmax":
+        yield scale(f"{attention}.o_norm", model.head_dim)
+    yield from _projected(model, attention, {"wo": (d, q)}, step)
+    if model.norm_after:
+        yield scale(f"{attention}_out_norm")
+    yield scale(f"{ffn}_norm")
+    if model.experts_of(layer):
+        yield from _mixture(model, ffn, model.experts_of(layer), step)
+    else:
+        yield from _feed_forward(model, ffn, model.ffn, step)
+    if model.norm_after:
+        yield scale(f"{ffn}_out_norm")
+
+
+def _feed_forward(model: ModelShape, path: str, width: int, step: Iterator[int]) -> Iterator[Parameter]:
+    yield from _projected(model, path, {"gate": (width, model.embed), "up": (width, model.embed)}, step)
+    yield from _projected(model, path, {"down": (model.embed, width)}, step)
+
+
+def _mixture(model: ModelShape, path: str, count: int, step: Iterator[int]) -> Iterator[Parameter]:
+    """Router, experts and what sees all tokens; a token goes through some experts only."""
+    now, width, d = next(step), model.expert_ffn or 0, model.embed
+    yield Parameter(f"{path}.router.table", (count, d), now, count * d)
+    for name, kept in (("bias", model.router == "sigmoid"), ("load", model.balance == "step")):
+        if kept:
+            yield Parameter(f"{path}.router.{name}", (count,), now)
+    each = model.experts_per_token * width * d
+    yield Parameter(f"{path}.experts.gate", (count, width, d), now, each)
+    yield Parameter(f"{path}.experts.up", (count, width, d), now, each)
+    yield Parameter(f"{path}.experts.down", (count, d, width), next(step), each)
+    if model.shared_experts:
+        if model.shared_mix != "add":
+            rows = 1 if model.shared_mix == "gate" else 2
+            yield Parameter(f"{path}.shared_gate", (rows, d), now, rows * d)
+        plain = model.model_copy(update={"adapter": None})
+        yield from _feed_forward(plain, f"{path}.shared", model.shared_experts * width, step)
+
+
+def _projected(
+    model: ModelShape, path: str, weights: Mapping[str, tuple[int, int]], step: Iterator[int]
+) -> Iterator[Parameter]:
+    """Weights ``[out, in]`` of one input, and their adapters."""
+    adapter, first, second = model.adapter, next(step), next(step)
+    for name, (out, into) in weights.items():
+        if adapter is not None and adapter.quantizes:
+            # Along the dimension that no axis cuts.
+            rows, width = (into, out) if out == model.embed and name in ("wo", "down") else (out, into)
+            stored, blocks = f"{path}{QUANTIZED}{name}", -(-width // BLOCK)
+            yield Parameter(f"{stored}.codes", (rows, -(-width // 2)), first, out * into, is_bytes=True)
+            yield Parameter(f"{stored}.scales", (rows, blocks), first, is_bytes=True)
+            yield Parameter(f"{stored}.about", (-(-rows * blocks // SCALES), 8), first, is_bytes=True)
+        else:
+            yield Parameter(f"{path}.{name}", (out, into), first, out * into)
+        if adapter is not None and any(is_target(target, f"{path}.{name}") for target in adapter.targets):
+            low, beside = adapter.rank, f"{path}{ADAPTERS}{name}"
+            yield Parameter(f"{beside}.a", (low, into), first, low * into)
+            yield Parameter(f"{beside}.b", (out, low), second, low * out)
+            if adapter.kind == "dora":
+                yield Parameter(f"{beside}.magnitude", (out,), second)
+
+
+def learning_count(model: ModelShape, vocab: int, freeze: Sequence[str] = ()) -> int:
+    """How many parameters are trained."""
+    return sum(p.numel for p in parameters(model, vocab) if learns(p.name, model, freeze))
