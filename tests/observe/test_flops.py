@@ -47,7 +47,8 @@ ALL = [
     {}, {"tied": True, "qk_norm": True, "qkv_bias": True, "norm_after": True},
     {"mixer": "retention", "softmax_every": 2}, {"adapter": {"rank": 3}},
     {"adapter": {"kind": "dora", "targets": ["wo", "up"]}},
-    {"experts": 4, "first_dense": 1, "router": "sigmoid", "shared_experts": 2, "shared_mix": "residual", "balance": "step"},
+    {"experts": 4, "first_dense": 1, "router": "sigmoid", "shared_experts": 2, "shared_mix": "residual",
+     "balance": "step"},
     {"experts": 3, "adapter": {"kind": "lora"}, "shared_experts": 1},
     {"adapter": {"kind": "qlora", "targets": ["q_proj", "blocks.1.*"]}, "embed": 72, "ffn": 150},
 ]  # fmt: skip

@@ -20,14 +20,15 @@ from script import run
 
 from tests.conftest import Command
 from weft.errors import UsageError, WeftError
+from weft.model_shape import shape_of
 from weft.planner.cost import SCHEDULES, Cost, Plan, axis, gather, step_time
 from weft.planner.engine import ENGINES, Engine, stack
 from weft.planner.fit import KNOBS, PRIORS, Row, fit, predict
 from weft.planner.machine import CLUSTERS, DEVICES, Cluster, find_device, load_cluster, machine_of
 from weft.planner.memory import in_flight, peak_memory
 from weft.planner.search import USABLE, Found, Pin, search
-from weft.planner.shape import SHAPES, load_model, shape_from_config
-from weft.recipe import load_recipe
+from weft.planner.shape import SECTIONS, SHAPES, load_model, shape_from_config
+from weft.recipe import Adapter, load_recipe
 from weft.schedule.build import build
 from weft.schedule.simulate import simulate, uniform
 
@@ -261,7 +262,29 @@ def test_sharding_divides_states() -> None:
     third = peak_memory(shape, Plan(shard=8, zero=3, batch=8), engine)
     assert float(plain.optimizer) == pytest.approx(8 * float(first.optimizer))
     assert float(plain.parameters) == pytest.approx(8 * float(third.parameters))
-    assert float(peak_memory(shape, Plan(dp=8, batch=8, frozen=1), engine).optimizer) == 0
+
+
+def test_frozen_weights_have_no_gradients_and_no_state_but_their_adapters_do() -> None:
+    engine, full = ENGINES["fsdp"], SHAPES["llama3-8b"]
+    lora, qlora = (
+        shape_of(SECTIONS["llama3-8b"].model_copy(update={"adapter": Adapter(kind=kind, rank=16)}))
+        for kind in ("lora", "qlora")
+    )
+    assert lora.adapters * lora.layers == 41_943_040  # rank 16 on all projections, as PEFT counts
+    assert 0.515 < qlora.stored < 0.52
+    plan = Plan(dp=8, batch=8)
+    parts = {shape: peak_memory(shape, plan, engine) for shape in (full, lora, qlora)}
+    learning = lora.adapters * lora.layers
+    assert float(parts[lora].optimizer) == pytest.approx(engine.master * learning / 8)
+    assert float(parts[lora].parameters - parts[full].parameters) == pytest.approx(2 * learning)
+    saved = (2 - qlora.stored) * full.layers * full.dense_weights
+    assert float(parts[lora].parameters - parts[qlora].parameters) == pytest.approx(saved)
+    machine = load_cluster("h100", 8).machine()
+    times = [step_time(shape, machine, plan, engine) for shape in (full, lora)]
+    assert 0.6 < float(times[1].compute / times[0].compute) < 0.75  # two products of three, attention as before
+    assert float(times[1].optimizer) == 0
+    sharded = [step_time(shape, machine, replace(plan, dp=1, shard=8, zero=3), engine) for shape in (full, lora)]
+    assert 0 < float(sharded[1].dp) <= float(sharded[0].dp)  # frozen or not, sharded weights are gathered
 
 
 # --- measured rows

@@ -111,7 +111,9 @@ class Projections(Module):
         y = y + project(low * adapter.scale, b)[0]
         if not adapter.has_magnitude:
             return y
-        with torch.no_grad():  # the norm is taken as a constant (DoRA, Liu et al. 2024, section 4.3)
+        # The norm is taken as a constant (DoRA, Liu et al. 2024, section 4.3). Expanding its square, of which the weight's
+        # part stays the same, would save 1 % of a step with 1,024 tokens, and lose rows that an adapter nearly cancels.
+        with torch.no_grad():
             weight = self.own(name, getattr(self, name))
             square = row_norms(weight + adapter.scale * (b @ adapter.a)).square()
             norm = total_of_shares(square, adapter.logical["a"].cuts[1], self.mesh).sqrt().to(weight.dtype)

@@ -115,7 +115,7 @@ class _Recorder(TorchDispatchMode):
     def _collective(self, name: str, args: Any) -> None:
         if name in ("wait_tensor", "_wrap_tensor_autograd", "send", "recv_", "barrier", "monitored_barrier_"):
             return
-        group = next((_group(a) for a in args if _group(a) is not None), None)
+        group = next((g for a in args if (g := group_in(a)) is not None), None)
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
         sizes = [t.nbytes for t in tensors_in(args)]
         whole = max(sizes, default=0)
@@ -126,7 +126,8 @@ class _Recorder(TorchDispatchMode):
         self.found.events.append(Event("collective" if not self.later else "later", name, whole, ranks=ranks))
 
 
-def _group(value: Any) -> dist.ProcessGroup | None:
+def group_in(value: Any) -> dist.ProcessGroup | None:
+    """The process group that this argument of a collective names, if it names one."""
     if isinstance(value, str) and value not in ("sum", "avg", "max", "min"):
         return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
     if isinstance(value, torch.ScriptObject):
