@@ -111,8 +111,8 @@ class Projections(Module):
         y = y + project(low * adapter.scale, b)[0]
         if not adapter.has_magnitude:
             return y
-        # The norm is taken as a constant (DoRA, Liu et al. 2024, section 4.3). Expanding its square, of which the weight's
-        # part stays the same, would save 1 % of a step with 1,024 tokens, and lose rows that an adapter nearly cancels.
+        # The norm is taken as a constant (DoRA, Liu et al. 2024, section 4.3). To expand its square, as the part of the
+        # weight stays, would save 1 % of a step of 1,024 tokens, and lose rows that an adapter nearly cancels.
         with torch.no_grad():
             weight = self.own(name, getattr(self, name))
             square = row_norms(weight + adapter.scale * (b @ adapter.a)).square()
