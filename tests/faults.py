@@ -20,7 +20,7 @@ def counted_twice(axis, grads, state, mesh):
 
 def mean_per_rank(model, batch, total, mesh):
     """Every rank divides by its own number of tokens, and the means are averaged."""
-    loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)
+    loss = model(batch.tokens, batch.positions, batch.cu_seqlens, batch)
     mine = own_number(batch.real_tokens * mesh.size("dp", "shard", "cp"), mesh, dp=V, shard=V, cp=V, tp=R)
     return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / mine
 

@@ -39,6 +39,14 @@ SMALLEST: dict[str, tuple[str, str]] = {
         "optimizer.in_backward=true optimizer.clip=0 train.offload=optimizer",
     ),
     "4bit moments at odd columns": ("tp=2", "optimizer.state=4bit model.ffn=10"),
+    "balance with pairs": (
+        "cp=2,zero=1,balance=greedy",
+        "data.kind=preference data.path=x loss.kind=dpo",
+    ),
+    "vocabulary passes without a vocabulary": (
+        "pp=2,vocab_barriers=1",
+        "data.kind=preference data.path=x loss.kind=reward",
+    ),
     "experts": ("dp=2,ep=2", ""),
     "islands": ("island=2", ""),
     "tp above heads": ("tp=5", ""),
@@ -106,7 +114,7 @@ def test_ranks_that_nobody_has_checked_are_refused_before_they_make_groups(axis:
 def test_the_types_of_every_recipe_fit(path: Path) -> None:
     recipe = load_recipe(path)
     shape = recipe.model.model_copy(update={"vocab": recipe.model.vocab or 257})
-    assert check_types(shape, recipe.layout, recipe.train) is None
+    assert check_types(shape, recipe.layout, recipe.train, loss=recipe.loss) is None
 
 
 @pytest.mark.parametrize(

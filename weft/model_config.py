@@ -29,6 +29,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 
+#: The end of an architecture's name: a language model, and one with a single score.
+WRITES, SCORES = "ForCausalLM", "ForSequenceClassification"
+
 #: What ``hidden_act`` (of Gemma ``hidden_activation``) calls :attr:`ModelShape.activation`.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
@@ -65,6 +68,11 @@ def shape_from_config(path: Path) -> ModelShape:
     config = read_json(path, "give a Hugging Face config.json or a folder with one")
     kinds = {kind: architecture for architecture, (kind, _) in ARCHITECTURES.items()}
     name = next(iter(config.get("architectures") or ()), kinds.get(config.get("model_type", "")))
+    scores = str(name).endswith(SCORES)
+    if scores:
+        if len(config.get("id2label") or "two") != 1:
+            _refuse(path, "id2label", config.get("id2label"), "a single label, the score of a reward model")
+        name = kinds.get(config.get("model_type", ""), name)
     if name not in ARCHITECTURES:
         known = ", ".join(one.removesuffix("ForCausalLM") for one in ARCHITECTURES)
         raise WeftError(
@@ -97,6 +105,8 @@ def shape_from_config(path: Path) -> ModelShape:
     gemma = name == "Gemma3ForCausalLM"
     tree["activation"] = ACTIVATIONS[activation or ("gelu_pytorch_tanh" if gemma else "silu")]
     tree |= _windows(path, name, config, tree["layers"])
+    if scores:
+        tree |= {"output": "score", "tied": False}
     if gemma:
         tree["query_dim"] = config.get("query_pre_attn_scalar", 256)
         tree["window_theta"] = local.get("rope_theta", 1e4) if tree.get("window") else None
@@ -181,6 +191,11 @@ def _architecture(shape: ModelShape) -> str:
     return "MistralForCausalLM" if shape.window else "LlamaForCausalLM"
 
 
+def _scoring(name: str) -> str:
+    """The architecture with a score in the place of a vocabulary."""
+    return name.replace(WRITES, SCORES).replace("Gemma3For", "Gemma3TextFor")
+
+
 def config_from_shape(
     shape: ModelShape, dtype: object = "float32", tokens: Mapping[str, Any] | None = None, max_positions: int = 8192
 ) -> dict[str, Any]:
@@ -189,6 +204,7 @@ def config_from_shape(
     ``tokens``: ids by name (``eos_token_id`` ...); ``max_positions`` is a hint.
     """
     name = _architecture(shape)
+    scores = shape.output == "score"
     rope: dict[str, Any] = {"rope_type": "default"}
     if given := shape.rope_scaling:
         rope = {"rope_type": given.kind, "factor": given.factor}
@@ -198,7 +214,7 @@ def config_from_shape(
             max_positions = round(given.factor * given.original_max_position)
     activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == shape.activation)
     config = {
-        "architectures": [name],
+        "architectures": [_scoring(name) if scores else name],
         "model_type": ARCHITECTURES[name][0],
         **{theirs: getattr(shape, ours) for ours, theirs in FIELDS.items()},
         "hidden_act": activation,
@@ -210,6 +226,8 @@ def config_from_shape(
         "bos_token_id": None, "eos_token_id": None, **(tokens or {}),
         **dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch.")),
     }  # fmt: skip
+    if scores:
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if name == "MistralForCausalLM" or shape.window:
         config["sliding_window"] = shape.window or None
     if shape.window and name != "MistralForCausalLM":

@@ -132,6 +132,7 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
     kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or 0
     linear = sum(model.mixer_of(layer) != "softmax" for layer in range(model.layers)) / model.layers
     windowed = sum(model.window_of(layer) > 0 for layer in range(model.layers)) / model.layers
+    scores = model.output == "score"
     biases = (model.heads + 2 * kv_heads) * model.qkv_bias
     mixtures = model.mixtures
     experts = sum(mixtures.values()) / len(mixtures) if mixtures else 0
@@ -148,7 +149,7 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         head_dim,
         model.ffn or 0,
         model.vocab or vocab,
-        tied=int(model.tied),
+        tied=int(model.tied or scores),  # a score has no table
         experts=experts,
         top_k=model.experts_per_token if mixtures else 0,
         expert_ffn=model.expert_ffn or 0,
@@ -159,7 +160,7 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         windowed=windowed,
         # Linear attention has a norm of its own.
         extras=(2 * model.qk_norm + biases + linear) * head_dim
-        + 2 * model.embed * model.norm_after
+        + (2 * model.norm_after + scores / model.layers) * model.embed
         + mixing * len(mixtures) / model.layers,
         frozen=int(model.adapter is not None),
         adapters=sum(p.numel for p in found if ADAPTERS in p.name) / model.layers,

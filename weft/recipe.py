@@ -22,7 +22,7 @@ from weft.validation import validated
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 #: What reads a corpus, and what takes a run's records, besides plugins.
-SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat")
+SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 #: Who speaks in a conversation.
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -101,6 +101,7 @@ class ModelShape(Section):
     ``balance_loss`` and ``z_loss`` are added to the loss for training. The first is the mean over documents of how
     unequal the loads are: of each layer by itself (``balance = "sequence"``), against the loads of the whole step
     before (``step``), or of all layers together and not divided by ``experts_per_token`` (``huggingface``).
+    ``output``: ``tokens`` of the vocabulary, or the ``score`` of a reward model; ``loss.kind`` sets it.
     """
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
@@ -146,6 +147,7 @@ class ModelShape(Section):
     balance: Literal["sequence", "step", "huggingface"] = "sequence"
     balance_loss: float = Field(0.0, ge=0)
     z_loss: float = Field(0.0, ge=0)
+    output: Literal["tokens", "score"] = "tokens"
     adapter: Adapter | None = None
 
     def experts_of(self, layer: int) -> int:
@@ -228,8 +230,9 @@ class Source(Section):
     ``tokens`` reads memory-mapped token ids (see ``weft.data.tokens``); ``huggingface`` a dataset saved to disk;
     ``chat`` conversations, of which only the assistant's words are learned (docs/chat.md): ``form`` is their form, if
     it is not to be seen from each record, ``field`` the messages' name, if it is none of the usual. Of the form
-    ``docstrings`` are questions about Python code, without ``path`` about the standard library. Any other kind is a
-    plugin's, which is called with ``path`` and ``settings``.
+    ``docstrings`` are questions about Python code, without ``path`` about the standard library. ``preference`` reads
+    pairs of answers, ``chosen`` and ``rejected`` (docs/preference.md). Any other kind is a plugin's, which is called
+    with ``path`` and ``settings``.
     """
 
     kind: str = "stdlib"
@@ -243,6 +246,8 @@ class Source(Section):
     def _path(self) -> Self:
         if self.kind in SOURCES and self.kind != "stdlib" and self.form != "docstrings" and not self.path:
             raise ValueError(f"a source of kind {self.kind!r} needs 'path'")
+        if self.kind == "preference" and self.form != "auto":
+            raise ValueError("a source of kind 'preference' has one form; leave out 'form'")
         return self
 
 
@@ -291,6 +296,30 @@ class Data(Section):
         if own and "sources" in given:
             raise ValueError(f"data.{next(iter(own))} beside data.sources; give it to a source")
         return {key: given[key] for key in given if key not in own} | {"sources": [own]} if own else given
+
+
+class Loss(Section):
+    """What a step makes smaller (docs/preference.md).
+
+    ``cross-entropy`` of the labels; or of pairs of answers, of which one is preferred, ``dpo`` (Rafailov et al. 2023),
+    ``dpo-norm`` (of averages over tokens, Rafailov et al. 2024), ``ipo`` (Azar et al. 2023), ``robust`` (Chowdhury et
+    al. 2024), ``hinge`` (Zhao et al. 2023), ``simpo`` (Meng et al. 2024) and ``reward``, by which a model with a scalar
+    head learns to score answers (Bradley & Terry 1952).
+
+    ``beta`` multiplies what is compared; ``label_smoothing`` is the share of pairs taken to be the wrong way round;
+    ``margin`` is how far ``simpo`` and ``reward`` want the chosen answer ahead. ``reference``: the model that others
+    than ``simpo`` and ``reward`` stay near to; that which the run starts from, if left out.
+    """
+
+    kind: Literal["cross-entropy", "dpo", "dpo-norm", "ipo", "robust", "hinge", "simpo", "reward"] = "cross-entropy"
+    beta: PositiveFloat = 0.1
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    margin: float = 0.0
+    reference: str | None = None
+
+    @property
+    def of_pairs(self) -> bool:
+        return self.kind != "cross-entropy"
 
 
 class Group(Section):
@@ -505,6 +534,7 @@ class Recipe(Section):
     data: Data = Data()
     layout: Layout = Layout()
     train: Train = Train()
+    loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
     validation: Validation = Validation()
     tasks: tuple[Task, ...] = ()
@@ -528,12 +558,29 @@ class Recipe(Section):
     def _together(self) -> Self:
         asked = Asked(self.layout, train=self.train, optimizer=self.optimizer, recipe=self)
         refuse(asked, "layout", "train", "optimizer", "recipe")
+        self._check_loss()
         return self
 
     def dealt(self, layout: Layout) -> Layout:
         """The layout as sequences are dealt out to it: the two ranks of a pair get the same ones."""
         paired = self.optimizer.pairs and layout.dp > 1
         return layout.model_copy(update={"dp": layout.dp // 2}) if paired else layout
+
+    def _check_loss(self) -> None:
+        """Pairs of answers and a loss that compares them come together."""
+        kind, pairs = self.loss.kind, [source.kind == "preference" for source in self.data.sources]
+        if self.loss.of_pairs and not all(pairs):
+            raise ValueError(f"loss.kind = {kind!r} compares pairs of answers; set data.kind = 'preference'")
+        if any(pairs) and not self.loss.of_pairs:
+            raise ValueError("data.kind = 'preference' has pairs of answers; set loss.kind = 'dpo' or the like")
+        if self.loss.reference is not None and kind in ("cross-entropy", "simpo", "reward"):
+            raise ValueError(f"loss.reference, but loss.kind = {kind!r} has none; leave it out")
+        if self.loss.label_smoothing and kind in ("cross-entropy", "ipo", "hinge"):
+            raise ValueError(f"loss.label_smoothing does nothing for loss.kind = {kind!r}; leave it out")
+        if self.loss.margin and kind not in ("simpo", "reward"):
+            raise ValueError(f"loss.margin does nothing for loss.kind = {kind!r}; leave it out")
+        if self.model.output == "score" and kind != "reward":
+            raise ValueError(f"model.output = 'score' is trained by loss.kind = 'reward', not by {kind!r}")
 
     def rows_per_pass(self, layout: Layout) -> tuple[int, int]:
         """``(rows, passes)``: sequences per rank and pass, and gradient-accumulation passes per step."""

@@ -99,8 +99,17 @@ def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
     pretrained = None if recipe.model.origin is None else open_pretrained(recipe.model.origin)
     if pretrained is None or pretrained.values is None:
         return None
+    values, seed = pretrained.values, recipe.train.seed
+    if shape.output != pretrained.shape.output:
+        values = _with_new_head(values, seed)
     begun = pretrained.shape.adapter is not None
-    return pretrained.values if begun else with_adapter(pretrained.values, shape, recipe.train.seed)
+    return values if begun else with_adapter(values, shape, seed)
+
+
+def _with_new_head(base: Values, seed: int) -> Values:
+    """``base`` but for the output layer, which is drawn: of a model that learns to score."""
+    drawn = seeded_values(seed)
+    return lambda name, logical, box: (drawn if name == "head" else base)(name, logical, box)
 
 
 def stored_name(checkpoint: StoredCheckpoint, name: str, ema: bool = False) -> str:

@@ -22,6 +22,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _SUFFIXES = {
     "jsonl": (".jsonl", ".jsonl.gz"),
     "chat": (".jsonl", ".jsonl.gz", ".json", ".parquet"),
+    "preference": (".jsonl", ".jsonl.gz", ".json", ".parquet"),
     "parquet": (".parquet",),
     "tokens": (".bin",),
     "stdlib": (".py",),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from weft.data.balance import DocumentTimes, Pass, balanced
-from weft.data.batch import IGNORE, Batch, Group
+from weft.data.batch import IGNORE, Batch, Group, PairedRows, Pairs
 from weft.data.cache import digest
 from weft.data.chat.source import fitted, open_chats
 from weft.data.order import Listed, Order, Row, Stream, hashed, held_out
@@ -39,27 +39,33 @@ def open_data(data: Data, progress: Progress | None = None, own: Tokenizer | Non
     tokenizer = own if own and not data.tokenizer else load_tokenizer(data.tokenizer, data.sources, data.cache)
     sides: list[list[Stream]] = [[], []]
     weights: list[list[float]] = [[], []]
-    lines, seen = [], []
+    lines, seen, paired = [], [], 0
     for number, source in enumerate(data.sources):
-        if source.kind == "chat":
+        if source.kind in ("chat", "preference"):
             tokens = open_chats(source, data.chat, tokenizer, data.cache, progress)
         else:
             tokens = open_source(source, tokenizer, data.cache, progress)
         starts, lengths, note = tokens.offsets[:-1], np.diff(tokens.offsets), ""
-        how: tuple[Any, ...] = ()
+        how: dict[str, Any] = {}
+        pairs = None
         if tokens.weights is not None:
-            starts, lengths, note = fitted(tokens, data.seq_len, data.chat.truncation)
-            how = ("documents" if data.chat.pack else "one", tokens.weights, tokens.alike)
+            starts, lengths, note, pairs = fitted(tokens, data.seq_len, data.chat.truncation)
+            packing = "documents" if data.chat.pack else "one"
+            how = {"rows_of": packing, "weights": tokens.weights, "alike": tokens.alike}
         seed = int(hashed(data.seed, number)[0])
-        out = held_out(len(starts), data.validation, seed)
+        together = 1 if pairs is None else 2
+        out = held_out(len(starts) // together, data.validation, seed)
         for side, chosen in enumerate((~out, out)):
             if chosen.any():
-                sides[side].append(Stream(tokens.ids, starts[chosen], lengths[chosen], data.seq_len, seed, *how))
+                which, mine = chosen.repeat(together), pairs and pairs[chosen].numbered(paired)
+                paired += len(mine or ())
+                at = starts[which], lengths[which]
+                sides[side].append(Stream(tokens.ids, *at, data.seq_len, seed, **how, pairs=mine))
                 weights[side].append(source.weight)
-        named = "conversations" if how else "documents"
-        size = f"{len(starts):,} {named} ({out.sum():,} for validation), {lengths.sum():,} tokens"
+        named = "pairs" if pairs is not None else "conversations" if how else "documents"
+        size = f"{len(out):,} {named} ({out.sum():,} for validation), {lengths.sum():,} tokens"
         lines.append(", ".join(text for text in (f"{source.path or source.kind}: {size}", note) if text))
-        seen.append((tokens.fingerprint, source.weight, *([data.chat.truncation, how[0]] if how else [])))
+        seen.append((tokens.fingerprint, source.weight, *([data.chat.truncation, how["rows_of"]] if how else [])))
     train = Order(tuple(sides[0]), tuple(weights[0]), data.seed, data.epochs)
     validation = Order(tuple(sides[1]), tuple(weights[1]), data.seed, epochs=1) if sides[1] else None
     identity = digest(seen, tokenizer.fingerprint, data.seq_len, data.seed, data.validation)
@@ -68,7 +74,10 @@ def open_data(data: Data, progress: Progress | None = None, own: Tokenizer | Non
 
 @dataclass(frozen=True)
 class Loader:
-    """Batches of one rank. With ``costs`` (of documents) and ``layout.balance`` every step is planned by length."""
+    """Batches of one rank. With ``costs`` (of documents) and ``layout.balance`` every step is planned by length.
+
+    ``ends``: the only labels are the last tokens of documents, where a reward model's score is read.
+    """
 
     order: Order | Listed
     layout: Layout
@@ -79,6 +88,7 @@ class Loader:
     passes: int
     seq_len: int
     costs: DocumentTimes | None = None
+    ends: bool = False
 
     def step(self, position: int) -> list[Batch] | None:
         """The passes of the step that begins after ``position`` global samples, or None (on all ranks) past the end.
@@ -101,16 +111,18 @@ class Loader:
         tokens = np.zeros((self.rows, length), np.int64)
         labels = np.full_like(tokens, IGNORE)
         weights = np.ones(tokens.shape, np.float32)
-        starts, weighted, padding = [], False, []
+        starts, weighted, padding, pairs = [], False, [], list[Pairs]()
         for r in range(self.rows):
             filled = 0
             if r < len(samples):
-                row = self.order.row(samples[r])
+                row = self._row(samples[r])
                 filled = len(row.tokens)
                 tokens[r, :filled], labels[r, :filled] = row.tokens, row.labels
                 if row.weights is not None:
                     weights[r, :filled], weighted = row.weights, True
                 starts.append(r * length + row.starts)
+                if row.pairs is not None:
+                    pairs.append(row.pairs)
             if filled < length:  # the padding is a segment of its own: no document attends to it
                 starts.append(np.array([r * length + filled]))
                 padding.append(r * length + filled)
@@ -124,10 +136,26 @@ class Loader:
             return torch.from_numpy(whole.reshape(tokens.shape).take(columns, axis=1))
 
         cu = torch.from_numpy(edges.astype(np.int32))
+        paired = None
+        if self.of_pairs:
+            together = Pairs.joined(pairs or [Pairs.listed(np.zeros(0), np.zeros(0))])
+            paired = PairedRows(together, np.flatnonzero(numbers >= 0), counted=self.cp_rank == 0)
         return Batch(
             mine(tokens), mine(labels), mine(positions), cu, weights=mine(weights) if weighted else None,
-            documents=mine(documents),
+            documents=mine(documents), paired=paired,
         )  # fmt: skip
+
+    @property
+    def of_pairs(self) -> bool:
+        return isinstance(self.order, Order) and self.order.streams[0].pairs is not None
+
+    def _row(self, sample: int) -> Row:
+        row = self.order.row(sample)
+        if not self.ends:
+            return row
+        labels, last = np.full_like(row.labels, IGNORE), np.append(row.starts[1:], len(row.tokens)) - 1
+        labels[last] = row.tokens[last]
+        return row._replace(labels=labels, weights=None)
 
     def _balanced(self, samples: range, costs: DocumentTimes) -> list[Batch]:
         """The same tokens, document by document to the ranks that the plan gives them; all ranks make the same plan.

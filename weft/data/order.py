@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from weft.data.batch import IGNORE
+from weft.data.batch import IGNORE, Pairs
 from weft.data.pack import packed
 from weft.errors import UsageError
 
@@ -48,13 +48,15 @@ def held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
 class Row(NamedTuple):
     """``tokens`` and ``labels``: int64 ``[n <= seq_len]``; ``starts``: where documents begin in them.
 
-    ``weights``: float32 ``[n]``, how much each label counts; None where all count alike.
+    ``weights``: float32 ``[n]``, how much each label counts; None where all count alike. ``pairs``: those that the
+    documents make, two by two.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
     starts: np.ndarray
     weights: np.ndarray | None = None
+    pairs: Pairs | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Stream:
     as many whole ones as fit (none is longer than ``seq_len``), rows of "one" hold one each.
 
     ``weights``: how much each token counts as a label, 0 for not at all; ``alike`` if that is all there is to them.
+    ``pairs``: those that the documents make, two by two; what rows hold whole are then pairs.
     """
 
     ids: np.ndarray  # [tokens]
@@ -90,6 +93,7 @@ class Stream:
     rows_of: Literal["tokens", "documents", "one"] = "tokens"
     weights: np.ndarray | None = None  # float32 [tokens]
     alike: bool = True
+    pairs: Pairs | None = None
 
     @cached_property
     def tokens(self) -> int:
@@ -105,11 +109,14 @@ class Stream:
     @cached_property
     def _packed(self) -> tuple[np.ndarray, np.ndarray]:
         """Documents in the order of their rows, and how many of them there are up to the end of each row."""
-        order = shuffled(len(self.starts), _DOCUMENTS, self.seed)
-        if self.rows_of == "one":
-            return order, np.arange(1, 1 + len(order))
-        places, counts = packed(self.lengths[order], self.seq_len)
-        return order[places], counts
+        together = 1 if self.pairs is None else 2
+        lengths = self.lengths.reshape(-1, together).sum(1)
+        order = shuffled(len(lengths), _DOCUMENTS, self.seed)
+        counts = np.arange(1, 1 + len(order))
+        if self.rows_of != "one":
+            places, counts = packed(lengths[order], self.seq_len)
+            order = order[places]
+        return (order[:, None] * together + np.arange(together)).ravel(), counts * together
 
     @cached_property
     def _epoch(self) -> Any:  # the two latest: a step that crosses an epoch needs both
@@ -145,7 +152,8 @@ class Stream:
             following = np.append(at[1:], at[-1] + (labels[-1] != IGNORE))
             weights = np.where(labels == IGNORE, np.float32(0), self.weights[following])
             labels[weights == 0] = IGNORE
-        return Row(tokens, labels, np.append(0, ends[:-1] - lo), None if self.alike else weights)
+        pairs = None if self.pairs is None else self.pairs[self._packed[0][first : last + 1 : 2] // 2]
+        return Row(tokens, labels, np.append(0, ends[:-1] - lo), None if self.alike else weights, pairs)
 
 
 @dataclass(frozen=True)

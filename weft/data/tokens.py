@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.data.batch import Pairs
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.corpora import documents, files, fingerprint
 from weft.data.tokenizer import Tokenizer
@@ -28,7 +29,8 @@ class Tokens:
     """Tokenized documents as the module's docstring has them; ``fingerprint`` changes with the content.
 
     Of conversations (:mod:`weft.data.chat`) there are ``weights``, how much each token counts as a label (``alike``: 0
-    or 1), and ``lines`` of ``files``, which tell where each comes from.
+    or 1), and ``lines`` of ``files``, which tell where each comes from; of pairs of answers, which are two documents
+    each, ``pairs``.
     """
 
     ids: np.ndarray
@@ -40,6 +42,7 @@ class Tokens:
     alike: bool = True
     lines: np.ndarray | None = None
     files: tuple[str, ...] = ()
+    pairs: Pairs | None = None
 
     def place(self, document: int) -> str:
         """Where a document comes from, as an error says it."""
@@ -79,17 +82,22 @@ def read_tokens(path: str | Path) -> Tokens:
         if size not in (2 * count, 4 * count):
             raise ValueError(f"{size} bytes for the {count} tokens of {index.name}")
         ids = np.asarray(np.memmap(binary, f"<u{size // count}", "r"))
-        weights = lines = None
+        weights = lines = pairs = None
         if path.is_dir() and "alike" in meta:  # conversations
             file = path / "weights.bin"
             weights = np.asarray(np.memmap(file, "<f4", "r", shape=(count,)))
             file = path / "lines.npy"
             lines = np.load(file)
+            file = path / "pairs.npy"
+            pairs = Pairs.listed(*np.load(file)) if file.exists() else None
+            if pairs is not None and 2 * len(pairs) != len(offsets) - 1:
+                raise ValueError(f"{len(pairs)} pairs for {len(offsets) - 1} documents")
     except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise WeftError(f"{file} is missing or damaged ({reason}); weft.data.tokens.write_tokens makes it") from None
     seen = seen or digest(size, hashlib.sha256(offsets.tobytes()).hexdigest())
-    return Tokens(ids, offsets, vocab, eos, seen, weights, meta.get("alike", True), lines, tuple(meta.get("files", ())))
+    of = tuple(meta.get("files", ()))
+    return Tokens(ids, offsets, vocab, eos, seen, weights, meta.get("alike", True), lines, of, pairs)
 
 
 def open_source(

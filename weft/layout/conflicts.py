@@ -197,6 +197,13 @@ RULES: tuple[Rule, ...] = (
          and any(part(width, a.layout.tp, i)[0] % 2 for width in a.widths for i in range(a.layout.tp)),
          "optimizer.state = '4bit' keeps numbers in pairs, and tp={0.layout.tp} cuts the ffn of {0.odd_width} at "
          "an odd column", "use '8bit', another layout.tp or an even model.ffn and model.expert_ffn"),
+    Rule("balance with pairs", "layout recipe", lambda a: bool(a.layout.balance) and a.recipe.loss.of_pairs,
+         "layout.balance = {0.layout.balance!r} places documents one by one, and loss.kind = {0.recipe.loss.kind!r} "
+         "compares two of them", "leave layout.balance out"),
+    Rule("vocabulary passes without a vocabulary", "layout recipe",
+         lambda a: a.layout.vocab_barriers > 0 and a.recipe.loss.kind == "reward",
+         "layout.vocab_barriers cuts the output layer, and a reward model has one number there",
+         "leave layout.vocab_barriers out"),
     Rule("experts", "layout axes", lambda a: a.layout.ep > 1 and "ep" not in a.axes,
          "layout axis 'ep' is not available yet", "use {0.axis_names}"),
     Rule("islands", "layout axes", lambda a: a.layout.island > 1 and "island" not in a.axes,

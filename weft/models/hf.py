@@ -51,6 +51,8 @@ TOKEN_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 def hf_name(name: str, shape: ModelShape | None = None) -> str:
     """What Hugging Face calls the parameter that Weft calls ``name``, in a model of ``shape`` (None: like Llama)."""
     names = NAMES | FOUR_NORMS if shape and shape.norm_after else NAMES
+    if name == "head" and shape and shape.output == "score":
+        return "score.weight"
     return names[re.sub(r"\d+", "{}", name)].format(*re.findall(r"\d+", name))
 
 

@@ -51,7 +51,8 @@ def scale_of(labels: torch.Tensor, counts: torch.Tensor | None, dtype: torch.dty
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
-        total = rules.einsum("te,ve,t->", hidden, weight, labels)  # counts go with the labels
+        of_tokens = [labels] if counts is None else [labels, counts]
+        total = rules.einsum(f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens)
         return total if group is None else rules.all_reduce(total, group, src=V, dst=I)
 
     @staticmethod

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from weft.data.batch import Batch
 from weft.layout.boundary import gather_tokens, gather_vocab, scatter_tokens
 from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
@@ -25,6 +26,7 @@ from weft.models.fused import Tape, current_tape, deferred, rms_norm
 from weft.models.linear_attention import linear_mixer, log_decay
 from weft.models.loss import Criterion, linear_cross_entropy
 from weft.models.module import Module
+from weft.models.preference import Objective, preference_loss, reward_loss
 from weft.models.rope import angles, frequencies, rotate
 from weft.models.router import Loads, Pass, Router
 from weft.recipe import ModelShape
@@ -207,6 +209,7 @@ class Transformer(Module):
         self.shape, self.loss_chunk = shape, loss_chunk
         self.criterion: Criterion = linear_cross_entropy
         self.pipeline: Any = None  # what runs this rank's stages, if it has some only (weft.parallel.pipeline)
+        self.objective: Objective | None = None  # of pairs of answers; None: cross entropy of the labels
         self.route: Sequence[int] | None = None  # the blocks to run and their order, if not all (partial pipelines)
         # What surrounds a block's forward run: offloading of what it saves (weft.memory.activations).
         self.around: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
@@ -219,34 +222,35 @@ class Transformer(Module):
         if "norm" in ends:
             self.norm = Norm(Dim("embed", shape.embed), shape.norm_eps, mesh)
         if "head" in ends and not shape.tied:
-            self.weight("head", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
+            rows = Dim("score", 1) if shape.output == "score" else Dim("vocab", shape.vocab)
+            self.weight("head", rows, Dim("embed", shape.embed), std=shape.init_std)
 
     def forward(
         self,
         tokens: T,
         positions: T,
         cu_seqlens: T,
-        labels: T | None = None,
+        learned: Batch | None = None,
         last: int | None = None,
-        weights: T | None = None,
         seen: Pass | None = None,
     ) -> T:
-        """Logits ``[batch, seq, vocab]``, or with ``labels`` the sum of the tokens' losses on this rank's data.
+        """Logits ``[batch, seq, vocab]``, or the sum of the losses of a batch that is ``learned``, on this rank's data.
 
-        ``tokens, positions, labels, weights``: ``[batch, seq]``; these and ``cu_seqlens`` as in
-        :class:`weft.data.batch.Batch`.
-        ``last``: logits of so many last positions only; the output layer computes nothing else. ``seen``: see
-        :class:`Block`.
+        ``tokens, positions``: ``[batch, seq]``; these and ``cu_seqlens`` as in :class:`weft.data.batch.Batch`. Of a
+        model that scores there is one logit. ``last``: logits of so many last positions only; the output layer computes
+        nothing else. ``seen``: see :class:`Block`.
         """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype)
         for i in range(len(self.blocks)) if self.route is None else self.route:
             x = self.run_block(i, x, rope, cu_seqlens, seen)
-        if labels is not None:
-            return self.loss(self.norm(x), labels, weights)
+        if learned is not None:
+            return self.loss(self.norm(x), learned)
         hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]
         if last is not None:
             hidden = hidden[:, hidden.shape[1] - last :]
+        if self.shape.output == "score":
+            return F.linear(hidden, self.output)
         tp = self.mesh.size("tp")
         sizes = [hi - lo for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))]
         return gather_vocab(F.linear(hidden, self.output), sizes, self.mesh)
@@ -265,15 +269,20 @@ class Transformer(Module):
 
     @property
     def output(self) -> T:
-        """The output layer's weight ``[vocab/tp, embed]``."""
+        """The output layer's weight ``[vocab/tp, embed]``, or ``[1, embed]`` of a model that scores."""
         return self.embedding.table if self.shape.tied else self.head
 
-    def loss(self, normed: T, labels: T, weights: T | None = None) -> T:
-        """Weighted sum of the tokens' losses, from the final norm's output ``[batch, seq/tp, embed]``."""
+    def loss(self, normed: T, batch: Batch) -> T:
+        """Weighted sum of the tokens' or pairs' losses, from the final norm's output ``[batch, seq/tp, embed]``."""
+        if self.shape.output == "score":
+            assert self.objective is not None
+            return reward_loss(normed, self.output, batch, self.objective, self.mesh)
         hidden = gather_tokens(normed, self.mesh).flatten(0, 1)  # [batch * seq, embed]
         first = self.logical["head"].box[0][0] if not self.shape.tied else self.embedding.first
-        counts = None if weights is None else weights.flatten()
-        return self.criterion(hidden, self.output, labels.flatten(), first, self.loss_chunk, self.mesh, counts)
+        if batch.paired is not None and self.objective is not None:
+            return preference_loss(hidden, self.output, batch, first, self.loss_chunk, self.objective, self.mesh)
+        counts = None if batch.weights is None else batch.weights.flatten()
+        return self.criterion(hidden, self.output, batch.labels.flatten(), first, self.loss_chunk, self.mesh, counts)
 
     def logical_parameters(self) -> Iterator[tuple[str, Logical]]:
         """Every parameter's full name and description, in the order of :meth:`parameters`."""

@@ -203,7 +203,7 @@ class Pipeline:
             if a.stage == path[-1]:
                 x = model.norm(x)
                 if self.output is None:
-                    x = model.loss(x, batch.labels, batch.weights) / self.total()
+                    x = model.loss(x, batch) / self.total()
                     self.losses.append(x.detach())
         made = {"act": x.detach(), "saved": (leaf, x, tape)}
         return [made[value.name] for value in a.writes]

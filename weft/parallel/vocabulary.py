@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from weft.data.batch import Batch
+from weft.data.batch import IGNORE, Batch
 from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.mesh import Mesh
 from weft.models.fused import add_product, times
-from weft.models.loss import merge, scale_of
+from weft.models.loss import merge
+from weft.models.preference import weigh
 from weft.models.transformer import Transformer
 from weft.schedule.actions import Action
 from weft.schedule.execute import Op
@@ -40,8 +41,8 @@ class OutputShard:
             return self._combine(reads, batch(a.microbatch), total(), losses, bool(a.writes))
 
         def weights(a: Action, reads: Sequence[Any]) -> list[Any]:
-            lse, tape = reads
-            return self._weights(lse, tape, batch(a.microbatch), total(), pass_on=bool(a.writes))
+            ends, tape = reads
+            return self._weights(ends, tape, batch(a.microbatch), pass_on=bool(a.writes))
 
         def embedding_gradient(a: Action, reads: Sequence[Any]) -> list[Any]:
             self._embedding_gradient(reads[0], batch(a.microbatch).tokens)
@@ -84,39 +85,40 @@ class OutputShard:
 
     @torch.no_grad()
     def _combine(self, reads: Sequence[Any], batch: Batch, total: T, losses: list[T], training: bool) -> list[Any]:
-        """The global log-sum-exp ``[tokens, 1]`` and the loss; with one barrier the input's gradient as well."""
+        """The loss, and for the shares' gradients ``[tokens, 2]``: the global log-sum-exp, and what the loss of each
+        token is multiplied by. With one barrier the input's gradient as well.
+        """
         one = training and self.barriers == 1
         stats = torch.stack([r[0] if one else r for r in reads])  # [pp, tokens, 2]
         lse, target = stats[..., :1].logsumexp(0), stats[..., 1:].sum(0)
-        scale = self._scale(batch, lse.dtype)
-        losses.append((torch.where(scale != 0, lse - target, 0) * scale).double().sum() / total)
+        labels = batch.labels
+        nll = torch.where(labels.view(-1, 1) != IGNORE, lse - target, 0)[:, 0]
+        loss, scale = weigh(nll, batch, self.model.objective, self.mesh)
+        losses.append(loss / total)
+        scale = (scale.double() / total).to(lse.dtype)[:, None]
+        ends = torch.cat((lse, scale), dim=1)
         if not one:
-            return [lse] if training else []
-        scale, labels = scale / total.to(lse.dtype), batch.labels
+            return [ends] if training else []
         grad = torch.zeros_like(reads[0][1])
         for share, (_, mean, row) in zip(stats[..., :1], reads, strict=True):
             part = self._own_tokens((share - lse).exp() * scale, labels).to(grad.dtype)
             grad += part * mean - self._own_tokens(scale, labels).to(grad.dtype) * row
-        return [lse, grad]
-
-    def _scale(self, batch: Batch, dtype: torch.dtype) -> T:
-        """What the loss of each token is multiplied by, ``[tokens, 1]``."""
-        return scale_of(batch.labels.flatten(), None if batch.weights is None else batch.weights.flatten(), dtype)
+        return [ends, grad]
 
     def _own_tokens(self, x: T, labels: T) -> T:
         """``[tokens, 1]`` to this rank's tokens of the norm regions, ``[rows, seq/tp, 1]``."""
         return x.view(*labels.shape, 1).chunk(self.mesh.size("tp"), dim=1)[self.mesh.rank("tp")]
 
     @torch.no_grad()
-    def _weights(self, lse: T, tape: tuple[T, T, T], batch: Batch, total: T, pass_on: bool) -> list[Any]:
+    def _weights(self, ends: T, tape: tuple[T, T, T], batch: Batch, pass_on: bool) -> list[Any]:
         """Gradient of the share's weight; with two barriers also the share's part of the input's gradient."""
         p, hidden, share = tape
         weight, labels = self.model.output, batch.labels
         here, index = self._mine(labels.flatten())
-        scale = self._scale(batch, lse.dtype)
+        lse, scale = ends.split(1, dim=1)
         d_logits = p.to(lse.dtype) * torch.where(scale != 0, (share - lse).exp() * scale, 0)
         d_logits.scatter_add_(1, index, -torch.where(here, scale, 0))
-        d_logits = (d_logits / total.to(lse.dtype)).to(p.dtype)
+        d_logits = d_logits.to(p.dtype)
         if weight.requires_grad:
             add_product(weight, d_logits, hidden)
         return [scatter_tokens(times(d_logits, weight.t()).view(*labels.shape, -1), self.mesh)] if pass_on else []

@@ -23,6 +23,7 @@ from weft.train.callbacks import Callbacks, Running
 from weft.train.evaluation import Evaluation
 from weft.train.optim import learning_rate
 from weft.train.recorder import Recorder
+from weft.train.reference import with_cached_reference
 from weft.train.runs import checkpoint_size, open_run, resume_run
 from weft.train.setup import Job, assemble
 from weft.train.step import StepResult
@@ -71,6 +72,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         lease = stack.enter_context(Lease())
         run = mesh.on_main(lambda: open_run(recipe, out, resume, lease, checkpoint_size(job)))
         check_hosts(run.levels, mesh.layout.world, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.layout.world)))
+        job, noted = with_cached_reference(job, mesh)
         values = starting_values(recipe, job.shape) if run.fresh or job.shape.adapter else None
         model, state = assemble(job.shape, mesh, recipe, values)
         resumed = resume_run(run, job, state, mesh)
@@ -86,6 +88,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         signals = stack.enter_context(Signals().watch())
         recorder = stack.enter_context(Recorder(job, mesh, run.folder, resumed.progress, about))
         resumed.report(recorder)
+        for note in noted:
+            recorder.event(note)
         checkpoints = stack.enter_context(Checkpoints(
             run.levels, state, resumed.progress, about, tokenizer.files(), job.shape, mesh, recorder,
             strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,

@@ -19,6 +19,7 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.layout.layout import MODEL_AXES
 from weft.layout.mesh import Mesh
 from weft.model_parameters import PROJECTIONS, is_target, learns, parameters, projections
+from weft.models.preference import objective
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.observe.flops import parameter_count
@@ -49,7 +50,8 @@ class Job:
         # Only steps that train gather parameters once, which a balanced step needs.
         costs = costs_of(self.shape) if mesh.layout.balance and order is self.corpus.train else None
         return Loader(
-            order, dealt, rank, mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len, costs
+            order, dealt, rank, mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len, costs,
+            ends=self.shape.output == "score",
         )  # fmt: skip
 
 
@@ -80,12 +82,14 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer)
     _check_memory(recipe, shape)
     tasks = open_tasks(recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer")
+    reference_model(recipe, corpus.tokenizer)
     return Job(recipe, shape, corpus, _tokenizer_notes(recipe, own, corpus.tokenizer), tasks)
 
 
 def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None) -> tuple[Transformer, State]:
     """The model under ``mesh`` and its state, ready for the first step; ``values`` as of :func:`parallelize`."""
     model, state = parallelize(shape, mesh, recipe.train, values, recipe.data.seq_len)
+    model.objective = objective(recipe.loss)
     state.optimize(RuleOptimizer(recipe.optimizer, mesh))
     return model, state
 
@@ -118,6 +122,24 @@ def pretrained_of(recipe: Recipe) -> "Pretrained | None":
     return open_pretrained(recipe.model.origin)
 
 
+def reference_model(recipe: Recipe, tokenizer: Tokenizer) -> "Pretrained | None":
+    """The model that ``loss.reference`` names, opened; refused if it knows other tokens than the run."""
+    if (name := recipe.loss.reference) is None:
+        return None
+    from weft.checkpoint.weights import open_pretrained
+
+    found = open_pretrained(name)
+    if found.values is None or found.shape.output == "score":
+        raise UsageError(f"loss.reference = {name!r} has no weights that write text; name a folder with some")
+    own = found.tokenizer()
+    if (own and own.fingerprint != tokenizer.fingerprint) or found.shape.vocab < tokenizer.vocab:
+        raise UsageError(
+            f"loss.reference = {name!r} has other tokens ({own.vocab if own else found.shape.vocab}) than this run "
+            f"({tokenizer.vocab}), so it cannot say how likely an answer is; name a model with the same tokenizer"
+        )
+    return found
+
+
 def model_shape(recipe: Recipe) -> ModelShape:
     """The model with its adapter: the model section, with that of ``from`` read if it is given."""
     return _completed(recipe, pretrained_of(recipe))
@@ -125,6 +147,13 @@ def model_shape(recipe: Recipe) -> ModelShape:
 
 def _completed(recipe: Recipe, pretrained: "Pretrained | None") -> ModelShape:
     shape = _base_shape(recipe.model, pretrained)
+    if recipe.loss.kind == "reward":
+        shape = shape.model_copy(update={"output": "score", "tied": False})
+    elif shape.output == "score":
+        raise UsageError(
+            f"model.from = {recipe.model.origin!r} is a reward model, which scores texts; loss.kind = "
+            f"{recipe.loss.kind!r} needs one that writes them"
+        )
     if recipe.adapter is not None and shape.adapter not in (None, recipe.adapter):
         raise UsageError(
             f"model.from = {recipe.model.origin!r} has an adapter of rank {shape.adapter.rank} already; leave out "

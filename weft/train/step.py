@@ -90,10 +90,8 @@ class PendingSum:
 
 def pass_loss(model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """This rank's share of the step's mean loss, equal on ``tp``. ``total``: the weight of the step's labels."""
-    loss = model(
-        batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels, weights=batch.weights,
-        seen=model.loads.seen(batch) if model.loads else None,
-    )  # fmt: skip
+    seen = model.loads.seen(batch) if model.loads else None
+    loss = model(batch.tokens, batch.positions, batch.cu_seqlens, batch, seen=seen)
     return share_of_sum(loss, mesh, **dict.fromkeys(DATA_AXES, V)) / total
 
 
@@ -299,9 +297,7 @@ def loss_sum(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> torch.
     losses = []
     for batch in batches:
         batch = batch.to(mesh.device)
-        losses.append(
-            model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels, weights=batch.weights)
-        )
+        losses.append(model(batch.tokens, batch.positions, batch.cu_seqlens, batch))
     return torch.stack(losses).sum()
 
 

@@ -8,23 +8,25 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import spmd_types as spmd
 import torch
 from spmd_types.checker import typecheck
 from torch import nn
 
-from weft.data.batch import Batch
+from weft.data.batch import Batch, PairedRows, Pairs
 from weft.layout import boundary
 from weft.layout.boundary import BY_DATA, SAME, I, R, V, declare, gradient_types, parameter_types, state_types
 from weft.layout.dims import Logical
 from weft.layout.groups import fake_rank
 from weft.layout.layout import DATA_AXES, MODEL_AXES, Layout
 from weft.layout.mesh import Mesh
+from weft.models.preference import objective
 from weft.models.transformer import Block, Transformer
 from weft.parallel.build import check_fits, resident_state
 from weft.parallel.context import context_attention
 from weft.parallel.state import State
-from weft.recipe import ModelShape, Optimizer, Train
+from weft.recipe import Loss, ModelShape, Optimizer, Train
 from weft.train.step import gradients
 
 
@@ -42,7 +44,7 @@ class TypeFault:
 
 
 def check_types(
-    shape: ModelShape, layout: Layout, train: Train, optimizer: Optimizer | None = None
+    shape: ModelShape, layout: Layout, train: Train, optimizer: Optimizer | None = None, loss: Loss | None = None
 ) -> TypeFault | None:
     """Type-check one whole training step of ``layout`` on this process alone, whatever its world size.
 
@@ -62,13 +64,14 @@ def check_types(
         mesh = dataclasses.replace(Mesh.create(layout, "cpu"), device=torch.device("meta"))
         model = Transformer(shape, mesh, train.loss_chunk)
         model.freq = model.freq.to("meta")
+        model.objective = objective(loss or Loss())
         for block in model.blocks.values():
             assert isinstance(block, Block)
             if block.attention.mixer == "softmax":
                 block.attention.attend = context_attention(mesh, shape)
             block.recompute = train.recompute
         try:
-            state, batch = resident_state(model, mesh), _meta_batch(mesh)
+            state, batch = resident_state(model, mesh), _meta_batch(mesh, of_pairs=model.objective is not None)
             if mesh.device_mesh is None:
                 gradients(model, state, [batch], mesh)
                 return None
@@ -107,13 +110,15 @@ def _typed(state: State, mesh: Mesh) -> State:
     return state
 
 
-def _meta_batch(mesh: Mesh) -> Batch:
-    """A batch of the right shapes: two rows, of which each rank holds its share of the tokens."""
+def _meta_batch(mesh: Mesh, of_pairs: bool) -> Batch:
+    """A batch of the right shapes: two rows, of which each rank holds its share of the tokens; perhaps a pair."""
     local = 2 * mesh.size(*MODEL_AXES) * (2 if mesh.size("cp") > 1 else 1)
     length = local * mesh.size("cp")
     tokens, labels, positions, documents = torch.empty(4, 2, local, dtype=torch.long, device="meta").unbind()
     edges = torch.tensor([0, length, 2 * length], dtype=torch.int32)
-    return _MetaBatch(tokens, labels, positions, edges, documents=documents)
+    pairs = Pairs.listed(np.ones(1), np.zeros(1))
+    paired = PairedRows(pairs, np.arange(2), mesh.rank("cp") == 0) if of_pairs else None
+    return _MetaBatch(tokens, labels, positions, edges, documents=documents, paired=paired)
 
 
 class _MetaBatch(Batch):

@@ -13,10 +13,12 @@ from weft.layout.dims import Box
 from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
 from weft.models.transformer import Transformer
+from weft.models.values import seeded_values, with_adapter
 from weft.parallel.state import State
 from weft.recipe import Recipe
 from weft.schedule.from_layout import routes
 from weft.train.ranks import joined
+from weft.train.reference import with_reference
 from weft.train.setup import Job, assemble, device_type, prepare
 from weft.train.step import StepResult
 from weft.train.stepper import build_stepper
@@ -79,6 +81,8 @@ def run_layout(
         taken = routes(job.shape, job.recipe.layout, passes, job.recipe.data.seq_len)
         alike = job.recipe.train.model_copy(update={"micro_batch": rows})
         job = dataclasses.replace(job, recipe=job.recipe.model_copy(update={"train": alike}))
+    seed = job.recipe.train.seed
+    job = with_reference(job, mesh, with_adapter(seeded_values(seed + 1), job.shape, seed), steps)
     model, state = assemble(job.shape, mesh, job.recipe)
     if watch is not None:
         watch(model, state)

@@ -44,9 +44,11 @@ class Sample:
 
 def samples(data: Data, tokenizer: Tokenizer, count: int) -> list[Sample]:
     """The first ``count`` conversations of the recipe's sources."""
-    sources = [source for source in data.sources if source.kind == "chat"]
+    sources = [source for source in data.sources if source.kind in ("chat", "preference")]
     if not sources:
-        raise UsageError("no data source is of kind 'chat'; weft data preview shows what is learned of conversations")
+        raise UsageError(
+            "no data source is of kind 'chat' or 'preference'; weft data preview shows what is learned of conversations"
+        )
     encoder = ChatEncoder(chat_template(data.chat, tokenizer), data.chat.learn)
     found: list[Sample] = []
     for source in sources:
@@ -57,7 +59,7 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> list[Sample]:
                 encoded = encoder.encode(talk)
             except TemplateError as error:
                 raise WeftError(f"{place}: {error}") from None
-            size, row = len(encoded.ids), data.seq_len
+            size, row = len(encoded.ids), data.seq_len // (2 if source.kind == "preference" else 1)
             cut = np.zeros(size, bool)
             if data.chat.truncation == "keep_end":
                 cut[: max(0, size - row)] = True

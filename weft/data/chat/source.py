@@ -1,7 +1,8 @@
 """A source of conversations, read, written by its template and tokenized into the cache, with every token's weight.
 
 Beside the files of :mod:`weft.data.tokens` the folder has ``weights.bin`` (little-endian float32 per token: how much it
-counts as a label) and ``lines.npy`` (int64 ``[documents, 2]``: file and line of each conversation).
+counts as a label) and ``lines.npy`` (int64 ``[documents, 2]``: file and line of each conversation). Of pairs of answers
+each is a document, the chosen one first, and ``pairs.npy`` (float64 ``[2, pairs]``) has their weights and margins.
 """
 
 import hashlib
@@ -14,10 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from weft.data.batch import Pairs
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.chat.conversation import Conversation, ConversationError
 from weft.data.chat.encode import ChatEncoder
 from weft.data.chat.forms import read_record
+from weft.data.chat.pairs import AnswerPair, read_pair
 from weft.data.chat.template import ChatTemplate, TemplateError
 from weft.data.corpora import files, fingerprint, reading, records
 from weft.data.tokenizer import Tokenizer
@@ -42,12 +45,21 @@ def messages_field(source: Source) -> str | None:
 
 
 def conversations(source: Source) -> Iterator[tuple[Place, Conversation]]:
-    """The conversations of a source, always in the same order; what is wrong with one is said with file and line."""
+    """The conversations of a source, always in the same order, of pairs the chosen one first."""
+    for place, sample in samples(source):
+        for talk in (sample.chosen, sample.rejected) if isinstance(sample, AnswerPair) else (sample,):
+            yield place, talk
+
+
+def samples(source: Source) -> Iterator[tuple[Place, Conversation | AnswerPair]]:
+    """The records of a source, in order; what is wrong with one is said with file and line."""
+    field = messages_field(source)
     for file in files(source):
         with reading(file, source.kind):
             for number, record in records(file):
                 try:
-                    yield Place(file, number), read_record(record, source.form, messages_field(source))
+                    pair = source.kind == "preference"
+                    yield Place(file, number), read_pair(record) if pair else read_record(record, source.form, field)
                 except (ConversationError, RecursionError) as error:
                     reason = "nested too deeply" if isinstance(error, RecursionError) else error
                     raise WeftError(f"{file}:{number}: {reason}") from None
@@ -89,27 +101,40 @@ def open_chats(
 def _write(folder: Path, source: Source, encoder: ChatEncoder, progress: Progress | None) -> None:
     tokenizer = encoder.template.tokenizer
     places, content, alike = array("q"), hashlib.sha256(), True
+    pairs: tuple[list[float], list[float]] = ([], [])
     paths = files(source)
     numbers = {path: number for number, path in enumerate(paths)}
     with open(folder / "weights.bin", "wb", buffering=2**20) as out:
 
-        def documents() -> Iterator[np.ndarray]:
+        def document(place: Place, talk: Conversation) -> np.ndarray:
             nonlocal alike
-            for place, talk in conversations(source):
-                try:
-                    encoded = encoder.encode(talk)
-                except TemplateError as error:
-                    raise WeftError(f"{place}: {error}") from None
-                weights = encoded.weights.astype("<f4")
-                alike = alike and bool(np.isin(weights, (0, 1)).all())
-                out.write(weights.tobytes())
-                content.update(weights.tobytes())
-                places.extend((numbers[place.file], place.line))
-                yield encoded.ids
+            try:
+                encoded = encoder.encode(talk)
+            except TemplateError as error:
+                raise WeftError(f"{place}: {error}") from None
+            weights = encoded.weights.astype("<f4")
+            alike = alike and bool(np.isin(weights, (0, 1)).all())
+            out.write(weights.tobytes())
+            content.update(weights.tobytes())
+            places.extend((numbers[place.file], place.line))
+            return encoded.ids
+
+        def documents() -> Iterator[np.ndarray]:
+            for place, sample in samples(source):
+                if isinstance(sample, AnswerPair):
+                    yield document(place, sample.chosen)
+                    yield document(place, sample.rejected)
+                    pairs[0].append(sample.weight)
+                    pairs[1].append(sample.margin)
+                else:
+                    yield document(place, sample)
 
         name = f"data source {source.path}"
         write_documents(folder, documents(), tokenizer.vocab, tokenizer.eos, name, progress, close=False)
     np.save(folder / "lines.npy", np.array(places, np.int64).reshape(-1, 2))
+    if source.kind == "preference":
+        np.save(folder / "pairs.npy", np.array(pairs))
+        content.update(np.array(pairs).tobytes())
     meta = json.loads((folder / "meta.json").read_text())
     meta |= {
         "fingerprint": digest(meta["fingerprint"], content.hexdigest()),
@@ -120,25 +145,32 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder, progress: Progres
 
 
 class Fitted(NamedTuple):
-    """The documents that a run reads: where they begin and how many tokens they have. ``note``: what was left out."""
+    """The documents that a run reads: where they begin and how many tokens they have.
+
+    ``note``: what was left out; ``pairs``: those of them that are pairs of answers.
+    """
 
     starts: np.ndarray
     lengths: np.ndarray
     note: str
+    pairs: Pairs | None = None
 
 
 def fitted(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
-    """Conversations cut to ``seq_len`` tokens; ``truncation`` as in the recipe.
+    """Conversations cut to ``seq_len`` tokens, or half of them for each of a pair; ``truncation`` as in the recipe.
 
-    Raises :class:`WeftError` with file and line of the first one that loses all its labels.
+    Pairs that came out alike are left out. Raises :class:`WeftError` with file and line of the first conversation that
+    loses all its labels.
     """
+    row, seq_len = seq_len, seq_len // (2 if tokens.pairs is not None else 1)
     starts, ends = tokens.offsets[:-1], tokens.offsets[1:]
     long = ends - starts > seq_len
     if truncation == "error" and long.any():
         first = int(np.argmax(long))
         size = int(ends[first] - starts[first])
         remedy = "raise data.seq_len, or set data.chat.truncation to keep_start, keep_end or drop"
-        raise WeftError(f"{tokens.place(first)}: {size} tokens are more than data.seq_len = {seq_len}; {remedy}")
+        limit = f"data.seq_len = {row}" if tokens.pairs is None else f"half of data.seq_len = {row}"
+        raise WeftError(f"{tokens.place(first)}: {size} tokens are more than {limit}; {remedy}")
     labels = np.append(0, np.cumsum(tokens.weights > 0)) if tokens.weights is not None else np.arange(1 + ends[-1])
     some = labels[ends] > labels[np.minimum(starts + 1, ends)]  # the first token is nobody's label
     if truncation == "drop":
@@ -149,12 +181,29 @@ def fitted(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
         lost = some & (labels[last_kept] <= labels[np.minimum(first_kept + 1, last_kept)])
         if lost.any():
             raise WeftError(
-                f"{tokens.place(int(np.argmax(lost)))}: nothing that is learned is left of it in data.seq_len = "
-                f"{seq_len} tokens; raise seq_len, or set data.chat.truncation = 'drop'"
+                f"{tokens.place(int(np.argmax(lost)))}: nothing that is learned is left of it in {seq_len} tokens "
+                f"(data.seq_len = {row}); raise seq_len, or set data.chat.truncation = 'drop'"
             )
         starts, ends, kept = first_kept, last_kept, some
+    whole = kept
+    if tokens.pairs is not None:
+        whole = kept.reshape(-1, 2).all(1)
+        whole &= ~_alike(tokens.ids, starts.reshape(-1, 2), ends.reshape(-1, 2))
+        kept = whole.repeat(2)
     if not kept.any():
-        raise WeftError(f"no conversation has anything to learn in data.seq_len = {seq_len} tokens; raise seq_len")
+        what = "conversation has anything to learn" if tokens.pairs is None else "pair has two answers to compare"
+        raise WeftError(f"no {what} in data.seq_len = {row} tokens; raise seq_len")
     notes = [f"{long.sum():,} cut to {seq_len} tokens"] if long.any() and truncation != "drop" else []
-    notes += [f"{(~kept).sum():,} left out"] if not kept.all() else []
-    return Fitted(starts[kept], (ends - starts)[kept], ", ".join(notes))
+    notes += [f"{(~whole).sum():,} left out"] if not whole.all() else []
+    pairs = None if tokens.pairs is None else tokens.pairs[whole]
+    return Fitted(starts[kept], (ends - starts)[kept], ", ".join(notes), pairs)
+
+
+def _alike(ids: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Which pairs are twice the same tokens, from which nothing can be learned; all ``[pairs, 2]`` and ``[pairs]``."""
+    sizes = ends - starts
+    alike = sizes[:, 0] == sizes[:, 1]
+    for i in np.flatnonzero(alike):
+        (a, b), (c, d) = zip(starts[i], ends[i], strict=True)
+        alike[i] = np.array_equal(ids[a:b], ids[c:d])
+    return alike

@@ -1,0 +1,242 @@
+"""Losses of pairs of answers: equal to one device under every layout, to plain PyTorch, and to TRL's."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests import trl_peer
+from tests.cases import recipe
+from tests.test_equality import difference
+from weft.data.batch import IGNORE, Batch
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.models.preference import LOSSES
+from weft.models.values import seeded_values
+from weft.recipe import Loss, Recipe, Train, build_recipe
+from weft.train.reference import with_reference
+from weft.train.setup import Job, assemble, prepare
+from weft.train.step import divisor, evaluate, pass_loss
+from weft.train.types import check_types
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + ':' + m.content }}"
+    "{{ eos_token if m.role == 'assistant' else ';' }}{% endfor %}"
+)
+SLOW = pytest.mark.slow
+#: Layouts, each with the loss that it is tried with.
+CASES: list[Any] = [
+    ({"shard": 2}, "dpo"),
+    ({"dp": 3}, "reward"),
+    ({"tp": 2}, "reward"),
+    ({"tp": 2}, "ipo"),
+    ({"pp": 2}, "dpo"),
+    ({"pp": 2, "schedule": "zb-h1", "vocab_barriers": 1}, "simpo"),
+    ({"cp": 2, "context": "zigzag"}, "dpo-norm"),
+    ({"cp": 2, "tp": 2}, "reward"),
+    pytest.param({"pp": 2, "tp": 2, "vocab_barriers": 2}, "ipo", marks=SLOW),
+    pytest.param({"pp": 2, "cp": 2, "vocab_barriers": 1}, "dpo", marks=SLOW),
+    pytest.param({"pp": 2, "cp": 2}, "reward", marks=SLOW),
+    pytest.param({"pp": 2, "shard": 2, "schedule": "zb-h1"}, "reward", marks=SLOW),
+    pytest.param({"shard": 2, "cp": 2, "tp": 2, "context": "ulysses"}, "robust", marks=SLOW),
+    pytest.param({"shard": 4, "zero": 2}, "hinge", marks=SLOW),
+    pytest.param({"pp": 4, "schedule": "1f1b"}, "simpo", marks=SLOW),
+]
+
+
+def write_pairs(folder: Path, count: int = 30) -> str:
+    """Pairs of very unequal length, weight and margin."""
+    rng = random.Random(5)
+
+    def text(most: int) -> str:
+        return "".join(rng.choice("abc ") for _ in range(rng.randrange(most))) + "x"
+
+    path = folder / "pairs.jsonl"
+    with path.open("w") as file:
+        for i in range(count):
+            row = {"prompt": text(6), "chosen": f"{i}{text(9)}", "rejected": f"{i}y{text(7)}"}
+            row |= {"weight": rng.choice([1, 0.5, 3]), "margin": rng.choice([0, 0.25, -1])}
+            file.write(json.dumps(row) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_pairs(tmp_path_factory.mktemp("pairs"))
+
+
+def compared(pairs: str, kind: str, **change: Any) -> Recipe:
+    given = {
+        "data__sources": [{"kind": "preference", "path": pairs}],
+        "data__seq_len": 61,
+        "data__chat": {"template": TEMPLATE},
+        "loss__kind": kind,
+        "loss__beta": 0.4,
+        "loss__label_smoothing": 0.1 if kind in ("dpo", "robust") else 0.0,
+    }
+    return recipe(pairs, **given | change)
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES, ids=str)
+def test_equal_to_one_device(pool: Any, pairs: str, layout: dict[str, Any], kind: str) -> None:
+    values = compared(pairs, kind).model_dump(mode="json") | {"layout": layout}
+    found = pool.run(Layout(**layout).world, difference, values)[0]
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(shard=2, cp=2, tp=2), Layout(dp=2, cp=2, pp=2)], ids=str)
+def test_types(pairs: str, layout: Layout, kind: str) -> None:
+    settings = compared(pairs, kind)
+    assert check_types(prepare(settings).shape, layout, Train(), loss=settings.loss) is None
+
+
+def made(settings: Recipe) -> tuple[Job, Any, Any, Batch, Mesh]:
+    """A job with a reference of other values, its model and state, and its first batch."""
+    mesh = Mesh.single(torch.device("cpu"))
+    job = prepare(settings)
+    job = with_reference(job, mesh, seeded_values(7), steps=1)
+    model, state = assemble(job.shape, mesh, settings, seeded_values(1))
+    (batch,) = job.loader(job.corpus.train, mesh).step(0) or []
+    return job, model, state, batch, mesh
+
+
+def plain_loss(model: Any, batch: Batch, kind: str, settings: Loss) -> torch.Tensor:
+    """The weighted mean of the pairs' losses, from logits, document by document, by the papers' formulas."""
+    assert batch.paired is not None
+    rows = batch.paired
+    logits = model(batch.tokens, batch.positions, batch.cu_seqlens)
+    losses = []
+    for i, (reference, margin, weight) in enumerate(
+        zip(rows.pairs.reference, rows.pairs.margin, rows.pairs.weight, strict=True)
+    ):
+        sides = []
+        for side in (0, 1):
+            mine = batch.documents == rows.segments[2 * i + side]
+            if kind == "reward":
+                sides.append(logits[mine][-1, 0])
+                continue
+            labels, own = batch.labels[mine], logits[mine].log_softmax(-1)
+            value = own[torch.arange(len(labels)), labels.clamp(min=0)][labels != IGNORE].sum()
+            value = value - (0 if kind == "simpo" else reference[side])
+            sides.append(value / ((labels != IGNORE).sum() if kind in ("ipo", "dpo-norm", "simpo") else 1))
+        gap, beta, smooth = sides[0] - sides[1], settings.beta, settings.label_smoothing
+        right, wrong = F.logsigmoid(beta * gap), F.logsigmoid(-beta * gap)
+        losses.append(
+            weight
+            * {
+                "dpo": -(1 - smooth) * right - smooth * wrong,
+                "dpo-norm": -right,
+                "ipo": (gap - 0.5 / beta) ** 2,
+                "robust": (smooth * wrong - (1 - smooth) * right) / (1 - 2 * smooth),
+                "hinge": torch.clamp(1 - beta * gap, min=0),
+                "simpo": -F.logsigmoid(beta * gap - margin),
+                "reward": -F.logsigmoid(gap - margin),
+            }[kind]
+        )
+    return torch.stack(losses).sum() / rows.pairs.weight.sum()
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_loss_and_its_gradients_are_plain_pytorchs(pairs: str, kind: str) -> None:
+    job, model, state, batch, mesh = made(compared(pairs, kind))
+    wanted = plain_loss(model, batch, kind, job.recipe.loss)
+    share = pass_loss(model, batch, divisor(torch.tensor(batch.label_weight)), mesh)
+    torch.testing.assert_close(share, wanted, rtol=1e-10, atol=0)
+    assert evaluate(model, state, [[batch]], mesh) == pytest.approx(wanted.item(), rel=1e-10)
+    share.backward()
+    mine = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    wanted.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(mine[name], p.grad, rtol=1e-8, atol=1e-12, msg=name)
+
+
+def test_a_policy_that_is_its_reference_has_ln_2(pairs: str) -> None:
+    settings = compared(pairs, "dpo", loss__label_smoothing=0.0)
+    mesh, job = Mesh.single(torch.device("cpu")), prepare(settings)
+    job = with_reference(job, mesh, seeded_values(1), steps=1)
+    model, _ = assemble(job.shape, mesh, settings, seeded_values(1))
+    (batch,) = job.loader(job.corpus.train, mesh).step(0) or []
+    share = pass_loss(model, batch, torch.tensor(batch.label_weight), mesh)
+    assert share.item() == pytest.approx(0.6931471805599453, abs=1e-12)
+
+
+def test_the_recipe_knows_the_table() -> None:
+    kinds = get_args(Loss.model_fields["kind"].annotation)
+    assert kinds == ("cross-entropy", *LOSSES) or set(kinds) == {"cross-entropy", *LOSSES}
+
+
+# --- TRL ---
+
+
+def by_weft(folder: Path, name: str, given: dict[str, Any]) -> tuple[float, dict[str, float], Batch]:
+    """Weft's loss and gradient norms (by Hugging Face's names) on the recorded rows."""
+    from weft.checkpoint.weights import open_pretrained
+    from weft.models.hf import hf_name
+
+    kind = {"conservative": "dpo", "reward with margin": "reward"}.get(name, name)
+    rows = [row if name == "reward with margin" else row | {"margin": 0.0} for row in trl_peer.ROWS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loss = {"kind": kind, **{key: given[key] for key in ("beta", "label_smoothing") if key in given}}
+    loss |= {"margin": given["simpo_gamma"]} if name == "simpo" else {}
+    policy = trl_peer.save_model(folder / "policy", 1, trl_peer.SHAPE.model_copy(
+        update={"output": "score"} if kind == "reward" else {}
+    ))  # fmt: skip
+    data = {"kind": "preference", "path": str(folder / "rows.jsonl"), "seq_len": 512, "validation": 0.0}
+    settings = build_recipe({
+        "model": {"from": str(policy)}, "loss": loss, "data": data | {"cache": str(folder / "cache")},
+        "train": {"batch": 1, "dtype": "float64"},
+    })  # fmt: skip
+    mesh, job = Mesh.single(torch.device("cpu")), prepare(settings)
+    job = with_reference(job, mesh, trl_peer.values(2), steps=1)
+    model, _ = assemble(job.shape, mesh, settings, open_pretrained(str(policy)).values)
+    (batch,) = job.loader(job.corpus.train, mesh).step(0) or []
+    share = pass_loss(model, batch, torch.tensor(batch.label_weight), mesh)
+    share.backward()
+    norms = {hf_name(n, job.shape): p.grad.norm().item() for n, p in model.named_parameters() if p.grad is not None}
+    return share.item(), norms, batch
+
+
+RECORDED = json.loads(trl_peer.RECORDED.read_text()) if trl_peer.RECORDED.exists() else {"losses": {}}
+
+
+@pytest.mark.parametrize("name", RECORDED["losses"])
+def test_losses_and_gradients_are_trls(name: str, tmp_path: Path) -> None:
+    given = RECORDED["losses"][name]
+    loss, norms, _ = by_weft(tmp_path, name, given)
+    assert loss == pytest.approx(given["loss"], rel=1e-6)
+    assert norms.keys() == given["norms"].keys()
+    scale = max(given["norms"].values())
+    for parameter, norm in given["norms"].items():
+        assert norms[parameter] == pytest.approx(norm, rel=1e-6, abs=1e-9 * scale), parameter
+
+
+def test_ids_and_what_is_learned_are_trls(tmp_path: Path) -> None:
+    _, _, batch = by_weft(tmp_path, "dpo", RECORDED["losses"]["dpo"])
+    assert batch.paired is not None
+    ours = []
+    for document in range(2 * len(batch.paired.pairs)):
+        mine = batch.documents == batch.paired.segments[document]
+        tokens, labels = batch.tokens[mine].tolist(), batch.labels[mine].tolist()
+        ours.append((tokens, [False, *(label != IGNORE for label in labels[:-1])]))
+    theirs = []
+    for ids, learned in zip(RECORDED["ids"], RECORDED["learned"], strict=True):
+        size = len(ids) - ids[::-1].index(1)  # the last end of a turn
+        theirs.append((ids[:size], [bool(one) for one in learned[:size]]))
+    assert sorted(ours) == sorted(theirs)
+
+
+@pytest.mark.slow
+def test_the_record_is_what_trl_says_today() -> None:
+    pytest.importorskip("trl")
+    again = trl_peer.record()
+    assert again["ids"] == RECORDED["ids"] and again["learned"] == RECORDED["learned"]
+    for name, given in RECORDED["losses"].items():
+        assert again["losses"][name]["loss"] == pytest.approx(given["loss"], rel=1e-9), name

@@ -1,0 +1,186 @@
+"""Losses of pairs of answers, of which one is preferred: by their log-probabilities, or by a reward model's scores.
+
+Every loss is a function of one number per answer, a sum over its tokens. :func:`compared` makes the sums, wherever the
+tokens are, and hands back the loss and its derivative by each token's number. What follows is then an ordinary weighted
+sum over tokens, such as the cross entropy is one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from weft.data.batch import IGNORE, Batch, Pairs
+from weft.layout.boundary import BY_DATA, I, V, declare, share_of_sum, sum_over, untyped
+from weft.layout.mesh import Mesh
+from weft.models.loss import labelled_rows, linear_cross_entropy, scale_of, token_scores
+from weft.recipe import Loss
+
+T = torch.Tensor
+
+#: The loss of every pair, ``[pairs]``, from the sums over the answers' tokens and the numbers of these tokens, both
+#: ``[pairs, 2]`` with the chosen answer first.
+Objective = Callable[[T, T, Pairs], T]
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """``of(gap, margin, settings)`` is the loss of pairs whose chosen answer is ahead by ``gap``, all ``[pairs]``.
+
+    ``averaged``: answers count by the average over their tokens rather than the sum; ``reference``: what counts is by
+    how much they are more likely than under the reference model.
+    """
+
+    of: Callable[[T, T, Loss], T]
+    averaged: bool = False
+    reference: bool = True
+
+
+def _smoothed(gap: T, smoothing: float) -> T:
+    """Logistic loss of a comparison that is the wrong way round in the share ``smoothing`` of the pairs."""
+    return -(1 - smoothing) * F.logsigmoid(gap) - smoothing * F.logsigmoid(-gap)
+
+
+def _dpo(gap: T, margin: T, settings: Loss) -> T:
+    """With label smoothing this is conservative DPO (Mitchell 2023)."""
+    return _smoothed(settings.beta * gap, settings.label_smoothing)
+
+
+def _robust(gap: T, margin: T, settings: Loss) -> T:
+    """The loss whose mean over wrong labels is the one without them; it may be negative."""
+    right, wrong = (F.logsigmoid(sign * settings.beta * gap) for sign in (1, -1))
+    smoothing = settings.label_smoothing
+    return (smoothing * wrong - (1 - smoothing) * right) / (1 - 2 * smoothing)
+
+
+def _ipo(gap: T, margin: T, settings: Loss) -> T:
+    return (gap - 1 / (2 * settings.beta)).square()
+
+
+def _hinge(gap: T, margin: T, settings: Loss) -> T:
+    return F.relu(1 - settings.beta * gap)
+
+
+def _simpo(gap: T, margin: T, settings: Loss) -> T:
+    return _smoothed(settings.beta * gap - margin, settings.label_smoothing)
+
+
+def _reward(gap: T, margin: T, settings: Loss) -> T:
+    return _smoothed(gap - margin, settings.label_smoothing)
+
+
+#: By ``loss.kind`` of the recipe. IPO averages over tokens, as its authors do.
+LOSSES: dict[str, PairLoss] = {
+    "dpo": PairLoss(_dpo),
+    "dpo-norm": PairLoss(_dpo, averaged=True),
+    "ipo": PairLoss(_ipo, averaged=True),
+    "robust": PairLoss(_robust),
+    "hinge": PairLoss(_hinge),
+    "simpo": PairLoss(_simpo, averaged=True, reference=False),
+    "reward": PairLoss(_reward, reference=False),
+}
+
+
+def needs_reference(settings: Loss) -> bool:
+    """Whether log-probabilities by a reference model must be known."""
+    return settings.of_pairs and LOSSES[settings.kind].reference
+
+
+def objective(settings: Loss) -> Objective | None:
+    """What the recipe's ``settings`` make of pairs; None where the loss is not about pairs."""
+    if not settings.of_pairs:
+        return None
+    kind = LOSSES[settings.kind]
+
+    def of(sums: T, lengths: T, pairs: Pairs) -> T:
+        if kind.reference:
+            sums = sums - torch.from_numpy(pairs.reference).to(sums)
+        if kind.averaged:
+            sums = sums / lengths
+        margin = settings.margin + torch.from_numpy(pairs.margin).to(sums)
+        return kind.of(sums[:, 0] - sums[:, 1], margin, settings)
+
+    return of
+
+
+def compared(values: T, counts: T, documents: T, batch: Batch, of: Objective, mesh: Mesh, *axes: str) -> tuple[T, T]:
+    """This rank's share of the loss of the pairs in ``batch``, and its derivative by each of ``values``.
+
+    ``values``: a number for every token that is here, ``counts`` how much it counts in its answer's sum, both float64,
+    ``documents`` which one it is of: ``[tokens]``. ``axes``: those over whose ranks the tokens of a row are spread.
+    """
+    rows = batch.paired
+    assert rows is not None
+    with untyped():
+        sums = values.new_zeros(len(batch.cu_seqlens), 2)  # of all segments, and last of padding
+        segment = documents % len(sums)
+        sums.index_add_(0, segment, torch.stack((values * counts, counts), dim=1))
+        for axis in axes:
+            if mesh.size(axis) > 1:
+                dist.all_reduce(sums, group=mesh.group(axis))
+        paired = torch.from_numpy(rows.segments).to(sums.device)
+        summed, lengths = sums[paired].view(-1, 2, 2).unbind(-1)  # [pairs, 2] each
+        weight = torch.from_numpy(rows.pairs.weight).to(sums)
+        with torch.enable_grad():
+            summed = summed.clone().requires_grad_()
+            loss = (of(summed, lengths, rows.pairs) * weight).sum()
+            (slopes,) = torch.autograd.grad(loss, summed)
+        by_segment = sums.new_zeros(len(sums)).index_copy_(0, paired, slopes.flatten())
+        found = loss.detach() * rows.counted, by_segment[segment] * counts
+    return declare(found[0], mesh, **BY_DATA | {"tp": I}), declare(found[1], mesh, **BY_DATA | dict.fromkeys(axes, V))
+
+
+def weigh(nll: T, batch: Batch, of: Objective | None, mesh: Mesh) -> tuple[T, T]:
+    """This rank's share of a batch's loss, and its derivative by every token's ``nll`` (negative log-probability).
+
+    ``nll``: ``[tokens]``, 0 where there is no label; of all tokens of this rank, the same on ``tp``.
+    """
+    counts = None if batch.weights is None else batch.weights.flatten()
+    scale = scale_of(batch.labels.flatten(), counts, nll.dtype)[:, 0]
+    if batch.paired is None or of is None:
+        return (nll * scale).double().sum(), scale
+    assert batch.documents is not None
+    loss, slopes = compared(-nll.double(), scale.double(), batch.documents.flatten(), batch, of, mesh, "cp")
+    return loss, -slopes
+
+
+def preference_loss(hidden: T, weight: T, batch: Batch, first: int, chunk: int, of: Objective, mesh: Mesh) -> T:
+    """The loss of the pairs in a batch by their log-probabilities, a float64 scalar.
+
+    Arguments as of :func:`weft.models.loss.linear_cross_entropy`. The output layer runs once for the log-probabilities,
+    and once more for the gradients, when it is known how much every token counts in these.
+    """
+    labels = batch.labels.flatten()
+    with torch.no_grad(), untyped():
+        rows = labelled_rows(labels)
+        some = slice(None) if rows is None else rows
+        nll = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
+        nll[some] = -token_scores(hidden[some], weight, labels[some], first, chunk, mesh)[:, 0]
+        nll = torch.where(labels != IGNORE, nll, 0)
+    loss, scale = weigh(nll, batch, of, mesh)
+    return with_gradient_of(loss, lambda: linear_cross_entropy(hidden, weight, labels, first, chunk, mesh, scale))
+
+
+def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> T:
+    """The loss of the pairs in a batch by the scores at their answers' last tokens, which alone have labels.
+
+    ``normed``: ``[rows, seq/cp/tp, embed]``; ``head``: ``[1, embed]``.
+    """
+    assert batch.documents is not None
+    scores = F.linear(normed.flatten(0, 1), head)[:, 0].double()  # of the tokens that are here between blocks
+    with untyped():
+        here = (x.chunk(mesh.size("tp"), dim=1)[mesh.rank("tp")].flatten() for x in (batch.labels, batch.documents))
+        labels, documents = here
+        last = (labels != IGNORE).double()
+    loss, slopes = compared(scores.detach(), last, documents, batch, of, mesh, "cp", "tp")
+    return with_gradient_of(loss, lambda: sum_over("tp", share_of_sum((scores * slopes).sum(), mesh, tp=V), mesh))
+
+
+def with_gradient_of(value: T, weighted: Callable[[], T]) -> T:
+    """``value``, with the gradient of a weighted sum that has the same one."""
+    if not torch.is_grad_enabled():
+        return value
+    total = weighted()
+    return value + (total - total.detach())

@@ -1,0 +1,162 @@
+"""Log-probabilities of answers by the model that preference losses compare with: computed once, before training.
+
+They do not depend on what is trained, so no step runs the reference model. It runs under the layout of the run, over
+every pair once, and what it says is kept in the cache.
+"""
+
+import dataclasses
+import gc
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from weft.checkpoint.base import fingerprint
+from weft.checkpoint.weights import starting_values
+from weft.data.batch import Batch, Pairs
+from weft.data.cache import build_once, cache_root, digest
+from weft.data.order import Order, Stream
+from weft.errors import WeftError
+from weft.layout.mesh import Mesh
+from weft.models.preference import needs_reference
+from weft.models.values import Values
+from weft.parallel.build import parallelize
+from weft.recipe import ModelShape, Recipe
+from weft.train.setup import Job, reference_model
+from weft.train.step import evaluate
+
+FILE = "log_probabilities.npy"
+
+
+def with_cached_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
+    """``job`` with what its loss needs of the reference model, from the cache or else computed. Collective.
+
+    Also notes on that for whoever watches.
+    """
+    if not needs_reference(job.recipe.loss):
+        return job, []
+    pairs, notes = _pairs_of(job), list[str]()
+    folder = mesh.on_main(lambda: _folder(job))
+    table, damage = mesh.on_main(lambda: _read(folder, pairs))
+    if damage:
+        notes.append(f"{damage}; computed again")
+    if table is None:
+        if mesh.is_main:
+            print(f"log-probabilities of {pairs:,} pairs by the reference model, once", flush=True)
+        shape, values = _reference(job)
+        table = log_probabilities(job, mesh, shape, values, _all_steps(job, mesh))
+        mesh.on_main(lambda: _write(folder, table))
+    return _with(job, table), [*notes, f"the reference model's log-probabilities are in {folder}"]
+
+
+def with_reference(job: Job, mesh: Mesh, values: Values, steps: int) -> Job:
+    """``job`` with what the loss of its first ``steps`` needs of a model of the same shape with ``values``. Collective.
+
+    Nothing is kept.
+    """
+    if not needs_reference(job.recipe.loss):
+        return job
+    loader, batch = job.loader(job.corpus.train, mesh), job.recipe.train.batch
+    batches = filter(None, (loader.step(i * batch) for i in range(steps)))
+    return _with(job, log_probabilities(job, mesh, job.shape, values, batches))
+
+
+def log_probabilities(
+    job: Job, mesh: Mesh, shape: ModelShape, values: Values | None, steps: Iterable[Sequence[Batch]]
+) -> np.ndarray:
+    """What the model of ``shape`` with ``values`` says of the pairs in ``steps``, ``[pairs of the job, 2]``; else 0.
+
+    Raises :class:`WeftError` if one of its numbers is not finite.
+    """
+    table = torch.zeros(_pairs_of(job), 3, dtype=torch.float64)  # both answers, and how often they were counted
+    recorded = not mesh.rank("tp") and not mesh.rank("cp")  # others have the same numbers
+
+    def record(sums: torch.Tensor, lengths: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        if recorded:
+            table[torch.from_numpy(pairs.number)] = F.pad(sums.detach().cpu(), (0, 1), value=1.0)
+        return 0 * sums.sum(1)
+
+    model, state = parallelize(shape, mesh, job.recipe.train, values, job.recipe.data.seq_len)
+    model.objective = record
+    evaluate(model, state, steps, mesh)
+    if mesh.layout.world > 1:
+        table = table.to(mesh.device)
+        dist.all_reduce(table, group=mesh.step_group)
+    del model, state
+    gc.collect()
+    table = table[:, :2] / table[:, 2:].clamp(min=1)
+    if not torch.isfinite(table).all():
+        raise WeftError("the reference model gives answers no finite probability; look at its weights (loss.reference)")
+    return table.cpu().numpy()
+
+
+def _streams(job: Job) -> list[Stream]:
+    validation = job.corpus.validation
+    return [*job.corpus.train.streams, *(validation.streams if validation else ())]
+
+
+def _pairs_of(job: Job) -> int:
+    return sum(len(stream.pairs or ()) for stream in _streams(job))
+
+
+def _all_steps(job: Job, mesh: Mesh) -> Iterator[Sequence[Batch]]:
+    """Batches that have every pair of a job once."""
+    for stream in _streams(job):
+        order = Order((stream,), (1.0,), seed=0, epochs=1)
+        loader = job.loader(order, mesh)
+        for position in range(0, order.total or 0, job.recipe.train.batch):
+            yield loader.step(position) or []
+
+
+def _with(job: Job, table: np.ndarray) -> Job:
+    def known(order: Order) -> Order:
+        streams = []
+        for stream in order.streams:
+            assert stream.pairs is not None
+            pairs = dataclasses.replace(stream.pairs, reference=table[stream.pairs.number])
+            streams.append(dataclasses.replace(stream, pairs=pairs))
+        return dataclasses.replace(order, streams=tuple(streams))
+
+    validation = job.corpus.validation and known(job.corpus.validation)
+    corpus = dataclasses.replace(job.corpus, train=known(job.corpus.train), validation=validation)
+    return dataclasses.replace(job, corpus=corpus)
+
+
+def _reference(job: Job) -> tuple[ModelShape, Values | None]:
+    """The reference model: the one that the recipe names, or else that which the run starts from."""
+    named = reference_model(job.recipe, job.corpus.tokenizer)
+    return (named.shape, named.values) if named else (job.shape, starting_values(job.recipe, job.shape))
+
+
+def _folder(job: Job) -> Path:
+    """Where the cache has the log-probabilities, under a name that says by which model, of what and how computed."""
+    recipe, shape = job.recipe, job.shape.model_dump(mode="json", exclude={"origin"})
+    key = digest(1, job.corpus.fingerprint, _identity(recipe), recipe.loss.reference or shape, recipe.train.dtype)
+    return cache_root(recipe.data.cache) / f"reference-{key}"
+
+
+def _identity(recipe: Recipe) -> str | int:
+    name = recipe.loss.reference or recipe.model.origin
+    return recipe.train.seed if name is None or name.endswith(".json") else fingerprint(name)
+
+
+def _read(folder: Path, pairs: int) -> tuple[np.ndarray | None, str]:
+    """What the cache has, if anything, and what is wrong with it, if that is damaged."""
+    if not folder.exists():
+        return None, ""
+    try:
+        table = np.load(folder / FILE)
+        if table.shape != (pairs, 2) or table.dtype != np.float64 or not np.isfinite(table).all():
+            raise ValueError(f"not the numbers of {pairs} pairs")
+        return table, ""
+    except (OSError, ValueError, EOFError) as error:
+        return None, f"{folder / FILE} is damaged ({getattr(error, 'strerror', None) or error})"
+
+
+def _write(folder: Path, table: np.ndarray) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # damaged, or another run's, which is the same
+    build_once(folder, lambda making: np.save(making / FILE, table))
