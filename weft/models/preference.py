@@ -159,7 +159,7 @@ def preference_loss(hidden: T, weight: T, batch: Batch, first: int, chunk: int, 
         nll = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
         nll[some] = -token_scores(hidden[some], weight, labels[some], first, chunk, mesh)[:, 0]
         nll = torch.where(labels != IGNORE, nll, 0)
-    loss, scale = weigh(nll, batch, of, mesh)
+    loss, scale = weigh(declare(nll, mesh, **BY_DATA), batch, of, mesh)
     return with_gradient_of(loss, lambda: linear_cross_entropy(hidden, weight, labels, first, chunk, mesh, scale))
 
 
