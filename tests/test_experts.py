@@ -14,13 +14,17 @@ from weft.recipe import ModelShape, Train
 from weft.train.types import check_types
 
 FACTORS: dict[str, list[Any]] = {
-    "layout": ["shard=2", "tp=2", "cp=2", "pp=2", "dp=2,tp=2", "cp=2,shard=2", "pp=2,shard=2"],
-    "model": ["mixtral", "qwen2", "qwen3", "deepseek-v2", "deepseek-v3", "step"],
+    "layout": [
+        "shard=2", "tp=2", "cp=2", "pp=2,shard=2", "shard=2,ep=2", "dp=2,ep=2", "tp=2,ep=2", "cp=2,shard=2,ep=4",
+        "shard=2,tp=2,ep=2", "shard=2,tp=2,ep=4", "pp=2,shard=2,ep=2", "dp=2,shard=2,ep=2",
+    ],
+    "dispatch": ["all-to-all", "per-rank", "all-gather"],
+    "model": ["mixtral", "qwen2", "deepseek-v2", "deepseek-v3", "step"],
     "zero": [1, 2, 3],
     "recompute": ["none", "selective", "full"],
     "micro_batch": [None, 1],
     "early": [False, True],
-}
+}  # fmt: skip
 CASES = list(pairwise(**FACTORS))
 QUICK = CASES[::12]
 
@@ -42,6 +46,7 @@ def tree(corpus: str, case: Case) -> dict[str, Any]:
         **{f"model__{key}": value for key, value in model.items()},
     ).model_dump(mode="json")
     given = Layout.parse(case["layout"]).model_dump(exclude_defaults=True)
+    given |= {"dispatch": case.get("dispatch", "all-to-all")}
     return values | {"layout": values["layout"] | given}
 
 
@@ -66,9 +71,28 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     check(pool, tree(corpus, case))
 
 
+@pytest.mark.parametrize("layout", [
+    "shard=1024,ep=64", "dp=16,shard=16,tp=4,ep=1024", "dp=8,shard=32,cp=2,tp=2,ep=128", "shard=128,tp=8,ep=8",
+])  # fmt: skip
+@pytest.mark.parametrize("dispatch", ["all-to-all", "per-rank", "all-gather"])
+def test_large_worlds_are_typed(layout: str, dispatch: str) -> None:
+    shape = ModelShape(
+        vocab=257, layers=2, embed=32, heads=8, experts=1024, expert_ffn=16, first_dense=1, balance_loss=0.1
+    )
+    assert check_types(shape, Layout.parse(f"{layout},dispatch={dispatch}"), Train()) is None
+
+
 @pytest.mark.parametrize("case", [
     {"layout": "shard=2,cp=2", "model": "hugging face"},
     {"layout": "tp=3", "model": "deepseek-v3", "recompute": "full"},
+    {"layout": "shard=4,ep=4", "model": "qwen3", "micro_batch": 1},  # of 6 experts
+    {"layout": "dp=2,shard=2,ep=4,order=dp shard", "model": "mixtral", "dispatch": "per-rank"},
+    {"layout": "shard=2,tp=2,ep=4,order=tp shard", "model": "deepseek-v3"},
+    pytest.param({"layout": "dp=2,shard=2,tp=2,ep=4", "model": "qwen2"}, marks=pytest.mark.slow),
+    pytest.param({"layout": "dp=2,shard=2,tp=2,ep=8", "model": "eight experts"}, marks=pytest.mark.slow),
+    pytest.param({"layout": "pp=2,shard=2,tp=2,ep=4", "model": "qwen3"}, marks=pytest.mark.slow),
+    pytest.param({"layout": "pp=2,dp=2,ep=2", "model": "qwen3", "schedule": "zb-v"}, marks=pytest.mark.slow),
+    pytest.param({"layout": "shard=4,ep=2", "model": "step", "dtype": "float32"}, marks=pytest.mark.slow),
     pytest.param({"layout": "shard=2,tp=2", "model": "pr-moe", "recompute": "selective"}, marks=pytest.mark.slow),
     pytest.param({"layout": "dp=2", "model": "all experts"}, marks=pytest.mark.slow),
     pytest.param({"layout": "dp=2", "model": "one expert", "early": True}, marks=pytest.mark.slow),

@@ -88,7 +88,7 @@ def test_types_say_which_sums_are_pending(layout: Layout, of: list[Dim], whole: 
         assert (axis in pending) is not logical.cut_by(axis)
         assert (parameter_types(logical)[axis] is R) is not logical.cut_by(axis)
         assert (state_types(logical)[axis] is V) is logical.cut_by(axis)
-    assert pending.issuperset(DATA_AXES)
+    assert pending.isdisjoint(DATA_AXES) if logical.cut_by("ep") else pending.issuperset(DATA_AXES)
     cut = [axis for axes in logical.cuts for axis in axes]
     assert len(cut) == len(set(cut)), "no axis cuts a parameter twice"
 
@@ -101,6 +101,13 @@ def test_experts_fold_over_the_data_ranks() -> None:
         assert expert == (place.rank("ep"), place.rank("ep") + 1)
         assert ffn == (3 * place.rank("tp"), 3 * place.rank("tp") + 3) and embed == (0, 5)
         assert placement.replicas == 1
+
+
+def test_experts_may_fold_over_tp_too() -> None:
+    layout = Layout(shard=2, tp=2, ep=4, order="tp shard")
+    held = held_by_all(layout, EXPERTS, False, (0,))
+    assert sorted(placement.box[0] for _, placement in held) == [(e, e + 1) for e in range(4)]
+    assert all(placement.box[1:] == ((0, 6), (0, 5)) and placement.replicas == 1 for _, placement in held)
 
 
 @pytest.mark.parametrize("given", [{"ep": 2}, {"dp": 3, "ep": 2}, {"dp": 4, "shard": 6, "ep": 4}])

@@ -14,7 +14,7 @@ import torch
 from spmd_types import I, P, R, S, V
 
 from weft.layout.dims import Logical
-from weft.layout.layout import DATA_AXES, MODEL_AXES
+from weft.layout.layout import DATA_AXES, FOLDED, MODEL_AXES
 from weft.layout.mesh import LIVE_AXES, Mesh
 
 #: A type on one mesh axis.
@@ -108,17 +108,18 @@ def _types(logical: Logical, data: dict[str, Kind], uncut: Kind) -> dict[str, Ki
 
 def parameter_types(logical: Logical) -> dict[str, Kind]:
     """The type of a full parameter, as compute sees it."""
-    return _types(logical, dict.fromkeys(DATA_AXES, R), R)
+    # Of experts, which are spread over data ranks, that is all that can be said of each of their axes.
+    return _types(logical, dict.fromkeys(DATA_AXES, V if logical.cut_by(FOLDED) else R), R)
 
 
 def gradient_types(logical: Logical) -> dict[str, Kind]:
     """The type of a full parameter's gradient after backward: a partial sum over every axis that does not cut it."""
-    return _types(logical, dict.fromkeys(DATA_AXES, P), P)
+    return _types(logical, dict.fromkeys(DATA_AXES, V if logical.cut_by(FOLDED) else P), P)
 
 
 def state_types(logical: Logical) -> dict[str, Kind]:
     """The type of what is held of a parameter or its reduced gradient: rows, the same on every replica."""
-    return _types(logical, {"pp": V, "dp": I, "shard": V, "cp": V}, I)
+    return _types(logical, {"pp": V, "dp": V if logical.cut_by(FOLDED) else I, "shard": V, "cp": V}, I)
 
 
 def own_number(value: float, mesh: Mesh, **types: Kind) -> torch.Tensor:

@@ -53,9 +53,9 @@ class Asked:
 
     @property
     def folding(self) -> list[int]:
-        """What ``layout.ep`` can be: a divisor of the data ranks that cuts those that share the state evenly."""
-        state, data = self.layout.size("shard", "cp"), self.layout.size("dp", "shard", "cp")
-        return [n for n in range(1, data + 1) if data % n == 0 and (state % n == 0 or n % state == 0)]
+        """What ``layout.ep`` can be: neighbours among the data ranks, or also all ranks of ``tp`` for each of these."""
+        data = [n for n in range(1, self.layout.size("dp", "shard", "cp") + 1) if self.layout.folds(n)]
+        return sorted({*data, *(self.layout.tp * n for n in data)})
 
     @property
     def foldable(self) -> str:
@@ -64,7 +64,12 @@ class Asked:
     @property
     def widths(self) -> list[int]:
         """The hidden widths of the model's feed-forwards."""
-        return [w for w in (self.shape.ffn, self.shape.expert_ffn if self.shape.mixtures else None) if w is not None]
+        of_experts = self.shape.expert_ffn if self.shape.mixtures and not self.layout.folds_tp else None
+        return [w for w in (self.shape.ffn, of_experts) if w is not None]
+
+    @property
+    def least_experts(self) -> int:
+        return min(self.shape.mixtures.values())
 
     @property
     def odd_width(self) -> int:
@@ -141,8 +146,8 @@ RULES: tuple[Rule, ...] = (
          "secondary = {0.layout.secondary} does not cut the ranks of shard={0.layout.shard} x cp={0.layout.cp} into "
          "groups", "{0.nearby}"),
     Rule("experts that do not fold", "layout", lambda a: a.layout.ep > 1 and a.layout.ep not in a.folding,
-         "ep = {0.layout.ep} does not fold over the data ranks of dp={0.layout.dp}, shard={0.layout.shard}, "
-         "cp={0.layout.cp}", "{0.foldable}"),
+         "ep = {0.layout.ep} does not fold over the ranks of dp={0.layout.dp}, shard={0.layout.shard}, "
+         "cp={0.layout.cp}, tp={0.layout.tp}", "{0.foldable}"),
     Rule("offloaded activations with selective recompute", "train",
          lambda a: a.train.offloads_activations and a.train.recompute == "selective",
          "offload = {0.train.offload!r} does not see what recompute = 'selective' keeps",
@@ -204,14 +209,24 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.layout.vocab_barriers > 0 and a.recipe.loss.kind == "reward",
          "layout.vocab_barriers cuts the output layer, and a reward model has one number there",
          "leave layout.vocab_barriers out"),
-    Rule("experts", "layout axes", lambda a: a.layout.ep > 1 and "ep" not in a.axes,
-         "layout axis 'ep' is not available yet", "use {0.axis_names}"),
     Rule("islands", "layout axes", lambda a: a.layout.island > 1 and "island" not in a.axes,
          "layout axis 'island' is not available yet", "use {0.axis_names}"),
     Rule("tp above heads", "layout shape", lambda a: a.shape.heads < a.layout.tp,
          "tp={0.layout.tp} is more than the model's {0.shape.heads} heads", "use tp <= {0.shape.heads}"),
     Rule("tp above ffn", "layout shape", lambda a: (a.shape.ffn or 0) < a.layout.tp,
          "tp={0.layout.tp} is more than the model's {0.shape.ffn} ffn", "use tp <= {0.shape.ffn}"),
+    Rule("ep without experts", "layout shape", lambda a: a.layout.ep > 1 and not a.shape.mixtures,
+         "ep = {0.layout.ep} spreads experts over ranks, and the model has none",
+         "leave ep out, or set model.experts"),
+    Rule("ep above experts", "layout shape",
+         lambda a: bool(a.shape.mixtures) and min(a.shape.mixtures.values()) < a.layout.ep,
+         "ep = {0.layout.ep} is more than the {0.least_experts} experts of a layer", "use ep <= {0.least_experts}"),
+    Rule("ep with secondary", "layout", lambda a: a.layout.ep > 1 and a.layout.secondary > 0,
+         "layout.secondary = {0.layout.secondary} is about neighbours that share all state, and with ep = "
+         "{0.layout.ep} they have other experts", "leave out one of them"),
+    Rule("ep with balance", "layout shape", lambda a: a.layout.ep > 1 and bool(a.layout.balance),
+         "layout.balance = {0.layout.balance!r} lets ranks run unequal numbers of passes, and ranks of ep meet in each",
+         "leave out one of them"),
     Rule("tp above expert ffn", "layout shape", lambda a: bool(a.shape.mixtures) and min(a.widths) < a.layout.tp,
          "tp={0.layout.tp} is more than the experts' {0.shape.expert_ffn} expert_ffn",
          "use tp <= {0.shape.expert_ffn}"),

@@ -57,8 +57,9 @@ class Layout(BaseModel):
     ``balance``: the documents of a step are placed on the data ranks by their length, long ones on several, and not
     row by row (:mod:`weft.data.balance`); needs ``zero = 1``. The same loss and gradients come out.
 
-    ``ep``: experts are spread over so many neighbours among the data ranks, so it divides dp x shard x cp. ``island``:
-    groups of ranks that train by themselves and agree now and then.
+    ``ep``: experts are spread over so many neighbours among the data ranks, so it divides dp x shard x cp; or else over
+    the ranks of ``tp`` too, which then send each their own tokens to whole experts. ``dispatch``: how tokens get there
+    (:mod:`weft.parallel.experts.dispatch`). ``island``: groups of ranks that train by themselves and agree at times.
 
     ``order``: the axes from the slowest links to the fastest, e.g. ``"tp pp"``, if neighbouring ranks are to be
     neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.rehearse.mapping`` chooses).
@@ -83,6 +84,7 @@ class Layout(BaseModel):
     vocab_barriers: Literal[0, 1, 2] = 0
     skip: float = Field(0.0, ge=0, lt=1)
     balance: Literal["", "greedy", "flexsp"] = ""
+    dispatch: Literal["all-to-all", "per-rank", "all-gather"] = "all-to-all"
     order: str = ""
 
     @model_validator(mode="after")
@@ -108,7 +110,23 @@ class Layout(BaseModel):
         return (*(axis for axis in AXES if axis not in named), *named)
 
     def size(self, *axes: str) -> int:
-        return prod(getattr(self, axis) for axis in axes)
+        """Places along ``axes`` together. Of ``ep``, an axis among the data ranks, those of ``tp`` do not count."""
+        return prod(self.fold if axis == FOLDED else getattr(self, axis) for axis in axes)
+
+    def folds(self, count: int) -> bool:
+        """Whether ``count`` divides the data ranks, and cuts those that share the state evenly."""
+        state, data = self.size("shard", "cp"), self.size("dp", "shard", "cp")
+        return data % count == 0 and (state % count == 0 or count % state == 0)
+
+    @property
+    def folds_tp(self) -> bool:
+        """Whether experts are spread over the ranks of ``tp`` as well."""
+        return not self.folds(self.ep) and self.ep % self.tp == 0 and self.folds(self.ep // self.tp)
+
+    @property
+    def fold(self) -> int:
+        """The data ranks among which experts are spread."""
+        return self.ep // self.tp if self.folds_tp else self.ep
 
     @property
     def world(self) -> int:
@@ -133,5 +151,5 @@ class Layout(BaseModel):
         return validated(cls, values, f"layout {text!r}")
 
     def __str__(self) -> str:
-        axes = [f"{axis}={self.size(axis)}" for axis in (*AXES, FOLDED) if self.size(axis) > 1]
+        axes = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, FOLDED) if getattr(self, axis) > 1]
         return ",".join(axes) or "one device"

@@ -12,13 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.errors import UsageError, WeftError
 from weft.layout.conflicts import Asked, refuse
+from weft.layout.dims import Logical
 from weft.layout.groups import group_along
 from weft.layout.layout import AXES, BATCH_AXES, FOLDED, Layout
-from weft.layout.placement import Place, rank_table
+from weft.layout.placement import EXPERT_AXES, Place, expert_sizes, expert_table, rank_table
 
 T = TypeVar("T")
 
-#: Axes that there are process groups for; ``island`` and ``ep`` are counted with and must be 1.
+#: Axes that there are process groups for, beside the folded ``ep``; ``island`` is counted with and must be 1.
 LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
 
 
@@ -27,8 +28,9 @@ class Mesh:
     """A layout over the ranks of the default process group. ``device_mesh`` is None on a single device.
 
     ``place`` is this rank's. Groups are known by axis, by ``state`` (:class:`weft.layout.placement.Place` says what it
-    is) and, where ``layout.secondary`` is set, by ``near``: the neighbours along ``state``. ``step_group``: the ranks
-    that take a step together, of which this is one; None on a single device.
+    is), where ``layout.ep`` is above 1 by ``expert_state`` and ``expert_dp``, with ``exchange``, the ranks that have
+    all experts together, and where ``layout.secondary`` is set, by ``near``: the neighbours along ``state``.
+    ``step_group``: the ranks that take a step together, of which this is one; None on a single device.
     """
 
     layout: Layout
@@ -42,6 +44,7 @@ class Mesh:
     def __post_init__(self) -> None:
         sizes = {axis: self.layout.size(axis) for axis in (*AXES, FOLDED)}
         sizes |= {"state": self.layout.size("shard", "cp"), "near": self.layout.secondary}
+        sizes |= dict(zip(EXPERT_AXES, expert_sizes(self.layout), strict=True))
         object.__setattr__(self, "_size", sizes)
 
     @classmethod
@@ -69,14 +72,22 @@ class Mesh:
                 f"start {layout.world} ranks or change --layout"
             )
         place = Place.of(layout, dist.get_rank())
-        ranks = torch.from_numpy(rank_table(layout)[place.rank("island")].copy())  # [pp, dp, shard, cp, tp]
+        table = rank_table(layout)
+        ranks = torch.from_numpy(table[place.rank("island")].copy())  # [pp, dp, shard, cp, tp]
         groups = {name: group_along(ranks, axis, name) for axis, name in enumerate(LIVE_AXES)}
         # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
         holders = ranks.flatten(2, 3).sort(dim=2).values  # [pp, dp, state, tp]
         groups["state"] = group_along(holders, 2, "state")
+        if layout.ep > 1:
+            folded = torch.from_numpy(expert_table(layout, table)[place.rank("island")].copy())
+            groups |= {name: group_along(folded, i, name) for i, name in enumerate(EXPERT_AXES, 1)}
         for axis, group in groups.items():
             if dist.get_rank(group) != place.rank(axis):  # all index arithmetic rests on this
                 raise RuntimeError(f"rank {dist.get_rank()} has another number along {axis} than its group gives it")
+        if layout.ep > 1:
+            groups["exchange"] = groups[FOLDED]
+            if layout.folds_tp:
+                groups["exchange"] = group_along(folded.flatten(3, 4), 3, "exchange")
         if layout.secondary:
             groups["near"] = group_along(holders.unflatten(2, (-1, layout.secondary)), 3, "near")
         along_axes = [groups[axis] for axis in LIVE_AXES]
@@ -110,6 +121,10 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self._group[axis]
+
+    def sharing(self, logical: Logical) -> tuple[str, str]:
+        """The groups that hold a parameter's state: the replicas of it, and those that each share in one."""
+        return ("expert_dp", "expert_state") if logical.cut_by(FOLDED) else ("dp", "state")
 
     @property
     def batch_rank(self) -> int:

@@ -34,8 +34,9 @@ class Place:
     """One rank's coordinate along every axis of a layout.
 
     ``state`` numbers the ranks of ``shard`` and ``cp`` together, which share in holding the state, by their rank in the
-    world: that is how PyTorch numbers the ranks of a group, whatever ``layout.order`` says. ``ep`` numbers neighbours
-    among the data ranks.
+    world: that is how PyTorch numbers the ranks of a group, whatever ``layout.order`` says. ``ep`` numbers, likewise,
+    neighbours among the data ranks, ``dp`` slowest; ``expert_state`` and ``expert_dp`` number those that have the same
+    experts: the ranks that share in holding their state, and the replicas of it.
     """
 
     layout: Layout
@@ -47,9 +48,10 @@ class Place:
         ranks = rank_table(layout)
         where = dict(zip(AXES, (int(i[0]) for i in np.nonzero(ranks == rank)), strict=True))
         holders = ranks[tuple(slice(None) if axis in ("shard", "cp") else where[axis] for axis in AXES)]
-        state = int((holders < rank).sum())
-        replica = where["dp"] * holders.size + state
-        return cls(layout, where | {"state": state, "ep": replica % layout.ep})
+        where["state"] = int((holders < rank).sum())
+        table = expert_table(layout, ranks)[where["island"], where["pp"], ..., where["tp"]]
+        folded = (int(i[0]) for i in np.nonzero(table == rank))
+        return cls(layout, where | dict(zip(EXPERT_AXES, folded, strict=True)))
 
     def rank(self, axis: str) -> int:
         return self.coordinates[axis]
@@ -84,9 +86,8 @@ class Place:
         holders, replicas = layout.size("shard", "cp"), layout.dp  # ranks that cut the rows, and copies of these
         index, replica = self.rank("state"), self.rank("dp")
         if logical.cut_by("ep"):  # its neighbours hold other experts: what remains of the data ranks
-            within, beyond = min(layout.ep, holders), max(1, layout.ep // holders)
-            holders, index = holders // within, index // within
-            replicas, replica = replicas // beyond, replica // beyond
+            replicas, holders, _ = expert_sizes(layout)
+            replica, index = self.rank("expert_dp"), self.rank("expert_state")
         if logical.everywhere:
             holders, index, replicas, replica = 1, 0, holders * replicas, replica * holders + index
         box = logical.rows(*ceil_part(logical.local_shape[0], holders, index)) if logical.box else ()
@@ -106,10 +107,27 @@ def rank_table(layout: Layout) -> np.ndarray:
     return ranks.transpose([order.index(axis) for axis in AXES])
 
 
+#: What the data ranks are to experts, with the axis that they are cut over.
+EXPERT_AXES = ("expert_dp", "expert_state", FOLDED)
+
+
+def expert_sizes(layout: Layout) -> tuple[int, int, int]:
+    """How many ranks there are along each of :data:`EXPERT_AXES`."""
+    state = layout.size("shard", "cp")
+    return layout.dp // max(1, layout.fold // state), max(1, state // layout.fold), layout.fold
+
+
+def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
+    """A table of :func:`rank_table` as experts see it: ``[island, pp, expert_dp, expert_state, ep, tp]``."""
+    by_state = np.sort(ranks.reshape(*ranks.shape[:3], -1, layout.tp), axis=3)  # [island, pp, dp, state, tp]
+    folded = by_state.reshape(*ranks.shape[:2], *expert_sizes(layout), layout.tp)
+    return np.sort(folded, axis=4)
+
+
 def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[tuple[str, ...], ...]:
     """For each dimension the axes larger than one that cut it: :data:`CUTS`, and no axis cuts a parameter twice.
 
-    With vocabulary passes the vocabulary is cut over the stages too.
+    With vocabulary passes the vocabulary is cut over the stages too, and experts may be over ``tp``.
     """
     cuts: list[tuple[str, ...]] = []
     taken: set[str] = {*MODEL_AXES, FOLDED} if whole else set()
@@ -117,6 +135,8 @@ def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[
         axes = CUTS.get(dim.name, ())
         if dim.name == "vocab" and layout.vocab_barriers:
             axes = ("pp", *axes)
+        if FOLDED in axes and layout.folds_tp:
+            axes = (*axes, "tp")
         cuts.append(tuple(axis for axis in axes if layout.size(axis) > 1 and axis not in taken))
         taken.update(cuts[-1])
     return tuple(cuts)

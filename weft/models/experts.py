@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from spmd_types import rules
 from torch._subclasses.fake_tensor import FakeTensor
 
+from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.feed_forward import ACTIVATE, FeedForward
@@ -52,8 +53,7 @@ class Local:
         return Dispatched(rows, counted(choice.ids, self.experts), (order, choice.weights))
 
     def combine(self, rows: T, meta: Any) -> T:
-        order, weights = meta
-        return weighted(rows, order, weights)
+        return weighted(rows, *meta)
 
 
 def counted(ids: T, experts: int) -> T:
@@ -216,8 +216,8 @@ class Experts(Module):
         self.weight("down", expert, embed, ffn, std=shape.init_std / (2 * shape.layers) ** 0.5)
 
     def forward(self, rows: T, counts: T) -> T:
-        """``[rows, embed]``, ``counts`` of each expert in turn, to each row's share of a sum over ``tp``."""
-        gate, up = products(rows, counts, self.gate, self.up)  # [rows, ffn/tp]
+        """``[rows, embed]``, ``counts`` of each expert in turn, to each row's share of a sum over what cuts experts."""
+        gate, up = products(rows, counts, self.gate, self.up)  # [rows, hidden units here]
         return products(self.activate(gate) * up, counts, self.down)[0]
 
 
@@ -238,26 +238,35 @@ class Mixture(Module):
                 rows = Dim("share", 1 if shape.shared_mix == "gate" else 2)
                 self.weight("shared_gate", rows, Dim("embed", shape.embed), std=shape.init_std)
 
-    def early(self, x: T, seen: Pass | None) -> Choice | None:
-        """What tokens choose by what attention reads, if the router reads that."""
-        return self.router(x.flatten(0, 1), seen) if self.shape.router_early else None
+    def early(self, x: T, whole: T, seen: Pass | None) -> Choice | None:
+        """What tokens choose by what attention reads, if the router reads that: of ``tp`` their ``whole`` or ``x``."""
+        tokens = x if self.router.own else whole
+        return self.router(tokens.flatten(0, 1), seen) if self.shape.router_early else None
 
     def forward(self, x: T, seen: Pass | None = None, early: Choice | None = None) -> T:
-        """``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
+        """``[batch, seq/tp, embed]`` to the same.
+
+        Each rank of ``tp`` has a part of every expert, and so sees all tokens, or some whole experts and tokens.
+        """
+        if not self.router.own:
+            whole = gather_tokens(x, self.mesh)
+            shared = None if self.shared is None else self.shared.share(whole)
+            return scatter_tokens(self._mixed(whole, self._routed(whole, seen, early), shared), self.mesh)
+        return self._mixed(x, self._routed(x, seen, early), None if self.shared is None else self.shared(x))
+
+    def _routed(self, x: T, seen: Pass | None, early: Choice | None) -> T:
         tokens = x.flatten(0, 1)
-        choice = early or self.router(tokens, seen)
-        rows, counts, meta = self.dispatcher.dispatch(tokens, choice)
-        y = self.dispatcher.combine(self.experts(rows, counts), meta).view_as(x)
-        if self.shared is None:
-            return y
-        shared = self.shared(x)
-        if self.shape.shared_mix == "add":
-            return y + shared
+        rows, counts, meta = self.dispatcher.dispatch(tokens, early or self.router(tokens, seen))
+        return self.dispatcher.combine(self.experts(rows, counts), meta).view_as(x)
+
+    def _mixed(self, x: T, routed: T, shared: T | None) -> T:
+        if shared is None or self.shape.shared_mix == "add":
+            return routed if shared is None else routed + shared
         logits = F.linear(x, self.shared_gate)
         if self.shape.shared_mix == "gate":
-            return y + shared * logits.sigmoid()
+            return routed + shared * logits.sigmoid()
         shares = logits.softmax(-1)
-        return y * shares[..., :1] + shared * shares[..., 1:]
+        return routed * shares[..., :1] + shared * shares[..., 1:]
 
 
 def feed_forward(shape: ModelShape, mesh: Mesh, layer: int) -> FeedForward | Mixture:

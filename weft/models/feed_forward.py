@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.adapters import Projections
@@ -30,10 +31,14 @@ class FeedForward(Projections):
         self.projection("up", ffn, embed, shape.init_std)
         self.projection("down", embed, ffn, shape.init_std / (2 * shape.layers) ** 0.5)
 
-    def early(self, x: T, seen: object) -> None:
+    def early(self, x: T, whole: T, seen: object) -> None:
         """What this wants to know of the attention's input: nothing."""
 
-    def forward(self, x: T, seen: object = None, early: object = None) -> T:
+    def share(self, whole: T) -> T:
         """``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
-        gate, up = self.project(x, "gate", "up")  # [batch, seq, ffn/tp]
+        gate, up = self.project(whole, "gate", "up")  # [batch, seq, ffn/tp]
         return self.project(self.activate(gate) * up, "down")[0]
+
+    def forward(self, x: T, seen: object = None, early: object = None) -> T:
+        """``[batch, seq/tp, embed]`` to the same."""
+        return scatter_tokens(self.share(gather_tokens(x, self.mesh)), self.mesh)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from spmd_types import rules
 
 from weft.data.batch import Batch
-from weft.layout.boundary import BY_DATA, V, declare, share_of_sum, untyped
+from weft.layout.boundary import BY_DATA, R, V, declare, share_of_sum, untyped
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.module import Module
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 class Pass:
     """What routers see of a forward and backward pass beside activations, and what they count in it.
 
-    ``documents``: int64 ``[tokens]``, -1 for padding; ``lengths``: tokens of each in all ``cp`` ranks, ``[documents]``.
+    ``documents``: int64 ``[tokens]``, -1 for padding; ``lengths``: tokens of each on all ranks, ``[documents]``.
     ``step_tokens``: those of the step that are no padding, asked for in backward. ``chosen``, by layer: how often each
     document's tokens chose each expert, int64 ``[documents, experts]``; of this rank's tokens in ``own``. Layers write
     down what they counted, so that a block that is run again for backward counts the same once.
@@ -66,6 +66,8 @@ class Loads:
             documents, lengths = batch.documents, batch.cu_seqlens.diff()
             if documents is None:  # one, for all that is known
                 documents, lengths = torch.zeros_like(batch.tokens), batch.cu_seqlens[-1:]
+            if self.mesh.layout.folds_tp:
+                documents = documents.chunk(self.mesh.size("tp"), dim=1)[self.mesh.rank("tp")]
             lengths = lengths.to(documents.device)
             self.passes.append(Pass(documents.flatten(), lengths, lambda: self.step_tokens()))
         return self.passes[-1]
@@ -78,7 +80,7 @@ class Loads:
                 found = [one.own[layer].sum(0) for one in self.passes if layer in one.own]
                 shares.append(torch.stack(found).sum(0) if found else torch.zeros(count, device=self.mesh.device))
             mine = torch.cat([share.double() for share in shares])
-        by_stage = BY_DATA | {"pp": V}
+        by_stage = BY_DATA | {"pp": V, "tp": V if self.mesh.layout.folds_tp else R}
         return share_of_sum(declare(mine, self.mesh, **by_stage), self.mesh, **by_stage)
 
     def by_layer(self, loads: Sequence[int]) -> dict[int, Sequence[int]]:
@@ -94,12 +96,13 @@ class Router(Module):
     """Chooses experts for tokens (see :class:`weft.recipe.ModelShape`), in at least float32.
 
     ``bias`` is added to what is chosen by, and never to what weighs. ``load``: the experts' shares of the last step's
-    choices.
+    choices. ``own``: each rank of ``tp`` routes its own tokens, and not all of them.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
         super().__init__(mesh)
         self.shape, self.layer, self.count = shape, layer, shape.experts_of(layer)
+        self.own = mesh.layout.folds_tp
         expert = Dim("expert", self.count)
         self.weight("table", expert, Dim("embed", shape.embed), std=shape.init_std, whole=True)
         if shape.router == "sigmoid":
@@ -156,9 +159,11 @@ class Router(Module):
         counts = torch.zeros(len(seen.lengths) * self.count, dtype=torch.int64, device=ids.device)
         counts = counts.scatter_add(0, cells, real.long()).view(-1, self.count)
         seen.own[self.layer] = counts
-        if self.shape.balance_loss and self.shape.balance != "step" and self.mesh.size("cp") > 1:
-            counts = counts.clone()
-            dist.all_reduce(counts, group=self.mesh.group("cp"))
+        if self.shape.balance_loss and self.shape.balance != "step":
+            for axis in ("cp", "tp") if self.own else ("cp",):
+                if self.mesh.size(axis) > 1:
+                    counts = counts.clone()
+                    dist.all_reduce(counts, group=self.mesh.group(axis))
         seen.chosen[self.layer] = counts
 
     def _balance_gradient(self, seen: Pass) -> Callable[[], T]:
@@ -194,7 +199,7 @@ class Router(Module):
 
     def _factor(self, seen: Pass, dtype: torch.dtype) -> T:
         """What a token counts in a mean over the step's tokens, ``[tokens]``; on one of the ranks that see it."""
-        counted = (seen.documents >= 0) & (self.mesh.rank("tp") == 0)
+        counted = (seen.documents >= 0) & (self.own or self.mesh.rank("tp") == 0)
         return counted.to(dtype) / seen.step_tokens().to(dtype).clamp(min=1)
 
     @torch.no_grad()

@@ -170,12 +170,12 @@ class Block(Module):
         return checkpoint(self._body, x, rope, cu_seqlens, seen, use_reentrant=False, preserve_rng_state=False, **kept)
 
     def _body(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None) -> T:
-        y = gather_tokens(self.attention_norm(x), self.mesh)
-        early = self.ffn.early(y, seen)
+        normed = self.attention_norm(x)
+        y = gather_tokens(normed, self.mesh)
+        early = self.ffn.early(normed, y, seen)
         y = scatter_tokens(self.attention(y, rope, cu_seqlens), self.mesh)
         x = x + (y if self.attention_out_norm is None else self.attention_out_norm(y))
-        y = gather_tokens(self.ffn_norm(x), self.mesh)
-        y = scatter_tokens(self.ffn(y, seen, early), self.mesh)
+        y = self.ffn(self.ffn_norm(x), seen, early)
         return x + (y if self.ffn_out_norm is None else self.ffn_out_norm(y))
 
 

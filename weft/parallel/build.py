@@ -10,6 +10,7 @@ from weft.model_parameters import learns
 from weft.models.transformer import Block, Transformer
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.parallel.context import context_attention
+from weft.parallel.experts.dispatch import connect_experts
 from weft.parallel.hybrid import hybrid_attention
 from weft.parallel.pipeline import Pipeline
 from weft.parallel.sharded import is_sharded, shard_data_parallel, sharded_state
@@ -40,6 +41,7 @@ def parallelize(
     if mesh.size("pp") > 1:
         pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)
     model = pipeline.model if pipeline else Transformer(shape, mesh, train.loss_chunk)
+    connect_experts(model, mesh)
     attend = hybrid_attention(mesh, context_attention(mesh, shape))
     for block in model.blocks.values():
         assert isinstance(block, Block)

@@ -70,7 +70,7 @@ class Pipeline:
         ``offload``: the state is kept on the host. Returns the state.
         """
         described = dict(self.model.logical_parameters())
-        used: dict[tuple[frozenset[int], bool, torch.dtype], list[Full]] = {}
+        used: dict[tuple[frozenset[int], bool, torch.dtype, tuple[str, str]], list[Full]] = {}
         shared: dict[tuple[int, ...], list[str]] = {}
         whole = []
         for name, parameter in self.model.named_parameters():
@@ -80,12 +80,13 @@ class Pipeline:
                 whole.append(Held(name, described[name], placement, parameter.detach(), parameter))
                 continue
             dtype = compute if parameter.is_floating_point() else parameter.dtype
-            alike = frozenset(self._users(name)), parameter.requires_grad, dtype
+            sharing = self.mesh.sharing(described[name])
+            alike = frozenset(self._users(name)), parameter.requires_grad, dtype, sharing
             used.setdefault(alike, []).append(Full(name, described[name], parameter, placement))
             if len(copies) > 1 and parameter.requires_grad:
                 shared.setdefault(copies, []).append(name)
         self.users = [
-            (stages, TableUnit(named, self.mesh, dtype, offload)) for (stages, _, dtype), named in used.items()
+            (stages, TableUnit(named, self.mesh, dtype, offload)) for (stages, _, dtype, _), named in used.items()
         ]
         self.units = [unit for _, unit in self.users]
         self.compute = compute

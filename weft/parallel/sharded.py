@@ -4,10 +4,10 @@ FSDP2 gathers parameters and reduces gradients from hooks of autograd, over repl
 in holding the state (``shard`` and ``cp``). ZeRO stages are a table of what it keeps between uses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -18,7 +18,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from weft.errors import WeftError
+from weft.layout.layout import FOLDED
 from weft.layout.mesh import Mesh
+from weft.layout.placement import expert_table, rank_table
 from weft.models.transformer import Transformer
 from weft.parallel.state import Held, Resident, State, Unit, by_block
 from weft.recipe import Train
@@ -79,11 +81,12 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train) -> None:
     after: bool | int = mesh.layout.secondary or not STAGES[mesh.layout.zero].parameters
     described = dict(model.logical_parameters())
     everywhere = {p for name, p in model.named_parameters() if described[name].everywhere}
+    placement = _expert_placement(model, mesh) if mesh.size(FOLDED) > 1 else None
     with _near_groups(mesh):
         for block in model.blocks.values():
             fully_shard(
                 block, mesh=data_mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=away,
-                ignored_params=everywhere,
+                ignored_params=everywhere, shard_placement_fn=placement,
             )  # fmt: skip
     # The root group (embedding, norm, head) is needed at both ends of a pass: it stays gathered in between.
     fully_shard(
@@ -103,6 +106,30 @@ def _data_mesh(mesh: Mesh) -> DeviceMesh:
     return DeviceMesh.from_group(
         [mesh.group("dp"), mesh.group("state")], mesh.device.type, mesh=ranks, mesh_dim_names=("replica", "state")
     )
+
+
+def _expert_placement(model: Transformer, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
+    """Which ranks share a parameter of a block: of experts that are spread over ranks those that have the same ones.
+
+    PyTorch has this for mixtures of experts since 2.13, and no public name yet for what is returned.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    except ImportError:
+        raise WeftError(f"layout.ep needs PyTorch 2.13, and this is {torch.__version__}; leave it out") from None
+    groups = [mesh.group("expert_dp"), mesh.group("expert_state")]
+    if mesh.size("expert_dp") == 1:
+        sharing = DeviceMesh.from_group(groups[1], mesh.device.type, mesh_dim_names=("expert_state",))
+        info = FSDPMeshInfo(sharing, shard_mesh_dim=0)
+    else:
+        table = torch.from_numpy(expert_table(mesh.layout, rank_table(mesh.layout)).copy())
+        here = table[mesh.rank("island"), mesh.rank("pp"), :, :, mesh.rank(FOLDED), mesh.rank("tp")]
+        names = ("replica", "expert_state")
+        sharing = DeviceMesh.from_group(groups, mesh.device.type, mesh=here, mesh_dim_names=names)
+        info = HSDPMeshInfo(sharing, shard_mesh_dim=1, replicate_mesh_dim=0)
+    described = dict(model.logical_parameters())
+    spread = {p for name, p in model.named_parameters() if described[name].cut_by(FOLDED)}
+    return lambda parameter: ShardPlacementResult(None, info) if parameter in spread else None
 
 
 def sharded_state(model: Transformer, mesh: Mesh) -> State:

@@ -39,7 +39,9 @@ class TableUnit:
     """
 
     def __init__(self, named: Sequence[Full], mesh: Mesh, compute: torch.dtype, offload: bool) -> None:
-        self.mesh, self.size, self.compute = mesh, mesh.size("state"), compute
+        self.mesh, self.compute = mesh, compute
+        self.replicas, self.sharing = mesh.sharing(named[0].logical)  # the same of all
+        self.size = mesh.size(self.sharing)
         self.learns = any(f.parameter.requires_grad for f in named)
         self.wide = torch.promote_types(compute, torch.float32) if self.learns else compute
         # Whether state and parameters are different tensors.
@@ -75,7 +77,8 @@ class TableUnit:
             all_gather(whole.view(-1), self.near, group=self.mesh.group("near"))
         else:
             self._gather_all(whole)
-            if neighbours := self.mesh.size("near"):
+            neighbours = self.mesh.size("near")
+            if neighbours and self.sharing == "state":
                 self.near = whole.view(neighbours, -1)[self.mesh.group("near").rank()].clone()
         for full, shape, pieces in zip(self.full, self.shapes, whole.split(self.chunks, dim=1), strict=True):
             storage, numel = full.untyped_storage(), shape.numel()
@@ -88,7 +91,7 @@ class TableUnit:
         for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
             piece[: h.local.numel()].copy_(h.local.to(whole.device, non_blocking=True).flatten())
         if self.size > 1:
-            all_gather(whole.view(-1), mine, group=self.mesh.group("state"))
+            all_gather(whole.view(-1), mine, group=self.mesh.group(self.sharing))
         else:
             whole[0] = mine
 
@@ -132,7 +135,7 @@ class TableUnit:
         mine = whole[0]
         if self.size > 1:
             mine = torch.empty_like(whole[0])
-            reduce_scatter(mine, whole.view(-1), group=self.mesh.group("state"))
+            reduce_scatter(mine, whole.view(-1), group=self.mesh.group(self.sharing))
         for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
             share = piece[: h.local.numel()].view(h.local.shape).to(h.local.device, copy=True)
             h.parameter.grad = share if h.parameter.grad is None else h.parameter.grad.add_(share)
@@ -140,15 +143,17 @@ class TableUnit:
 
 @torch.no_grad()
 def sum_over_replicas(units: Iterable[TableUnit], mesh: Mesh) -> None:
-    """Add up the reduced gradients of all replicas (``dp``), in one call."""
-    held = [h for unit in units for h in unit.held if unit.learns]
-    if mesh.size("dp") == 1 or not held:
-        return
-    for h in held:
-        if h.parameter.grad is None:
-            h.parameter.grad = torch.zeros_like(h.local)
-    flat = torch.cat([h.parameter.grad.flatten() for h in held if h.parameter.grad is not None]).to(mesh.device)
-    dist.all_reduce(flat, group=mesh.group("dp"))
-    flat = flat.to(held[0].local.device)
-    for h, piece in zip(held, flat.split([h.local.numel() for h in held]), strict=True):
-        h.parameter.grad = piece.view(h.local.shape)
+    """Add up the reduced gradients of all replicas, in one call for those that have the same."""
+    by_group: dict[str, list[Held]] = {}
+    for unit in units:
+        if unit.learns and mesh.size(unit.replicas) > 1:
+            by_group.setdefault(unit.replicas, []).extend(unit.held)
+    for name, held in by_group.items():
+        for h in held:
+            if h.parameter.grad is None:
+                h.parameter.grad = torch.zeros_like(h.local)
+        flat = torch.cat([h.parameter.grad.flatten() for h in held if h.parameter.grad is not None]).to(mesh.device)
+        dist.all_reduce(flat, group=mesh.group(name))
+        flat = flat.to(held[0].local.device)
+        for h, piece in zip(held, flat.split([h.local.numel() for h in held]), strict=True):
+            h.parameter.grad = piece.view(h.local.shape)

@@ -16,7 +16,7 @@ from torch import nn
 
 from weft.data.batch import Batch, PairedRows, Pairs
 from weft.layout import boundary
-from weft.layout.boundary import BY_DATA, SAME, I, R, V, declare, gradient_types, parameter_types, state_types
+from weft.layout.boundary import BY_DATA, SAME, I, P, R, V, declare, gradient_types, parameter_types, state_types
 from weft.layout.dims import Logical
 from weft.layout.groups import fake_rank
 from weft.layout.layout import DATA_AXES, MODEL_AXES, Layout
@@ -25,6 +25,7 @@ from weft.models.preference import objective
 from weft.models.transformer import Block, Transformer
 from weft.parallel.build import check_fits, resident_state
 from weft.parallel.context import context_attention
+from weft.parallel.experts.dispatch import connect_experts
 from weft.parallel.state import State
 from weft.recipe import Loss, ModelShape, Optimizer, Train
 from weft.train.step import gradients
@@ -65,6 +66,7 @@ def check_types(
         model = Transformer(shape, mesh, train.loss_chunk)
         model.freq = model.freq.to("meta")
         model.objective = objective(loss or Loss())
+        connect_experts(model, mesh)
         for block in model.blocks.values():
             assert isinstance(block, Block)
             if block.attention.mixer == "softmax":
@@ -96,7 +98,7 @@ def _typed(state: State, mesh: Mesh) -> State:
             assert grad is not None
             declare(grad, mesh, **gradient_types(logical))
             for axis in DATA_AXES:
-                if mesh.size(axis) > 1:
+                if mesh.size(axis) > 1 and gradient_types(logical)[axis] is P:
                     grad = spmd.all_reduce(grad, mesh.group(axis), dst=I)
                     if state_types(logical)[axis] is V:  # each rank keeps its rows of the sum
                         grad = spmd.mutate_type(grad, mesh.group(axis), src=I, dst=V)

@@ -47,7 +47,8 @@ class Ranks:
 
     def axes(self, held: Held, dims: Sequence[int]) -> list[str]:
         """The mesh axes larger than one that cut these dimensions of a parameter."""
-        found = [axis for i in dims for axis in held.logical.cuts[i]] + ["state"] * (0 in dims)
+        _, sharing = self.mesh.sharing(held.logical)
+        found = [axis for i in dims for axis in held.logical.cuts[i]] + [sharing] * (0 in dims)
         return [axis for axis in found if self.mesh.size(axis) > 1]
 
     def sum(self, x: T, held: Held, *dims: int) -> T:

@@ -1,0 +1,1 @@
+"""Experts that are spread over ranks: how tokens get to them, and who has which."""

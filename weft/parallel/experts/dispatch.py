@@ -1,0 +1,260 @@
+"""How tokens get to experts that other ranks hold (``ep``), and back.
+
+Every way brings the same rows to the same experts; they differ in bytes. Of ``T`` tokens on each of ``P`` ranks, each
+with ``k`` of ``E`` experts, a rank sends, per direction: by ``all-to-all`` a row for each choice that is elsewhere,
+about ``T k (P - 1) / P`` of them; by ``per-rank`` one copy to each rank that has any of a token's experts; by
+``all-gather`` all tokens to all, ``T (P - 1)``, in fixed sizes.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from spmd_types import rules
+
+from weft.layout.boundary import BY_DATA, R, V, declare, untyped
+from weft.layout.dims import part
+from weft.layout.layout import FOLDED
+from weft.layout.mesh import Mesh
+from weft.layout.placement import Place
+from weft.models.experts import Dispatched, Dispatcher, Mixture, counted, placed, reordered, sizes_of, spread, weighted
+from weft.models.router import Choice
+from weft.models.transformer import Transformer
+from weft.parallel.units import all_gather, reduce_scatter
+
+T = torch.Tensor
+
+
+class Ranks:
+    """The ranks that have all experts together. Each has some *slots*, and ``slot_of`` says where which expert is.
+
+    ``shares``: the slots of each rank, in the order in which its group has the ranks.
+    """
+
+    def __init__(self, mesh: Mesh, experts: int) -> None:
+        self.mesh, self.experts = mesh, experts
+        self.group, layout = mesh.group("exchange"), mesh.layout
+        self.count, self.rank = layout.ep, self.group.rank()
+        axes = (FOLDED, "tp") if layout.folds_tp else (FOLDED,)
+        places = [Place.of(layout, rank).along(*axes) for rank in dist.get_process_group_ranks(self.group)]
+        held = [range(*part(experts, self.count, place)) for place in places]
+        ends = list(accumulate(map(len, held), initial=0))
+        self.shares = list(pairwise(ends))
+        self.first, self.last = self.shares[self.rank]
+        expert_of = torch.tensor([expert for one in held for expert in one])
+        self.slot_of = torch.empty_like(expert_of).scatter(0, expert_of, torch.arange(experts))
+        self.owner = torch.arange(self.count).repeat_interleave(torch.tensor([len(one) for one in held]))
+
+    def slots(self, ids: T) -> T:
+        """Where the experts ``ids`` are."""
+        return self.slot_of.to(ids.device)[ids]
+
+    def owners(self, slots: T) -> T:
+        """The ranks that have these slots."""
+        return self.owner.to(slots.device)[slots]
+
+    def counts_from_all(self, counts: T) -> T:
+        """What each rank gives of the same number of whole numbers: ``[ranks, numbers]``."""
+        found = counts.new_empty(self.count * len(counts))
+        all_gather(found, counts, group=self.group)
+        return found.view(self.count, -1)
+
+    def declared(self, x: T) -> T:
+        """``x`` with the type of what tokens choose."""
+        return declare(x, self.mesh, **BY_DATA | {"tp": V if self.mesh.layout.folds_tp else R})
+
+
+class AllToAll:
+    """A row for each choice, to the rank of its expert."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def dispatch(self, x: T, choice: Choice) -> Dispatched:
+        ranks = self.ranks
+        with untyped():
+            slots = ranks.slots(choice.ids)
+            order, counts = slots.flatten().argsort(stable=True), counted(slots, ranks.experts)
+            arriving = ranks.counts_from_all(counts)[:, ranks.first : ranks.last]  # [ranks, experts here]
+            sent = sizes_of(torch.stack([counts[lo:hi].sum() for lo, hi in ranks.shares]), len(order))
+            received = sizes_of(arriving.sum(1), len(order))
+            counts_here = arriving.sum(0)
+            here = torch.arange(arriving.shape[1], device=x.device).repeat(ranks.count)
+            which = counts.new_empty(sum(received)) if x.is_meta else here.repeat_interleave(arriving.flatten())
+            by_expert = which.argsort(stable=True)
+        order, by_expert = ranks.declared(order), ranks.declared(by_expert)
+        # Rank by rank, and of each rank expert by expert.
+        rows = exchanged(spread(x, order, choice.ids.shape[1]), sent, received, ranks.group)
+        meta = (order, choice.weights, by_expert, sent, received)
+        return Dispatched(reordered(rows, by_expert), counts_here, meta)
+
+    def combine(self, rows: T, meta: Any) -> T:
+        order, weights, by_expert, sent, received = meta
+        back = exchanged(placed(rows, by_expert), received, sent, self.ranks.group)
+        return weighted(back, order, weights)
+
+
+class FanOut:
+    """What a rank does with tokens that are here with all that they have chosen: its own experts' part of their sum."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.first, self.here = ranks, ranks.first, ranks.last - ranks.first
+
+    def dispatch(self, x: T, choice: Choice) -> Dispatched:
+        """Weights of experts that are elsewhere are taken to be 0. ``choice.ids`` are slots."""
+        with untyped():
+            local = choice.ids.flatten() - self.first
+            local = torch.where((local >= 0) & (local < self.here), local, self.here)
+            order = local.argsort(stable=True)  # those of experts elsewhere come last
+            counts = counted(local, self.here + 1)[:-1]
+            sizes = sizes_of(counts, len(order))
+        order = self.ranks.declared(order)
+        return Dispatched(spread(x, order, choice.ids.shape[1], sum(sizes)), counts, (order, choice.weights))
+
+    def combine(self, rows: T, meta: Any) -> T:
+        return weighted(rows, *meta)
+
+
+class PerRank:
+    """One copy of a token to each rank that has any of its experts, which adds up what these make of it."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.fan_out = ranks, FanOut(ranks)
+
+    def dispatch(self, x: T, choice: Choice) -> Dispatched:
+        ranks, tokens = self.ranks, len(x)
+        with untyped():
+            slots = ranks.slots(choice.ids)
+            owners = ranks.owners(slots)  # [tokens, k]
+            wanted = torch.zeros(tokens, ranks.count, dtype=torch.int64, device=x.device).scatter(1, owners, 1)
+            # A place for each rank that a token could go to; those that it goes to come first, rank by rank.
+            places = torch.where(wanted > 0, torch.arange(ranks.count, device=x.device), ranks.count).flatten()
+            order, counts = places.argsort(stable=True), wanted.sum(0)
+            sent = sizes_of(counts, len(order))
+            received = sizes_of(ranks.counts_from_all(counts)[:, ranks.rank], len(order))
+        order, slots = ranks.declared(order), ranks.declared(slots)
+
+        def moved(y: T) -> T:
+            return exchanged(spread(y, order, ranks.count, sum(sent)), sent, received, ranks.group)
+
+        rows = moved(x)
+        there = Choice(moved(choice.weights), moved(slots))
+        found = self.fan_out.dispatch(rows, there)
+        return Dispatched(found.rows, found.counts, (found.meta, order, tokens, sent, received))
+
+    def combine(self, rows: T, meta: Any) -> T:
+        inner, order, tokens, sent, received = meta
+        back = exchanged(self.fan_out.combine(rows, inner), received, sent, self.ranks.group)
+        with untyped():
+            ones = torch.ones(tokens, self.ranks.count, device=rows.device)
+        return weighted(back, order, self.ranks.declared(ones))
+
+
+class AllGather:
+    """All tokens to all ranks, each of which adds up what its experts make of them."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.fan_out = ranks, FanOut(ranks)
+
+    def dispatch(self, x: T, choice: Choice) -> Dispatched:
+        group = self.ranks.group
+        with untyped():
+            slots = self.ranks.slots(choice.ids)
+        there = Choice(gathered(choice.weights, group), gathered(self.ranks.declared(slots), group))
+        return self.fan_out.dispatch(gathered(x, group), there)
+
+    def combine(self, rows: T, meta: Any) -> T:
+        return scattered(self.fan_out.combine(rows, meta), self.ranks.group)
+
+
+#: The ways, by ``layout.dispatch``.
+DISPATCHERS: dict[str, Callable[[Ranks], Dispatcher]] = {
+    "all-to-all": AllToAll, "per-rank": PerRank, "all-gather": AllGather,
+}  # fmt: skip
+
+
+def connect_experts(model: Transformer, mesh: Mesh) -> None:
+    """Let tokens get to the experts of other ranks, where there are some (``ep``)."""
+    for module in model.modules():
+        if isinstance(module, Mixture) and mesh.layout.ep > 1:
+            module.dispatcher = DISPATCHERS[mesh.layout.dispatch](Ranks(mesh, module.router.count))
+
+
+def exchanged(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> T:
+    """Rows from every rank: so many of ``rows`` to each rank in turn, and so many from each."""
+    return _Exchanged.apply(rows, sent, received, group)
+
+
+def gathered(x: T, group: dist.ProcessGroup) -> T:
+    """The rows of all ranks, as many of each."""
+    return _Gathered.apply(x, group)
+
+
+def scattered(x: T, group: dist.ProcessGroup) -> T:
+    """This rank's rows of the sum of all ranks' ``x``."""
+    return _Scattered.apply(x, group)
+
+
+def _all_to_all(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> T:
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    return found
+
+
+def _gather(x: T, group: dist.ProcessGroup) -> T:
+    found = x.new_empty(group.size() * len(x), *x.shape[1:])
+    all_gather(found, x.contiguous(), group=group)
+    return found
+
+
+def _scatter(x: T, group: dist.ProcessGroup) -> T:
+    found = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    reduce_scatter(found, x.contiguous(), group=group)
+    return found
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def spmd_typecheck(*, rows, sent, received, group):  # type: ignore[no-untyped-def]
+        return rules.einsum("rd->rd", rows)
+
+    @staticmethod
+    def forward(ctx, rows, sent, received, group):  # type: ignore[no-untyped-def]
+        ctx.back = received, sent, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return _all_to_all(grad, *ctx.back), None, None, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def spmd_typecheck(*, x, group):  # type: ignore[no-untyped-def]
+        return rules.einsum("rd->rd", x)
+
+    @staticmethod
+    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return _scatter(grad, ctx.group), None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def spmd_typecheck(*, x, group):  # type: ignore[no-untyped-def]
+        return rules.einsum("rd->rd", x)
+
+    @staticmethod
+    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+        ctx.group = group
+        return _scatter(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return _gather(grad, ctx.group), None
