@@ -9,6 +9,7 @@ from itertools import count
 from math import prod
 from typing import NamedTuple
 
+from weft.plugins import find
 from weft.recipe import ModelShape
 
 #: The weights that can have an adapter, by module, and what Hugging Face calls them.
@@ -64,7 +65,16 @@ def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
 
 
 def parameters(model: ModelShape, vocab: int = 0) -> Iterator[Parameter]:
-    """All of them; ``vocab``: of the tokenizer, if the model leaves it to that."""
+    """All of them; ``vocab``: of the tokenizer, if the model leaves it to that.
+
+    Of a plugin's model nobody knows which input they read, nor how often: each has a place of its own, and matrices are
+    taken to multiply every token once.
+    """
+    if model.kind:
+        made = find("model", model.kind).call(model.settings)(model.vocab or vocab)
+        for step_of, (name, values) in enumerate(made.named_parameters()):
+            yield Parameter(f"net.{name}", tuple(values.shape), step_of, values.numel() * (values.dim() > 1))
+        return
     step, table = count(), (model.vocab or vocab, model.embed)
     yield Parameter("embedding.table", table, next(step))
     for layer in range(model.layers):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.errors import UsageError
 from weft.model_parameters import ADAPTERS, QUANTIZED, learns, parameters
 from weft.recipe import ModelShape
 
@@ -129,6 +130,9 @@ class Shape:
 
 def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
     """The numbers of a recipe's model; ``vocab``: of the tokenizer, if the model leaves it to that."""
+    if model.kind:
+        raise UsageError(f"what is inside of a plugin's model ({model.kind!r}) is not known, so it cannot be planned; "
+                         "write the [layout], of dp and shard")  # fmt: skip
     kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or 0
     linear = sum(model.mixer_of(layer) != "softmax" for layer in range(model.layers)) / model.layers
     windowed = sum(model.window_of(layer) > 0 for layer in range(model.layers)) / model.layers
@@ -172,15 +176,18 @@ def flops_per_token(model: ModelShape, vocab: int, seq: int, freeze: Sequence[st
     """Model flops of forward and backward per token; a frozen weight has no gradient, and below all that learns nothing
     is propagated: a forward alone, if nothing learns. If all learns, that is :meth:`Shape.flops_per_token`: three times
     the forward's."""
-    shape, found = shape_of(model, vocab), list(parameters(model, vocab))
+    found = list(parameters(model, vocab))
     learning = {p.name for p in found if learns(p.name, model, freeze)}
     lowest = min((p.step for p in found if p.name in learning), default=len(found) * 2)
-    attention = 2 * float(shape.heads * shape.score_dim * shape.reach(seq))  # forward, the causal half
-    total = 0.0
+    attention, table, total = 0.0, 0.0, 0.0
+    if not model.kind:
+        shape = shape_of(model, vocab)
+        attention = 2 * float(shape.heads * shape.score_dim * shape.reach(seq))  # forward, the causal half
+        table = float(shape.table)
     for p in found:
         total += 2 * p.products * (1 + (p.name in learning) + (p.step > lowest))
         if p.name.endswith((".wo", ".wo.codes")):
             total += attention * (1 + 2 * (p.step > lowest))
     if model.tied:  # the table is the output layer, too
-        total += 2 * float(shape.table) * (1 + bool(learning) + ("embedding.table" in learning))
+        total += 2 * table * (1 + bool(learning) + ("embedding.table" in learning))
     return total

@@ -66,7 +66,10 @@ class Registered:
 
     def call(self, settings: Mapping[str, Any]) -> Callable[..., Any]:
         """What to call with what the kind gives; what it raises names the plugin."""
-        work = partial(self.made, **settings)
+        return self.blamed(partial(self.made, **settings))
+
+    def blamed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """``work`` of the plugin's; what it raises names the plugin."""
 
         def called(*given: Any) -> Any:
             with blamed(str(self)):

@@ -78,7 +78,8 @@ class ModelShape(Section):
 
     ``from`` (in Python ``origin``) names a model to start from, which then says every field: a folder of Hugging Face's
     or of Weft's, a GGUF file, or an id of the Hugging Face hub; of a ``config.json`` the values are new.
-    ``vocab = 0`` means "as large as the tokenizer's".
+    ``vocab = 0`` means "as large as the tokenizer's". ``kind``: a plugin's model (docs/plugins.md), which is made with
+    ``settings`` and has no other field of these.
 
     ``mixer`` is what mixes tokens: ``softmax`` attention, ``linear`` attention, or ``retention`` (linear with decay).
     Of the last two, ``softmax_every = n`` keeps softmax attention in every n-th layer (a hybrid; 0: in none).
@@ -107,6 +108,8 @@ class ModelShape(Section):
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     origin: str | None = Field(None, alias="from")
+    kind: str = ""
+    settings: dict[str, Any] = {}
     vocab: int = Field(0, ge=0)
     layers: PositiveInt = 4
     embed: PositiveInt = 256
@@ -181,6 +184,19 @@ class ModelShape(Section):
             config = f"{config}/config.json"
         given = weights or config
         return rest | ({"from": str(given)} if given else {})
+
+    @model_validator(mode="after")
+    def _own(self) -> Self:
+        others = self.model_fields_set - {"kind", "settings", "vocab", "origin", "kv_heads", "head_dim", "ffn"}
+        if self.kind and (named := sorted(name for name in others if getattr(self, name) != self._default(name))):
+            raise ValueError(f"{named[0]} is of Weft's own models, not of kind {self.kind!r}; put it into settings")
+        if self.settings and not self.kind:
+            raise ValueError("settings are those of a plugin's model; name it as kind")
+        return self
+
+    @classmethod
+    def _default(cls, name: str) -> Any:
+        return cls.model_fields[name].default
 
     @model_validator(mode="after")
     def _fill(self) -> Self:
@@ -550,6 +566,8 @@ class Recipe(Section):
             check("callbacks", "callback", use.name, use.settings)
         for name in self.observe.trackers:
             check("observe.trackers", "tracker", name, {}, TRACKERS)
+        if self.model.kind:
+            check("model.kind", "model", self.model.kind, self.model.settings)
         for source in self.data.sources:
             check("data.kind", "dataset", source.kind, source.settings, SOURCES)
         return self

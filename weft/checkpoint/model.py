@@ -71,6 +71,8 @@ def export_model(
     if out.exists():
         raise WeftError(f"--out {out} exists already; choose another folder")
     model, files = open_model(checkpoint, "cpu", warn, ema)
+    if model.shape.kind:
+        raise WeftError(f"{checkpoint} is of a plugin's model ({model.shape.kind}), which no other program knows")
     if merge and model.shape.adapter is None:
         raise WeftError(f"{checkpoint} has no adapter; leave out --merge")
     if merge or model.shape.adapter is None:

@@ -13,7 +13,7 @@ from weft.checkpoint.store import model_of, open_checkpoint, stored_files
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
-from weft.models.transformer import Transformer
+from weft.models.own_model import model_of_shape
 from weft.recipe import ModelShape, Optimizer, Recipe
 
 #: Fields that say where a model's first values come from. Once it is trained, they change nothing.
@@ -62,7 +62,7 @@ def check_goes_on(checkpoint: StoredCheckpoint, shape: ModelShape, tokenizer: To
     kept = [name for name in KEPT if stored_optimizer.get("kind") in KEPT[name] or optimizer.kind in KEPT[name]]
     if other := _differing("optimizer", {"optimizer": stored_optimizer}, {"optimizer": optimizer.model_dump()}, kept):
         raise WeftError(f"{checkpoint} has another optimizer's state: {'; '.join(other)}; restore that, or {instead}")
-    names = dict(Transformer(shape, Mesh.single()).logical_parameters())
+    names = dict(model_of_shape(shape, Mesh.single()).logical_parameters())
     known = re.compile(rf"(model|optimizer\..+)\.({'|'.join(map(re.escape, names))})")
     if extra := sorted(name for name in checkpoint.tensors if not known.fullmatch(name)):
         raise WeftError(f"{checkpoint} holds {len(extra)} tensors that this model has no place for, such as {extra[0]}")

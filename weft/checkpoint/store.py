@@ -19,6 +19,7 @@ from weft.checkpoint.writer import write_whole
 from weft.errors import WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import from_all
+from weft.plugins import check, load_plugins
 from weft.recipe import ModelShape
 
 T = TypeVar("T")
@@ -34,9 +35,15 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
 def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
     """The model that a checkpoint of Weft's is of. Raises :class:`WeftError` if it does not say."""
     try:
-        return ModelShape.model_validate(checkpoint.meta["recipe"]["model"])
+        shape = ModelShape.model_validate(checkpoint.meta["recipe"]["model"])
+        if shape.kind:  # the model is the plugin's
+            load_plugins(checkpoint.meta["recipe"]["plugins"])
+            check("model.kind", "model", shape.kind, shape.settings)
+        return shape
     except (KeyError, TypeError, ValidationError):
         raise WeftError(f"{checkpoint} does not say which model it is of") from None
+    except ValueError as error:
+        raise WeftError(f"{checkpoint} is of a plugin's model: {error}") from None
 
 
 def stored_files(checkpoint: StoredCheckpoint) -> dict[str, bytes]:

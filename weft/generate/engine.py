@@ -49,10 +49,14 @@ class LocalReader:
     def __init__(self, model: Transformer) -> None:
         self.model, self.past = model, 0
         self.caches = layer_caches(model)
+        self.whole: list[int] = []  # of a plugin's model, which cannot remember: all that has been read
 
     def read(self, ids: list[int]) -> torch.Tensor:
         """The prompt, later new tokens: logits ``[vocab]`` of the last one."""
         device = self.model.mesh.device
+        if self.model.shape.kind:
+            self.past, self.whole = 0, self.whole + ids
+            ids = self.whole
         tokens = torch.tensor([ids], device=device)
         positions = torch.arange(self.past, self.past + len(ids), device=device)[None]
         documents = torch.tensor([0, len(ids)], dtype=torch.int32)

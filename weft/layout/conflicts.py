@@ -171,6 +171,19 @@ RULES: tuple[Rule, ...] = (
          lambda a: bool(a.recipe.tasks) and a.layout.vocab_barriers > 0,
          "tasks ask the output layer for more than the loss, which is all that passes of layout.vocab_barriers compute",
          "leave one of them out"),
+    Rule("a plugin's model cut within", "layout shape",
+         lambda a: bool(a.shape.kind) and (a.layout.size("pp", "cp", "tp") > 1 or bool(a.layout.balance)),
+         "a plugin's model is whole on every rank, and layout {0.layout} cuts what is inside of it",
+         "use dp and shard alone"),
+    Rule("a plugin's model without blocks", "shape train",
+         lambda a: bool(a.shape.kind)
+         and (a.train.recompute != "none" or a.train.offloads_activations or a.train.compile or bool(a.shape.adapter)),
+         "train.recompute, train.compile, offloaded activations and [adapter] are for the blocks of Weft's own models, "
+         "and model.kind = {0.shape.kind!r} is a plugin's", "leave them out"),
+    Rule("export of a plugin's model", "recipe",
+         lambda a: bool(a.recipe.model.kind and (a.recipe.checkpoint.export or a.recipe.model.origin)),
+         "model.from and checkpoint.export are about models that others know, and model.kind = "
+         "{0.recipe.model.kind!r} is a plugin's", "leave them out"),
     Rule("zeroth order with what needs backward", "layout optimizer",
          lambda a: a.optimizer.estimate == "zeroth-order"
          and bool(a.layout.balance or a.layout.skip or a.optimizer.post_validation or a.optimizer.in_backward),

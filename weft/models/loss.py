@@ -136,19 +136,20 @@ def from_shares(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
 
 @torch.no_grad()
 def token_scores(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first: int, chunk: int, mesh: Mesh
+    hidden: torch.Tensor, weight: torch.Tensor | None, labels: torch.Tensor, first: int, chunk: int, mesh: Mesh
 ) -> torch.Tensor:
     """The log-probability of every label, and 1 if no other token is likelier, else 0: float64 ``[tokens, 2]``.
 
-    Arguments as of :func:`linear_cross_entropy`, for tokens that all have a label.
+    Arguments as of :func:`linear_cross_entropy`, for tokens that all have a label; without ``weight``, ``hidden`` are
+    the logits.
     """
     group = mesh.group("tp") if mesh.size("tp") > 1 else None
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     found = torch.empty(len(hidden), 2, dtype=torch.float64, device=hidden.device)
     for start in range(0, len(hidden), chunk):
         h, y = hidden[start : start + chunk], labels[start : start + chunk]
-        logits = times(h, weight).to(wide)  # [chunk, vocab/tp]
-        here = ((y >= first) & (y < first + len(weight)))[:, None]
+        logits = (h if weight is None else times(h, weight)).to(wide)  # [chunk, vocab/tp]
+        here = ((y >= first) & (y < first + logits.shape[1]))[:, None]
         target = torch.where(here, logits.gather(1, torch.where(here, y[:, None] - first, 0)), 0)
         mine = torch.cat((logits.logsumexp(-1, keepdim=True), target, logits.amax(-1, keepdim=True)), dim=1)
         lse, target, top = from_shares(mine, group).unbind(-1)  # each [tp, chunk]

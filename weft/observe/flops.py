@@ -11,6 +11,7 @@ import psutil
 import torch
 from torch.utils.benchmark import Timer
 
+from weft.model_parameters import learning_count
 from weft.model_shape import shape_of
 from weft.recipe import ModelShape
 
@@ -25,7 +26,7 @@ PEAKS: dict[str, tuple[float, float]] = {
 
 def parameter_count(shape: ModelShape, vocab: int) -> int:
     """Number of parameters without adapters, a tied embedding counted once."""
-    return round(shape_of(shape, vocab).parameters)
+    return learning_count(shape, vocab) if shape.kind else round(shape_of(shape, vocab).parameters)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -7,6 +7,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import LIVE_AXES, Mesh
 from weft.memory.activations import HostActivations
 from weft.model_parameters import learns
+from weft.models.own_model import model_of_shape, own_values
 from weft.models.transformer import Block, Transformer
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.parallel.context import context_attention
@@ -40,7 +41,7 @@ def parallelize(
     pipeline = None
     if mesh.size("pp") > 1:
         pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)
-    model = pipeline.model if pipeline else Transformer(shape, mesh, train.loss_chunk)
+    model = pipeline.model if pipeline else model_of_shape(shape, mesh, train.loss_chunk)
     connect_experts(model, mesh)
     attend = hybrid_attention(mesh, context_attention(mesh, shape))
     for block in model.blocks.values():
@@ -64,7 +65,8 @@ def parallelize(
             parameter.data = parameter.to(getattr(torch, train.dtype))  # no small updates that could get lost
     if sharded:
         shard_data_parallel(model, mesh, train)
-    model.to_empty(device="cpu" if sharded and train.offloads_state else mesh.device)
+    place = "cpu" if sharded and train.offloads_state else mesh.device
+    model.to(place) if shape.kind else model.to_empty(device=place)  # a plugin's module has made its own buffers
     model.freq = model.freq.to(mesh.device)
     for name in everywhere:
         model.get_parameter(name).data = model.get_parameter(name).to(mesh.device)
@@ -76,7 +78,8 @@ def parallelize(
     if train.offloads_activations:
         model.around = HostActivations(mesh.device).block
     state.base_elsewhere = shape.adapter is not None
-    state.fill(values or with_adapter(seeded_values(train.seed), shape, train.seed))
+    drawn = own_values(shape, train.seed) if shape.kind else seeded_values(train.seed)
+    state.fill(values or with_adapter(drawn, shape, train.seed))
     return model, state
 
 

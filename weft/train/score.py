@@ -47,8 +47,8 @@ class Scorer:
     sums: torch.Tensor  # float64 [texts, 2]: log-probability, and how many tokens are the likeliest
 
     def __call__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first: int, chunk: int, mesh: Mesh,
-        counts: torch.Tensor | None = None,
+        self, hidden: torch.Tensor, weight: torch.Tensor | None, labels: torch.Tensor, first: int, chunk: int,
+        mesh: Mesh, counts: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         rows = (labels != IGNORE).nonzero()[:, 0]
         if counts is not None:  # no text is here, only padding

@@ -1,0 +1,106 @@
+"""Losses of a user's own, token by token, under every layout that the cross entropy knows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from spmd_types import rules
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.data.batch import IGNORE
+from weft.errors import WeftError
+from weft.layout.boundary import I, V
+from weft.layout.mesh import Mesh
+from weft.models.fused import times
+from weft.models.loss import scale_of
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A criterion (:data:`weft.models.loss.Criterion`) that adds up ``of(logits, labels)``, weighted, over all tokens.
+
+    What ``of`` may assume, and must keep to, so that every layout computes the same:
+
+    - ``logits`` ``[tokens, vocab]`` are whole rows, in float32 (in float64, if the run is), whatever cuts the
+      vocabulary; ``labels`` ``[tokens]`` are ids, none of them missing. It returns the losses ``[tokens]``.
+    - Tokens come in chunks of ``train.loss_chunk``, of any documents and in any order. The loss of one depends on its
+      own row and label alone: no mean over the chunk, no state, nothing random.
+    - PyTorch differentiates it. It is called once per chunk, for the loss and the gradients together.
+
+    Weft multiplies by the labels' weights, adds up, and divides by the weight of all the step's labels. With tensor
+    parallelism a chunk's logits are summed over ``tp``, which the cross entropy does not need.
+    """
+
+    of: Callable[[T, T], T]
+    vocab: int
+
+    def __call__(
+        self, hidden: T, weight: T | None, labels: T, first: int, chunk: int, mesh: Mesh, counts: T | None = None
+    ) -> T:
+        """As :func:`weft.models.loss.linear_cross_entropy`; without ``weight``, ``hidden`` are the logits."""
+        if weight is not None:
+            group = mesh.group("tp") if mesh.size("tp") > 1 else None
+            loss: T = _Chunked.apply(hidden, weight, labels, first, chunk, group, counts, self)
+            return loss
+        rows = (labels != IGNORE).nonzero()[:, 0]
+        scales = scale_of(labels, counts, torch.float64)[rows, 0]
+        return (self.losses(hidden[rows].to(_wide(hidden)), labels[rows]) * scales).sum()
+
+    def losses(self, logits: T, labels: T) -> T:
+        """What ``of`` says of some tokens, in float64: ``[tokens]``."""
+        found = self.of(logits, labels)
+        if not isinstance(found, T) or found.shape != labels.shape:
+            shape = list(found.shape) if isinstance(found, T) else type(found).__name__
+            raise WeftError(f"a plugin's loss returned {shape} for {len(labels)} tokens; it returns one loss for each")
+        return found.double()
+
+
+def _wide(hidden: T) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+class _Chunked(torch.autograd.Function):
+    """Gradients are computed with the loss, chunk by chunk, as :mod:`weft.models.loss` does."""
+
+    @staticmethod
+    def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
+        total = rules.einsum("te,ve,t->", hidden, weight, labels)
+        return total if group is None else rules.all_reduce(total, group, src=V, dst=I)
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, first, chunk, group, counts, criterion):  # type: ignore[no-untyped-def]
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        with_grad, wide = any(ctx.needs_input_grad[:2]), _wide(hidden)
+        d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
+        scales = scale_of(labels, counts, torch.float64)[:, 0]
+        # Types do not depend on what a plugin computes, and it need not know fake tensors.
+        labelled = labels.new_empty(0) if isinstance(labels, FakeTensor) else (labels != IGNORE).nonzero()[:, 0]
+        for rows in labelled.split(chunk) if len(labelled) else ():
+            h = hidden[rows]
+            mine = times(h, weight).to(wide)  # [chunk, vocab/tp]
+            logits = mine
+            if group is not None:
+                logits = mine.new_zeros(len(rows), criterion.vocab)
+                logits[:, first : first + len(weight)] = mine
+                dist.all_reduce(logits, group=group)
+            with torch.set_grad_enabled(with_grad):
+                logits.requires_grad_(with_grad)
+                loss = (criterion.losses(logits, labels[rows]) * scales[rows]).sum()
+            total += loss.detach()
+            if with_grad:
+                (d_logits,) = torch.autograd.grad(loss, logits)
+                d_mine = d_logits[:, first : first + len(weight)].to(hidden.dtype)
+                d_hidden[rows] = times(d_mine, weight.t())
+                d_weight += d_mine.t() @ h
+        if with_grad:
+            ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        wide = torch.promote_types(ctx.saved_tensors[0].dtype, torch.float32)
+        d_hidden, d_weight = ((d.to(wide) * grad.to(wide)).to(d.dtype) for d in ctx.saved_tensors)
+        return d_hidden, d_weight if ctx.needs_input_grad[1] else None, None, None, None, None, None, None

@@ -1,0 +1,96 @@
+"""Models of a user's own: a plain PyTorch module that makes logits of tokens, whole on every rank.
+
+What a plugin's ``model(vocab, **settings)`` returns is a ``torch.nn.Module`` whose
+``forward(tokens, positions, cu_seqlens)`` gives logits ``[batch, seq, vocab]``. ``tokens`` and ``positions`` are int64
+``[batch, seq]``: rows hold several documents, in which positions count from 0, and ``cu_seqlens`` are the edges of all
+documents in the ``batch * seq`` tokens one after the other. No token may look at another document's, nor at what comes
+after it. Its parameters begin as the module makes them under ``torch.manual_seed(train.seed)``.
+
+Layouts with ``dp`` and ``shard`` train it: they cut rows of parameters, of which they need to know nothing else.
+``tp``, ``cp`` and ``pp`` would have to know what is inside.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.errors import WeftError
+from weft.layout.dims import Box, Dim, Logical
+from weft.layout.mesh import Mesh
+from weft.models.module import Module
+from weft.models.own_loss import TokenLoss
+from weft.models.transformer import Transformer
+from weft.models.values import Values
+from weft.plugins import find
+from weft.recipe import ModelShape
+
+T = torch.Tensor
+
+
+def own_module(shape: ModelShape) -> nn.Module:
+    """The module that the plugin makes; :class:`WeftError` if it is none that can be trained."""
+    who = find("model", shape.kind)
+    made = who.call(shape.settings)(shape.vocab)
+    if not isinstance(made, nn.Module):
+        raise WeftError(f"{who} returned {type(made).__name__}, which is no torch.nn.Module")
+    if not any(p.requires_grad for p in made.parameters()):
+        raise WeftError(f"{who} has no parameter that learns")
+    for name, parameter in made.named_parameters():
+        if not parameter.dim():
+            raise WeftError(f"{who}: parameter {name} has no dimension; make it a vector of one element")
+    return made
+
+
+class OwnModel(Transformer):
+    """A plugin's module in the place of embedding, blocks and output layer; the rest of Weft sees no difference."""
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024) -> None:
+        Module.__init__(self, mesh)
+        self.shape, self.loss_chunk = shape, loss_chunk
+        self.pipeline, self.route, self.loads = None, None, None
+        self.criterion = cross_entropy(shape.vocab)
+        self.freq = torch.zeros(0)
+        self.blocks = nn.ModuleDict()
+        with torch.random.fork_rng(devices=[]):
+            self.net = own_module(shape)
+        for name, p in self.net.named_parameters():
+            dims = [Dim(f"d{i}", size) for i, size in enumerate(p.shape)]
+            self.logical[f"net.{name}"] = mesh.place.logical(dims, std=None)
+
+    def forward(
+        self, tokens: T, positions: T, cu_seqlens: T, labels: T | None = None, last: int | None = None,
+        weights: T | None = None, **more: Any,
+    ) -> T:  # fmt: skip
+        """As of :class:`Transformer`."""
+        who = find("model", self.shape.kind)
+        logits: T = who.blamed(self.net)(tokens, positions, cu_seqlens)
+        if logits.shape != (*tokens.shape, self.shape.vocab):
+            wanted = [*tokens.shape, self.shape.vocab]
+            raise WeftError(f"{who} returned {list(logits.shape)} where logits {wanted} are needed")
+        if labels is None:
+            return logits if last is None else logits[:, logits.shape[1] - last :]
+        counts = None if weights is None else weights.flatten()
+        return self.criterion(logits.flatten(0, 1), None, labels.flatten(), 0, self.loss_chunk, self.mesh, counts)
+
+
+def cross_entropy(vocab: int) -> TokenLoss:
+    """The cross entropy of logits."""
+    return TokenLoss(lambda logits, labels: nn.functional.cross_entropy(logits, labels, reduction="none"), vocab)
+
+
+def model_of_shape(shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024) -> Transformer:
+    """A model on one device or all of it on every rank: Weft's, or a plugin's."""
+    return OwnModel(shape, mesh, loss_chunk) if shape.kind else Transformer(shape, mesh, loss_chunk)
+
+
+def own_values(shape: ModelShape, seed: int) -> Values:
+    """What the plugin's module begins with, which it makes for itself under this seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = {f"net.{name}": p.detach() for name, p in own_module(shape).named_parameters()}
+
+    def values(name: str, logical: Logical, box: Box) -> T:
+        return made[name][tuple(slice(lo, hi) for lo, hi in box)]
+
+    return values
