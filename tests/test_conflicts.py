@@ -16,6 +16,8 @@ from weft.train.types import check_types
 
 ROOT = Path(__file__).parents[1]
 
+PLUGGED = "plugins=['tests.my_plugins']"
+
 #: A smallest layout that meets each entry, and the settings that it takes; the model has 2 layers and 4 heads.
 SMALLEST: dict[str, tuple[str, str]] = {
     "secondary without ZeRO-3": ("shard=4,zero=2,secondary=2", ""),
@@ -28,6 +30,9 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "export of no adapter": ("", "checkpoint.export=adapter"),
     "before without an origin": ("", "generate.before=true"),
     "tasks with vocabulary passes": ("pp=2,vocab_barriers=1", "tasks=[{path='questions.jsonl'}]"),
+    "a plugin's model cut within": ("tp=2", f"{PLUGGED} model={{kind='mixed'}}"),
+    "a plugin's model without blocks": ("", f"{PLUGGED} model={{kind='mixed'}} train.recompute=full"),
+    "export of a plugin's model": ("", f"{PLUGGED} model={{kind='mixed'}} checkpoint.export=model"),
     "zeroth order with what needs backward": ("pp=2", "optimizer.estimate=zeroth-order optimizer.post_validation=true"),
     "pairs without zeroth order": ("dp=2", "optimizer.pairs=true"),
     "pairs with a rank left over": ("dp=3", "optimizer.pairs=true optimizer.estimate=zeroth-order"),

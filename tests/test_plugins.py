@@ -10,18 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests import my_plugins
 from tests.cases import recipe, write_corpus
+from tests.checkpoint.test_resume import go, series
 from tests.conftest import Command
+from tests.test_equality import difference
 from weft import plugins
-from weft.errors import UsageError
+from weft.checkpoint.model import open_model
+from weft.data.batch import IGNORE
+from weft.errors import UsageError, WeftError
+from weft.generate.engine import generate
+from weft.layout.mesh import Mesh
+from weft.models.loss import linear_cross_entropy
+from weft.models.own_loss import TokenLoss
 from weft.observe.metrics import read_metrics
 from weft.recipe import build_recipe
+from weft.train.score import Text, scores
 
 #: A module with something of every kind.
 MODULE = """
 import json
 import torch
+import torch.distributed as dist
 from pathlib import Path
 from weft.plugins import register
 
@@ -220,3 +233,90 @@ def test_a_data_set_is_read_anew_when_its_code_changes(here: Path) -> None:
 def test_a_kind_that_nobody_knows_is_refused() -> None:
     with pytest.raises(UsageError, match="did you mean 'loss'"):
         plugins.register("los", "x")  # type: ignore[arg-type]
+
+
+def own(corpus: str, **change: Any) -> dict[str, Any]:
+    """A recipe with a plugin's model."""
+    tree = recipe(corpus, optimizer__ema=0.5, **change).model_dump(mode="json", exclude_unset=True)
+    tree["plugins"], tree["model"] = ["tests.my_plugins"], {"kind": "mixed"}
+    return tree
+
+
+@pytest.mark.parametrize(("world", "change"), [
+    (2, {"layout__shard": 2}), (4, {"layout__dp": 2, "layout__shard": 2, "layout__zero": 3}),
+    (2, {"layout__dp": 2, "train__micro_batch": 1}), (2, {"layout__shard": 2, "train__offload": "optimizer"}),
+])  # fmt: skip
+def test_a_model_of_a_plugin_equals_one_device(pool: Any, corpus: str, world: int, change: dict[str, Any]) -> None:
+    found = pool.run(world, difference, own(corpus, **change))[0]
+    assert found.ok, found
+
+
+def test_a_model_of_a_plugin_is_saved_goes_on_and_writes(
+    pool: Any, command: Command, corpus: str, tmp_path: Path
+) -> None:
+    """Under another layout, as it would have without the break; and generation reads its checkpoint."""
+    tree = own(corpus, optimizer__schedule="constant", checkpoint__every=3, train__steps=3)
+    more = tree | {"train": tree["train"] | {"steps": 6}}
+    pool.run(1, go, more, str(tmp_path / "whole"))
+    pool.run(2, go, tree | {"layout": {"shard": 2}}, str(tmp_path / "moved"))
+    pool.run(1, go, more, str(tmp_path / "moved"), "auto")
+    assert list(series(tmp_path / "moved").values()) == pytest.approx(list(series(tmp_path / "whole").values()), 1e-9)
+
+    model, _ = open_model(str(tmp_path / "moved"), "cpu", print)
+    ids = [3, 1, 4, 1, 5]
+    written = list(generate(model, ids, 6, (), 0.0, 0))
+    for i, expected in enumerate(written):
+        seen = torch.tensor([ids + written[:i]])
+        edges = torch.tensor([0, seen.shape[1]], dtype=torch.int32)
+        assert int(model(seen, torch.arange(seen.shape[1])[None], edges)[0, -1].argmax()) == expected
+    score = scores(model, None, model.mesh, [Text(ids, written)])[0]
+    assert score.greedy and score.log_probability < 0
+    code, _, err = command("export", "--from", tmp_path / "moved", "--out", tmp_path / "out")
+    assert code == 1 and "is of a plugin's model (mixed), which no other program knows" in " ".join(err.split())
+
+
+OWN_WRONG = [
+    ({"kind": "mixed", "layers": 3}, "layers is of Weft's own models"), ({"settings": {"a": 1}}, "name it as kind"),
+    ({"kind": "mixd"}, "model.kind = 'mixd' is not possible; did you mean 'mixed'?"),
+    ({"kind": "mixed", "settings": {"depth": 1}}, "cannot be called with (vocab, depth=)"),
+    ({"kind": "wrong", "settings": {"how": "kind"}}, "returned int, which is no torch.nn.Module"),
+    ({"kind": "wrong", "settings": {"how": "frozen"}}, "has no parameter that learns"),
+    ({"kind": "wrong", "settings": {"how": "scalar"}}, "parameter scale has no dimension"),
+    ({"kind": "wrong", "settings": {"how": "shape"}}, "where logits [1, 19, 257] are needed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "said"), OWN_WRONG, ids=range(len(OWN_WRONG)))
+def test_a_model_that_cannot_be_trained_is_refused(
+    command: Command, tmp_path: Path, corpus: str, model: dict[str, Any], said: str
+) -> None:
+    file = written(tmp_path, corpus, plugins=["tests.my_plugins"], model=model, train__micro_batch=1)
+    code, _, err = command("train", file, "--out", tmp_path / "run")
+    if dist.is_initialized():  # a run that ends by an error leaves with its process
+        dist.destroy_process_group()
+    assert code in (1, 2) and said in " ".join(err.split()) and err.count("weft: error") == 1, err
+
+
+def test_a_loss_of_a_plugin_is_differentiated_as_a_whole() -> None:
+    """Its sum and gradients are those of all logits at once, with weights and labels left out."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (23, 9))
+    labels = torch.randint(0, 9, (23,), generator=generator)
+    labels[::4] = IGNORE
+    counts = torch.rand(23, generator=generator).float()
+    found = []
+    for fused in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if fused:
+            total = TokenLoss(my_plugins.focal, 9)(h, w, labels, 0, 4, Mesh.single(), counts)
+        else:
+            kept = labels != IGNORE
+            total = (my_plugins.focal(h @ w.T, labels.clamp(min=0)) * counts.double())[kept].sum()
+        (total / 3).backward()
+        found.append([total.detach(), h.grad, w.grad])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    plain = TokenLoss(my_plugins.plain, 9)(hidden, weight, labels, 0, 4, Mesh.single(), counts)
+    torch.testing.assert_close(plain, linear_cross_entropy(hidden, weight, labels, 0, 4, Mesh.single(), counts))
+    with pytest.raises(WeftError, match=r"returned \[\] for 4 tokens; it returns one loss for each"):
+        TokenLoss(my_plugins.averaged, 9)(hidden, weight, labels, 0, 4, Mesh.single())

@@ -9,7 +9,7 @@ from itertools import count
 from math import prod
 from typing import NamedTuple
 
-from weft.plugins import find
+from weft.plugins import made_model
 from weft.recipe import ModelShape
 
 #: The weights that can have an adapter, by module, and what Hugging Face calls them.
@@ -71,7 +71,7 @@ def parameters(model: ModelShape, vocab: int = 0) -> Iterator[Parameter]:
     taken to multiply every token once.
     """
     if model.kind:
-        made = find("model", model.kind).call(model.settings)(model.vocab or vocab)
+        made = made_model(model.kind, model.settings, model.vocab or vocab)
         for step_of, (name, values) in enumerate(made.named_parameters()):
             yield Parameter(f"net.{name}", tuple(values.shape), step_of, values.numel() * (values.dim() > 1))
         return

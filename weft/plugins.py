@@ -110,6 +110,20 @@ def find(kind: Kind, name: str) -> Registered:
     return _REGISTERED[kind, name]
 
 
+def made_model(name: str, settings: Mapping[str, Any], vocab: int) -> Any:
+    """The ``torch.nn.Module`` that a plugin makes; :class:`WeftError` if it is none that can be trained."""
+    who = find("model", name)
+    made = who.call(settings)(vocab)
+    if not hasattr(made, "named_parameters"):
+        raise WeftError(f"{who} returned {type(made).__name__}, which is no torch.nn.Module")
+    if not any(p.requires_grad for p in made.parameters()):
+        raise WeftError(f"{who} has no parameter that learns")
+    for parameter, values in made.named_parameters():
+        if not values.dim():
+            raise WeftError(f"{who}: parameter {parameter} has no dimension; make it a vector of one element")
+    return made
+
+
 def check(setting: str, kind: Kind, name: str, settings: Mapping[str, Any], known: Iterable[str] = ()) -> None:
     """Refuse a name that neither Weft knows (``known``) nor a plugin has registered, and settings that do not fit.
 

@@ -22,24 +22,10 @@ from weft.models.module import Module
 from weft.models.own_loss import TokenLoss
 from weft.models.transformer import Transformer
 from weft.models.values import Values
-from weft.plugins import find
+from weft.plugins import find, made_model
 from weft.recipe import ModelShape
 
 T = torch.Tensor
-
-
-def own_module(shape: ModelShape) -> nn.Module:
-    """The module that the plugin makes; :class:`WeftError` if it is none that can be trained."""
-    who = find("model", shape.kind)
-    made = who.call(shape.settings)(shape.vocab)
-    if not isinstance(made, nn.Module):
-        raise WeftError(f"{who} returned {type(made).__name__}, which is no torch.nn.Module")
-    if not any(p.requires_grad for p in made.parameters()):
-        raise WeftError(f"{who} has no parameter that learns")
-    for name, parameter in made.named_parameters():
-        if not parameter.dim():
-            raise WeftError(f"{who}: parameter {name} has no dimension; make it a vector of one element")
-    return made
 
 
 class OwnModel(Transformer):
@@ -53,14 +39,14 @@ class OwnModel(Transformer):
         self.freq = torch.zeros(0)
         self.blocks = nn.ModuleDict()
         with torch.random.fork_rng(devices=[]):
-            self.net = own_module(shape)
+            self.net = made_model(shape.kind, shape.settings, shape.vocab)
         for name, p in self.net.named_parameters():
             dims = [Dim(f"d{i}", size) for i, size in enumerate(p.shape)]
             self.logical[f"net.{name}"] = mesh.place.logical(dims, std=None)
 
     def forward(
         self, tokens: T, positions: T, cu_seqlens: T, labels: T | None = None, last: int | None = None,
-        weights: T | None = None, **more: Any,
+        weights: T | None = None, seen: Any = None,
     ) -> T:  # fmt: skip
         """As of :class:`Transformer`."""
         who = find("model", self.shape.kind)
@@ -88,7 +74,10 @@ def own_values(shape: ModelShape, seed: int) -> Values:
     """What the plugin's module begins with, which it makes for itself under this seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = {f"net.{name}": p.detach() for name, p in own_module(shape).named_parameters()}
+        made = {
+            f"net.{name}": p.detach()
+            for name, p in made_model(shape.kind, shape.settings, shape.vocab).named_parameters()
+        }
 
     def values(name: str, logical: Logical, box: Box) -> T:
         return made[name][tuple(slice(lo, hi) for lo, hi in box)]

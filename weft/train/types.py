@@ -15,6 +15,7 @@ from spmd_types.checker import typecheck
 from torch import nn
 
 from weft.data.batch import Batch, PairedRows, Pairs
+from weft.errors import UsageError
 from weft.layout import boundary
 from weft.layout.boundary import BY_DATA, SAME, I, P, R, V, declare, gradient_types, parameter_types, state_types
 from weft.layout.dims import Logical
@@ -55,6 +56,9 @@ def check_types(
     Pipeline stages hand each other tensors of one and the same type, so one place along ``pp`` stands for all.
     """
     check_fits(shape, layout, train, optimizer)
+    if shape.kind:
+        raise UsageError(f"types are known of Weft's own models, and model.kind = {shape.kind!r} is a plugin's; prove "
+                         "it by numbers: leave out --types")  # fmt: skip
     kinds = [(shape.mixer_of(i), shape.experts_of(i)) for i in range(shape.layers)]
     # Layers of a kind are alike: as many as have each kind, and two, stand for all.
     few = max(min(2, len(kinds)), 1 + max(kinds.index(kind) for kind in kinds))
