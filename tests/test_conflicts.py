@@ -16,7 +16,7 @@ from weft.train.types import check_types
 
 ROOT = Path(__file__).parents[1]
 
-PLUGGED = "plugins=['tests.my_plugins']"
+PLUGGED, PAIRS = "plugins=['tests.my_plugins']", "data={kind='preference',path='pairs.jsonl'}"
 
 #: A smallest layout that meets each entry, and the settings that it takes; the model has 2 layers and 4 heads.
 SMALLEST: dict[str, tuple[str, str]] = {
@@ -33,6 +33,9 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "a plugin's model cut within": ("tp=2", f"{PLUGGED} model={{kind='mixed'}}"),
     "a plugin's model without blocks": ("", f"{PLUGGED} model={{kind='mixed'}} train.recompute=full"),
     "export of a plugin's model": ("", f"{PLUGGED} model={{kind='mixed'}} checkpoint.export=model"),
+    "a plugin's model with pairs": ("", f"{PLUGGED} model={{kind='mixed'}} {PAIRS} loss.kind=dpo"),
+    "a plugin's loss with vocabulary passes": ("pp=2,vocab_barriers=1", f"{PLUGGED} loss.kind=focal"),
+    "tasks of a model that scores": ("", f"{PAIRS} loss.kind=reward tasks=[{{path='questions.jsonl'}}]"),
     "zeroth order with what needs backward": ("pp=2", "optimizer.estimate=zeroth-order optimizer.post_validation=true"),
     "pairs without zeroth order": ("dp=2", "optimizer.pairs=true"),
     "pairs with a rank left over": ("dp=3", "optimizer.pairs=true optimizer.estimate=zeroth-order"),

@@ -181,6 +181,8 @@ BROKEN = [
     ("register('callback', 'x')(type('X', (), {}))", {"callbacks": ["x"]}, "does nothing; give it one of the methods"),
     ("@register('callback', 'x')\nclass X:\n    def end(self): ...", {"callbacks": ["x"]},
      "end of callback 'x' of plugin other cannot be called with (self, run)"),
+    ("", {"loss": {"kind": "focl"}}, "loss.kind = 'focl' is not possible; choose from: cross-entropy, dpo"),
+    ("", {"loss": {"kind": "dpo", "settings": {"a": 1}}}, "loss.settings are for a plugin's loss"),
     ("", {"observe__trackers": ["note"]}, "observe.trackers = 'note' is not possible; did you mean 'notes'?"),
     ("", {"observe__trackers": ["wandbb"]}, "did you mean 'wandb'?"),
     ("", {"data__sources": [{"kind": "cuonting"}]}, "data.kind = 'cuonting' is not possible; did you mean 'counting'?"),
@@ -295,6 +297,24 @@ def test_a_model_that_cannot_be_trained_is_refused(
     if dist.is_initialized():  # a run that ends by an error leaves with its process
         dist.destroy_process_group()
     assert code in (1, 2) and said in " ".join(err.split()) and err.count("weft: error") == 1, err
+
+
+@pytest.mark.parametrize(("world", "change"), [
+    (2, {"layout__shard": 2}), (3, {"layout__tp": 3}), (2, {"layout__cp": 2, "train__micro_batch": 2}),
+    (2, {"layout__pp": 2}), (4, {"layout__pp": 2, "layout__tp": 2}), (4, {"layout__cp": 2, "layout__tp": 2}),
+    (2, {"layout__dp": 2, "layout__zero": 1, "layout__balance": "greedy"}),
+])  # fmt: skip
+def test_a_loss_of_a_plugin_equals_one_device(pool: Any, corpus: str, world: int, change: dict[str, Any]) -> None:
+    tree = recipe(corpus, **change).model_dump(mode="json", exclude_unset=True)
+    found = pool.run(world, difference, tree | {"plugins": ["tests.my_plugins"], "loss": {"kind": "focal"}})[0]
+    assert found.ok, found
+
+
+def test_the_types_of_a_plugin_s_loss_fit(command: Command, corpus: str, tmp_path: Path) -> None:
+    file = written(tmp_path, corpus, plugins=["tests.my_plugins"], loss={"kind": "focal"})
+    for layout in ("tp=2,shard=2", "pp=2,cp=2"):
+        code, out, err = command("verify", "--types", file, "--layout", layout)
+        assert code == 0, out + err
 
 
 def test_a_loss_of_a_plugin_is_differentiated_as_a_whole() -> None:

@@ -21,8 +21,9 @@ from weft.shipped import find_recipe, shipped_recipes
 from weft.validation import validated
 
 Dtype = Literal["float64", "float32", "bfloat16"]
-#: What reads a corpus, and what takes a run's records, besides plugins.
+#: What reads a corpus, compares pairs of answers, and takes a run's records, besides plugins.
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference")
+PAIR_LOSSES = ("dpo", "dpo-norm", "ipo", "robust", "hinge", "simpo", "reward")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 #: Who speaks in a conversation.
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -325,9 +326,12 @@ class Loss(Section):
     ``beta`` multiplies what is compared; ``label_smoothing`` is the share of pairs taken to be the wrong way round;
     ``margin`` is how far ``simpo`` and ``reward`` want the chosen answer ahead. ``reference``: the model that others
     than ``simpo`` and ``reward`` stay near to; that which the run starts from, if left out.
+
+    Any other kind is a plugin's (docs/plugins.md), which is called with ``settings``.
     """
 
-    kind: Literal["cross-entropy", "dpo", "dpo-norm", "ipo", "robust", "hinge", "simpo", "reward"] = "cross-entropy"
+    kind: str = "cross-entropy"
+    settings: dict[str, Any] = {}
     beta: PositiveFloat = 0.1
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     margin: float = 0.0
@@ -335,7 +339,12 @@ class Loss(Section):
 
     @property
     def of_pairs(self) -> bool:
-        return self.kind != "cross-entropy"
+        return self.kind in PAIR_LOSSES
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a plugin computes it."""
+        return self.kind not in ("cross-entropy", *PAIR_LOSSES)
 
 
 class Group(Section):
@@ -566,6 +575,9 @@ class Recipe(Section):
             check("callbacks", "callback", use.name, use.settings)
         for name in self.observe.trackers:
             check("observe.trackers", "tracker", name, {}, TRACKERS)
+        check("loss.kind", "loss", self.loss.kind, self.loss.settings, ("cross-entropy", *PAIR_LOSSES))
+        if self.loss.settings and not self.loss.is_own:
+            raise ValueError(f"loss.settings are for a plugin's loss, and loss.kind = {self.loss.kind!r} is Weft's own")
         if self.model.kind:
             check("model.kind", "model", self.model.kind, self.model.settings)
         for source in self.data.sources:
@@ -591,9 +603,9 @@ class Recipe(Section):
             raise ValueError(f"loss.kind = {kind!r} compares pairs of answers; set data.kind = 'preference'")
         if any(pairs) and not self.loss.of_pairs:
             raise ValueError("data.kind = 'preference' has pairs of answers; set loss.kind = 'dpo' or the like")
-        if self.loss.reference is not None and kind in ("cross-entropy", "simpo", "reward"):
+        if self.loss.reference is not None and (kind in ("simpo", "reward") or not self.loss.of_pairs):
             raise ValueError(f"loss.reference, but loss.kind = {kind!r} has none; leave it out")
-        if self.loss.label_smoothing and kind in ("cross-entropy", "ipo", "hinge"):
+        if self.loss.label_smoothing and (kind in ("ipo", "hinge") or not self.loss.of_pairs):
             raise ValueError(f"loss.label_smoothing does nothing for loss.kind = {kind!r}; leave it out")
         if self.loss.margin and kind not in ("simpo", "reward"):
             raise ValueError(f"loss.margin does nothing for loss.kind = {kind!r}; leave it out")

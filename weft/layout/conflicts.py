@@ -184,6 +184,16 @@ RULES: tuple[Rule, ...] = (
          lambda a: bool(a.recipe.model.kind and (a.recipe.checkpoint.export or a.recipe.model.origin)),
          "model.from and checkpoint.export are about models that others know, and model.kind = "
          "{0.recipe.model.kind!r} is a plugin's", "leave them out"),
+    Rule("a plugin's model with pairs", "recipe", lambda a: bool(a.recipe.model.kind) and a.recipe.loss.of_pairs,
+         "loss.kind = {0.recipe.loss.kind!r} compares pairs of answers by Weft's own models, and model.kind = "
+         "{0.recipe.model.kind!r} is a plugin's", "leave one of them out"),
+    Rule("a plugin's loss with vocabulary passes", "layout recipe",
+         lambda a: a.recipe.loss.is_own and a.layout.vocab_barriers > 0,
+         "loss.kind = {0.recipe.loss.kind!r} of a plugin sees whole rows of logits, and layout.vocab_barriers computes "
+         "with parts of them on every stage", "leave layout.vocab_barriers out"),
+    Rule("tasks of a model that scores", "recipe",
+         lambda a: bool(a.recipe.tasks) and a.recipe.loss.kind == "reward",
+         "[[tasks]] ask what a model writes, and loss.kind = 'reward' trains one that scores", "leave tasks out"),
     Rule("zeroth order with what needs backward", "layout optimizer",
          lambda a: a.optimizer.estimate == "zeroth-order"
          and bool(a.layout.balance or a.layout.skip or a.optimizer.post_validation or a.optimizer.in_backward),

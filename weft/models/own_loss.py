@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from spmd_types import rules
-from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.data.batch import IGNORE
 from weft.errors import WeftError
@@ -14,6 +13,8 @@ from weft.layout.boundary import I, V
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
 from weft.models.loss import scale_of
+from weft.plugins import find
+from weft.recipe import Loss
 
 T = torch.Tensor
 
@@ -62,12 +63,18 @@ def _wide(hidden: T) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
+def own_loss(settings: Loss, vocab: int) -> TokenLoss | None:
+    """The loss of a plugin, if it is one that the recipe's ``settings`` name."""
+    return TokenLoss(find("loss", settings.kind).call(settings.settings), vocab) if settings.is_own else None
+
+
 class _Chunked(torch.autograd.Function):
     """Gradients are computed with the loss, chunk by chunk, as :mod:`weft.models.loss` does."""
 
     @staticmethod
     def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
-        total = rules.einsum("te,ve,t->", hidden, weight, labels)
+        of_tokens = [labels] if counts is None else [labels, counts]
+        total = rules.einsum(f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens)
         return total if group is None else rules.all_reduce(total, group, src=V, dst=I)
 
     @staticmethod
@@ -76,8 +83,8 @@ class _Chunked(torch.autograd.Function):
         with_grad, wide = any(ctx.needs_input_grad[:2]), _wide(hidden)
         d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
         scales = scale_of(labels, counts, torch.float64)[:, 0]
-        # Types do not depend on what a plugin computes, and it need not know fake tensors.
-        labelled = labels.new_empty(0) if isinstance(labels, FakeTensor) else (labels != IGNORE).nonzero()[:, 0]
+        # Types do not depend on what a plugin computes, which need not know tensors without values.
+        labelled = labels[:0] if labels.is_meta else (labels != IGNORE).nonzero()[:, 0]
         for rows in labelled.split(chunk) if len(labelled) else ():
             h = hidden[rows]
             mine = times(h, weight).to(wide)  # [chunk, vocab/tp]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.data.batch import Batch
 from weft.errors import WeftError
 from weft.layout.dims import Box, Dim, Logical
 from weft.layout.mesh import Mesh
@@ -34,7 +35,7 @@ class OwnModel(Transformer):
     def __init__(self, shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024) -> None:
         Module.__init__(self, mesh)
         self.shape, self.loss_chunk = shape, loss_chunk
-        self.pipeline, self.route, self.loads = None, None, None
+        self.pipeline, self.route, self.loads, self.objective = None, None, None, None
         self.criterion = cross_entropy(shape.vocab)
         self.freq = torch.zeros(0)
         self.blocks = nn.ModuleDict()
@@ -45,8 +46,8 @@ class OwnModel(Transformer):
             self.logical[f"net.{name}"] = mesh.place.logical(dims, std=None)
 
     def forward(
-        self, tokens: T, positions: T, cu_seqlens: T, labels: T | None = None, last: int | None = None,
-        weights: T | None = None, seen: Any = None,
+        self, tokens: T, positions: T, cu_seqlens: T, learned: Batch | None = None, last: int | None = None,
+        seen: Any = None,
     ) -> T:  # fmt: skip
         """As of :class:`Transformer`."""
         who = find("model", self.shape.kind)
@@ -54,10 +55,11 @@ class OwnModel(Transformer):
         if logits.shape != (*tokens.shape, self.shape.vocab):
             wanted = [*tokens.shape, self.shape.vocab]
             raise WeftError(f"{who} returned {list(logits.shape)} where logits {wanted} are needed")
-        if labels is None:
+        if learned is None:
             return logits if last is None else logits[:, logits.shape[1] - last :]
-        counts = None if weights is None else weights.flatten()
-        return self.criterion(logits.flatten(0, 1), None, labels.flatten(), 0, self.loss_chunk, self.mesh, counts)
+        counts = None if learned.weights is None else learned.weights.flatten()
+        labels = learned.labels.flatten()
+        return self.criterion(logits.flatten(0, 1), None, labels, 0, self.loss_chunk, self.mesh, counts)
 
 
 def cross_entropy(vocab: int) -> TokenLoss:

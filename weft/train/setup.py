@@ -19,6 +19,7 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.layout.layout import MODEL_AXES
 from weft.layout.mesh import Mesh
 from weft.model_parameters import PROJECTIONS, is_target, learns, parameters, projections
+from weft.models.own_loss import own_loss
 from weft.models.preference import objective
 from weft.models.transformer import Transformer
 from weft.models.values import Values
@@ -90,6 +91,7 @@ def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | Non
     """The model under ``mesh`` and its state, ready for the first step; ``values`` as of :func:`parallelize`."""
     model, state = parallelize(shape, mesh, recipe.train, values, recipe.data.seq_len)
     model.objective = objective(recipe.loss)
+    model.criterion = own_loss(recipe.loss, shape.vocab) or model.criterion
     state.optimize(RuleOptimizer(recipe.optimizer, mesh))
     return model, state
 

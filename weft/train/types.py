@@ -22,6 +22,7 @@ from weft.layout.dims import Logical
 from weft.layout.groups import fake_rank
 from weft.layout.layout import DATA_AXES, MODEL_AXES, Layout
 from weft.layout.mesh import Mesh
+from weft.models.own_loss import own_loss
 from weft.models.preference import objective
 from weft.models.transformer import Block, Transformer
 from weft.parallel.build import check_fits, resident_state
@@ -71,6 +72,7 @@ def check_types(
         model.freq = model.freq.to("meta")
         model.objective = objective(loss or Loss())
         connect_experts(model, mesh)
+        model.criterion = own_loss(loss or Loss(), shape.vocab) or model.criterion
         for block in model.blocks.values():
             assert isinstance(block, Block)
             if block.attention.mixer == "softmax":
