@@ -55,6 +55,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
         "pp=2,vocab_barriers=1",
         "data.kind=preference data.path=x loss.kind=reward",
     ),
+    "adapter under a new head": ("", "data.kind=preference data.path=x loss.kind=reward adapter.rank=2"),
     "islands": ("island=2", ""),
     "tp above heads": ("tp=5", ""),
     "tp above ffn": ("tp=3", "model.ffn=2"),

@@ -81,6 +81,7 @@ def parameters(model: ModelShape, vocab: int = 0) -> Iterator[Parameter]:
         yield from _block(model, layer, step)
     yield Parameter("norm.scale", (model.embed,), next(step))
     if not model.tied:
+        table = (1, model.embed) if model.output == "score" else table
         yield Parameter("head", table, next(step), prod(table))
 
 

@@ -263,7 +263,7 @@ class Source(Section):
     def _path(self) -> Self:
         if self.kind in SOURCES and self.kind != "stdlib" and self.form != "docstrings" and not self.path:
             raise ValueError(f"a source of kind {self.kind!r} needs 'path'")
-        if self.kind == "preference" and self.form != "auto":
+        if self.kind == "preference" and self.form not in ("auto", "docstrings"):
             raise ValueError("a source of kind 'preference' has one form; leave out 'form'")
         return self
 
