@@ -1,7 +1,7 @@
 """Pairs of answers to one prompt, of which one is preferred, in the forms in which they are published."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -58,11 +58,10 @@ def _alike(chosen: Sequence[Any], rejected: Sequence[Any]) -> Iterator[tuple[Any
     return takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
 
 
-def swapped_answers(records: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Pairs from questions and answers: to each question its own answer is preferred to that of the next one."""
-    found = list(records)
-    for (number, asked), (_, other) in zip(found, found[1:] + found[:1], strict=True):
-        yield number, {"prompt": asked["prompt"], "chosen": asked["completion"], "rejected": other["completion"]}
+def with_garbled(record: Mapping[str, str]) -> dict[str, str]:
+    """A pair from a question and its answer: this is preferred to the one with its words in reverse."""
+    answer = record["completion"]
+    return {"prompt": record["prompt"], "chosen": answer, "rejected": " ".join(reversed(answer.split()))}
 
 
 def _side(prompt: Sequence[Any], answer: Any, name: str, record: Mapping[str, Any]) -> Conversation:

@@ -20,7 +20,7 @@ from weft.data.cache import build_once, cache_root, digest
 from weft.data.chat.conversation import Conversation, ConversationError
 from weft.data.chat.encode import ChatEncoder
 from weft.data.chat.forms import read_record
-from weft.data.chat.pairs import AnswerPair, read_pair, swapped_answers
+from weft.data.chat.pairs import AnswerPair, read_pair, with_garbled
 from weft.data.chat.template import ChatTemplate, TemplateError
 from weft.data.corpora import files, fingerprint, reading, records
 from weft.data.tokenizer import Tokenizer
@@ -56,12 +56,10 @@ def samples(source: Source) -> Iterator[tuple[Place, Conversation | AnswerPair]]
     field = messages_field(source)
     for file in files(source):
         with reading(file, source.kind):
-            found = records(file)
-            if source.kind == "preference" and source.form == "docstrings":
-                found = swapped_answers(found)
-            for number, record in found:
+            pair = source.kind == "preference"
+            for number, record in records(file):
+                record = with_garbled(record) if pair and source.form == "docstrings" else record
                 try:
-                    pair = source.kind == "preference"
                     yield Place(file, number), read_pair(record) if pair else read_record(record, source.form, field)
                 except (ConversationError, RecursionError) as error:
                     reason = "nested too deeply" if isinstance(error, RecursionError) else error
