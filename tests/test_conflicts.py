@@ -78,6 +78,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "balance with pp": ("pp=2,zero=1,balance=greedy", ""),
     "balance with Ulysses": ("cp=2,zero=1,balance=greedy,context=ulysses", ""),
     "balance with linear attention": ("cp=2,zero=1,balance=greedy", "model.mixer=linear"),
+    "latent attention with other kinds": ("", "model.kv_rank=4 model.qk_norm=true"),
     "window with linear attention": ("", "model.window=4 model.mixer=linear"),
     "balance of documents with balance of experts":
         ("cp=2,zero=1,balance=greedy", "model.experts=2 model.balance_loss=0.1"),

@@ -3,7 +3,7 @@
 Without PyTorch, as the planner reads it too. A test holds the list against the modules' own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import count
 from math import prod
@@ -12,9 +12,18 @@ from typing import NamedTuple
 from weft.plugins import made_model
 from weft.recipe import ModelShape
 
-#: The weights that can have an adapter, by module, and what Hugging Face calls them.
+#: The weights that can have an adapter, by module, and what Hugging Face calls them; those of latent attention last.
 PROJECTIONS = {
-    "attention": {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
+    "attention": {
+        "wq": "q_proj",
+        "wk": "k_proj",
+        "wv": "v_proj",
+        "wo": "o_proj",
+        "wq_a": "q_a_proj",
+        "wq_b": "q_b_proj",
+        "wkv_a": "kv_a_proj_with_mqa",
+        "wkv_b": "kv_b_proj",
+    },
     "ffn": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
 }
 #: In the names of parameters, what stands between a module and a weight's adapter, or the stored form of a weight.
@@ -54,8 +63,11 @@ def is_target(pattern: str, path: str) -> bool:
 def projections(shape: ModelShape) -> Iterator[str]:
     """The paths of all weights that can have an adapter."""
     for layer in range(shape.layers):
-        modules = PROJECTIONS if not shape.experts_of(layer) else {"attention": PROJECTIONS["attention"]}
-        yield from (f"blocks.{layer}.{module}.{name}" for module, names in modules.items() for name in names)
+        queries = ("wq_a", "wq_b") if shape.q_rank else ("wq",)
+        names = (*queries, "wkv_a", "wkv_b", "wo") if shape.kv_rank else ("wq", "wk", "wv", "wo")
+        yield from (f"blocks.{layer}.attention.{name}" for name in names)
+        if not shape.experts_of(layer):
+            yield from (f"blocks.{layer}.ffn.{name}" for name in PROJECTIONS["ffn"])
 
 
 def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
@@ -86,14 +98,30 @@ def parameters(model: ModelShape, vocab: int = 0) -> Iterator[Parameter]:
 
 
 def _block(model: ModelShape, layer: int, step: Iterator[int]) -> Iterator[Parameter]:
-    assert model.kv_heads and model.head_dim and model.ffn
+    assert model.ffn
     attention, ffn, d = f"blocks.{layer}.attention", f"blocks.{layer}.ffn", model.embed
-    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
 
     def scale(name: str, size: int = d) -> Parameter:
         return Parameter(f"{name}.scale", (size,), next(step))
 
     yield scale(f"{attention}_norm")
+    yield from (_latent if model.kv_rank else _attention)(model, layer, attention, scale, step)
+    if model.norm_after:
+        yield scale(f"{attention}_out_norm")
+    yield scale(f"{ffn}_norm")
+    if model.experts_of(layer):
+        yield from _mixture(model, ffn, model.experts_of(layer), step)
+    else:
+        yield from _feed_forward(model, ffn, model.ffn, step)
+    if model.norm_after:
+        yield scale(f"{ffn}_out_norm")
+
+
+def _attention(
+    model: ModelShape, layer: int, attention: str, scale: Callable[[str, int], Parameter], step: Iterator[int]
+) -> Iterator[Parameter]:
+    assert model.kv_heads and model.head_dim
+    d, q, kv = model.embed, model.heads * model.head_dim, model.kv_heads * model.head_dim
     yield from _projected(model, attention, {"wq": (q, d), "wk": (kv, d), "wv": (kv, d)}, step)
     if model.qkv_bias:
         yield from (
@@ -104,15 +132,22 @@ def _block(model: ModelShape, layer: int, step: Iterator[int]) -> Iterator[Param
     if model.mixer_of(layer) != "softmax":
         yield scale(f"{attention}.o_norm", model.head_dim)
     yield from _projected(model, attention, {"wo": (d, q)}, step)
-    if model.norm_after:
-        yield scale(f"{attention}_out_norm")
-    yield scale(f"{ffn}_norm")
-    if model.experts_of(layer):
-        yield from _mixture(model, ffn, model.experts_of(layer), step)
-    else:
-        yield from _feed_forward(model, ffn, model.ffn, step)
-    if model.norm_after:
-        yield scale(f"{ffn}_out_norm")
+
+
+def _latent(
+    model: ModelShape, layer: int, attention: str, scale: Callable[[str, int], Parameter], step: Iterator[int]
+) -> Iterator[Parameter]:
+    """Of latent attention: what makes the latent vectors, their norms, and what makes heads of them."""
+    d, q, latent = model.embed, model.heads * model.score_width, model.kv_rank + model.rope_dim
+    first = {"wq_a": (model.q_rank, d)} if model.q_rank else {"wq": (q, d)}
+    yield from _projected(model, attention, first | {"wkv_a": (latent, d)}, step)
+    if model.q_rank:
+        yield scale(f"{attention}.q_a_norm", model.q_rank)
+        yield from _projected(model, attention, {"wq_b": (q, model.q_rank)}, step)
+    yield scale(f"{attention}.kv_a_norm", model.kv_rank)
+    made = model.heads * ((model.head_dim or 0) + model.value_dim)
+    yield from _projected(model, attention, {"wkv_b": (made, model.kv_rank)}, step)
+    yield from _projected(model, attention, {"wo": (d, model.heads * model.value_dim)}, step)
 
 
 def _feed_forward(model: ModelShape, path: str, width: int, step: Iterator[int]) -> Iterator[Parameter]:
@@ -147,7 +182,7 @@ def _projected(
     for name, (out, into) in weights.items():
         if adapter is not None and adapter.quantizes:
             # Along the dimension that no axis cuts.
-            rows, width = (into, out) if out == model.embed and name in ("wo", "down") else (out, into)
+            rows, width = (into, out) if name in ("wo", "down", "wq_a", "wkv_a") else (out, into)
             stored, blocks = f"{path}{QUANTIZED}{name}", -(-width // BLOCK)
             yield Parameter(f"{stored}.codes", (rows, -(-width // 2)), first, out * into, is_bytes=True)
             yield Parameter(f"{stored}.scales", (rows, blocks), first, is_bytes=True)

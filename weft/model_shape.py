@@ -138,6 +138,13 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
     windowed = sum(model.window_of(layer) > 0 for layer in range(model.layers)) / model.layers
     scores = model.output == "score"
     biases = (model.heads + 2 * kv_heads) * model.qkv_bias
+    qkv: Num = 0
+    qk, latent_norms = 0, 0
+    if model.kv_rank:
+        qk, q_rank, head_dim = model.score_width, model.q_rank, model.value_dim
+        made = model.kv_rank * (model.head_dim or 0) + model.kv_rank * head_dim + q_rank * qk
+        into = model.kv_rank + model.rope_dim + (q_rank or model.heads * qk)
+        qkv, latent_norms = into + model.heads * made / model.embed, model.kv_rank + q_rank
     mixtures = model.mixtures
     experts = sum(mixtures.values()) / len(mixtures) if mixtures else 0
     # What of a mixture is no matrix of experts, and no router's.
@@ -159,11 +166,14 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         expert_ffn=model.expert_ffn or 0,
         shared_ffn=model.shared_experts * (model.expert_ffn or 0),
         moe_layers=len(mixtures),
+        qkv=qkv,
+        qk=qk,
         linear=linear,
         window=model.window,
         windowed=windowed,
         # Linear attention has a norm of its own.
         extras=(2 * model.qk_norm + biases + linear) * head_dim
+        + latent_norms
         + (2 * model.norm_after + scores / model.layers) * model.embed
         + mixing * len(mixtures) / model.layers,
         frozen=int(model.adapter is not None),

@@ -41,13 +41,24 @@ class Section(BaseModel):
 
 
 class RopeScaling(Section):
-    """Llama-3 frequency scaling (Llama 3.1 report, section 3.4), of which ``linear`` uses ``factor`` alone."""
+    """Scaling of rotary frequencies: of Llama 3 (its report, section 3.4), ``linear``, or ``yarn`` (Peng et al. 2023).
 
-    kind: Literal["llama3", "linear"] = "llama3"
+    ``linear`` uses ``factor`` alone. The last four are yarn's: ``beta_fast`` and ``beta_slow`` are turns within the
+    original length, more than which are kept and fewer stretched. Rotated queries and keys grow by
+    ``attention_factor``, which follows from ``factor`` if it is 0; with ``mscale`` and ``mscale_all_dim`` it is the
+    ratio of what each gives, and of latent attention the latter scales all scores (DeepSeek).
+    """
+
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
     factor: PositiveFloat = 1.0
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
     original_max_position: PositiveInt = 8192
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    attention_factor: float = Field(0.0, ge=0)
+    mscale: float = Field(0.0, ge=0)
+    mscale_all_dim: float = Field(0.0, ge=0)
 
 
 class Adapter(Section):
@@ -88,7 +99,12 @@ class ModelShape(Section):
     ``window``: a token sees so many tokens, itself among them (0: all), but in every ``full_every``-th layer, which
     sees all; ``window_theta`` is ``rope_theta`` of windowed layers. The rest is what Gemma 3 does besides: scores
     divided by the root of ``query_dim`` rather than of ``head_dim``, embeddings multiplied by the root of ``embed``,
-    and norms after attention and feed-forward as well as before.
+    and norms after attention and feed-forward as well as before. ``rope_interleaved``: neighbouring elements of a head
+    rotate together, and not those half a head apart.
+
+    ``kv_rank``: attention is latent (DeepSeek-V2): keys and values of all heads are made from one vector of this width,
+    which is all that generation remembers beside a rotated key of ``rope_dim``, and queries from one of ``q_rank`` (0:
+    directly). ``head_dim`` is the width of what is not rotated of a head's query, ``value_dim`` that of its values.
 
     ``experts``: so many feed-forwards of width ``expert_ffn`` in the place of one, of which each token goes through
     ``experts_per_token``; a list says how many each layer has (0: a dense one). Dense are also the first
@@ -134,6 +150,11 @@ class ModelShape(Section):
     activation: Literal["silu", "gelu", "relu"] = "silu"
     scaled_embedding: bool = False
     norm_after: bool = False
+    rope_interleaved: bool = False
+    kv_rank: int = Field(0, ge=0)
+    q_rank: int = Field(0, ge=0)
+    rope_dim: int = Field(0, ge=0)
+    value_dim: int = Field(0, ge=0)
     experts: PositiveInt | Literal[0] | tuple[int, ...] = 0
     experts_per_token: PositiveInt = 2
     shared_experts: int = Field(0, ge=0)
@@ -164,6 +185,16 @@ class ModelShape(Section):
     def mixtures(self) -> dict[int, int]:
         """The layers with experts, and how many they have."""
         return {layer: count for layer in range(self.layers) if (count := self.experts_of(layer))}
+
+    @property
+    def rotated(self) -> int:
+        """The elements of a head's queries and keys that rotary embedding turns."""
+        return self.rope_dim if self.kv_rank else self.head_dim or 0
+
+    @property
+    def score_width(self) -> int:
+        """The width of a head's queries and keys."""
+        return (self.head_dim or 0) + self.rope_dim if self.kv_rank else self.head_dim or 0
 
     def mixer_of(self, layer: int) -> str:
         every = self.softmax_every
@@ -203,17 +234,21 @@ class ModelShape(Section):
     def _fill(self) -> Self:
         """Derive what was left out, once, so that no reader has to."""
         derived = {
-            "kv_heads": self.kv_heads or self.heads,
-            "head_dim": self.head_dim or max(1, self.embed // self.heads),
+            "kv_heads": self.heads if self.kv_rank else self.kv_heads or self.heads,
+            "head_dim": (head_dim := self.head_dim or max(1, self.embed // self.heads)),
             # SwiGLU at 8/3 of the width, rounded up to a multiple of 32.
             "ffn": self.ffn or -(-8 * self.embed // 3 // 32) * 32,
         }
+        if self.kv_rank:  # a third of the queries is rotated, as in DeepSeek
+            derived["rope_dim"] = self.rope_dim or max(2, head_dim // 4 * 2)
+            derived["value_dim"] = self.value_dim or head_dim
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         if self.heads % derived["kv_heads"]:
             raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {derived['kv_heads']}")
-        if derived["head_dim"] % 2:
-            raise ValueError(f"head_dim = {derived['head_dim']} must be even for rotary position embedding")
+        if self.rotated % 2:
+            name = "rope_dim" if self.kv_rank else "head_dim"
+            raise ValueError(f"{name} = {self.rotated} must be even for rotary position embedding")
         self._check_experts()
         return self
 

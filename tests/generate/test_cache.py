@@ -10,8 +10,8 @@ import torch
 
 from weft.generate.cache import ROOM, KeyValueCache, KeyValues, StateCache, attending, attention_layers, layer_caches
 from weft.layout.mesh import Mesh
-from weft.models.attention import attention
-from weft.models.transformer import Attend, T, Transformer
+from weft.models.attention import Attend, attention
+from weft.models.transformer import T, Transformer
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 

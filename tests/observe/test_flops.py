@@ -44,6 +44,8 @@ def test_against_reference_models(build, shape: ModelShape) -> None:
 
 TINY = {"layers": 3, "embed": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 41, "vocab": 50}
 ALL = [
+    {"kv_rank": 9, "rope_dim": 4}, {"kv_rank": 9, "q_rank": 7, "value_dim": 11},
+    {"kv_rank": 9, "q_rank": 70, "adapter": {"kind": "qlora", "rank": 3}},
     {}, {"tied": True, "qk_norm": True, "qkv_bias": True, "norm_after": True},
     {"mixer": "retention", "softmax_every": 2}, {"adapter": {"rank": 3}},
     {"adapter": {"kind": "dora", "targets": ["wo", "up"]}},
@@ -81,7 +83,7 @@ def test_what_is_frozen_costs_no_gradient(change: dict, freeze: tuple[str, ...])
     assert sum(h.local.numel() for h in state.learning) == learning_count(shape, 50, freeze)
     seq, ends = 40, torch.tensor([0, 40], dtype=torch.int32)
     tokens = torch.arange(seq).view(1, seq)
-    plain = mock.patch("weft.models.transformer.rms_norm", lambda x, scale, eps: F.rms_norm(x, scale.shape, scale, eps))
+    plain = mock.patch("weft.models.norm.rms_norm", lambda x, scale, eps: F.rms_norm(x, scale.shape, scale, eps))
     with plain, FlopCounterMode(display=False) as counter:  # our own norms sum up by products
         loss = model(tokens, tokens, ends, labels=tokens)
         loss.backward()

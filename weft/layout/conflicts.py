@@ -302,6 +302,10 @@ RULES: tuple[Rule, ...] = (
     Rule("balance with linear attention", "layout shape", lambda a: bool(a.layout.balance) and _linear(a),
          "layout.balance = {0.layout.balance!r} does not go together with linear attention, whose states cross all of "
          "cp", "leave layout.balance out"),
+    Rule("latent attention with other kinds", "layout shape",
+         lambda a: a.shape.kv_rank > 0 and (_linear(a) or a.shape.qk_norm or a.shape.qkv_bias),
+         "model.kv_rank = {0.shape.kv_rank} is softmax attention with norms and projections of its own, and "
+         "model.mixer, model.qk_norm and model.qkv_bias are of others", "leave them out, or leave out kv_rank"),
     Rule("window with linear attention", "layout shape",
          lambda a: any(a.shape.mixer_of(i) != "softmax" and a.shape.window_of(i) for i in range(a.shape.layers)),
          "model.window = {0.shape.window} is for softmax attention, and model.mixer = {0.shape.mixer!r} sums up all "

@@ -8,6 +8,7 @@ log-sum-exp and accept a global one in backward. Traps they have on the CPU (row
 blocks kill the process) cannot occur here: a segment is never empty and a causal one has equal query and key ranges.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from weft.models.segments import Segment, cut, document_segments, uniform
 
 aten = torch.ops.aten
 T = torch.Tensor
+#: ``attend(q, k, v, cu_seqlens)``; a windowed layer adds how many tokens a token sees.
+Attend = Callable[..., T]
 
 
 def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
@@ -226,3 +229,7 @@ def _attention_grad(ctx, grad, _):  # type: ignore[no-untyped-def]
 
 
 attention.register_autograd(_attention_grad, setup_context=_save)
+
+
+def local_attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
+    return attention(q, k, v, cu_seqlens, window)[0]

@@ -8,23 +8,24 @@ from weft.recipe import ModelShape, RopeScaling
 
 
 def frequencies(shape: ModelShape) -> torch.Tensor:
-    """Inverse frequencies ``[bases, head_dim / 2]``, float64, scaled if the shape says so.
+    """Inverse frequencies ``[bases, rotated / 2]``, float64, scaled if the shape says so.
 
     First those of layers that see all tokens, then those of windowed ones, if these have a base of their own (Gemma 3).
     """
-    assert shape.head_dim
-    steps = -torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
-    found = [_scaled(shape.rope_theta**steps, shape.rope_scaling)]
+    steps = -torch.arange(0, shape.rotated, 2, dtype=torch.float64) / shape.rotated
+    found = [_scaled(shape.rope_theta**steps, shape.rope_scaling, shape.rope_theta)]
     if shape.window_theta:
         found.append(shape.window_theta**steps)
     return torch.stack(found)
 
 
-def _scaled(freq: torch.Tensor, scaling: RopeScaling | None) -> torch.Tensor:
+def _scaled(freq: torch.Tensor, scaling: RopeScaling | None, theta: float) -> torch.Tensor:
     if scaling is None:
         return freq
     if scaling.kind == "linear":
         return freq / scaling.factor
+    if scaling.kind == "yarn":
+        return _yarn(freq, scaling, theta)
     # Long wavelengths are stretched by `factor`, short ones kept, and those between blended linearly.
     turns = scaling.original_max_position * freq / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -32,14 +33,48 @@ def _scaled(freq: torch.Tensor, scaling: RopeScaling | None) -> torch.Tensor:
     return keep * freq + (1 - keep) * freq / scaling.factor
 
 
+def _yarn(freq: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:
+    """Kept where the original length has more than ``beta_fast`` turns, stretched where fewer than ``beta_slow``."""
+
+    def index(turns: float) -> float:  # of the frequency that turns so often
+        wavelength = scaling.original_max_position / (turns * 2 * math.pi)
+        return len(freq) * math.log(wavelength) / math.log(theta)
+
+    low, high = max(math.floor(index(scaling.beta_fast)), 0), math.ceil(index(scaling.beta_slow))
+    high = min(high, 2 * len(freq) - 1)
+    stretch = ((torch.arange(len(freq), dtype=freq.dtype) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return freq * (1 - stretch) + freq / scaling.factor * stretch
+
+
+def score_scales(shape: ModelShape) -> tuple[float, float]:
+    """What multiplies scores of all elements of queries and keys, and besides those of the rotated elements.
+
+    Where all are rotated (attention that is not latent) both do.
+    """
+    width, scaling = shape.query_dim or shape.score_width, shape.rope_scaling
+    if scaling is None or scaling.kind != "yarn":
+        return width**-0.5, 1.0
+
+    def growth(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+
+    both = scaling.mscale and scaling.mscale_all_dim
+    derived = growth(scaling.mscale) / growth(scaling.mscale_all_dim) if both else growth(1)
+    everywhere = growth(scaling.mscale_all_dim) if shape.kv_rank else 1.0
+    return width**-0.5 * everywhere**2, (scaling.attention_factor or derived) ** 2
+
+
 def angles(positions: torch.Tensor, freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine ``[bases, batch, seq, 1, head_dim / 2]`` for ``positions`` ``[batch, seq]``."""
+    """Cosine and sine ``[bases, batch, seq, 1, rotated / 2]`` for ``positions`` ``[batch, seq]``."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     theta = positions[..., None, None].to(wide) * freq.to(wide)[:, None, None, None]
     return theta.cos(), theta.sin()
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs ``(x[i], x[i + head_dim / 2])`` of ``[batch, seq, heads, head_dim]``."""
-    a, b = x.chunk(2, dim=-1)
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Rotate the pairs ``(x[i], x[i + head_dim / 2])`` of ``[batch, seq, heads, head_dim]``.
+
+    ``interleaved``: the pairs ``(x[2i], x[2i + 1])``, which are half a head apart afterwards; scores do not mind.
+    """
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

@@ -20,32 +20,20 @@ from weft.layout.boundary import gather_tokens, gather_vocab, scatter_tokens
 from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
 from weft.models.adapters import Projections
-from weft.models.attention import attention
+from weft.models.attention import Attend, local_attention
 from weft.models.experts import feed_forward
-from weft.models.fused import Tape, current_tape, deferred, rms_norm
+from weft.models.fused import Tape, current_tape, deferred
+from weft.models.latent import LatentAttention
 from weft.models.linear_attention import linear_mixer, log_decay
 from weft.models.loss import Criterion, linear_cross_entropy
 from weft.models.module import Module
+from weft.models.norm import Norm
 from weft.models.preference import Objective, preference_loss, reward_loss
-from weft.models.rope import angles, frequencies, rotate
+from weft.models.rope import angles, frequencies, rotate, score_scales
 from weft.models.router import Loads, Pass, Router
 from weft.recipe import ModelShape
 
 T = torch.Tensor
-#: ``attend(q, k, v, cu_seqlens)``; a windowed layer adds how many tokens a token sees.
-Attend = Callable[..., T]
-
-
-class Norm(Module):
-    """RMSNorm (Zhang & Sennrich 2019)."""
-
-    def __init__(self, dim: Dim, eps: float, mesh: Mesh) -> None:
-        super().__init__(mesh)
-        self.eps = eps
-        self.weight("scale", dim, std=None)
-
-    def forward(self, x: T) -> T:
-        return rms_norm(x, self.scale, self.eps)
 
 
 class Embedding(Module):
@@ -103,9 +91,10 @@ class Attention(Projections):
         self.attend: Attend = local_attention
         self.window = (shape.window_of(layer),) if shape.window_of(layer) else ()
         self.base = int(bool(shape.window_theta and shape.window_of(layer)))
-        self.query_scale = 1.0
-        if shape.query_dim:  # attention divides by the root of head_dim
-            self.query_scale = (shape.head_dim / shape.query_dim) ** 0.5
+        scale, rotated = score_scales(shape)
+        # attention divides by the root of head_dim
+        self.query_scale = scale * rotated * shape.head_dim**0.5 if shape.query_dim or rotated != 1 else 1.0
+        self.interleaved = shape.rope_interleaved
         # Linear attention does not average: its outputs grow with what has been seen.
         self.o_norm = None
         if self.mixer != "softmax":
@@ -122,7 +111,7 @@ class Attention(Projections):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = (x[self.base] for x in rope)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = (rotate(each, cos, sin, self.interleaved) for each in (q, k))
         if self.query_scale != 1:
             q = q * self.query_scale
         if self.kv_index is not None:
@@ -131,10 +120,6 @@ class Attention(Projections):
         if self.o_norm is not None:
             out = self.o_norm(out)
         return self.project(out.flatten(-2), "wo")[0]
-
-
-def local_attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
-    return attention(q, k, v, cu_seqlens, window)[0]
 
 
 class Block(Module):
@@ -147,7 +132,7 @@ class Block(Module):
         super().__init__(mesh)
         embed = Dim("embed", shape.embed)
         self.attention_norm = Norm(embed, shape.norm_eps, mesh)
-        self.attention = Attention(shape, mesh, layer)
+        self.attention = (LatentAttention if shape.kv_rank else Attention)(shape, mesh, layer)
         self.ffn_norm = Norm(embed, shape.norm_eps, mesh)
         self.ffn = feed_forward(shape, mesh, layer)
         self.attention_out_norm = Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None

@@ -14,7 +14,8 @@ from weft.data.batch import Batch, Group
 from weft.errors import WeftError
 from weft.layout.layout import DATA_AXES
 from weft.layout.mesh import Mesh
-from weft.models.transformer import Attend, Block, T, Transformer, local_attention
+from weft.models.attention import Attend, T, local_attention
+from weft.models.transformer import Block, Transformer
 from weft.parallel.context import across
 
 

@@ -96,6 +96,10 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "model.norm_after": _any(True),
     "model.scaled_embedding": _any(True),
     "model.query_dim": _any(3.0),
+    "model.rope_interleaved": _any(True),
+    "model.kv_rank": _any(5),
+    "model.q_rank": lambda recipe, case, rng: [7] if "model.kv_rank" in case else [],
+    "model.value_dim": lambda recipe, case, rng: [3, 14] if "model.kv_rank" in case else [],
 }
 
 #: How often a setting is drawn where it can be; what has gone wrong before, and seldom shows, more often.

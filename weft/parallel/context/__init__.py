@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from weft.layout.groups import new_group
 from weft.layout.mesh import Mesh
-from weft.models.transformer import Attend, T, local_attention
+from weft.models.attention import Attend, T, local_attention
 from weft.parallel.context.execute import tile_attention, tile_attention_backward
 from weft.parallel.context.heads import exchange_heads, head_index, head_ranges
 from weft.parallel.context.rsa import ring_self_attention

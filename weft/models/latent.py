@@ -1,0 +1,113 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, 2405.04434): keys and values of all heads out of one small vector.
+
+While a model learns, and for a prompt, keys and values are made from the latent vectors and attended to like any. Token
+by token, the same sums are taken in another order: what makes keys goes into the query, what makes values comes after
+the average, and all heads attend to the latent vectors themselves (the absorbed form), which is all that is remembered.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+
+from weft.layout.dims import Dim
+from weft.layout.mesh import Mesh
+from weft.models.adapters import Projections
+from weft.models.attention import local_attention
+from weft.models.norm import Norm
+from weft.models.rope import rotate, score_scales
+from weft.recipe import ModelShape
+
+T = torch.Tensor
+
+#: What the norms of latent vectors add to the mean square, whatever the model's other norms do.
+EPS = 1e-6
+
+
+@runtime_checkable
+class Latents(Protocol):
+    """An attention that remembers latent vectors; ``tokens`` are those that it has so far."""
+
+    tokens: int
+
+    def keep(self, latents: T) -> None:
+        """Remember ``latents``, ``[rows, new tokens, 1, kv_rank + rope_dim]``, of the first tokens."""
+
+    def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T: ...
+
+
+class LatentAttention(Projections):
+    """Attention whose keys and values are made from ``kv_rank`` numbers and a rotated key that all heads share.
+
+    Weights that make the latent vectors are whole on every rank of ``tp``; those that make something of them are cut by
+    heads, and so are the outputs.
+    """
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
+        super().__init__(mesh, shape.adapter, f"blocks.{layer}.attention")
+        assert shape.head_dim
+        self.plain, self.rope_dim, self.value_dim = shape.head_dim, shape.rope_dim, shape.value_dim
+        self.kv_rank, self.interleaved = shape.kv_rank, shape.rope_interleaved
+        embed, kv_rank = Dim("embed", shape.embed), Dim("kv_rank", shape.kv_rank)
+        queries = Dim("heads", shape.heads, shape.score_width)
+        self.q_a_norm = None
+        if shape.q_rank:
+            q_rank = Dim("q_rank", shape.q_rank)
+            self.projection("wq_a", q_rank, embed, shape.init_std)
+            self.q_a_norm = Norm(q_rank, EPS, mesh)
+            self.projection("wq_b", queries, q_rank, shape.init_std)
+        else:
+            self.projection("wq", queries, embed, shape.init_std)
+        self.projection("wkv_a", Dim("latent", shape.kv_rank + shape.rope_dim), embed, shape.init_std)
+        self.kv_a_norm = Norm(kv_rank, EPS, mesh)
+        of_head = Dim("heads", shape.heads, shape.head_dim + shape.value_dim)
+        self.projection("wkv_b", of_head, kv_rank, shape.init_std)
+        values = Dim("heads", shape.heads, shape.value_dim)
+        self.projection("wo", embed, values, shape.init_std / (2 * shape.layers) ** 0.5)
+        self.scale, self.rotated_scale = score_scales(shape)
+        self.mixer = "softmax"
+        self.attend = local_attention
+        self.window = (shape.window_of(layer),) if shape.window_of(layer) else ()
+        self.base = int(bool(shape.window_theta and shape.window_of(layer)))
+
+    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T) -> T:
+        """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
+        cos, sin = (each[self.base] for each in rope)
+        q, rotated = self._queries(x).split([self.plain, self.rope_dim], -1)  # [batch, seq, heads/tp, ...]
+        rotated = rotate(rotated, cos, sin, self.interleaved) * self.rotated_scale
+        latent, key = self.project(x, "wkv_a")[0].split([self.kv_rank, self.rope_dim], -1)
+        latent = self.kv_a_norm(latent)
+        key = rotate(key[:, :, None], cos, sin, self.interleaved)  # [batch, seq, 1, rope_dim]
+        attend = self.attend
+        if isinstance(attend, Latents):
+            both = torch.cat((latent[:, :, None], key), -1)
+            if attend.tokens:
+                out = self._absorbed(attend, q, rotated, both, cu_seqlens)
+                return self.project(out.flatten(-2), "wo")[0]
+            attend.keep(both)
+            attend = local_attention
+        made = self.project(latent, "wkv_b")[0].unflatten(-1, (q.shape[2], -1))
+        k, v = made.split([self.plain, self.value_dim], -1)
+        q, k = torch.cat((q, rotated), -1), torch.cat((k, key.expand(-1, -1, k.shape[2], -1)), -1)
+        width = max(q.shape[-1], v.shape[-1])  # kernels take heads of one width: zeros add nothing
+        q = q * (self.scale * width**0.5)  # attention divides by the root of the width
+        q, k, v = (F.pad(each, (0, width - each.shape[-1])) for each in (q, k, v))
+        out = attend(q, k, v, cu_seqlens, *self.window)[..., : self.value_dim]
+        return self.project(out.flatten(-2), "wo")[0]
+
+    def _queries(self, x: T) -> T:
+        """``[batch, seq, heads/tp, head_dim + rope_dim]``."""
+        if self.q_a_norm is None:
+            q = self.project(x, "wq")[0]
+        else:
+            q = self.project(self.q_a_norm(self.project(x, "wq_a")[0]), "wq_b")[0]
+        return q.unflatten(-1, (-1, self.plain + self.rope_dim))
+
+    def _absorbed(self, attend: Latents, q: T, rotated: T, latents: T, cu_seqlens: T) -> T:
+        """Attention of new tokens to all latent vectors: ``[batch, seq, heads, value_dim]``."""
+        weight = self.merged("wkv_b").to(q.dtype).unflatten(0, (q.shape[2], -1))  # [heads, of one, kv_rank]
+        to_keys, to_values = weight.split([self.plain, self.value_dim], 1)
+        q = torch.cat((torch.einsum("bshn,hnr->bshr", q, to_keys), rotated), -1)
+        q = q * (self.scale * q.shape[-1] ** 0.5)
+        mean = attend(q, latents, latents[..., : self.kv_rank], cu_seqlens, *self.window)
+        return torch.einsum("bshr,hvr->bshv", mean, to_values)
