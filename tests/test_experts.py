@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from math import comb
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.cases import Case, pairwise, recipe, write_corpus
+from tests.cases import Case, pairwise, recipe, start, write_corpus
 from tests.models.test_experts import MODELS
 from tests.test_equality import difference
 from weft.layout.layout import Layout
+from weft.models.router import Router
+from weft.parallel.experts import dispatch
+from weft.parallel.units import all_gather, reduce_scatter
 from weft.recipe import ModelShape, Train
+from weft.train.step import train_step
 from weft.train.types import check_types
 
 FACTORS: dict[str, list[Any]] = {
@@ -104,3 +112,66 @@ def test_large_worlds_are_typed(layout: str, dispatch: str) -> None:
 ], ids=name)  # fmt: skip
 def test_odd_cases(pool: Any, corpus: str, case: Case) -> None:
     check(pool, tree(corpus, case))
+
+
+def sent_and_chosen(values: dict[str, Any]) -> tuple[int, list[list[list[int]]], int]:
+    """On every rank of ``ep``: numbers that it sends to others in a step, what its tokens chose, and its own number."""
+    _, mesh, model, state, loader = start(values)
+    group, chosen, sent = mesh.group("exchange"), [], 0
+    me, ranks = group.rank(), group.size()
+
+    def exchange(found: Any, rows: torch.Tensor, received: Any, out: list[int], group: Any = None) -> None:
+        nonlocal sent
+        sent += (sum(out) - out[me]) * rows[:1].numel() if rows.dim() > 1 else 0
+        to_all(found, rows, received, out, group=group)
+
+    def gather(found: Any, x: torch.Tensor, group: Any) -> None:
+        nonlocal sent
+        sent += x.numel() * (ranks - 1)
+        all_gather(found, x, group=group)
+
+    def scatter(found: torch.Tensor, x: Any, group: Any) -> None:
+        nonlocal sent
+        sent += found.numel() * (ranks - 1)
+        reduce_scatter(found, x, group=group)
+
+    def choose(self: Router, x: torch.Tensor, seen: Any) -> Any:
+        found = route(self, x, seen)
+        chosen.append(found.ids.tolist())
+        return found
+
+    route, to_all = Router.forward, dist.all_to_all_single
+    with (
+        mock.patch.object(dispatch, "all_gather", gather), mock.patch.object(dispatch, "reduce_scatter", scatter),
+        mock.patch.object(dist, "all_to_all_single", exchange), mock.patch.object(Router, "forward", choose),
+    ):  # fmt: skip
+        train_step(model, state, loader.step(0) or [], mesh, lr=1e-3, clip=1.0)
+    return sent, chosen, me
+
+
+@pytest.mark.parametrize("way", ["all-to-all", "per-rank", "all-gather"])
+def test_bytes_of_each_dispatcher_are_those_of_its_formula(pool: Any, corpus: str, way: str) -> None:
+    values = tree(corpus, {"layout": "shard=4,ep=4", "model": "eight experts", "dispatch": way})
+    width, experts, k, ranks = values["model"]["embed"], 8, 3, 4
+    total = expected = 0  # over all ranks: what one sends, another sends back
+    for sent, layers, me in pool.run(4, sent_and_chosen, values):
+        total += sent
+        for tokens in layers:
+            owners = [[e // 2 for e in ids] for ids in tokens]
+            if way == "all-to-all":  # rows there and back, twice, and counts to all
+                expected += 4 * width * sum(o != me for one in owners for o in one) + experts * (ranks - 1)
+            elif way == "per-rank":  # with weights, their gradients and ids
+                copies = sum(len({*one} - {me}) for one in owners)
+                expected += (4 * width + 3 * k) * copies + ranks * (ranks - 1)
+            else:
+                expected += (4 * width + 3 * k) * len(tokens) * (ranks - 1)
+    assert total == expected > 0
+
+
+def test_all_gather_pays_where_tokens_have_as_many_experts_as_there_are_ranks() -> None:
+    """Rows sent by a rank per token, of ``k`` experts at random among 64: the formulas of the page."""
+    ranks, experts = 4, 64
+    for k in (1, 2, 4, 6, 8):
+        rows = k * (ranks - 1) / ranks
+        copies = (ranks - 1) * (1 - comb(experts - experts // ranks, k) / comb(experts, k))
+        assert copies <= rows and (ranks - 1 <= rows) is (k >= ranks)

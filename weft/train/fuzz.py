@@ -10,13 +10,14 @@ import shlex
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, WeftError
-from weft.layout.conflicts import Conflict
+from weft.layout.conflicts import Asked, Conflict
+from weft.layout.layout import Layout
 from weft.layout.mesh import LIVE_AXES, Mesh
 from weft.recipe import Recipe, load_recipe
 from weft.schedule.build import BUILDERS
@@ -46,12 +47,31 @@ def _if_adapter(*values: Any) -> Callable[[Recipe, Case, random.Random], list[An
     return lambda recipe, case, rng: list(values) if "adapter.kind" in case else []
 
 
+def _with_experts(*values: Any, least: int = 1) -> Callable[[Recipe, Case, random.Random], list[Any]]:
+    return lambda recipe, case, rng: list(values) if _experts(recipe, case) >= least else []
+
+
+def _experts(recipe: Recipe, case: Case) -> int:
+    """The fewest experts that a layer with experts has; 0 if there are none."""
+    given = case.get("model.experts", recipe.model.experts)
+    return min(filter(None, given), default=0) if isinstance(given, Sequence) else int(given)
+
+
+def _folding(recipe: Recipe, case: Case, rng: random.Random) -> list[int]:
+    """What ``ep`` can be."""
+    layout = Layout(**{axis: case.get(f"layout.{axis}", 1) for axis in AXES})
+    return [n for n in Asked(layout).folding if 1 < n <= _experts(recipe, case)]
+
+
 def _any(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
     return lambda recipe, case, rng: list(values)
 
 
 #: What can be drawn: a setting, and its values for this recipe with what has been drawn before. None: as it is.
 DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
+    "model.experts": _any(2, 5, 6),
+    "layout.ep": _folding,
+    "layout.dispatch": _with_experts("per-rank", "all-gather"),
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
     "layout.zero": _any(1, 2, 3),
     "layout.secondary": _if_above_one("shard", 2, 3),
@@ -87,6 +107,19 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "model.tied": _any(True, False),
     "model.qkv_bias": _any(True, False),
     "model.qk_norm": _any(True, False),
+    "model.experts_per_token": _with_experts(1),
+    "model.expert_ffn": _with_experts(5, 8),
+    "model.first_dense": _with_experts(1),
+    "model.moe_every": _with_experts(2),
+    "model.shared_experts": _with_experts(1, 2),
+    "model.shared_mix": _with_experts("gate", "residual"),
+    "model.router": _with_experts("pre-softmax", "sigmoid"),
+    "model.router_norm": _with_experts(True),
+    "model.router_groups": lambda recipe, case, rng: [2] if _experts(recipe, case) in (6, 8) else [],
+    "model.router_early": _with_experts(True),
+    "model.balance": _with_experts("step", "huggingface"),
+    "model.balance_loss": _with_experts(0.5),
+    "model.z_loss": _with_experts(0.1),
     "model.mixer": _any("softmax", "linear", "retention"),
     "model.softmax_every": _any(2),
     "model.window": _any(1, 4, 9),
@@ -103,7 +136,7 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
 }
 
 #: How often a setting is drawn where it can be; what has gone wrong before, and seldom shows, more often.
-OFTEN: dict[str, float] = {"layout.order": 0.8, "optimizer.estimate": 0.05}
+OFTEN: dict[str, float] = {"layout.order": 0.8, "layout.ep": 0.8, "optimizer.estimate": 0.05}
 SELDOM = 0.3
 
 #: What a case starts from, so that it takes a second and nothing of the recipe but the kind of its model is left.
