@@ -64,3 +64,17 @@ def test_the_readme_trains_from_python(python: Path, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(example)
     said = run(python, tmp_path, "example.py").splitlines()[-1]
     assert re.fullmatch(r"runs/mine runs/mine/checkpoints/step-000020 \[\d.*, .*, .*]", said)
+
+
+@pytest.mark.slow
+def test_the_plugins_of_the_example_train(python: Path, tmp_path: Path) -> None:
+    """From a folder with the example alone: a model, a loss, a data set, a callback and a tracker, on two ranks."""
+    shutil.copytree(ROOT / "examples/plugins", tmp_path / "mine")
+    small = ["train.steps=4", "validation.every=2", "tasks=[{path='questions.jsonl'}]", "data.settings={largest=9}"]
+    words = [word for setting in small for word in ("--set", setting)]
+    said = run(python, tmp_path / "mine", "-m", "weft", "train", "recipe.toml", *words)
+    assert "the best loss was" in said and "step 4: questions:" in said and "on shard=2" in said
+    rows = (tmp_path / "mine/runs/recipe/losses.csv").read_text().splitlines()
+    assert [row.split(",")[:2] for row in rows].count(["train", "4"]) == 1
+    asked = run(python, tmp_path / "mine", "-m", "weft", "eval", "questions.jsonl", "--from", "runs/recipe")
+    assert asked.splitlines()[1].startswith("questions\t10\t")
