@@ -236,7 +236,17 @@ def test_packing_holds_every_document_once_and_whole(sizes: list[int], more: int
     assert sorted(order.tolist()) == list(range(len(sizes))) and counts[-1] == len(sizes)
     fills = [int(lengths[order[lo:hi]].sum()) for lo, hi in zip([0, *counts[:-1]], counts, strict=True)]
     assert all(0 < fill <= capacity for fill in fills)
-    assert len(fills) <= 11 / 9 * -(-sum(sizes) // capacity) + 1 or min(sizes) > capacity / 3
+    firsts = lengths[order[[0, *counts[:-1]]]].tolist()  # the longest of each row, which had room in no row before it
+    assert all(fill + first > capacity for i, fill in enumerate(fills) for first in firsts[i + 1 :])
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sets(st.integers(1, 23)), min_size=1, max_size=20))
+def test_packing_needs_few_more_rows_than_the_fewest(cuts: list[set[int]]) -> None:
+    """Documents are made by cutting full rows, so that the fewest rows are known."""
+    ends = [[0, *sorted(at), 24] for at in cuts]
+    lengths = np.concatenate([np.diff(row) for row in ends])
+    assert len(cuts) <= len(packed(lengths, 24)[1]) <= 11 / 9 * len(cuts) + 1
 
 
 @settings(deadline=None, max_examples=100)

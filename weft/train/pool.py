@@ -93,6 +93,8 @@ class Pool:
         failures = [(o.secondary, rank, o) for rank, o in answers.items() if not o.ok]
         secondary, rank, worst = min(failures, key=lambda item: item[:2], default=(True, 0, None))
         if lost and secondary:
+            if worst:
+                lost.add_note(f"beside it, rank {rank} of {world} failed:\n{worst.trace}")
             raise lost
         if worst:
             error = pickle.loads(worst.payload) if worst.payload else RuntimeError("the error cannot be pickled")
