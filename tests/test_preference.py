@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,14 +15,20 @@ import torch.nn.functional as F
 from tests import trl_peer
 from tests.cases import recipe
 from tests.test_equality import difference
+from weft.checkpoint.model import export_model, open_model
+from weft.checkpoint.weights import open_pretrained
 from weft.data.batch import IGNORE, Batch
+from weft.errors import UsageError
+from weft.generate.engine import generate
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.preference import LOSSES
 from weft.models.values import seeded_values
-from weft.recipe import Loss, Recipe, Train, build_recipe
-from weft.train.reference import with_reference
+from weft.recipe import PAIR_LOSSES, Loss, ModelShape, Recipe, Train, build_recipe
+from weft.train import reference
+from weft.train.reference import log_probabilities, with_cached_reference, with_reference
 from weft.train.setup import Job, assemble, prepare
+from weft.train.start import start
 from weft.train.step import divisor, evaluate, pass_loss
 from weft.train.types import check_types
 
@@ -113,7 +120,7 @@ def plain_loss(model: Any, batch: Batch, kind: str, settings: Loss) -> torch.Ten
     rows = batch.paired
     logits = model(batch.tokens, batch.positions, batch.cu_seqlens)
     losses = []
-    for i, (reference, margin, weight) in enumerate(
+    for i, (known, margin, weight) in enumerate(
         zip(rows.pairs.reference, rows.pairs.margin, rows.pairs.weight, strict=True)
     ):
         sides = []
@@ -124,7 +131,7 @@ def plain_loss(model: Any, batch: Batch, kind: str, settings: Loss) -> torch.Ten
                 continue
             labels, own = batch.labels[mine], logits[mine].log_softmax(-1)
             value = own[torch.arange(len(labels)), labels.clamp(min=0)][labels != IGNORE].sum()
-            value = value - (0 if kind == "simpo" else reference[side])
+            value = value - (0 if kind == "simpo" else known[side])
             sides.append(value / ((labels != IGNORE).sum() if kind in ("ipo", "dpo-norm", "simpo") else 1))
         gap, beta, smooth = sides[0] - sides[1], settings.beta, settings.label_smoothing
         right, wrong = F.logsigmoid(beta * gap), F.logsigmoid(-beta * gap)
@@ -169,8 +176,111 @@ def test_a_policy_that_is_its_reference_has_ln_2(pairs: str) -> None:
 
 
 def test_the_recipe_knows_the_table() -> None:
-    kinds = get_args(Loss.model_fields["kind"].annotation)
-    assert kinds == ("cross-entropy", *LOSSES) or set(kinds) == {"cross-entropy", *LOSSES}
+    assert PAIR_LOSSES == tuple(LOSSES)
+
+
+# --- the reference ---
+
+
+def tables(values: dict[str, Any]) -> Any:
+    """The reference's log-probabilities as this rank knows them after they were computed or read."""
+    settings = build_recipe(values)
+    job, _ = with_cached_reference(prepare(settings), Mesh.create(settings.layout, "cpu"))
+    return job.corpus.train.streams[0].pairs.reference
+
+
+@pytest.mark.parametrize("layout", [{"cp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_every_layout_has_one_reference(pool: Any, pairs: str, tmp_path: Path, layout: dict[str, Any]) -> None:
+    values = compared(pairs, "dpo").model_dump(mode="json")
+    found = []
+    for name, way in (("one", {}), ("many", layout)):
+        data = values["data"] | {"cache": str(tmp_path / name)}
+        found.append(pool.run(Layout(**way).world, tables, values | {"layout": way, "data": data}))
+    for table in found[1]:
+        np.testing.assert_allclose(table, found[0][0], rtol=1e-11)
+    assert (found[0][0] < 0).all()
+
+
+def test_the_reference_is_computed_once(pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later runs and resumed ones read it; a file that was cut short, or a run that was stopped, costs it once more."""
+    computed = []
+    monkeypatch.setattr(reference, "log_probabilities", lambda *given: computed.append(1) or log_probabilities(*given))
+    settings = compared(pairs, "dpo", data__cache=str(tmp_path / "cache"), train__steps=2, checkpoint__every=1)
+
+    def run(name: str, resume: str | None = None, steps: int = 2) -> list[Any]:
+        again = settings.model_copy(update={"train": settings.train.model_copy(update={"steps": steps})})
+        start(again, None if resume else tmp_path / name, resume)
+        records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [r["loss"] for r in records if r["kind"] == "train"] + [r["message"] for r in records if "message" in r]
+
+    def stop(folder: Path, build: Any) -> Path:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(reference, "build_once", stop)
+        with_cached_reference(prepare(settings), Mesh.single(torch.device("cpu")))
+    assert not list((tmp_path / "cache").glob("*reference-*")) and len(computed) == 1
+    first = run("first")
+    assert len(computed) == 2
+    assert run("second")[:2] == first[:2] and len(computed) == 2
+    run("first", resume=str(tmp_path / "first"), steps=3)
+    assert len(computed) == 2
+    (file,) = (tmp_path / "cache").glob("reference-*/*.npy")
+    file.write_bytes(file.read_bytes()[:-5])
+    found = run("third")
+    assert found[:2] == first[:2] and len(computed) == 3
+    assert any("is damaged" in str(message) and "computed again" in str(message) for message in found[2:])
+
+
+def test_a_reference_of_another_vocabulary_is_refused(pairs: str, tmp_path: Path) -> None:
+    other = trl_peer.save_model(tmp_path / "other", 1)
+    with pytest.raises(UsageError, match=r"loss\.reference = .* has other tokens \(33\) than this run \(257\)"):
+        prepare(compared(pairs, "dpo", loss__reference=str(other)))
+    scorer = trl_peer.save_model(tmp_path / "scorer", 1, trl_peer.SHAPE.model_copy(update={"output": "score"}))
+    with pytest.raises(UsageError, match="has no weights that write text"):
+        prepare(compared(pairs, "dpo", loss__reference=str(scorer)))
+    with pytest.raises(UsageError, match="is a reward model"):
+        prepare(compared(pairs, "dpo").model_copy(update={"model": ModelShape(origin=str(scorer))}))
+
+
+def test_a_pair_more_than_ranks(pool: Any, tmp_path: Path) -> None:
+    few = write_pairs(tmp_path, 4)
+    settings = compared(few, "dpo", data__validation=0.0, data__chat={"template": TEMPLATE, "pack": False})
+    values = settings.model_dump(mode="json") | {"layout": {"dp": 3}}
+    found = pool.run(3, difference, values)[0]
+    assert found.ok, found
+
+
+def test_transformers_scores_as_we_do(tmp_path: Path) -> None:
+    """A reward run from a pretrained model: its export has the scores that Weft computes, and is one to start from."""
+    transformers = pytest.importorskip("transformers")
+    policy = trl_peer.save_model(tmp_path / "policy", 1)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trl_peer.ROWS))
+    data = {"kind": "preference", "path": str(tmp_path / "rows.jsonl"), "seq_len": 256, "validation": 0.0}
+    settings = build_recipe({
+        "model": {"from": str(policy)}, "loss": {"kind": "reward"}, "data": data | {"cache": str(tmp_path / "cache")},
+        "train": {"batch": 2, "steps": 2}, "checkpoint": {"export": "model"}, "observe": {"trackers": []},
+    })  # fmt: skip
+    start(settings, tmp_path / "run", None)
+    folder = tmp_path / "run" / "export"
+    if not folder.exists():  # weft train writes it after the run
+        export_model(str(tmp_path / "run"), folder, print)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert theirs.config.num_labels == 1
+    model, _ = open_model(str(tmp_path / "run"), "cpu", print)
+    tokens = torch.tensor([[2, 12, 19, 27, 31, 1, 3, 13, 24, 1], [2, 12, 31, 1, 3, 13, 24, 13, 24, 1]])
+    ends = torch.tensor([0, 10, 20], dtype=torch.int32)
+    with torch.no_grad():
+        ours = model(tokens, torch.arange(10).expand(2, 10), ends)[:, -1]
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=1e-5, atol=1e-6)
+    again = prepare(settings.model_copy(update={"model": ModelShape(origin=str(folder))}))
+    assert again.shape.output == "score" and not again.shape.tied
+    values = open_pretrained(str(folder)).values
+    assert values is not None
+    logical = dict(model.logical_parameters())["head"]
+    torch.testing.assert_close(values("head", logical, ((0, 1), (0, 16))), dict(model.named_parameters())["head"].data)
+    with pytest.raises(UsageError, match="scores texts and writes none"):
+        next(generate(model, [2, 3], 1, [], 0.0, 0))
 
 
 # --- TRL ---
@@ -178,7 +288,6 @@ def test_the_recipe_knows_the_table() -> None:
 
 def by_weft(folder: Path, name: str, given: dict[str, Any]) -> tuple[float, dict[str, float], Batch]:
     """Weft's loss and gradient norms (by Hugging Face's names) on the recorded rows."""
-    from weft.checkpoint.weights import open_pretrained
     from weft.models.hf import hf_name
 
     kind = {"conservative": "dpo", "reward with margin": "reward"}.get(name, name)

@@ -644,6 +644,10 @@ class Recipe(Section):
             raise ValueError(f"loss.label_smoothing does nothing for loss.kind = {kind!r}; leave it out")
         if self.loss.margin and kind not in ("simpo", "reward"):
             raise ValueError(f"loss.margin does nothing for loss.kind = {kind!r}; leave it out")
+        if kind == "reward" and self.generate:
+            raise ValueError(
+                "loss.kind = 'reward' makes a model that scores texts and writes none; leave out [generate]"
+            )
         if self.model.output == "score" and kind != "reward":
             raise ValueError(f"model.output = 'score' is trained by loss.kind = 'reward', not by {kind!r}")
 

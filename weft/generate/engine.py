@@ -29,6 +29,8 @@ def generate(
     ``cp`` > 1 in ``layout`` all its ranks call this with the same arguments, each with the whole model, and get the
     same ids (:mod:`weft.generate.spread`). Errors: prompts out of range, and those of :func:`check_spread`.
     """
+    if model.shape.output == "score":
+        raise UsageError("this is a reward model, which scores texts and writes none; give one that writes")
     if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= model.shape.vocab:
         raise UsageError(f"the prompt must be at least one token, of ids below the model's {model.shape.vocab}")
     generator = torch.Generator(model.mesh.device).manual_seed(seed)
