@@ -176,7 +176,7 @@ def test_a_policy_that_is_its_reference_has_ln_2(pairs: str) -> None:
 
 
 def test_the_recipe_knows_the_table() -> None:
-    assert PAIR_LOSSES == tuple(LOSSES)
+    assert tuple(LOSSES) == PAIR_LOSSES
 
 
 # --- the reference ---
