@@ -143,6 +143,7 @@ def test_a_run_asks_and_validates_by_its_averages(pool: Any, corpus: str, tmp_pa
     for ema, record in ((True, asked["one"][-1]), (False, asked["current"][-1])):
         opened = open_model(checkpoint, "cpu", print, ema)[0]
         answered = task.answered(lambda texts, model=opened: scores(model, None, model.mesh, texts))
+        assert answered is not None
         assert answered.loss == pytest.approx(record["loss"], rel=1e-4)
     assert averaged.blocks["0"].attention.wq.ne(opened.blocks["0"].attention.wq).any()
 

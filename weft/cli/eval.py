@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,8 @@ def evaluate(
     model, contents = open_model(checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, ema)
     tasks = [Task(path=str(file), chat=chat, limit=limit) for file in files]
     opened = open_tasks(tasks, tokenizer_of(contents, checkpoint), checkpoint)
-    found = {task.name: task.answered(lambda texts: scores(model, None, model.mesh, texts)) for task in opened}
+    score = partial(scores, model, None, model.mesh)
+    found = {task.name: answered for task in opened if (answered := task.answered(score)) is not None}
     if as_json:
         print(json.dumps({name: asdict(one) | {"accuracy": one.accuracy} for name, one in found.items()}, indent=2))
         return 0

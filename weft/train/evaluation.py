@@ -20,15 +20,15 @@ class Evaluation:
     """Validation and tasks, each when it is due. ``validations`` are the losses so far.
 
     ``before_change`` returns when the state may change: the averages of the parameters take their place if the recipe
-    says so (``optimizer.use_ema``).
+    says so (``optimizer.use_ema``). Tasks are given up on all ranks as soon as any is ``interrupted``.
     """
 
     def __init__(
         self, job: Job, mesh: Mesh, model: Transformer, state: State, recorder: Recorder,
-        before_change: Callable[[], None],
+        before_change: Callable[[], None], interrupted: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.job, self.mesh, self.model, self.state, self.recorder = job, mesh, model, state, recorder
-        self.before_change = before_change
+        self.before_change, self.interrupted = before_change, interrupted
         self.validations: list[float] = []
         self._every = {task.name: task.every for task in job.tasks}
         self._held_out = None
@@ -51,7 +51,9 @@ class Evaluation:
         with self._weights():
             for name in names:
                 self._done[name] = step
-                found[name] = self._validate() if name == VALIDATION else self._ask(name)
+                value = self._validate() if name == VALIDATION else self._ask(name)
+                if value is not None:
+                    found[name] = value
         return found
 
     @contextmanager
@@ -73,11 +75,14 @@ class Evaluation:
         self.recorder.validation(loss)
         return loss
 
-    def _ask(self, name: str) -> float:
+    def _ask(self, name: str) -> float | None:
         task = next(task for task in self.job.tasks if task.name == name)
         rows, passes = self.job.recipe.rows_per_pass(self.mesh.layout)
         seq_len = self.job.recipe.data.seq_len
         ask = partial(scores, self.model, self.state, self.mesh, rows=rows, passes=passes, room=seq_len)
-        answered = task.answered(ask)
+        answered = task.answered(partial(ask, wanted=lambda: not self.interrupted()))
+        if answered is None:
+            self.recorder.event(f"asked to stop: nobody waits for the answers to {name}")
+            return None
         self.recorder.task(name, answered)
         return answered.accuracy

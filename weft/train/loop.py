@@ -95,7 +95,9 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
         ))  # fmt: skip
         stepper = build_stepper(model, state, mesh, recipe.optimizer, checkpoints.wait_for_copy)
-        evaluation = Evaluation(job, mesh, model, state, recorder, checkpoints.wait_for_copy)
+        evaluation = Evaluation(
+            job, mesh, model, state, recorder, checkpoints.wait_for_copy, lambda: signals.received > 0
+        )
         running = Running(recipe, run.folder, mesh, model, state, resumed.progress, recorder)
         callbacks = Callbacks(recipe.callbacks, running)
         loop = Loop(job, mesh, stepper, resumed.progress, recorder, checkpoints, evaluation, callbacks, signals, lease)

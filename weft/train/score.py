@@ -4,7 +4,7 @@ The passes are those of validation. The loss that these ask for is lent: instead
 what each text's tokens are to the model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from weft.data.batch import IGNORE
 from weft.data.loader import Loader
 from weft.data.order import Listed, Row
 from weft.data.pack import packed
+from weft.layout.boundary import OWN, own_number, share_of_sum, step_sum
 from weft.layout.mesh import Mesh
 from weft.models.loss import token_scores
 from weft.models.transformer import Transformer
@@ -92,8 +93,11 @@ def scores(
     rows: int = 1,
     passes: int = 1,
     room: int = 1024,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> list[Score]:
     """How likely each text's continuation is. Collective; the same on all ranks.
+
+    ``wanted`` is asked on every rank before every step: where any says no, nothing is scored, and the list is empty.
 
     ``state`` may be None on one device. ``rows`` and ``passes`` are those of a rank's step (see
     :meth:`weft.recipe.Recipe.rows_per_pass`), ``room`` the tokens of a row, if no text has more.
@@ -107,6 +111,9 @@ def scores(
     with lent_loss(model, scorer):
         position = 0
         while (batches := loader.step(position)) is not None:
+            refusals = share_of_sum(own_number(not wanted(), mesh, **OWN), mesh, **OWN)
+            if step_sum(refusals, mesh) > 0:
+                return []
             loss_sum(model, batches, mesh)
             position += batch
     sums = scorer.sums if state is None else sum_over_passes(scorer.sums, state, mesh)

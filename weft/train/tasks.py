@@ -21,9 +21,12 @@ class OpenTask:
     questions: tuple[Question, ...]
     texts: tuple[tuple[Text, ...], ...]
 
-    def answered(self, scores: Callable[[Sequence[Text]], list[Score]]) -> Answered:
-        """How a model did, whose ``scores`` these are."""
-        found = iter(scores([text for texts in self.texts for text in texts]))
+    def answered(self, scores: Callable[[Sequence[Text]], list[Score]]) -> Answered | None:
+        """How a model did, whose ``scores`` these are; None if there are none."""
+        scored = scores([text for texts in self.texts for text in texts])
+        if not scored:
+            return None
+        found = iter(scored)
         each = [[next(found) for _ in texts] for texts in self.texts]
         tokens = sum(len(t[q.right].following) for q, t in zip(self.questions, self.texts, strict=True))
         return counted(self.questions, each, tokens)
