@@ -26,11 +26,14 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 train: install
 	$(BIN)/weft train recipes/quickstart.toml
 
+# Two processes, each with whole files of tests and a pool of ranks: one alone leaves a core idle half of the time.
+PYTEST := $(BIN)/python -m pytest tests -q -n 2 --dist loadfile
+
 test: install
-	$(BIN)/python -m pytest tests -q -m "not soak"
+	$(PYTEST) -m "not soak"
 
 test-quick: install
-	$(BIN)/python -m pytest tests -q -m "not slow and not soak"
+	$(PYTEST) -m "not slow and not soak"
 
 # Exhaustive campaigns, for a night: what is too much for every day.
 soak: install

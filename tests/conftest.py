@@ -17,7 +17,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """The worker processes of this session; see :mod:`weft.train.pool`."""
+    """The worker processes of this session, or of this half of it; see :mod:`weft.train.pool`."""
     pool = Pool(is_secondary, ["pytest"])
     yield pool
     pool.close()
