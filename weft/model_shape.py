@@ -147,9 +147,8 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         qkv, latent_norms = into + model.heads * made / model.embed, model.kv_rank + q_rank
     mixtures = model.mixtures
     experts = sum(mixtures.values()) / len(mixtures) if mixtures else 0
-    # What of a mixture is no matrix of experts, and no router's.
+    # What learns of a mixture and is no matrix of experts, and no router's.
     mixing = 1.0 * {"add": 0, "gate": 1, "residual": 2}[model.shared_mix] * model.embed * bool(model.shared_experts)
-    mixing += experts * ((model.router == "sigmoid") + (model.balance == "step"))
     found = list(parameters(model, vocab)) if model.adapter else []
     stored = [p for p in found if QUANTIZED in p.name]
     return Shape(

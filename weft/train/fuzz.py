@@ -91,7 +91,11 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "optimizer.estimate": _any("zeroth-order"),
     "adapter.kind": _any("lora", "dora", "qlora"),
     "adapter.rank": _if_adapter(1, 3),
-    "adapter.targets": _if_adapter(["wq", "down"], ["blocks.0.*"], ["k_proj"]),
+    "adapter.targets": lambda recipe, case, rng: (
+        []
+        if "adapter.kind" not in case
+        else [["wq"], ["blocks.0.*"], ["k_proj"]] + ([] if _experts(recipe, case) else [["wq", "down"]])
+    ),
     "train.freeze": lambda recipe, case, rng: [] if "adapter.kind" in case else [["norm.*"], ["blocks.0.*", "embed*"]],
     "train.recompute": _any("selective", "full"),
     "train.offload": _any("optimizer", "activations", "all"),

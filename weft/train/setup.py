@@ -100,7 +100,8 @@ def check_names(shape: ModelShape, train: Train) -> None:
     """Refuse targets of adapters and patterns of ``train.freeze`` that match nothing, or leave nothing to learn."""
     for pattern in shape.adapter.targets if shape.adapter else ():
         if not any(is_target(pattern, path) for path in projections(shape)):
-            known = [name for names in PROJECTIONS.values() for pair in names.items() for name in pair]
+            paths = {tuple(path.split(".")[-2:]) for path in projections(shape)}
+            known = [name for module, ours in sorted(paths) for name in (ours, PROJECTIONS[module][ours])]
             raise UsageError(
                 f"adapter.targets: {pattern!r} matches no weight of this model; {nearest(pattern, known)}, or a path "
                 "such as blocks.0.attention.*"
