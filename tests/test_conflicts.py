@@ -61,6 +61,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "tp above ffn": ("tp=3", "model.ffn=2"),
     "ep without experts": ("dp=2,ep=2", ""),
     "ep above experts": ("dp=4,ep=4", "model.experts=3"),
+    "pieces of experts with rows and columns": ("dp=4,ep=4", "model.experts=2 optimizer.kind=adafactor"),
     "ep with secondary": ("shard=4,ep=2,secondary=2", ""),
     "ep with balance": ("dp=2,ep=2,zero=1,balance=greedy", "model.experts=2"),
     "tp above expert ffn": ("tp=3", "model.experts=2 model.expert_ffn=2"),

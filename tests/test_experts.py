@@ -96,6 +96,11 @@ def test_large_worlds_are_typed(layout: str, dispatch: str) -> None:
     {"layout": "shard=4,ep=4", "model": "qwen3", "micro_batch": 1},  # of 6 experts
     {"layout": "dp=2,shard=2,ep=4,order=dp shard", "model": "mixtral", "dispatch": "per-rank"},
     {"layout": "shard=2,tp=2,ep=4,order=tp shard", "model": "deepseek-v3"},
+    {"layout": "shard=4,ep=4", "model": "two experts"},
+    {"layout": "shard=2,tp=2,ep=4", "model": "one expert", "dispatch": "per-rank"},
+    pytest.param({"layout": "dp=2,shard=2,tp=2,ep=4", "model": "two experts", "dispatch": "all-gather"},
+                 marks=pytest.mark.slow),
+    pytest.param({"layout": "pp=2,shard=4,ep=4", "model": "two experts", "recompute": "full"}, marks=pytest.mark.slow),
     pytest.param({"layout": "dp=2,shard=2,tp=2,ep=4", "model": "qwen2"}, marks=pytest.mark.slow),
     pytest.param({"layout": "dp=2,shard=2,tp=2,ep=8", "model": "eight experts"}, marks=pytest.mark.slow),
     pytest.param({"layout": "pp=2,shard=2,tp=2,ep=4", "model": "qwen3"}, marks=pytest.mark.slow),

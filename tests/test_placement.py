@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from weft.layout.boundary import I, P, R, V, gradient_types, parameter_types, state_types
 from weft.layout.dims import Box, Dim
 from weft.layout.layout import CUTS, DATA_AXES, MODEL_AXES, Layout
-from weft.layout.placement import Place, Placement
+from weft.layout.placement import Place, Placement, pieces_of_experts
 
 NAMES = (*CUTS, "embed", "head_dim")
 SIZES = st.sampled_from([1, 1, 2, 3, 4])
@@ -90,7 +90,8 @@ def test_types_say_which_sums_are_pending(layout: Layout, of: list[Dim], whole: 
         assert (state_types(logical)[axis] is V) is logical.cut_by(axis)
     assert pending.isdisjoint(DATA_AXES) if logical.cut_by("ep") else pending.issuperset(DATA_AXES)
     cut = [axis for axes in logical.cuts for axis in axes]
-    assert len(cut) == len(set(cut)), "no axis cuts a parameter twice"
+    in_pieces = pieces_of_experts(of, logical.cuts, layout)
+    assert len(cut) == len(set(cut)) or in_pieces, "no axis cuts a parameter twice"
 
 
 def test_experts_fold_over_the_data_ranks() -> None:
@@ -108,6 +109,14 @@ def test_experts_may_fold_over_tp_too() -> None:
     held = held_by_all(layout, EXPERTS, False, (0,))
     assert sorted(placement.box[0] for _, placement in held) == [(e, e + 1) for e in range(4)]
     assert all(placement.box[1:] == ((0, 6), (0, 5)) and placement.replicas == 1 for _, placement in held)
+
+
+def test_few_experts_are_cut_in_their_width() -> None:
+    two = [Dim("expert", 2), Dim("embed", 5), Dim("ffn", 6)]
+    held = held_by_all(Layout(shard=4, ep=4), two, False, (0,))
+    assert sorted(p.box for _, p in held) == [((e, e + 1), (0, 5), (lo, lo + 3)) for e in (0, 1) for lo in (0, 3)]
+    held = held_by_all(Layout(dp=4, tp=3, ep=4), two, False, (0,))
+    assert len({p.box for _, p in held}) == 12 and {p.box[2][1] - p.box[2][0] for _, p in held} == {1}
 
 
 @pytest.mark.parametrize("given", [{"ep": 2}, {"dp": 3, "ep": 2}, {"dp": 4, "shard": 6, "ep": 4}])

@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "pr-moe": {"experts_per_token": 1, "router": "pre-softmax", "shared_experts": 1, "shared_mix": "residual"},
     "all experts": {"experts_per_token": 6, "activation": "relu"},
     "eight experts": {"experts": 8, "experts_per_token": 3},
+    "two experts": {"experts": 2, "expert_ffn": 11, "shared_experts": 1},
     "one expert": {"experts": 1, "experts_per_token": 1},
     "step": {"balance": "step"},
     "hugging face": {"balance": "huggingface"},

@@ -72,6 +72,17 @@ class Asked:
         return min(self.shape.mixtures.values())
 
     @property
+    def narrowest_expert(self) -> int:
+        """Hidden units that a rank has at least of an expert; 0 if ``ep`` does not go with some layer's experts."""
+        found = [self.shape.expert_ffn or 0] if self.shape.mixtures else [1]
+        for count in self.shape.mixtures.values():
+            pieces, rest = divmod(self.layout.ep, count)
+            if self.layout.ep > count:
+                cuts = pieces * (1 if self.layout.folds_tp else self.layout.tp)
+                found.append(0 if rest else (self.shape.expert_ffn or 0) // cuts)
+        return min(found)
+
+    @property
     def odd_width(self) -> int:
         """The first of them that ``tp`` cuts at an odd column."""
         return next(w for w in self.widths for i in range(self.layout.tp) if part(w, self.layout.tp, i)[0] % 2)
@@ -245,9 +256,14 @@ RULES: tuple[Rule, ...] = (
     Rule("ep without experts", "layout shape", lambda a: a.layout.ep > 1 and not a.shape.mixtures,
          "ep = {0.layout.ep} spreads experts over ranks, and the model has none",
          "leave ep out, or set model.experts"),
-    Rule("ep above experts", "layout shape",
-         lambda a: bool(a.shape.mixtures) and min(a.shape.mixtures.values()) < a.layout.ep,
-         "ep = {0.layout.ep} is more than the {0.least_experts} experts of a layer", "use ep <= {0.least_experts}"),
+    Rule("ep above experts", "layout shape", lambda a: a.narrowest_expert < 1,
+         "ep = {0.layout.ep} cuts the {0.least_experts} experts of a layer, {0.shape.expert_ffn} wide, in no equal "
+         "number of pieces each", "use ep <= {0.least_experts}, or a multiple of it"),
+    Rule("pieces of experts with rows and columns", "layout shape optimizer",
+         lambda a: bool(a.shape.mixtures) and a.least_experts < a.layout.ep
+         and (a.optimizer.kind == "adafactor" or a.optimizer.state in ("8bit", "4bit")),
+         "ep = {0.layout.ep} cuts experts in pieces, and the optimizer keeps something of their whole rows and columns",
+         "use optimizer.kind = 'adamw' in float32 or bfloat16, or ep <= {0.least_experts}"),
     Rule("ep with secondary", "layout", lambda a: a.layout.ep > 1 and a.layout.secondary > 0,
          "layout.secondary = {0.layout.secondary} is about neighbours that share all state, and with ep = "
          "{0.layout.ep} they have other experts", "leave out one of them"),

@@ -71,11 +71,28 @@ class Place:
         """
         cuts = cut_axes(dims, self.layout, whole)
         box = tuple(self._range(dim, axes) for dim, axes in zip(dims, cuts, strict=True))
+        if pieces := pieces_of_experts(dims, cuts, self.layout):
+            box = self._in_pieces(dims, cuts, pieces)
         return Logical(tuple(dims), std, cuts, box, everywhere)
 
     def _range(self, dim: Dim, axes: Sequence[str]) -> tuple[int, int]:
         lo, hi = part(dim.count, self.layout.size(*axes), self.along(*axes))
         return lo * dim.unit, hi * dim.unit
+
+    def _in_pieces(self, dims: Sequence[Dim], cuts: Sequence[Sequence[str]], pieces: int) -> Box:
+        """The box where an expert's width is cut in so many ``pieces``, of which neighbours along ``ep`` have one each.
+
+        Where ``tp`` cuts the width as well, they are pieces of its parts.
+        """
+        expert, piece = divmod(self.along(*cuts[0]), pieces)
+        axes = [axis for axis in cuts[1 + _width(dims[1:])] if axis not in cuts[0]]
+        found = [(expert, expert + 1)]
+        for i, dim in enumerate(dims[1:]):
+            lo, hi = 0, dim.count
+            if i == _width(dims[1:]):
+                lo, hi = part(dim.count, self.layout.size(*axes) * pieces, self.along(*axes) * pieces + piece)
+            found.append((lo * dim.unit, hi * dim.unit))
+        return tuple(found)
 
     def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
         """What this rank holds as state: of its part, some rows of dimension 0.
@@ -127,6 +144,7 @@ def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
 def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[tuple[str, ...], ...]:
     """For each dimension the axes larger than one that cut it: :data:`CUTS`, and no axis cuts a parameter twice.
 
+    Only of experts that are fewer than the ranks of ``ep`` the width is cut over these, too.
     With vocabulary passes the vocabulary is cut over the stages too, and experts may be over ``tp``.
     """
     cuts: list[tuple[str, ...]] = []
@@ -139,4 +157,20 @@ def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[
             axes = (*axes, "tp")
         cuts.append(tuple(axis for axis in axes if layout.size(axis) > 1 and axis not in taken))
         taken.update(cuts[-1])
+    if pieces_of_experts(dims, cuts, layout):
+        width = 1 + _width(dims[1:])
+        cuts[width] = (*cuts[width], *cuts[0])
     return tuple(cuts)
+
+
+def pieces_of_experts(dims: Sequence[Dim], cuts: Sequence[Sequence[str]], layout: Layout) -> int:
+    """In how many pieces each expert of a stack is cut, if there are fewer than ranks along ``ep``; else 0."""
+    if not dims or dims[0].name != "expert" or _width(dims[1:]) < 0:
+        return 0
+    pieces, rest = divmod(layout.size(*cuts[0]), dims[0].count)
+    return pieces if pieces > 1 and not rest else 0
+
+
+def _width(dims: Sequence[Dim]) -> int:
+    """Which of these dimensions is an expert's width; -1 if none is."""
+    return next((i for i, dim in enumerate(dims) if dim.name == "ffn"), -1)

@@ -30,26 +30,32 @@ T = torch.Tensor
 class Ranks:
     """The ranks that have all experts together. Each has some *slots*, and ``slot_of`` says where which expert is.
 
-    ``shares``: the slots of each rank, in the order in which its group has the ranks.
+    Where experts are fewer than ranks, each is cut in ``pieces``, which have a slot each. ``shares``: the slots of each
+    rank, in the order in which its group has the ranks.
     """
 
     def __init__(self, mesh: Mesh, experts: int) -> None:
-        self.mesh, self.experts = mesh, experts
-        self.group, layout = mesh.group("exchange"), mesh.layout
-        self.count, self.rank = layout.ep, self.group.rank()
+        self.mesh, layout = mesh, mesh.layout
+        self.group, self.count = mesh.group("exchange"), layout.ep
+        self.rank, self.pieces = self.group.rank(), max(1, self.count // experts)
+        self.slots = experts * self.pieces
         axes = (FOLDED, "tp") if layout.folds_tp else (FOLDED,)
         places = [Place.of(layout, rank).along(*axes) for rank in dist.get_process_group_ranks(self.group)]
-        held = [range(*part(experts, self.count, place)) for place in places]
-        ends = list(accumulate(map(len, held), initial=0))
-        self.shares = list(pairwise(ends))
+        held = [range(*part(self.slots, self.count, place)) for place in places]
+        self.shares = list(pairwise(accumulate(map(len, held), initial=0)))
         self.first, self.last = self.shares[self.rank]
-        expert_of = torch.tensor([expert for one in held for expert in one])
-        self.slot_of = torch.empty_like(expert_of).scatter(0, expert_of, torch.arange(experts))
+        order = torch.tensor([piece for one in held for piece in one])
+        self.slot_of = torch.empty_like(order).scatter(0, order, torch.arange(self.slots))
         self.owner = torch.arange(self.count).repeat_interleave(torch.tensor([len(one) for one in held]))
 
-    def slots(self, ids: T) -> T:
-        """Where the experts ``ids`` are."""
-        return self.slot_of.to(ids.device)[ids]
+    def placed(self, choice: Choice) -> Choice:
+        """``choice`` with slots in the place of experts; those of all pieces of an expert, whose results add up."""
+        with untyped():
+            pieces = torch.arange(self.pieces, device=choice.ids.device)
+            ids = (choice.ids[..., None] * self.pieces + pieces).flatten(-2)
+            slots = self.slot_of.to(ids.device)[ids]
+        weights = choice.weights if self.pieces == 1 else choice.weights.repeat_interleave(self.pieces, dim=-1)
+        return Choice(weights, self.declared(slots))
 
     def owners(self, slots: T) -> T:
         """The ranks that have these slots."""
@@ -73,10 +79,9 @@ class AllToAll:
         self.ranks = ranks
 
     def dispatch(self, x: T, choice: Choice) -> Dispatched:
-        ranks = self.ranks
+        ranks, choice = self.ranks, self.ranks.placed(choice)
         with untyped():
-            slots = ranks.slots(choice.ids)
-            order, counts = slots.flatten().argsort(stable=True), counted(slots, ranks.experts)
+            order, counts = choice.ids.flatten().argsort(stable=True), counted(choice.ids, ranks.slots)
             arriving = ranks.counts_from_all(counts)[:, ranks.first : ranks.last]  # [ranks, experts here]
             sent = sizes_of(torch.stack([counts[lo:hi].sum() for lo, hi in ranks.shares]), len(order))
             received = sizes_of(arriving.sum(1), len(order))
@@ -124,23 +129,22 @@ class PerRank:
         self.ranks, self.fan_out = ranks, FanOut(ranks)
 
     def dispatch(self, x: T, choice: Choice) -> Dispatched:
-        ranks, tokens = self.ranks, len(x)
+        ranks, choice, tokens = self.ranks, self.ranks.placed(choice), len(x)
         with untyped():
-            slots = ranks.slots(choice.ids)
-            owners = ranks.owners(slots)  # [tokens, k]
+            owners = ranks.owners(choice.ids)  # [tokens, k]
             wanted = torch.zeros(tokens, ranks.count, dtype=torch.int64, device=x.device).scatter(1, owners, 1)
             # A place for each rank that a token could go to; those that it goes to come first, rank by rank.
             places = torch.where(wanted > 0, torch.arange(ranks.count, device=x.device), ranks.count).flatten()
             order, counts = places.argsort(stable=True), wanted.sum(0)
             sent = sizes_of(counts, len(order))
             received = sizes_of(ranks.counts_from_all(counts)[:, ranks.rank], len(order))
-        order, slots = ranks.declared(order), ranks.declared(slots)
+        order = ranks.declared(order)
 
         def moved(y: T) -> T:
             return exchanged(spread(y, order, ranks.count, sum(sent)), sent, received, ranks.group)
 
         rows = moved(x)
-        there = Choice(moved(choice.weights), moved(slots))
+        there = Choice(moved(choice.weights), moved(choice.ids))
         found = self.fan_out.dispatch(rows, there)
         return Dispatched(found.rows, found.counts, (found.meta, order, tokens, sent, received))
 
@@ -159,10 +163,8 @@ class AllGather:
         self.ranks, self.fan_out = ranks, FanOut(ranks)
 
     def dispatch(self, x: T, choice: Choice) -> Dispatched:
-        group = self.ranks.group
-        with untyped():
-            slots = self.ranks.slots(choice.ids)
-        there = Choice(gathered(choice.weights, group), gathered(self.ranks.declared(slots), group))
+        group, choice = self.ranks.group, self.ranks.placed(choice)
+        there = Choice(gathered(choice.weights, group), gathered(choice.ids, group))
         return self.fan_out.dispatch(gathered(x, group), there)
 
     def combine(self, rows: T, meta: Any) -> T:

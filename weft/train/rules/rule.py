@@ -49,7 +49,7 @@ class Ranks:
         """The mesh axes larger than one that cut these dimensions of a parameter."""
         _, sharing = self.mesh.sharing(held.logical)
         found = [axis for i in dims for axis in held.logical.cuts[i]] + [sharing] * (0 in dims)
-        return [axis for axis in found if self.mesh.size(axis) > 1]
+        return [axis for axis in dict.fromkeys(found) if self.mesh.size(axis) > 1]
 
     def sum(self, x: T, held: Held, *dims: int) -> T:
         """``x`` summed over the ranks that hold other parts along ``dims``, in place."""
