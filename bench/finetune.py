@@ -1,8 +1,9 @@
-"""Fine-tuning SmolLM2-135M on conversations: Weft beside transformers and PEFT, by all weights and by LoRA.
+"""Fine-tuning SmolLM2-135M on conversations: Weft beside transformers, PEFT and TRL, by all weights and by LoRA.
 
 Both sides start from the same weights and adapters and see the same rows, one conversation each, in the same order.
 Each lives in a process of its own, for its peak of memory; they take turns, a few steps at a time. ``packed`` is Weft
-once more with several conversations in a row, which the peer would mix up.
+once more with several conversations in a row, which the peer would mix up; ``trl`` is its SFTTrainer, where installed
+(pip install trl), which pads to the longest of a batch where the others pad to the row.
 
     python bench/finetune.py [--steps 8] [--turns 4] [--json bench/results/finetune.json]
 """
@@ -11,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import queue
 import resource
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +61,7 @@ def ends_of(batch: Any) -> torch.Tensor:
     return labelled.size(1) - labelled.flip(1).argmax(1)
 
 
-def ours(method: str, packed: bool, batch: int, folder: str) -> Step:
+def ours(method: str, packed: bool, batch: int, folder: str, total: int) -> Step:
     recipe = recipe_of(method, packed, batch)
     job, mesh = prepare(recipe), Mesh.single()
     model, state = assemble(job.shape, mesh, recipe, starting_values(recipe, job.shape))
@@ -71,17 +75,21 @@ def ours(method: str, packed: bool, batch: int, folder: str) -> Step:
     return step
 
 
-def theirs(method: str, packed: bool, batch: int, folder: str) -> Step:
+def their_model(method: str, folder: str) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    recipe = recipe_of(method, packed, batch)
-    job = prepare(recipe)
-    loader = job.loader(job.corpus.train, Mesh.single())
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
     if method == "lora":
         model = PeftModel.from_pretrained(model, f"{folder}/adapter", is_trainable=True)
-    model.train()
+    return model.train()
+
+
+def theirs(method: str, packed: bool, batch: int, folder: str, total: int) -> Step:
+    recipe = recipe_of(method, packed, batch)
+    job = prepare(recipe)
+    loader = job.loader(job.corpus.train, Mesh.single())
+    model = their_model(method, folder)
     parameters = [p for p in model.parameters() if p.requires_grad]
     settings = recipe.optimizer
     optimizer = torch.optim.AdamW(
@@ -101,10 +109,69 @@ def theirs(method: str, packed: bool, batch: int, folder: str) -> Step:
     return step
 
 
-def live(pipe: Any, make: Callable[..., Step], method: str, packed: bool, batch: int, folder: str) -> None:
+def by_trl(method: str, packed: bool, batch: int, folder: str, total: int) -> Step:
+    """TRL's trainer runs its own loop in a thread, and takes each of its ``total`` steps when it is asked to."""
+    from datasets import Dataset
+    from torch.utils.data import SequentialSampler
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    recipe = recipe_of(method, packed, batch)
+    job, settings = prepare(recipe), recipe.optimizer
+    loader = job.loader(job.corpus.train, Mesh.single())
+    examples, tokens = [], []
+    for number in range(total):
+        rows = rows_of(recipe, number, loader)
+        tokens.append(int(ends_of(rows).sum()))
+        for ids, labels, end in zip(rows.tokens.tolist(), rows.labels.tolist(), ends_of(rows).tolist(), strict=True):
+            examples.append({"input_ids": ids[: end + 1], "labels": [-100, *labels[:end]]})  # not shifted
+    asked, done = queue.Queue[int](), queue.Queue[float]()
+
+    class Peer(SFTTrainer):
+        def _get_train_sampler(self, *given: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+        def get_batch_samples(self, *given: Any) -> Any:
+            asked.get()  # data and step are timed together
+            return super().get_batch_samples(*given)
+
+        def training_step(self, *given: Any, **named: Any) -> torch.Tensor:
+            self.seen = super().training_step(*given, **named)
+            return self.seen
+
+        def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
+            done.put(self.seen.item())
+
+    trainer = Peer(
+        their_model(method, folder),
+        SFTConfig(
+            output_dir=f"{folder}/trl", max_steps=total, per_device_train_batch_size=batch, learning_rate=LR[method],
+            lr_scheduler_type="constant", weight_decay=settings.weight_decay, adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1], adam_epsilon=settings.eps, max_grad_norm=0.0, max_length=None,
+            gradient_checkpointing=False, use_cpu=True, bf16=False, save_strategy="no", logging_strategy="no",
+            disable_tqdm=True, report_to=[],
+        ),
+        train_dataset=Dataset.from_list(examples), processing_class=AutoTokenizer.from_pretrained(f"{folder}/model"),
+    )  # fmt: skip
+    threads = torch.get_num_threads()
+
+    def run() -> None:
+        torch.set_num_threads(threads)  # it is each thread's own
+        trainer.train()
+
+    threading.Thread(target=run, daemon=True).start()
+
+    def step(number: int) -> tuple[float, int]:
+        asked.put(number)
+        return done.get(), tokens[number]
+
+    return step
+
+
+def live(pipe: Any, make: Callable[..., Step], method: str, packed: bool, batch: int, folder: str, total: int) -> None:
     """One side: takes the numbers of steps, gives what they came to; None ends it."""
     torch.set_num_threads(2)
-    step = make(method, packed, batch, folder)
+    step = make(method, packed, batch, folder, total)
     pipe.send("ready")
     while (number := pipe.recv()) is not None:
         begun, used = time.perf_counter(), time.process_time()
@@ -114,12 +181,14 @@ def live(pipe: Any, make: Callable[..., Step], method: str, packed: bool, batch:
 
 
 def compared(method: str, steps: int, turns: int, batch: int, folder: str) -> dict[str, Any]:
-    """Both sides, and the packed one, in turns."""
+    """Weft, its peers and the packed rows, in turns."""
     sides = {"weft": (ours, False), "peer": (theirs, False), "packed": (ours, True)}
+    sides |= {"trl": (by_trl, False)} if find_spec("trl") else {}
     context, pipes = mp.get_context("spawn"), {}
     for name, (make, packed) in sides.items():
         pipes[name], end = context.Pipe()
-        context.Process(target=live, args=(end, make, method, packed, batch, folder), daemon=True).start()
+        given = (end, make, method, packed, batch, folder, steps * turns)
+        context.Process(target=live, args=given, daemon=True).start()
         pipes[name].recv()
     seen: dict[str, list[tuple[float, int, float, float]]] = {name: [] for name in sides}
     for turn in range(turns):
@@ -128,7 +197,9 @@ def compared(method: str, steps: int, turns: int, batch: int, folder: str) -> di
                 pipe.send(number)
                 seen[name].append(pipe.recv())
     found: dict[str, Any] = {
-        "losses apart": max(abs(a[0] - b[0]) for a, b in zip(seen["weft"], seen["peer"], strict=True))
+        f"losses apart{note}": max(abs(a[0] - b[0]) for a, b in zip(seen["weft"], seen[peer], strict=True))
+        for peer, note in (("peer", ""), ("trl", " of trl"))
+        if peer in seen
     }
     for name, pipe in pipes.items():
         pipe.send(None)
@@ -142,6 +213,8 @@ def compared(method: str, steps: int, turns: int, batch: int, folder: str) -> di
     for measure in ("tokens_per_s", "tokens_per_cpu_s"):
         found[f"{measure}, ratio"] = found["weft"][measure] / found["peer"][measure]
         found[f"{measure}, ratio packed"] = found["packed"][measure] / found["peer"][measure]
+        if "trl" in found:
+            found[f"{measure}, ratio to trl"] = found["weft"][measure] / found["trl"][measure]
     return found
 
 
@@ -170,6 +243,13 @@ def main() -> None:
                 f"packed {found['tokens_per_s, ratio packed']:.2f}x); peak {found['weft']['peak_gib']:.2f} against "
                 f"{found['peer']['peak_gib']:.2f} GiB; losses apart {found['losses apart']:.1e}", flush=True,
             )  # fmt: skip
+            if "trl" in found:
+                print(
+                    f"      TRL's SFTTrainer {found['trl']['tokens_per_s']:.0f} tokens/s: "
+                    f"{found['tokens_per_s, ratio to trl']:.2f}x ({found['tokens_per_cpu_s, ratio to trl']:.2f}x of "
+                    f"processor time); peak {found['trl']['peak_gib']:.2f} GiB; losses apart "
+                    f"{found['losses apart of trl']:.1e}", flush=True,
+                )  # fmt: skip
     given.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
 
 
