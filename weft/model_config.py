@@ -1,13 +1,14 @@
-"""The ``config.json`` of Hugging Face models in and out, without a weight: Llama, Mistral, Qwen (dense), Gemma 3."""
+"""The ``config.json`` of Hugging Face models in and out, without a weight; :mod:`.mixture_config` has their experts."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
 from weft.errors import WeftError
+from weft.mixture_config import LIMITS, mixture_architecture, mixture_fields, mixture_settings, refuse
 from weft.recipe import ModelShape
 from weft.validation import explain
 
@@ -27,6 +28,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3ForCausalLM": ("gemma3_text", {
         "qk_norm": True, "norm_after": True, "scaled_embedding": True, "tied": True, "head_dim": 256,
     }),
+    "MixtralForCausalLM": ("mixtral", {"norm_eps": 1e-5}),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", {}),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", {"qk_norm": True}),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", {}),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", {}),
 }  # fmt: skip
 
 #: The end of an architecture's name: a language model, and one with a single score.
@@ -39,13 +45,17 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 ONLY = {
     "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "quantization_config": None,
     "attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False,
+    "truncate": True,
 }  # fmt: skip
+
+#: Settings of yarn, which have the same names in :class:`weft.recipe.RopeScaling`.
+YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 
 #: What fields of other architectures give away about what Weft lacks for them; GGUF files have some of them too.
 LACKING = {
-    "num_local_experts": "a mixture of experts", "num_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts", "expert_count": "a mixture of experts",
-    "kv_lora_rank": "latent attention", "attention.kv_lora_rank": "latent attention",
+    "num_local_experts": "its mixture of experts", "num_experts": "its mixture of experts",
+    "n_routed_experts": "its mixture of experts", "expert_count": "a mixture of experts in GGUF",
+    "kv_lora_rank": "its latent attention", "attention.kv_lora_rank": "latent attention in GGUF",
     "attn_logit_softcapping": "soft caps on scores", "final_logit_softcapping": "soft caps on logits",
     "vision_config": "an image tower", "audio_config": "an audio tower",
     "no_rope_layers": "layers without rotary embedding", "partial_rotary_factor": "rotation of a part of each head",
@@ -71,7 +81,7 @@ def shape_from_config(path: Path) -> ModelShape:
     scores = str(name).endswith(SCORES)
     if scores:
         if len(config.get("id2label") or "two") != 1:
-            _refuse(path, "id2label", config.get("id2label"), "a single label, the score of a reward model")
+            refuse(path, "id2label", config.get("id2label"), "a single label, the score of a reward model")
         name = kinds.get(config.get("model_type", ""), name)
     if name not in ARCHITECTURES:
         known = ", ".join(one.removesuffix("ForCausalLM") for one in ARCHITECTURES)
@@ -82,29 +92,35 @@ def shape_from_config(path: Path) -> ModelShape:
     for field, supported in ONLY.items():
         value = {**config, **rope}.get(field)
         if value not in (None, supported):
-            _refuse(path, field, value, repr(supported))
+            refuse(path, field, value, repr(supported))
     found = {ours: config[theirs] for ours, theirs in FIELDS.items() if config.get(theirs) is not None}
     missing = [FIELDS[ours] for ours in ("vocab", "layers", "embed", "heads", "ffn") if ours not in found]
     tree = {"norm_eps": 1e-6, **ARCHITECTURES[name][1], **found, "rope_theta": rope.get("rope_theta", 1e4)}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    original = "original_max_position_embeddings"
+    length = config.get(original) or rope.get(original) or config.get("max_position_embeddings")
     if kind == "llama3":
-        original = "original_max_position_embeddings"
-        length = config.get(original) or rope.get(original) or config.get("max_position_embeddings")
         keys = ("factor", "low_freq_factor", "high_freq_factor")
         missing += [f"rope_scaling.{key}" for key in keys if key not in rope]
         tree["rope_scaling"] = {key: rope.get(key) for key in keys} | {"original_max_position": length}
     elif kind == "linear":
         tree["rope_scaling"] = {"kind": kind, "factor": rope.get("factor")}
+    elif kind == "yarn":
+        tree["rope_scaling"] = {"kind": kind, "original_max_position": length}
+        tree["rope_scaling"] |= {key: rope[key] for key in ("factor", *YARN) if rope.get(key) is not None}
+        missing += ["rope_scaling.factor"] if rope.get("factor") is None else []
     elif kind != "default":
-        _refuse(path, "rope_type", kind, "'default', 'linear' and 'llama3'")
+        refuse(path, "rope_type", kind, "'default', 'linear', 'llama3' and 'yarn'")
     if missing:
         raise WeftError(f"{path} has no {', '.join(missing)}; it is not a complete config.json")
     activation = config.get("hidden_activation") or config.get("hidden_act")
     if activation is not None and activation not in ACTIVATIONS:
-        _refuse(path, "hidden_act", activation, " and ".join(map(repr, ACTIVATIONS)))
+        refuse(path, "hidden_act", activation, " and ".join(map(repr, ACTIVATIONS)))
     gemma = name == "Gemma3ForCausalLM"
     tree["activation"] = ACTIVATIONS[activation or ("gelu_pytorch_tanh" if gemma else "silu")]
     tree |= _windows(path, name, config, tree["layers"])
+    if name in LIMITS:
+        tree |= mixture_settings(path, name, config, tree["layers"])
     if scores:
         tree |= {"output": "score", "tied": False}
     if gemma:
@@ -125,27 +141,29 @@ def _rope(path: Path, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     """
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, dict):
-        _refuse(path, "rope_parameters", given, "a set of values")
+        refuse(path, "rope_parameters", given, "a set of values")
     gemma = config.get("model_type") == "gemma3_text" or "Gemma3ForCausalLM" in (config.get("architectures") or ())
     local = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
     if any(isinstance(value, dict) for value in given.values()):
         if not gemma or given.keys() - {"full_attention", "sliding_attention"}:
-            _refuse(path, "rope_parameters", given, "one set of values for all layers")
+            refuse(path, "rope_parameters", given, "one set of values for all layers")
         local |= given.get("sliding_attention") or {}
         given = given.get("full_attention") or {}
         if local.get("rope_type", "default") != "default":
-            _refuse(path, "rope_parameters.sliding_attention.rope_type", local["rope_type"], "'default'")
-    theta = config.get("rope_theta", 1e6 if gemma else 1e4)
+            refuse(path, "rope_parameters.sliding_attention.rope_type", local["rope_type"], "'default'")
+    theta = config.get("rope_theta", 1e6 if gemma or config.get("model_type") == "mixtral" else 1e4)
     return {"rope_theta": theta, **given}, local
 
 
 def _windows(path: Path, name: str, config: dict[str, Any], layers: int) -> dict[str, Any]:
     """``window`` and ``full_every`` of the layers; refuses an order of layers that these two cannot say."""
     window, kinds = config.get("sliding_window", 4096), list(config.get("layer_types") or ())
-    if name in ("LlamaForCausalLM", "MistralForCausalLM"):
+    if name.startswith("Mixtral"):
+        window = config.get("sliding_window")
+    if name.startswith(("Llama", "Mi", "Deepseek")):
         if "sliding_attention" in kinds:
-            _refuse(path, "layer_types", kinds, "'full_attention'")
-        kinds = ["sliding_attention" if name.startswith("Mistral") else "full_attention"] * layers
+            refuse(path, "layer_types", kinds, "'full_attention'")
+        kinds = ["sliding_attention" if name.startswith("Mi") else "full_attention"] * layers
     elif name == "Gemma3ForCausalLM":
         every = config.get("sliding_window_pattern") or 6
         kinds = kinds or [("full" if (i + 1) % every == 0 else "sliding") + "_attention" for i in range(layers)]
@@ -156,12 +174,12 @@ def _windows(path: Path, name: str, config: dict[str, Any], layers: int) -> dict
         kinds = kinds or [("full" if i < first else "sliding") + "_attention" for i in range(layers)]
     if not window or "sliding_attention" not in kinds:
         if set(kinds) - {"full_attention", "sliding_attention"}:
-            _refuse(path, "layer_types", kinds, "'full_attention' and 'sliding_attention'")
+            refuse(path, "layer_types", kinds, "'full_attention' and 'sliding_attention'")
         return {}
     for every in range(layers + 1):
         if kinds == layer_types(layers, every):
             return {"window": window, "full_every": every}
-    _refuse(path, "layer_types", kinds, "full attention in every n-th layer")
+    refuse(path, "layer_types", kinds, "full attention in every n-th layer")
 
 
 def layer_types(layers: int, full_every: int) -> list[str]:
@@ -170,15 +188,18 @@ def layer_types(layers: int, full_every: int) -> list[str]:
     return ["full_attention" if one else "sliding_attention" for one in full]
 
 
-def _architecture(shape: ModelShape) -> str:
+def architecture(shape: ModelShape) -> str:
     """The architecture that computes this shape; :class:`WeftError` if Hugging Face has none."""
     remedy = "keep Weft's own checkpoint"
-    if shape.mixtures:
-        raise WeftError(f"experts cannot be exported to Hugging Face yet; {remedy}")
     if shape.mixer != "softmax":
         raise WeftError(f"Hugging Face has no architecture for mixer = {shape.mixer!r}; {remedy}")
     if shape.qkv_bias and shape.qk_norm:
         raise WeftError(f"no Hugging Face architecture has both qkv_bias and qk_norm; {remedy}")
+    if shape.mixtures or shape.kv_rank:
+        return mixture_architecture(shape)
+    if shape.activation not in ACTIVATIONS.values() or shape.rope_interleaved:
+        what = "rope_interleaved" if shape.rope_interleaved else f"activation = {shape.activation!r}"
+        raise WeftError(f"no Hugging Face architecture that Weft knows has {what}; {remedy}")
     gemma = ("norm_after", "scaled_embedding", "query_dim", "window_theta")
     if shape.norm_after and shape.scaled_embedding and shape.qk_norm:
         return "Gemma3ForCausalLM"
@@ -203,13 +224,14 @@ def config_from_shape(
 
     ``tokens``: ids by name (``eos_token_id`` ...); ``max_positions`` is a hint.
     """
-    name = _architecture(shape)
+    name = architecture(shape)
     scores = shape.output == "score"
     rope: dict[str, Any] = {"rope_type": "default"}
     if given := shape.rope_scaling:
         rope = {"rope_type": given.kind, "factor": given.factor}
-        if given.kind == "llama3":
-            rope |= given.model_dump(include={"low_freq_factor", "high_freq_factor"})
+        if given.kind != "linear":
+            names = ("low_freq_factor", "high_freq_factor") if given.kind == "llama3" else YARN
+            rope |= {key: value for key, value in given.model_dump(include=set(names)).items() if value}
             rope["original_max_position_embeddings"] = given.original_max_position
             max_positions = round(given.factor * given.original_max_position)
     activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == shape.activation)
@@ -228,9 +250,11 @@ def config_from_shape(
     }  # fmt: skip
     if scores:
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    if name in LIMITS:
+        config |= mixture_fields(shape, name)
     if name == "MistralForCausalLM" or shape.window:
         config["sliding_window"] = shape.window or None
-    if shape.window and name != "MistralForCausalLM":
+    if shape.window and not name.startswith("Mi"):
         config |= {"layer_types": layer_types(shape.layers, shape.full_every)}
         config |= {"use_sliding_window": True, "max_window_layers": 0} if name.startswith("Qwen") else {}
     if name == "Gemma3ForCausalLM":
@@ -266,7 +290,3 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
         raise WeftError(f"cannot read {path}: it is not JSON; {hint}") from None
     except (OSError, ValueError) as error:
         raise WeftError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {hint}") from None
-
-
-def _refuse(path: Path, field: str, value: Any, supported: str) -> NoReturn:
-    raise WeftError(f"{path}: {field} = {str(value)[:60]!r} is not supported; Weft supports {supported}")

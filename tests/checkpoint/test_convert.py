@@ -137,7 +137,7 @@ def sharded(folder: str, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def test_dcp_of_several_ranks(pool: Any, tmp_path: Path) -> None:
-    from weft.models.hf import hf_name
+    from weft.models.hf_names import hf_name
 
     weights = write.weights_of(SHAPES["qwen3"])
     pool.run(4, sharded, str(tmp_path), {hf_name(n): w for n, w in weights.items()})

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from weft.data.batch import Batch
 from weft.layout.mesh import Mesh
 from weft.model_parameters import learning_count, learns, parameters
 from weft.model_shape import flops_per_token, shape_of
@@ -85,8 +86,7 @@ def test_what_is_frozen_costs_no_gradient(change: dict, freeze: tuple[str, ...])
     tokens = torch.arange(seq).view(1, seq)
     plain = mock.patch("weft.models.norm.rms_norm", lambda x, scale, eps: F.rms_norm(x, scale.shape, scale, eps))
     with plain, FlopCounterMode(display=False) as counter:  # our own norms sum up by products
-        loss = model(tokens, tokens, ends, labels=tokens)
-        loss.backward()
+        model(tokens, tokens, ends, Batch(tokens, tokens, tokens, ends)).backward()
     lowest = min(p.step for p in parameters(shape) if p.name in names)
     above = [p for p in parameters(shape) if p.name.endswith((".wo", ".wo.codes")) and p.step > lowest]
     attention = 2 * shape.heads * shape.head_dim * seq * (shape.layers + 2 * len(above))

@@ -20,7 +20,7 @@ from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.parts import NAMES, TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
 from weft.model_parameters import ADAPTERS
-from weft.models.hf import hf_values, tokenizer_files
+from weft.models.hf import check_stored, hf_values, tokenizer_files
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.recipe import ModelShape, Recipe
 
@@ -73,6 +73,7 @@ def open_pretrained(name: Where) -> Pretrained:
         return of_checkpoint(open_checkpoint(candidates(open_storage(where))[0]), str(name))
     if kind == "hf":
         shape = shape_from_config(path)
+        check_stored(path, shape)
         return Pretrained(str(name), shape, hf_values(path, shape), tokenizer_files(path))
     foreign = open_foreign(where, kind)
     return Pretrained(str(name), foreign.model, _boxes(foreign), foreign.files)

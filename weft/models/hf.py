@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,45 +15,18 @@ from weft.errors import WeftError
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.model_config import config_from_shape, read_json
+from weft.models.hf_names import fused_name, hf_names, norm_offset
 from weft.models.transformer import Transformer
 from weft.new_folder import new_folder
 from weft.recipe import ModelShape
 
-#: Weft's parameter names and Hugging Face's; ``{}`` is the number of the block.
-NAMES = {
-    "embedding.table": "model.embed_tokens.weight",
-    "blocks.{}.attention_norm.scale": "model.layers.{}.input_layernorm.weight",
-    **{f"blocks.{{}}.attention.w{x}": f"model.layers.{{}}.self_attn.{x}_proj.weight" for x in "qkvo"},
-    **{f"blocks.{{}}.attention.b{x}": f"model.layers.{{}}.self_attn.{x}_proj.bias" for x in "qkv"},
-    **{f"blocks.{{}}.attention.{x}_norm.scale": f"model.layers.{{}}.self_attn.{x}_norm.weight" for x in "qk"},
-    "blocks.{}.ffn_norm.scale": "model.layers.{}.post_attention_layernorm.weight",
-    **{f"blocks.{{}}.ffn.{x}": f"model.layers.{{}}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
-    "norm.scale": "model.norm.weight",
-    "head": "lm_head.weight",
-}  # fmt: skip
-
-#: The names that are others where there are norms after attention and feed-forward (Gemma 3).
-FOUR_NORMS = {
-    "blocks.{}.attention_out_norm.scale": "model.layers.{}.post_attention_layernorm.weight",
-    "blocks.{}.ffn_norm.scale": "model.layers.{}.pre_feedforward_layernorm.weight",
-    "blocks.{}.ffn_out_norm.scale": "model.layers.{}.post_feedforward_layernorm.weight",
-}
-
 AGAIN = "download or export the model again"
 #: A tensor whose type is that of the model: scales of norms may be wider.
-TYPICAL = "blocks.0.attention.wq"
+TYPICAL = "blocks.0.attention.wo"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = rf".*token.*\.json|tokenizer\.model|vocab\.json|merges\.txt|chat_template\.jinja|{GENERATION}"
 TOKEN_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
-
-
-def hf_name(name: str, shape: ModelShape | None = None) -> str:
-    """What Hugging Face calls the parameter that Weft calls ``name``, in a model of ``shape`` (None: like Llama)."""
-    names = NAMES | FOUR_NORMS if shape and shape.norm_after else NAMES
-    if name == "head" and shape and shape.output == "score":
-        return "score.weight"
-    return names[re.sub(r"\d+", "{}", name)].format(*re.findall(r"\d+", name))
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
@@ -69,49 +42,91 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def norm_offset(name: str, shape: ModelShape | None) -> float:
-    """What Hugging Face leaves out of the parameter: Gemma 3 stores scales of norms as their difference to one."""
-    return 1.0 if shape and shape.norm_after and name.endswith("norm.scale") else 0.0
-
-
 def as_hf(name: str, values: torch.Tensor, shape: ModelShape) -> torch.Tensor:
     """A parameter of Weft's with the values that Hugging Face stores."""
     offset = norm_offset(name, shape)
     return values if not offset else values.to(torch.promote_types(values.dtype, torch.float32)) - offset
 
 
+class Stored:
+    """The tensors of a Hugging Face folder, of which just what is asked for is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.indexed = folder, (folder / INDEX).is_file()
+        if self.indexed:
+            self.files: dict[str, str] = read_json(folder / INDEX, AGAIN).get("weight_map") or {}
+        elif not (folder / SINGLE).is_file():
+            raise WeftError(f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights")
+        else:
+            self.files = dict.fromkeys(self.reader(SINGLE).keys(), SINGLE)
+
+    @cache  # noqa: B019 (as long as the object, which is what opens files)
+    def reader(self, file: str) -> Any:
+        try:
+            return safe_open(self.folder / file, "pt")
+        except (OSError, SafetensorError) as error:
+            raise WeftError(f"{self.folder / file} is missing or damaged ({error}); {AGAIN}") from None
+
+    def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
+        """The part ``box`` of a tensor, which must be of this shape."""
+        if name not in self.files or name not in self.reader(self.files[name]).keys():  # noqa: SIM118 (no dictionary)
+            hint = (
+                "set model.tied = true"
+                if name == "lm_head.weight"
+                else "the model section is not of the model stored there, or a part of it is missing"
+            )
+            raise WeftError(f"{self.folder / (INDEX if self.indexed else SINGLE)} has no tensor {name}; {hint}")
+        file = self.folder / self.files[name]
+        tensor = self.reader(self.files[name]).get_slice(name)
+        if tuple(tensor.get_shape()) != tuple(shape):
+            shapes = f"has shape {tensor.get_shape()} but the model needs {list(shape)}"
+            raise WeftError(f"{file}: {name} {shapes}; the model section is not of the model stored there")
+        if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            raise WeftError(f"{file}: {name} is stored as {tensor.get_dtype()}; quantized weights are not supported")
+        return tensor[tuple(slice(lo, hi) for lo, hi in box)]
+
+    def experts(self, name: str, names: Sequence[str], logical: Logical, box: Box) -> torch.Tensor:
+        """The part ``box`` of all experts' ``name``, which have a tensor each, or as transformers holds them one."""
+        count, rows, width = logical.shape
+        fused = fused_name(name)
+        if fused is not None and fused[0] in self.files:
+            whole, part, parts = fused
+            (lo, hi), first = box[1], part * rows
+            return self.read(whole, (count, parts * rows, width), (box[0], (first + lo, first + hi), box[2]))
+        found = [self.read(one, (rows, width), box[1:]) for one in names[slice(*box[0])]]
+        return torch.stack(found) if found else torch.empty([hi - lo for lo, hi in box])
+
+
 def hf_values(folder: Path, shape: ModelShape | None = None) -> Callable[[str, Logical, Box], torch.Tensor]:
     """Values for :func:`weft.parallel.build.parallelize` from safetensors; reads just the box that is asked for."""
-    shards: dict[str, str] = {}
-    if (folder / INDEX).is_file():
-        shards = read_json(folder / INDEX, AGAIN).get("weight_map") or {}
-    elif not (folder / SINGLE).is_file():
-        raise WeftError(f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights")
-
-    @cache
-    def reader(file: Path) -> Any:
-        try:
-            return safe_open(file, "pt")
-        except (OSError, SafetensorError) as error:
-            raise WeftError(f"{file} is missing or damaged ({error}); {AGAIN}") from None
+    stored = Stored(folder)
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
-        wanted = hf_name(name, shape)
-        file = folder / shards.get(wanted, INDEX if (folder / INDEX).is_file() else SINGLE)
-        if file.name == INDEX or wanted not in reader(file).keys():  # noqa: SIM118 (not a dictionary)
-            hint = "set model.tied = true" if name == "head" else "the model section is not of the model stored there"
-            raise WeftError(f"{file} has no tensor {wanted}; {hint}")
-        tensor = reader(file).get_slice(wanted)
-        if tuple(tensor.get_shape()) != logical.shape:
-            shapes = f"has shape {tensor.get_shape()} but the model needs {list(logical.shape)}"
-            raise WeftError(f"{file}: {wanted} {shapes}; the model section is not of the model stored there")
-        if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise WeftError(f"{file}: {wanted} is stored as {tensor.get_dtype()}; quantized weights are not supported")
-        found = tensor[tuple(slice(lo, hi) for lo, hi in box)]
+        names = hf_names(name, shape)
+        if not names:
+            return torch.zeros([hi - lo for lo, hi in box])
+        if ".experts." in name:
+            return stored.experts(name, names, logical, box)
+        found = stored.read(names[0], logical.shape, box)
         offset = norm_offset(name, shape)
         return found if not offset else found.to(torch.promote_types(found.dtype, torch.float32)) + offset
 
     return values
+
+
+def check_stored(folder: Path, shape: ModelShape) -> None:
+    """Raises :class:`WeftError` if a folder lacks tensors that a model of ``shape`` needs; reads none of them."""
+    files = Stored(folder).files
+    for name, logical in Transformer(shape, Mesh.single()).logical_parameters():
+        fused = fused_name(name)
+        names = [] if fused is not None and fused[0] in files else hf_names(name, shape)
+        missing = [one for one in names if one not in files]
+        if missing and len(names) > 1:
+            some = f"{len(names) - len(missing)} of {len(names)} experts"
+            raise WeftError(f"{folder} has {some} for {name}: {missing[0]} is missing; {AGAIN}")
+        if missing:
+            hint = "set model.tied = true" if name == "head" else f"its config.json is of another model, or {AGAIN}"
+            raise WeftError(f"{folder} has no tensor {missing[0]} {list(logical.shape)}; {hint}")
 
 
 def export(
@@ -145,7 +160,8 @@ def _write_tensors(
     get: Callable[[str], torch.Tensor], shape: ModelShape, folder: Path, dtype: torch.dtype | None, limit: int
 ) -> None:
     """Write all tensors, in files of at most ``limit`` bytes with an index if one file cannot hold them."""
-    logical = dict(Transformer(shape, Mesh.single()).logical_parameters())
+    described = Transformer(shape, Mesh.single()).logical_parameters()
+    logical = {name: one for name, one in described if hf_names(name, shape)}
     kept = get(TYPICAL).dtype
     width = (dtype or kept).itemsize
     groups: list[list[str]] = [[]]
@@ -154,16 +170,21 @@ def _write_tensors(
             groups.append([])
         groups[-1].append(name)
     index: dict[str, str] = {}
+    total = 0
     for i, names in enumerate(groups, 1):
         file = f"model-{i:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else SINGLE
         tensors: dict[str, torch.Tensor] = {}  # here, so that the last file's are gone before these are made
         for name in names:
-            tensor = as_hf(name, get(name).detach(), shape).to("cpu", dtype or kept).contiguous()
-            tensors[hf_name(name, shape)] = tensor
+            # What is chosen by must not be rounded: it decides between experts that are all but equal.
+            kind = torch.float32 if name.endswith("router.bias") else dtype or kept
+            tensor = as_hf(name, get(name).detach(), shape).to("cpu", kind).contiguous()
             if tensor.shape != logical[name].shape:
                 raise WeftError(f"cannot export {name}: shape {list(tensor.shape)} is not {list(logical[name].shape)}")
+            theirs = hf_names(name, shape)
+            tensors |= dict(zip(theirs, tensor if ".experts." in name else [tensor], strict=True))
+        total += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, file)
     if len(groups) > 1:
-        about = {"total_size": width * sum(one.numel for one in logical.values())}
+        about = {"total_size": total}
         (folder / INDEX).write_text(json.dumps({"metadata": about, "weight_map": index}, indent=2) + "\n")

@@ -16,7 +16,8 @@ from weft.layout.mesh import Mesh
 from weft.model_config import read_json
 from weft.model_parameters import ADAPTERS, PROJECTIONS, is_target, projections
 from weft.models.adapters import base_weight
-from weft.models.hf import TOKENIZER_FILES, hf_name
+from weft.models.hf import TOKENIZER_FILES
+from weft.models.hf_names import hf_name
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.new_folder import new_folder

@@ -1,6 +1,7 @@
 """The pattern table: what a foreign tensor's name means to Weft, and how its shards form the logical tensor."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -8,6 +9,7 @@ from math import prod
 import torch
 
 from weft.errors import WeftError
+from weft.models.hf_names import DEEPSEEK, EXPERTS, LATENT, MIXTRAL
 from weft.recipe import ModelShape
 
 #: Rows are read and put into place this many bytes at a time.
@@ -102,6 +104,16 @@ def expert(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
         yield Copy(i, 0, size[0], (i,))
 
 
+def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+    """All experts of a layer, of each the rows of ``part`` (transformers 5 in memory); see :func:`_rows_of_experts`."""
+    return replicated(shards, shape, part)
+
+
+def unknown_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+    """Of a form that is not read."""
+    raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class NameRule:
     """What a foreign tensor is whose name matches ``pattern``.
@@ -120,6 +132,14 @@ class NameRule:
 #: In front of a name, as wrappers leave it there.
 PREFIX = r"(?:(?:module|model|_orig_mod|_fsdp_wrapped_module|model_state_dict|language_model|decoder)\.)*"
 LAYER = r"(?:layers|blk|blocks)\.(\d+)\."
+
+
+def _inverse(ours: str, theirs: str) -> NameRule:
+    """The rule for a name of Hugging Face's as :mod:`weft.models.hf_names` has it, with a number in each bracket."""
+    of_experts = "{{}}" in theirs
+    pattern = theirs.removeprefix("model.").replace(".", r"\.").replace("{{}}", "{}").replace("{}", r"(\d+)")
+    return NameRule(pattern, (ours.replace("{}", "{0}"),), expert if of_experts else replicated)
+
 
 #: Names of Hugging Face, torchtitan, Megatron-core, GGUF and Weft itself. The first rule that matches holds.
 TABLE = (
@@ -154,9 +174,17 @@ TABLE = (
     NameRule(LAYER + r"mlp\.linear_fc1\.weight", ("blocks.{}.ffn.gate", "blocks.{}.ffn.up"), gate_up),
     NameRule(LAYER + r"(?:(?:mlp\.down_proj|feed_forward\.w2|ffn_down|mlp\.linear_fc2)\.weight|ffn\.down)",
          ("blocks.{}.ffn.down",), row),
+    NameRule(LAYER + r"(attention\.w(?:q|kv)_[ab]|attention\.(?:q|kv)_a_norm\.scale|ffn\.router\.(?:table|bias|load)"
+         r"|ffn\.(?:shared|experts)\.(?:gate|up|down)|ffn\.shared_gate)", ("blocks.{}.{}",), replicated),
+    *(_inverse(ours, theirs) for names in (LATENT, EXPERTS, MIXTRAL, DEEPSEEK) for ours, theirs in names.items()),
+    NameRule(LAYER + r"mlp\.experts\.gate_up_proj", ("blocks.{}.ffn.experts.gate", "blocks.{}.ffn.experts.up"),
+             fused_experts),
+    NameRule(LAYER + r"mlp\.experts\.down_proj", ("blocks.{}.ffn.experts.down",), fused_experts),
     NameRule(LAYER + r"(?:mlp\.experts|feed_forward\.experts|moe|block_sparse_moe|ffn_(?:gate|up|down)_exps)\..*",
-         ("blocks.{}.ffn.experts",), expert),
+         ("blocks.{}.ffn.experts",), unknown_experts),
 )  # fmt: skip
+
+EXPERTS_RULE = NameRule("", (), expert)
 
 #: Tensors that follow from the configuration, or hold no weights.
 DERIVED = r".*_extra_state(?:/.*)?|.*rotary_emb\.inv_freq|.*freqs_cis|rope_freqs\.weight|rope\.cache"
@@ -196,19 +224,40 @@ def sources_by_name(stored: Mapping[str, Sequence[Shard]], averages: Sequence[st
     if any("pre_feedforward_layernorm" in name for name in stored):
         raise WeftError("Gemma 3 is read from Hugging Face's folders and GGUF files only; save it as one of these")
     made: dict[str, TensorSource] = {}
+    experts: dict[str, dict[int, tuple[str, Sequence[Shard]]]] = defaultdict(dict)
     for name, shards in stored.items():
         if (found := rule_and_names(name)) is None:
             continue
         rule, names = found
+        if rule.layout is unknown_experts or (rule.layout in (expert, fused_experts) and len(shards) > 1):
+            raise WeftError(f"tensor {name} is of experts in a form that Weft does not read; save them as a Hugging "
+                            "Face folder")  # fmt: skip
         if rule.layout is expert:
-            raise WeftError(f"tensor {name} is of a mixture of experts, which Weft does not have")
+            experts[names[0]][int(re.findall(r"\.(\d+)\.", name)[-1])] = name, shards
+            continue
+        if rule.layout is fused_experts:
+            shards = [_rows_of_experts(shards[0], part, len(names)) for part in range(len(names))]
+            made |= {one: TensorSource(name, [shard], rule, 0) for one, shard in zip(names, shards, strict=True)}
+            continue
         if rule.layout is replicated and any(re.match(pattern, name) for pattern in averages):
             rule = NameRule(rule.pattern, rule.names, averaged)
         for part, one in enumerate(names):
             if one in made:
                 raise WeftError(f"tensors {made[one].name} and {name} are both {one}")
             made[one] = TensorSource(name, shards, rule, part)
+    for one, found_experts in experts.items():
+        if missing := set(range(max(found_experts))) - found_experts.keys():
+            raise WeftError(f"expert {min(missing)} of {one} is missing; the checkpoint is not whole")
+        in_order = [found_experts[number] for number in sorted(found_experts)]
+        made[one] = TensorSource(in_order[0][0], [shards[0] for _, shards in in_order], EXPERTS_RULE, 0)
     return made
+
+
+def _rows_of_experts(shard: Shard, part: int, parts: int) -> Shard:
+    """Of ``[experts, parts * rows, width]`` each expert's rows of one part."""
+    count, rows, width = shard.shape
+    first, size = part * rows // parts, rows // parts
+    return Shard((count, size, width), shard.dtype, lambda lo, hi: shard.read(lo, hi)[:, first : first + size])
 
 
 def logical_tensor(

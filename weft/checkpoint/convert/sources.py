@@ -23,7 +23,7 @@ from weft.layout.dims import Logical
 from weft.layout.mesh import Mesh
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
-from weft.models.hf import INDEX, SINGLE, hf_values, tokenizer_files
+from weft.models.hf import INDEX, SINGLE, check_stored, hf_values, tokenizer_files
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 
@@ -158,6 +158,7 @@ def _hf(path: Path, config: Path | None) -> Foreign:
         return Shard(logical.shape, read(0, 1).dtype, read)
 
     shape = _shape(path, config)
+    check_stored(path, shape)
     names = dict(Transformer(shape, Mesh.single()).logical_parameters())
     made = sources_by_name({name: [shard(name, one)] for name, one in names.items()})
     return Foreign("hf", path, shape, made, files=tokenizer_files(path))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Box, Tensor
 from weft.layout.parts import NAMES
 from weft.model_config import config_from_shape
-from weft.models.hf import TYPICAL, as_hf, export, hf_name
+from weft.models.hf import TYPICAL, as_hf, export
+from weft.models.hf_names import hf_names
 from weft.new_folder import new_folder
 from weft.recipe import Recipe
 
@@ -143,17 +145,25 @@ class _Lazy(dcp.DefaultSavePlanner):
 
 def export_dcp(foreign: Foreign, out: Path, dtype: torch.dtype | None = None, optimizer: bool = True) -> None:
     """A DCP folder with Hugging Face's names, moments as ``optimizer.state.NAME.exp_avg``; no process group needed."""
-    wanted: dict[str, tuple[str, str | None]] = {}
+    wanted: dict[str, tuple[str, str | None, int | None]] = {}
     empty = {}
     for name, moment, about in _plan(foreign, dtype, optimizer).values():
-        theirs = f"optimizer.state.{hf_name(name, foreign.model)}.{moment}" if moment else hf_name(name, foreign.model)
         kept = (dtype if moment is None else None) or foreign.dtype(name, moment)
-        wanted[theirs], empty[theirs] = (name, moment), torch.empty(about.shape, dtype=kept, device="meta")
+        of_experts = ".experts." in name
+        for number, theirs in enumerate(hf_names(name, foreign.model)):
+            theirs = f"optimizer.state.{theirs}.{moment}" if moment else theirs
+            wanted[theirs] = (name, moment, number if of_experts else None)
+            empty[theirs] = torch.empty(about.shape[of_experts:], dtype=kept, device="meta")
 
-    def make(theirs: str) -> torch.Tensor:
-        name, moment = wanted[theirs]
+    def whole(name: str, moment: str | None) -> torch.Tensor:
         values = _read(foreign, name, moment, dtype)
         return values if moment else as_hf(name, values, foreign.model).to(values.dtype)
+
+    experts = lru_cache(maxsize=1)(whole)
+
+    def make(theirs: str) -> torch.Tensor:
+        name, moment, expert = wanted[theirs]
+        return whole(name, moment) if expert is None else experts(name, moment)[expert]
 
     config = config_from_shape(foreign.model, dtype or foreign.dtype(TYPICAL))
     try:
