@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests import my_plugins
 from tests.cases import recipe, write_corpus
@@ -294,8 +293,6 @@ def test_a_model_that_cannot_be_trained_is_refused(
 ) -> None:
     file = written(tmp_path, corpus, plugins=["tests.my_plugins"], model=model, train__micro_batch=1)
     code, _, err = command("train", file, "--out", tmp_path / "run")
-    if dist.is_initialized():  # a run that ends by an error leaves with its process
-        dist.destroy_process_group()
     assert code in (1, 2) and said in " ".join(err.split()) and err.count("weft: error") == 1, err
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.cases import recipe, start, write_corpus
 from tests.chats import TEMPLATES, save_tokenizer
@@ -19,7 +20,8 @@ from weft.errors import WeftError
 from weft.generate.engine import generate
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
-from weft.observe.metrics import read_metrics
+from weft.observe.charts import charts
+from weft.observe.metrics import Run, read_metrics
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Task, Train, build_recipe
 from weft.train.loop import train
@@ -139,6 +141,9 @@ def test_a_run_asks_and_validates_by_its_averages(pool: Any, corpus: str, tmp_pa
 
     checkpoint = str(tmp_path / "two")
     averaged, files = open_model(checkpoint, "cpu", print, ema=True)
+    drawn = charts([Run("one", read_metrics(tmp_path / "one"))])
+    (chart,) = (chart for chart in drawn if chart["title"] == "Tasks")
+    assert chart["note"].endswith(": three") and [len(t["x"]) for t in chart["traces"]] == [4]
     task = open_task(Task(path=tasks[0]["path"]), tokenizer_of(files, checkpoint), "it")
     for ema, record in ((True, asked["one"][-1]), (False, asked["current"][-1])):
         opened = open_model(checkpoint, "cpu", print, ema)[0]
@@ -146,6 +151,33 @@ def test_a_run_asks_and_validates_by_its_averages(pool: Any, corpus: str, tmp_pa
         assert answered is not None
         assert answered.loss == pytest.approx(record["loss"], rel=1e-4)
     assert averaged.blocks["0"].attention.wq.ne(opened.blocks["0"].attention.wq).any()
+
+
+def test_averages_begin_where_they_are_first_asked_for(corpus: str, tmp_path: Path) -> None:
+    """A run that goes on with averages begins them with its parameters, and one that goes on without lets them go."""
+    start_run(recipe(corpus, train__steps=2, optimizer__schedule="constant"), tmp_path / "run")
+    before = dict(open_model(str(tmp_path / "run"), "cpu", print)[0].named_parameters())
+    more = recipe(corpus, train__steps=3, optimizer__schedule="constant", optimizer__ema=0.75, optimizer__lr=1e-2)
+    start_run(more, tmp_path / "run", "auto")
+    after, averages = (dict(open_model(str(tmp_path / "run"), "cpu", print, e)[0].named_parameters()) for e in (0, 1))
+    for name, average in averages.items():
+        torch.testing.assert_close(average, 0.75 * before[name] + 0.25 * after[name])
+    assert any(not torch.equal(average, after[name]) for name, average in averages.items())
+    start_run(recipe(corpus, train__steps=4), tmp_path / "run", "auto")
+    with pytest.raises(WeftError, match="has no averages"):
+        open_model(str(tmp_path / "run"), "cpu", print, True)
+
+
+def test_averages_of_an_adapter(corpus: str, tmp_path: Path) -> None:
+    """They are those of what learns, beside the same base."""
+    settings = {"adapter__rank": 3, "optimizer__ema": 0.5, "optimizer__use_ema": True, "optimizer__lr": 1e-2}
+    outcome = start_run(recipe(corpus, train__steps=3, checkpoint__export="adapter", **settings), tmp_path / "run")
+    plain, averaged = (dict(open_model(str(outcome.run), "cpu", print, e)[0].named_parameters()) for e in (0, 1))
+    moved = {name for name in plain if not torch.equal(plain[name], averaged[name])}
+    assert moved and all(".adapters." in name for name in moved)
+    stored = load_file(outcome.run / "export/adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    torch.testing.assert_close(stored[key], averaged["blocks.0.attention.adapters.wq.b"].detach())
 
 
 def test_the_command_asks_and_exports_averages(

@@ -33,9 +33,15 @@ class Progress:
 def load_state(checkpoint: StoredCheckpoint, state: State, group: dist.ProcessGroup | None = None) -> Progress:
     """Bring back what :class:`weft.checkpoint.checkpoints.Checkpoints` saved, under whatever layout ``state`` is of.
 
-    Collective over ``group`` (default: all ranks).
+    Averages of the parameters that the checkpoint has not got begin with the parameters. Collective over ``group``
+    (default: all ranks).
     """
-    reshard.load(checkpoint, state.saved(), group)
+    wanted = state.saved()
+    begun = {name for name in wanted if name.startswith("optimizer.ema.") and name not in checkpoint.tensors}
+    reshard.load(checkpoint, {name: part for name, part in wanted.items() if name not in begun}, group)
+    for h in state.learning:
+        if f"optimizer.ema.{h.name}" in begun:
+            h.slots["ema"].values.copy_(h.local)
     progress = Progress(**checkpoint.meta["progress"])
     state.updates = progress.updates
     return progress

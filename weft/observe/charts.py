@@ -1,7 +1,7 @@
 """The charts of a run's page, as plain data for Plotly; colors are names of CSS variables."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from statistics import mean
 from typing import NamedTuple
 
@@ -73,7 +73,7 @@ def charts(runs: Sequence[Run]) -> list[Record]:
     """Plotly figures as plain JSON; a chart without data is left out. Colors are names of CSS variables."""
     several = len(runs) > 1
     found = []
-    for chart in CHARTS:
+    for chart in (CHARTS[0], *task_chart(runs), *CHARTS[1:]):
         traces = []
         for run, color in zip(runs, RUNS, strict=False):
             shown = [s for s in chart.series if column(run.records.get(s.kind, []), s.value)[1]]
@@ -87,6 +87,17 @@ def charts(runs: Sequence[Run]) -> list[Record]:
             found.append({"title": chart.title, "note": chart.note, "traces": traces, "layout": layout})
     split = step_times(runs)
     return found[:3] + split + found[3:]
+
+
+def task_chart(runs: Sequence[Run]) -> list[Chart]:
+    """The chart of the tasks that runs were asked, if there are any."""
+    kinds = dict.fromkeys(kind for run in runs for kind in run.records if kind.startswith("task."))
+    series = [
+        Series(kind, "accuracy", color, kind.removeprefix("task."))
+        for kind, color in zip(kinds, cycle(RUNS), strict=False)
+    ]
+    note = f"Share of the questions that are answered right: {', '.join(s.label for s in series)}"
+    return [Chart("Tasks", note, "~%", ".1%", tuple(series))] if series else []
 
 
 def frame(chart: Chart, traces: list[Record], runs: Sequence[Run]) -> Record:

@@ -81,7 +81,12 @@ def joined(device: str, timeout_s: int, threads: int = 0) -> Iterator[None]:
 
     torch.set_num_threads(threads_per_rank(threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     init_ranks(device, timeout_s)
-    yield
+    try:
+        yield
+    except BaseException:
+        if "RANK" not in os.environ:  # nobody waits for this process, which may live on
+            dist.destroy_process_group()
+        raise
     if dist.get_world_size() > 1:
         dist.barrier()
     dist.destroy_process_group()
