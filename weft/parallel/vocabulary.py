@@ -125,11 +125,11 @@ class OutputShard:
 
     @torch.no_grad()
     def _embedding_gradient(self, grad: T, tokens: T) -> None:
-        table = self.model.embedding.table
+        table, scale = self.model.embedding.table, self.model.embedding.scale
         if not table.requires_grad:
             return
         here, index = self._mine(tokens.flatten())
-        rows = torch.where(here, gather_tokens(grad, self.mesh).flatten(0, 1), 0)
+        rows = torch.where(here, gather_tokens(grad, self.mesh).flatten(0, 1) * scale, 0)
         if table.grad is None:
             table.grad = torch.zeros_like(table)
         table.grad.index_add_(0, index[:, 0], rows)
