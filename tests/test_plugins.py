@@ -39,8 +39,8 @@ from weft.plugins import register
 
 @register("callback", "diary")
 class Diary:
-    def __init__(self, file, every=2, fails_on=-1):
-        self.file, self.every, self.fails_on = Path(file), every, fails_on
+    def __init__(self, file, every=2, fails_on=-1, leaves_on=-1):
+        self.file, self.every, self.fails_on, self.leaves_on = Path(file), every, fails_on, leaves_on
 
     def write(self, run, *words):
         if run.is_main:
@@ -55,6 +55,8 @@ class Diary:
         run.log("diary", loss=result.loss)
         if run.mesh.place.rank("shard") == self.fails_on:
             raise ValueError("no ink")
+        if run.mesh.place.rank("shard") == self.leaves_on:
+            raise SystemExit("no paper")
 
     def after_evaluation(self, run, found):
         self.write(run, "evaluation", sorted(found))
@@ -155,21 +157,26 @@ def test_a_run_with_plugins(command: Command, here: Path, corpus: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_callback_that_fails_on_one_rank_is_named(command: Command, here: Path, corpus: str, rank: int) -> None:
-    diary = {"name": "diary", "settings": {"file": str(here / "diary"), "fails_on": rank}}
+@pytest.mark.parametrize(("rank", "way", "reason"), [
+    (0, "fails_on", "ValueError: no ink"), (1, "leaves_on", "SystemExit: no paper"),
+])  # fmt: skip
+def test_a_callback_that_fails_on_one_rank_is_named(
+    command: Command, here: Path, corpus: str, rank: int, way: str, reason: str
+) -> None:
+    diary = {"name": "diary", "settings": {"file": str(here / "diary"), way: rank}}
     file = written(here, corpus, plugins=["mine"], callbacks=[diary], layout__shard=2)
     code, _, err = command("train", file, "--out", "run")
     said = " ".join(err.split())
-    wanted = f"rank {rank}: callback 'diary' of plugin mine, after_step at step 2, failed: ValueError: no ink"
+    wanted = f"rank {rank}: callback 'diary' of plugin mine, after_step at step 2, failed: {reason}"
     assert code == 1 and f"weft: error: {wanted}" in said and err.count("weft: error") == 1
-    assert "no ink" in Path(re.search(r"traceback in (\S+)\)", said)[1]).read_text()  # type: ignore[index]
+    assert reason.partition(": ")[2] in Path(re.search(r"traceback in (\S+)\)", said)[1]).read_text()  # type: ignore[index]
 
 
 BROKEN = [
     ("", {"plugins": ["minne"]}, "plugins: there is no module 'minne'; install its package"),
     ("import nowhere", {}, "plugins: 'other' cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
     ("x = 1\nx / 0", {}, "'other' cannot be imported: ZeroDivisionError: division by zero ({here}/other.py:2)"),
+    ("raise SystemExit('gone')", {}, "plugins: 'other' cannot be imported: SystemExit: gone ({here}/other.py:2)"),
     ("def f(:", {}, "plugins: 'other' cannot be imported: SyntaxError"),
     ("register('calback', 'x')", {}, "there is no such kind; did you mean 'callback'?"),
     ("register('callback', 'x')(3)", {}, "register('callback', 'x'): int cannot be called"),

@@ -166,13 +166,13 @@ def load_plugins(modules: Sequence[str]) -> None:
             import_module(module)
         except UsageError as error:
             raise ValueError(f"plugins: {module!r}: {error}") from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if os.environ.get("WEFT_DEBUG", "0") not in ("", "0"):
                 traceback.print_exception(error)
             raise ValueError(f"plugins: {_why_not(module, error)}") from error
 
 
-def _why_not(module: str, error: Exception) -> str:
+def _why_not(module: str, error: BaseException) -> str:
     """Why ``module`` cannot be imported."""
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
         return f"there is no module {module!r}; install its package, or run in the folder that has it"
@@ -190,7 +190,7 @@ def blamed(who: str) -> Iterator[None]:
         yield
     except (WeftError, PluginError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a rank that leaves without a word would leave the others waiting
         if type(error).__name__ == "OutOfMemoryError":  # which has a remedy of its own
             raise
         line = (str(error).splitlines() or [""])[0]

@@ -39,7 +39,7 @@ class Chart(NamedTuple):
 
 
 CHARTS = (
-    Chart("Loss", "Cross-entropy per real token", "", ".4f", (
+    Chart("Loss", "Per real token, or pair of answers", "", ".4f", (
         Series("train", "loss", "--c1", "training", smooth=True), Series("validation", "loss", "--c2", "validation"),
     )),
     Chart("Throughput", "Real tokens per second, all ranks", "", ".4s",

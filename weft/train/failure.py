@@ -53,8 +53,9 @@ def report_failure(error: BaseException) -> int:
     In a rank that ``launch`` started, the record goes to the launcher, which prints one line for all ranks. Otherwise
     (one process, or ranks of torchrun or Slurm) the line is printed here. ``WEFT_DEBUG=1`` adds the traceback.
     """
-    if isinstance(error, PluginError) and error.__cause__ is not None and is_secondary(error.__cause__):
-        error = error.__cause__  # another rank is gone, which is not the plugin's doing
+    cause = error.__cause__ if isinstance(error, PluginError) else None
+    if cause is not None and not isinstance(cause, SystemExit) and is_secondary(cause):
+        error = cause  # another rank is gone, which is not the plugin's doing
     if isinstance(error, WeftError):
         message, code, grade = str(error), error.exit_code, Grade.WEFT_ERROR
     else:
