@@ -63,6 +63,14 @@ def _folding(recipe: Recipe, case: Case, rng: random.Random) -> list[int]:
     return [n for n in Asked(layout).folding if 1 < n <= _experts(recipe, case)]
 
 
+def _targets(recipe: Recipe, case: Case, rng: random.Random) -> list[list[str]]:
+    """Weights that this model has."""
+    latent = bool(case.get("model.kv_rank", recipe.model.kv_rank))
+    plain = [] if latent else [["wq"], ["k_proj"]]
+    dense = [] if latent or _experts(recipe, case) else [["wq", "down"]]
+    return [["blocks.0.*"], *plain, *dense] if "adapter.kind" in case else []
+
+
 def _any(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
     return lambda recipe, case, rng: list(values)
 
@@ -91,11 +99,6 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "optimizer.estimate": _any("zeroth-order"),
     "adapter.kind": _any("lora", "dora", "qlora"),
     "adapter.rank": _if_adapter(1, 3),
-    "adapter.targets": lambda recipe, case, rng: (
-        []
-        if "adapter.kind" not in case
-        else [["wq"], ["blocks.0.*"], ["k_proj"]] + ([] if _experts(recipe, case) else [["wq", "down"]])
-    ),
     "train.freeze": lambda recipe, case, rng: [] if "adapter.kind" in case else [["norm.*"], ["blocks.0.*", "embed*"]],
     "train.recompute": _any("selective", "full"),
     "train.offload": _any("optimizer", "activations", "all"),
@@ -133,6 +136,7 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "model.norm_after": _any(True),
     "model.scaled_embedding": _any(True),
     "model.query_dim": _any(3.0),
+    "adapter.targets": _targets,
     "model.rope_interleaved": _any(True),
     "model.kv_rank": _any(5),
     "model.q_rank": lambda recipe, case, rng: [7] if "model.kv_rank" in case else [],
