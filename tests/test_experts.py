@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from math import comb
 from typing import Any
 from unittest import mock
@@ -14,7 +16,7 @@ from tests.cases import Case, pairwise, recipe, start, write_corpus
 from tests.models.test_experts import MODELS
 from tests.test_equality import difference
 from weft.layout.layout import Layout
-from weft.models.router import Router
+from weft.models.router import Choice, Router
 from weft.parallel.experts import dispatch
 from weft.parallel.units import all_gather, reduce_scatter
 from weft.recipe import ModelShape, Train
@@ -26,7 +28,7 @@ FACTORS: dict[str, list[Any]] = {
         "shard=2", "tp=2", "cp=2", "pp=2,shard=2", "shard=2,ep=2", "dp=2,ep=2", "tp=2,ep=2", "cp=2,shard=2,ep=4",
         "shard=2,tp=2,ep=2", "shard=2,tp=2,ep=4", "pp=2,shard=2,ep=2", "dp=2,shard=2,ep=2",
     ],
-    "dispatch": ["all-to-all", "per-rank", "all-gather"],
+    "dispatch": ["all-to-all", "per-rank", "all-gather", "adaptive"],
     "model": ["mixtral", "qwen2", "deepseek-v2", "deepseek-v3", "step"],
     "zero": [1, 2, 3],
     "recompute": ["none", "selective", "full"],
@@ -82,7 +84,7 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
 @pytest.mark.parametrize("layout", [
     "shard=1024,ep=64", "dp=16,shard=16,tp=4,ep=1024", "dp=8,shard=32,cp=2,tp=2,ep=128", "shard=128,tp=8,ep=8",
 ])  # fmt: skip
-@pytest.mark.parametrize("dispatch", ["all-to-all", "per-rank", "all-gather"])
+@pytest.mark.parametrize("dispatch", ["all-to-all", "per-rank", "all-gather", "adaptive"])
 def test_large_worlds_are_typed(layout: str, dispatch: str) -> None:
     shape = ModelShape(
         vocab=257, layers=2, embed=32, heads=8, experts=1024, expert_ffn=16, first_dense=1, balance_loss=0.1
@@ -154,23 +156,49 @@ def sent_and_chosen(values: dict[str, Any]) -> tuple[int, list[list[list[int]]],
     return sent, chosen, me
 
 
+def expected_numbers(chosen: list[list[list[int]]], me: int, width: int) -> dict[str, int]:
+    """By each way, of 8 experts on 4 ranks, without what all ranks tell each other before."""
+    owners = [[e // 2 for e in ids] for tokens in chosen for ids in tokens]
+    k, away = len(owners[0]), [{*one} - {me} for one in owners]
+    return {
+        "all-to-all": 4 * width * sum(o != me for one in owners for o in one),  # rows there and back, twice
+        "per-rank": (4 * width + 3 * k) * sum(map(len, away)),  # with weights, their gradients and ids
+        "all-gather": (4 * width + 3 * k) * 3 * len(owners),
+    }
+
+
 @pytest.mark.parametrize("way", ["all-to-all", "per-rank", "all-gather"])
 def test_bytes_of_each_dispatcher_are_those_of_its_formula(pool: Any, corpus: str, way: str) -> None:
     values = tree(corpus, {"layout": "shard=4,ep=4", "model": "eight experts", "dispatch": way})
-    width, experts, k, ranks = values["model"]["embed"], 8, 3, 4
-    total = expected = 0  # over all ranks: what one sends, another sends back
-    for sent, layers, me in pool.run(4, sent_and_chosen, values):
-        total += sent
-        for tokens in layers:
-            owners = [[e // 2 for e in ids] for ids in tokens]
-            if way == "all-to-all":  # rows there and back, twice, and counts to all
-                expected += 4 * width * sum(o != me for one in owners for o in one) + experts * (ranks - 1)
-            elif way == "per-rank":  # with weights, their gradients and ids
-                copies = sum(len({*one} - {me}) for one in owners)
-                expected += (4 * width + 3 * k) * copies + ranks * (ranks - 1)
-            else:
-                expected += (4 * width + 3 * k) * len(tokens) * (ranks - 1)
-    assert total == expected > 0
+    found, width = pool.run(4, sent_and_chosen, values), values["model"]["embed"]
+    # Over all ranks: what one sends, another sends back.
+    expected = sum(expected_numbers(chosen, me, width)[way] for _, chosen, me in found)
+    counts = {"all-to-all": 8, "per-rank": 4, "all-gather": 0}[way] * 3 * sum(len(chosen) for _, chosen, _ in found)
+    assert sum(sent for sent, _, _ in found) == expected + counts > 0
+
+
+def test_adaptive_choice_sends_the_least_in_random_settings() -> None:
+    """One thousand: tokens, choices, ranks and skew at random, counted and by sets."""
+    rng, taken = random.Random(3), Counter[str]()
+    for _ in range(1000):
+        count, each, tokens = rng.choice([2, 4, 8]), rng.randint(1, 4), rng.randint(1, 30)
+        experts, width = count * each, rng.choice([1, 4, 16, 64])
+        k, skew = rng.randint(1, min(8, experts)), rng.choice([0.0, 1.2])
+        odds = torch.tensor([(e + 1) ** -skew for e in range(experts)])
+        ids = [torch.multinomial(odds.expand(tokens, -1), k) for _ in range(count)]
+        sent = torch.zeros(3, dtype=torch.int64)
+        sizes = Counter[str]()
+        for rank, one in enumerate(ids):
+            here = mock.Mock(rank=rank, count=count, owners=lambda i, each=each: i // each)
+            sent += dispatch.numbers_sent(Choice(one.double(), one), width, here)
+            owners = (one // each).tolist()
+            sizes["all-to-all"] += 4 * width * sum(o != rank for row in owners for o in row)
+            sizes["per-rank"] += (4 * width + 3 * k) * sum(len({*row} - {rank}) for row in owners)
+            sizes["all-gather"] += (4 * width + 3 * k) * (count - 1) * tokens
+        best = list(dispatch.WAYS)[int(sent.argmin())]
+        assert sizes[best] == min(sizes.values())
+        taken[best] += 1
+    assert min(taken[way] for way in ("all-to-all", "per-rank")) > 50, taken
 
 
 def test_all_gather_pays_where_tokens_have_as_many_experts_as_there_are_ranks() -> None:

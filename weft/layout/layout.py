@@ -84,7 +84,7 @@ class Layout(BaseModel):
     vocab_barriers: Literal[0, 1, 2] = 0
     skip: float = Field(0.0, ge=0, lt=1)
     balance: Literal["", "greedy", "flexsp"] = ""
-    dispatch: Literal["all-to-all", "per-rank", "all-gather"] = "all-to-all"
+    dispatch: Literal["all-to-all", "per-rank", "all-gather", "adaptive"] = "all-to-all"
     order: str = ""
 
     @model_validator(mode="after")

@@ -4,8 +4,9 @@ Routers count in whole numbers, by document, tokens that are no padding. What fo
 same under every layout: the losses that balance the loads are sums over documents, and a bias moves once per step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -83,13 +84,11 @@ class Loads:
         by_stage = BY_DATA | {"pp": V, "tp": V if self.mesh.layout.folds_tp else R}
         return share_of_sum(declare(mine, self.mesh, **by_stage), self.mesh, **by_stage)
 
-    def by_layer(self, loads: Sequence[int]) -> dict[int, Sequence[int]]:
-        """The sums of all ranks' shares, by layer."""
-        at, found = 0, {}
-        for layer, count in self.mixtures.items():
-            found[layer] = loads[at : at + count]
-            at += count
-        return found
+
+def by_layer(mixtures: Mapping[int, int], loads: Sequence[int]) -> dict[int, Sequence[int]]:
+    """By layer how often its experts were chosen, from those of all layers in turn; ``mixtures``: experts by layer."""
+    ends = [0, *accumulate(mixtures.values())]
+    return {layer: loads[lo:hi] for layer, (lo, hi) in zip(mixtures, pairwise(ends), strict=True)}
 
 
 class Router(Module):

@@ -30,7 +30,7 @@ from weft.models.module import Module
 from weft.models.norm import Norm
 from weft.models.preference import Objective, preference_loss, reward_loss
 from weft.models.rope import angles, frequencies, rotate, score_scales
-from weft.models.router import Loads, Pass, Router
+from weft.models.router import Loads, Pass, Router, by_layer
 from weft.recipe import ModelShape
 
 T = torch.Tensor
@@ -248,9 +248,9 @@ class Transformer(Module):
 
     def learn_loads(self, loads: Sequence[int]) -> None:
         """Let every router take in how often its experts were chosen in a step (:class:`weft.models.router.Loads`)."""
-        by_layer = self.loads.by_layer(loads) if self.loads else {}
+        of_layers = by_layer(self.shape.mixtures, loads)
         for router in (module for module in self.modules() if isinstance(module, Router)):
-            router.learn_from(by_layer[router.layer])
+            router.learn_from(of_layers[router.layer])
 
     @property
     def output(self) -> T:

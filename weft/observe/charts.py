@@ -17,6 +17,8 @@ RUNS = ("--c1", "--c2", "--c3", "--c4", "--c5")
 SMOOTH_FROM = 60
 #: Points a line is thinned to; every bucket keeps its smallest and largest value, so that spikes survive.
 POINTS = 2000
+#: Steps that a heat map is thinned to.
+COLUMNS = 200
 
 
 class Series(NamedTuple):
@@ -51,6 +53,8 @@ CHARTS = (
     Chart("Memory", "Of the main rank, GiB", "", ".3f", (
         Series("train", "memory_gib", "--c3", "peak"), Series("train", "memory_now_gib", "--c5", "now"),
     )),
+    Chart("Load of experts", "Of the most loaded over the mean, in the worst layer", "", ".3~g",
+          (Series("experts", "most", "--c3", smooth=True),)),
     Chart("Learning rate", "As scheduled", ".1e", ".2e", (Series("train", "lr", "--c5"),)),
     Chart("Machine", "Busy share of the main rank's machine, over minutes", "~%", ".0%", (
         Series("hardware", "cpu", "--c1", "processor"), Series("hardware", "gpu", "--c2", "its GPU"),
@@ -86,7 +90,32 @@ def charts(runs: Sequence[Run]) -> list[Record]:
             layout = frame(chart, traces, runs)
             found.append({"title": chart.title, "note": chart.note, "traces": traces, "layout": layout})
     split = step_times(runs)
-    return found[:3] + split + found[3:]
+    loads = expert_loads(runs[0].records.get("experts", [])) if not several else []
+    return found[:3] + split + found[3:] + loads
+
+
+def expert_loads(records: list[Record]) -> list[Record]:
+    """A heat map of how often every expert of every layer was chosen, over the mean of its layer."""
+    shown = records[:: max(1, len(records) // COLUMNS)]
+    layers = list(shown[0]["loads"]) if shown else []
+    rows = [f"layer {layer}, expert {e}" for layer in layers for e in range(len(shown[0]["loads"][layer]))]
+    if not rows:
+        return []
+    columns = [
+        [count * len(loads) / max(1, sum(loads)) for loads in record["loads"].values() for count in loads]
+        for record in shown
+    ]
+    trace: Record = {
+        "type": "heatmap", "x": [r["step"] for r in shown], "y": list(range(len(rows))),
+        "z": list(zip(*columns, strict=True)),
+        "text": [[row] * len(shown) for row in rows], "zmin": 0, "zmid": 1, "zmax": 2, "showscale": True,
+        "colorscale": [[0, "--cold"], [0.5, "--even"], [0.75, "--warm"], [1, "--hot"]],
+        "hovertemplate": "%{text}: %{z:.2f} of the mean<extra></extra>",
+    }  # fmt: skip
+    edges = [sum(len(shown[0]["loads"][one]) for one in layers[:i]) for i in range(len(layers))]
+    layout: Record = {"hovermode": "closest", "yaxis": {"tickvals": edges, "ticktext": [f"layer {i}" for i in layers]}}
+    note = "How often each was chosen, over the mean of its layer; 1 is balanced"
+    return [{"title": "Experts", "note": note, "traces": [trace], "layout": layout}]
 
 
 def task_chart(runs: Sequence[Run]) -> list[Chart]:

@@ -79,7 +79,7 @@ def _any(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
 DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "model.experts": _any(2, 5, 6),
     "layout.ep": _folding,
-    "layout.dispatch": _with_experts("per-rank", "all-gather"),
+    "layout.dispatch": _with_experts("per-rank", "all-gather", "adaptive"),
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
     "layout.zero": _any(1, 2, 3),
     "layout.secondary": _if_above_one("shard", 2, 3),

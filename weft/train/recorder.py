@@ -17,6 +17,7 @@ from weft.data.tasks import Answered
 from weft.layout.mesh import Mesh
 from weft.model_parameters import learning_count
 from weft.model_shape import flops_per_token
+from weft.models.router import by_layer
 from weft.observe.display import Display
 from weft.observe.flops import memory_gib, parameter_count, peak_flops
 from weft.observe.host import Hardware, environment
@@ -36,6 +37,7 @@ class Recorder:
     """
 
     def __init__(self, job: Job, mesh: Mesh, folder: Path, progress: Progress, about: Mapping[str, Any]) -> None:
+        self._mixtures = job.shape.mixtures
         self._recipe, self._mesh, self._folder, self._progress = job.recipe, mesh, folder, progress
         parameters, frozen = parameter_count(job.shape, job.shape.vocab), job.recipe.train.freeze
         learning = learning_count(job.shape, job.shape.vocab, frozen)
@@ -141,6 +143,10 @@ class Recorder:
             seen |= {"step_s": self._seconds, "data_s": self._data_s}
         if self._mesh.is_main and (load := self._hardware.sample()):
             self.log("hardware", **load)
+        if result.loads and self._progress.step % self._recipe.observe.every == 0:
+            loads = by_layer(self._mixtures, result.loads)
+            most = max(max(one) * len(one) / max(1, sum(one)) for one in loads.values())
+            self.log("experts", loads=loads, most=most)
         if self._progress.step % self._recipe.observe.every == 0:
             self.log("train", **seen, tokens=self._progress.tokens, skipped=int(result.skipped))
         self._display.update(self._progress.step, **seen)

@@ -171,10 +171,46 @@ class AllGather:
         return scattered(self.fan_out.combine(rows, meta), self.ranks.group)
 
 
-#: The ways, by ``layout.dispatch``.
-DISPATCHERS: dict[str, Callable[[Ranks], Dispatcher]] = {
+def numbers_sent(choice: Choice, width: int, ranks: Ranks) -> T:
+    """How many numbers each way sends of these tokens to other ranks, forward and backward: int64 ``[ways]``.
+
+    ``choice`` is :meth:`Ranks.placed`. Rows go there and back, twice. Where results are added up elsewhere, weights and
+    ids go along, and the weights' gradients come back.
+    """
+    tokens, k = choice.ids.shape
+    owners = ranks.owners(choice.ids)
+    rows = (owners != ranks.rank).sum()
+    present = torch.zeros(tokens, ranks.count, dtype=torch.int64, device=owners.device).scatter(1, owners, 1)
+    copies = present.sum() - present[:, ranks.rank].sum()
+    to_all = torch.full_like(rows, tokens * (ranks.count - 1))
+    return torch.stack((4 * width * rows, (4 * width + 3 * k) * copies, (4 * width + 3 * k) * to_all))
+
+
+class Adaptive:
+    """In each layer and pass the way that sends least in total, as :func:`numbers_sent` counts (after Tutel, Hwang et
+    al. 2023); the weights stay where they are."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.ways = ranks, [way(ranks) for way in WAYS.values()]
+
+    def dispatch(self, x: T, choice: Choice) -> Dispatched:
+        with untyped():
+            sent = numbers_sent(self.ranks.placed(choice), x.shape[1], self.ranks)
+            dist.all_reduce(sent, group=self.ranks.group)
+            best = 0 if sent.is_meta else int(sent.argmin())
+        found = self.ways[best].dispatch(x, choice)
+        return Dispatched(found.rows, found.counts, (best, found.meta))
+
+    def combine(self, rows: T, meta: Any) -> T:
+        best, inner = meta
+        return self.ways[best].combine(rows, inner)
+
+
+WAYS: dict[str, Callable[[Ranks], Dispatcher]] = {
     "all-to-all": AllToAll, "per-rank": PerRank, "all-gather": AllGather,
 }  # fmt: skip
+#: The dispatchers, by ``layout.dispatch``.
+DISPATCHERS = WAYS | {"adaptive": Adaptive}
 
 
 def connect_experts(model: Transformer, mesh: Mesh) -> None:
