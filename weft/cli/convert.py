@@ -12,6 +12,9 @@ _from = typer.Option(
 )
 _source = "A checkpoint of Weft's or of another program, or an id of the Hugging Face hub."
 _config = typer.Option(help="The model's config.json, if none lies beside SOURCE.")
+_upcycle = typer.Option(
+    metavar="SETTINGS", help='Give a dense model experts: "experts=8,experts_per_token=2", of [model].'
+)
 _out = typer.Option(help="The folder to make; with --to weft also s3://...")
 
 
@@ -28,6 +31,7 @@ def convert(
     config: Annotated[Path | None, _config] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 weights; else as stored.")] = None,
     optimizer: Annotated[bool, typer.Option(help="Take optimizer state along.")] = True,
+    upcycle: Annotated[str | None, _upcycle] = None,
 ) -> int:
     """Convert checkpoints of other programs, with one tensor in memory at a time."""
     import torch
@@ -37,7 +41,7 @@ def convert(
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype is not None and dtype not in dtypes:
         raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, dtypes)}")
-    found = write(source, out, kind, to, config, dtypes[dtype] if dtype else None, optimizer)
+    found = write(source, out, kind, to, config, dtypes[dtype] if dtype else None, optimizer, upcycle)
     count = sum(logical.numel for logical in found.logical.values())
     moments = ", with optimizer state" if found.moments and optimizer and to != "hf" else ""
     typer.echo(f"{out}: {len(found.names())} tensors, {count:,} parameters from {found.kind}{moments}")

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from weft.checkpoint.convert.rules import CHUNK
 from weft.checkpoint.convert.sources import Foreign, open_foreign
+from weft.checkpoint.convert.upcycle import upcycled
 from weft.checkpoint.format import tiles, volume
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import LocalStorage, Storage
@@ -34,11 +35,12 @@ FILE_BYTES = 128 << 20
 
 def convert(
     source: Where, out: Where, kind: str | None = None, to: str = "weft", config: Path | None = None,
-    dtype: torch.dtype | None = None, optimizer: bool = True,
+    dtype: torch.dtype | None = None, optimizer: bool = True, upcycle: str | None = None,
 ) -> Foreign:  # fmt: skip
     """Write the checkpoint ``source`` (of ``kind``, or what it looks like) to the new place ``out`` as ``to``.
 
-    ``dtype``: of the weights; None keeps theirs. Raises :class:`WeftError` and leaves no checkpoint if it cannot be.
+    ``dtype``: of the weights; None keeps theirs. ``upcycle``: the experts that a dense model gets
+    (:mod:`weft.checkpoint.convert.upcycle`). Raises :class:`WeftError` and leaves no checkpoint if it cannot be.
     """
     if to not in WRITERS:
         raise UsageError(f"--to {to!r} is not possible; {nearest(to, WRITERS)}")
@@ -48,6 +50,8 @@ def convert(
     if not is_new(place):
         raise WeftError(f"--out {out} exists already; choose another folder")
     foreign = open_foreign(source, kind, config)
+    if upcycle is not None:
+        foreign = upcycled(foreign, upcycle)
     WRITERS[to](foreign, place if to == "weft" else Path(str(out)), dtype, optimizer)
     return foreign
 

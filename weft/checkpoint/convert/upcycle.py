@@ -1,0 +1,125 @@
+"""A dense checkpoint as one of experts that compute the same at first (Komatsuzaki et al. 2022; He et al. 2024).
+
+A dense feed-forward is cut into as many parts as fit its width (the granularity), and these are repeated. A router
+draws a row for each repetition, which its parts share, so that a token chooses whole copies of the dense layer. What they
+weigh together is made up for in ``down``: exactly for routers whose weights add up to one, else on average.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import torch
+
+from weft.checkpoint.convert.rules import EXPERTS_RULE, NameRule, Shard, TensorSource, replicated
+from weft.checkpoint.convert.sources import Foreign
+from weft.errors import UsageError, nearest
+from weft.layout.dims import Dim
+from weft.layout.mesh import Mesh
+from weft.models.init import initial_values
+from weft.models.transformer import Transformer
+from weft.recipe import ModelShape
+from weft.validation import validated
+
+#: What can be said of the experts to be made; what is left out is as :class:`ModelShape` has it.
+SETTINGS = (
+    "experts", "experts_per_token", "expert_ffn", "first_dense", "moe_every", "router", "router_norm", "router_scale",
+    "bias_rate", "balance", "balance_loss", "z_loss",
+)  # fmt: skip
+
+
+def upcycled_shape(dense: ModelShape, text: str) -> ModelShape:
+    """``dense`` with the experts of ``text`` (``experts=8,experts_per_token=2,expert_ffn=512``)."""
+    settings: dict[str, str] = {}
+    for item in text.split(","):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise UsageError(f"--upcycle: {item!r} is not of the form setting=value, as in experts=8")
+        if name not in SETTINGS:
+            raise UsageError(f"--upcycle: {name!r} is not about experts that can be made; {nearest(name, SETTINGS)}")
+        settings[name] = value
+    if dense.mixtures or dense.adapter is not None:
+        raise UsageError("--upcycle is for dense models, and this one has experts or an adapter")
+    shape = validated(ModelShape, dense.model_dump(exclude={"expert_ffn"}) | settings, "--upcycle")
+    if not shape.mixtures:
+        raise UsageError("--upcycle makes no experts; give experts=8, say")
+    assert shape.ffn and shape.expert_ffn
+    parts, rest = divmod(shape.ffn, shape.expert_ffn)
+    if rest or not parts:
+        raise UsageError(f"--upcycle: expert_ffn = {shape.expert_ffn} does not divide the dense ffn of {shape.ffn}")
+    for count in (*shape.mixtures.values(), shape.experts_per_token):
+        if count % parts:
+            raise UsageError(
+                f"--upcycle: {parts} experts of expert_ffn = {shape.expert_ffn} make up a dense layer, and {count} is "
+                f"no multiple of that; experts and experts_per_token must be multiples of {parts}"
+            )
+    return shape
+
+
+def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
+    """``foreign`` with experts in the place of its feed-forwards, without optimizer state."""
+    shape = upcycled_shape(foreign.model, text)
+    assert shape.ffn and shape.expert_ffn
+    parts, width = shape.ffn // shape.expert_ffn, shape.expert_ffn
+    dense = lru_cache(maxsize=1)(foreign.read)  # a tensor's experts are made one after the other
+    made = dict(foreign.made)
+    logical = dict(Transformer(shape, Mesh.single()).logical_parameters())
+
+    def source(name: str, shards: list[Shard], rule: NameRule = EXPERTS_RULE) -> None:
+        made[name] = TensorSource(name, shards, rule, 0)
+
+    for layer, count in shape.mixtures.items():
+        path = f"blocks.{layer}.ffn"
+        for weight in ("gate", "up", "down"):
+            name = f"{path}.{weight}"
+            piece = _piece(partial(dense, name), weight == "down", width, down_scale(shape, count))
+            size = logical[f"{path}.experts.{weight}"].shape[1:]
+            shards = [Shard(size, foreign.dtype(name), piece(expert % parts)) for expert in range(count)]
+            source(f"{path}.experts.{weight}", shards)
+            del made[name]
+        for kept in ("table", "bias", "load"):
+            if (name := f"{path}.router.{kept}") in logical:
+                source(name, [_router(name, logical[name].shape, count // parts, shape, seed)], ROUTER)
+    return replace(foreign, model=shape, made=made, moments={}, step=0)
+
+
+ROUTER = NameRule("", (), replicated)
+
+
+def down_scale(shape: ModelShape, count: int) -> float:
+    """By what ``down`` grows, as the chosen experts weigh less (or more) together than the dense layers do."""
+    assert shape.ffn and shape.expert_ffn
+    k = shape.experts_per_token
+    if shape.router == "post-softmax" or shape.router_norm:
+        weight = 1 / k
+    else:  # at first all logits are small
+        weight = 1 / count if shape.router == "pre-softmax" else 0.5
+    return shape.ffn / shape.expert_ffn / (k * weight * shape.router_scale)
+
+
+def _piece(
+    dense: Callable[[], torch.Tensor], columns: bool, width: int, scale: float
+) -> Callable[[int], Callable[[int, int], torch.Tensor]]:
+    """Of a dense weight, what reads rows of its part ``part``."""
+
+    def of_part(part: int) -> Callable[[int, int], torch.Tensor]:
+        first = part * width
+
+        def read(lo: int, hi: int) -> torch.Tensor:
+            return dense()[lo:hi, first : first + width] * scale if columns else dense()[first + lo : first + hi]
+
+        return read
+
+    return of_part
+
+
+def _router(name: str, size: tuple[int, ...], copies: int, shape: ModelShape, seed: int) -> Shard:
+    """A row for each copy of the dense layer, which its parts repeat; biases and loads begin at zero."""
+
+    def read(lo: int, hi: int) -> torch.Tensor:
+        if len(size) == 1:
+            return torch.zeros(hi - lo)
+        rows = Mesh.single().place.logical((Dim("expert", copies), Dim("embed", size[1])), shape.init_std)
+        return initial_values(name, rows, rows.box, seed).repeat_interleave(size[0] // copies, 0)[lo:hi]
+
+    return Shard(size, torch.float32, read)
