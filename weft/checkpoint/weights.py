@@ -21,6 +21,7 @@ from weft.layout.parts import NAMES, TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
 from weft.model_parameters import ADAPTERS
 from weft.models.hf import check_stored, hf_values, tokenizer_files
+from weft.models.hf_names import hf_names
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.recipe import ModelShape, Recipe
 
@@ -129,6 +130,8 @@ def of_checkpoint(checkpoint: StoredCheckpoint, name: str = "", ema: bool = Fals
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
         kept = stored_name(checkpoint, name, ema)
         stored = checkpoint.tensors.get(kept)
+        if stored is None and not hf_names(name, shape):  # of what only training needs, and now for the first time
+            return torch.zeros([hi - lo for lo, hi in box])
         out = torch.empty([hi - lo for lo, hi in box], dtype=TORCH_DTYPES[stored.dtype] if stored else None)
         checkpoint.load({kept: Part(out, box, Tensor(logical.shape, NAMES[out.dtype]))})
         return out

@@ -34,6 +34,10 @@ if TYPE_CHECKING:  # a recipe without model.from does not wait for what reads ch
     from weft.checkpoint.weights import Pretrained
 
 
+#: Settings of a model that are about how it learns: a recipe's count for a model that it starts from, too.
+LEARNING = ("balance", "balance_loss", "z_loss", "bias_rate")
+
+
 @dataclass(frozen=True)
 class Job:
     """A recipe with everything looked up: open data, and the complete shape of the model. ``notes`` are to be said."""
@@ -169,14 +173,15 @@ def _base_shape(given: ModelShape, pretrained: "Pretrained | None") -> ModelShap
     if pretrained is None:
         return given
     shape = pretrained.shape
-    named = given.model_fields_set - {"origin"} - ({"vocab"} if not given.vocab else set())
+    named = given.model_fields_set - {"origin", *LEARNING} - ({"vocab"} if not given.vocab else set())
     if ignored := [name for name in sorted(named) if getattr(given, name) != getattr(shape, name)]:
         first = ignored[0]
         raise UsageError(
             f"model.{first} = {getattr(given, first)!r}, but model.from = {given.origin!r} is of a model with "
             f"{getattr(shape, first)!r}, and that counts; leave out {', '.join(f'model.{name}' for name in ignored)}"
         )
-    return shape.model_copy(update={"origin": given.origin})
+    learning = {name: getattr(given, name) for name in LEARNING if name in given.model_fields_set}
+    return shape.model_copy(update={"origin": given.origin, **learning})
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
