@@ -68,7 +68,7 @@ def load_model(name: str, named: Callable[[str], ModelShape] = lambda name: sect
 def _missing(shape: Shape) -> str:
     """What Weft cannot train about a model of this shape."""
     if shape.experts:
-        return "weft train has no experts yet"
+        return "its sizes do not say how it routes tokens; give the model's config.json to train it"
     return "" if shape.gated else "weft train computes SwiGLU only, and this model has no gate"
 
 
