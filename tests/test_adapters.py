@@ -14,6 +14,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.adapters import merged_parameters
 from weft.recipe import Recipe, Train, build_recipe
+from weft.rehearse.ledger import Ledger, Watch
 from weft.train.setup import assemble, prepare
 from weft.train.types import check_types
 from weft.train.verify import run_layout
@@ -91,6 +92,21 @@ def test_a_new_adapter_changes_nothing_of_weights_in_four_bits(corpus: str) -> N
     job = prepare(settings)
     model, _ = assemble(job.shape, Mesh.single(), settings)
     assert torch.equal(logits(settings), logits(recipe(corpus, train__dtype="float32"), merged_parameters(model)))
+
+
+def test_recomputation_keeps_no_more_of_weights_in_four_bits(corpus: str) -> None:
+    """Between forward and backward blocks keep their inputs alone, whatever form their weights have."""
+    kept = {}
+    for kind in ("lora", "qlora"):
+        settings = adapted(corpus, kind, {"train__recompute": "full", "model__layers": 4})
+        job, mesh, ledger = prepare(settings), Mesh.single(), Ledger()
+        model, _ = assemble(job.shape, mesh, settings)
+        batch = (job.loader(job.corpus.train, mesh).step(0) or [])[0]
+        with Watch(ledger):
+            loss = model(batch.tokens, batch.positions, batch.cu_seqlens, labels=batch.labels)
+            kept[kind] = ledger.level
+        assert loss.requires_grad
+    assert kept["qlora"] < 1.02 * kept["lora"]
 
 
 def test_only_the_adapter_learns_and_is_saved(corpus: str) -> None:

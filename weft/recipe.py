@@ -694,7 +694,10 @@ def build_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
 
 
 def _override(tree: dict[str, Any], item: str) -> None:
-    """Apply one ``section.key=value``; the value is read as TOML and falls back to a plain string."""
+    """Apply one ``section.key=value``; the value is read as TOML and falls back to a plain string.
+
+    ``section=none`` leaves a section out.
+    """
     key, equals, text = item.partition("=")
     if not equals or not key.strip():
         raise UsageError(f"--set {item!r} is not of the form section.key=value")
@@ -707,4 +710,7 @@ def _override(tree: dict[str, Any], item: str) -> None:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise UsageError(f"--set {item!r}: {section!r} is a value, not a section")
-    tree[leaf] = value
+    if value == "none" and isinstance(tree.get(leaf), dict | None) and leaf in ("adapter", "generate"):
+        tree.pop(leaf, None)
+    else:
+        tree[leaf] = value

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from weft.rehearse.trial import Measured
 
 
-_model = "A built-in shape (llama3-8b), a Weft recipe, or a Hugging Face config.json."
+_model = "A built-in shape (llama3-8b), a Weft recipe, or what model.from can name: a folder, a GGUF file, a hub id."
+_here = "What fits this machine by each way of training, how long it takes and why, from a block that is really run."
+_method = "With --here: one of full, lora, qlora, galore and zo; may be repeated. All if left out."
 _cluster = "A cluster file, or a preset with --gpus: a100, h100, h200, b200, gb200, mi300x, cpu."
 _pin = "A demand such as tp=8, 'tp<=8', pp=4 or recompute=full; may be repeated."
 #: Percent; the 90th percentile of the presets' error, sources counted alike (docs/planner.md).
@@ -43,7 +45,10 @@ _probe = "Really run K of the best on this machine for some steps each; the othe
 
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=_model)],
-    cluster: Annotated[str, typer.Option(metavar="FILE|PRESET", help=_cluster)],
+    cluster: Annotated[str | None, typer.Option(metavar="FILE|PRESET", help=_cluster)] = None,
+    here: Annotated[bool, typer.Option("--here", help=_here)] = False,
+    method: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_method)] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="With --here: tokens to learn from.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step over all devices.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; of a recipe: its own.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Devices; else the cluster's count.")] = None,
@@ -73,6 +78,10 @@ def plan(
     from weft.recipe import build_recipe, load_recipe
     from weft.shipped import find_recipe
 
+    if here:
+        return _plan_here(model, method or [], batch, seq, tokens, as_json)
+    if cluster is None:
+        raise UsageError("--cluster is missing; or give --here, for what this machine can do")
     gc.set_threshold(200_000)  # a simulation makes many small objects; looking for circles among them takes a quarter
     bits = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
     if engine not in ENGINES:
@@ -94,8 +103,8 @@ def plan(
     machines = load_cluster(cluster, gpus)
     missing = untrainable(subject, bits[precision])
     shape = subject.shape
-    here, band = machines.probed, None
-    if here:
+    probed, band = machines.probed, None
+    if probed:
         from weft.rehearse.choose import search_here
 
         with Console(stderr=True).status("rehearsing") as status:
@@ -122,11 +131,11 @@ def plan(
         error += f"; {len(tried)} were run here, and the others moved as these were off"
     if recipe is not None:
         _write_recipe(finals[0], model, subject, recipe)
-    where = f"{cluster}, up to {machines.count:,} ranks" if here else f"{machines.count:,} x {machines.device}"
+    where = f"{cluster}, up to {machines.count:,} ranks" if probed else f"{machines.count:,} x {machines.device}"
     if html is not None:
         from weft.planner.page import Question, write_page
 
-        told = Question(model, where, batch, seq, precision, engine, error[:1].upper() + error[1:] + ".", band, here,
+        told = Question(model, where, batch, seq, precision, engine, error[:1].upper() + error[1:] + ".", band, probed,
                         missing)  # fmt: skip
         write_page(html, told, found, finals, max(top, 8))
     checks = _checked(finals[:check], subject)
@@ -173,6 +182,56 @@ def plan(
     for path, name in ((recipe, "recipe"), (html, "page")):
         if path is not None:
             say(f"{name:<7} {path}")
+    return 0
+
+
+def _plan_here(
+    model: str, methods: list[str], batch: int | None, seq: int | None, tokens: int | None, as_json: bool
+) -> int:
+    """Print what each method takes on this machine."""
+    import torch
+
+    from weft.errors import UsageError, nearest
+    from weft.observe.display import clock
+    from weft.rehearse.here import METHODS, command, estimates, reasons, recommended, subject
+
+    if unknown := [name for name in methods if name not in METHODS]:
+        raise UsageError(f"--method {unknown[0]!r} is not known; {nearest(unknown[0], METHODS)}")
+    recipe, shape = subject(model, batch, seq)
+    step = recipe.train.batch * recipe.data.seq_len
+    steps = -(-tokens // step) if tokens else recipe.train.steps
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with Console(stderr=True).status("") as status:
+        found = estimates(recipe, shape, methods or list(METHODS), device, status.update)
+    chosen = recommended(found)
+    line = None if chosen is None else command(model, chosen, recipe)
+    if as_json:
+        print(json.dumps({"methods": [vars(e) | {"fits": e.fits} for e in found], "command": line,
+                          "recommended": chosen and chosen.method, "why": reasons(found, chosen)}))  # fmt: skip
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    where = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    console.print(
+        f"[bold]{model}[/] on {where}, {found[0].available / 2**30:.1f} GiB free: {steps:,} steps of "
+        f"{recipe.train.batch} x {recipe.data.seq_len} tokens\n"
+    )
+    grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
+    parts = ("weights", "gradients", "optimizer", "copies", "activations", "runtime")
+    for head in ("", "method", "micro batch", "recompute", *parts, "GiB", "fits", "s/step", "all steps"):
+        grid.add_column(head, justify="left" if head in ("", "method", "recompute") else "right", no_wrap=True)
+    for e in found:
+        sizes = [f"{e.memory[part] / 2**30:.2f}" if e.memory.get(part) else "-" for part in parts]
+        grid.add_row(
+            "*" if e is chosen else "", e.method, str(e.micro_batch), e.recompute, *sizes, f"{e.total / 2**30:.2f}",
+            "yes" if e.fits else "no", f"{e.seconds:.3g}", clock(e.seconds * steps),
+        )  # fmt: skip
+    console.width = max(console.width, 140)
+    console.print(grid)
+    console.print()
+    for reason in reasons(found, chosen):
+        console.print(f"why   {reason}", markup=False)
+    console.print(f"run   {line or 'nothing fits: a smaller model, --batch or --seq'}", markup=False)
     return 0
 
 

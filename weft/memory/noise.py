@@ -12,14 +12,18 @@ def hashed(positions: T, seed: int) -> T:
     mask = 0xFFFFFFFF
     x = (positions ^ positions >> 32) & mask
     for constant in (seed & mask, (seed >> 32 ^ 0x9E3779B9) & mask):
-        x = x ^ constant
-        x = (x ^ x >> 16) * 0x85EBCA6B & mask
-        x = (x ^ x >> 13) * 0xC2B2AE35 & mask
-        x = x ^ x >> 16
+        x.bitwise_xor_(constant)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            x.bitwise_xor_(x >> shift).mul_(factor).bitwise_and_(mask)
+        x.bitwise_xor_(x >> 16)
     return x
 
 
 def normal(positions: T, seed: int, dtype: torch.dtype) -> T:
-    """Numbers of the standard normal distribution, one for every position (Box and Muller 1958)."""
-    radius, angle = ((hashed(positions * 2 + i, seed).double() + 0.5) / 2**32 for i in (0, 1))
-    return ((-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()).to(dtype)
+    """Numbers of the standard normal distribution, one for every position (Box and Muller 1958).
+
+    They are made in at least float32, of which all ``dtype`` see a rounding.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    radius, angle = (hashed(positions * 2 + i, seed).to(wide).add_(0.5).div_(2**32) for i in (0, 1))
+    return radius.log_().mul_(-2).sqrt_().mul_(angle.mul_(2 * math.pi).cos_()).to(dtype)

@@ -102,10 +102,10 @@ class Quantized(Module):
 
     def project(self, x: T, own: Callable[[T], T], first: int) -> T:
         """``x`` times the weight; ``own`` takes this rank's rows of what is held, from the ``first``."""
-        stored = (own(self.codes), own(self.scales), self.about)
+        stored, dtype = (own(self.codes), own(self.scales), self.about), x.dtype
 
-        def dense(codes: T, scales: T, about: T) -> T:
-            rows = dequantized(codes, scales, about, self.first + first, self.width, x.dtype)
+        def dense(codes: T, scales: T, about: T) -> T:  # which backward keeps, and must not keep x with it
+            rows = dequantized(codes, scales, about, self.first + first, self.width, dtype)
             return rows.t() if self.turned else rows
 
         return _QuantizedProject.apply(x, dense, *stored)

@@ -26,7 +26,7 @@ from weft.train.step import StepResult, loss_shares, share_of_tokens
 T = torch.Tensor
 
 #: Elements of a direction that are made at a time: what it is made of takes some ten times the room.
-ROWS_OF = 1 << 18
+ROWS_OF = 1 << 16
 
 
 @dataclass

@@ -1,0 +1,214 @@
+"""What training a model takes on this machine by every method, whether it fits, and which method to take.
+
+Sums over the layers of what one block of the model, and its ends, take when they are really run here
+(:mod:`weft.rehearse.pieces`).
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from weft.checkpoint.weights import shape_named
+from weft.layout.layout import Layout
+from weft.model_parameters import learns, parameters
+from weft.planner.shape import SECTIONS, vocab_of
+from weft.recipe import Adapter, ModelShape, Recipe, build_recipe, load_recipe
+from weft.rehearse.pieces import Piece, measure
+from weft.shipped import find_recipe
+from weft.train.ranks import threads_per_rank
+from weft.train.setup import model_shape
+
+#: What each method sets in a recipe. GaLore is of use where gradients do not stay either.
+METHODS: dict[str, dict[str, dict[str, Any]]] = {
+    "full": {"optimizer": {"lr": 2e-5}},
+    "lora": {"adapter": {"kind": "lora"}, "optimizer": {"lr": 2e-4}},
+    "qlora": {"adapter": {"kind": "qlora"}, "optimizer": {"lr": 2e-4}},
+    "galore": {"optimizer": {"kind": "galore", "in_backward": True, "clip": 0.0, "lr": 1e-4}},
+    "zo": {"optimizer": {"estimate": "zeroth-order", "kind": "sgd", "lr": 1e-6}},
+}
+#: What speaks for each.
+WHY = {
+    "full": "every weight learns, with AdamW's whole state",
+    "lora": "it learns as well as full training where there is little to learn, in less time and memory",
+    "qlora": "weights in four bits are what makes room",
+    "galore": "every weight learns, with moments of low rank and the gradients of one block at a time",
+    "zo": "no gradients and no moments, at the price of many more steps",
+}
+#: Share of the memory that is there which a run may take: two real runs took 12 and 19 % more than was predicted.
+USABLE = 0.8
+#: A low-rank adapter holds about so many tokens' worth of what there is to learn per parameter: some 2 bits of each
+#: (Allen-Zhu & Li 2024), and about one bit per token (Schulman et al. 2025, "LoRA without regret").
+TOKENS_PER_PARAMETER = 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A method with its settings: bytes by what holds them (``memory``), whether that fits, and seconds of a step."""
+
+    method: str
+    micro_batch: int
+    recompute: str
+    memory: dict[str, float]
+    available: float
+    seconds: float
+    tokens: int
+    learning: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= USABLE * self.available
+
+
+def with_method(recipe: Recipe, method: str, **train: Any) -> Recipe:
+    """The recipe as ``method`` trains it: the settings of an adapter stay where it has one."""
+    tree, sections = recipe.model_dump(mode="json"), METHODS[method]
+    adapter = sections.get("adapter")
+    tree["adapter"] = (tree["adapter"] or {}) | adapter if adapter else None
+    tree["optimizer"] |= sections["optimizer"]
+    if method == "galore":
+        tree["optimizer"]["rank"] = min(tree["optimizer"]["rank"], max(4, recipe.model.embed // 4))
+    tree["train"] |= train
+    return build_recipe(tree)
+
+
+def estimates(
+    recipe: Recipe, shape: ModelShape, methods: Sequence[str], device: torch.device, say: Callable[[str], None]
+) -> list[Estimate]:
+    """For each method the fastest settings that fit; where none does, those that take least."""
+    if device.type == "cpu":
+        torch.set_num_threads(threads_per_rank(recipe.train.threads, 1))
+    measured, passes = {}, dict[Adapter | None, dict[str, Piece]]()
+    for method in methods:
+        say(f"running a block of the model by {method}")
+        measured[method] = measure(with_method(recipe, method), shape, device, passes)
+    gc.collect()
+    runtime, available = _runtime(device)
+    found = []
+    for method, (block, ends) in measured.items():
+        given = recipe.train.micro_batch or recipe.train.batch
+        sizes = [given] if recipe.train.micro_batch else [n for n in range(given, 0, -1) if given % n == 0]
+        ways = ("full",) if recipe.train.recompute == "full" else ("none", "full")
+        tried = [
+            estimate(with_method(recipe, method, micro_batch=n, recompute=way), shape, method, block, ends, runtime,
+                     available)
+            for way in ways[: 1 if method == "zo" else 2] for n in sizes
+        ]  # fmt: skip
+        found.append(next((e for e in tried if e.fits), min(tried, key=lambda e: e.total)))
+    return found
+
+
+def recommended(found: Sequence[Estimate]) -> Estimate | None:
+    """The one to take, of those that fit; adapters where these can hold all that is learned."""
+    fitting = {e.method: e for e in found if e.fits}
+    small = "lora" in fitting and fitting["lora"].tokens <= TOKENS_PER_PARAMETER * fitting["lora"].learning
+    order = ("lora", "full", "galore", "qlora", "zo") if small else ("full", "galore", "lora", "qlora", "zo")
+    return next((fitting[method] for method in order if method in fitting), None)
+
+
+def estimate(
+    recipe: Recipe, shape: ModelShape, method: str, block: Piece, ends: Piece, runtime: float, available: float
+) -> Estimate:
+    """Memory and time of the recipe's steps, from the model's measured pieces."""
+    rows, passes = recipe.rows_per_pass(recipe.layout)
+    tokens, layers, full = rows * recipe.data.seq_len, shape.layers, recipe.train.recompute == "full"
+    chunk, blocks = min(tokens, recipe.train.loss_chunk), block.times(layers)
+    memory = {"weights": blocks.weights + ends.weights, "optimizer": blocks.slots + ends.slots}
+    update = blocks.update + ends.update
+    x = tokens * shape.embed * {"float64": 8, "float32": 4}.get(recipe.train.dtype, 2)
+    if recipe.optimizer.estimate == "zeroth-order":
+        memory["copies"] = memory["weights"]
+        memory["activations"] = x + max(block.lean.at(tokens), ends.lean.at(chunk))
+        seconds = 2 * passes * (blocks.forward.at(tokens) + ends.forward.at(tokens)) + update
+    else:
+        kept, working = block.kept.at(tokens), block.working.at(tokens)
+        if full:
+            kept, working = x, kept + working
+        gradients = blocks.gradients + ends.gradients
+        if recipe.optimizer.in_backward and passes == 1:
+            gradients = block.gradients + ends.gradients
+        # Backward begins with all activations and the output layer's gradient, goes on with the last block's, and ends
+        # with all gradients, which later passes begin with.
+        made = ends.gradients * (1.0 if shape.tied else 0.5)
+        begin = layers * kept + max(ends.kept.at(chunk) + ends.working.at(chunk) + made, made + working)
+        end = kept + working
+        memory["gradients"] = gradients
+        memory["activations"] = begin if passes > 1 else max(begin - gradients, end)
+        # What activations have left to the heap of the C library, large gradients do not get.
+        runtime += begin - memory["activations"]
+        seconds = passes * (blocks.both.at(tokens) + full * blocks.forward.at(tokens) + ends.both.at(tokens)) + update
+    memory["runtime"] = runtime
+    step, frozen = recipe.train.batch * recipe.data.seq_len, recipe.train.freeze
+    adapted = shape.model_copy(update={"adapter": recipe.adapter})
+    learning = sum(p.numel for p in parameters(adapted) if learns(p.name, adapted, frozen))
+    return Estimate(
+        method, rows, recipe.train.recompute, memory, available, seconds, step * recipe.train.steps, learning
+    )
+
+
+def _runtime(device: torch.device) -> tuple[float, float]:
+    """Bytes that a process has before it has a model, and what there is for one."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        return 0.0, float(free)
+    mine = psutil.Process().memory_info().rss
+    return float(mine), float(psutil.virtual_memory().available + mine)
+
+
+def subject(model: str, batch: int | None, seq: int | None) -> tuple[Recipe, ModelShape]:
+    """The recipe that is to be estimated, and its model without an adapter: of a recipe, or of a model by its name."""
+    if (file := find_recipe(model)) is not None:
+        recipe = load_recipe(file)
+        shape = model_shape(recipe)
+    else:
+        shape = SECTIONS[model] if model in SECTIONS else shape_named(model)
+        recipe = load_recipe("finetune", origin=model)
+    train = {"batch": batch or recipe.train.batch} | ({"dtype": "bfloat16"} if torch.cuda.is_available() else {})
+    data = recipe.data.model_copy(update={"seq_len": seq or recipe.data.seq_len})
+    recipe = recipe.model_copy(update={
+        "train": recipe.train.model_copy(update=train), "data": data, "layout": Layout(),
+        "model": shape.model_copy(update={"adapter": None, "origin": None}), "generate": None,
+    })  # fmt: skip
+    return recipe, recipe.model.model_copy(update={"vocab": shape.vocab or vocab_of(recipe)})
+
+
+def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
+    """The command that trains so."""
+    of_recipe, sections = find_recipe(model) is not None, METHODS[chosen.method]
+    words = ["weft", "train", model if of_recipe else f"finetune --from {model}"]
+    changed = with_method(recipe, chosen.method)
+    values = {f"{s}.{k}": getattr(getattr(changed, s), k) for s, v in sections.items() for k in v}
+    values |= {"train.batch": recipe.train.batch, "train.micro_batch": chosen.micro_batch}
+    values |= {"data.seq_len": recipe.data.seq_len, "train.recompute": chosen.recompute}
+    if "adapter" not in sections:
+        words.append("--set adapter=none")
+    if chosen.method == "galore":
+        values["optimizer.rank"] = changed.optimizer.rank
+    words += [f"--set {name}={str(value).lower()}" for name, value in values.items()]
+    return " ".join(words)
+
+
+def reasons(found: Sequence[Estimate], chosen: Estimate | None) -> list[str]:
+    """Why it is that one: a sentence for each method."""
+    lines = []
+    for e in found:
+        most = max((m for m in e.memory if m != "runtime"), key=lambda m: e.memory[m])
+        size = f"{e.total / 2**30:.2f} GiB, of which {e.memory[most] / 2**30:.2f} are {most}"
+        if not e.fits:
+            lines.append(f"{e.method} does not fit: {size}; {USABLE * e.available / 2**30:.2f} can be used here")
+        elif e is chosen:
+            lines.append(f"{e.method} is the one to take: {size}; {WHY[e.method]}")
+    if chosen is not None and chosen.method == "lora":
+        lines.append(
+            f"{chosen.tokens:,} tokens are less than the {TOKENS_PER_PARAMETER * chosen.learning:,} that an adapter of "
+            f"{chosen.learning:,} parameters holds, so full training would learn no more"
+        )
+    return lines

@@ -1,0 +1,243 @@
+"""One block of a model and its ends, really run: what they take of time and memory, by the tokens of a pass.
+
+The model's own modules are built with its widths, one layer deep and with a part of its vocabulary, run forward,
+backward and through an update, and every tensor they hold is counted. All are straight lines in the tokens, of which
+two points are measured. No constant is fitted to anything.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.layout.mesh import Mesh
+from weft.model_parameters import parameters
+from weft.model_shape import flops_per_token
+from weft.models.rope import angles
+from weft.models.transformer import Transformer
+from weft.parallel.state import State, Unit
+from weft.recipe import Adapter, ModelShape, Recipe
+from weft.rehearse.ledger import Ledger, Watch
+from weft.train.rules.low_rank import singular_directions
+from weft.train.setup import assemble
+from weft.train.zeroth import direction
+
+T = torch.Tensor
+
+#: Flops of a block's step, and entries of a vocabulary, that are run at most.
+WORK, VOCAB = 6e9, 8192
+
+
+class Line(NamedTuple):
+    """``fixed + slope * tokens``."""
+
+    fixed: float
+    slope: float
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[int, float]]) -> "Line":
+        (n, low), (m, high) = points
+        slope = max(0.0, (high - low) / (m - n))
+        return cls(max(0.0, high - slope * m), slope)
+
+    def at(self, tokens: float) -> float:
+        return self.fixed + self.slope * tokens
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block, or embedding, norm and output layer with the loss. Seconds and bytes by the tokens of a pass.
+
+    ``kept``: for backward; ``working``: at most more than that while it runs, without the weights' gradients;
+    ``lean``: at most in a forward without backward. ``update``: seconds of the optimizer. The others: bytes.
+    """
+
+    forward: Line
+    both: Line
+    kept: Line
+    working: Line
+    lean: Line
+    update: float = 0.0
+    weights: float = 0.0
+    gradients: float = 0.0
+    slots: float = 0.0
+
+    def times(self, factor: float) -> "Piece":
+        """So many of it."""
+        forward, both, kept, working, lean = (
+            Line(factor * x.fixed, factor * x.slope)
+            for x in (self.forward, self.both, self.kept, self.working, self.lean)
+        )
+        fixed = (factor * x for x in (self.update, self.weights, self.gradients, self.slots))
+        return Piece(forward, both, kept, working, lean, *fixed)
+
+
+def measure(
+    recipe: Recipe, shape: ModelShape, device: torch.device, passes: dict[Adapter | None, dict[str, Piece]]
+) -> tuple[Piece, Piece]:
+    """One block, and the ends with the whole vocabulary, under the recipe's method.
+
+    ``passes`` are forward and backward by adapter, which methods that differ in their optimizers share.
+    """
+    some = min(shape.vocab, VOCAB)
+    change = {"layers": 1, "vocab": some, "origin": None, "adapter": recipe.adapter}
+    small = shape.model_copy(update=change)
+    model, state = assemble(small, Mesh.single(device), recipe)
+    found = {}
+    for unit in state.units:
+        slots = sum(part.values.nbytes for h in unit.held for part in h.slots.values())
+        found["block" if unit.held[0].name.startswith("blocks") else "ends"] = {
+            "update": _update_seconds(recipe, state, unit, device), "slots": slots,
+            "weights": sum(h.local.nbytes for h in unit.held),
+            "gradients": sum(h.local.nbytes for h in unit.held if h.learns),
+        }  # fmt: skip
+    if recipe.train.dtype == "bfloat16":
+        model.to(torch.bfloat16)
+    if recipe.adapter not in passes:
+        passes[recipe.adapter] = _passes(recipe, small, model, device)
+    shared = passes[recipe.adapter]
+    block, ends = (replace(shared[name], **found[name]) for name in ("block", "ends"))  # type: ignore[arg-type]
+    return block, ends.times(shape.vocab / some)
+
+
+def _passes(recipe: Recipe, small: ModelShape, model: Transformer, device: torch.device) -> dict[str, Piece]:
+    """Forward and backward of a block and of the ends, by the tokens of a pass."""
+    weights = sum(p.products for p in parameters(small) if p.name.startswith("blocks"))
+    most = max(32, min(int(WORK / (6 * weights)), recipe.train.batch * recipe.data.seq_len))
+    length = min(recipe.data.seq_len, most)
+    counts = [max(1, most // length // 4) * length, most // length * length]
+    if counts[0] == counts[1]:
+        counts[0] = max(1, length // 4)
+    longer = _longer(small, length, recipe.data.seq_len)
+    model.loss_chunk = max(counts)
+    return {
+        "block": _piece(model, partial(_block, model), counts, length, device, longer),
+        "ends": _piece(model, partial(_ends, model), counts, length, device),
+    }
+
+
+def _longer(small: ModelShape, length: int, wanted: int) -> float:
+    """By how much a token's work in a block grows from rows of ``length`` to those that are wanted: attention."""
+    table = 6 * small.vocab * small.embed
+    return (flops_per_token(small, 0, wanted) - table) / (flops_per_token(small, 0, length) - table)
+
+
+def _block(model: Transformer, x: T, where: dict[str, T]) -> T:
+    found: T = model.blocks["0"](x, (where["cos"], where["sin"]), where["cu_seqlens"])
+    return found
+
+
+def _ends(model: Transformer, x: T, where: dict[str, T]) -> T:
+    """The loss, if ``x`` is what the blocks have added to the embedding."""
+    return model.loss(model.norm(model.embedding(where["tokens"]) + x), where["tokens"])
+
+
+def _given(run: Callable[[T, dict[str, T]], T], where: dict[str, T], x: T) -> T:
+    return run(x, where)
+
+
+def _piece(
+    model: Transformer,
+    run: Callable[[T, dict[str, T]], T],
+    counts: Sequence[int],
+    length: int,
+    device: torch.device,
+    longer: float = 1.0,
+) -> Piece:
+    """``run`` with two numbers of tokens; ``longer``: factor of its time."""
+    seen: dict[str, list[tuple[int, float]]] = {}
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    for count in counts:
+        width = min(length, count)
+        positions = torch.arange(count, device=device).view(-1, width) % width
+        where = {
+            "positions": positions, "tokens": positions % model.shape.vocab,
+            "cu_seqlens": torch.arange(0, count + 1, width, dtype=torch.int32),
+        }  # fmt: skip
+        where["cos"], where["sin"] = angles(positions, model.freq, dtype)  # all blocks read the same ones
+        x = torch.randn(*positions.shape, model.shape.embed, device=device, dtype=dtype)
+        here = partial(_given, run, where)
+        for name, value in _seen(model, here, x, device, longer).items():
+            seen.setdefault(name, []).append((count, value))
+    forward, both, kept, working, lean = (
+        Line.through(seen[name]) for name in ("forward", "both", "kept", "working", "lean")
+    )
+    return Piece(forward, both, kept, working, lean)
+
+
+def _seen(model: Transformer, run: Callable[[T], T], x: T, device: torch.device, longer: float) -> dict[str, float]:
+    """Seconds and bytes of one forward and backward."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+
+    def forward() -> T:
+        with torch.no_grad():
+            return run(x)
+
+    def both() -> None:
+        y = run(x.requires_grad_())
+        y.backward(torch.ones_like(y))
+        for tensor in (x, *learning):
+            tensor.grad = None
+
+    lean, ledger = Ledger(), Ledger()
+    for each in (lean, ledger):  # views of what is there anyway count for nothing
+        each.hold((x, *model.parameters()))
+    there = ledger.level
+    with Watch(lean):
+        forward()
+    with Watch(ledger):
+        y = run(x.requires_grad_())
+        kept, most = ledger.level - there, ledger.peak - there
+        ledger.peak = ledger.level
+        y.backward(torch.ones_like(y))
+        made = sum(p.grad.nbytes for p in learning if p.grad is not None)
+    x.grad = y = None  # type: ignore[assignment]
+    for p in learning:
+        p.grad = None
+    return {
+        "forward": longer * _seconds(forward, device), "both": longer * _seconds(both, device), "kept": kept,
+        "working": max(most, ledger.peak - there - made) - kept, "lean": lean.peak - there,
+    }  # fmt: skip
+
+
+def _seconds(run: Callable[[], Any], device: torch.device, times: int = 2) -> float:
+    """The least of some runs: processor time by thread, which others' work lengthens little."""
+    taken = []
+    for _ in range(times):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            begun = time.perf_counter()
+            run()
+            torch.cuda.synchronize(device)
+            taken.append(time.perf_counter() - begun)
+        else:
+            begun = time.process_time()
+            run()
+            taken.append((time.process_time() - begun) / torch.get_num_threads())
+    return min(taken)
+
+
+def _update_seconds(recipe: Recipe, state: State, unit: Unit, device: torch.device) -> float:
+    """Seconds of the optimizer with one unit; of zeroth order, of its random directions: two to look, one to go."""
+    held = [h for h in unit.held if h.learns]
+    if recipe.optimizer.estimate == "zeroth-order":
+        some = [h for h in held if h.local.dim() > 1][:1]  # one says it of all: noise is slow
+        share = sum(h.local.numel() for h in held) / max(1, sum(h.local.numel() for h in some))
+        return 3 * share * _seconds(lambda: [h.local.add(direction(h, 0)) for h in some], device, times=1)
+    grads = {h.name: torch.full_like(h.local, 1e-3) for h in held}
+
+    def update() -> None:
+        state.updates = 1  # between two sets of directions
+        torch.nn.utils.get_total_norm(list(grads.values()) or [torch.zeros(1)])
+        state.update(unit, grads, 0.0)
+
+    seconds = _seconds(update, device)
+    if recipe.optimizer.kind == "galore":
+        square = torch.randn(256, 256, device=device)
+        each = _seconds(lambda: singular_directions(square, 0, 8), device) / 256**3
+        sizes = [h.logical.shape for h in held if any(slot == "directions" for slot in h.slots)]
+        seconds += sum(each * m * n * min(m, n) for m, n in sizes) / recipe.optimizer.refresh
+    return seconds
