@@ -82,7 +82,7 @@ def estimate(method: str, gib: float, tokens: int = 10**6, learning: int = 10**6
 @pytest.mark.parametrize(("found", "chosen"), [
     ([estimate("full", 4), estimate("lora", 2)], "lora"),  # two bits for each token
     ([estimate("full", 4, 10**7), estimate("lora", 2, 10**7)], "full"),  # more than an adapter holds
-    ([estimate("full", 9, 10**7), estimate("galore", 7, 10**7), estimate("lora", 2, 10**7)], "galore"),
+    ([estimate("full", 9, 10**7), estimate("galore", 6, 10**7), estimate("lora", 2, 10**7)], "galore"),
     ([estimate("full", 9), estimate("lora", 7.7), estimate("qlora", 3), estimate("zo", 3)], "qlora"),
     ([estimate("full", 9), estimate("qlora", 8)], None),
 ])  # fmt: skip
