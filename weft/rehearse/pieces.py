@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.data.batch import Batch
 from weft.layout.mesh import Mesh
 from weft.model_parameters import parameters
 from weft.model_shape import flops_per_token
@@ -125,23 +126,19 @@ def _longer(small: ModelShape, length: int, wanted: int) -> float:
     return (flops_per_token(small, 0, wanted) - table) / (flops_per_token(small, 0, length) - table)
 
 
-def _block(model: Transformer, x: T, where: dict[str, T]) -> T:
-    found: T = model.blocks["0"](x, (where["cos"], where["sin"]), where["cu_seqlens"])
+def _block(model: Transformer, x: T, batch: Batch, rope: tuple[T, T]) -> T:
+    found: T = model.blocks["0"](x, rope, batch.cu_seqlens)
     return found
 
 
-def _ends(model: Transformer, x: T, where: dict[str, T]) -> T:
+def _ends(model: Transformer, x: T, batch: Batch, rope: tuple[T, T]) -> T:
     """The loss, if ``x`` is what the blocks have added to the embedding."""
-    return model.loss(model.norm(model.embedding(where["tokens"]) + x), where["tokens"])
-
-
-def _given(run: Callable[[T, dict[str, T]], T], where: dict[str, T], x: T) -> T:
-    return run(x, where)
+    return model.loss(model.norm(model.embedding(batch.tokens) + x), batch)
 
 
 def _piece(
     model: Transformer,
-    run: Callable[[T, dict[str, T]], T],
+    run: Callable[..., T],
     counts: Sequence[int],
     length: int,
     device: torch.device,
@@ -153,14 +150,11 @@ def _piece(
     for count in counts:
         width = min(length, count)
         positions = torch.arange(count, device=device).view(-1, width) % width
-        where = {
-            "positions": positions, "tokens": positions % model.shape.vocab,
-            "cu_seqlens": torch.arange(0, count + 1, width, dtype=torch.int32),
-        }  # fmt: skip
-        where["cos"], where["sin"] = angles(positions, model.freq, dtype)  # all blocks read the same ones
+        tokens = positions % model.shape.vocab
+        batch = Batch(tokens, tokens, positions, torch.arange(0, count + 1, width, dtype=torch.int32))
+        rope = angles(positions, model.freq, dtype)  # all blocks read the same ones
         x = torch.randn(*positions.shape, model.shape.embed, device=device, dtype=dtype)
-        here = partial(_given, run, where)
-        for name, value in _seen(model, here, x, device, longer).items():
+        for name, value in _seen(model, partial(run, batch=batch, rope=rope), x, device, longer).items():
             seen.setdefault(name, []).append((count, value))
     forward, both, kept, working, lean = (
         Line.through(seen[name]) for name in ("forward", "both", "kept", "working", "lean")
