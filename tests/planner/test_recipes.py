@@ -98,3 +98,12 @@ def test_a_recipe_keeps_what_its_owner_said(plan: Any, tmp_path: Path) -> None:
     recipe = load_recipe(out)
     assert recipe.train.dtype == "float64" and recipe.layout.pp > 1 and recipe.optimizer.post_validation
     prepare(recipe)
+
+
+def test_a_plan_of_experts_spreads_them_as_the_recipe_says(plan: Any, tmp_path: Path) -> None:
+    given, out = Path(__file__).parents[2] / "recipes" / "experts.toml", tmp_path / "plan.toml"
+    code, text, _ = plan(given, "--cluster", "h100", "--gpus", 8, "--batch", 64, "--seq", 2048, "--recipe", out)
+    assert code == 0 and " ep=" in text.split("tokens/s")[1].splitlines()[1]
+    layout = load_recipe(out).layout
+    assert layout.ep > 1 and layout.world == 8  # which is refused where ep does not fold
+    prepare(load_recipe(out))

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.layout.layout import Layout
 from weft.model_shape import Shape
 from weft.planner.cost import SCHEDULES, ULYSSES, Plan
 from weft.planner.machine import Machine
@@ -110,12 +111,20 @@ class Rules:
         if 1 < sites < data and data % sites == 0 and (sites, data // sites, 3) not in sharding:
             sharding.append((sites, data // sites, 3))  # a copy on every site
         experts = [e for e in divisors(int(self.shape.experts or 1), ranks) if ranks % e == 0]
+        folding = {way: [e for e in experts if _folds(e, *way[:2], cp, tp)] for way in sharding}
         for b in micro:
             schedules = _schedules(pp, share // b, int(self.shape.layers))
-            for (schedule, virtual), (dp, shard, zero), context, ep, recompute in product(
-                schedules, sharding, contexts, experts, range(3)
+            ways = [(way, ep) for way in sharding for ep in folding[way]]
+            for (schedule, virtual), ((dp, shard, zero), ep), context, recompute in product(
+                schedules, ways, contexts, range(3)
             ):
                 yield dp, shard, zero, tp, cp, context, pp, schedule, virtual, ep, b, recompute
+
+
+def _folds(ep: int, dp: int, shard: int, cp: int, tp: int) -> bool:
+    """Whether experts can be spread over so many of these ranks."""
+    layout = Layout(dp=dp, shard=shard, cp=cp, tp=tp)
+    return layout.folds(ep) or (ep % tp == 0 and layout.folds(ep // tp))
 
 
 def variants(
@@ -133,7 +142,7 @@ def variants(
     found = [table[:, :0]]
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.
-    twice = (row["zero"] >= 3) & (row["pp"] == 1)
+    twice = (row["zero"] >= 3) & (row["pp"] == 1) & (row["ep"] == 1)
     if "secondary" not in wanted:
         twice &= (state * row["tp"] > machine.domain) & fits & cheap["secondary"]
         near = nearby(state[twice], row["tp"][twice], machine)

@@ -187,6 +187,7 @@ def layout_tree(final: Final) -> dict[str, Any]:
     layout: dict[str, Any] = {axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")}
     layout |= {"zero": max(1, int(plan.zero)), "context": CONTEXT[int(plan.context)]}
     layout |= {"secondary": int(plan.secondary)} if plan.secondary else {}
+    layout |= {"ep": int(plan.ep)} if plan.ep > 1 else {}
     if plan.pp > 1:
         layout["schedule"] = SCHEDULES[int(plan.schedule)]
         layout |= {"virtual": int(plan.virtual)} if plan.virtual > 1 else {}
