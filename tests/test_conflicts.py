@@ -88,6 +88,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "router statistics with post-validation":
         ("pp=2", "model.experts=2 model.router=sigmoid optimizer.post_validation=true"),
     "balance of experts with zeroth order": ("", "model.experts=2 model.z_loss=0.1 optimizer.estimate=zeroth-order"),
+    "experts with compile": ("", "model.experts=2 train.compile=true"),
     "balance with compile": ("cp=2,zero=1,balance=greedy", "train.compile=true"),
 }  # fmt: skip
 

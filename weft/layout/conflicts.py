@@ -344,6 +344,9 @@ RULES: tuple[Rule, ...] = (
          and (a.learns_loads or a.shape.balance_loss + a.shape.z_loss > 0),
          "optimizer.estimate = 'zeroth-order' sees the model's own loss alone, and routers would never be balanced",
          "set model.balance_loss, model.z_loss and model.bias_rate to 0"),
+    Rule("experts with compile", "shape train", lambda a: a.train.compile and bool(a.shape.mixtures),
+         "train.compile does not go together with model.experts: how many rows each gets is known when it runs only",
+         "leave train.compile out"),
     Rule("balance with compile", "layout train", lambda a: bool(a.layout.balance) and a.train.compile,
          "layout.balance = {0.layout.balance!r} does not go together with train.compile: every pass has a length and a "
          "group of its own", "leave out one of them"),
