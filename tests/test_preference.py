@@ -288,7 +288,7 @@ def test_transformers_scores_as_we_do(tmp_path: Path) -> None:
 
 def by_weft(folder: Path, name: str, given: dict[str, Any]) -> tuple[float, dict[str, float], Batch]:
     """Weft's loss and gradient norms (by Hugging Face's names) on the recorded rows."""
-    from weft.models.hf import hf_name
+    from weft.models.hf_names import hf_name
 
     kind = {"conservative": "dpo", "reward with margin": "reward"}.get(name, name)
     rows = [row if name == "reward with margin" else row | {"margin": 0.0} for row in trl_peer.ROWS]
