@@ -71,6 +71,18 @@ def _targets(recipe: Recipe, case: Case, rng: random.Random) -> list[list[str]]:
     return [["blocks.0.*"], *plain, *dense] if "adapter.kind" in case else []
 
 
+def _if_plain(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
+    """Where attention has nothing that latent attention cannot have."""
+
+    def found(recipe: Recipe, case: Case, rng: random.Random) -> list[Any]:
+        model = recipe.model
+        other = case.get("model.qk_norm", model.qk_norm) or case.get("model.qkv_bias", model.qkv_bias)
+        other = other or case.get("adapter.targets", ["blocks.0.*"]) != ["blocks.0.*"]  # others may have no weight
+        return [] if other or case.get("model.mixer", model.mixer) != "softmax" else list(values)
+
+    return found
+
+
 def _any(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
     return lambda recipe, case, rng: list(values)
 
@@ -138,13 +150,13 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "model.query_dim": _any(3.0),
     "adapter.targets": _targets,
     "model.rope_interleaved": _any(True),
-    "model.kv_rank": _any(5),
+    "model.kv_rank": _if_plain(5),
     "model.q_rank": lambda recipe, case, rng: [7] if "model.kv_rank" in case else [],
     "model.value_dim": lambda recipe, case, rng: [3, 14] if "model.kv_rank" in case else [],
 }
 
 #: How often a setting is drawn where it can be; what has gone wrong before, and seldom shows, more often.
-OFTEN: dict[str, float] = {"layout.order": 0.8, "layout.ep": 0.8, "optimizer.estimate": 0.05}
+OFTEN: dict[str, float] = {"layout.order": 0.8, "layout.ep": 0.8, "optimizer.estimate": 0.05, "model.kv_rank": 0.6}
 SELDOM = 0.3
 
 #: What a case starts from, so that it takes a second and nothing of the recipe but the kind of its model is left.
