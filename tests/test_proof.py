@@ -11,10 +11,11 @@ import torch
 from tests.cases import recipe, write_corpus
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.layout.parts import Part
 from weft.recipe import build_recipe
 from weft.train import step
 from weft.train.setup import prepare
-from weft.train.verify import Difference, compare, run_layout
+from weft.train.verify import Difference, Trace, compare, difference, run_layout
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +92,18 @@ def test_a_millionth_of_a_gradient_is_found(pool: Any, corpus: str) -> None:
     found = pool.run(2, damaged, values)[0]
     assert len(found) == 20
     assert [one for one in found if one[3] or not 1e-7 < one[2] < 1e-5] == []
+
+
+@pytest.mark.parametrize(("off", "ok"), [(1e-14, True), (1e-6, False)])
+def test_rounding_of_losses_is_no_difference_of_slopes_between_near_points(off: float, ok: bool) -> None:
+    """A slope of losses at points 0.002 apart has 500 times the rounding of these, and may itself be small."""
+
+    def trace(slope: float) -> Trace:
+        grad = slope * torch.tensor([3.0, 4.0], dtype=torch.float64)
+        named = {"w": Part(grad, ((0, 2),), mock.Mock())}
+        return Trace([5.0], [abs(slope)], [named], {}, {})
+
+    slope = 1e-3
+    moved = trace(slope + off / 2e-3)
+    assert difference([moved], trace(slope), "float64", 2e-3).ok is ok
+    assert not difference([moved], trace(slope), "float64").ok

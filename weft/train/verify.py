@@ -141,20 +141,29 @@ def compare(mine: Trace, job: Job, mesh: Mesh) -> Difference | None:
         return None
     follow = [_whole([t.grads[step] for t in traces]) for step in range(len(mine.grads))]
     reference = run_layout(job, Mesh.single(mesh.device), len(follow), follow=follow)
-    return difference(traces, reference, job.recipe.train.dtype)
+    optimizer = job.recipe.optimizer
+    apart = 2 * optimizer.epsilon if optimizer.estimate == "zeroth-order" else None
+    return difference(traces, reference, job.recipe.train.dtype, apart)
 
 
-def difference(traces: Sequence[Trace], reference: Trace, dtype: str) -> Difference:
-    """All ranks' traces beside one device's: per tensor, and on the scale of the whole model."""
+def difference(traces: Sequence[Trace], reference: Trace, dtype: str, apart: float | None = None) -> Difference:
+    """All ranks' traces beside one device's: per tensor, and on the scale of the whole model.
+
+    ``apart``: gradients are estimated from losses at points so far apart, which enlarges the rounding of these: a slope
+    is measured against the least that shows above that.
+    """
 
     def relative(a: float, b: float) -> float:
         return abs(a - b) / max(abs(b), 1e-300) if a == a and b == b else float("inf")
 
     limit = TOLERANCE[dtype]
     noise = NOISE * torch.finfo(getattr(torch, dtype)).eps / limit
+    least = [noise * abs(loss) / apart if apart else 0.0 for loss in reference.losses]
+    share = [1 / max(1.0, low / max(norm, 1e-300)) for low, norm in zip(least, reference.norms, strict=True)]
     loss = max(relative(a, b) for t in traces for a, b in zip(t.losses, reference.losses, strict=True))
-    norm = max(relative(a, b) for t in traces for a, b in zip(t.norms, reference.norms, strict=True))
-    grad = max(_worst([t.grads[i] for t in traces], whole, noise) for i, whole in enumerate(reference.grads))
+    norm = max(s * relative(a, b) for t in traces for s, a, b in zip(share, t.norms, reference.norms, strict=True))
+    grads = [_worst([t.grads[i] for t in traces], whole, noise) for i, whole in enumerate(reference.grads)]
+    grad = max((s * value, name) for s, (value, name) in zip(share, grads, strict=True))
     param = _worst([t.params for t in traces], reference.params, noise)
     slot = (0.0, "")
     for kind, whole in reference.slots.items():
