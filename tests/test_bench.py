@@ -52,3 +52,14 @@ def test_balance(tmp_path: Path) -> None:
             assert table["cp"]["simulated_ratio"] > 1 and table["greedy"]["simulated_idle"] < 0.2
             assert all(row["ratio"] > 0 for row in table.values())
     assert found["trained"] and found["planning"]["greedy_over_flexsp"]["worst"] < 1.2
+
+
+@pytest.mark.slow
+def test_experts(tmp_path: Path) -> None:
+    """Weft and transformers, and all ways to spread experts, report the same losses (asserted there)."""
+    script, path = Path(__file__).parents[1] / "bench" / "experts.py", tmp_path / "experts.json"
+    command = [sys.executable, str(script), "--job", "smoke", "--rounds", "2", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["single"].keys() == {"weft", "transformers"} and found["ranks"].keys() > {"weft", "all-to-all"}
