@@ -193,7 +193,13 @@ def torch_step(work: Work, schedule: str, placed: str, split: str) -> Step:
             )
         )
     count = labels.numel()
-    run = torch_schedule(schedule, stages, work.microbatches, lambda out, labels: model.loss(out, labels) / count)
+    positions = torch.arange(job.length).repeat(rows, 1)
+    cu_seqlens = torch.arange(0, rows * job.length + 1, job.length, dtype=torch.int32)
+
+    def loss(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return model.loss(out, Batch(tokens[:rows], labels, positions, cu_seqlens)) / count
+
+    run = torch_schedule(schedule, stages, work.microbatches, loss)
     optimizer = adamw(model)
     first, last = 0 in pipeline.held, len(pipeline.stages) - 1 in pipeline.held
 

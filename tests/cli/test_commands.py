@@ -72,7 +72,7 @@ def weft(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     (["train", QUICKSTART, "--layout", "tp=0"], 2, r"tp = 0: it should be greater"),
     (["train", QUICKSTART, "--layout", "tp=16"], 2, r"tp=16 is more than the model's \d+ heads; use tp <= \d+"),
     (["train", QUICKSTART, "--layout", "cp=5,context=ulysses"], 2, r"Ulysses cannot split"),
-    (["train", QUICKSTART, "--layout", "dp=2,ep=2"], 2, r"'ep' is not available yet"),
+    (["train", QUICKSTART, "--layout", "dp=2,ep=2"], 2, r"the model has none; leave ep out, or set model\.experts"),
     (["train", QUICKSTART, "--layout", "pp=8,schedule=zb-v"], 2, r"has 16 stages, too many for a model of 4 layers"),
     (["train", QUICKSTART, "--layout", "pp=2,schedule=zb-w"], 2, r"did you mean 'zb-v'\?"),
     (["train", QUICKSTART, "--layout", "pp=3,schedule=dualpipe"], 2, r"even number of ranks, got 3"),

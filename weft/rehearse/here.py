@@ -33,7 +33,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
 #: What speaks for each.
 WHY = {
     "full": "every weight learns, with AdamW's whole state",
-    "lora": "it learns as well as full training where there is little to learn, in less time and memory",
+    "lora": "it learns as well as full training where there is little to learn, with few gradients and moments",
     "qlora": "weights in four bits are what makes room",
     "galore": "every weight learns, with moments of low rank and the gradients of one block at a time",
     "zo": "no gradients and no moments, at the price of many more steps",
