@@ -92,7 +92,7 @@ class Asked:
         """Whether routers change by what has been chosen."""
         shape = self.shape
         moves = shape.router == "sigmoid" and shape.bias_rate > 0
-        return bool(shape.mixtures) and (moves or (shape.balance == "step" and shape.balance_loss > 0))
+        return bool(shape.mixtures) and (moves or shape.balance == "step")
 
     @property
     def builder(self) -> Any:
