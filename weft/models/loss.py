@@ -5,6 +5,7 @@ with the loss, chunk by chunk, so that logits are neither stored nor computed tw
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,12 +49,19 @@ def scale_of(labels: torch.Tensor, counts: torch.Tensor | None, dtype: torch.dty
     return valid.to(dtype) if counts is None else torch.where(valid, counts[:, None].to(dtype), 0)
 
 
+def sum_over_labels(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, group: Any, counts: torch.Tensor | None
+) -> Any:
+    """For the type checker: what a loss of logits, summed over tokens and the ranks of ``group``, comes from."""
+    of_tokens = [labels] if counts is None else [labels, counts]
+    total = rules.einsum(f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens)
+    return total if group is None else rules.all_reduce(total, group, src=V, dst=I)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
-        of_tokens = [labels] if counts is None else [labels, counts]
-        total = rules.einsum(f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens)
-        return total if group is None else rules.all_reduce(total, group, src=V, dst=I)
+        return sum_over_labels(hidden, weight, labels, group, counts)
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, first, chunk, group, counts):  # type: ignore[no-untyped-def]

@@ -5,14 +5,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from spmd_types import rules
 
 from weft.data.batch import IGNORE
 from weft.errors import WeftError
-from weft.layout.boundary import I, V
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
-from weft.models.loss import scale_of
+from weft.models.loss import scale_of, sum_over_labels
 from weft.plugins import find
 from weft.recipe import Loss
 
@@ -73,9 +71,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
-        of_tokens = [labels] if counts is None else [labels, counts]
-        total = rules.einsum(f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens)
-        return total if group is None else rules.all_reduce(total, group, src=V, dst=I)
+        return sum_over_labels(hidden, weight, labels, group, counts)
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, first, chunk, group, counts, criterion):  # type: ignore[no-untyped-def]

@@ -7,6 +7,7 @@ about ``T k (P - 1) / P`` of them; by ``per-rank`` one copy to each rank that ha
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -222,17 +223,20 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
 
 def exchanged(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> T:
     """Rows from every rank: so many of ``rows`` to each rank in turn, and so many from each."""
-    return _Exchanged.apply(rows, sent, received, group)
+    there, back = (
+        partial(_all_to_all, sent=a, received=b, group=group) for a, b in ((sent, received), (received, sent))
+    )
+    return _Moved.apply(rows, there, back)
 
 
 def gathered(x: T, group: dist.ProcessGroup) -> T:
     """The rows of all ranks, as many of each."""
-    return _Gathered.apply(x, group)
+    return _Moved.apply(x, partial(_gather, group=group), partial(_scatter, group=group))
 
 
 def scattered(x: T, group: dist.ProcessGroup) -> T:
     """This rank's rows of the sum of all ranks' ``x``."""
-    return _Scattered.apply(x, group)
+    return _Moved.apply(x, partial(_scatter, group=group), partial(_gather, group=group))
 
 
 def _all_to_all(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> T:
@@ -253,46 +257,18 @@ def _scatter(x: T, group: dist.ProcessGroup) -> T:
     return found
 
 
-class _Exchanged(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """Rows go ``there``, and their gradients ``back``."""
+
     @staticmethod
-    def spmd_typecheck(*, rows, sent, received, group):  # type: ignore[no-untyped-def]
+    def spmd_typecheck(*, rows, there, back):  # type: ignore[no-untyped-def]
         return rules.einsum("rd->rd", rows)
 
     @staticmethod
-    def forward(ctx, rows, sent, received, group):  # type: ignore[no-untyped-def]
-        ctx.back = received, sent, group
-        return _all_to_all(rows, sent, received, group)
+    def forward(ctx, rows, there, back):  # type: ignore[no-untyped-def]
+        ctx.back = back
+        return there(rows)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _all_to_all(grad, *ctx.back), None, None, None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def spmd_typecheck(*, x, group):  # type: ignore[no-untyped-def]
-        return rules.einsum("rd->rd", x)
-
-    @staticmethod
-    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _scatter(grad, ctx.group), None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def spmd_typecheck(*, x, group):  # type: ignore[no-untyped-def]
-        return rules.einsum("rd->rd", x)
-
-    @staticmethod
-    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
-        ctx.group = group
-        return _scatter(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _gather(grad, ctx.group), None
+        return ctx.back(grad), None, None
