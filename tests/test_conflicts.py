@@ -63,6 +63,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "ep above experts": ("dp=4,ep=4", "model.experts=3"),
     "pieces of experts with rows and columns": ("dp=4,ep=4", "model.experts=2 optimizer.kind=adafactor"),
     "ep with secondary": ("shard=4,ep=2,secondary=2", ""),
+    "balance of documents with capacity": ("dp=2,zero=1,balance=greedy", "model.experts=2 model.capacity=1.0"),
     "ep with balance": ("dp=2,ep=2,zero=1,balance=greedy", "model.experts=2"),
     "tp above expert ffn": ("tp=3", "model.experts=2 model.expert_ffn=2"),
     "tp above vocab": ("tp=3", "model.vocab=2"),

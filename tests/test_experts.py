@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 from math import comb
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ FACTORS: dict[str, list[Any]] = {
     "recompute": ["none", "selective", "full"],
     "micro_batch": [None, 1],
     "early": [False, True],
+    "capacity": [0.0, 0.8],
 }  # fmt: skip
 CASES = list(pairwise(**FACTORS))
 QUICK = CASES[::12]
@@ -45,7 +47,7 @@ def name(case: Case) -> str:
 
 def tree(corpus: str, case: Case) -> dict[str, Any]:
     model = {"layers": 2, "experts": 6, "expert_ffn": 9, "balance_loss": 0.3, "bias_rate": 0.05}
-    model |= {"router_early": case.get("early", False)} | MODELS[case["model"]]
+    model |= {"router_early": case.get("early", False), "capacity": case.get("capacity", 0.0)} | MODELS[case["model"]]
     values = recipe(
         corpus,
         layout__zero=case.get("zero", 3),
@@ -121,6 +123,20 @@ def test_odd_cases(pool: Any, corpus: str, case: Case) -> None:
     check(pool, tree(corpus, case))
 
 
+def loads_of_a_step(values: dict[str, Any]) -> tuple[int, ...]:
+    _, mesh, model, state, loader = start(values)
+    return train_step(model, state, loader.step(0) or [], mesh, lr=1e-3, clip=1.0).loads
+
+
+@pytest.mark.parametrize("layout", ["shard=2", "tp=2", "cp=2,shard=2,ep=4", "shard=2,tp=2,ep=4", "dp=2,cp=2"])
+def test_what_is_chosen_and_dropped_is_counted_alike_under_every_cut(pool: Any, corpus: str, layout: str) -> None:
+    case = {"model": "qwen3", "capacity": 0.6, "micro_batch": 1}
+    one = pool.run(1, loads_of_a_step, tree(corpus, case | {"layout": ""}))[0]
+    assert len(one) == 2 * 6 + 2 and sum(one[:12]) == 2 * 2 * 5 * 19 and min(one[12:]) > 10
+    values = tree(corpus, case | {"layout": layout, "dispatch": "per-rank"})
+    assert pool.run(Layout(**values["layout"]).world, loads_of_a_step, values) == [one] * Layout.parse(layout).world
+
+
 def sent_and_chosen(values: dict[str, Any]) -> tuple[int, list[list[list[int]]], int]:
     """On every rank of ``ep``: numbers that it sends to others in a step, what its tokens chose, and its own number."""
     _, mesh, model, state, loader = start(values)
@@ -190,6 +206,7 @@ def test_adaptive_choice_sends_the_least_in_random_settings() -> None:
         sizes = Counter[str]()
         for rank, one in enumerate(ids):
             here = mock.Mock(rank=rank, count=count, owners=lambda i, each=each: i // each)
+            here.wanted = partial(dispatch.Ranks.wanted, here)
             sent += dispatch.numbers_sent(Choice(one.double(), one), width, here)
             owners = (one // each).tolist()
             sizes["all-to-all"] += 4 * width * sum(o != rank for row in owners for o in row)

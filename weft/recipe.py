@@ -116,6 +116,8 @@ class ModelShape(Section):
     moves by ``bias_rate`` each step towards equal loads (``sigmoid``, DeepSeek-V3). ``router_norm`` makes the weights
     add up to 1, ``router_scale`` multiplies them. Of ``router_groups`` groups of experts only the ``router_top_groups``
     best are chosen from. ``router_early``: it reads what attention reads (SmallThinker).
+    ``capacity``: in training an expert takes of each document at most so many times its mean share of the choices, the
+    earliest; the others are dropped (0: none is).
     ``balance_loss`` and ``z_loss`` are added to the loss for training. The first is the mean over documents of how
     unequal the loads are: of each layer by itself (``balance = "sequence"``), against the loads of the whole step
     before (``step``), or of all layers together and not divided by ``experts_per_token`` (``huggingface``).
@@ -168,6 +170,7 @@ class ModelShape(Section):
     router_groups: PositiveInt = 1
     router_top_groups: PositiveInt = 1
     router_early: bool = False
+    capacity: float = Field(0.0, ge=0)
     bias_rate: float = Field(1e-3, ge=0)
     balance: Literal["sequence", "step", "huggingface"] = "sequence"
     balance_loss: float = Field(0.0, ge=0)

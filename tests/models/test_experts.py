@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from math import ceil
 from typing import Any
 
 import pytest
@@ -38,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "one expert": {"experts": 1, "experts_per_token": 1},
     "step": {"balance": "step"},
     "hugging face": {"balance": "huggingface"},
+    "capacity": {"capacity": 0.7, "experts_per_token": 3},
 }  # fmt: skip
 
 
@@ -60,7 +63,8 @@ def batch() -> Batch:
     documents = torch.tensor(DOCUMENTS)
     cu = torch.tensor([0, 5, 6, 13, 16, 20, 32], dtype=torch.int32)
     ids = torch.arange(32).view(2, 16) % 11
-    return Batch(ids, ids, ids, cu, documents=documents)
+    positions = (torch.arange(32) - cu[:-1].repeat_interleave(cu.diff())).view(2, 16)
+    return Batch(ids, ids, positions, cu, documents=documents)
 
 
 def seen_by(m: Mixture) -> tuple[Loads, Pass]:
@@ -69,8 +73,8 @@ def seen_by(m: Mixture) -> tuple[Loads, Pass]:
     return loads, loads.seen(batch())
 
 
-def naive(m: Mixture, x: T) -> tuple[T, T]:
-    """The output, and the losses beside the model's."""
+def naive(m: Mixture, x: T) -> tuple[T, T, int]:
+    """The output, the losses beside the model's, and how many choices are dropped."""
     shape, d = m.shape, x.shape[-1]
     tokens, k, count = x.reshape(-1, d), shape.experts_per_token, m.router.count
     logits = tokens @ m.router.table.t()
@@ -92,7 +96,14 @@ def naive(m: Mixture, x: T) -> tuple[T, T]:
         (act(tokens @ m.experts.gate[e].t()) * (tokens @ m.experts.up[e].t())) @ m.experts.down[e].t()
         for e in range(count)
     ])  # fmt: skip
-    y = torch.einsum("te,etd->td", weights, each)
+    documents, total = torch.tensor(DOCUMENTS).flatten(), 17.0
+    kept, filled, dropped = weights.clone(), Counter[tuple[int, int]](), 0
+    for t, one in enumerate(documents.tolist()):
+        for e in weights[t].nonzero().flatten().tolist() if shape.capacity and one >= 0 else ():
+            if filled[one, e] >= ceil(shape.capacity * k / count * int((documents == one).sum())):
+                kept[t, e], dropped = 0, dropped + 1
+            filled[one, e] += 1
+    y = torch.einsum("te,etd->td", kept, each)
     if m.shared is not None:
         s = (act(tokens @ m.shared.gate.t()) * (tokens @ m.shared.up.t())) @ m.shared.down.t()
         if shape.shared_mix == "add":
@@ -102,7 +113,6 @@ def naive(m: Mixture, x: T) -> tuple[T, T]:
         else:
             c = (tokens @ m.shared_gate.t()).softmax(-1)
             y = y * c[:, :1] + s * c[:, 1:]
-    documents, total = torch.tensor(DOCUMENTS).flatten(), 17.0
     loss = torch.zeros((), dtype=torch.float64)
     p = scores / scores.sum(-1, keepdim=True)
     for one in (0, 1, 2, 4):
@@ -114,7 +124,7 @@ def naive(m: Mixture, x: T) -> tuple[T, T]:
             share = m.router.load
         loss = loss + 0.7 * count * (share.detach() * p[mine].sum(0)).sum() / total
     loss = loss + shape.z_loss * (logits[documents >= 0].logsumexp(-1) ** 2).sum() / total
-    return y.view_as(x), loss
+    return y.view_as(x), loss, dropped
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -123,10 +133,12 @@ def test_gradients_are_those_of_a_naive_mixture(model: str) -> None:
     x = torch.randn(2, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     want = torch.randn(2, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     learning = {name: p for name, p in m.named_parameters() if p.requires_grad}
-    y, loss = naive(m, x)
+    y, loss, dropped = naive(m, x)
     expected = torch.autograd.grad((y * want).sum() + loss, [x, *learning.values()])
-    _, seen = seen_by(m)
+    loads, seen = seen_by(m)
     found = m(x, seen)
+    assert loads.share()[m.router.count :].tolist() == [dropped] * (m.shape.capacity > 0)
+    assert (dropped > 3) is (model == "capacity")
     torch.testing.assert_close(found, y, rtol=1e-12, atol=1e-12)
     (found * want).sum().backward()
     grads = [x.grad, *(p.grad for p in learning.values())]

@@ -330,6 +330,10 @@ RULES: tuple[Rule, ...] = (
          lambda a: bool(a.layout.balance and a.shape.mixtures and a.shape.balance_loss) and a.shape.balance != "step",
          "layout.balance = {0.layout.balance!r} spreads a document over ranks of its own, and model.balance = "
          "{0.shape.balance!r} counts what each document chose over all of cp", "use model.balance = 'step'"),
+    Rule("balance of documents with capacity", "layout shape",
+         lambda a: bool(a.layout.balance and a.shape.mixtures and a.shape.capacity),
+         "layout.balance = {0.layout.balance!r} spreads a document over ranks of its own, and model.capacity counts "
+         "what each document chose over all of cp", "leave one of them out"),
     Rule("balance over all layers with pp", "layout shape",
          lambda a: a.layout.pp > 1 and bool(a.shape.mixtures and a.shape.balance_loss)
          and a.shape.balance == "huggingface",

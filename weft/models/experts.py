@@ -42,15 +42,22 @@ class Dispatcher(Protocol):
 
 
 class Local:
-    """All experts are here: tokens change only their order."""
+    """The experts ``here`` are those that tokens get to: rows change only their order.
 
-    def __init__(self, experts: int) -> None:
-        self.experts = experts
+    ``others``: choices may be of experts elsewhere, or dropped; they count nothing in the sums.
+    """
+
+    def __init__(self, here: range, others: bool = False) -> None:
+        self.here, self.others = here, others
 
     def dispatch(self, x: T, choice: Choice) -> Dispatched:
-        order = choice.ids.flatten().argsort(stable=True)  # of the choices, those of the first expert first
-        rows = spread(x, order, choice.ids.shape[1])
-        return Dispatched(rows, counted(choice.ids, self.experts), (order, choice.weights))
+        ids, count = choice.ids.flatten() - self.here.start, len(self.here)
+        if self.others:
+            ids = torch.where((ids >= 0) & (ids < count), ids, count)
+        order = ids.argsort(stable=True)  # of the choices, those of the first expert first and those elsewhere last
+        counts = counted(ids, count + 1)[:-1]
+        rows = sum(sizes_of(counts, len(order))) if self.others else None
+        return Dispatched(spread(x, order, choice.ids.shape[1], rows), counts, (order, choice.weights))
 
     def combine(self, rows: T, meta: Any) -> T:
         return weighted(rows, *meta)
@@ -67,17 +74,18 @@ def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
 
     ``rows``: of the first so many only.
     """
-    return _Spread.apply(x, order[:rows], k)
+    return Moved.apply(x, partial(_choices, k=k), partial(_sums, k=k, places=len(x) * k), order[:rows])
 
 
 def reordered(rows: T, order: T) -> T:
     """``rows[order]`` of a permutation."""
-    return _Spread.apply(rows, order, 1)
+    return spread(rows, order, 1)
 
 
 def placed(rows: T, order: T, places: int | None = None) -> T:
     """Row ``i`` at ``order[i]`` of so many ``places`` (default: as many as rows), and zeros elsewhere."""
-    return _Placed.apply(rows, order[: len(rows)], len(rows) if places is None else places)
+    places = len(rows) if places is None else places
+    return Moved.apply(rows, partial(_sums, k=1, places=places), partial(_choices, k=1), order[: len(rows)])
 
 
 def weighted(rows: T, order: T, weights: T) -> T:
@@ -86,44 +94,34 @@ def weighted(rows: T, order: T, weights: T) -> T:
     return torch.einsum("tk,tkd->td", weights.to(rows.dtype), each)
 
 
-class _Spread(torch.autograd.Function):
-    """Backward adds up each token's rows in the order of its choices, and not in that of the experts."""
+class Moved(torch.autograd.Function):
+    """``there`` of rows, linear in them; ``back`` is its transpose, for the gradient. Both are given ``orders``."""
 
     @staticmethod
-    def spmd_typecheck(*, x, order, k):  # type: ignore[no-untyped-def]
-        return rules.einsum("td,r->rd", x, order)
+    def spmd_typecheck(*, rows, there, back, orders):  # type: ignore[no-untyped-def]
+        return rules.einsum("td,r->rd", rows, *orders) if orders else rules.einsum("rd->rd", rows)
 
     @staticmethod
-    def forward(ctx, x, order, k):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(order)
-        ctx.tokens, ctx.k = len(x), k
-        return x[order // k]
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        each = _at(grad, ctx.saved_tensors[0], ctx.tokens * ctx.k)
-        return each.unflatten(0, (ctx.tokens, ctx.k)).sum(1) if ctx.k > 1 else each, None, None
-
-
-class _Placed(torch.autograd.Function):
-    @staticmethod
-    def spmd_typecheck(*, rows, order, places):  # type: ignore[no-untyped-def]
-        return rules.einsum("rd,r->rd", rows, order)
-
-    @staticmethod
-    def forward(ctx, rows, order, places):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(order)
-        return _at(rows, order, places)
+    def forward(ctx, rows, there, back, *orders):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*orders)
+        ctx.back, ctx.orders = back, len(orders)
+        return there(rows, *orders)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad[ctx.saved_tensors[0]], None, None
+        return ctx.back(grad, *ctx.saved_tensors), None, None, *[None] * ctx.orders
 
 
-def _at(rows: T, order: T, places: int) -> T:
-    """``rows`` at the distinct places ``order`` of ``places``, and zeros elsewhere."""
+def _choices(x: T, order: T, k: int) -> T:
+    """The token of each choice in ``order``, of ``k`` choices each."""
+    return x[order // k]
+
+
+def _sums(rows: T, order: T, k: int, places: int) -> T:
+    """Each token's rows added up, in the order of its choices and not of the experts; of distinct ``places``, or 0."""
     found = rows.new_empty if places == len(rows) else rows.new_zeros
-    return found(places, *rows.shape[1:]).index_copy_(0, order, rows)
+    each = found(places, *rows.shape[1:]).index_copy_(0, order, rows)
+    return each.unflatten(0, (-1, k)).sum(1) if k > 1 else each
 
 
 def products(x: T, counts: T, *weights: T) -> tuple[T, ...]:
@@ -229,7 +227,7 @@ class Mixture(Module):
         self.shape, count = shape, shape.experts_of(layer)
         self.router = Router(shape, mesh, layer)
         self.experts = Experts(shape, mesh, count)
-        self.dispatcher: Dispatcher = Local(count)
+        self.dispatcher: Dispatcher = Local(range(count), others=shape.capacity > 0)
         self.shared = None
         if shape.shared_experts:
             width = shape.shared_experts * (shape.expert_ffn or 0)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from spmd_types import rules
 
 from weft.data.batch import Batch
-from weft.layout.boundary import BY_DATA, R, V, declare, share_of_sum, untyped
+from weft.layout.boundary import BY_DATA, Kind, R, V, declare, share_of_sum, untyped
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.module import Module
@@ -25,7 +25,10 @@ T = torch.Tensor
 
 
 class Choice(NamedTuple):
-    """The experts of each token, ``ids`` int64 ``[tokens, k]``, and their ``weights`` alike."""
+    """The experts of each token, ``ids`` int64 ``[tokens, k]``, and their ``weights`` alike.
+
+    A choice that is dropped has the id after those of all experts, which nobody has.
+    """
 
     weights: T
     ids: T
@@ -35,17 +38,21 @@ class Choice(NamedTuple):
 class Pass:
     """What routers see of a forward and backward pass beside activations, and what they count in it.
 
-    ``documents``: int64 ``[tokens]``, -1 for padding; ``lengths``: tokens of each on all ranks, ``[documents]``.
+    ``documents``: int64 ``[tokens]``, -1 for padding; ``positions`` of tokens in them; ``lengths``: tokens of each on
+    all ranks, ``[documents]``.
     ``step_tokens``: those of the step that are no padding, asked for in backward. ``chosen``, by layer: how often each
-    document's tokens chose each expert, int64 ``[documents, experts]``; of this rank's tokens in ``own``. Layers write
-    down what they counted, so that a block that is run again for backward counts the same once.
+    document's tokens chose each expert, int64 ``[documents, experts]``; of this rank's tokens in ``own``. ``dropped``,
+    alike: how many choices of this rank's tokens were. Layers write down what they counted, so that a block that is run
+    again for backward counts the same once.
     """
 
     documents: T
+    positions: T
     lengths: T
     step_tokens: Callable[[], T]
     own: dict[int, T] = field(default_factory=dict)
     chosen: dict[int, T] = field(default_factory=dict)
+    dropped: dict[int, T] = field(default_factory=dict)
 
 
 class Loads:
@@ -53,7 +60,7 @@ class Loads:
 
     def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
         self.mixtures, self.mesh = shape.mixtures, mesh
-        self.balances = shape.balance_loss > 0 or shape.z_loss > 0
+        self.balances, self.drops = shape.balance_loss > 0 or shape.z_loss > 0, shape.capacity > 0
         self.passes: list[Pass] = []
         self.step_tokens: Callable[[], T] = lambda: torch.ones(())
 
@@ -67,26 +74,44 @@ class Loads:
             documents, lengths = batch.documents, batch.cu_seqlens.diff()
             if documents is None:  # one, for all that is known
                 documents, lengths = torch.zeros_like(batch.tokens), batch.cu_seqlens[-1:]
+            tokens = torch.stack((documents, batch.positions))
             if self.mesh.layout.folds_tp:
-                documents = documents.chunk(self.mesh.size("tp"), dim=1)[self.mesh.rank("tp")]
+                tokens = tokens.chunk(self.mesh.size("tp"), dim=2)[self.mesh.rank("tp")]
             lengths = lengths.to(documents.device)
-            self.passes.append(Pass(documents.flatten(), lengths, lambda: self.step_tokens()))
+            documents, positions = tokens.flatten(1).unbind()
+            self.passes.append(Pass(documents, positions, lengths, lambda: self.step_tokens()))
         return self.passes[-1]
 
     def share(self) -> T:
-        """This rank's share of the step's choices: of each expert of all layers in turn, ``[all experts]`` float64."""
+        """This rank's share of the step's choices: of each expert of all layers in turn, ``[all experts]`` float64.
+
+        Where there is a capacity, how many each layer has dropped comes after these.
+        """
         shares = []
         with untyped():
             for layer, count in self.mixtures.items():
-                found = [one.own[layer].sum(0) for one in self.passes if layer in one.own]
-                shares.append(torch.stack(found).sum(0) if found else torch.zeros(count, device=self.mesh.device))
+                shares.append(self._sum([one.own[layer].sum(0) for one in self.passes if layer in one.own], count))
+            for layer in self.mixtures if self.drops else ():
+                shares.append(self._sum([one.dropped[layer] for one in self.passes if layer in one.dropped], 1))
             mine = torch.cat([share.double() for share in shares])
-        by_stage = BY_DATA | {"pp": V, "tp": V if self.mesh.layout.folds_tp else R}
+        by_stage = by_token(self.mesh) | {"pp": V}
         return share_of_sum(declare(mine, self.mesh, **by_stage), self.mesh, **by_stage)
+
+    def _sum(self, found: list[T], count: int) -> T:
+        """Of the passes' ``count`` numbers each; zeros of a layer that other stages have."""
+        return torch.stack(found).sum(0) if found else torch.zeros(count, device=self.mesh.device)
+
+
+def by_token(mesh: Mesh) -> dict[str, Kind]:
+    """The types of what tokens choose."""
+    return BY_DATA | {"tp": V if mesh.layout.folds_tp else R}
 
 
 def by_layer(mixtures: Mapping[int, int], loads: Sequence[int]) -> dict[int, Sequence[int]]:
-    """By layer how often its experts were chosen, from those of all layers in turn; ``mixtures``: experts by layer."""
+    """By layer how often its experts were chosen, from what :meth:`Loads.share` adds up to.
+
+    ``mixtures``: experts by layer.
+    """
     ends = [0, *accumulate(mixtures.values())]
     return {layer: loads[lo:hi] for layer, (lo, hi) in zip(mixtures, pairwise(ends), strict=True)}
 
@@ -129,7 +154,7 @@ class Router(Module):
             weights = _WithLoss.apply(weights, probabilities, self._balance_gradient(seen))
         if self.shape.z_loss:
             weights = _WithLoss.apply(weights, logits, self._z_gradient(logits.detach(), seen))
-        return Choice(weights, ids)
+        return Choice(weights, self._within_capacity(ids, seen) if self.shape.capacity else ids)
 
     def _best(self, scores: T, by: int) -> T:
         """The ids of the best experts, of the best groups by their ``by`` best: ``[tokens, k]``."""
@@ -159,11 +184,38 @@ class Router(Module):
         counts = counts.scatter_add(0, cells, real.long()).view(-1, self.count)
         seen.own[self.layer] = counts
         if self.shape.balance_loss and self.shape.balance != "step":
-            for axis in ("cp", "tp") if self.own else ("cp",):
-                if self.mesh.size(axis) > 1:
-                    counts = counts.clone()
-                    dist.all_reduce(counts, group=self.mesh.group(axis))
+            for group in self._sharing_documents():
+                counts = counts.clone()
+                dist.all_reduce(counts, group=group)
         seen.chosen[self.layer] = counts
+
+    def _sharing_documents(self) -> list[dist.ProcessGroup]:
+        """The groups over which documents are cut."""
+        axes = ("cp", "tp") if self.own else ("cp",)
+        return [self.mesh.group(axis) for axis in axes if self.mesh.size(axis) > 1]
+
+    def _within_capacity(self, ids: T, seen: Pass) -> T:
+        """``ids`` without the choices of experts that earlier tokens of the same document have filled.
+
+        By position, and not by weight, a token's choices depend on none that comes after it, nor on any rounding.
+        """
+        with untyped():
+            real = (seen.documents >= 0)[:, None]
+            cells = seen.documents.clamp(min=0)[:, None] * self.count + ids  # of a document and an expert
+            codes = torch.where(real, (cells << 31) + seen.positions[:, None], -1)  # [tokens, k]
+            every = codes.flatten()
+            for group in self._sharing_documents():
+                parts = [torch.empty_like(every) for _ in range(group.size())]
+                dist.all_gather(parts, every, group=group)
+                every = torch.cat(parts)
+            every = every.sort().values
+            before = torch.searchsorted(every, codes) - torch.searchsorted(every, cells << 31)
+            share = self.shape.capacity * self.shape.experts_per_token / self.count
+            room = (seen.lengths.double() * share).ceil().long()[seen.documents.clamp(min=0)]
+            dropped = (before >= room[:, None]) & real
+            seen.dropped[self.layer] = dropped.sum()[None]
+            kept = torch.where(dropped, self.count, ids)
+        return declare(kept, self.mesh, **by_token(self.mesh))
 
     def _balance_gradient(self, seen: Pass) -> Callable[[], T]:
         """The gradient of the loss that balances the loads, with respect to each token's probabilities.

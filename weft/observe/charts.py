@@ -55,6 +55,8 @@ CHARTS = (
     )),
     Chart("Load of experts", "Of the most loaded over the mean, in the worst layer", "", ".3~g",
           (Series("experts", "most", "--c3", smooth=True),)),
+    Chart("Dropped", "Choices of experts that were full, of all", "~%", ".2~%",
+          (Series("experts", "dropped_share", "--c4", smooth=True),)),
     Chart("Learning rate", "As scheduled", ".1e", ".2e", (Series("train", "lr", "--c5"),)),
     Chart("Machine", "Busy share of the main rank's machine, over minutes", "~%", ".0%", (
         Series("hardware", "cpu", "--c1", "processor"), Series("hardware", "gpu", "--c2", "its GPU"),

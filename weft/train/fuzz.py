@@ -136,6 +136,7 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "model.router_norm": _with_experts(True),
     "model.router_groups": lambda recipe, case, rng: [2] if _experts(recipe, case) in (6, 8) else [],
     "model.router_early": _with_experts(True),
+    "model.capacity": _with_experts(0.6, 1.0, 1.5),
     "model.balance": _with_experts("step", "huggingface"),
     "model.balance_loss": _with_experts(0.5),
     "model.z_loss": _with_experts(0.1),

@@ -146,7 +146,11 @@ class Recorder:
         if result.loads and self._progress.step % self._recipe.observe.every == 0:
             loads = by_layer(self._mixtures, result.loads)
             most = max(max(one) * len(one) / max(1, sum(one)) for one in loads.values())
-            self.log("experts", loads=loads, most=most)
+            record: dict[str, Any] = {"loads": loads, "most": most}
+            if dropped := dict(zip(loads, result.loads[sum(map(len, loads.values())) :], strict=False)):
+                every = sum(map(sum, loads.values()))
+                record |= {"dropped": dropped, "dropped_share": sum(dropped.values()) / max(1, every)}
+            self.log("experts", **record)
         if self._progress.step % self._recipe.observe.every == 0:
             self.log("train", **seen, tokens=self._progress.tokens, skipped=int(result.skipped))
         self._display.update(self._progress.step, **seen)

@@ -39,7 +39,7 @@ from weft.parallel.state import State
 class StepResult(NamedTuple):
     """``loss`` is the (weighted) mean over the step's real ``tokens``; a skipped step changed nothing.
 
-    ``loads``: how often each expert was chosen, those of all layers in turn.
+    ``loads``: how often each expert was chosen, those of all layers in turn; with a capacity, then what each dropped.
     """
 
     loss: float

@@ -13,15 +13,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from spmd_types import rules
 
-from weft.layout.boundary import BY_DATA, R, V, declare, untyped
+from weft.layout.boundary import declare, untyped
 from weft.layout.dims import part
 from weft.layout.layout import FOLDED
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Place
-from weft.models.experts import Dispatched, Dispatcher, Mixture, counted, placed, reordered, sizes_of, spread, weighted
-from weft.models.router import Choice
+from weft.models.experts import (
+    Dispatched,
+    Dispatcher,
+    Local,
+    Mixture,
+    Moved,
+    counted,
+    placed,
+    reordered,
+    sizes_of,
+    spread,
+    weighted,
+)
+from weft.models.router import Choice, by_token
 from weft.models.transformer import Transformer
 from weft.parallel.units import all_gather, reduce_scatter
 
@@ -46,8 +57,9 @@ class Ranks:
         self.shares = list(pairwise(accumulate(map(len, held), initial=0)))
         self.first, self.last = self.shares[self.rank]
         order = torch.tensor([piece for one in held for piece in one])
-        self.slot_of = torch.empty_like(order).scatter(0, order, torch.arange(self.slots))
-        self.owner = torch.arange(self.count).repeat_interleave(torch.tensor([len(one) for one in held]))
+        nowhere = torch.full((self.pieces,), self.slots)  # of choices that are dropped: a slot that no rank has
+        self.slot_of = torch.cat((torch.empty_like(order).scatter(0, order, torch.arange(self.slots)), nowhere))
+        self.owner = torch.arange(self.count + 1).repeat_interleave(torch.tensor([*map(len, held), 1]))
 
     def placed(self, choice: Choice) -> Choice:
         """``choice`` with slots in the place of experts; those of all pieces of an expert, whose results add up."""
@@ -62,6 +74,11 @@ class Ranks:
         """The ranks that have these slots."""
         return self.owner.to(slots.device)[slots]
 
+    def wanted(self, owners: T) -> T:
+        """1 where a token goes to a rank at all, else 0: ``[tokens, ranks]``, of the ``owners`` of its choices."""
+        none = torch.zeros(len(owners), self.count + 1, dtype=torch.int64, device=owners.device)
+        return none.scatter(1, owners, 1)[:, : self.count]
+
     def counts_from_all(self, counts: T) -> T:
         """What each rank gives of the same number of whole numbers: ``[ranks, numbers]``."""
         found = counts.new_empty(self.count * len(counts))
@@ -70,7 +87,7 @@ class Ranks:
 
     def declared(self, x: T) -> T:
         """``x`` with the type of what tokens choose."""
-        return declare(x, self.mesh, **BY_DATA | {"tp": V if self.mesh.layout.folds_tp else R})
+        return declare(x, self.mesh, **by_token(self.mesh))
 
 
 class AllToAll:
@@ -82,7 +99,8 @@ class AllToAll:
     def dispatch(self, x: T, choice: Choice) -> Dispatched:
         ranks, choice = self.ranks, self.ranks.placed(choice)
         with untyped():
-            order, counts = choice.ids.flatten().argsort(stable=True), counted(choice.ids, ranks.slots)
+            order = choice.ids.flatten().argsort(stable=True)  # those that are dropped come last
+            counts = counted(choice.ids, ranks.slots + 1)[:-1]
             arriving = ranks.counts_from_all(counts)[:, ranks.first : ranks.last]  # [ranks, experts here]
             sent = sizes_of(torch.stack([counts[lo:hi].sum() for lo, hi in ranks.shares]), len(order))
             received = sizes_of(arriving.sum(1), len(order))
@@ -92,7 +110,7 @@ class AllToAll:
             by_expert = which.argsort(stable=True)
         order, by_expert = ranks.declared(order), ranks.declared(by_expert)
         # Rank by rank, and of each rank expert by expert.
-        rows = exchanged(spread(x, order, choice.ids.shape[1]), sent, received, ranks.group)
+        rows = exchanged(spread(x, order, choice.ids.shape[1], sum(sent)), sent, received, ranks.group)
         meta = (order, choice.weights, by_expert, sent, received)
         return Dispatched(reordered(rows, by_expert), counts_here, meta)
 
@@ -102,38 +120,17 @@ class AllToAll:
         return weighted(back, order, weights)
 
 
-class FanOut:
-    """What a rank does with tokens that are here with all that they have chosen: its own experts' part of their sum."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.first, self.here = ranks, ranks.first, ranks.last - ranks.first
-
-    def dispatch(self, x: T, choice: Choice) -> Dispatched:
-        """Weights of experts that are elsewhere are taken to be 0. ``choice.ids`` are slots."""
-        with untyped():
-            local = choice.ids.flatten() - self.first
-            local = torch.where((local >= 0) & (local < self.here), local, self.here)
-            order = local.argsort(stable=True)  # those of experts elsewhere come last
-            counts = counted(local, self.here + 1)[:-1]
-            sizes = sizes_of(counts, len(order))
-        order = self.ranks.declared(order)
-        return Dispatched(spread(x, order, choice.ids.shape[1], sum(sizes)), counts, (order, choice.weights))
-
-    def combine(self, rows: T, meta: Any) -> T:
-        return weighted(rows, *meta)
-
-
 class PerRank:
     """One copy of a token to each rank that has any of its experts, which adds up what these make of it."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.fan_out = ranks, FanOut(ranks)
+        self.ranks, self.fan_out = ranks, Local(range(ranks.first, ranks.last), others=True)
 
     def dispatch(self, x: T, choice: Choice) -> Dispatched:
         ranks, choice, tokens = self.ranks, self.ranks.placed(choice), len(x)
         with untyped():
             owners = ranks.owners(choice.ids)  # [tokens, k]
-            wanted = torch.zeros(tokens, ranks.count, dtype=torch.int64, device=x.device).scatter(1, owners, 1)
+            wanted = ranks.wanted(owners)
             # A place for each rank that a token could go to; those that it goes to come first, rank by rank.
             places = torch.where(wanted > 0, torch.arange(ranks.count, device=x.device), ranks.count).flatten()
             order, counts = places.argsort(stable=True), wanted.sum(0)
@@ -161,7 +158,7 @@ class AllGather:
     """All tokens to all ranks, each of which adds up what its experts make of them."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.fan_out = ranks, FanOut(ranks)
+        self.ranks, self.fan_out = ranks, Local(range(ranks.first, ranks.last), others=True)
 
     def dispatch(self, x: T, choice: Choice) -> Dispatched:
         group, choice = self.ranks.group, self.ranks.placed(choice)
@@ -180,8 +177,8 @@ def numbers_sent(choice: Choice, width: int, ranks: Ranks) -> T:
     """
     tokens, k = choice.ids.shape
     owners = ranks.owners(choice.ids)
-    rows = (owners != ranks.rank).sum()
-    present = torch.zeros(tokens, ranks.count, dtype=torch.int64, device=owners.device).scatter(1, owners, 1)
+    rows = ((owners != ranks.rank) & (owners < ranks.count)).sum()
+    present = ranks.wanted(owners)
     copies = present.sum() - present[:, ranks.rank].sum()
     to_all = torch.full_like(rows, tokens * (ranks.count - 1))
     return torch.stack((4 * width * rows, (4 * width + 3 * k) * copies, (4 * width + 3 * k) * to_all))
@@ -226,17 +223,17 @@ def exchanged(rows: T, sent: list[int], received: list[int], group: dist.Process
     there, back = (
         partial(_all_to_all, sent=a, received=b, group=group) for a, b in ((sent, received), (received, sent))
     )
-    return _Moved.apply(rows, there, back)
+    return Moved.apply(rows, there, back)
 
 
 def gathered(x: T, group: dist.ProcessGroup) -> T:
     """The rows of all ranks, as many of each."""
-    return _Moved.apply(x, partial(_gather, group=group), partial(_scatter, group=group))
+    return Moved.apply(x, partial(_gather, group=group), partial(_scatter, group=group))
 
 
 def scattered(x: T, group: dist.ProcessGroup) -> T:
     """This rank's rows of the sum of all ranks' ``x``."""
-    return _Moved.apply(x, partial(_scatter, group=group), partial(_gather, group=group))
+    return Moved.apply(x, partial(_scatter, group=group), partial(_gather, group=group))
 
 
 def _all_to_all(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> T:
@@ -255,20 +252,3 @@ def _scatter(x: T, group: dist.ProcessGroup) -> T:
     found = x.new_empty(len(x) // group.size(), *x.shape[1:])
     reduce_scatter(found, x.contiguous(), group=group)
     return found
-
-
-class _Moved(torch.autograd.Function):
-    """Rows go ``there``, and their gradients ``back``."""
-
-    @staticmethod
-    def spmd_typecheck(*, rows, there, back):  # type: ignore[no-untyped-def]
-        return rules.einsum("rd->rd", rows)
-
-    @staticmethod
-    def forward(ctx, rows, there, back):  # type: ignore[no-untyped-def]
-        ctx.back = back
-        return there(rows)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return ctx.back(grad), None, None
