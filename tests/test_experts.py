@@ -36,6 +36,7 @@ FACTORS: dict[str, list[Any]] = {
     "micro_batch": [None, 1],
     "early": [False, True],
     "capacity": [0.0, 0.8],
+    "placement": ["static", "sharded"],
 }  # fmt: skip
 CASES = list(pairwise(**FACTORS))
 QUICK = CASES[::12]
@@ -59,6 +60,8 @@ def tree(corpus: str, case: Case) -> dict[str, Any]:
     ).model_dump(mode="json")
     given = Layout.parse(case["layout"]).model_dump(exclude_defaults=True)
     given |= {"dispatch": case.get("dispatch", "all-to-all")}
+    if given.get("ep"):
+        given |= {"placement": case.get("placement", "static"), "spare": case.get("spare", 2)}
     return values | {"layout": values["layout"] | given}
 
 

@@ -256,6 +256,12 @@ RULES: tuple[Rule, ...] = (
     Rule("ep without experts", "layout shape", lambda a: a.layout.ep > 1 and not a.shape.mixtures,
          "ep = {0.layout.ep} spreads experts over ranks, and the model has none",
          "leave ep out, or set model.experts"),
+    Rule("placement without ep", "layout", lambda a: a.layout.ep == 1 and a.layout.placement != "static",
+         "placement = {0.layout.placement!r} is about experts that ep spreads over ranks", "set ep, or leave it out"),
+    Rule("placement with post-validation", "layout optimizer",
+         lambda a: a.layout.placement != "static" and a.optimizer.post_validation,
+         "optimizer.post_validation knows a step's loads when the next one has been taken, and layout.placement = "
+         "{0.layout.placement!r} is planned from them", "leave out one of them"),
     Rule("ep above experts", "layout shape", lambda a: a.narrowest_expert < 1,
          "ep = {0.layout.ep} cuts the {0.least_experts} experts of a layer, {0.shape.expert_ffn} wide, in no equal "
          "number of pieces each", "use ep <= {0.least_experts}, or a multiple of it"),

@@ -59,7 +59,10 @@ class Layout(BaseModel):
 
     ``ep``: experts are spread over so many neighbours among the data ranks, so it divides dp x shard x cp; or else over
     the ranks of ``tp`` too, which then send each their own tokens to whole experts. ``dispatch``: how tokens get there
-    (:mod:`weft.parallel.experts.dispatch`). ``island``: groups of ranks that train by themselves and agree at times.
+    (:mod:`weft.parallel.experts.dispatch`). With ``placement = "sharded"`` ranks have so many ``spare`` slots each, for
+    copies of experts that many tokens choose (:mod:`weft.parallel.experts.copies`).
+
+    ``island``: groups of ranks that train by themselves and agree at times.
 
     ``order``: the axes from the slowest links to the fastest, e.g. ``"tp pp"``, if neighbouring ranks are to be
     neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.rehearse.mapping`` chooses).
@@ -85,6 +88,8 @@ class Layout(BaseModel):
     skip: float = Field(0.0, ge=0, lt=1)
     balance: Literal["", "greedy", "flexsp"] = ""
     dispatch: Literal["all-to-all", "per-rank", "all-gather", "adaptive"] = "all-to-all"
+    placement: Literal["static", "sharded"] = "static"
+    spare: int = Field(2, ge=1)
     order: str = ""
 
     @model_validator(mode="after")

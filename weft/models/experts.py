@@ -1,5 +1,6 @@
 """A mixture of experts in the place of a feed-forward: a router, a stack of experts, and some that see all tokens."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from spmd_types import rules
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.layout.boundary import gather_tokens, scatter_tokens
+from weft.layout.boundary import gather_tokens, scatter_tokens, untyped
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.feed_forward import ACTIVATE, FeedForward
@@ -39,6 +40,16 @@ class Dispatcher(Protocol):
 
     def combine(self, rows: T, meta: Any) -> T:
         """The weighted sum of each token's rows: ``[tokens, embed]``."""
+
+
+class Lender(Protocol):
+    """Gives a rank the weights of other ranks' experts, for the rows that come after those of its own."""
+
+    def borrowed(self, *weights: T) -> tuple[T, ...]:
+        """More rows of each of these stacks of weights ``[experts, ...]``."""
+
+    def learn_from(self, loads: Sequence[int]) -> None:
+        """Take in how often each expert was chosen in a whole step."""
 
 
 class Local:
@@ -136,7 +147,7 @@ def products(x: T, counts: T, *weights: T) -> tuple[T, ...]:
 def sizes_of(counts: T, rows: int) -> list[int]:
     """``counts`` on the host; where there are no numbers (on the meta device), as if they were equal."""
     if counts.is_meta or isinstance(counts, FakeTensor):
-        share, rest = divmod(rows, len(counts))
+        share, rest = divmod(rows, max(1, len(counts)))
         return [share + (e < rest) for e in range(len(counts))]
     return counts.tolist()
 
@@ -194,7 +205,8 @@ class _Products(torch.autograd.Function):
         tape, parameters = ctx.later or (None, weights)
         now: list[T | None] = []
         for p, g, w, learns in zip(parameters, grads, weights, ctx.needs_input_grad[3:], strict=True):
-            if learns and tape is not None:
+            # A weight that came from another rank passes its gradient on.
+            if learns and tape is not None and p.is_leaf:
                 tape.append(partial(add_grouped_gradient, p, g, x.detach(), counts))
                 learns = False
             now.append(grouped_gradient(g, x, counts, w) if learns else None)
@@ -213,10 +225,24 @@ class Experts(Module):
         self.weight("up", expert, ffn, embed, std=shape.init_std)
         self.weight("down", expert, embed, ffn, std=shape.init_std / (2 * shape.layers) ** 0.5)
 
-    def forward(self, rows: T, counts: T) -> T:
-        """``[rows, embed]``, ``counts`` of each expert in turn, to each row's share of a sum over what cuts experts."""
-        gate, up = products(rows, counts, self.gate, self.up)  # [rows, hidden units here]
-        return products(self.activate(gate) * up, counts, self.down)[0]
+    def forward(self, rows: T, counts: T, lender: Lender | None = None) -> T:
+        """``[rows, embed]``, ``counts`` of each expert in turn, to each row's share of a sum over what cuts experts.
+
+        Those after this rank's own come from the ``lender``.
+        """
+        own = (self.gate, self.up, self.down)
+        if lender is None:
+            return self._made(rows, counts, *own)
+        lent = lender.borrowed(*own)
+        with untyped():
+            here, others = counts[: len(self.gate)], counts[len(self.gate) :][: len(lent[0])]
+            size = sum(sizes_of(here, len(rows) * len(here) // len(counts)))
+        made = self._made(rows[:size], here, *own), self._made(rows[size:], others, *lent)
+        return torch.cat(made)
+
+    def _made(self, rows: T, counts: T, gate: T, up: T, down: T) -> T:
+        one, two = products(rows, counts, gate, up)  # [rows, hidden units here]
+        return products(self.activate(one) * two, counts, down)[0]
 
 
 class Mixture(Module):
@@ -228,6 +254,7 @@ class Mixture(Module):
         self.router = Router(shape, mesh, layer)
         self.experts = Experts(shape, mesh, count)
         self.dispatcher: Dispatcher = Local(range(count), others=shape.capacity > 0)
+        self.copies: Lender | None = None
         self.shared = None
         if shape.shared_experts:
             width = shape.shared_experts * (shape.expert_ffn or 0)
@@ -255,7 +282,13 @@ class Mixture(Module):
     def _routed(self, x: T, seen: Pass | None, early: Choice | None) -> T:
         tokens = x.flatten(0, 1)
         rows, counts, meta = self.dispatcher.dispatch(tokens, early or self.router(tokens, seen))
-        return self.dispatcher.combine(self.experts(rows, counts), meta).view_as(x)
+        return self.dispatcher.combine(self.experts(rows, counts, self.copies), meta).view_as(x)
+
+    def learn_from(self, loads: Sequence[int]) -> None:
+        """Take in how often each expert was chosen in a whole step."""
+        self.router.learn_from(loads)
+        if self.copies is not None:
+            self.copies.learn_from(loads)
 
     def _mixed(self, x: T, routed: T, shared: T | None) -> T:
         if shared is None or self.shape.shared_mix == "add":

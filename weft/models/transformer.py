@@ -21,7 +21,7 @@ from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
 from weft.models.adapters import Projections
 from weft.models.attention import Attend, local_attention
-from weft.models.experts import feed_forward
+from weft.models.experts import Mixture, feed_forward
 from weft.models.fused import Tape, current_tape, deferred
 from weft.models.latent import LatentAttention
 from weft.models.linear_attention import linear_mixer, log_decay
@@ -30,7 +30,7 @@ from weft.models.module import Module
 from weft.models.norm import Norm
 from weft.models.preference import Objective, preference_loss, reward_loss
 from weft.models.rope import angles, frequencies, rotate, score_scales
-from weft.models.router import Loads, Pass, Router, by_layer
+from weft.models.router import Loads, Pass, by_layer
 from weft.recipe import ModelShape
 
 T = torch.Tensor
@@ -247,10 +247,10 @@ class Transformer(Module):
             return block(x, rope, cu_seqlens, seen)
 
     def learn_loads(self, loads: Sequence[int]) -> None:
-        """Let every router take in how often its experts were chosen in a step (:class:`weft.models.router.Loads`)."""
+        """Let every mixture take in how often its experts were chosen in a step (:class:`weft.models.router.Loads`)."""
         of_layers = by_layer(self.shape.mixtures, loads)
-        for router in (module for module in self.modules() if isinstance(module, Router)):
-            router.learn_from(of_layers[router.layer])
+        for mixture in (module for module in self.modules() if isinstance(module, Mixture)):
+            mixture.learn_from(of_layers[mixture.router.layer])
 
     @property
     def output(self) -> T:

@@ -34,6 +34,7 @@ from weft.models.experts import (
 )
 from weft.models.router import Choice, by_token
 from weft.models.transformer import Transformer
+from weft.parallel.experts.copies import Copies, exchanged_rows
 from weft.parallel.units import all_gather, reduce_scatter
 
 T = torch.Tensor
@@ -42,31 +43,36 @@ T = torch.Tensor
 class Ranks:
     """The ranks that have all experts together. Each has some *slots*, and ``slot_of`` says where which expert is.
 
-    Where experts are fewer than ranks, each is cut in ``pieces``, which have a slot each. ``shares``: the slots of each
-    rank, in the order in which its group has the ranks.
+    Where experts are fewer than ranks, each is cut in ``pieces``, which are placed like experts. ``homes``: those that
+    each rank holds, and ``shares``: its slots, in which these come first, in the order in which its group has the
+    ranks. What else there are slots for is up to ``copies``.
     """
 
     def __init__(self, mesh: Mesh, experts: int) -> None:
         self.mesh, layout = mesh, mesh.layout
         self.group, self.count = mesh.group("exchange"), layout.ep
         self.rank, self.pieces = self.group.rank(), max(1, self.count // experts)
-        self.slots = experts * self.pieces
+        self.items = experts * self.pieces
+        spare = layout.spare if layout.placement == "sharded" else 0
         axes = (FOLDED, "tp") if layout.folds_tp else (FOLDED,)
         places = [Place.of(layout, rank).along(*axes) for rank in dist.get_process_group_ranks(self.group)]
-        held = [range(*part(self.slots, self.count, place)) for place in places]
-        self.shares = list(pairwise(accumulate(map(len, held), initial=0)))
-        self.first, self.last = self.shares[self.rank]
-        order = torch.tensor([piece for one in held for piece in one])
+        self.homes = [range(*part(self.items, self.count, place)) for place in places]
+        sizes = [len(home) + spare for home in self.homes]
+        self.shares = list(pairwise(accumulate(sizes, initial=0)))
+        self.slots, (self.first, self.last) = sum(sizes), self.shares[self.rank]
+        order = torch.tensor([item for home in self.homes for item in home])
+        at = [first + i for (first, _), home in zip(self.shares, self.homes, strict=True) for i in range(len(home))]
         nowhere = torch.full((self.pieces,), self.slots)  # of choices that are dropped: a slot that no rank has
-        self.slot_of = torch.cat((torch.empty_like(order).scatter(0, order, torch.arange(self.slots)), nowhere))
-        self.owner = torch.arange(self.count + 1).repeat_interleave(torch.tensor([*map(len, held), 1]))
+        self.slot_of = torch.cat((torch.empty_like(order).scatter(0, order, torch.tensor(at)), nowhere))
+        self.owner = torch.arange(self.count + 1).repeat_interleave(torch.tensor([*sizes, 1]))
+        self.copies = Copies(self, spare) if spare else None
 
     def placed(self, choice: Choice) -> Choice:
         """``choice`` with slots in the place of experts; those of all pieces of an expert, whose results add up."""
         with untyped():
             pieces = torch.arange(self.pieces, device=choice.ids.device)
             ids = (choice.ids[..., None] * self.pieces + pieces).flatten(-2)
-            slots = self.slot_of.to(ids.device)[ids]
+            slots = self.slot_of.to(ids.device)[ids] if self.copies is None else self.copies.slots_of(ids)
         weights = choice.weights if self.pieces == 1 else choice.weights.repeat_interleave(self.pieces, dim=-1)
         return Choice(weights, self.declared(slots))
 
@@ -215,13 +221,14 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
     """Let tokens get to the experts of other ranks, where there are some (``ep``)."""
     for module in model.modules():
         if isinstance(module, Mixture) and mesh.layout.ep > 1:
-            module.dispatcher = DISPATCHERS[mesh.layout.dispatch](Ranks(mesh, module.router.count))
+            ranks = Ranks(mesh, module.router.count)
+            module.dispatcher, module.copies = DISPATCHERS[mesh.layout.dispatch](ranks), ranks.copies
 
 
 def exchanged(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> T:
     """Rows from every rank: so many of ``rows`` to each rank in turn, and so many from each."""
     there, back = (
-        partial(_all_to_all, sent=a, received=b, group=group) for a, b in ((sent, received), (received, sent))
+        partial(exchanged_rows, sent=a, received=b, group=group) for a, b in ((sent, received), (received, sent))
     )
     return Moved.apply(rows, there, back)
 
@@ -234,12 +241,6 @@ def gathered(x: T, group: dist.ProcessGroup) -> T:
 def scattered(x: T, group: dist.ProcessGroup) -> T:
     """This rank's rows of the sum of all ranks' ``x``."""
     return Moved.apply(x, partial(_scatter, group=group), partial(_gather, group=group))
-
-
-def _all_to_all(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> T:
-    found = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found
 
 
 def _gather(x: T, group: dist.ProcessGroup) -> T:

@@ -1,0 +1,170 @@
+"""Where experts are, by their loads: balance, an exact oracle, choices divided among copies, and copies for a pass."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from tests.cases import start, write_corpus
+from tests.test_experts import tree
+from weft.models.experts import Mixture
+from weft.parallel.experts import copies as module
+from weft.parallel.experts.copies import Copies
+from weft.parallel.experts.placement import divided, loads_of_ranks, replicated, with_copies
+from weft.train.step import train_step
+
+Array = np.ndarray
+
+
+def zipf(experts: int, seed: int) -> Array:
+    """Loads that fall with the rank of an expert to the power 1.2, dealt to experts at random."""
+    return np.random.default_rng(seed).permutation(1e5 / np.arange(1, experts + 1) ** 1.2)
+
+
+def table(placement: Array, experts: int) -> Array:
+    """``[ranks, slots]`` as ``[experts, ranks]``."""
+    return np.array([[(row == e).any() for row in placement] for e in range(experts)])
+
+
+def owners_of(experts: int, ranks: int) -> Array:
+    return np.arange(experts) * ranks // experts
+
+
+def skew(loads: Array, copies: Array) -> float:
+    total = loads_of_ranks(loads, copies)
+    return float(total.max() / total.mean())
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("per_rank", [2, 4, 8])
+def test_two_more_slots_per_rank_even_out_skewed_loads(ranks: int, per_rank: int) -> None:
+    experts, found = per_rank * ranks, []
+    for seed in range(20):
+        loads, owners = zipf(experts, seed), owners_of(per_rank * ranks, ranks)
+        free, lent = replicated(loads, ranks, per_rank + 2), with_copies(loads, owners, ranks, 2)
+        away = lent.sum(0) - np.bincount(owners, lent[np.arange(experts), owners], ranks)
+        assert lent.any(1).all() and away.max() <= 2
+        found.append((skew(loads, np.eye(ranks)[owners]), skew(loads, table(free, experts)), skew(loads, lent)))
+    static, free_skew, lent_skew = np.array(found).T
+    assert static.mean() > 1.7
+    assert free_skew.max() <= 1.04
+    assert lent_skew.mean() <= 1.07 and lent_skew.max() <= 1.15
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 6), st.integers(1, 4), st.data())
+def test_no_rank_has_two_copies_and_every_expert_is_somewhere(ranks: int, slots: int, data: st.DataObject) -> None:
+    loads = np.array(data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=ranks * slots)), float)
+    found = replicated(loads, ranks, slots)
+    assert set(range(len(loads))) <= set(found.flatten().tolist()) <= {-1, *range(len(loads))}
+    for row in found:
+        used = row[row >= 0].tolist()
+        assert len(used) == len(set(used))
+
+
+def least_skew(loads: Array, ranks: int, slots: int) -> float:
+    """The exact optimum, by HiGHS: ``x[e, n, r]``: of expert ``e``, which has ``n`` copies, one is on rank ``r``."""
+    experts = len(loads)
+    size, here = experts * ranks * ranks, np.arange(experts * ranks * ranks).reshape(experts, ranks, ranks)
+    numbered = size + np.arange(experts * ranks).reshape(experts, ranks)  # whether ``e`` has ``n`` copies
+    rows, lows, highs = [], [], []
+
+    def rule(low: float, high: float, *terms: tuple[Any, Any]) -> None:
+        row = np.zeros(size + experts * ranks + 1)
+        for at, values in terms:
+            row[at] += values
+        rows.append(row), lows.append(low), highs.append(high)
+
+    for e in range(experts):
+        rule(1, 1, (numbered[e], 1))
+        for n in range(ranks):
+            rule(0, 0, (here[e, n], 1), (numbered[e, n], -(n + 1)))
+        for r in range(ranks):
+            rule(0, 1, (here[e, :, r], 1))
+    for r in range(ranks):
+        rule(0, slots, (here[:, :, r].flatten(), 1))
+        rule(-np.inf, 0, (here[:, :, r], loads[:, None] / (1 + np.arange(ranks))), (-1, -1))
+    cost = np.zeros(len(rows[0]))
+    cost[-1] = 1
+    found = milp(
+        cost, constraints=LinearConstraint(np.array(rows), lows, highs), integrality=1 - cost,
+        bounds=Bounds(0, np.append(np.ones(len(cost) - 1), np.inf)), options={"time_limit": 20, "mip_rel_gap": 0.003},
+    )  # fmt: skip
+    return float(found.x[-1] / loads.sum() * ranks)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_balance_is_near_the_exact_one(seed: int) -> None:
+    loads = zipf(6, seed)
+    assert skew(loads, table(replicated(loads, 3, 3), 6)) <= 1.05 * least_skew(loads, 3, 3)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 5), st.integers(1, 6), st.data())
+def test_what_is_routed_to_copies_adds_up_exactly(ranks: int, experts: int, data: st.DataObject) -> None:
+    """Also where choices are fewer than copies or do not divide; LAER-MoE's planner routed 7 tokens as 8."""
+    numbers = data.draw(st.lists(st.integers(0, 9), min_size=ranks * experts, max_size=ranks * experts))
+    counts = torch.tensor(numbers).view(ranks, experts)
+    homes = data.draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts))
+    more = data.draw(st.lists(st.booleans(), min_size=ranks * experts, max_size=ranks * experts))
+    copies = torch.tensor(more).view(experts, ranks)
+    copies[torch.arange(experts), torch.tensor(homes)] = True
+    routed = torch.stack([divided(counts, copies, rank) for rank in range(ranks)])  # [from, experts, to]
+    assert torch.equal(routed.sum(2), counts) and (routed >= 0).all()
+    assert not routed[:, ~copies].any()
+    for total, here in zip(routed.sum(0), copies, strict=True):
+        assert total[here].max() - total[here].min() <= 1
+    # Nothing leaves a rank whose own copy has room.
+    spare = (routed.sum(0).amax(1, keepdim=True) - 1).clamp(min=0)
+    for rank in range(ranks):
+        own = routed[rank, :, rank]
+        assert ((own == counts[rank]) | ~copies[:, rank] | (own >= spare[:, 0])).all()
+
+
+def homes(layer: Copies) -> torch.Tensor:
+    """Where experts are owned, bool ``[experts, ranks]``."""
+    found = torch.zeros_like(layer.plan.copies)
+    for rank, items in enumerate(layer.ranks.homes):
+        found[list(items), rank] = True
+    return found
+
+
+def three_steps(values: dict[str, Any]) -> tuple[list[float], int, int]:
+    """On every rank: losses, numbers that it sent of weights and their gradients, and copies on all ranks by pass."""
+    _, mesh, model, state, loader = start(values)
+    layers = [m.copies for m in model.modules() if isinstance(m, Mixture)]
+    losses, sent, away = [], 0, 0
+
+    def exchange(rows: torch.Tensor, out: list[int], received: list[int], group: Any) -> torch.Tensor:
+        nonlocal sent
+        assert not out[group.rank()]
+        sent += rows.numel()
+        return send(rows, out, received, group)
+
+    send = module.exchanged_rows
+    with mock.patch.object(module, "exchanged_rows", exchange):
+        for step in range(3):
+            batches = loader.step(5 * step) or []
+            for layer in layers:
+                assert isinstance(layer, Copies)
+                away += int((layer.plan.copies & ~homes(layer)).sum()) * len(batches)
+            losses.append(train_step(model, state, batches, mesh, lr=1e-3, clip=1.0).loss)
+    return losses, sent, away
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_bytes_are_those_of_the_experts_that_are_lent(pool: Any, tmp_path: Any, recompute: str) -> None:
+    """Each copy away from home is sent in every forward run, and its gradient comes back; in every run alike."""
+    case = {"layout": "shard=4,ep=4", "model": "eight experts", "recompute": recompute, "placement": "sharded"}
+    values = tree(write_corpus(tmp_path), case)
+    found = pool.run(4, three_steps, values)
+    width, runs = 3 * values["model"]["expert_ffn"] * values["model"]["embed"], 2 + (recompute == "full")
+    assert sum(sent for _, sent, _ in found) == found[0][2] * runs * width > 0
+    assert [losses for losses, *_ in found] == [losses for losses, *_ in pool.run(4, three_steps, values)]

@@ -1,0 +1,140 @@
+"""Copies of hot experts on other ranks, for one pass each: fully sharded experts (Qing et al. 2025, Hecate's FSSDP).
+
+State stays with the owners, so that gradients, optimizer and checkpoints know nothing of this. In every layer and pass
+the owners send the weights of the experts that the last steps' counts ask for to ranks with spare slots, which then get
+a part of these experts' tokens. Their gradients come back and are added up rank by rank: one sum, whenever it is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from spmd_types import rules
+
+from weft.models.experts import counted
+from weft.parallel.experts.placement import divided, with_copies
+
+if TYPE_CHECKING:
+    from weft.parallel.experts.dispatch import Ranks
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which ranks compute which experts in the passes of a step.
+
+    ``copies``: where each is, bool ``[experts, ranks]``, and in which slot, ``slots`` alike. ``lent``: the rows of this
+    rank's stack that others get, rank by rank, of which so many are ``sent`` to each, and ``received`` from each.
+    """
+
+    copies: T
+    slots: T
+    lent: list[int]
+    sent: list[int]
+    received: list[int]
+
+
+@cache
+def planner() -> ThreadPoolExecutor:
+    """The thread in which placements are planned, beside training."""
+    return ThreadPoolExecutor(1, "weft-placement")
+
+
+class Copies:
+    """What the ranks that have a layer's experts lend each other, who have ``spare`` slots each.
+
+    A plan is made as soon as a step's counts are known, and waited for in the layer's next pass.
+    """
+
+    def __init__(self, ranks: Ranks, spare: int) -> None:
+        self.ranks, self.spare = ranks, spare
+        self.running = np.zeros(ranks.items)
+        self._plan: Future[Plan] = planner().submit(self._planned, self.running)
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan.result()
+
+    def learn_from(self, loads: Sequence[int]) -> None:
+        """Plan the next step by how often each expert was chosen in those before, in the last one above all."""
+        self.running = self.running / 2 + np.repeat(loads, self.ranks.pieces)
+        self._plan = planner().submit(self._planned, self.running)
+
+    def _planned(self, loads: np.ndarray) -> Plan:
+        ranks, device = self.ranks, self.ranks.mesh.device
+        order = np.concatenate([np.asarray(home) for home in ranks.homes])  # items as their owners have them
+        sizes = np.array([len(home) for home in ranks.homes])
+        owners, rows = np.empty((2, ranks.items), np.int64)
+        owners[order] = np.arange(ranks.count).repeat(sizes)
+        rows[order] = np.arange(ranks.items) - (sizes.cumsum() - sizes).repeat(sizes)
+        copies = with_copies(loads, owners, ranks.count, self.spare)
+        slots = np.zeros(copies.shape, np.int64)
+        first = np.array([lo for lo, _ in ranks.shares])
+        slots[order, owners[order]] = first[owners[order]] + rows[order]
+        moves = []  # the experts that each rank borrows, owner by owner
+        for rank in range(ranks.count):
+            moves.append(order[copies[order, rank] & (owners[order] != rank)])
+            slots[moves[rank], rank] = first[rank] + sizes[rank] + np.arange(len(moves[rank]))
+        mine = [one[owners[one] == ranks.rank] for one in moves]
+        received = np.bincount(owners[moves[ranks.rank]], minlength=ranks.count).tolist()
+        lent, sent = rows[np.concatenate(mine)].tolist(), [len(one) for one in mine]
+        return Plan(torch.tensor(copies).to(device), torch.tensor(slots).to(device), lent, sent, received)
+
+    def slots_of(self, ids: T) -> T:
+        """The slot for each choice of an expert: copies share its choices of all ranks evenly."""
+        plan, ranks, flat = self.plan, self.ranks, ids.flatten()
+        mine = counted(flat, ranks.items + ranks.pieces)  # the last are of choices that are dropped
+        counts = ranks.counts_from_all(mine[: ranks.items])
+        if ids.is_meta:
+            return ids.clone()
+        shares = divided(counts, plan.copies, ranks.rank)
+        times = torch.cat((shares.flatten(), mine[ranks.items :].sum()[None]))
+        slots = F.pad(plan.slots.flatten(), (0, 1), value=ranks.slots)
+        in_turn = slots.repeat_interleave(times, output_size=len(flat))
+        return torch.empty_like(flat).scatter(0, flat.argsort(stable=True), in_turn).view_as(ids)
+
+    def borrowed(self, *weights: T) -> tuple[T, ...]:
+        """Of each stack of weights, ``[own experts, ...]``, the rows that this rank borrows, as its plan has them."""
+        return _Borrowed.apply(self.plan, self.ranks.group, *weights)
+
+
+def exchanged_rows(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> T:
+    """Rows from every rank: so many of ``rows`` to each rank in turn, and so many from each."""
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    return found
+
+
+class _Borrowed(torch.autograd.Function):
+    """Each expert travels as one row, with all of its weights."""
+
+    @staticmethod
+    def spmd_typecheck(*, plan, group, weights):  # type: ignore[no-untyped-def]
+        return tuple(rules.einsum("eoi->eoi", w) for w in weights)
+
+    @staticmethod
+    def forward(ctx, plan, group, *weights):  # type: ignore[no-untyped-def]
+        ctx.plan, ctx.group, ctx.shapes = plan, group, [w.shape for w in weights]
+        mine = torch.cat([w[plan.lent].flatten(1) for w in weights], 1)
+        rows = exchanged_rows(mine, plan.sent, plan.received, group)
+        pieces = rows.split([w[0].numel() for w in weights], 1)
+        return tuple(piece.reshape(-1, *w.shape[1:]) for piece, w in zip(pieces, weights, strict=True))
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        plan, wide = ctx.plan, torch.promote_types(grads[0].dtype, torch.float32)
+        rows = exchanged_rows(torch.cat([g.flatten(1) for g in grads], 1), plan.received, plan.sent, ctx.group)
+        totals = [grads[0].new_zeros(shape, dtype=wide) for shape in ctx.shapes]
+        for total, piece in zip(totals, rows.split([total[0].numel() for total in totals], 1), strict=True):
+            for row, values in zip(plan.lent, piece, strict=True):  # rank by rank
+                total[row] += values.view_as(total[row])
+        return None, None, *(total.to(grads[0].dtype) for total in totals)
