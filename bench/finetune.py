@@ -1,9 +1,9 @@
 """Fine-tuning SmolLM2-135M on conversations: Weft beside transformers, PEFT and TRL, by all weights and by LoRA.
 
 Both sides start from the same weights and adapters and see the same rows, one conversation each, in the same order.
-Each lives in a process of its own, for its peak of memory; they take turns, a few steps at a time. ``packed`` is Weft
-once more with several conversations in a row, which the peer would mix up; ``trl`` is its SFTTrainer, where installed
-(pip install trl), which pads to the longest of a batch where the others pad to the row.
+Each lives in a process of its own, for its peak of memory; they take turns, a few steps at a time. The peers pad to the
+longest of a batch; Weft lays conversations behind each other. ``packed`` is Weft once more with several conversations
+per row of the batch, which the peer would mix up; ``trl`` is its SFTTrainer, where installed (pip install trl).
 
     python bench/finetune.py [--steps 8] [--turns 4] [--json bench/results/finetune.json]
 """
@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from step import machine
 from weft.checkpoint.convert.peft import write_adapter
 from weft.checkpoint.model import export_model
 from weft.checkpoint.weights import starting_values
+from weft.data.batch import Batch
+from weft.data.loader import Loader
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe, load_recipe
 from weft.train.setup import assemble, prepare
@@ -50,15 +53,17 @@ def recipe_of(method: str, packed: bool, batch: int) -> Recipe:
     return recipe if method == "lora" else recipe.model_copy(update={"adapter": None})
 
 
-def rows_of(recipe: Recipe, step: int, loader: Any) -> Any:
-    (batch,) = loader.step(step * recipe.train.batch)
+def batch_of(recipe: Recipe, step: int, loader: Loader) -> Batch:
+    batches = loader.step(step * recipe.train.batch)
+    assert batches is not None
+    (batch,) = batches
     return batch
 
 
-def ends_of(batch: Any) -> torch.Tensor:
-    """How many tokens of every row are of conversations: all but the padding behind the last label."""
-    labelled = (batch.labels != -100).long()
-    return labelled.size(1) - labelled.flip(1).argmax(1)
+def ends_of(batch: Batch) -> torch.Tensor:
+    """How many tokens of every row are of conversations."""
+    assert batch.documents is not None
+    return (batch.documents >= 0).sum(1)
 
 
 def ours(method: str, packed: bool, batch: int, folder: str, total: int) -> Step:
@@ -68,9 +73,9 @@ def ours(method: str, packed: bool, batch: int, folder: str, total: int) -> Step
     loader = job.loader(job.corpus.train, mesh)
 
     def step(number: int) -> tuple[float, int]:
-        rows = rows_of(recipe, number, loader)
+        rows = batch_of(recipe, number, loader)
         found = train_step(model, state, [rows], mesh, lr=LR[method], clip=0.0)
-        return found.loss, int(ends_of(rows).sum())
+        return found.loss, rows.document_tokens
 
     return step
 
@@ -88,7 +93,7 @@ def their_model(method: str, folder: str) -> Any:
 def theirs(method: str, packed: bool, batch: int, folder: str, total: int) -> Step:
     recipe = recipe_of(method, packed, batch)
     job = prepare(recipe)
-    loader = job.loader(job.corpus.train, Mesh.single())
+    loader = replace(job.loader(job.corpus.train, Mesh.single()), joined=False)
     model = their_model(method, folder)
     parameters = [p for p in model.parameters() if p.requires_grad]
     settings = recipe.optimizer
@@ -97,14 +102,16 @@ def theirs(method: str, packed: bool, batch: int, folder: str, total: int) -> St
     )
 
     def step(number: int) -> tuple[float, int]:
-        rows = rows_of(recipe, number, loader)
-        mask = (torch.arange(rows.tokens.size(1)) < ends_of(rows)[:, None]).long()
-        logits = model(input_ids=rows.tokens, attention_mask=mask).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.labels.flatten())
+        rows = batch_of(recipe, number, loader)
+        ends = ends_of(rows)
+        longest = int(ends.max())
+        mask = (torch.arange(longest) < ends[:, None]).long()
+        logits = model(input_ids=rows.tokens[:, :longest], attention_mask=mask).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.labels[:, :longest].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item(), int(ends_of(rows).sum())
+        return loss.item(), rows.document_tokens
 
     return step
 
@@ -118,13 +125,13 @@ def by_trl(method: str, packed: bool, batch: int, folder: str, total: int) -> St
 
     recipe = recipe_of(method, packed, batch)
     job, settings = prepare(recipe), recipe.optimizer
-    loader = job.loader(job.corpus.train, Mesh.single())
+    loader = replace(job.loader(job.corpus.train, Mesh.single()), joined=False)
     examples, tokens = [], []
     for number in range(total):
-        rows = rows_of(recipe, number, loader)
-        tokens.append(int(ends_of(rows).sum()))
+        rows = batch_of(recipe, number, loader)
+        tokens.append(rows.document_tokens)
         for ids, labels, end in zip(rows.tokens.tolist(), rows.labels.tolist(), ends_of(rows).tolist(), strict=True):
-            examples.append({"input_ids": ids[: end + 1], "labels": [-100, *labels[:end]]})  # not shifted
+            examples.append({"input_ids": ids[:end], "labels": [-100, *labels[: end - 1]]})  # not shifted
     asked, done = queue.Queue[int](), queue.Queue[float]()
 
     class Peer(SFTTrainer):

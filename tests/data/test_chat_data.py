@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import chats
 from tests.conftest import Command
-from weft.data.batch import IGNORE
+from weft.data.batch import IGNORE, Batch
 from weft.data.chat.conversation import ConversationError
 from weft.data.chat.forms import read_record
 from weft.data.chat.source import open_chats
@@ -25,6 +26,7 @@ from weft.data.pack import packed
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
+from weft.layout.sequence import padded_length
 from weft.recipe import Chat, Data, Source, build_recipe
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -282,7 +284,24 @@ def test_rows_hold_whole_conversations_with_their_weights(
         loaders = [Loader(order, layout, r, c, 6, -(-6 // ranks), 1, n) for r in range(ranks) for c in range(layout.cp)]
         batches = [batch for loader in loaders for batch in loader.step(0) or []]
         sums.append((sum(b.label_weight for b in batches), sum(b.real_tokens for b in batches)))
+        joined = [batch for loader in loaders for batch in replace(loader, joined=True).step(0) or []]
+        per_rank = -(-6 // ranks)
+        sizes = [order.row_length(i) if i < (order.total or 0) else 0 for i in range(ranks * per_rank)]
+        longest = max(sum(sizes[r * per_rank : (r + 1) * per_rank]) for r in range(ranks))
+        assert {b.tokens.shape for b in joined} == {(1, padded_length(longest, layout) // layout.cp)}
+        assert real(joined) == real(batches)
     assert sums[0] == sums[1] == sums[2]
+
+
+def real(batches: list[Batch]) -> list[tuple[float, ...]]:
+    """What batches have of documents, token by token: the token, its label, weight and position."""
+    found = []
+    for b in batches:
+        assert b.documents is not None
+        weights = torch.ones(b.tokens.shape) if b.weights is None else b.weights
+        columns = torch.stack([b.tokens, b.labels, b.positions, weights], -1)
+        found += [tuple(row) for row in columns[b.documents >= 0].tolist()]
+    return sorted(found)
 
 
 def data(folder: Path, records: list[Any], **more: Any) -> Data:

@@ -76,7 +76,9 @@ def open_data(data: Data, progress: Progress | None = None, own: Tokenizer | Non
 class Loader:
     """Batches of one rank. With ``costs`` (of documents) and ``layout.balance`` every step is planned by length.
 
-    ``ends``: the only labels are the last tokens of documents, where a reward model's score is read.
+    ``ends``: the only labels are the last tokens of documents, where a reward model's score is read. ``joined``: the
+    rows of a pass stand behind each other in one row, which is as long as the ranks' longest: documents do not see each
+    other, so that all that falls away is padding.
     """
 
     order: Order | Listed
@@ -89,6 +91,7 @@ class Loader:
     seq_len: int
     costs: DocumentTimes | None = None
     ends: bool = False
+    joined: bool = False
 
     def step(self, position: int) -> list[Batch] | None:
         """The passes of the step that begins after ``position`` global samples, or None (on all ranks) past the end.
@@ -101,31 +104,40 @@ class Loader:
         end = min(position + self.batch, total or sys.maxsize)
         if self.costs is not None and self.layout.size(*DATA_AXES) > 1:
             return self._balanced(range(position, end), self.costs)
-        per_rank = -(-self.batch // self.layout.size(*BATCH_AXES))
-        first = position + self.batch_rank * per_rank
-        samples = range(first, min(first + per_rank, end))
-        return [self._assemble(samples[p * self.rows : (p + 1) * self.rows]) for p in range(self.passes)]
+        ranks = self.layout.size(*BATCH_AXES)
+        per_rank = -(-self.batch // ranks)
+        firsts = [position + rank * per_rank for rank in range(ranks)]
+        dealt = [range(min(first, end), min(first + per_rank, end)) for first in firsts]
+        parts = [slice(p * self.rows, (p + 1) * self.rows) for p in range(self.passes)]
+        return [self._assemble([samples[part] for samples in dealt]) for part in parts]
 
-    def _assemble(self, samples: range) -> Batch:
-        length = padded_length(self.seq_len, self.layout)
-        tokens = np.zeros((self.rows, length), np.int64)
+    def _assemble(self, dealt: list[range]) -> Batch:
+        """The pass in which every rank has those samples that are ``dealt`` to it."""
+        rows = [self._row(sample) for sample in dealt[self.batch_rank]]
+        longest = self.seq_len
+        lines = [[row] for row in rows] + [[] for _ in range(self.rows - len(rows))]
+        if self.joined:
+            longest = max(1, *(sum(map(self.order.row_length, samples)) for samples in dealt))
+            lines = [rows]
+        length = padded_length(longest, self.layout)
+        tokens = np.zeros((len(lines), length), np.int64)
         labels = np.full_like(tokens, IGNORE)
         weights = np.ones(tokens.shape, np.float32)
-        starts, weighted, padding, pairs = [], False, [], list[Pairs]()
-        for r in range(self.rows):
+        starts, padding = [], []
+        for r, line in enumerate(lines):
             filled = 0
-            if r < len(samples):
-                row = self._row(samples[r])
-                filled = len(row.tokens)
-                tokens[r, :filled], labels[r, :filled] = row.tokens, row.labels
+            for row in line:
+                here = slice(filled, filled + len(row.tokens))
+                tokens[r, here], labels[r, here] = row.tokens, row.labels
                 if row.weights is not None:
-                    weights[r, :filled], weighted = row.weights, True
-                starts.append(r * length + row.starts)
-                if row.pairs is not None:
-                    pairs.append(row.pairs)
+                    weights[r, here] = row.weights
+                starts.append(r * length + filled + row.starts)
+                filled = here.stop
             if filled < length:  # the padding is a segment of its own: no document attends to it
                 starts.append(np.array([r * length + filled]))
                 padding.append(r * length + filled)
+        weighted = any(row.weights is not None for row in rows)
+        pairs = [row.pairs for row in rows if row.pairs is not None]
         edges = np.append(np.concatenate(starts), tokens.size)
         positions = np.arange(tokens.size) - np.repeat(edges[:-1], np.diff(edges))
         numbers = np.where(np.isin(edges[:-1], padding), -1, np.arange(len(edges) - 1))

@@ -72,6 +72,9 @@ class Listed:
     def row(self, sample: int) -> Row:
         return self.rows[sample]
 
+    def row_length(self, sample: int) -> int:
+        return len(self.rows[sample].tokens)
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -133,6 +136,12 @@ class Stream:
         rows = shuffled(self.rows, _ROWS, self.seed, epoch)
         edges = np.append(0, ends[self._packed[1] - 1]) if whole else np.arange(self.rows + 1) * self.seq_len
         return ends, shift, edges[rows], np.minimum(edges[rows + 1], self.tokens)
+
+    def row_length(self, index: int) -> int:
+        """How many tokens row ``index`` has."""
+        epoch, index = divmod(index, self.rows)
+        _, _, firsts, lasts = self._epoch(epoch)
+        return int(lasts[index] - firsts[index])
 
     def row(self, index: int) -> Row:
         """Row ``index``, over all epochs."""
@@ -230,3 +239,8 @@ class Order:
         """The row of a global sample, as :meth:`Stream.row` gives it."""
         source, index = self.locate(sample)
         return self.streams[source].row(index)
+
+    def row_length(self, sample: int) -> int:
+        """How many tokens the row of a global sample has."""
+        source, index = self.locate(sample)
+        return self.streams[source].row_length(index)

@@ -57,6 +57,8 @@ class Job:
         return Loader(
             order, dealt, rank, mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len, costs,
             ends=self.shape.output == "score",
+            # A compiled model asks for one shape. Rows that are cut from a stream are full anyway.
+            joined=any(s.rows_of != "tokens" for s in order.streams) and not self.recipe.train.compile,
         )  # fmt: skip
 
 
