@@ -37,11 +37,12 @@ def refuse(path: Path, field: str, value: Any, supported: str) -> NoReturn:
 
 def _number(path: Path, config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     """The whole number that stands under one of ``names``."""
-    value = next((config[name] for name in names if config.get(name) is not None), default)
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    value = config[name] if config.get(name) is not None else default
     if value is None:
-        raise WeftError(f"{path} has no {names[0]}; it is not a complete config.json")
+        raise WeftError(f"{path} has no {name}; it is not a complete config.json")
     if not isinstance(value, int) or value < 0:
-        refuse(path, names[0], value, "whole numbers")
+        refuse(path, name, value, "whole numbers")
     return value
 
 

@@ -43,7 +43,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 #: Fields that change the arithmetic, and the one value that Weft computes with.
 ONLY = {
-    "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "quantization_config": None,
+    "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1,
     "attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False,
     "truncate": True,
 }  # fmt: skip
@@ -88,6 +88,7 @@ def shape_from_config(path: Path) -> ModelShape:
         raise WeftError(
             f"{path}: architectures = {str(name)[:60]!r} is not supported: {lacking(config)}; Weft has {known}"
         )
+    weight_blocks(path, config)
     rope, local = _rope(path, config)
     for field, supported in ONLY.items():
         value = {**config, **rope}.get(field)
@@ -131,6 +132,18 @@ def shape_from_config(path: Path) -> ModelShape:
     except ValidationError as error:
         key = str(next(iter(error.errors()[0]["loc"]), ""))
         raise WeftError(f"{path}: {explain(error, ModelShape).replace(key, FIELDS.get(key, key), 1)}") from None
+
+
+def weight_blocks(path: Path, config: Mapping[str, Any]) -> list[int]:
+    """Rows and columns of a block of weights that share a scale, where weights are stored in 8 bits; else none."""
+    given = config.get("quantization_config")
+    if not given:
+        return []
+    match given:
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if min(rows, columns) > 0:
+            if given.get("fmt", "e4m3") == "e4m3":
+                return [rows, columns]
+    refuse(path, "quantization_config", given, "quant_method 'fp8' with a weight_block_size of two numbers")
 
 
 def _rope(path: Path, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -389,7 +389,7 @@ def test_shapes_survive(shape: ModelShape, tmp_path: Path) -> None:
     ({**V3, "topk_method": "hash"}, ["topk_method = 'hash'", "noaux_tc"]),
     ({**V3, "n_group": 7}, ["6 experts do not make router_groups = 7"]),
     ({**V3, "num_experts_per_tok": 9}, ["experts_per_token = 9 is more than the 6 experts"]),
-    ({**V3, "n_routed_experts": "many"}, ["num_local_experts = 'many'", "whole numbers"]),
+    ({**V3, "n_routed_experts": "many"}, ["n_routed_experts = 'many'", "whole numbers"]),
     ({**V3, "kv_lora_rank": None}, ["has no kv_lora_rank"]),
     ({"architectures": ["Qwen2MoeForCausalLM"], **QWEN, "shared_expert_intermediate_size": 50},
      ["shared_expert_intermediate_size = '50'", "multiples of moe_intermediate_size = 24"]),

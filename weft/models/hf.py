@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from weft.errors import WeftError
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
-from weft.model_config import config_from_shape, read_json
+from weft.model_config import config_from_shape, read_json, weight_blocks
 from weft.models.hf_names import fused_name, hf_names, norm_offset
 from weft.models.transformer import Transformer
 from weft.new_folder import new_folder
@@ -24,6 +24,8 @@ AGAIN = "download or export the model again"
 #: A tensor whose type is that of the model: scales of norms may be wider.
 TYPICAL = "blocks.0.attention.wo"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: What the scales of a weight in 8 bits are called after it.
+SCALES = "_scale_inv"
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = rf".*token.*\.json|tokenizer\.model|vocab\.json|merges\.txt|chat_template\.jinja|{GENERATION}"
 TOKEN_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -60,6 +62,11 @@ class Stored:
         else:
             self.files = dict.fromkeys(self.reader(SINGLE).keys(), SINGLE)
 
+    @cached_property
+    def weight_blocks(self) -> list[int]:
+        """See :func:`weft.model_config.weight_blocks`."""
+        return weight_blocks(self.folder / "config.json", read_json(self.folder / "config.json", AGAIN))
+
     @cache  # noqa: B019 (as long as the object, which is what opens files)
     def reader(self, file: str) -> Any:
         try:
@@ -81,9 +88,23 @@ class Stored:
         if tuple(tensor.get_shape()) != tuple(shape):
             shapes = f"has shape {tensor.get_shape()} but the model needs {list(shape)}"
             raise WeftError(f"{file}: {name} {shapes}; the model section is not of the model stored there")
+        if tensor.get_dtype() == "F8_E4M3" and len(box) == 2:
+            return self._of_bytes(name, tensor, box)
         if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
             raise WeftError(f"{file}: {name} is stored as {tensor.get_dtype()}; quantized weights are not supported")
         return tensor[tuple(slice(lo, hi) for lo, hi in box)]
+
+    def _of_bytes(self, name: str, tensor: Any, box: Box) -> torch.Tensor:
+        """The part ``box`` of a weight in 8 bits, whose blocks have a scale each (DeepSeek-V3), as float32."""
+        if not (sizes := self.weight_blocks):
+            raise WeftError(f"{self.folder}/config.json has no quantization_config, which says what the 8 bits of "
+                            f"{name} mean; {AGAIN}")  # fmt: skip
+        blocks = tuple((lo // size, -(-hi // size)) for (lo, hi), size in zip(box, sizes, strict=True))
+        counts = [-(-n // size) for n, size in zip(tensor.get_shape(), sizes, strict=True)]
+        scale = self.read(name + SCALES, counts, blocks)
+        for dim, ((lo, hi), (first, _), size) in enumerate(zip(box, blocks, sizes, strict=True)):
+            scale = scale.repeat_interleave(size, dim).narrow(dim, lo - first * size, hi - lo)
+        return tensor[tuple(slice(lo, hi) for lo, hi in box)].to(torch.float32) * scale
 
     def experts(self, name: str, names: Sequence[str], logical: Logical, box: Box) -> torch.Tensor:
         """The part ``box`` of all experts' ``name``, which have a tensor each, or as transformers holds them one."""
@@ -121,6 +142,8 @@ def check_stored(folder: Path, shape: ModelShape) -> None:
         fused = fused_name(name)
         names = [] if fused is not None and fused[0] in files else hf_names(name, shape)
         missing = [one for one in names if one not in files]
+        if any(one + SCALES in files for one in names):
+            missing += [one + SCALES for one in names if one + SCALES not in files]
         if missing and len(names) > 1:
             some = f"{len(names) - len(missing)} of {len(names)} experts"
             raise WeftError(f"{folder} has {some} for {name}: {missing[0]} is missing; {AGAIN}")
