@@ -17,6 +17,7 @@ from tests.cases import Case, pairwise, recipe, start, write_corpus
 from tests.models.test_experts import MODELS
 from tests.test_equality import difference
 from weft.layout.layout import Layout
+from weft.models.feed_forward import FeedForward
 from weft.models.router import Choice, Router
 from weft.parallel.experts import dispatch
 from weft.parallel.units import all_gather, reduce_scatter
@@ -146,20 +147,20 @@ def sent_and_chosen(values: dict[str, Any]) -> tuple[int, list[list[list[int]]],
     group, chosen, sent = mesh.group("exchange"), [], 0
     me, ranks = group.rank(), group.size()
 
-    def exchange(found: Any, rows: torch.Tensor, received: Any, out: list[int], group: Any = None) -> None:
+    def exchange(found: Any, rows: torch.Tensor, received: Any, out: list[int], **how: Any) -> Any:
         nonlocal sent
         sent += (sum(out) - out[me]) * rows[:1].numel() if rows.dim() > 1 else 0
-        to_all(found, rows, received, out, group=group)
+        return to_all(found, rows, received, out, **how)
 
-    def gather(found: Any, x: torch.Tensor, group: Any) -> None:
+    def gather(found: Any, x: torch.Tensor, **how: Any) -> Any:
         nonlocal sent
         sent += x.numel() * (ranks - 1)
-        all_gather(found, x, group=group)
+        return all_gather(found, x, **how)
 
-    def scatter(found: torch.Tensor, x: Any, group: Any) -> None:
+    def scatter(found: torch.Tensor, x: Any, **how: Any) -> Any:
         nonlocal sent
         sent += found.numel() * (ranks - 1)
-        reduce_scatter(found, x, group=group)
+        return reduce_scatter(found, x, **how)
 
     def choose(self: Router, x: torch.Tensor, seen: Any) -> Any:
         found = route(self, x, seen)
@@ -194,6 +195,71 @@ def test_bytes_of_each_dispatcher_are_those_of_its_formula(pool: Any, corpus: st
     expected = sum(expected_numbers(chosen, me, width)[way] for _, chosen, me in found)
     counts = {"all-to-all": 8, "per-rank": 4, "all-gather": 0}[way] * 3 * sum(len(chosen) for _, chosen, _ in found)
     assert sum(sent for sent, _, _ in found) == expected + counts > 0
+
+
+class _Mark(torch.autograd.Function):
+    """Notes that backward has come to here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: list[str]) -> torch.Tensor:
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.seen.append("shared, backward")
+        return grad, None
+
+
+def order_of_events(values: dict[str, Any], at_once: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """What a rank does around dispatch and combine in a step, and its parameters after it.
+
+    ``at_once``: what sets out is waited for right away.
+    """
+    _, mesh, model, state, loader = start(values)
+    events: list[str] = []
+    moved, land, share = dispatch._move, dispatch._Flight.land, FeedForward.share
+
+    def move(rows: torch.Tensor, there: Any, back: Any) -> Any:
+        def noted(way: Any) -> Any:
+            def issue(x: torch.Tensor) -> Any:
+                events.append("issue")
+                found, work = way(x)
+                if at_once:
+                    work.wait()
+                return found, mock.Mock() if at_once else work
+
+            return issue
+
+        return moved(rows, noted(there), noted(back))
+
+    def landed(self: Any) -> torch.Tensor:
+        events.append("wait")
+        return land(self)
+
+    def shared(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
+        events.append("shared")
+        return share(self, _Mark.apply(x, events))
+
+    with (
+        mock.patch.object(dispatch, "_move", move), mock.patch.object(dispatch._Flight, "land", landed),
+        mock.patch.object(FeedForward, "share", shared),
+    ):  # fmt: skip
+        train_step(model, state, loader.step(0) or [], mesh, lr=1e-3, clip=1.0)
+    return events, {name: part.values.clone() for name, part in state.tensors().items()}
+
+
+def test_shared_experts_run_while_rows_travel(pool: Any, corpus: str) -> None:
+    values = tree(corpus, {"layout": "shard=2,ep=2", "model": "qwen2", "recompute": "none"})
+    found = pool.run(2, order_of_events, values, False)
+    forward = ["issue", "shared", "wait", "issue", "wait"]  # dispatch and combine of a layer
+    backward = ["issue", "wait", "issue", "shared, backward", "wait"]
+    layers = values["model"]["layers"]
+    passes = found[0][0].count("shared") // layers
+    assert found[0][0] == (forward * layers + backward * layers) * passes and passes
+    for (_, one), (_, other) in zip(found, pool.run(2, order_of_events, values, True), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_adaptive_choice_sends_the_least_in_random_settings() -> None:

@@ -1,6 +1,6 @@
 """A mixture of experts in the place of a feed-forward: a router, a stack of experts, and some that see all tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -32,11 +32,15 @@ class Dispatched(NamedTuple):
     meta: Any
 
 
+#: Waits for tokens that are on their way.
+Arriving = Callable[[], Dispatched]
+
+
 class Dispatcher(Protocol):
     """Brings tokens to their experts and what these make of them back."""
 
-    def dispatch(self, x: T, choice: Choice) -> Dispatched:
-        """``x``: ``[tokens, embed]``."""
+    def dispatch(self, x: T, choice: Choice) -> Arriving:
+        """Let tokens ``x`` ``[tokens, embed]`` set out. What is computed before they are waited for runs meanwhile."""
 
     def combine(self, rows: T, meta: Any) -> T:
         """The weighted sum of each token's rows: ``[tokens, embed]``."""
@@ -61,14 +65,15 @@ class Local:
     def __init__(self, here: range, others: bool = False) -> None:
         self.here, self.others = here, others
 
-    def dispatch(self, x: T, choice: Choice) -> Dispatched:
+    def dispatch(self, x: T, choice: Choice) -> Arriving:
         ids, count = choice.ids.flatten() - self.here.start, len(self.here)
         if self.others:
             ids = torch.where((ids >= 0) & (ids < count), ids, count)
         order = ids.argsort(stable=True)  # of the choices, those of the first expert first and those elsewhere last
         counts = counted(ids, count + 1)[:-1]
         rows = sum(sizes_of(counts, len(order))) if self.others else None
-        return Dispatched(spread(x, order, choice.ids.shape[1], rows), counts, (order, choice.weights))
+        found = Dispatched(spread(x, order, choice.ids.shape[1], rows), counts, (order, choice.weights))
+        return lambda: found
 
     def combine(self, rows: T, meta: Any) -> T:
         return weighted(rows, *meta)
@@ -273,16 +278,21 @@ class Mixture(Module):
 
         Each rank of ``tp`` has a part of every expert, and so sees all tokens, or some whole experts and tokens.
         """
-        if not self.router.own:
-            whole = gather_tokens(x, self.mesh)
-            shared = None if self.shared is None else self.shared.share(whole)
-            return scatter_tokens(self._mixed(whole, self._routed(whole, seen, early), shared), self.mesh)
-        return self._mixed(x, self._routed(x, seen, early), None if self.shared is None else self.shared(x))
+        if self.router.own:
+            return self._mixed(x, *self._parts(x, self.shared, seen, early))
+        whole = gather_tokens(x, self.mesh)
+        share = None if self.shared is None else self.shared.share
+        return scatter_tokens(self._mixed(whole, *self._parts(whole, share, seen, early)), self.mesh)
 
-    def _routed(self, x: T, seen: Pass | None, early: Choice | None) -> T:
+    def _parts(
+        self, x: T, shared: Callable[[T], T] | None, seen: Pass | None, early: Choice | None
+    ) -> tuple[T, T | None]:
+        """What chosen experts make of tokens, and what those that see all do, while rows travel to the former."""
         tokens = x.flatten(0, 1)
-        rows, counts, meta = self.dispatcher.dispatch(tokens, early or self.router(tokens, seen))
-        return self.dispatcher.combine(self.experts(rows, counts, self.copies), meta).view_as(x)
+        arriving = self.dispatcher.dispatch(tokens, early or self.router(tokens, seen))
+        beside = None if shared is None else shared(x)
+        rows, counts, meta = arriving()
+        return self.dispatcher.combine(self.experts(rows, counts, self.copies), meta).view_as(x), beside
 
     def learn_from(self, loads: Sequence[int]) -> None:
         """Take in how often each expert was chosen in a whole step."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -107,11 +107,10 @@ class Copies:
         return _Borrowed.apply(self.plan, self.ranks.group, *weights)
 
 
-def exchanged_rows(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> T:
-    """Rows from every rank: so many of ``rows`` to each rank in turn, and so many from each."""
+def exchanged_rows(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> tuple[T, Any]:
+    """Rows from every rank, so many of ``rows`` to each rank in turn and so many from each, and what to wait for."""
     found = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found
+    return found, dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group, async_op=True)
 
 
 class _Borrowed(torch.autograd.Function):
@@ -125,14 +124,17 @@ class _Borrowed(torch.autograd.Function):
     def forward(ctx, plan, group, *weights):  # type: ignore[no-untyped-def]
         ctx.plan, ctx.group, ctx.shapes = plan, group, [w.shape for w in weights]
         mine = torch.cat([w[plan.lent].flatten(1) for w in weights], 1)
-        rows = exchanged_rows(mine, plan.sent, plan.received, group)
+        rows, work = exchanged_rows(mine, plan.sent, plan.received, group)
+        work.wait()
         pieces = rows.split([w[0].numel() for w in weights], 1)
         return tuple(piece.reshape(-1, *w.shape[1:]) for piece, w in zip(pieces, weights, strict=True))
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         plan, wide = ctx.plan, torch.promote_types(grads[0].dtype, torch.float32)
-        rows = exchanged_rows(torch.cat([g.flatten(1) for g in grads], 1), plan.received, plan.sent, ctx.group)
+        given = torch.cat([g.flatten(1) for g in grads], 1)
+        rows, work = exchanged_rows(given, plan.received, plan.sent, ctx.group)
+        work.wait()
         totals = [grads[0].new_zeros(shape, dtype=wide) for shape in ctx.shapes]
         for total, piece in zip(totals, rows.split([total[0].numel() for total in totals], 1), strict=True):
             for row, values in zip(plan.lent, piece, strict=True):  # rank by rank

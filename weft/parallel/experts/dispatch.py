@@ -4,9 +4,13 @@ Every way brings the same rows to the same experts; they differ in bytes. Of ``T
 with ``k`` of ``E`` experts, a rank sends, per direction: by ``all-to-all`` a row for each choice that is elsewhere,
 about ``T k (P - 1) / P`` of them; by ``per-rank`` one copy to each rank that has any of a token's experts; by
 ``all-gather`` all tokens to all, ``T (P - 1)``, in fixed sizes.
+
+Rows that have set out are waited for when experts need them, so that what else there is to compute runs meanwhile, and
+likewise in backward: the gradients of these rows are back when what comes before dispatch needs them.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -102,7 +106,7 @@ class AllToAll:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
-    def dispatch(self, x: T, choice: Choice) -> Dispatched:
+    def dispatch(self, x: T, choice: Choice) -> Callable[[], Dispatched]:
         ranks, choice = self.ranks, self.ranks.placed(choice)
         with untyped():
             order = choice.ids.flatten().argsort(stable=True)  # those that are dropped come last
@@ -118,11 +122,11 @@ class AllToAll:
         # Rank by rank, and of each rank expert by expert.
         rows = exchanged(spread(x, order, choice.ids.shape[1], sum(sent)), sent, received, ranks.group)
         meta = (order, choice.weights, by_expert, sent, received)
-        return Dispatched(reordered(rows, by_expert), counts_here, meta)
+        return lambda: Dispatched(reordered(rows(), by_expert), counts_here, meta)
 
     def combine(self, rows: T, meta: Any) -> T:
         order, weights, by_expert, sent, received = meta
-        back = exchanged(placed(rows, by_expert), received, sent, self.ranks.group)
+        back = exchanged(placed(rows, by_expert), received, sent, self.ranks.group)()
         return weighted(back, order, weights)
 
 
@@ -132,7 +136,7 @@ class PerRank:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.fan_out = ranks, Local(range(ranks.first, ranks.last), others=True)
 
-    def dispatch(self, x: T, choice: Choice) -> Dispatched:
+    def dispatch(self, x: T, choice: Choice) -> Callable[[], Dispatched]:
         ranks, choice, tokens = self.ranks, self.ranks.placed(choice), len(x)
         with untyped():
             owners = ranks.owners(choice.ids)  # [tokens, k]
@@ -144,17 +148,20 @@ class PerRank:
             received = sizes_of(ranks.counts_from_all(counts)[:, ranks.rank], len(order))
         order = ranks.declared(order)
 
-        def moved(y: T) -> T:
-            return exchanged(spread(y, order, ranks.count, sum(sent)), sent, received, ranks.group)
+        rows, weights, ids = (
+            exchanged(spread(y, order, ranks.count, sum(sent)), sent, received, ranks.group)
+            for y in (x, choice.weights, choice.ids)
+        )
 
-        rows = moved(x)
-        there = Choice(moved(choice.weights), moved(choice.ids))
-        found = self.fan_out.dispatch(rows, there)
-        return Dispatched(found.rows, found.counts, (found.meta, order, tokens, sent, received))
+        def arrived() -> Dispatched:
+            found = self.fan_out.dispatch(rows(), Choice(weights(), ids()))()
+            return Dispatched(found.rows, found.counts, (found.meta, order, tokens, sent, received))
+
+        return arrived
 
     def combine(self, rows: T, meta: Any) -> T:
         inner, order, tokens, sent, received = meta
-        back = exchanged(self.fan_out.combine(rows, inner), received, sent, self.ranks.group)
+        back = exchanged(self.fan_out.combine(rows, inner), received, sent, self.ranks.group)()
         with untyped():
             ones = torch.ones(tokens, self.ranks.count, device=rows.device)
         return weighted(back, order, self.ranks.declared(ones))
@@ -166,13 +173,13 @@ class AllGather:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.fan_out = ranks, Local(range(ranks.first, ranks.last), others=True)
 
-    def dispatch(self, x: T, choice: Choice) -> Dispatched:
+    def dispatch(self, x: T, choice: Choice) -> Callable[[], Dispatched]:
         group, choice = self.ranks.group, self.ranks.placed(choice)
-        there = Choice(gathered(choice.weights, group), gathered(choice.ids, group))
-        return self.fan_out.dispatch(gathered(x, group), there)
+        weights, ids, rows = (gathered(y, group) for y in (choice.weights, choice.ids, x))
+        return lambda: self.fan_out.dispatch(rows(), Choice(weights(), ids()))()
 
     def combine(self, rows: T, meta: Any) -> T:
-        return scattered(self.fan_out.combine(rows, meta), self.ranks.group)
+        return scattered(self.fan_out.combine(rows, meta), self.ranks.group)()
 
 
 def numbers_sent(choice: Choice, width: int, ranks: Ranks) -> T:
@@ -197,13 +204,18 @@ class Adaptive:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.ways = ranks, [way(ranks) for way in WAYS.values()]
 
-    def dispatch(self, x: T, choice: Choice) -> Dispatched:
+    def dispatch(self, x: T, choice: Choice) -> Callable[[], Dispatched]:
         with untyped():
             sent = numbers_sent(self.ranks.placed(choice), x.shape[1], self.ranks)
             dist.all_reduce(sent, group=self.ranks.group)
             best = 0 if sent.is_meta else int(sent.argmin())
-        found = self.ways[best].dispatch(x, choice)
-        return Dispatched(found.rows, found.counts, (best, found.meta))
+        arriving = self.ways[best].dispatch(x, choice)
+
+        def arrived() -> Dispatched:
+            found = arriving()
+            return found._replace(meta=(best, found.meta))
+
+        return arrived
 
     def combine(self, rows: T, meta: Any) -> T:
         best, inner = meta
@@ -225,31 +237,74 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
             module.dispatcher, module.copies = DISPATCHERS[mesh.layout.dispatch](ranks), ranks.copies
 
 
-def exchanged(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> T:
+#: Waits for rows that are under way.
+Awaited = Callable[[], T]
+#: Rows as they are with others, and what is to be waited for until they are there.
+Moving = tuple[T, Any]
+
+
+def exchanged(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Awaited:
     """Rows from every rank: so many of ``rows`` to each rank in turn, and so many from each."""
     there, back = (
         partial(exchanged_rows, sent=a, received=b, group=group) for a, b in ((sent, received), (received, sent))
     )
-    return Moved.apply(rows, there, back)
+    return _move(rows, there, back)
 
 
-def gathered(x: T, group: dist.ProcessGroup) -> T:
+def gathered(x: T, group: dist.ProcessGroup) -> Awaited:
     """The rows of all ranks, as many of each."""
-    return Moved.apply(x, partial(_gather, group=group), partial(_scatter, group=group))
+    return _move(x, partial(_gather, group=group), partial(_scatter, group=group))
 
 
-def scattered(x: T, group: dist.ProcessGroup) -> T:
+def scattered(x: T, group: dist.ProcessGroup) -> Awaited:
     """This rank's rows of the sum of all ranks' ``x``."""
-    return Moved.apply(x, partial(_scatter, group=group), partial(_gather, group=group))
+    return _move(x, partial(_scatter, group=group), partial(_gather, group=group))
 
 
-def _gather(x: T, group: dist.ProcessGroup) -> T:
+def _gather(x: T, group: dist.ProcessGroup) -> Moving:
     found = x.new_empty(group.size() * len(x), *x.shape[1:])
-    all_gather(found, x.contiguous(), group=group)
-    return found
+    return found, all_gather(found, x.contiguous(), group=group, async_op=True)
 
 
-def _scatter(x: T, group: dist.ProcessGroup) -> T:
+def _scatter(x: T, group: dist.ProcessGroup) -> Moving:
     found = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    reduce_scatter(found, x.contiguous(), group=group)
-    return found
+    return found, reduce_scatter(found, x.contiguous(), group=group, async_op=True)
+
+
+@dataclass
+class _Flight:
+    """Moves rows there and their gradients back, and keeps what is under way until it is needed."""
+
+    there: Callable[[T], Moving]
+    back: Callable[[T], Moving]
+    moving: Moving | None = None
+
+    def land(self) -> T:
+        """What was under way."""
+        assert self.moving is not None
+        (found, work), self.moving = self.moving, None
+        work.wait()
+        return found
+
+    def leave(self, rows: T) -> T:
+        self.moving = self.there(rows)
+        return self.moving[0]
+
+    def arrive(self, rows: T) -> T:
+        self.land()
+        return rows.view_as(rows)
+
+    def turn_back(self, grad: T) -> T:
+        """Let gradients set out; what is returned, of their shape here, is not looked at by :meth:`come_back`."""
+        self.moving = self.back(grad)
+        return grad
+
+    def come_back(self, grad: T) -> T:
+        return self.land()
+
+
+def _move(rows: T, there: Callable[[T], Moving], back: Callable[[T], Moving]) -> Awaited:
+    """Let rows go ``there``, and in backward their gradients ``back``; what is returned waits for the rows."""
+    flight = _Flight(there, back)
+    under_way = Moved.apply(rows, flight.leave, flight.come_back)
+    return lambda: Moved.apply(under_way, flight.arrive, flight.turn_back)
