@@ -100,3 +100,14 @@ def test_mistakes_cost_one_line(weft: Any, words: list[str], code: int, said: st
     assert ended == code and re.search(said, err), err
     assert err.startswith("weft: error: ") and err.count("\n") == 1 and "Traceback" not in out + err
     assert not list(tmp_path.iterdir())
+
+
+def test_exchanges_of_experts_are_drawn_beside_what_others_compute(weft: Any, tmp_path: Path) -> None:
+    words = ("dualpipe-v", "--stages", 2, "--microbatches", 6, "--exchange", 1, "--svg", tmp_path / "a.svg")
+    found = json.loads(weft(*words, "--json")[1])
+    ways = found["exchanges_beside"]
+    assert set(ways) == {"nothing", "other pass", "same pass"}
+    assert found["makespan"] == min(ways.values()) < ways["nothing"]
+    assert "combine" in (tmp_path / "a.svg").read_text()
+    text = weft(*words)[1]
+    assert "exchanges beside" in text and "other pass" in text

@@ -15,8 +15,10 @@ from weft.errors import UsageError
 from weft.pages import write
 from weft.schedule import draw
 from weft.schedule.build import BUILDERS, Times, build
+from weft.schedule.exchange import best_turns, with_exchanges
 from weft.schedule.simulate import Simulation, simulate, uniform
 
+_exchange = "Tokens of a microbatch to experts of other ranks and back, in all layers of a rank; as much in backward."
 _ms = "{} of a microbatch on a rank, all its stages."
 
 
@@ -29,6 +31,8 @@ def schedule(
     backward_input: Annotated[float, typer.Option(min=0, metavar="MS", help=_ms.format("Input gradient"))] = 1.0,
     backward_weight: Annotated[float, typer.Option(min=0, metavar="MS", help=_ms.format("Weight gradient"))] = 1.0,
     comm: Annotated[float, typer.Option(min=0, metavar="MS", help="A move between two ranks.")] = 0.0,
+    exchange: Annotated[float, typer.Option(min=0, metavar="MS", help=_exchange)] = 0.0,
+    layers: Annotated[int, typer.Option(min=1, help="With --exchange: layers with experts per stage.")] = 2,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as a page to explore.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
@@ -39,11 +43,12 @@ def schedule(
     Makespan: the longest time from a rank's first action to its last, what a step takes in a run of many.
     Activations are counted in microbatches: 1 is what all stages of a rank save of one microbatch.
     """
-    times = Times(forward, backward_input, backward_weight, comm)
+    times = Times(forward, backward_input, backward_weight, comm, exchange / 2, exchange / 2)
     files = {"svg": svg, "html": html, "trace": trace}
     if name is None:
         return _list(files, as_json)
-    given = {"forward": forward, "backward-input": backward_input, "backward-weight": backward_weight, "comm": comm}
+    given = {"forward": forward, "backward-input": backward_input, "backward-weight": backward_weight, "comm": comm,
+             "exchange": exchange}  # fmt: skip
     for option, value in given.items():
         if not math.isfinite(value):
             raise UsageError(f"--{option} {value} is not possible; give a time in ms")
@@ -51,7 +56,11 @@ def schedule(
     if work <= 0:
         raise UsageError("nothing takes any time; give --forward, --backward-input or --backward-weight above 0")
     table = build(name, stages, microbatches, virtual, times)
-    simulation = simulate(table, uniform(table, times))
+    simulation, turns = simulate(table, uniform(table, times)), {}
+    if exchange:
+        inside = [layers] * table.stages
+        turns = best_turns(table, inside, uniform(with_exchanges(table, inside), times))
+        simulation = min(turns.values(), key=lambda found: found.makespan)
     bubble = (simulation.makespan - microbatches * work) / simulation.makespan
     note = f"{BUILDERS[name].about} · {_paper(name)}"
     for kind, path in files.items():
@@ -67,14 +76,18 @@ def schedule(
             "bubble_rate": bubble,
             "peak_activations": list(simulation.peaks),
         }
+        record |= {"exchanges_beside": {way.value: found.makespan for way, found in turns.items()}} if turns else {}
         print(json.dumps(record))
     else:
-        _show(simulation, bubble, f"[bold]{name}[/]  {note}", {k: str(path) for k, path in files.items() if path})
+        beside = ", ".join(f"{way.value} {draw.number(found.makespan)} ms" for way, found in turns.items())
+        facts = {"exchanges beside": beside} if turns else {}
+        facts |= {k: str(path) for k, path in files.items() if path}
+        _show(simulation, bubble, f"[bold]{name}[/]  {note}", facts)
     return 0
 
 
-def _show(simulation: Simulation, bubble: float, title: str, files: dict[str, str]) -> None:
-    """The figures in words, which files were written, and the lanes where the terminal has room for them."""
+def _show(simulation: Simulation, bubble: float, title: str, more: dict[str, str]) -> None:
+    """The figures in words, ``more`` facts and the lanes where the terminal has room for them."""
     table, console = simulation.table, Console(highlight=False)
     console.print(title, soft_wrap=True)
     elapsed = f", first to last action {draw.number(simulation.elapsed)} ms"
@@ -84,7 +97,7 @@ def _show(simulation: Simulation, bubble: float, title: str, files: dict[str, st
         + (elapsed if simulation.elapsed > simulation.makespan * (1 + 1e-9) else ""),
         "bubble rate": f"{bubble:z.2%}",
         "peak activations": f"{_peaks(simulation.peaks)}  (in microbatches of a rank)",
-    } | files
+    } | more
     for key, fact in facts.items():
         console.print(f"{key:<17} {fact}", soft_wrap=True, markup=False)
     if lanes := timeline(simulation, console.width, console.color_system in ("256", "truecolor")):

@@ -1,7 +1,7 @@
 """What the work of a model takes, as costs of kinds ask for it: per stage, and of the vocabulary where it is cut."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -9,20 +9,27 @@ class Times:
     """Of one microbatch on one rank or stage, in any unit; ``move``: from one rank to the next.
 
     As an argument of builders these are times of a rank, which spends ``forward / v`` on each of ``v`` stages.
+    ``dispatch`` and ``combine``: tokens to the experts of other ranks, and back, in forward; backward takes ``back``
+    times as long for that. ``routed``: the share of the computation that is between the two.
     """
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
     move: float = 0.0
+    dispatch: float = 0.0
+    combine: float = 0.0
+    back: float = 1.0
+    routed: float = 0.5
 
     @property
     def backward(self) -> float:
         return self.backward_input + self.backward_weight
 
     def scaled(self, factor: float) -> "Times":
-        """The same with every computation ``factor`` times as long."""
-        return Times(self.forward * factor, self.backward_input * factor, self.backward_weight * factor, self.move)
+        """The same with every computation and exchange ``factor`` times as long."""
+        names = ("forward", "backward_input", "backward_weight", "dispatch", "combine")
+        return replace(self, **{name: getattr(self, name) * factor for name in names})
 
 
 EQUAL = Times()
