@@ -37,7 +37,7 @@ FACTORS: dict[str, list[Any]] = {
     "micro_batch": [None, 1],
     "early": [False, True],
     "capacity": [0.0, 0.8],
-    "placement": ["static", "sharded"],
+    "placement": ["static", "sharded", "moving"],
 }  # fmt: skip
 CASES = list(pairwise(**FACTORS))
 QUICK = CASES[::12]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,11 +15,16 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from tests.cases import start, write_corpus
 from tests.test_experts import tree
+from weft.layout.layout import Layout
+from weft.layout.mesh import from_all
 from weft.models.experts import Mixture
 from weft.parallel.experts import copies as module
+from weft.parallel.experts import moves
 from weft.parallel.experts.copies import Copies
 from weft.parallel.experts.placement import divided, loads_of_ranks, replicated, with_copies
+from weft.parallel.state import State
 from weft.train.step import train_step
+from weft.train.verify import _whole
 
 Array = np.ndarray
 
@@ -168,3 +174,59 @@ def test_bytes_are_those_of_the_experts_that_are_lent(pool: Any, tmp_path: Any, 
     width, runs = 3 * values["model"]["expert_ffn"] * values["model"]["embed"], 2 + (recompute == "full")
     assert sum(sent for _, sent, _ in found) == found[0][2] * runs * width > 0
     assert [losses for losses, *_ in found] == [losses for losses, *_ in pool.run(4, three_steps, values)]
+
+
+def everything(state: State) -> dict[str, torch.Tensor]:
+    """Whole tensors of the state, wherever their rows are."""
+    parts = {f"{slot}.{h.name}": part for h in state.held for slot, part in {"": h.part(h.local), **h.slots}.items()}
+    return _whole(from_all({name: replace(part, values=part.values.clone()) for name, part in parts.items()}))
+
+
+def moving_steps(values: dict[str, Any]) -> tuple[list[float], int, int, list[int]]:
+    """On every rank: losses, numbers that it sent of what moved, numbers that moved, and how often each layer did."""
+    _, mesh, model, state, loader = start(values)
+    layers = [m.copies for m in model.modules() if isinstance(m, Mixture)]
+    losses, sent, moved, times = [], 0, 0, [0] * len(layers)
+
+    def exchange(rows: torch.Tensor, out: list[int], received: list[int], group: Any) -> torch.Tensor:
+        nonlocal sent
+        sent += rows.numel()
+        return send(rows, out, received, group)
+
+    send = moves.exchanged_rows
+    with mock.patch.object(moves, "exchanged_rows", exchange), mock.patch.object(module, "REST", 1):
+        for step in range(5):
+            before = [layer.order for layer in layers]
+            losses.append(train_step(model, state, loader.step(5 * step) or [], mesh, lr=1e-2, clip=1.0).loss)
+            for i, layer in enumerate(layers):
+                assert sorted(layer.order) == sorted(before[i])
+                places = int((layer.order != before[i]).sum())
+                moved += places * sum(t[0].numel() for t in moves.tensors_of(layer.state))
+                times[i] += places > 0
+    assert any((layer.order != layer.home).any() for layer in layers)
+    here = everything(state)
+    saved = state.saved()
+    assert all(part.rows is None for part in saved.values())
+    again = everything(state)
+    assert here.keys() == again.keys() and all(torch.equal(here[name], again[name]) for name in here)
+    return losses, sent, moved, times
+
+
+@pytest.mark.parametrize("layout", ["shard=4,ep=4", "dp=2,shard=2,ep=2"])
+def test_experts_move_with_their_state(pool: Any, tmp_path: Any, layout: str) -> None:
+    """Nothing changes but where they are; weights and moments of what moved are sent; checkpoints see nothing."""
+    values = tree(
+        write_corpus(tmp_path), {"layout": layout, "model": "eight experts", "placement": "moving", "spare": 1}
+    )
+    found = pool.run(4, moving_steps, values)
+    copies = Layout(**values["layout"]).size("dp", "shard") // values["layout"]["ep"]
+    assert sum(sent for _, sent, _, _ in found) == found[0][2] * copies > 0
+    assert min(found[0][3]) > 0 and len({tuple(times) for *_, times in found}) == 1
+    values["layout"] |= {"placement": "static"}
+    losses = pool.run(4, losses_of, values)[0]
+    assert found[0][0] == pytest.approx(losses, rel=1e-9)
+
+
+def losses_of(values: dict[str, Any]) -> list[float]:
+    _, mesh, model, state, loader = start(values)
+    return [train_step(model, state, loader.step(5 * i) or [], mesh, lr=1e-2, clip=1.0).loss for i in range(5)]

@@ -262,6 +262,20 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.layout.placement != "static" and a.optimizer.post_validation,
          "optimizer.post_validation knows a step's loads when the next one has been taken, and layout.placement = "
          "{0.layout.placement!r} is planned from them", "leave out one of them"),
+    Rule("moving experts with shared state", "layout",
+         lambda a: a.layout.placement == "moving" and a.layout.size("shard", "cp") > a.layout.fold,
+         "placement = 'moving' lets owners swap experts, and with ep = {0.layout.ep} each is owned by several of "
+         "shard={0.layout.shard} x cp={0.layout.cp}", "use placement = 'sharded', more ep, or dp for shard"),
+    Rule("moving experts in pieces", "layout shape",
+         lambda a: a.layout.placement == "moving" and bool(a.shape.mixtures) and a.least_experts < a.layout.ep,
+         "placement = 'moving' moves whole experts, and ep = {0.layout.ep} cuts {0.least_experts} in pieces",
+         "use placement = 'sharded'"),
+    Rule("moving experts with such an optimizer", "layout optimizer",
+         lambda a: a.layout.placement == "moving"
+         and (a.optimizer.kind not in ("adamw", "sgd", "lion") or a.optimizer.state != "float32"),
+         "placement = 'moving' takes rows of an expert's state along, and optimizer.kind = {0.optimizer.kind!r} with "
+         "state = {0.optimizer.state!r} keeps other things, too",
+         "use placement = 'sharded', or 'adamw', 'lion' or 'sgd' in float32"),
     Rule("ep above experts", "layout shape", lambda a: a.narrowest_expert < 1,
          "ep = {0.layout.ep} cuts the {0.least_experts} experts of a layer, {0.shape.expert_ffn} wide, in no equal "
          "number of pieces each", "use ep <= {0.least_experts}, or a multiple of it"),

@@ -60,7 +60,8 @@ class Layout(BaseModel):
     ``ep``: experts are spread over so many neighbours among the data ranks, so it divides dp x shard x cp; or else over
     the ranks of ``tp`` too, which then send each their own tokens to whole experts. ``dispatch``: how tokens get there
     (:mod:`weft.parallel.experts.dispatch`). With ``placement = "sharded"`` ranks have so many ``spare`` slots each, for
-    copies of experts that many tokens choose (:mod:`weft.parallel.experts.copies`).
+    copies of experts that many tokens choose (:mod:`weft.parallel.experts.copies`); with ``"moving"`` experts also
+    change their owners.
 
     ``island``: groups of ranks that train by themselves and agree at times.
 
@@ -88,7 +89,7 @@ class Layout(BaseModel):
     skip: float = Field(0.0, ge=0, lt=1)
     balance: Literal["", "greedy", "flexsp"] = ""
     dispatch: Literal["all-to-all", "per-rank", "all-gather", "adaptive"] = "all-to-all"
-    placement: Literal["static", "sharded"] = "static"
+    placement: Literal["static", "sharded", "moving"] = "static"
     spare: int = Field(2, ge=1)
     order: str = ""
 

@@ -16,10 +16,20 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Part:
-    """``values``: the elements ``box`` of the logical ``tensor``. Of ``replicas`` ranks that hold them this is one."""
+    """``values``: the elements ``box`` of the logical ``tensor``. Of ``replicas`` ranks that hold them this is one.
+
+    ``rows``, if they are not those of the box, are those that ``values`` has along dimension 0.
+    """
 
     values: torch.Tensor
     box: Box
     tensor: Tensor
     replica: int = 0
     replicas: int = 1
+    rows: tuple[int, ...] | None = None
+
+    @property
+    def index(self) -> tuple[list[int] | slice, ...]:
+        """Where in the logical tensor the values are."""
+        found = tuple(slice(lo, hi) for lo, hi in self.box)
+        return found if self.rows is None else (list(self.rows), *found[1:])

@@ -11,6 +11,7 @@ from weft.models.own_model import model_of_shape, own_values
 from weft.models.transformer import Block, Transformer
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.parallel.context import context_attention
+from weft.parallel.experts.copies import let_experts_move
 from weft.parallel.experts.dispatch import connect_experts
 from weft.parallel.hybrid import hybrid_attention
 from weft.parallel.pipeline import Pipeline
@@ -75,6 +76,8 @@ def parallelize(
         model.pipeline = pipeline
     else:
         state = sharded_state(model, mesh) if sharded else resident_state(model, mesh)
+    if mesh.layout.placement == "moving":
+        let_experts_move(model, state)
     if train.offloads_activations:
         model.around = HostActivations(mesh.device).block
     state.base_elsewhere = shape.adapter is not None

@@ -30,6 +30,7 @@ class Held:
     One that does not learn (``parameter.requires_grad`` is false) is frozen: it has no gradient, slots or updates.
     ``parameter`` is where reduced gradients are found, by ``gradient``. ``slots`` are parts of other tensors that
     belong to it, by name (moments, say), and ``updates`` counts its updates, as a tensor for the fused kernels.
+    ``rows`` are those along dimension 0 that are held while they are not those of the box (experts that have moved).
     """
 
     name: str
@@ -40,6 +41,7 @@ class Held:
     gradient: Callable[[nn.Parameter], T | None] = attrgetter("grad")
     slots: dict[str, Part] = field(default_factory=dict)
     updates: T = field(default_factory=lambda: torch.zeros(()))
+    rows: tuple[int, ...] | None = None
 
     @property
     def grad(self) -> T | None:
@@ -57,7 +59,7 @@ class Held:
     def part(self, values: T) -> Part:
         """``values``, shaped like ``local``, as a part of a tensor like this parameter."""
         tensor = Tensor(self.logical.shape, NAMES[values.dtype], tuple(d.name for d in self.logical.dims))
-        return Part(values, self.box, tensor, self.placement.replica, self.placement.replicas)
+        return Part(values, self.box, tensor, self.placement.replica, self.placement.replicas, self.rows)
 
 
 class Unit(Protocol):
@@ -116,6 +118,8 @@ class State:
     """
 
     base_elsewhere = False
+    #: Brings all rows to where their boxes say. Collective.
+    go_home: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, units: Iterable[Unit], copies: Mapping[dist.ProcessGroup, Sequence[str]] | None = None) -> None:
         self.units: list[Unit] = list(units)
@@ -192,7 +196,8 @@ class State:
             h.updates.fill_(count)
 
     def tensors(self) -> dict[str, Part]:
-        """Every tensor of the state as this rank's part of a logical one; slots go by parameter name."""
+        """Every tensor of the state as this rank's part of a logical one; slots go by parameter name. Collective."""
+        self.go_home()
         found = {f"model.{h.name}": h.part(h.local) for h in self.held}
         for h in self.held:
             found |= {f"optimizer.{slot}.{h.name}": part for slot, part in h.slots.items()}

@@ -5,7 +5,7 @@ Here the schedule says when: its ``GATHER``, ``RELEASE`` and ``REDUCE`` actions 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,14 @@ from weft.parallel.state import Held
 # PyTorch 2.13 renamed these two and warns at every call by the old name, the only one that 2.11 has.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def exchanged_rows(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> tuple[torch.Tensor, Any]:
+    """Rows from every rank, so many of ``rows`` to each rank in turn and so many from each, and what to wait for."""
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    return found, dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group, async_op=True)
 
 
 class Full(NamedTuple):

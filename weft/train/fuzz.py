@@ -92,7 +92,7 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "model.experts": _any(2, 5, 6),
     "layout.ep": _folding,
     "layout.dispatch": _with_experts("per-rank", "all-gather", "adaptive"),
-    "layout.placement": _if_above_one("ep", "sharded"),
+    "layout.placement": _if_above_one("ep", "sharded", "moving"),
     "layout.spare": _if_above_one("ep", 1, 3),
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
     "layout.zero": _any(1, 2, 3),

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import WeftError
-from weft.layout.dims import Box
 from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
 from weft.models.transformer import Transformer
@@ -182,12 +181,13 @@ def _worst(ranks: Sequence[Parts], reference: Parts, noise: float) -> tuple[floa
     least = max(noise * math.hypot(*norms.values()), 1e-300)
     worst = (0.0, "")
     for name, whole in reference.items():
-        covered: dict[Box, int] = {}
-        square: dict[Box, float] = {}  # of the copy of a part that differs most
+        covered: dict[object, int] = {}
+        square: dict[object, float] = {}  # of the copy of a part that differs most
         for part in (parts[name] for parts in ranks if name in parts):
-            diff = (part.values.double() - whole.values[_slices(part.box)].double()).square().sum().item()
-            square[part.box] = max(square.get(part.box, 0.0), diff) if diff == diff else float("inf")
-            covered[part.box] = part.values.numel()
+            diff = (part.values.double() - whole.values[part.index].double()).square().sum().item()
+            where = part.rows, part.box
+            square[where] = max(square.get(where, 0.0), diff) if diff == diff else float("inf")
+            covered[where] = part.values.numel()
         value = sum(square.values()) ** 0.5 / max(norms[name], least)
         if sum(covered.values()) != whole.values.numel() or value != value:
             value = float("inf")
@@ -201,9 +201,5 @@ def _whole(ranks: Sequence[Parts]) -> dict[str, torch.Tensor]:
     for name, part in (item for parts in ranks for item in parts.items()):
         if name not in found:
             found[name] = torch.zeros(part.tensor.shape, dtype=part.values.dtype)
-        found[name][_slices(part.box)] = part.values
+        found[name][part.index] = part.values
     return found
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(lo, hi) for lo, hi in box)

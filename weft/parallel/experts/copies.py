@@ -11,16 +11,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from spmd_types import rules
 
-from weft.models.experts import counted
+from weft.models.experts import Mixture, counted
+from weft.models.transformer import Transformer
+from weft.parallel.experts.moves import REST, better_order, move, tensors_of
 from weft.parallel.experts.placement import divided, with_copies
+from weft.parallel.state import Held, State
+from weft.parallel.units import exchanged_rows
 
 if TYPE_CHECKING:
     from weft.parallel.experts.dispatch import Ranks
@@ -52,13 +55,20 @@ def planner() -> ThreadPoolExecutor:
 class Copies:
     """What the ranks that have a layer's experts lend each other, who have ``spare`` slots each.
 
-    A plan is made as soon as a step's counts are known, and waited for in the layer's next pass.
+    A plan is made as soon as a step's counts are known, and waited for in the layer's next pass. Where there is a
+    ``state`` that may move, experts change their owners now and then: ``order`` has them owner by owner, ``home`` as
+    the layout has them.
     """
 
     def __init__(self, ranks: Ranks, spare: int) -> None:
         self.ranks, self.spare = ranks, spare
-        self.running = np.zeros(ranks.items)
-        self._plan: Future[Plan] = planner().submit(self._planned, self.running)
+        self.home = np.concatenate([np.asarray(home) for home in ranks.homes])
+        self.sizes = np.array([len(home) for home in ranks.homes])
+        self.ends = self.sizes.cumsum()
+        self.state: Sequence[Held] = ()
+        self.running, self.order, self.rested = np.zeros(ranks.items), self.home, REST
+        self._plan: Future[Plan]
+        self.replan()
 
     @property
     def plan(self) -> Plan:
@@ -67,23 +77,35 @@ class Copies:
     def learn_from(self, loads: Sequence[int]) -> None:
         """Plan the next step by how often each expert was chosen in those before, in the last one above all."""
         self.running = self.running / 2 + np.repeat(loads, self.ranks.pieces)
-        self._plan = planner().submit(self._planned, self.running)
+        self.rested += 1
+        if self.state and self.rested >= REST:
+            order = better_order(self.running, self.order, self.sizes, self.spare, self._cost_of_move())
+            if (order != self.order).any():
+                move(self, order)
+                self.rested = 0
+        self.replan()
 
-    def _planned(self, loads: np.ndarray) -> Plan:
-        ranks, device = self.ranks, self.ranks.mesh.device
-        order = np.concatenate([np.asarray(home) for home in ranks.homes])  # items as their owners have them
-        sizes = np.array([len(home) for home in ranks.homes])
+    def replan(self) -> None:
+        """Plan by the counts and the owners that there are now."""
+        self._plan = planner().submit(self._planned, self.running, self.order)
+
+    def _cost_of_move(self) -> float:
+        """That of moving an expert with its state, as a multiple of sending its weights once."""
+        sent = self.state[0].parameter.element_size()
+        return sum(t.nbytes for t in tensors_of(self.state)) / sum(h.local.numel() * sent for h in self.state)
+
+    def _planned(self, loads: np.ndarray, order: np.ndarray) -> Plan:
+        ranks, device, first = self.ranks, self.ranks.mesh.device, np.array([lo for lo, _ in self.ranks.shares])
         owners, rows = np.empty((2, ranks.items), np.int64)
-        owners[order] = np.arange(ranks.count).repeat(sizes)
-        rows[order] = np.arange(ranks.items) - (sizes.cumsum() - sizes).repeat(sizes)
+        owners[order] = np.arange(ranks.count).repeat(self.sizes)
+        rows[order] = np.arange(ranks.items) - (self.ends - self.sizes).repeat(self.sizes)
         copies = with_copies(loads, owners, ranks.count, self.spare)
         slots = np.zeros(copies.shape, np.int64)
-        first = np.array([lo for lo, _ in ranks.shares])
         slots[order, owners[order]] = first[owners[order]] + rows[order]
         moves = []  # the experts that each rank borrows, owner by owner
         for rank in range(ranks.count):
             moves.append(order[copies[order, rank] & (owners[order] != rank)])
-            slots[moves[rank], rank] = first[rank] + sizes[rank] + np.arange(len(moves[rank]))
+            slots[moves[rank], rank] = first[rank] + self.sizes[rank] + np.arange(len(moves[rank]))
         mine = [one[owners[one] == ranks.rank] for one in moves]
         received = np.bincount(owners[moves[ranks.rank]], minlength=ranks.count).tolist()
         lent, sent = rows[np.concatenate(mine)].tolist(), [len(one) for one in mine]
@@ -105,12 +127,6 @@ class Copies:
     def borrowed(self, *weights: T) -> tuple[T, ...]:
         """Of each stack of weights, ``[own experts, ...]``, the rows that this rank borrows, as its plan has them."""
         return _Borrowed.apply(self.plan, self.ranks.group, *weights)
-
-
-def exchanged_rows(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> tuple[T, Any]:
-    """Rows from every rank, so many of ``rows`` to each rank in turn and so many from each, and what to wait for."""
-    found = rows.new_empty(sum(received), *rows.shape[1:])
-    return found, dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group, async_op=True)
 
 
 class _Borrowed(torch.autograd.Function):
@@ -140,3 +156,23 @@ class _Borrowed(torch.autograd.Function):
             for row, values in zip(plan.lent, piece, strict=True):  # rank by rank
                 total[row] += values.view_as(total[row])
         return None, None, *(total.to(grads[0].dtype) for total in totals)
+
+
+def let_experts_move(model: Transformer, state: State) -> None:
+    """Let the experts of ``state`` change their owners after steps, and return before the state is read."""
+    held = {h.name: h for h in state.held}
+    layers: list[Copies] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Mixture) and isinstance(module.copies, Copies):
+            layers.append(module.copies)
+            module.copies.state = [held[f"{name}.experts.{weight}"] for weight in ("gate", "up", "down")]
+
+    def go_home() -> None:
+        moved = [copies for copies in layers if (copies.order != copies.home).any()]
+        for copies in moved:
+            move(copies, copies.home)
+            copies.replan()
+        if moved:
+            state.release()  # what was gathered is of other experts
+
+    state.go_home = go_home

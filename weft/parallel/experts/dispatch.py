@@ -38,8 +38,8 @@ from weft.models.experts import (
 )
 from weft.models.router import Choice, by_token
 from weft.models.transformer import Transformer
-from weft.parallel.experts.copies import Copies, exchanged_rows
-from weft.parallel.units import all_gather, reduce_scatter
+from weft.parallel.experts.copies import Copies
+from weft.parallel.units import all_gather, exchanged_rows, reduce_scatter
 
 T = torch.Tensor
 
@@ -57,7 +57,7 @@ class Ranks:
         self.group, self.count = mesh.group("exchange"), layout.ep
         self.rank, self.pieces = self.group.rank(), max(1, self.count // experts)
         self.items = experts * self.pieces
-        spare = layout.spare if layout.placement == "sharded" else 0
+        spare = layout.spare if layout.placement != "static" else 0
         axes = (FOLDED, "tp") if layout.folds_tp else (FOLDED,)
         places = [Place.of(layout, rank).along(*axes) for rank in dist.get_process_group_ranks(self.group)]
         self.homes = [range(*part(self.items, self.count, place)) for place in places]

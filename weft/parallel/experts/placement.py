@@ -77,6 +77,32 @@ def with_copies(loads: Array, owners: Array, ranks: int, spare: int) -> Array:
             copies[expert, hottest] = False
 
 
+def swapped(loads: Array, order: Array, sizes: Array) -> Array:
+    """``order``, in which ranks own so many experts each, after swaps between two ranks that even out what they own.
+
+    What an expert has to do above the mean of the ranks can only go to copies, and is left out.
+    """
+    order, rank_of = order.copy(), np.arange(len(sizes)).repeat(sizes)
+    loads = np.minimum(loads / max(1, loads.sum()) * len(sizes), 1)
+    while True:
+        here = loads[order]
+        total = np.bincount(rank_of, here)
+        hottest = total.argmax()
+        less = here[rank_of == hottest, None] - here
+        change = 2 * less * (total[rank_of] - total[hottest]) + 2 * less**2  # of the sum of squares
+        change[:, rank_of == hottest] = np.inf
+        if total[hottest] <= ENOUGH * total.mean() or change.min() > -1e-3:
+            return order
+        one, two = divmod(int(change.argmin()), len(order))
+        one += int(sizes[:hottest].sum())
+        order[[one, two]] = order[[two, one]]
+
+
+def away(copies: Array, order: Array, sizes: Array) -> int:
+    """How many copies are not on the rank that owns the expert."""
+    return int(copies.sum() - copies[order, np.arange(len(sizes)).repeat(sizes)].sum())
+
+
 def divided(counts: T, copies: T, rank: int) -> T:
     """How many of ``rank``'s choices of each expert go to the copy on each rank: int64 ``[experts, ranks]``.
 
