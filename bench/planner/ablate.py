@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from evaluate import error, regrets
+from evaluate import composed, error, regrets
 from numpy.typing import NDArray
 from rows import read_rows
 from script import run
@@ -38,12 +38,18 @@ HIDDEN: dict[str, float] = {"CASTS": 0.0, "SHARP": 64.0}
 
 @dataclass(frozen=True)
 class Score:
-    """Errors by source in percent; their mean with everything of the same people left out (``strangers``); and the mean
-    regret of the first choice over the jobs of all sources."""
+    """Errors by source in percent; their mean with everything of the same people left out (``strangers``); and the
+    regret of the first choice, by source and job. ``composed``: sources whose times are sums of pieces."""
 
     errors: dict[str, float]
     strangers: float
-    regret: float
+    regrets: dict[str, list[float]]
+    composed: set[str]
+
+    @property
+    def regret(self) -> float:
+        found = sum(self.regrets.values(), list[float]())
+        return float(np.mean(found)) if found else float("nan")
 
     @property
     def median(self) -> float:
@@ -117,19 +123,19 @@ def leave_one_out(path: Path, sample: int, steps: int = 6) -> Score:
     folds = [owner != name for name in sources]
     folds += [people != name for name in dict.fromkeys(people)]
     theta = fit.fit(chosen, np.array([even * fold for fold in folds]), fit.KNOBS, steps=steps)
-    errors, found = {}, list[float]()
+    errors, found = {}, dict[str, list[float]]()
     for name, fitted in zip(sources, theta[: len(sources)], strict=True):
         members = by_source[name]
         predicted = fit.predict(members, fitted, fit.KNOBS)
         errors[name] = error(predicted, seconds(members))
-        found += [first for first, _ in regrets(members, predicted)]
+        found[name] = [first for first, _ in regrets(members, predicted)]
     apart = [
         error(fit.predict(by_source[name], fitted, fit.KNOBS), seconds(by_source[name]))
         for who, fitted in zip(dict.fromkeys(people), theta[len(sources) :], strict=True)
         for name in sources
         if name.split()[0] == who
     ]
-    return Score(errors, float(np.mean(apart)), float(np.mean(found)) if found else float("nan"))
+    return Score(errors, float(np.mean(apart)), found, {name for name in sources if composed(by_source[name])})
 
 
 def seconds(rows: list[Any]) -> NDArray[np.float64]:
@@ -148,7 +154,9 @@ def main() -> None:
     print(f"as it is: median {base.median:.2f} %, mean {base.mean:.2f} %, strangers {base.strangers:.2f} %, "
           f"regret {base.regret:.2f} %")  # fmt: skip
     for name, wrong in base.errors.items():
-        print(f"    {name[:60]:60} {wrong:6.1f}")
+        jobs = base.regrets[name]
+        told = f"  regret {np.mean(jobs):5.2f} over {len(jobs)} jobs" if jobs else ""
+        print(f"    {name[:60]:60} {wrong:6.1f}{told}{', composed' if name in base.composed else ''}")
     print(
         "left out                      median    mean strangers  regret (changes in points; below zero: better without)"
     )

@@ -26,6 +26,8 @@ from weft.planner.own import load
 Array = NDArray[np.float64]
 #: Share by which a prediction may exceed the device's memory before the row counts as "does not fit".
 MARGIN = 0.03
+#: How many groups of depths tell whether a source's times are sums, and how far from a line these may be.
+LINES, STRAIGHT = 5, 1e-4
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Score:
     groups: int
     regret: float
     regret_of_three: float
+    composed: bool
 
 
 def error(predicted: Array, measured: Array) -> float:
@@ -76,6 +79,25 @@ def regrets(rows: Sequence[Row], predicted: Array) -> list[tuple[float, float]]:
     return found
 
 
+def composed(rows: Sequence[Row]) -> bool:
+    """Whether these times were put together from pieces that were measured, instead of measured whole.
+
+    Of runs that differ in their depth alone, real times leave a straight line by a thousandth and more, and those that
+    are sums of so many layers lie on it to the last digits.
+    """
+    alike: dict[Any, dict[float, float]] = {}
+    for row in rows:
+        key = row.shape.embed, row.shape.heads, row.shape.ffn, row.device, row.bits, row.plan
+        alike.setdefault(key, {})[float(row.shape.layers)] = float(row.seconds or 0)
+    off = []
+    for times in alike.values():
+        depths = sorted(times)
+        for a, b, c in zip(depths, depths[1:], depths[2:], strict=False):
+            line = times[a] + (times[c] - times[a]) * (b - a) / (c - a)
+            off.append(abs(times[b] / line - 1))
+    return len(off) >= LINES and statistics.median(off) < STRAIGHT
+
+
 def scores(rows: Sequence[Row], calibration: dict[str, Any] | None) -> list[Score]:
     """One :class:`Score` per source, in the order of the rows."""
     sources: dict[str, list[Row]] = {}
@@ -101,6 +123,7 @@ def scores(rows: Sequence[Row], calibration: dict[str, Any] | None) -> list[Scor
                 len(ranks),
                 float(np.mean([r[0] for r in ranks])) if ranks else float("nan"),
                 float(np.mean([r[1] for r in ranks])) if ranks else float("nan"),
+                composed(members),
             )
         )
     return found
@@ -185,6 +208,9 @@ def show(rows: Sequence[Row], refused: Sequence[tuple[str, str]], calibration: P
         "Regret: how much slower the first choice (best of three) is than the best layout measured, mean over jobs."
     )
     console.print(grid)
+    for s in table:
+        if s.composed:
+            console.print(f"{s.source}: its times are sums of pieces, not steps that ran.")
     console.print()
     for program, count, wrong in memory_scores(rows, gib):
         console.print(f"memory  {program:<20} {count:>4} rows  error {wrong:.1f} %")

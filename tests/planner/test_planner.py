@@ -14,7 +14,7 @@ import evaluate as evaluate_script
 import numpy as np
 import pytest
 from calibrate import apply, calibrate, held_out
-from evaluate import error, fits, regrets
+from evaluate import composed, error, fits, regrets
 from rows import CONSTANTS, find_shape, parse, read_rows
 from script import run
 
@@ -360,6 +360,28 @@ def test_held_out_shapes_have_no_say(rows: list[Row]) -> None:
     wrong = [replace(row, seconds=9 * row.seconds) if row.form == timed[0].form else row for row in timed]
     index = [i for i, row in enumerate(timed) if row.form == timed[0].form]
     assert held_out(wrong)[index] == pytest.approx(held_out(timed)[index])
+
+
+def test_times_that_are_sums_of_layers_are_told_from_runs(rows: list[Row]) -> None:
+    """Depths lie on a line to the last digit where a program has added layers up, and never where they ran."""
+    plans = [replace(rows[0].plan, batch=2**i) for i in range(6)]
+    shapes = [replace(rows[0].shape, layers=layers) for layers in (12, 16, 20, 24)]
+    deep = [
+        replace(rows[0], shape=shape, plan=plan, seconds=0.1 + 0.037 * shape.layers * plan.batch)
+        for plan in plans
+        for shape in shapes
+    ]
+    assert composed(deep) and not composed(deep[:8])
+    noise = np.random.default_rng(0).normal(1, 1e-3, len(deep))
+    assert not composed([replace(row, seconds=row.seconds * by) for row, by in zip(deep, noise, strict=True)])
+    assert not composed(rows)
+
+
+def test_starting_a_collective_takes_its_time_however_many_take_part() -> None:
+    machine = machine_of(DEVICES["A100-80GB"])
+    _, two, tree = axis(machine, IDEAL, 1, 2)
+    assert two == tree == axis(machine, IDEAL, 1, 8)[1] == machine.link_latency > 1e-5
+    assert axis(machine, IDEAL, 1, 1)[1] == 0 and axis(machine, IDEAL, 8, 2)[1] == machine.network_latency
 
 
 def test_regret_is_the_price_of_the_choice(rows: list[Row]) -> None:

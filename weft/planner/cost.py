@@ -138,7 +138,7 @@ def axis(machine: Machine, engine: Engine, stride: Num, size: Num) -> tuple[Num,
     """Bytes/s of a ring per rank, and the latency of a ring and of a tree, over ranks ``stride`` apart.
 
     A ring that leaves the fast domain uses the network links of all its members inside; a ring that leaves a site
-    shares the links between sites in the same way.
+    shares the links between sites in the same way. Inside the domain starting is what takes time, not the hops.
     """
     inside = np.clip(machine.domain // stride, 1, size)
     local = np.clip(machine.site // stride, 1, size)
@@ -149,7 +149,7 @@ def axis(machine: Machine, engine: Engine, stride: Num, size: Num) -> tuple[Num,
     bandwidth = np.where(out, network, link)
     bandwidth = np.where(far, np.minimum(bandwidth, machine.between * engine.network * local), bandwidth)
     nodes, sites = np.maximum(size / inside, 1), np.maximum(size / local, 1)
-    within = machine.link_latency * (inside - 1) / 2
+    within = machine.link_latency * (inside > 1)
     ring = within + machine.network_latency * (nodes - 1) + far * machine.between_latency * (sites - 1)
     tree = within + machine.network_latency * np.log2(nodes) + far * machine.between_latency * np.log2(sites)
     return bandwidth, ring, tree

@@ -21,7 +21,7 @@ SI = {
     "site": 1, "between": 1e9, "between_latency": 1e-6, "host": 1e9, "host_memory": 1e9, "host_bandwidth": 1e9,
 }  # fmt: skip
 #: What nobody tells of the links of a cluster: microseconds, devices, GB/s.
-ONE_SITE = {"link_latency": 4.0, "network_latency": 12.0, "site": 1e9, "between": 1e3, "between_latency": 0.0}
+ONE_SITE = {"link_latency": 25.0, "network_latency": 12.0, "site": 1e9, "between": 1e3, "between_latency": 0.0}
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Cluster(Section):
 
     Units: memory in GB, ``hbm``, ``link`` and ``network`` in GB/s per device and direction, latencies in
     microseconds, peaks in TFLOP/s. ``domain``: devices that the fast links join (``per_node`` if left out).
+    ``link_latency``: to start a collective or a message among them, however many take part.
     ``site``: devices of one site, with ``between`` GB/s per device among the sites. ``slowest_network``: the
     slowest NIC, if they differ: a collective is as fast as its slowest member. ``host``, ``host_memory`` and
     ``host_bandwidth``: each device's share of its host, for offloading; no ``host_memory``, 0, rules that out.
@@ -96,7 +97,7 @@ class Cluster(Section):
     link: PositiveFloat | None = None
     network: PositiveFloat | None = None
     slowest_network: PositiveFloat | None = None
-    link_latency: PositiveFloat = 4.0
+    link_latency: PositiveFloat = 25.0
     network_latency: PositiveFloat = 12.0
     host: PositiveFloat | None = None
     host_memory: float | None = Field(None, ge=0)
