@@ -4,7 +4,11 @@ In one process the peer is ``transformers``' Qwen3-MoE in the same hand-written 
 ranks all sides are Weft's: experts only cut in their state (``shard=4``) beside ``ep=4`` with each way to move tokens.
 All sides start from the same weights, see the same rows and must report the same losses. They take turns.
 
-    python bench/experts.py [--rounds 8] [--only single|ranks] [--json bench/results/experts.json]
+``placed`` trains a model and counts what its tokens choose on text that it has not learned from. From a half of that
+follows which rank has which experts; on the other half it is counted how often a token's next expert is on another
+rank than its last, and how unequal the ranks' loads are, beside experts dealt out at random.
+
+    python bench/experts.py [--rounds 8] [--only single|ranks|placed] [--json bench/results/experts.json]
 """
 
 from __future__ import annotations
@@ -13,24 +17,32 @@ import argparse
 import json
 import os
 import socket
+import statistics
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from step import Job, Step, machine, measure, plain_step, show, weft_step
 from torch import nn
 
+from weft.generate.routing import chosen_experts
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.model_parameters import parameters
 from weft.models.hf import export
 from weft.observe.flops import measured_flops
-from weft.recipe import ModelShape
+from weft.parallel.experts import affinity
+from weft.recipe import ModelShape, load_recipe
+from weft.train.optim import learning_rate
+from weft.train.setup import assemble, prepare
+from weft.train.step import train_step
 
+RECIPE = Path(__file__).parents[1] / "recipes" / "experts.toml"
 RESULTS = Path(__file__).parent / "results" / "experts.json"
 QWEN: dict[str, Any] = {"qk_norm": True, "router": "pre-softmax", "router_norm": True}
 JOBS = {
@@ -96,10 +108,56 @@ def four_ranks(job: Job, rounds: int, peak: float) -> dict[str, Any]:
         return json.loads(Path(path).read_text())
 
 
+def routing(steps: int) -> tuple[list[np.ndarray], list[np.ndarray], list[int], float]:
+    """What tokens of two halves of unseen text choose in the recipe's model, trained so long; experts; the last loss.
+
+    With more layers and experts than the recipe has, so that there is something to place.
+    """
+    changes = ["model.layers=4", "model.experts=16", "layout.shard=1", f"train.steps={steps}"]
+    settings = load_recipe(RECIPE, changes)
+    job, mesh = prepare(settings), Mesh.single()
+    model, state = assemble(job.shape, mesh, settings)
+    loader, batch = job.loader(job.corpus.train, mesh), settings.train.batch
+    loss = 0.0
+    for step in range(steps):
+        lr = learning_rate(settings.optimizer, step, steps)
+        loss = train_step(model, state, loader.step(step * batch) or [], mesh, lr=lr, clip=1.0).loss
+    unseen = job.loader(job.corpus.validation, mesh)
+    rows = [one.tokens.flatten() for n in range(16) for one in unseen.step(n * batch) or []]
+    halves = (chosen_experts(model, torch.cat(one).tolist()) for one in (rows[::2], rows[1::2]))
+    return *halves, list(job.shape.mixtures.values()), loss
+
+
+def placed(steps: int) -> dict[str, Any]:
+    """Steps from layer to layer that change the rank, and the largest load over the mean, of each way to place."""
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    before, after, experts, loss = routing(steps)
+    counted = [[np.bincount(ids.ravel(), minlength=n) for ids, n in zip(half, experts, strict=True)]
+               for half in (before, after)]  # fmt: skip
+    known, unseen = (affinity.steps_between(half, experts) for half in (before, after))
+    found: dict[str, Any] = {"steps": steps, "loss": loss, "tokens": len(after[0])}
+    for ranks in (2, 4, 8):
+        drawn = [affinity.random_owners(experts, ranks, seed) for seed in range(100)]
+        ways = {"random": drawn, "in order": [[np.sort(one) for one in drawn[0]]]}
+        ways |= {name: [affinity.place_experts(known, counted[0], ranks, level)]
+                 for name, level in {"affinity": 0.0, "both": 1.0, "load": 1000.0}.items()}  # fmt: skip
+        found[str(ranks)] = {
+            name: {
+                "crossings": 1 - statistics.mean(affinity.share_that_stays(unseen, one) for one in owners),
+                "load": statistics.mean(affinity.largest_load(counted[1], one) for one in owners),
+            }
+            for name, owners in ways.items()
+        }
+        for row in found[str(ranks)].values():
+            row["fewer"] = found[str(ranks)]["random"]["crossings"] / row["crossings"]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=8, help="turns of every side")
-    parser.add_argument("--only", choices=["single", "ranks"])
+    parser.add_argument("--only", choices=["single", "ranks", "placed"])
+    parser.add_argument("--steps", type=int, default=300, help="of training before experts are placed")
     parser.add_argument("--job", choices=list(JOBS), default="tiny")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -112,12 +170,18 @@ def main() -> None:
     }  # fmt: skip
     torch.set_num_threads(1)
     peak = measured_flops(torch.device("cpu"), torch.float32)  # of one core
-    if options.only != "ranks":
+    if options.only in (None, "single"):
         results["single"] = single(job, options.rounds, peak)
         show(f"{title}, one process", results["single"])
-    if options.only != "single":
+    if options.only in (None, "ranks"):
         results["ranks"] = four_ranks(job, options.rounds, peak)
         show(f"{title}, 4 ranks; weft: shard=4, the others: shard=4,ep=4", results["ranks"])
+    if options.only in (None, "placed"):
+        results["placed"] = placed(options.steps)
+        for ranks, ways in results["placed"].items():
+            for name, row in ways.items() if isinstance(ways, dict) else ():
+                print(f"{ranks} ranks, {name:<8}  {row['crossings']:.1%} cross, {row['fewer']:.2f}x fewer than at "
+                      f"random; largest load {row['load']:.2f} of the mean")  # fmt: skip
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=2) + "\n")
     print(f"\nwritten to {options.json}")

@@ -22,14 +22,14 @@ from weft.recipe import Train
 
 
 def open_model(
-    where: Where, device: str, warn: Callable[[str], None], ema: bool = False
+    where: Where, device: str, warn: Callable[[str], None], ema: bool = False, mesh: Mesh | None = None
 ) -> tuple[Transformer, dict[str, bytes]]:
     """The model of a run, a checkpoint or whatever ``model.from`` can name, and the files of its tokenizer.
 
     ``ema``: with the averages of its parameters that its run has kept. ``warn`` hears of checkpoints that are damaged,
-    if an older one is taken instead.
+    if an older one is taken instead. ``mesh``: where this rank's part of it stands, if that is not all on ``device``.
     """
-    mesh, where = Mesh.single(device), local_path(str(where))
+    mesh, where = mesh or Mesh.single(device), local_path(str(where))
     if is_foreign(where):
         found = open_pretrained(where)
         if found.values is None:

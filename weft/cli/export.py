@@ -7,6 +7,12 @@ import typer
 
 from weft.cli.arguments import Ema, ModelName
 from weft.cli.console import warn
+from weft.errors import UsageError
+
+_texts = "Of experts: texts of a task, by whose tokens' choices --keep and --place go."
+_keep = "So many experts of each layer, those chosen most."
+_place = "Experts in the order in which so many ranks are to have them, so that most tokens stay on a rank."
+_level = "How much equal loads of the ranks count with --place."
 
 
 def export(
@@ -14,10 +20,21 @@ def export(
     out: Annotated[Path, typer.Option(help="The folder to make.")],
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its model, and write that.")] = False,
     ema: Ema = False,
+    texts: Annotated[Path | None, typer.Option(metavar="FILE", help=_texts)] = None,
+    keep: Annotated[int, typer.Option(min=0, metavar="N", help=_keep)] = 0,
+    place: Annotated[int, typer.Option(min=0, metavar="RANKS", help=_place)] = 0,
+    level: Annotated[float, typer.Option(min=0, help=_level)] = 0.0,
 ) -> int:
     """Write a checkpoint as a Hugging Face model: safetensors, config and tokenizer. An adapter alone, as PEFT does."""
-    from weft.checkpoint.model import export_model
+    if texts is None and (keep or place):
+        raise UsageError("--keep and --place go by what the tokens of --texts choose; give a file of them")
+    if texts is not None:
+        from weft.generate.routing import export_for_texts
 
-    export_model(checkpoint, out, warn, merge, ema)
+        typer.echo(export_for_texts(checkpoint, out, texts, warn, keep, place, level))
+    else:
+        from weft.checkpoint.model import export_model
+
+        export_model(checkpoint, out, warn, merge, ema)
     typer.echo(out)
     return 0

@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
 
 _chat = "The prompt is what a user says (or a .json file with messages): apply the chat template, print the answer."
 
+_layout = 'Ranks for long prompts, e.g. "cp=4"; each has the model, with "cp=4,ep=4" but a part of its experts.'
+
 #: Seconds that ranks wait for each other.
 WAIT_S = 1800
 
@@ -39,23 +41,24 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many; 0 means all.")] = 40,
     seed: int = 0,
     ema: Ema = False,
-    layout: Annotated[str | None, typer.Option(help='Ranks for long prompts, e.g. "cp=4"; each has the model.')] = None,
+    layout: Annotated[str | None, typer.Option(help=_layout)] = None,
 ) -> int:
     """Continue a text with a trained model; a long one on several ranks, which cut it and its keys and values."""
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
+    from weft.checkpoint.weights import open_pretrained
     from weft.data.chat.prompt import prompt_ids, read_messages
     from weft.generate import engine
-    from weft.generate.spread import check_spread
+    from weft.generate.spread import check_spread, mesh_of_rank
     from weft.layout.layout import Layout
-    from weft.recipe import ModelShape
 
     if (prompt is None) == (prompt_file is None):
         raise UsageError("give either --prompt TEXT or --prompt-file FILE")
     spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
-    check_spread(spread, ModelShape())
+    check_spread(spread)
     if spread.world > 1 and not in_ranks():
+        check_spread(spread, open_pretrained(checkpoint).shape)
         return launch(sys.argv[1:], spread.world)
     if system is not None and not chat:
         raise UsageError("--system is for --chat, whose template says where it belongs")
@@ -72,7 +75,7 @@ def generate(
     with joined(device, WAIT_S) if spread.world > 1 else nullcontext():
         if spread.world > 1 and device == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"
-        model, files = open_model(checkpoint, device, warn, ema)
+        model, files = open_model(checkpoint, device, warn, ema, mesh_of_rank(spread, device))
         tokenizer = tokenizer_of(files, checkpoint)
         check_spread(spread, model.shape)
         ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)

@@ -3,7 +3,8 @@
 Every rank has the whole model. The prompt is cut over ``cp`` by the attention tables of training, in blocks of unequal
 lengths, so that nothing is padded; keys and values stay where they were computed. Of the prompt one position's logits
 are evaluated, on the rank that has it. Then every rank computes each new token: it attends to its part of the cache,
-and parts are merged by their log-sum-exp.
+and parts are merged by their log-sum-exp. With ``ep`` experts are spread over the same ranks: tokens of the prompt go
+to theirs as in training, and of each new token every rank adds up what its own experts make of it.
 """
 
 from collections.abc import Sequence
@@ -15,21 +16,34 @@ import torch.distributed as dist
 from weft.errors import UsageError
 from weft.generate.cache import KeyValues, attending
 from weft.layout.layout import AXES, Layout
+from weft.layout.mesh import Mesh
+from weft.layout.placement import Place
 from weft.models.attention import Segment, attend_forward, join, wide
+from weft.models.experts import Mixture
 from weft.models.transformer import Transformer
+from weft.parallel.build import check_fits
 from weft.parallel.context import across
 from weft.parallel.context.tables import build
+from weft.parallel.experts.dispatch import Everywhere, Ranks, connect_experts
 from weft.recipe import ModelShape
 
 T = torch.Tensor
 
+#: The ways to experts on other ranks that take any number of tokens from each.
+SENDS = ("all-to-all", "per-rank")
 
-def check_spread(layout: Layout, shape: ModelShape) -> None:
-    """Raises :class:`UsageError` for layouts and models that generation cannot be spread by."""
+
+def check_spread(layout: Layout, shape: ModelShape | None = None) -> None:
+    """Raises :class:`UsageError` for layouts and models (None: not known yet) that generation cannot be spread by."""
     if other := [axis for axis in AXES if axis != "cp" and layout.size(axis) > 1]:
         raise UsageError(f"generation can be spread over cp only, not over {other[0]}; use --layout cp={layout.world}")
+    if layout.ep not in (1, layout.cp) or (layout.ep > 1 and layout.dispatch not in SENDS):
+        raise UsageError(f"generation spreads experts over all ranks of cp, by {' or '.join(SENDS)}, as they have "
+                         f"unequal parts of a prompt; use --layout cp={layout.cp},ep={layout.cp}")  # fmt: skip
     if layout.cp > 1 and layout.head_ranks > 1:
         raise UsageError("generation does not exchange heads (Ulysses); use a table, such as layout.context = 'zigzag'")
+    if shape is None:
+        return
     if layout.cp > 1 and any(shape.mixer_of(i) != "softmax" for i in range(shape.layers)):
         raise UsageError(
             "generation over cp is for softmax layers; a linear one keeps one small state, so leave out --layout"
@@ -39,6 +53,23 @@ def check_spread(layout: Layout, shape: ModelShape) -> None:
             "generation over cp is for layers that see all tokens, and this model's see the last "
             f"{shape.window}, which one rank can hold; leave out --layout"
         )
+    if layout.ep > 1:
+        check_fits(shape, _of_experts(layout))
+
+
+def _of_experts(layout: Layout) -> Layout:
+    """What generation under ``layout`` is to a model's parameters: all of them are on each rank, but for experts."""
+    return Layout(dp=layout.cp, ep=layout.ep, dispatch=layout.dispatch)
+
+
+def mesh_of_rank(layout: Layout, device: str) -> Mesh:
+    """Where this rank's model stands."""
+    if layout.ep == 1:
+        return Mesh.single(device)
+    alike = _of_experts(layout)
+    place, ranks = Place.of(alike, dist.get_rank()), dist.group.WORLD
+    assert ranks is not None
+    return Mesh(alike, torch.device(device), place, _group={"exchange": ranks})
 
 
 class SharedCache:
@@ -94,6 +125,8 @@ class SpreadReader:
         self.root = next(r for r, owned in enumerate(self.owners) if blocks - 1 in owned)  # has the prompt's end
         self.caches: list[SharedCache] = []
         self.past = 0
+        self.mixtures = [m for m in model.modules() if isinstance(m, Mixture) and layout.ep > 1]
+        connect_experts(model, model.mesh)
 
     def read(self, ids: list[int]) -> T | None:
         """The prompt, later one new token. Logits ``[vocab]`` of the last one, on one rank and None on the others."""
@@ -104,6 +137,9 @@ class SpreadReader:
         documents = torch.tensor([0, len(ids)], dtype=torch.int32)
         with attending(self.model, self.caches):
             logits = self.model(tokens, positions, documents, last=int(self.rank == self.root))
+        if not self.past:  # tokens that follow are the same on all ranks
+            for mixture in self.mixtures:
+                mixture.dispatcher = Everywhere(Ranks(self.model.mesh, mixture.router.count))
         self.past += len(ids)
         return logits[0, 0] if self.rank == self.root else None
 

@@ -182,6 +182,21 @@ class AllGather:
         return scattered(self.fan_out.combine(rows, meta), self.ranks.group)()
 
 
+class Everywhere:
+    """All ranks have the same tokens, as generation has: each adds up what its experts make of them, then all do."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.fan_out = ranks, Local(range(ranks.first, ranks.last), others=True)
+
+    def dispatch(self, x: T, choice: Choice) -> Callable[[], Dispatched]:
+        return self.fan_out.dispatch(x, self.ranks.placed(choice))
+
+    def combine(self, rows: T, meta: Any) -> T:
+        share = self.fan_out.combine(rows, meta)
+        dist.all_reduce(share, group=self.ranks.group)
+        return share
+
+
 def numbers_sent(choice: Choice, width: int, ranks: Ranks) -> T:
     """How many numbers each way sends of these tokens to other ranks, forward and backward: int64 ``[ways]``.
 

@@ -1,0 +1,125 @@
+"""What the tokens of a task's texts choose of a model's experts, and models that are written with this in mind.
+
+Experts that no token chooses can be left out. And as a layer computes the same in whatever order its experts stand,
+those that follow each other on many tokens' ways can be put side by side, so that whoever spreads a layer's experts
+over ranks in turn, as ``weft generate`` does, has them on one rank.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from weft.checkpoint.model import open_model, tokenizer_of
+from weft.errors import UsageError, WeftError
+from weft.models.adapters import base_of, merged_parameters
+from weft.models.hf import export
+from weft.models.router import Choice, Router
+from weft.models.transformer import Transformer
+from weft.parallel.experts import affinity
+from weft.recipe import ModelShape
+
+T = torch.Tensor
+
+#: Tokens of a text that are read together.
+TOKENS = 512
+
+
+@torch.inference_mode()
+def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
+    """Of each layer with experts, those that every token of a text chooses: ``[tokens, k]``."""
+    found: dict[int, list[T]] = defaultdict(list)
+
+    def keep(router: Router, given: object, choice: Choice) -> None:
+        found[router.layer].append(choice.ids.cpu())
+
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    hooks = [router.register_forward_hook(keep) for router in routers]
+    for at in range(0, len(ids), TOKENS):
+        tokens = torch.tensor([ids[at : at + TOKENS]], device=model.mesh.device)
+        positions = torch.arange(tokens.shape[1], device=model.mesh.device)[None]
+        model(tokens, positions, torch.tensor([0, tokens.shape[1]], dtype=torch.int32), last=0)
+    for hook in hooks:
+        hook.remove()
+    return [torch.cat(found[router.layer]).numpy() for router in routers]
+
+
+def most_chosen(chosen: Sequence[np.ndarray], shape: ModelShape, keep: int) -> tuple[list[list[int]], str]:
+    """The ``keep`` experts of each layer that are chosen most, in their order; and how often others were."""
+    counts = list(shape.mixtures.values())
+    if not shape.experts_per_token <= keep <= min(counts):
+        raise UsageError(f"--keep {keep} is not possible: layers have {min(counts)} experts, of which a token chooses "
+                         f"{shape.experts_per_token}; keep as many as lie between")  # fmt: skip
+    if shape.router == "pre-softmax" and not shape.router_norm:
+        raise UsageError("--keep is for routers whose weights add up to one: in this model what is left would weigh "
+                         "more than before; leave it out")  # fmt: skip
+    often = [np.bincount(ids.ravel(), minlength=count) for ids, count in zip(chosen, counts, strict=True)]
+    kept = [np.sort(np.argsort(-one, kind="stable")[:keep]) for one in often]
+    lost = sum(int(one.sum() - one[ids].sum()) for one, ids in zip(often, kept, strict=True))
+    said = f"{keep} of {max(counts)} experts kept in each layer; {lost:,} of {sum(map(np.size, chosen)):,} choices were"
+    same = "" if lost else ", so that it computes the same for these texts"
+    return [ids.tolist() for ids in kept], f"{said} of others{same}"
+
+
+def best_order(
+    chosen: Sequence[np.ndarray], shape: ModelShape, ranks: int, level: float
+) -> tuple[list[list[int]], str]:
+    """The experts of each layer in the order in which so many ranks are to have them; and what that brings."""
+    counts = list(shape.mixtures.values())
+    if ranks > min(counts):
+        raise UsageError(f"--place {ranks} is more ranks than the {min(counts)} experts of a layer; give fewer")
+    steps = affinity.steps_between(chosen, counts)
+    loads = [np.bincount(ids.ravel(), minlength=count) for ids, count in zip(chosen, counts, strict=True)]
+    owners, drawn = affinity.place_experts(steps, loads, ranks, level), affinity.random_owners(counts, ranks)
+    said = (
+        f"{affinity.share_that_stays(steps, owners):.1%} of the steps from layer to layer stay on one of {ranks} "
+        f"ranks (of a random order {affinity.share_that_stays(steps, drawn):.1%}); the most loaded has "
+        f"{affinity.largest_load(loads, owners):.2f} of the mean ({affinity.largest_load(loads, drawn):.2f})"
+    )
+    return affinity.slots_of(owners), said
+
+
+def with_experts(values: Mapping[str, T], experts: Mapping[int, Sequence[int]]) -> dict[str, T]:
+    """The parameters of a model with these experts of each layer, in this order."""
+    found = dict(values)
+    for layer, ids in experts.items():
+        for name in values:
+            if name.startswith((f"blocks.{layer}.ffn.router.", f"blocks.{layer}.ffn.experts.")):
+                found[name] = values[name][list(ids)]
+    return found
+
+
+def export_for_texts(
+    checkpoint: str, out: Path, texts: Path, warn: Callable[[str], None], keep: int = 0, ranks: int = 0,
+    level: float = 0.0,
+) -> str:  # fmt: skip
+    """Write a model as Hugging Face has it, for texts like those of a file; returns what there is to say about it.
+
+    With so many experts of each layer to ``keep``, or in the best order for so many ``ranks``
+    (:func:`weft.parallel.experts.affinity.place_experts` has ``level``).
+    """
+    if out.exists():
+        raise WeftError(f"--out {out} exists already; choose another folder")
+    if bool(keep) == bool(ranks):
+        raise UsageError("--texts is for --keep or --place; give one of them, and the other to what the first makes")
+    try:
+        text = texts.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--texts {texts} cannot be read: {error}") from None
+    model, files = open_model(checkpoint, "cpu", warn)
+    shape, ids = base_of(model.shape), tokenizer_of(files, checkpoint).encode(text)
+    if not shape.mixtures or not len(ids):
+        raise UsageError(f"{f'{texts} is empty' if shape.mixtures else f'{checkpoint} has no experts'}; give another")
+    if shape.router_groups > 1:
+        raise UsageError(f"the router of {checkpoint} chooses from groups, which must stay as they are; leave out "
+                         "--texts")  # fmt: skip
+    chosen = chosen_experts(model, ids.tolist())
+    order, said = most_chosen(chosen, shape, keep) if keep else best_order(chosen, shape, ranks, level)
+    values = with_experts(merged_parameters(model), dict(zip(shape.mixtures, order, strict=True)))
+    if keep:
+        listed = shape.experts if isinstance(shape.experts, tuple) else ()
+        shape = shape.model_copy(update={"experts": tuple(keep * bool(n) for n in listed) or keep})
+    export(values, shape, out, files=files)
+    return said
