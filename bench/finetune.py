@@ -34,6 +34,7 @@ from weft.checkpoint.weights import starting_values
 from weft.data.batch import Batch
 from weft.data.loader import Loader
 from weft.layout.mesh import Mesh
+from weft.memory.heap import keep_heap
 from weft.recipe import Recipe, load_recipe
 from weft.train.setup import assemble, prepare
 from weft.train.step import train_step
@@ -67,6 +68,7 @@ def ends_of(batch: Batch) -> torch.Tensor:
 
 
 def ours(method: str, packed: bool, batch: int, folder: str, total: int) -> Step:
+    keep_heap()  # as every rank of weft does
     recipe = recipe_of(method, packed, batch)
     job, mesh = prepare(recipe), Mesh.single()
     model, state = assemble(job.shape, mesh, recipe, starting_values(recipe, job.shape))

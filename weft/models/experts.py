@@ -106,6 +106,8 @@ def placed(rows: T, order: T, places: int | None = None) -> T:
 
 def weighted(rows: T, order: T, weights: T) -> T:
     """What the rows of :func:`spread` add up to for each token, by ``weights`` ``[tokens, k]``: ``[tokens, embed]``."""
+    if len(rows) == weights.numel():
+        return _Weighted.apply(rows, order, weights.to(rows.dtype))
     each = placed(rows, order, weights.numel()).unflatten(0, weights.shape)  # [tokens, k, embed]
     return torch.einsum("tk,tkd->td", weights.to(rows.dtype), each)
 
@@ -128,16 +130,44 @@ class Moved(torch.autograd.Function):
         return ctx.back(grad, *ctx.saved_tensors), None, None, *[None] * ctx.orders
 
 
+class _Weighted(torch.autograd.Function):
+    """:func:`weighted` of all rows, without a copy of them in the order of the tokens."""
+
+    @staticmethod
+    def spmd_typecheck(*, rows, order, weights):  # type: ignore[no-untyped-def]
+        return rules.einsum("rd,r,tk->td", rows, order, weights)
+
+    @staticmethod
+    def forward(ctx, rows, order, weights):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(rows, order, weights)
+        return _bags(rows, order, weights.shape[1], weights)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        rows, order, weights = ctx.saved_tensors
+        each = _choices(grad, order, weights.shape[1])  # [rows, embed]
+        d_weights = torch.empty_like(weights).flatten().index_copy_(0, order, torch.einsum("rd,rd->r", each, rows))
+        return each.mul_(weights.flatten()[order, None]), None, d_weights.view_as(weights)
+
+
 def _choices(x: T, order: T, k: int) -> T:
     """The token of each choice in ``order``, of ``k`` choices each."""
-    return x[order // k]
+    return x.index_select(0, order // k)
 
 
 def _sums(rows: T, order: T, k: int, places: int) -> T:
     """Each token's rows added up, in the order of its choices and not of the experts; of distinct ``places``, or 0."""
+    if k > 1 and places == len(rows) and rows.dim() == 2 and rows.is_floating_point():
+        return _bags(rows, order, k)
     found = rows.new_empty if places == len(rows) else rows.new_zeros
     each = found(places, *rows.shape[1:]).index_copy_(0, order, rows)
     return each.unflatten(0, (-1, k)).sum(1) if k > 1 else each
+
+
+def _bags(rows: T, order: T, k: int, weights: T | None = None) -> T:
+    """The sum of the ``k`` rows of each token, of which row ``i`` is choice ``order[i]``; times their ``weights``."""
+    at = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return F.embedding_bag(at.view(-1, k), rows, mode="sum", per_sample_weights=weights)
 
 
 def products(x: T, counts: T, *weights: T) -> tuple[T, ...]:

@@ -7,7 +7,6 @@ several it is elapsed time, the least of some turns. Times are seconds, sizes by
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import os
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import WeftError
+from weft.memory.heap import keep_heap
 from weft.observe.flops import peak_resident
 from weft.rehearse.curves import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Setting
 from weft.rehearse.step import Event, reference
@@ -78,19 +78,6 @@ def steady(measure: Callable[[], dict[str, Points]]) -> dict[str, Points]:
         name: [[*p[:-1], statistics.median(run[name][i][-1] for run in runs)] for i, p in enumerate(points)]
         for name, points in runs[0].items()
     }
-
-
-def keep_heap() -> None:
-    """Let this process keep the memory that it frees (glibc): a loop of one operator frees and takes the same again.
-
-    Handed back to the system, it would be mapped and zeroed anew each time; in a step there is other memory to take.
-    """
-    try:
-        libc = ctypes.CDLL(None)
-        for parameter in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-            libc.mallopt(parameter, 1 << 30)
-    except (AttributeError, OSError):  # another allocator: nothing to say to it
-        pass
 
 
 def triad(budget: float) -> float:
@@ -405,6 +392,7 @@ def empty_memory(world: int) -> dict[str, float]:
         first = peak_resident()
         per_byte = (peak_of("dp=1", "large", True) - first) / (reference("dp=1", "large", True).peak - small)
         found = {"plain": first - max(1.0, per_byte) * small, "per_byte": max(1.0, per_byte)}
+    keep_heap()
     init_ranks("cpu", JOIN_S)
     if world > 1:
         tensors = reference(f"tp={world}", "small", False).peak

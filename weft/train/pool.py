@@ -181,7 +181,10 @@ def _serve(conn: Connection, stacks: str, port: int, secondary: Callable[[BaseEx
     import torch
     import torch.distributed as dist
 
+    from weft.memory.heap import keep_heap
+
     torch.set_num_threads(1)
+    keep_heap()
     warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)\w*` is deprecated", FutureWarning)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     gc.freeze()  # what is here now need not be looked at again and again

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 from weft.errors import UsageError, WeftError
+from weft.memory.heap import keep_heap
 
 
 def in_ranks() -> bool:
@@ -80,6 +81,8 @@ def joined(device: str, timeout_s: int, threads: int = 0) -> Iterator[None]:
     import torch.distributed as dist
 
     torch.set_num_threads(threads_per_rank(threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    if device == "cpu":
+        keep_heap()
     init_ranks(device, timeout_s)
     try:
         yield
