@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import tempfile
 import warnings
@@ -26,8 +25,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from step import Job, Step, machine, measure, plain_step, show, weft_step
+from step import Job, Step, four_ranks, machine, measure, plain_step, show, single, weft_alone, weft_step, write
 from torch import nn
 
 from weft.generate.routing import chosen_experts
@@ -73,14 +71,9 @@ def transformers_model(job: Job, weights: dict[str, torch.Tensor]) -> nn.Module:
     return model.train()
 
 
-def single(job: Job, rounds: int, peak: float) -> dict[str, Any]:
-    """One process: Weft and ``transformers``."""
-    threads = min(2, os.cpu_count() or 1)
-    torch.set_num_threads(threads)
-    step, weights = weft_step(job, Mesh.single())
-    theirs = transformers_model(job, weights)
-    sides = {"weft": step, "transformers": plain_step(job, theirs, lambda tokens: theirs(tokens).logits)}
-    return measure(job, sides, rounds, 1, threads * peak)
+def transformers_alone(job: Job) -> Step:
+    theirs = transformers_model(job, weft_step(job, Mesh.single())[1])
+    return plain_step(job, theirs, lambda tokens: theirs(tokens).logits)
 
 
 def on_rank(rank: int, port: int, job: Job, rounds: int, peak: float, path: str) -> None:
@@ -96,16 +89,6 @@ def on_rank(rank: int, port: int, job: Job, rounds: int, peak: float, path: str)
         Path(path).write_text(json.dumps(table))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def four_ranks(job: Job, rounds: int, peak: float) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/table.json"
-        mp.spawn(on_rank, (port, job, rounds, peak, path), nprocs=4)  # type: ignore[no-untyped-call]
-        return json.loads(Path(path).read_text())
 
 
 def routing(steps: int) -> tuple[list[np.ndarray], list[np.ndarray], list[int], float]:
@@ -171,10 +154,11 @@ def main() -> None:
     torch.set_num_threads(1)
     peak = measured_flops(torch.device("cpu"), torch.float32)  # of one core
     if options.only in (None, "single"):
-        results["single"] = single(job, options.rounds, peak)
+        sides = {"weft": weft_alone, "transformers": transformers_alone}
+        results["single"] = single(job, sides, options.rounds, 1, peak)
         show(f"{title}, one process", results["single"])
     if options.only in (None, "ranks"):
-        results["ranks"] = four_ranks(job, options.rounds, peak)
+        results["ranks"] = four_ranks(on_rank, job, options.rounds, peak)
         show(f"{title}, 4 ranks; weft: shard=4, the others: shard=4,ep=4", results["ranks"])
     if options.only in (None, "placed"):
         results["placed"] = placed(options.steps)
@@ -182,9 +166,7 @@ def main() -> None:
             for name, row in ways.items() if isinstance(ways, dict) else ():
                 print(f"{ranks} ranks, {name:<8}  {row['crossings']:.1%} cross, {row['fewer']:.2f}x fewer than at "
                       f"random; largest load {row['load']:.2f} of the mean")  # fmt: skip
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"\nwritten to {options.json}")
+    write(results, options.json)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from torch.distributed.tensor.parallel import (
 from weft.data.batch import Batch
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.memory.heap import keep_heap
 from weft.model_shape import flops_per_token
 from weft.models.rope import angles, frequencies
 from weft.observe.flops import measured_flops, parameter_count
@@ -323,18 +324,53 @@ def measure(job: Job, sides: dict[str, Step], rounds: int, steps: int, peak: flo
     return table
 
 
-def single(job: Job, rounds: int, steps: int, peak: float) -> dict[str, Any]:
-    """One process: Weft, the hand-written loop, ``transformers``."""
+def weft_alone(job: Job) -> Step:
+    keep_heap()  # as every rank of Weft does
+    return weft_step(job, Mesh.single())[0]
+
+
+def hand_written_alone(job: Job) -> Step:
+    plain = plain_model(job, weft_step(job, Mesh.single())[1])
+    return plain_step(job, plain, plain)
+
+
+def transformers_alone(job: Job) -> Step:
+    theirs = transformers_model(job, plain_model(job, weft_step(job, Mesh.single())[1]))
+    return plain_step(job, theirs, lambda tokens: theirs(tokens).logits)
+
+
+def in_process(make: Callable[[Job], Step], job: Job) -> Step:
+    """The step that ``make`` gives, in a process of its own: how each uses its memory is part of how fast it is."""
+    context = mp.get_context("spawn")
+    pipe, end = context.Pipe()
+    context.Process(target=_serve, args=(end, make, job), daemon=True).start()
+
+    def step() -> float:
+        pipe.send(None)
+        return pipe.recv()
+
+    return step
+
+
+def _serve(pipe: Any, make: Callable[[Job], Step], job: Job) -> None:
     torch.set_num_threads(min(2, os.cpu_count() or 1))
-    step, weights = weft_step(job, Mesh.single())
-    plain = plain_model(job, weights)
-    theirs = transformers_model(job, plain)
-    sides = {
-        "weft": step,
-        "hand-written": plain_step(job, plain, plain),
-        "transformers": plain_step(job, theirs, lambda tokens: theirs(tokens).logits),
-    }
+    step = make(job)
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        pipe.send(step())
+
+
+def single(job: Job, makes: dict[str, Callable[[Job], Step]], rounds: int, steps: int, peak: float) -> dict[str, Any]:
+    """Each side in one process, in turns."""
+    sides = {name: in_process(make, job) for name, make in makes.items()}
     return measure(job, sides, rounds, steps, min(2, os.cpu_count() or 1) * peak)
+
+
+#: What runs in one process.
+ALONE = {"weft": weft_alone, "hand-written": hand_written_alone, "transformers": transformers_alone}
 
 
 def on_rank(rank: int, port: int, job: Job, rounds: int, steps: int, peak: float, path: str) -> None:
@@ -355,13 +391,14 @@ def on_rank(rank: int, port: int, job: Job, rounds: int, steps: int, peak: float
     dist.destroy_process_group()
 
 
-def four_ranks(job: Job, rounds: int, steps: int, peak: float) -> dict[str, Any]:
+def four_ranks(target: Callable[..., None], *given: Any) -> dict[str, Any]:
+    """What rank 0 of four, each at ``target``, writes: called with rank, port, all that is ``given``, and a path."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/table.json"
-        mp.spawn(on_rank, (port, job, rounds, steps, peak, path), nprocs=4)  # type: ignore[no-untyped-call]
+        mp.spawn(target, (port, *given, path), nprocs=4)  # type: ignore[no-untyped-call]
         return json.loads(Path(path).read_text())
 
 
@@ -377,6 +414,12 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_before": round(os.getloadavg()[0], 1),  # what others keep busy: should be well below one core
     }
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"\nwritten to {path}")
 
 
 def show(title: str, table: dict[str, Any]) -> None:
@@ -416,14 +459,12 @@ def main() -> None:
         parameters = parameter_count(s, s.vocab) / 1e6
         title = f"{name}: {parameters:.1f}M parameters, {job.rows} x {job.length} tokens per step, float32"
         if options.only != "ranks":
-            found["single"] = single(job, options.rounds, options.steps, peak)
+            found["single"] = single(job, ALONE, options.rounds, options.steps, peak)
             show(f"{title}, one process", found["single"])
         if options.only != "single":
-            found["ranks"] = four_ranks(job, options.rounds, options.steps, peak)
+            found["ranks"] = four_ranks(on_rank, job, options.rounds, options.steps, peak)
             show(f"{title}, 4 ranks shard=2,tp=2", found["ranks"])
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"\nwritten to {options.json}")
+    write(results, options.json)
 
 
 if __name__ == "__main__":
