@@ -43,14 +43,14 @@ from weft.train.step import train_step
 RECIPE = Path(__file__).parents[1] / "recipes" / "experts.toml"
 RESULTS = Path(__file__).parent / "results" / "experts.json"
 QWEN: dict[str, Any] = {"qk_norm": True, "router": "pre-softmax", "router_norm": True}
+#: 16 experts of which each token goes through 4: the products of one of them have few rows, as in large models.
+TINY = ModelShape(
+    vocab=2048, layers=4, embed=256, heads=8, kv_heads=2, experts=16, experts_per_token=4, expert_ffn=128, **QWEN
+)
 JOBS = {
-    # 16 experts of which each token goes through 4: the products of one of them have few rows, as in large models.
-    "tiny": Job(
-        ModelShape(
-            vocab=2048, layers=4, embed=256, heads=8, kv_heads=2, experts=16, experts_per_token=4, expert_ffn=128,
-            **QWEN,
-        ), 8, 256,
-    ),
+    "tiny": Job(TINY, 8, 256),
+    # Qwen3-30B-A3B has 74 words for each of its 2,048 channels.
+    "tiny, 16k words": Job(TINY.model_copy(update={"vocab": 16_384}), 8, 256),
     "smoke": Job(
         ModelShape(
             vocab=64, layers=1, embed=32, heads=2, kv_heads=2, experts=4, experts_per_token=2, expert_ffn=16, **QWEN
@@ -141,25 +141,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="turns of every side")
     parser.add_argument("--only", choices=["single", "ranks", "placed"])
     parser.add_argument("--steps", type=int, default=300, help="of training before experts are placed")
-    parser.add_argument("--job", choices=list(JOBS), default="tiny")
+    parser.add_argument("--job", choices=list(JOBS), help="default: all but smoke")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
-    job = JOBS[options.job]
-    size = sum(p.numel for p in parameters(job.shape, job.shape.vocab)) / 1e6
-    title = f"{options.job}: {size:.1f}M parameters, {job.rows} x {job.length} tokens per step, float32"
-    results: dict[str, Any] = {
-        "machine": machine(), "rounds": options.rounds, "shape": job.shape.model_dump(exclude_defaults=True),
-        "rows": job.rows, "length": job.length,
-    }  # fmt: skip
+    results: dict[str, Any] = {"machine": machine(), "rounds": options.rounds, "jobs": {}}
     torch.set_num_threads(1)
     peak = measured_flops(torch.device("cpu"), torch.float32)  # of one core
-    if options.only in (None, "single"):
-        sides = {"weft": weft_alone, "transformers": transformers_alone}
-        results["single"] = single(job, sides, options.rounds, 1, peak)
-        show(f"{title}, one process", results["single"])
-    if options.only in (None, "ranks"):
-        results["ranks"] = four_ranks(on_rank, job, options.rounds, peak)
-        show(f"{title}, 4 ranks; weft: shard=4, the others: shard=4,ep=4", results["ranks"])
+    for name in [options.job] if options.job else [name for name in JOBS if name != "smoke"]:
+        job = JOBS[name]
+        found = results["jobs"][name] = {
+            "shape": job.shape.model_dump(exclude_defaults=True), "rows": job.rows, "length": job.length,
+        }  # fmt: skip
+        size = sum(p.numel for p in parameters(job.shape, job.shape.vocab)) / 1e6
+        title = f"{name}: {size:.1f}M parameters, {job.rows} x {job.length} tokens per step, float32"
+        if options.only in (None, "single"):
+            sides = {"weft": weft_alone, "transformers": transformers_alone}
+            found["single"] = single(job, sides, options.rounds, 1, peak)
+            show(f"{title}, one process", found["single"])
+        if options.only in (None, "ranks"):
+            found["ranks"] = four_ranks(on_rank, job, options.rounds, peak)
+            show(f"{title}, 4 ranks; weft: shard=4, the others: shard=4,ep=4", found["ranks"])
     if options.only in (None, "placed"):
         results["placed"] = placed(options.steps)
         for ranks, ways in results["placed"].items():

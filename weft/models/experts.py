@@ -194,13 +194,15 @@ def grouped_runs(x: T, *weights: T) -> bool:
     return hasattr(F, "grouped_mm") and aligned and x.dtype in kinds and not x.is_meta and len(x) > 0
 
 
-def grouped(x: T, weight: T, counts: T) -> T:
-    """``[rows, in]`` and ``[experts, in, out]`` to ``[rows, out]``, without a gradient."""
-    if grouped_runs(x, weight):
-        return F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
-    out, at = x.new_empty(len(x), weight.shape[2]), 0
+def grouped(x: T, weight: T, counts: T, plus: T | None = None) -> T:
+    """``[rows, in]`` and ``[experts, in, out]`` to ``[rows, out]`` (added to ``plus``), without a gradient."""
+    if grouped_runs(x, weight) and (plus is None or x.is_cuda):
+        found = F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
+        return found if plus is None else plus.add_(found)
+    out, at = x.new_empty(len(x), weight.shape[2]) if plus is None else plus, 0
     for w, size in zip(weight, sizes_of(counts, len(x)), strict=True):
-        torch.mm(x[at : at + size], w, out=out[at : at + size])
+        rows = slice(at, at + size)
+        torch.addmm(out[rows], x[rows], w, beta=0 if plus is None else 1, out=out[rows])
         at += size
     return out
 
@@ -236,7 +238,9 @@ class _Products(torch.autograd.Function):
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         x, counts, *weights = ctx.saved_tensors
         grads = tuple(g.contiguous() for g in grads)
-        d_x = sum(grouped(g, w, counts) for g, w in zip(grads, weights, strict=True))
+        d_x: T | None = None
+        for g, w in zip(grads, weights, strict=True):
+            d_x = grouped(g, w, counts, d_x)
         tape, parameters = ctx.later or (None, weights)
         now: list[T | None] = []
         for p, g, w, learns in zip(parameters, grads, weights, ctx.needs_input_grad[3:], strict=True):
