@@ -60,11 +60,16 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "tp above heads": ("tp=5", ""),
     "tp above ffn": ("tp=3", "model.ffn=2"),
     "ep without experts": ("dp=2,ep=2", ""),
+    "placement without ep": ("dp=2,placement=sharded", ""),
+    "placement with post-validation": ("pp=2,dp=2,ep=2,placement=sharded",
+                                       "model.experts=2 optimizer.post_validation=true"),
+    "moving experts with shared state": ("shard=4,ep=2,placement=moving", "model.experts=2"),
+    "moving experts in pieces": ("dp=4,ep=4,placement=moving", "model.experts=2"),
+    "moving experts with such an optimizer": ("dp=2,ep=2,placement=moving", "model.experts=2 optimizer.kind=muon"),
     "ep above experts": ("dp=4,ep=4", "model.experts=3"),
     "pieces of experts with rows and columns": ("dp=4,ep=4", "model.experts=2 optimizer.kind=adafactor"),
     "ep with secondary": ("shard=4,ep=2,secondary=2", ""),
-    "balance of documents with capacity": ("dp=2,zero=1,balance=greedy", "model.experts=2 model.capacity=1.0"),
-    "ep with balance": ("dp=2,ep=2,zero=1,balance=greedy", "model.experts=2"),
+    "two levels without nodes": ("dp=4,ep=4,dispatch=two-level,node=3", "model.experts=4"),
     "tp above expert ffn": ("tp=3", "model.experts=2 model.expert_ffn=2"),
     "tp above vocab": ("tp=3", "model.vocab=2"),
     "ulysses that does not divide": ("cp=3,ulysses=2", ""),
@@ -84,6 +89,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "window with linear attention": ("", "model.window=4 model.mixer=linear"),
     "balance of documents with balance of experts":
         ("cp=2,zero=1,balance=greedy", "model.experts=2 model.balance_loss=0.1"),
+    "balance of documents with capacity": ("dp=2,zero=1,balance=greedy", "model.experts=2 model.capacity=1.0"),
     "balance over all layers with pp":
         ("pp=2", "model.experts=2 model.balance=huggingface model.balance_loss=0.1"),
     "router statistics with post-validation":

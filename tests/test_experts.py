@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
-from functools import partial
+from contextlib import nullcontext
 from math import comb
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -19,7 +20,9 @@ from tests.test_equality import difference
 from weft.layout.layout import Layout
 from weft.models.feed_forward import FeedForward
 from weft.models.router import Choice, Router
-from weft.parallel.experts import dispatch
+from weft.parallel.experts import rows
+from weft.parallel.experts.adaptive import Adaptive, numbers_sent, weights_sent
+from weft.parallel.experts.ranks import Members
 from weft.parallel.units import all_gather, reduce_scatter
 from weft.recipe import ModelShape, Train
 from weft.train.step import train_step
@@ -30,7 +33,7 @@ FACTORS: dict[str, list[Any]] = {
         "shard=2", "tp=2", "cp=2", "pp=2,shard=2", "shard=2,ep=2", "dp=2,ep=2", "tp=2,ep=2", "cp=2,shard=2,ep=4",
         "shard=2,tp=2,ep=2", "shard=2,tp=2,ep=4", "pp=2,shard=2,ep=2", "dp=2,shard=2,ep=2",
     ],
-    "dispatch": ["all-to-all", "per-rank", "all-gather", "adaptive"],
+    "dispatch": ["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive"],
     "model": ["mixtral", "qwen2", "deepseek-v2", "deepseek-v3", "step"],
     "zero": [1, 2, 3],
     "recompute": ["none", "selective", "full"],
@@ -60,7 +63,7 @@ def tree(corpus: str, case: Case) -> dict[str, Any]:
         **{f"model__{key}": value for key, value in model.items()},
     ).model_dump(mode="json")
     given = Layout.parse(case["layout"]).model_dump(exclude_defaults=True)
-    given |= {"dispatch": case.get("dispatch", "all-to-all")}
+    given |= {"dispatch": case.get("dispatch", "all-to-all"), "node": 2}
     if given.get("ep"):
         given |= {"placement": case.get("placement", "static"), "spare": case.get("spare", 2)}
     return values | {"layout": values["layout"] | given}
@@ -90,12 +93,21 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
 @pytest.mark.parametrize("layout", [
     "shard=1024,ep=64", "dp=16,shard=16,tp=4,ep=1024", "dp=8,shard=32,cp=2,tp=2,ep=128", "shard=128,tp=8,ep=8",
 ])  # fmt: skip
-@pytest.mark.parametrize("dispatch", ["all-to-all", "per-rank", "all-gather", "adaptive"])
+@pytest.mark.parametrize("dispatch", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive"])
 def test_large_worlds_are_typed(layout: str, dispatch: str) -> None:
     shape = ModelShape(
         vocab=257, layers=2, embed=32, heads=8, experts=1024, expert_ffn=16, first_dense=1, balance_loss=0.1
     )
-    assert check_types(shape, Layout.parse(f"{layout},dispatch={dispatch}"), Train()) is None
+    assert check_types(shape, Layout.parse(f"{layout},dispatch={dispatch},node=8"), Train()) is None
+
+
+@pytest.mark.parametrize("experts", [2, 6])
+def test_each_option_is_typed(experts: int) -> None:
+    """Of experts cut in their width, and on unequally many ranks."""
+    shape = ModelShape(vocab=257, layers=1, embed=32, heads=8, experts=experts, expert_ffn=11)
+    for option in range(7):
+        with mock.patch.object(Adaptive, "best", lambda self, numbers, option=option: option):
+            assert check_types(shape, Layout.parse("shard=2,cp=2,ep=4,dispatch=adaptive"), Train()) is None
 
 
 @pytest.mark.parametrize("case", [
@@ -141,60 +153,120 @@ def test_what_is_chosen_and_dropped_is_counted_alike_under_every_cut(pool: Any, 
     assert pool.run(Layout(**values["layout"]).world, loads_of_a_step, values) == [one] * Layout.parse(layout).world
 
 
-def sent_and_chosen(values: dict[str, Any]) -> tuple[int, list[list[list[int]]], int]:
-    """On every rank of ``ep``: numbers that it sends to others in a step, what its tokens chose, and its own number."""
+class Sent(NamedTuple):
+    """On a rank of ``ep``: numbers and messages that it sends to others in a step, by what it sends them among.
+
+    ``chosen``: what its tokens chose, by layer and pass. ``counted``: what an adaptive dispatcher had counted.
+    """
+
+    numbers: Counter[str]
+    messages: Counter[str]
+    chosen: list[list[list[int]]]
+    me: int
+    counted: int
+
+
+def sent_in_a_step(values: dict[str, Any], option: int = 0) -> Sent:
+    """``option``: the one that an adaptive dispatcher takes."""
     _, mesh, model, state, loader = start(values)
-    group, chosen, sent = mesh.group("exchange"), [], 0
-    me, ranks = group.rank(), group.size()
+    chosen: list[list[list[int]]] = []
+    numbers, messages, counted = Counter[str](), Counter[str](), 0
 
-    def exchange(found: Any, rows: torch.Tensor, received: Any, out: list[int], **how: Any) -> Any:
-        nonlocal sent
-        sent += (sum(out) - out[me]) * rows[:1].numel() if rows.dim() > 1 else 0
-        return to_all(found, rows, received, out, **how)
+    def note(group: Any, sent: int) -> None:
+        among = group.group_desc if group.group_desc.startswith(("mesh_within", "mesh_across")) else "all"
+        numbers[among] += sent
+        messages[among] += group.size() - 1
 
-    def gather(found: Any, x: torch.Tensor, **how: Any) -> Any:
-        nonlocal sent
-        sent += x.numel() * (ranks - 1)
-        return all_gather(found, x, **how)
+    def exchange(found: Any, rows: torch.Tensor, received: Any, out: list[int], group: Any, **how: Any) -> Any:
+        note(group, (sum(out) - out[group.rank()]) * rows[:1].numel())
+        return to_all(found, rows, received, out, group=group, **how)
 
-    def scatter(found: torch.Tensor, x: Any, **how: Any) -> Any:
-        nonlocal sent
-        sent += found.numel() * (ranks - 1)
-        return reduce_scatter(found, x, **how)
+    def gather(found: Any, x: torch.Tensor, group: Any, **how: Any) -> Any:
+        note(group, x.numel() * (group.size() - 1))
+        return all_gather(found, x, group=group, **how)
+
+    def scatter(found: torch.Tensor, x: Any, group: Any, **how: Any) -> Any:
+        note(group, found.numel() * (group.size() - 1))
+        return reduce_scatter(found, x, group=group, **how)
 
     def choose(self: Router, x: torch.Tensor, seen: Any) -> Any:
         found = route(self, x, seen)
         chosen.append(found.ids.tolist())
         return found
 
+    def best(self: Adaptive, counts: torch.Tensor) -> int:
+        nonlocal counted
+        counted += int(counts[option])
+        return option
+
     route, to_all = Router.forward, dist.all_to_all_single
     with (
-        mock.patch.object(dispatch, "all_gather", gather), mock.patch.object(dispatch, "reduce_scatter", scatter),
+        mock.patch.object(rows, "all_gather", gather), mock.patch.object(rows, "reduce_scatter", scatter),
         mock.patch.object(dist, "all_to_all_single", exchange), mock.patch.object(Router, "forward", choose),
+        mock.patch.object(Adaptive, "best", best),
     ):  # fmt: skip
         train_step(model, state, loader.step(0) or [], mesh, lr=1e-3, clip=1.0)
-    return sent, chosen, me
+    return Sent(numbers, messages, chosen, mesh.group("exchange").rank(), counted)
 
 
-def expected_numbers(chosen: list[list[list[int]]], me: int, width: int) -> dict[str, int]:
-    """By each way, of 8 experts on 4 ranks, without what all ranks tell each other before."""
+def expected_numbers(chosen: list[list[list[int]]], me: int, width: int) -> dict[str, list[int]]:
+    """By each way, of 8 experts on 4 ranks, 2 on a node; ways of two levels: within nodes, and between them."""
     owners = [[e // 2 for e in ids] for tokens in chosen for ids in tokens]
     k, away = len(owners[0]), [{*one} - {me} for one in owners]
+    row, copy = 4 * width, 4 * width + 3 * k  # there and back, twice; with weights, their gradients and ids
+    choices = [o for one in owners for o in one]
     return {
-        "all-to-all": 4 * width * sum(o != me for one in owners for o in one),  # rows there and back, twice
-        "per-rank": (4 * width + 3 * k) * sum(map(len, away)),  # with weights, their gradients and ids
-        "all-gather": (4 * width + 3 * k) * 3 * len(owners),
-    }
+        "all-to-all": [row * sum(o != me for o in choices)],
+        "per-rank": [copy * sum(map(len, away))],
+        "all-gather": [copy * 3 * len(owners)],
+        "two-level": [(row + 2) * sum(o % 2 != me % 2 for o in choices),
+                      (row + 2) * sum(o // 2 != me // 2 for o in choices)],  # with an id and a weight of 1
+        "per-node": [copy * sum(len({o for o in one if o % 2 != me % 2}) for one in owners),
+                     copy * sum(len({o // 2 for o in one} - {me // 2}) for one in owners)],
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["all-to-all", "per-rank", "all-gather"])
-def test_bytes_of_each_dispatcher_are_those_of_its_formula(pool: Any, corpus: str, way: str) -> None:
-    values = tree(corpus, {"layout": "shard=4,ep=4", "model": "eight experts", "dispatch": way})
-    found, width = pool.run(4, sent_and_chosen, values), values["model"]["embed"]
-    # Over all ranks: what one sends, another sends back.
-    expected = sum(expected_numbers(chosen, me, width)[way] for _, chosen, me in found)
-    counts = {"all-to-all": 8, "per-rank": 4, "all-gather": 0}[way] * 3 * sum(len(chosen) for _, chosen, _ in found)
-    assert sum(sent for sent, _, _ in found) == expected + counts > 0
+@pytest.mark.parametrize("way", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node"])
+def test_bytes_and_messages_of_each_dispatcher_are_those_of_its_formula(pool: Any, corpus: str, way: str) -> None:
+    values = tree(corpus, {"layout": "shard=4,ep=4,node=2", "model": "eight experts", "dispatch": way})
+    found, width = pool.run(4, sent_in_a_step, values), values["model"]["embed"]
+    # Over all ranks: what one sends, another sends back, or on.
+    expected = [sum(one) for one in zip(*(expected_numbers(f.chosen, f.me, width)[way] for f in found), strict=True)]
+    groups = ["mesh_within_2", "mesh_across_2"] if len(expected) == 2 else ["all"]
+    assert [sum(f.numbers[group] for f in found) for group in groups] == expected
+    assert min(expected) > 0
+    travels = {"all-to-all": 4, "two-level": 6}.get(way, 7) * len(found[0].chosen)  # rows, ids and weights
+    assert [found[0].messages[group] for group in groups] == (
+        [travels, travels] if len(expected) == 2 else [3 * travels]
+    )
+
+
+@pytest.mark.parametrize("model", ["eight experts", "qwen3", "two experts"])
+def test_bytes_of_each_option_are_those_that_were_counted(pool: Any, corpus: str, model: str) -> None:
+    """Experts on equally many ranks, on unequally many, and cut in their width."""
+    values = tree(corpus, {"layout": "shard=4,ep=4", "model": model, "dispatch": "adaptive"})
+    for option in range(3, 7):  # two neighbours share their weights and tokens go all ways, or all do
+        found = pool.run(4, sent_in_a_step, values, option)
+        assert sum(sum(f.numbers.values()) for f in found) == found[0].counted > 0
+
+
+def losses_of_steps(values: dict[str, Any], switches: bool) -> list[float]:
+    """``switches``: an adaptive dispatcher takes another option in every layer and pass."""
+    _, mesh, model, state, loader = start(values)
+    turns = itertools.count()
+    next_one = {"best": lambda self, numbers: next(turns) * 5 % len(numbers)} if switches else {}
+    with mock.patch.multiple(Adaptive, **next_one) if switches else nullcontext():
+        batch = values["train"]["batch"]
+        steps = [loader.step(i * batch) or [] for i in range(8)]
+        return [train_step(model, state, one, mesh, lr=1e-3, clip=1.0).loss for one in steps]
+
+
+@pytest.mark.parametrize("model", ["qwen3", "two experts"])
+def test_switching_in_every_layer_and_step_changes_no_loss(pool: Any, corpus: str, model: str) -> None:
+    values = tree(corpus, {"layout": "shard=4,ep=4", "model": model})
+    plain = pool.run(4, losses_of_steps, values, False)[0]
+    adaptive = values | {"layout": values["layout"] | {"dispatch": "adaptive"}}
+    assert pool.run(4, losses_of_steps, adaptive, True)[0] == pytest.approx(plain, rel=1e-12)
 
 
 class _Mark(torch.autograd.Function):
@@ -218,7 +290,7 @@ def order_of_events(values: dict[str, Any], at_once: bool) -> tuple[list[str], d
     """
     _, mesh, model, state, loader = start(values)
     events: list[str] = []
-    moved, land, share = dispatch._move, dispatch._Flight.land, FeedForward.share
+    moved, land, share = rows._move, rows._Flight.land, FeedForward.share
 
     def move(rows: torch.Tensor, there: Any, back: Any) -> Any:
         def noted(way: Any) -> Any:
@@ -242,7 +314,7 @@ def order_of_events(values: dict[str, Any], at_once: bool) -> tuple[list[str], d
         return share(self, _Mark.apply(x, events))
 
     with (
-        mock.patch.object(dispatch, "_move", move), mock.patch.object(dispatch._Flight, "land", landed),
+        mock.patch.object(rows, "_move", move), mock.patch.object(rows._Flight, "land", landed),
         mock.patch.object(FeedForward, "share", shared),
     ):  # fmt: skip
         train_step(model, state, loader.step(0) or [], mesh, lr=1e-3, clip=1.0)
@@ -263,28 +335,36 @@ def test_shared_experts_run_while_rows_travel(pool: Any, corpus: str) -> None:
 
 
 def test_adaptive_choice_sends_the_least_in_random_settings() -> None:
-    """One thousand: tokens, choices, ranks and skew at random, counted and by sets."""
+    """One thousand: tokens, choices, ranks, widths and skew at random, counted and by sets."""
     rng, taken = random.Random(3), Counter[str]()
     for _ in range(1000):
-        count, each, tokens = rng.choice([2, 4, 8]), rng.randint(1, 4), rng.randint(1, 30)
-        experts, width = count * each, rng.choice([1, 4, 16, 64])
+        count, each, tokens = rng.choice([2, 2, 4, 4, 8]), rng.randint(1, 4), rng.randint(1, 12)
+        experts, width, hidden = count * each, rng.choice([1, 4, 16, 64]), rng.choice([1, 4, 16])
         k, skew = rng.randint(1, min(8, experts)), rng.choice([0.0, 1.2])
         odds = torch.tensor([(e + 1) ** -skew for e in range(experts)])
         ids = [torch.multinomial(odds.expand(tokens, -1), k) for _ in range(count)]
-        sent = torch.zeros(3, dtype=torch.int64)
-        sizes = Counter[str]()
-        for rank, one in enumerate(ids):
-            here = mock.Mock(rank=rank, count=count, owners=lambda i, each=each: i // each)
-            here.wanted = partial(dispatch.Ranks.wanted, here)
-            sent += dispatch.numbers_sent(Choice(one.double(), one), width, here)
-            owners = (one // each).tolist()
-            sizes["all-to-all"] += 4 * width * sum(o != rank for row in owners for o in row)
-            sizes["per-rank"] += (4 * width + 3 * k) * sum(len({*row} - {rank}) for row in owners)
-            sizes["all-gather"] += (4 * width + 3 * k) * (count - 1) * tokens
-        best = list(dispatch.WAYS)[int(sent.argmin())]
+        counted, sizes = dict[tuple[int, str], int](), dict[tuple[int, str], int]()
+        stacks = [(each, hidden, width)] * count
+        for block in [n for n in range(1, count + 1) if count % n == 0]:
+            ways = ("all-to-all", "per-rank", "all-gather") if block < count else ("weights",)
+            numbers, by_set = torch.full((len(ways),), weights_sent(stacks, block)), Counter[str]()
+            for rank, one in enumerate(ids):
+                owner = torch.arange(experts + each * block) // (each * block)
+                group = mock.Mock(**{"rank.return_value": rank // block, "size.return_value": count // block})
+                members = Members(mock.Mock(), group, owner[: experts + 1], 0, 0) if block < count else None
+                numbers += numbers_sent(Choice(one.double(), one), width, members)
+                owners = [[e // each // block for e in row] for row in one.tolist()]
+                by_set["all-to-all"] += 4 * width * sum(o != rank // block for row in owners for o in row)
+                by_set["per-rank"] += (4 * width + 3 * k) * sum(len({*row} - {rank // block}) for row in owners)
+                by_set["all-gather"] += (4 * width + 3 * k) * (count // block - 1) * tokens
+                for way in ways:  # three matrices to each neighbour, and their gradients back
+                    by_set[way] += 3 * 2 * (block - 1) * each * hidden * width
+            for way, number in zip(ways, numbers.tolist(), strict=True):
+                counted[block, way], sizes[block, way] = number, by_set[way]
+        best = min(counted, key=lambda option: counted[option])
         assert sizes[best] == min(sizes.values())
-        taken[best] += 1
-    assert min(taken[way] for way in ("all-to-all", "per-rank")) > 50, taken
+        taken["tokens" if best[0] == 1 else best[1] if best[0] == count else "both"] += 1
+    assert min(taken[way] for way in ("tokens", "weights", "both")) > 20, taken
 
 
 def test_all_gather_pays_where_tokens_have_as_many_experts_as_there_are_ranks() -> None:

@@ -10,7 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.balance import DocumentTimes, Pass, Plan, PlanError, balanced, bucket, check, costs_of, finish, flexsp
+from weft.data.balance import (
+    DocumentTimes,
+    Pass,
+    Plan,
+    PlanError,
+    balanced,
+    bucket,
+    check,
+    costs_of,
+    finish,
+    flexsp,
+    in_rounds,
+)
 from weft.errors import UsageError
 from weft.recipe import ModelShape
 
@@ -43,6 +55,12 @@ def test_every_plan_is_whole_and_never_hangs(lengths: list[int], ranks: int, cap
         assert all(rank in p.peers for p in mine)
     once = {p for mine in plan for p in mine}
     assert sorted(d for p in once for d in p.documents) == list(range(len(lengths)))
+    rounds = in_rounds(plan)
+    check(rounds, tokens, capacity)
+    for together in zip(*rounds, strict=True):  # the n-th passes of all ranks
+        assert all(together[peer] == p for p in together for peer in p.peers)
+    for mine, before in zip(rounds, plan, strict=True):
+        assert [p for p in mine if p.documents] == [p for p in before if p.documents]
 
 
 def test_long_documents_are_spread_and_short_ones_stay_whole() -> None:

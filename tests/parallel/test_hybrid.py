@@ -54,6 +54,11 @@ def tree(folder: Path, case: Case) -> dict[str, Any]:
         train__micro_batch=case.get("micro_batch", 1),
         train__recompute=case.get("recompute", "none"),
         model__kv_heads=case.get("kv_heads", 2),
+        model__experts=case.get("experts", 0),
+        model__expert_ffn=9,
+        model__balance="step",
+        model__balance_loss=0.3,
+        layout__dispatch=case.get("dispatch", "all-to-all"),
         **{f"layout__{axis}": size for axis, size in case["layout"].items()},
     ).model_dump(mode="json")
 
@@ -68,6 +73,8 @@ QUICK: list[Case] = [
     {"layout": {"cp": 3}, "context": "ring", "balance": "flexsp"},
     {"layout": {"cp": 2}, "context": "rsa"},
     {"layout": {"cp": 2, "tp": 2}},
+    {"layout": {"cp": 4, "ep": 4}, "experts": 6, "dispatch": "all-gather"},
+    {"layout": {"cp": 2, "dp": 2, "ep": 2}, "experts": 3, "recompute": "full", "dispatch": "adaptive"},
 ]
 SLOW: list[Case] = [
     {"layout": {"shard": 2}, "context": "tokenring"},
@@ -77,6 +84,9 @@ SLOW: list[Case] = [
     {"layout": {"cp": 4}, "corpus": "long", "batch": 2, "context": "lightseq"},
     {"layout": {"cp": 3, "tp": 2}, "micro_batch": None, "kv_heads": 1},
     {"layout": {"dp": 2, "cp": 2, "tp": 2, "order": "tp cp dp"}},
+    {"layout": {"dp": 2, "tp": 2, "ep": 4}, "experts": 6},
+    {"layout": {"cp": 3, "ep": 3}, "corpus": "long", "experts": 6, "batch": 1, "dispatch": "per-rank"},
+    {"layout": {"cp": 4, "ep": 4}, "corpus": "tiny", "experts": 2, "batch": 1, "seq_len": 5, "balance": "flexsp"},
 ]
 
 

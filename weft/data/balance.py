@@ -214,6 +214,20 @@ def _by_rank(passes: Iterable[Pass], ranks: int) -> Plan:
     return tuple(map(tuple, mine))
 
 
+def in_rounds(plan: Plan) -> Plan:
+    """The plan with empty passes in between, so that all ranks run equally many, and those of a group theirs at once.
+
+    Ranks then can meet in every pass, as those of ``ep`` do; the price is that each waits for the longest of a round.
+    """
+    mine: list[list[Pass]] = [[] for _ in plan]
+    for p in _runnable_order(plan):
+        start = max(len(mine[rank]) for rank in p.peers)
+        for rank in p.peers:
+            mine[rank] += [Pass((rank,), ())] * (start - len(mine[rank])) + [p]
+    rounds = max(map(len, mine))
+    return tuple((*run, *[Pass((rank,), ())] * (rounds - len(run))) for rank, run in enumerate(mine))
+
+
 def finish(plan: Plan, lengths: np.ndarray, costs: DocumentTimes) -> list[float]:
     """The time at which each rank is done, in the unit of ``costs``. Raises :class:`PlanError` if the plan hangs."""
     clock, seconds = [0.0] * len(plan), dict[Pass, float]()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.data.balance import DocumentTimes, Pass, balanced
+from weft.data.balance import DocumentTimes, Pass, balanced, in_rounds
 from weft.data.batch import IGNORE, Batch, Group, PairedRows, Pairs
 from weft.data.cache import digest
 from weft.data.chat.source import fitted, open_chats
@@ -187,6 +187,8 @@ class Loader:
         tp = self.layout.tp
         capacity = -(-self.rows * self.seq_len // (self.layout.cp * tp)) * tp
         plan = balanced(self.layout.balance, np.diff(edges), capacity, self.layout.size(*DATA_AXES), costs)
+        if self.layout.ep > 1:
+            plan = in_rounds(plan)
         number = zlib.crc32(repr(plan).encode())
         mine = plan[self.batch_rank * self.layout.cp + self.cp_rank]
         return [self._batch_of_pass(p, number, together) for p in mine]

@@ -24,7 +24,8 @@ from weft.models.transformer import Transformer
 from weft.parallel.build import check_fits
 from weft.parallel.context import across
 from weft.parallel.context.tables import build
-from weft.parallel.experts.dispatch import Everywhere, Ranks, connect_experts
+from weft.parallel.experts.connect import connect, connect_experts
+from weft.parallel.experts.dispatch import Everywhere
 from weft.recipe import ModelShape
 
 T = torch.Tensor
@@ -139,7 +140,7 @@ class SpreadReader:
             logits = self.model(tokens, positions, documents, last=int(self.rank == self.root))
         if not self.past:  # tokens that follow are the same on all ranks
             for mixture in self.mixtures:
-                mixture.dispatcher = Everywhere(Ranks(self.model.mesh, mixture.router.count))
+                connect(mixture, Everywhere)
         self.past += len(ids)
         return logits[0, 0] if self.rank == self.root else None
 

@@ -62,6 +62,13 @@ class Asked:
         return f"use one of {', '.join(map(str, self.folding))}"
 
     @property
+    def ranks_in_node(self) -> int:
+        """Of the ranks of ``ep``, those that share a node; 0 if that is not known or not the same everywhere."""
+        from weft.layout.placement import experts_per_node  # which needs layouts, and so this
+
+        return experts_per_node(self.layout) if self.layout.node else 0
+
+    @property
     def widths(self) -> list[int]:
         """The hidden widths of the model's feed-forwards."""
         of_experts = self.shape.expert_ffn if self.shape.mixtures and not self.layout.folds_tp else None
@@ -287,9 +294,10 @@ RULES: tuple[Rule, ...] = (
     Rule("ep with secondary", "layout", lambda a: a.layout.ep > 1 and a.layout.secondary > 0,
          "layout.secondary = {0.layout.secondary} is about neighbours that share all state, and with ep = "
          "{0.layout.ep} they have other experts", "leave out one of them"),
-    Rule("ep with balance", "layout shape", lambda a: a.layout.ep > 1 and bool(a.layout.balance),
-         "layout.balance = {0.layout.balance!r} lets ranks run unequal numbers of passes, and ranks of ep meet in each",
-         "leave out one of them"),
+    Rule("two levels without nodes", "layout",
+         lambda a: a.layout.dispatch in ("two-level", "per-node") and a.layout.ep > 1 and not a.ranks_in_node,
+         "dispatch = {0.layout.dispatch!r} needs equally many of the ranks of ep = {0.layout.ep} on every node, and "
+         "layout.node = {0.layout.node} ranks share one (0: not said)", "set layout.node, or dispatch = 'per-rank'"),
     Rule("tp above expert ffn", "layout shape", lambda a: bool(a.shape.mixtures) and min(a.widths) < a.layout.tp,
          "tp={0.layout.tp} is more than the experts' {0.shape.expert_ffn} expert_ffn",
          "use tp <= {0.shape.expert_ffn}"),

@@ -61,7 +61,8 @@ class Layout(BaseModel):
     the ranks of ``tp`` too, which then send each their own tokens to whole experts. ``dispatch``: how tokens get there
     (:mod:`weft.parallel.experts.dispatch`). With ``placement = "sharded"`` ranks have so many ``spare`` slots each, for
     copies of experts that many tokens choose (:mod:`weft.parallel.experts.copies`); with ``"moving"`` experts also
-    change their owners.
+    change their owners. ``node``: so many ranks share a node, for dispatchers that mind what travels between nodes
+    (0: not said).
 
     ``island``: groups of ranks that train by themselves and agree at times.
 
@@ -88,7 +89,8 @@ class Layout(BaseModel):
     vocab_barriers: Literal[0, 1, 2] = 0
     skip: float = Field(0.0, ge=0, lt=1)
     balance: Literal["", "greedy", "flexsp"] = ""
-    dispatch: Literal["all-to-all", "per-rank", "all-gather", "adaptive"] = "all-to-all"
+    dispatch: Literal["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive"] = "all-to-all"
+    node: int = Field(0, ge=0)
     placement: Literal["static", "sharded", "moving"] = "static"
     spare: int = Field(2, ge=1)
     order: str = ""

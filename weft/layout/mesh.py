@@ -15,7 +15,15 @@ from weft.layout.conflicts import Asked, refuse
 from weft.layout.dims import Logical
 from weft.layout.groups import group_along
 from weft.layout.layout import AXES, BATCH_AXES, FOLDED, Layout
-from weft.layout.placement import EXPERT_AXES, Place, expert_sizes, expert_table, rank_table
+from weft.layout.placement import (
+    EXPERT_AXES,
+    Place,
+    exchange_table,
+    expert_blocks,
+    expert_sizes,
+    expert_table,
+    rank_table,
+)
 
 T = TypeVar("T")
 
@@ -29,7 +37,8 @@ class Mesh:
 
     ``place`` is this rank's. Groups are known by axis, by ``state`` (:class:`weft.layout.placement.Place` says what it
     is), where ``layout.ep`` is above 1 by ``expert_state`` and ``expert_dp``, with ``exchange``, the ranks that have
-    all experts together, and where ``layout.secondary`` is set, by ``near``: the neighbours along ``state``.
+    all experts together, ``within n`` and ``across n``, blocks of n neighbours among these and who has the same place
+    in all blocks, and where ``layout.secondary`` is set, by ``near``: the neighbours along ``state``.
     ``step_group``: the ranks that take a step together, of which this is one; None on a single device.
     """
 
@@ -80,14 +89,17 @@ class Mesh:
         groups["state"] = group_along(holders, 2, "state")
         if layout.ep > 1:
             folded = torch.from_numpy(expert_table(layout, table)[place.rank("island")].copy())
+            together = torch.from_numpy(exchange_table(layout, table)[place.rank("island")].copy())
             groups |= {name: group_along(folded, i, name) for i, name in enumerate(EXPERT_AXES, 1)}
         for axis, group in groups.items():
             if dist.get_rank(group) != place.rank(axis):  # all index arithmetic rests on this
                 raise RuntimeError(f"rank {dist.get_rank()} has another number along {axis} than its group gives it")
         if layout.ep > 1:
-            groups["exchange"] = groups[FOLDED]
-            if layout.folds_tp:
-                groups["exchange"] = group_along(folded.flatten(3, 4), 3, "exchange")
+            groups["exchange"] = group_along(together, -1, "exchange") if layout.folds_tp else groups[FOLDED]
+            for block in expert_blocks(layout):
+                blocks = together.unflatten(-1, (-1, block))
+                groups[f"within {block}"] = group_along(blocks, -1, f"within_{block}")
+                groups[f"across {block}"] = group_along(blocks, -2, f"across_{block}")
         if layout.secondary:
             groups["near"] = group_along(holders.unflatten(2, (-1, layout.secondary)), 3, "near")
         along_axes = [groups[axis] for axis in LIVE_AXES]

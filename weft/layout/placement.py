@@ -141,6 +141,26 @@ def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
     return np.sort(folded, axis=4)
 
 
+def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
+    """A table of :func:`rank_table` with the ranks that have all experts together last, ``[island, pp, ..., ep]``."""
+    folded = expert_table(layout, ranks)
+    return np.sort(folded.reshape(*folded.shape[:4], -1) if layout.folds_tp else np.moveaxis(folded, 4, -1))
+
+
+def experts_per_node(layout: Layout) -> int:
+    """How many of the ranks that have all experts together share a node; 0 if that is not the same everywhere."""
+    nodes = exchange_table(layout, rank_table(layout)).reshape(-1, layout.ep) // (layout.node or layout.world)
+    counts = {int(count) for row in nodes for count in np.unique(row, return_counts=True)[1]}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def expert_blocks(layout: Layout) -> list[int]:
+    """In blocks of how many neighbours ranks bring rows or experts to each other, beside all of them."""
+    if layout.dispatch in ("two-level", "per-node"):
+        return [experts_per_node(layout)]
+    return [n for n in range(2, layout.ep) if layout.ep % n == 0] if layout.dispatch == "adaptive" else []
+
+
 def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[tuple[str, ...], ...]:
     """For each dimension the axes larger than one that cut it: :data:`CUTS`, and no axis cuts a parameter twice.
 

@@ -21,15 +21,21 @@ from weft.recipe import ModelShape
 T = torch.Tensor
 
 
+#: Makes stacks of other experts' weights of a rank's own gate, up and down.
+Stacks = Callable[..., tuple[T, ...]]
+
+
 class Dispatched(NamedTuple):
     """Rows of tokens in the order of the experts that are here: ``rows`` ``[rows, embed]``, ``counts`` of each.
 
-    ``meta`` is what the dispatcher needs to bring them back.
+    ``meta`` is what the dispatcher needs to bring them back. ``stacks``, where rows are for other experts than a rank
+    has: what makes the stacks of their weights of its own.
     """
 
     rows: T
     counts: T
     meta: Any
+    stacks: Stacks | None = None
 
 
 #: Waits for tokens that are on their way.
@@ -117,7 +123,8 @@ class Moved(torch.autograd.Function):
 
     @staticmethod
     def spmd_typecheck(*, rows, there, back, orders):  # type: ignore[no-untyped-def]
-        return rules.einsum("td,r->rd", rows, *orders) if orders else rules.einsum("rd->rd", rows)
+        same = "rde"[: rows.dim()]  # rows of tokens, or whole experts
+        return rules.einsum("td,r->rd", rows, *orders) if orders else rules.einsum(f"{same}->{same}", rows)
 
     @staticmethod
     def forward(ctx, rows, there, back, *orders):  # type: ignore[no-untyped-def]
@@ -264,12 +271,12 @@ class Experts(Module):
         self.weight("up", expert, ffn, embed, std=shape.init_std)
         self.weight("down", expert, embed, ffn, std=shape.init_std / (2 * shape.layers) ** 0.5)
 
-    def forward(self, rows: T, counts: T, lender: Lender | None = None) -> T:
+    def forward(self, rows: T, counts: T, lender: Lender | None = None, stacks: Stacks | None = None) -> T:
         """``[rows, embed]``, ``counts`` of each expert in turn, to each row's share of a sum over what cuts experts.
 
-        Those after this rank's own come from the ``lender``.
+        Those after this rank's own come from the ``lender``. ``stacks``: see :class:`Dispatched`.
         """
-        own = (self.gate, self.up, self.down)
+        own = (self.gate, self.up, self.down) if stacks is None else stacks(self.gate, self.up, self.down)
         if lender is None:
             return self._made(rows, counts, *own)
         lent = lender.borrowed(*own)
@@ -325,8 +332,8 @@ class Mixture(Module):
         tokens = x.flatten(0, 1)
         arriving = self.dispatcher.dispatch(tokens, early or self.router(tokens, seen))
         beside = None if shared is None else shared(x)
-        rows, counts, meta = arriving()
-        return self.dispatcher.combine(self.experts(rows, counts, self.copies), meta).view_as(x), beside
+        rows, counts, meta, stacks = arriving()
+        return self.dispatcher.combine(self.experts(rows, counts, self.copies, stacks), meta).view_as(x), beside
 
     def learn_from(self, loads: Sequence[int]) -> None:
         """Take in how often each expert was chosen in a whole step."""

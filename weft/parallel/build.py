@@ -11,8 +11,8 @@ from weft.models.own_model import model_of_shape, own_values
 from weft.models.transformer import Block, Transformer
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.parallel.context import context_attention
+from weft.parallel.experts.connect import connect_experts
 from weft.parallel.experts.copies import let_experts_move
-from weft.parallel.experts.dispatch import connect_experts
 from weft.parallel.hybrid import hybrid_attention
 from weft.parallel.pipeline import Pipeline
 from weft.parallel.sharded import is_sharded, shard_data_parallel, sharded_state

@@ -63,6 +63,11 @@ def _folding(recipe: Recipe, case: Case, rng: random.Random) -> list[int]:
     return [n for n in Asked(layout).folding if 1 < n <= _experts(recipe, case)]
 
 
+def _dispatchers(recipe: Recipe, case: Case, rng: random.Random) -> list[str]:
+    levels = ["two-level", "per-node"] if "layout.node" in case else []
+    return [*levels, "per-rank", "all-gather", "adaptive"] if _experts(recipe, case) else []
+
+
 def _targets(recipe: Recipe, case: Case, rng: random.Random) -> list[list[str]]:
     """Weights that this model has."""
     latent = bool(case.get("model.kv_rank", recipe.model.kv_rank))
@@ -91,7 +96,8 @@ def _any(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
 DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "model.experts": _any(2, 5, 6),
     "layout.ep": _folding,
-    "layout.dispatch": _with_experts("per-rank", "all-gather", "adaptive"),
+    "layout.node": lambda recipe, case, rng: [1, 2] if "layout.ep" in case else [],
+    "layout.dispatch": _dispatchers,
     "layout.placement": _if_above_one("ep", "sharded", "moving"),
     "layout.spare": _if_above_one("ep", 1, 3),
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
@@ -171,7 +177,8 @@ SMALL: Case = {
     "train.recompute": "none", "train.loss_chunk": 64, "optimizer.post_validation": False, "optimizer.lr": 3e-4,
     "optimizer.kind": "adamw", "optimizer.state": "float32", "optimizer.ema": 0.0, "optimizer.rank": 3,
     "optimizer.estimate": "backward",
-    "layout.zero": 3, "layout.secondary": 0, "layout.context": "zigzag", "layout.ulysses": 1, "layout.scan": "gather",
+    "layout.zero": 3, "layout.node": 0, "layout.secondary": 0,
+    "layout.context": "zigzag", "layout.ulysses": 1, "layout.scan": "gather",
     "layout.schedule": "1f1b", "layout.vocab_barriers": 0, "layout.skip": 0.0, "layout.balance": "",
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ from weft.models.preference import objective
 from weft.models.transformer import Block, Transformer
 from weft.parallel.build import check_fits, resident_state
 from weft.parallel.context import context_attention
-from weft.parallel.experts.dispatch import connect_experts
+from weft.parallel.experts.connect import connect_experts
 from weft.parallel.state import State
 from weft.recipe import Loss, ModelShape, Optimizer, Train
 from weft.train.step import gradients

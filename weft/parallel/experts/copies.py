@@ -26,7 +26,7 @@ from weft.parallel.state import Held, State
 from weft.parallel.units import exchanged_rows
 
 if TYPE_CHECKING:
-    from weft.parallel.experts.dispatch import Ranks
+    from weft.parallel.experts.ranks import Ranks
 
 T = torch.Tensor
 

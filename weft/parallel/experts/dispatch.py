@@ -5,30 +5,24 @@ with ``k`` of ``E`` experts, a rank sends, per direction: by ``all-to-all`` a ro
 about ``T k (P - 1) / P`` of them; by ``per-rank`` one copy to each rank that has any of a token's experts; by
 ``all-gather`` all tokens to all, ``T (P - 1)``, in fixed sizes.
 
-Rows that have set out are waited for when experts need them, so that what else there is to compute runs meanwhile, and
-likewise in backward: the gradients of these rows are back when what comes before dispatch needs them.
+Where ranks stand on ``n`` nodes of ``g``, ``two-level`` brings a row for each choice to who stands on this node where
+its expert's rank does on its own, and then to that rank: fewer and larger messages, ``g + n - 2`` of them. ``per-node``
+brings one copy to each node that has any of a token's experts, and from there one to each rank.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from weft.layout.boundary import declare, untyped
-from weft.layout.dims import part
-from weft.layout.layout import FOLDED
-from weft.layout.mesh import Mesh
-from weft.layout.placement import Place
+from weft.layout.boundary import untyped
+from weft.layout.placement import experts_per_node
 from weft.models.experts import (
+    Arriving,
     Dispatched,
     Dispatcher,
     Local,
-    Mixture,
-    Moved,
     counted,
     placed,
     reordered,
@@ -36,290 +30,177 @@ from weft.models.experts import (
     spread,
     weighted,
 )
-from weft.models.router import Choice, by_token
-from weft.models.transformer import Transformer
-from weft.parallel.experts.copies import Copies
-from weft.parallel.units import all_gather, exchanged_rows, reduce_scatter
+from weft.models.router import Choice
+from weft.parallel.experts.ranks import Members, Ranks
+from weft.parallel.experts.rows import exchanged, gathered, scattered
 
 T = torch.Tensor
 
 
-class Ranks:
-    """The ranks that have all experts together. Each has some *slots*, and ``slot_of`` says where which expert is.
-
-    Where experts are fewer than ranks, each is cut in ``pieces``, which are placed like experts. ``homes``: those that
-    each rank holds, and ``shares``: its slots, in which these come first, in the order in which its group has the
-    ranks. What else there are slots for is up to ``copies``.
-    """
-
-    def __init__(self, mesh: Mesh, experts: int) -> None:
-        self.mesh, layout = mesh, mesh.layout
-        self.group, self.count = mesh.group("exchange"), layout.ep
-        self.rank, self.pieces = self.group.rank(), max(1, self.count // experts)
-        self.items = experts * self.pieces
-        spare = layout.spare if layout.placement != "static" else 0
-        axes = (FOLDED, "tp") if layout.folds_tp else (FOLDED,)
-        places = [Place.of(layout, rank).along(*axes) for rank in dist.get_process_group_ranks(self.group)]
-        self.homes = [range(*part(self.items, self.count, place)) for place in places]
-        sizes = [len(home) + spare for home in self.homes]
-        self.shares = list(pairwise(accumulate(sizes, initial=0)))
-        self.slots, (self.first, self.last) = sum(sizes), self.shares[self.rank]
-        order = torch.tensor([item for home in self.homes for item in home])
-        at = [first + i for (first, _), home in zip(self.shares, self.homes, strict=True) for i in range(len(home))]
-        nowhere = torch.full((self.pieces,), self.slots)  # of choices that are dropped: a slot that no rank has
-        self.slot_of = torch.cat((torch.empty_like(order).scatter(0, order, torch.tensor(at)), nowhere))
-        self.owner = torch.arange(self.count + 1).repeat_interleave(torch.tensor([*sizes, 1]))
-        self.copies = Copies(self, spare) if spare else None
-
-    def placed(self, choice: Choice) -> Choice:
-        """``choice`` with slots in the place of experts; those of all pieces of an expert, whose results add up."""
-        with untyped():
-            pieces = torch.arange(self.pieces, device=choice.ids.device)
-            ids = (choice.ids[..., None] * self.pieces + pieces).flatten(-2)
-            slots = self.slot_of.to(ids.device)[ids] if self.copies is None else self.copies.slots_of(ids)
-        weights = choice.weights if self.pieces == 1 else choice.weights.repeat_interleave(self.pieces, dim=-1)
-        return Choice(weights, self.declared(slots))
-
-    def owners(self, slots: T) -> T:
-        """The ranks that have these slots."""
-        return self.owner.to(slots.device)[slots]
-
-    def wanted(self, owners: T) -> T:
-        """1 where a token goes to a rank at all, else 0: ``[tokens, ranks]``, of the ``owners`` of its choices."""
-        none = torch.zeros(len(owners), self.count + 1, dtype=torch.int64, device=owners.device)
-        return none.scatter(1, owners, 1)[:, : self.count]
-
-    def counts_from_all(self, counts: T) -> T:
-        """What each rank gives of the same number of whole numbers: ``[ranks, numbers]``."""
-        found = counts.new_empty(self.count * len(counts))
-        all_gather(found, counts, group=self.group)
-        return found.view(self.count, -1)
-
-    def declared(self, x: T) -> T:
-        """``x`` with the type of what tokens choose."""
-        return declare(x, self.mesh, **by_token(self.mesh))
-
-
 class AllToAll:
-    """A row for each choice, to the rank of its expert."""
+    """A row for each choice, to the member that has its expert."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, members: Members) -> None:
+        self.members = members
 
-    def dispatch(self, x: T, choice: Choice) -> Callable[[], Dispatched]:
-        ranks, choice = self.ranks, self.ranks.placed(choice)
+    def dispatch(self, x: T, choice: Choice) -> Arriving:
+        members = self.members
         with untyped():
             order = choice.ids.flatten().argsort(stable=True)  # those that are dropped come last
-            counts = counted(choice.ids, ranks.slots + 1)[:-1]
-            arriving = ranks.counts_from_all(counts)[:, ranks.first : ranks.last]  # [ranks, experts here]
-            sent = sizes_of(torch.stack([counts[lo:hi].sum() for lo, hi in ranks.shares]), len(order))
+            counts = counted(choice.ids, members.slots + 1)[:-1]
+            arriving = members.counts_from_all(counts)[:, members.first : members.last]  # [members, experts here]
+            owners = members.owner[:-1].to(counts.device)
+            sent = sizes_of(counts.new_zeros(members.count).scatter_add(0, owners, counts), len(order))
             received = sizes_of(arriving.sum(1), len(order))
             counts_here = arriving.sum(0)
-            here = torch.arange(arriving.shape[1], device=x.device).repeat(ranks.count)
+            here = torch.arange(arriving.shape[1], device=x.device).repeat(members.count)
             which = counts.new_empty(sum(received)) if x.is_meta else here.repeat_interleave(arriving.flatten())
             by_expert = which.argsort(stable=True)
-        order, by_expert = ranks.declared(order), ranks.declared(by_expert)
+        order, by_expert = members.declared(order), members.declared(by_expert)
         # Rank by rank, and of each rank expert by expert.
-        rows = exchanged(spread(x, order, choice.ids.shape[1], sum(sent)), sent, received, ranks.group)
+        rows = exchanged(spread(x, order, choice.ids.shape[1], sum(sent)), sent, received, members.group)
         meta = (order, choice.weights, by_expert, sent, received)
         return lambda: Dispatched(reordered(rows(), by_expert), counts_here, meta)
 
     def combine(self, rows: T, meta: Any) -> T:
         order, weights, by_expert, sent, received = meta
-        back = exchanged(placed(rows, by_expert), received, sent, self.ranks.group)()
+        back = exchanged(placed(rows, by_expert), received, sent, self.members.group)()
         return weighted(back, order, weights)
 
 
-class PerRank:
-    """One copy of a token to each rank that has any of its experts, which adds up what these make of it."""
+class PerMember:
+    """One copy of a token to each member that has or leads to any of its experts, for the ``inner`` way from there.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.fan_out = ranks, Local(range(ranks.first, ranks.last), others=True)
+    A member adds up what comes of a token before it goes back.
+    """
 
-    def dispatch(self, x: T, choice: Choice) -> Callable[[], Dispatched]:
-        ranks, choice, tokens = self.ranks, self.ranks.placed(choice), len(x)
+    def __init__(self, members: Members, inner: Dispatcher) -> None:
+        self.members, self.inner = members, inner
+
+    def dispatch(self, x: T, choice: Choice) -> Arriving:
+        members, tokens = self.members, len(x)
         with untyped():
-            owners = ranks.owners(choice.ids)  # [tokens, k]
-            wanted = ranks.wanted(owners)
+            wanted = members.wanted(members.owners(choice.ids))
             # A place for each rank that a token could go to; those that it goes to come first, rank by rank.
-            places = torch.where(wanted > 0, torch.arange(ranks.count, device=x.device), ranks.count).flatten()
+            places = torch.where(wanted > 0, torch.arange(members.count, device=x.device), members.count).flatten()
             order, counts = places.argsort(stable=True), wanted.sum(0)
             sent = sizes_of(counts, len(order))
-            received = sizes_of(ranks.counts_from_all(counts)[:, ranks.rank], len(order))
-        order = ranks.declared(order)
+            received = sizes_of(members.counts_from_all(counts)[:, members.rank], len(order))
+        order = members.declared(order)
 
         rows, weights, ids = (
-            exchanged(spread(y, order, ranks.count, sum(sent)), sent, received, ranks.group)
+            exchanged(spread(y, order, members.count, sum(sent)), sent, received, members.group)
             for y in (x, choice.weights, choice.ids)
         )
 
         def arrived() -> Dispatched:
-            found = self.fan_out.dispatch(rows(), Choice(weights(), ids()))()
-            return Dispatched(found.rows, found.counts, (found.meta, order, tokens, sent, received))
+            found = self.inner.dispatch(rows(), Choice(weights(), ids()))()
+            return found._replace(meta=(found.meta, order, tokens, sent, received))
 
         return arrived
 
     def combine(self, rows: T, meta: Any) -> T:
         inner, order, tokens, sent, received = meta
-        back = exchanged(self.fan_out.combine(rows, inner), received, sent, self.ranks.group)()
+        back = exchanged(self.inner.combine(rows, inner), received, sent, self.members.group)()
         with untyped():
-            ones = torch.ones(tokens, self.ranks.count, device=rows.device)
-        return weighted(back, order, self.ranks.declared(ones))
+            ones = torch.ones(tokens, self.members.count, device=rows.device)
+        return weighted(back, order, self.members.declared(ones))
 
 
 class AllGather:
-    """All tokens to all ranks, each of which adds up what its experts make of them."""
+    """All tokens to all members, each of which adds up what its experts make of them."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.fan_out = ranks, Local(range(ranks.first, ranks.last), others=True)
+    def __init__(self, members: Members) -> None:
+        self.members, self.fan_out = members, here(members)
+        self.uneven = bool(members.mesh.layout.balance)
 
-    def dispatch(self, x: T, choice: Choice) -> Callable[[], Dispatched]:
-        group, choice = self.ranks.group, self.ranks.placed(choice)
-        weights, ids, rows = (gathered(y, group) for y in (choice.weights, choice.ids, x))
-        return lambda: self.fan_out.dispatch(rows(), Choice(weights(), ids()))()
+    def dispatch(self, x: T, choice: Choice) -> Arriving:
+        members, tokens = self.members, len(x)
+        if self.uneven and (padding := members.most(tokens) - tokens):
+            pad = (0, 0, 0, padding)
+            padded = F.pad(choice.ids, pad, value=members.slots)
+            x, choice = F.pad(x, pad), Choice(F.pad(choice.weights, pad), padded)
+        rows, weights, ids = (gathered(y, members.group) for y in (x, choice.weights, choice.ids))
+
+        def arrived() -> Dispatched:
+            found = self.fan_out.dispatch(rows(), Choice(weights(), ids()))()
+            return found._replace(meta=(found.meta, tokens))
+
+        return arrived
 
     def combine(self, rows: T, meta: Any) -> T:
-        return scattered(self.fan_out.combine(rows, meta), self.ranks.group)()
+        inner, tokens = meta
+        return scattered(self.fan_out.combine(rows, inner), self.members.group)()[:tokens]
 
 
 class Everywhere:
     """All ranks have the same tokens, as generation has: each adds up what its experts make of them, then all do."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.fan_out = ranks, Local(range(ranks.first, ranks.last), others=True)
+    def __init__(self, members: Members) -> None:
+        self.members, self.fan_out = members, here(members)
 
-    def dispatch(self, x: T, choice: Choice) -> Callable[[], Dispatched]:
-        return self.fan_out.dispatch(x, self.ranks.placed(choice))
+    def dispatch(self, x: T, choice: Choice) -> Arriving:
+        return self.fan_out.dispatch(x, choice)
 
     def combine(self, rows: T, meta: Any) -> T:
         share = self.fan_out.combine(rows, meta)
-        dist.all_reduce(share, group=self.ranks.group)
+        dist.all_reduce(share, group=self.members.group)
         return share
 
 
-def numbers_sent(choice: Choice, width: int, ranks: Ranks) -> T:
-    """How many numbers each way sends of these tokens to other ranks, forward and backward: int64 ``[ways]``.
+class EachChoice:
+    """Every choice as a token of its own, so that what comes of them is added up where they set out."""
 
-    ``choice`` is :meth:`Ranks.placed`. Rows go there and back, twice. Where results are added up elsewhere, weights and
-    ids go along, and the weights' gradients come back.
-    """
-    tokens, k = choice.ids.shape
-    owners = ranks.owners(choice.ids)
-    rows = ((owners != ranks.rank) & (owners < ranks.count)).sum()
-    present = ranks.wanted(owners)
-    copies = present.sum() - present[:, ranks.rank].sum()
-    to_all = torch.full_like(rows, tokens * (ranks.count - 1))
-    return torch.stack((4 * width * rows, (4 * width + 3 * k) * copies, (4 * width + 3 * k) * to_all))
+    def __init__(self, inner: Dispatcher) -> None:
+        self.inner = inner
 
-
-class Adaptive:
-    """In each layer and pass the way that sends least in total, as :func:`numbers_sent` counts (after Tutel, Hwang et
-    al. 2023); the weights stay where they are."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.ways = ranks, [way(ranks) for way in WAYS.values()]
-
-    def dispatch(self, x: T, choice: Choice) -> Callable[[], Dispatched]:
-        with untyped():
-            sent = numbers_sent(self.ranks.placed(choice), x.shape[1], self.ranks)
-            dist.all_reduce(sent, group=self.ranks.group)
-            best = 0 if sent.is_meta else int(sent.argmin())
-        arriving = self.ways[best].dispatch(x, choice)
+    def dispatch(self, x: T, choice: Choice) -> Arriving:
+        count, k = choice.ids.numel(), choice.ids.shape[1]
+        order = torch.arange(count, device=x.device)
+        alone = Choice(torch.ones_like(choice.weights).view(count, 1), choice.ids.view(count, 1))
+        arriving = self.inner.dispatch(spread(x, order, k), alone)
 
         def arrived() -> Dispatched:
             found = arriving()
-            return found._replace(meta=(best, found.meta))
+            return found._replace(meta=(found.meta, order, choice.weights))
 
         return arrived
 
     def combine(self, rows: T, meta: Any) -> T:
-        best, inner = meta
-        return self.ways[best].combine(rows, inner)
+        inner, order, weights = meta
+        return weighted(self.inner.combine(rows, inner), order, weights)
 
 
-WAYS: dict[str, Callable[[Ranks], Dispatcher]] = {
-    "all-to-all": AllToAll, "per-rank": PerRank, "all-gather": AllGather,
-}  # fmt: skip
-#: The dispatchers, by ``layout.dispatch``.
-DISPATCHERS = WAYS | {"adaptive": Adaptive}
+def here(members: Members) -> Local:
+    """The experts of this rank, where tokens are that may have chosen others too."""
+    return Local(range(members.first, members.last), others=True)
 
 
-def connect_experts(model: Transformer, mesh: Mesh) -> None:
-    """Let tokens get to the experts of other ranks, where there are some (``ep``)."""
-    for module in model.modules():
-        if isinstance(module, Mixture) and mesh.layout.ep > 1:
-            ranks = Ranks(mesh, module.router.count)
-            module.dispatcher, module.copies = DISPATCHERS[mesh.layout.dispatch](ranks), ranks.copies
+def per_rank(members: Members) -> Dispatcher:
+    """One copy of a token to each rank that has any of its experts."""
+    return PerMember(members, here(members))
 
 
-#: Waits for rows that are under way.
-Awaited = Callable[[], T]
-#: Rows as they are with others, and what is to be waited for until they are there.
-Moving = tuple[T, Any]
+def per_node(ranks: Ranks) -> Dispatcher:
+    """One copy of a token to each node that has any of its experts, and from there to each such rank."""
+    near = experts_per_node(ranks.mesh.layout)
+    return PerMember(ranks.across(near), PerMember(ranks.within(near), here(ranks)))
 
 
-def exchanged(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Awaited:
-    """Rows from every rank: so many of ``rows`` to each rank in turn, and so many from each."""
-    there, back = (
-        partial(exchanged_rows, sent=a, received=b, group=group) for a, b in ((sent, received), (received, sent))
-    )
-    return _move(rows, there, back)
+def two_level(ranks: Ranks) -> Dispatcher:
+    """A row for each choice to this node's rank that stands where its expert's does, and then to that one."""
+    near = experts_per_node(ranks.mesh.layout)
+    return EachChoice(PerMember(ranks.within(near, from_anywhere=True), PerMember(ranks.across(near), here(ranks))))
 
 
-def gathered(x: T, group: dist.ProcessGroup) -> Awaited:
-    """The rows of all ranks, as many of each."""
-    return _move(x, partial(_gather, group=group), partial(_scatter, group=group))
+class Placing:
+    """The ``inner`` way with slots in the place of experts."""
 
+    def __init__(self, ranks: Ranks, inner: Dispatcher) -> None:
+        self.ranks, self.inner = ranks, inner
 
-def scattered(x: T, group: dist.ProcessGroup) -> Awaited:
-    """This rank's rows of the sum of all ranks' ``x``."""
-    return _move(x, partial(_scatter, group=group), partial(_gather, group=group))
+    def dispatch(self, x: T, choice: Choice) -> Arriving:
+        return self.inner.dispatch(x, self.ranks.placed(choice))
 
-
-def _gather(x: T, group: dist.ProcessGroup) -> Moving:
-    found = x.new_empty(group.size() * len(x), *x.shape[1:])
-    return found, all_gather(found, x.contiguous(), group=group, async_op=True)
-
-
-def _scatter(x: T, group: dist.ProcessGroup) -> Moving:
-    found = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    return found, reduce_scatter(found, x.contiguous(), group=group, async_op=True)
-
-
-@dataclass
-class _Flight:
-    """Moves rows there and their gradients back, and keeps what is under way until it is needed."""
-
-    there: Callable[[T], Moving]
-    back: Callable[[T], Moving]
-    moving: Moving | None = None
-
-    def land(self) -> T:
-        """What was under way."""
-        assert self.moving is not None
-        (found, work), self.moving = self.moving, None
-        work.wait()
-        return found
-
-    def leave(self, rows: T) -> T:
-        self.moving = self.there(rows)
-        return self.moving[0]
-
-    def arrive(self, rows: T) -> T:
-        self.land()
-        return rows.view_as(rows)
-
-    def turn_back(self, grad: T) -> T:
-        """Let gradients set out; what is returned, of their shape here, is not looked at by :meth:`come_back`."""
-        self.moving = self.back(grad)
-        return grad
-
-    def come_back(self, grad: T) -> T:
-        return self.land()
-
-
-def _move(rows: T, there: Callable[[T], Moving], back: Callable[[T], Moving]) -> Awaited:
-    """Let rows go ``there``, and in backward their gradients ``back``; what is returned waits for the rows."""
-    flight = _Flight(there, back)
-    under_way = Moved.apply(rows, flight.leave, flight.come_back)
-    return lambda: Moved.apply(under_way, flight.arrive, flight.turn_back)
+    def combine(self, rows: T, meta: Any) -> T:
+        return self.inner.combine(rows, meta)

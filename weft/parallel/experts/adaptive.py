@@ -1,0 +1,140 @@
+"""In each layer and pass the way that sends least, of tokens or of experts (after Tutel, Hwang et al. 2023).
+
+Experts stay where they are, but for a pass neighbours can give each other the weights of theirs. Then a block of them
+has all that its experts need on each of its ranks, and tokens go to one rank of each block only, or nowhere, where the
+block is all ranks. Of experts that are cut in their width a block has longer pieces, or whole ones.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from weft.layout.boundary import untyped
+from weft.models.experts import Arriving, Dispatched, Dispatcher, Local, Stacks
+from weft.models.router import Choice
+from weft.parallel.experts.dispatch import AllGather, AllToAll, per_rank
+from weft.parallel.experts.ranks import Members, Ranks
+from weft.parallel.experts.rows import gathered
+
+T = torch.Tensor
+
+
+class Option(NamedTuple):
+    """A way for tokens in blocks of ranks that have each other's weights.
+
+    ``joined``: so many pieces of an expert are one for a block. ``weights``: the numbers of all ranks that moving these
+    takes, forward and backward. ``stacks`` makes a block's stacks of weights of a rank's own.
+    """
+
+    way: Dispatcher
+    joined: int = 1
+    weights: int = 0
+    stacks: Stacks | None = None
+
+
+class Adaptive:
+    """Counts what each option sends, and takes the least."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.options, self.levels = ranks, list[Option](), list[tuple[int, Members | None]]()
+        for block in ranks.blocks:
+            joined, members = min(block, ranks.pieces), None
+            if block < ranks.count:
+                members = ranks if block == 1 else ranks.across(block, joined)
+            ways: list[Dispatcher] = [Local(range(ranks.slots // joined), others=True)]
+            if members is not None:
+                ways = [AllToAll(members), per_rank(members), AllGather(members)]
+            self.levels.append((joined, members))
+            weights, stacks = weights_sent(ranks.stacks, block), self._block_of(block, joined)
+            self.options += [Option(way, joined, weights, stacks) for way in ways]
+
+    def _block_of(self, block: int, joined: int) -> Stacks | None:
+        """What makes the stacks of this rank's block."""
+        if block == 1:
+            return None
+        ranks, start = self.ranks, self.ranks.rank // block * block
+        group = ranks.group if block == ranks.count else ranks.mesh.group(f"within {block}")
+        return partial(stacks_of_block, parts=ranks.stacks[start : start + block], joined=joined, group=group)
+
+    def dispatch(self, x: T, choice: Choice) -> Arriving:
+        with untyped():
+            sent = [numbers_sent(part_of(choice, joined), x.shape[1], members) for joined, members in self.levels]
+            numbers = torch.cat(sent)
+            dist.all_reduce(numbers, group=self.ranks.group)
+            best = self.best(numbers + torch.tensor([option.weights for option in self.options], device=x.device))
+        option = self.options[best]
+        arriving = option.way.dispatch(x, part_of(choice, option.joined))
+
+        def arrived() -> Dispatched:
+            found = arriving()
+            return found._replace(meta=(option.way, found.meta), stacks=option.stacks)
+
+        return arrived
+
+    def best(self, numbers: T) -> int:
+        """Which option to take, of the ``numbers`` that all ranks together send by each."""
+        return 0 if numbers.is_meta else int(numbers.argmin())
+
+    def combine(self, rows: T, meta: Any) -> T:
+        way, inner = meta
+        return way.combine(rows, inner)
+
+
+def part_of(choice: Choice, joined: int) -> Choice:
+    """The choice where so many neighbouring slots, pieces of one expert, are one."""
+    return choice if joined == 1 else Choice(choice.weights[:, ::joined], choice.ids[:, ::joined] // joined)
+
+
+def weights_sent(stacks: Sequence[tuple[int, ...]], block: int) -> int:
+    """How many numbers ranks send that give each other their stacks, forward and backward, in blocks of so many.
+
+    ``stacks``: each rank's experts, their width and the model's. Messages are as long as for the largest of a block.
+    """
+    blocks = [stacks[start : start + block] for start in range(0, len(stacks), block)]
+    return sum(3 * 2 * block * (block - 1) * prod(map(max, zip(*parts, strict=True))) for parts in blocks)
+
+
+def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
+    """How many numbers each way sends of these tokens to other members, forward and backward: int64 ``[ways]``.
+
+    Rows go there and back, twice. Where results are added up elsewhere, weights and ids go along, and the weights'
+    gradients come back. Where every rank has all experts there is one way, and none of these numbers.
+    """
+    tokens, k = choice.ids.shape
+    if members is None:
+        return choice.ids.new_zeros(1)
+    owners = members.owners(choice.ids)
+    rows = ((owners != members.rank) & (owners < members.count)).sum()
+    present = members.wanted(owners)
+    copies = present.sum() - present[:, members.rank].sum()
+    to_all = torch.full_like(rows, tokens * (members.count - 1))
+    return torch.stack((4 * width * rows, (4 * width + 3 * k) * copies, (4 * width + 3 * k) * to_all))
+
+
+def stacks_of_block(
+    *weights: T, parts: Sequence[tuple[int, ...]], joined: int, group: dist.ProcessGroup
+) -> tuple[T, ...]:
+    """Stacks of the experts of all ranks of a block, from this one's ``gate``, ``up`` and ``down``.
+
+    ``parts``: how many experts each rank has, and how wide. In backward each rank gets the sum of all gradients of its
+    own.
+    """
+    experts, hidden, _ = map(max, zip(*parts, strict=True))
+    waiting = []
+    for weight, dim in zip(weights, (1, 1, 2), strict=True):
+        wider = [0] * 6
+        wider[-1], wider[2 * (2 - dim) + 1] = experts - weight.shape[0], hidden - weight.shape[dim]
+        waiting.append(gathered(F.pad(weight, wider) if any(wider) else weight, group))
+    found = []
+    for dim, wait in zip((1, 1, 2), waiting, strict=True):
+        each = wait().split(experts)
+        each = tuple(x[:n].narrow(dim, 0, width) for x, (n, width, _) in zip(each, parts, strict=True))
+        if joined > 1:
+            each = tuple(torch.cat(each[i : i + joined], dim) for i in range(0, len(each), joined))
+        found.append(torch.cat(each))
+    return tuple(found)

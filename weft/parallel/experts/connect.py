@@ -1,0 +1,30 @@
+"""The dispatchers by name, and what gives a model's mixtures theirs."""
+
+from collections.abc import Callable
+
+from weft.layout.mesh import Mesh
+from weft.models.experts import Dispatcher, Mixture
+from weft.models.transformer import Transformer
+from weft.parallel.experts.adaptive import Adaptive
+from weft.parallel.experts.dispatch import AllGather, AllToAll, Placing, per_node, per_rank, two_level
+from weft.parallel.experts.ranks import Ranks
+
+#: By ``layout.dispatch``.
+DISPATCHERS: dict[str, Callable[[Ranks], Dispatcher]] = {
+    "all-to-all": AllToAll, "per-rank": per_rank, "all-gather": AllGather, "two-level": two_level,
+    "per-node": per_node, "adaptive": Adaptive,
+}  # fmt: skip
+
+
+def connect_experts(model: Transformer, mesh: Mesh) -> None:
+    """Let tokens get to the experts of other ranks, where there are some (``ep``)."""
+    for module in model.modules():
+        if isinstance(module, Mixture) and mesh.layout.ep > 1:
+            module.copies = connect(module, DISPATCHERS[mesh.layout.dispatch]).copies
+
+
+def connect(mixture: Mixture, way: Callable[[Ranks], Dispatcher]) -> Ranks:
+    """Let the tokens of one get to its experts this way; the ranks that have these."""
+    ranks = Ranks(mixture.mesh, mixture.experts.logical["gate"].dims)
+    mixture.dispatcher = Placing(ranks, way(ranks))
+    return ranks

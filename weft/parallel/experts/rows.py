@@ -1,0 +1,90 @@
+"""Rows on their way to other ranks, and their gradients on the way back.
+
+Rows that have set out are waited for when they are needed, so that what else there is to compute runs meanwhile, and
+likewise in backward: the gradients of these rows are back when what comes before dispatch needs them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.models.experts import Moved
+from weft.parallel.units import all_gather, exchanged_rows, reduce_scatter
+
+T = torch.Tensor
+
+#: Waits for rows that are under way.
+Awaited = Callable[[], T]
+#: Rows as they are with others, and what is to be waited for until they are there.
+Moving = tuple[T, Any]
+
+
+def exchanged(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Awaited:
+    """Rows from every rank: so many of ``rows`` to each rank in turn, and so many from each."""
+    there, back = (
+        partial(exchanged_rows, sent=a, received=b, group=group) for a, b in ((sent, received), (received, sent))
+    )
+    return _move(rows, there, back)
+
+
+def gathered(x: T, group: dist.ProcessGroup) -> Awaited:
+    """The rows of all ranks, as many of each."""
+    return _move(x, partial(_gather, group=group), partial(_scatter, group=group))
+
+
+def scattered(x: T, group: dist.ProcessGroup) -> Awaited:
+    """This rank's rows of the sum of all ranks' ``x``."""
+    return _move(x, partial(_scatter, group=group), partial(_gather, group=group))
+
+
+def _gather(x: T, group: dist.ProcessGroup) -> Moving:
+    found = x.new_empty(group.size() * len(x), *x.shape[1:])
+    return found, all_gather(found, x.contiguous(), group=group, async_op=True)
+
+
+def _scatter(x: T, group: dist.ProcessGroup) -> Moving:
+    found = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    return found, reduce_scatter(found, x.contiguous(), group=group, async_op=True)
+
+
+@dataclass
+class _Flight:
+    """Moves rows there and their gradients back, and keeps what is under way until it is needed."""
+
+    there: Callable[[T], Moving]
+    back: Callable[[T], Moving]
+    moving: Moving | None = None
+
+    def land(self) -> T:
+        """What was under way."""
+        assert self.moving is not None
+        (found, work), self.moving = self.moving, None
+        work.wait()
+        return found
+
+    def leave(self, rows: T) -> T:
+        self.moving = self.there(rows)
+        return self.moving[0]
+
+    def arrive(self, rows: T) -> T:
+        self.land()
+        return rows.view_as(rows)
+
+    def turn_back(self, grad: T) -> T:
+        """Let gradients set out; what is returned, of their shape here, is not looked at by :meth:`come_back`."""
+        self.moving = self.back(grad)
+        return grad
+
+    def come_back(self, grad: T) -> T:
+        return self.land()
+
+
+def _move(rows: T, there: Callable[[T], Moving], back: Callable[[T], Moving]) -> Awaited:
+    """Let rows go ``there``, and in backward their gradients ``back``; what is returned waits for the rows."""
+    flight = _Flight(there, back)
+    under_way = Moved.apply(rows, flight.leave, flight.come_back)
+    return lambda: Moved.apply(under_way, flight.arrive, flight.turn_back)
