@@ -37,8 +37,11 @@ def refuse(path: Path, field: str, value: Any, supported: str) -> NoReturn:
 
 def _number(path: Path, config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     """The whole number that stands under one of ``names``."""
-    name = next((name for name in names if config.get(name) is not None), names[0])
-    value = config[name] if config.get(name) is not None else default
+    given = [name for name in names if config.get(name) is not None]
+    name = given[0] if given else names[0]
+    value = config[name] if given else default
+    if other := [one for one in given if config[one] != value]:
+        refuse(path, other[0], config[other[0]], f"that of {name}, {value}")
     if value is None:
         raise WeftError(f"{path} has no {name}; it is not a complete config.json")
     if not isinstance(value, int) or value < 0:
@@ -66,7 +69,9 @@ def mixture_settings(path: Path, name: str, config: Mapping[str, Any], layers: i
 def _qwen(path: Path, name: str, config: Mapping[str, Any], layers: int, tree: dict[str, Any]) -> dict[str, Any]:
     if config.get("use_sliding_window"):
         refuse(path, "use_sliding_window", True, "False")
-    every, dense = _number(path, config, "decoder_sparse_step", default=1), config.get("mlp_only_layers") or ()
+    every, dense = _number(path, config, "decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        refuse(path, "mlp_only_layers", dense, "a list of layers")
     mixed = [bool(every) and (i + 1) % every == 0 and i not in dense for i in range(layers)]
     first = mixed.index(True) if True in mixed else layers
     found: dict[str, Any] = {"router": "pre-softmax", "router_norm": bool(config.get("norm_topk_prob"))}

@@ -1,5 +1,6 @@
 """What a person has written becomes a validated object, or one line that says what is wrong with it."""
 
+import re
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -23,7 +24,7 @@ def validated(model: type[M], values: dict[str, Any], origin: str) -> M:
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """First problem of a pydantic error as one line: key, cause, remedy."""
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
+    path = [part for part in map(str, first["loc"]) if not re.match(r"constrained-|\w+\[", part)]  # kinds of a union
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
         sections = [name for name in model.model_fields if path[0] in _fields_at(model, [name])]

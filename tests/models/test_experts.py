@@ -228,6 +228,7 @@ def test_parameters_are_counted(more: dict[str, Any]) -> None:
     ({"experts": [6, 6]}, "experts has 2 entries for layers = 1"),
     ({"layers": 2, "experts": [6, 4], "balance": "huggingface", "balance_loss": 1.0}, "equally many experts"),
     ({"router": "softmax"}, "router = 'softmax' is not possible"),
+    ({"experts": -1}, r"model\.experts = -1: it should be"),
 ])  # fmt: skip
 def test_impossible_experts_are_one_line(more: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=line) as error:

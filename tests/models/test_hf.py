@@ -394,6 +394,7 @@ def test_shapes_survive(shape: ModelShape, tmp_path: Path) -> None:
     ({"architectures": ["Qwen2MoeForCausalLM"], **QWEN, "shared_expert_intermediate_size": 50},
      ["shared_expert_intermediate_size = '50'", "multiples of moe_intermediate_size = 24"]),
     ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}, ["no num_experts_per_tok"]),
+    ({"architectures": ["Qwen3MoeForCausalLM"], **QWEN, "mlp_only_layers": "0"}, ["mlp_only_layers = '0'", "a list"]),
     ({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}}, ["missing is an image tower"]),
     ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
      ["missing is soft caps on scores and soft caps on logits"]),
@@ -541,3 +542,15 @@ def test_the_tokenizer_goes_along(exported: Path, tmp_path: Path) -> None:
         SINGLE, "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt",
         "chat_template.jinja",
     }  # fmt: skip
+
+
+def test_more_experts_than_the_configuration_says_are_one_line(tmp_path: Path) -> None:
+    theirs("qwen3 moe", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (count,) = [key for key in ("num_experts", "num_local_experts") if key in config]
+    (tmp_path / "config.json").write_text(json.dumps(config | {count: 7}))
+    with pytest.raises(WeftError, match=r"mlp\.gate\.weight has shape \[8, 32\] but the model needs \[7, 32\]"):
+        open_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 7, "num_local_experts": 8}))
+    with pytest.raises(WeftError, match="num_experts = '7' is not supported; Weft supports that of num_local_experts"):
+        open_pretrained(tmp_path)

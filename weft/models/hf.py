@@ -74,8 +74,8 @@ class Stored:
         except (OSError, SafetensorError) as error:
             raise WeftError(f"{self.folder / file} is missing or damaged ({error}); {AGAIN}") from None
 
-    def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
-        """The part ``box`` of a tensor, which must be of this shape."""
+    def find(self, name: str, shape: Sequence[int]) -> Any:
+        """A tensor, of which nothing is read yet; it must be of this shape."""
         if name not in self.files or name not in self.reader(self.files[name]).keys():  # noqa: SIM118 (no dictionary)
             hint = (
                 "set model.tied = true"
@@ -88,6 +88,11 @@ class Stored:
         if tuple(tensor.get_shape()) != tuple(shape):
             shapes = f"has shape {tensor.get_shape()} but the model needs {list(shape)}"
             raise WeftError(f"{file}: {name} {shapes}; the model section is not of the model stored there")
+        return tensor
+
+    def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
+        """The part ``box`` of a tensor, which must be of this shape."""
+        tensor, file = self.find(name, shape), self.folder / self.files[name]
         if tensor.get_dtype() == "F8_E4M3" and len(box) == 2:
             return self._of_bytes(name, tensor, box)
         if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
@@ -136,8 +141,10 @@ def hf_values(folder: Path, shape: ModelShape | None = None) -> Callable[[str, L
 
 
 def check_stored(folder: Path, shape: ModelShape) -> None:
-    """Raises :class:`WeftError` if a folder lacks tensors that a model of ``shape`` needs; reads none of them."""
-    files = Stored(folder).files
+    """Raises :class:`WeftError` if a folder lacks tensors that a model of ``shape`` needs, or has experts that it has
+    not; reads none of them."""
+    stored = Stored(folder)
+    files = stored.files
     for name, logical in Transformer(shape, Mesh.single()).logical_parameters():
         fused = fused_name(name)
         names = [] if fused is not None and fused[0] in files else hf_names(name, shape)
@@ -150,6 +157,8 @@ def check_stored(folder: Path, shape: ModelShape) -> None:
         if missing:
             hint = "set model.tied = true" if name == "head" else f"its config.json is of another model, or {AGAIN}"
             raise WeftError(f"{folder} has no tensor {missing[0]} {list(logical.shape)}; {hint}")
+        if name.endswith("router.table"):  # of more experts all would be found
+            stored.find(names[0], logical.shape)
 
 
 def export(
