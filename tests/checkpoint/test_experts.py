@@ -162,7 +162,14 @@ def test_between_any_two_layouts(pool: Any, tmp_path: Path, every: int) -> None:
 
 def test_training_goes_on_with_experts_elsewhere(pool: Any, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
-    layouts = ["shard=4,ep=4", "pp=2,shard=2,ep=2", "shard=2,tp=2,ep=4", "dp=4,ep=2", "cp=2,tp=2", "dp=2,shard=2,ep=4"]
+    layouts = [
+        "shard=4,ep=4,placement=moving",
+        "pp=2,shard=2,ep=2",
+        "shard=2,tp=2,ep=4",
+        "dp=4,ep=2,placement=moving",
+        "cp=2,tp=2",
+        "dp=2,shard=2,ep=4",
+    ]
     alone = pool.run(1, train_across, [tree(corpus, "")] * len(layouts))[0][0]
     for losses, _ in pool.run(4, train_across, [tree(corpus, layout) for layout in layouts]):
         assert losses == pytest.approx(alone, abs=1e-10)
@@ -172,7 +179,7 @@ def test_a_checkpoint_of_one_ep_is_resumed_under_another(pool: Any, tmp_path: Pa
     corpus = write_corpus(tmp_path)
     often = {"checkpoint__every": 3, "checkpoint__keep": 5}
     whole = tmp_path / "whole"
-    pool.run(4, go, tree(corpus, "shard=4,ep=4", **often), str(whole))
+    pool.run(4, go, tree(corpus, "shard=4,ep=4,placement=moving,spare=1", **often), str(whole))
     for layout, ranks in (("", 1), ("pp=2,tp=2,ep=2", 4), ("dp=2,ep=2", 2)):
         again = tmp_path / f"again-{ranks}"
         pool.run(ranks, go, tree(corpus, layout, **often), str(again), str(whole / "checkpoints/step-000003"))

@@ -1,7 +1,7 @@
 """Which experts are where, from how often each is chosen: pure functions of numbers on the host.
 
-A placement is an array slot -> expert, ``[ranks, slots]``, -1 for an empty slot; or else a table ``[experts, ranks]``
-of where each has a copy. No rank has two copies of an expert, and choices are divided evenly among the copies.
+A placement is a table ``[experts, ranks]`` of where each has a copy, so that no rank has two of one, or ``order``:
+experts owner by owner. Choices of an expert are divided evenly among its copies.
 """
 
 import numpy as np
@@ -10,31 +10,9 @@ import torch
 Array = np.ndarray
 T = torch.Tensor
 
-#: Planning ends where the most loaded rank has no more than this times the mean.
-ENOUGH = 1.02
-
-
-def replicated(loads: Array, ranks: int, slots: int) -> Array:
-    """A placement with copies of hot experts in all of ``ranks * slots`` slots: int64 ``[ranks, slots]``.
-
-    Each further copy is of the expert whose copies have most to do, and the largest shares are placed first, on the
-    rank with least to do (after DeepSeek's EPLB, which may put copies of one expert side by side).
-    """
-    experts = len(loads)
-    if experts > ranks * slots:
-        raise ValueError(f"{experts} experts need more than {ranks} x {slots} slots")
-    copies = np.ones(experts, np.int64)
-    for _ in range(min(ranks * slots, experts * ranks) - experts):
-        copies[np.where(copies < ranks, loads / copies, -1).argmax()] += 1
-    shares = loads / copies
-    placement, total = np.full((ranks, slots), -1), np.zeros(ranks)
-    for expert in np.argsort(-shares, kind="stable").repeat(copies[np.argsort(-shares, kind="stable")]):
-        free = (placement < 0).any(1) & ~(placement == expert).any(1)
-        if free.any():  # else all ranks with room have it: the slot stays empty
-            rank = np.where(free, total, np.inf).argmin()
-            placement[rank, (placement[rank] < 0).argmax()] = expert
-            total[rank] += shares[expert]
-    return placement
+#: Planning ends where the most loaded rank has no more than this times the mean; where it ends above ``NEARLY``, it
+#: begins once more elsewhere.
+ENOUGH, NEARLY = 1.02, 1.05
 
 
 def loads_of_ranks(loads: Array, copies: Array) -> Array:
@@ -46,35 +24,62 @@ def loads_of_ranks(loads: Array, copies: Array) -> Array:
 def with_copies(loads: Array, owners: Array, ranks: int, spare: int) -> Array:
     """Where experts are computed that ``owners`` lend to ranks with so many ``spare`` slots: bool ``[experts, ranks]``.
 
-    Owners need no slot for their own, and need not compute it. From all at home on, step by step, the copy is added,
-    taken away, or taken from the most loaded rank to another, after which the squares of the ranks' loads add up to
-    least; each copy away from home costs the bytes of an expert.
+    Owners need no slot for their own, and need not compute it. Each copy away from home costs the bytes of an expert.
     """
     own = np.zeros((len(loads), ranks), bool)
     own[np.arange(len(loads)), owners] = True
-    copies, loads = own.copy(), loads / max(1, loads.sum()) * ranks
+    loads = loads / max(1, loads.sum()) * ranks  # so that a rank has 1 on average
+    found = evened(loads, own, own, spare)
+    if loads_of_ranks(loads, found).max() <= NEARLY:
+        return found
+    other = evened(loads, halved(loads, own, spare), own, spare)
+    return min(found, other, key=lambda copies: float(loads_of_ranks(loads, copies).max()))
+
+
+def halved(loads: Array, own: Array, spare: int) -> Array:
+    """``own`` with copies of experts that are more than half of what a rank has on average, where there is room.
+
+    Each is of the expert whose copies have most to do, on the rank with least to do (after DeepSeek's EPLB).
+    """
+    copies = own.copy()
     while True:
-        count = copies.sum(1)
-        shares = loads / count
-        total = shares @ copies
-        hottest, where = total.argmax(), copies @ total
+        shares = loads / copies.sum(1)
+        expert = shares.argmax()
+        room = ((copies & ~own).sum(0) < spare) & ~copies[expert]
+        if shares[expert] <= 0.5 or not room.any():
+            return copies
+        copies[expert, np.where(room, shares @ copies, np.inf).argmin()] = True
+
+
+def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
+    """``copies`` after changes, each of one expert on the rank with most to do, that even out the ranks' loads.
+
+    It gets another copy, is moved, or leaves that rank if there are others, whichever has the least sum of squares.
+    """
+    copies, one = copies.copy(), np.eye(copies.shape[1])
+    while True:
+        total = loads_of_ranks(loads, copies)
+        hottest = total.argmax()
         if total[hottest] <= ENOUGH:
             return copies
-        closed = copies | (~own & ((copies & ~own).sum(0) >= spare))
-        # What each change adds to the sum of squares: [experts, ranks].
-        new, fewer = loads / (count + 1), loads / np.maximum(count - 1, 1)
-        less, more = new - shares, fewer - shares
-        add = (2 * less * where + less**2 * count + new**2)[:, None] + 2 * np.outer(new, total)
-        drop = (2 * more * where + more**2 * (count - 1) + shares**2)[:, None] - 2 * np.outer(fewer, total)
-        move = 2 * (shares**2)[:, None] + 2 * np.outer(shares, total - total[hottest])
-        add[closed] = drop[~copies | (count < 2)[:, None]] = move[closed | ~copies[:, [hottest]]] = np.inf
-        change = min((add, drop, move), key=np.min)
-        if change.min() > -1e-9:
+        here = np.nonzero(copies[:, hottest])[0]
+        load, count, where = loads[here], copies[here].sum(1), copies[here]
+        closed = where | (~own[here] & ((copies & ~own).sum(0) >= spare))
+        share, less, more = (load / np.maximum(1, count + n) for n in (0, 1, -1))
+        # What all ranks then have, by expert and the rank that it comes to: [here, ranks, ranks].
+        added = (total + (less - share)[:, None] * where)[:, None] + one * less[:, None, None]
+        moved = total + (one - one[hottest]) * share[:, None, None]
+        added[closed] = moved[closed] = np.inf
+        gone = total + (more - share)[:, None] * where - one[hottest] * more[:, None]
+        gone[count < 2] = np.inf
+        change = min((added, moved, gone[:, None]), key=lambda loads: np.square(loads).sum(-1).min())
+        squares = np.square(change).sum(-1)
+        if squares.min() > np.square(total).sum() - 1e-9:
             return copies
-        expert, rank = divmod(int(change.argmin()), ranks)
-        copies[expert, rank] = change is not drop
-        if change is move:
-            copies[expert, hottest] = False
+        expert, rank = divmod(int(squares.argmin()), squares.shape[1])
+        copies[here[expert], hottest] = change is added
+        if len(squares[0]) > 1:
+            copies[here[expert], rank] = True
 
 
 def swapped(loads: Array, order: Array, sizes: Array) -> Array:
