@@ -34,12 +34,11 @@ from weft.schedule.actions import Table, Value
 from weft.schedule.build import BUILDERS, build
 from weft.schedule.build.greedy import list_schedule
 from weft.schedule.draw import ticks
-from weft.schedule.from_layout import routes
 from weft.schedule.kinds import kind_of
 from weft.schedule.partition import layer_costs
 from weft.schedule.simulate import Costs, Simulation, simulate
 from weft.schedule.skip import cut, plan_paths
-from weft.schedule.stages import assign_stages
+from weft.schedule.stages import assign_stages, routes
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/skippipe.toml"

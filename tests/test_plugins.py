@@ -20,6 +20,7 @@ from tests.test_equality import difference
 from weft import plugins
 from weft.checkpoint.model import open_model
 from weft.data.batch import IGNORE
+from weft.data.tasks import Text
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import generate
 from weft.layout.mesh import Mesh
@@ -27,7 +28,7 @@ from weft.models.loss import linear_cross_entropy
 from weft.models.own_loss import TokenLoss
 from weft.observe.metrics import read_metrics
 from weft.recipe import build_recipe
-from weft.train.score import Text, scores
+from weft.train.score import scores
 
 #: A module with something of every kind.
 MODULE = """

@@ -14,7 +14,7 @@ from tests.cases import recipe, start, write_corpus
 from tests.chats import TEMPLATES, save_tokenizer
 from tests.conftest import Command
 from weft.checkpoint.model import open_model, tokenizer_of
-from weft.data.tasks import Question, read_questions
+from weft.data.tasks import Question, Score, Text, open_task, read_questions
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import WeftError
 from weft.generate.engine import generate
@@ -25,10 +25,9 @@ from weft.observe.metrics import Run, read_metrics
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Task, Train, build_recipe
 from weft.train.loop import train
-from weft.train.score import Score, Text, scores
+from weft.train.score import scores
 from weft.train.setup import prepare
 from weft.train.start import start as start_run
-from weft.train.tasks import open_task
 
 SHAPE = ModelShape(vocab=61, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5)
 TEXTS = [Text([3, 1, 4], [1, 5, 9]), Text([7], [2]), Text([2, 7, 1, 8, 2, 8], [1, 8]), Text([5, 5], [60, 0, 3, 4, 6])]

@@ -21,8 +21,7 @@ from weft.data.chat.conversation import ConversationError
 from weft.data.chat.forms import read_record
 from weft.data.chat.source import open_chats
 from weft.data.loader import Loader, open_data
-from weft.data.order import Order, Stream
-from weft.data.pack import packed
+from weft.data.order import Order, Stream, packed
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout

@@ -8,10 +8,9 @@ import pytest
 
 from weft.layout.layout import Layout
 from weft.recipe import ModelShape
-from weft.schedule.from_layout import make_table
 from weft.schedule.partition import layer_costs, partition
 from weft.schedule.simulate import Simulation, simulate
-from weft.schedule.stages import modelled_costs
+from weft.schedule.stages import make_table, modelled_costs
 
 #: Yeung et al. 2024 test this: 4B parameters in layers, a vocabulary of 256k, 8 ranks.
 SHAPE = ModelShape(layers=32, embed=3072, heads=24, vocab=256_000)

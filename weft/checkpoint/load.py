@@ -3,7 +3,7 @@
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from types import MappingProxyType
@@ -21,10 +21,13 @@ from weft.layout.parts import TORCH_DTYPES, Part
 
 
 class StoredCheckpoint:
-    """A committed checkpoint. ``bytes_read`` counts what was read of data files, ``seconds`` where the time went."""
+    """A committed checkpoint. ``bytes_read`` counts what was read of data files, ``seconds`` where the time went.
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage, self.bytes_read = storage, 0
+    ``progress`` is called with the bytes of every read.
+    """
+
+    def __init__(self, storage: Storage, progress: Callable[[int], object] = lambda count: None) -> None:
+        self.storage, self.bytes_read, self.progress = storage, 0, progress
         self.seconds: dict[str, float] = defaultdict(float)
         self._manifests: dict[str, Manifest] = {}
         self._near: dict[tuple[int, Box], list[int]] = {}
@@ -108,6 +111,7 @@ class StoredCheckpoint:
         except MissingObject as error:
             raise self.damaged(f"{error} (tensor {first.tensor})") from None
         self.bytes_read += size
+        self.progress(size)
         self.seconds["read"] += time.perf_counter() - begun
         for block, data in zip(group, buffers, strict=True):
             begun = time.perf_counter()

@@ -2,19 +2,32 @@
 
 Model and tokenizer must be the same, field by field: a setting that changes no tensor's shape (heads, ``rope_theta``)
 makes another model of the same parameters just as well. All else may change, and every such difference is named.
+
+Checkpoints of an adapter's run hold the adapter alone, and say which model lies under it: its base.
 """
 
+import os
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
+import xxhash
+
+from weft.checkpoint.format import ROOT
+from weft.checkpoint.hub import local_path
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.storage import Storage, StorageError
-from weft.checkpoint.store import model_of, open_checkpoint, stored_files
+from weft.checkpoint.s3 import open_storage
+from weft.checkpoint.storage import LocalStorage, Storage, StorageError
+from weft.checkpoint.store import candidates, model_of, open_checkpoint, stored_files
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.models.own_model import model_of_shape
 from weft.recipe import ModelShape, Optimizer, Recipe
+
+#: Of a foreign file this many pieces of so many bytes are looked at, spread over it, and its length.
+PIECES, PIECE = 64, 64 << 10
 
 #: Fields that say where a model's first values come from. Once it is trained, they change nothing.
 ORIGIN = ("origin", "init_std")
@@ -98,3 +111,58 @@ def _differing(section: str, stored: Any, mine: Any, names: Any) -> list[str]:
 
 def _shown(value: Any) -> str:
     return repr(value.model_dump() if hasattr(value, "model_dump") else value)
+
+
+def fingerprint(name: str) -> str:
+    """What tells the model called ``name`` from another one, without reading all of it."""
+    where = local_path(name)
+    place, path = open_storage(where), Path(where)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) + sorted(path.glob("*.gguf"))
+    seen = xxhash.xxh3_128()
+    if not (isinstance(place, LocalStorage) and files):
+        seen.update(open_storage(str(candidates(place)[0])).read(ROOT))  # which has the digests of all blocks
+        return str(seen.hexdigest())
+    for file in files:
+        size = file.stat().st_size
+        seen.update(f"{file.name if len(files) > 1 else ''} {size}\n".encode())
+        with file.open("rb") as stream:
+            for i in range(PIECES):
+                stream.seek(max(0, size - PIECE) * i // (PIECES - 1), os.SEEK_SET)
+                seen.update(stream.read(PIECE))
+    return str(seen.hexdigest())
+
+
+def base_of_run(recipe: Recipe, shape: ModelShape) -> dict[str, Any] | None:
+    """What lies under the adapter of a run: a model by name and fingerprint, or new values by their seed."""
+    if shape.adapter is None:
+        return None
+    name = recipe.model.origin
+    if name is None or name.endswith(".json"):
+        return {"from": None, "seed": recipe.train.seed}
+    return {"from": str(Path(name).resolve()) if Path(name).exists() else name, "fingerprint": fingerprint(name)}
+
+
+def check_same_base(checkpoint: StoredCheckpoint, needed: Mapping[str, Any] | None) -> None:
+    """Refuse to go on with an adapter that was trained beside another model than ``needed``."""
+    stored = checkpoint.meta.get("base")
+    if stored is not None and needed is not None and _identity(stored) != _identity(needed):
+        raise WeftError(
+            f"{checkpoint} is an adapter for another model: {_named(stored)}, and the recipe's is {_named(needed)}; "
+            "restore model.from (or train.seed, of new weights)"
+        )
+
+
+def check_unchanged(checkpoint: StoredCheckpoint, name: str) -> None:
+    """Refuse a base model that is not what it was when the adapter was trained."""
+    if fingerprint(name) != checkpoint.meta["base"]["fingerprint"]:
+        raise WeftError(f"{checkpoint} is an adapter for another model than {name} is now; put back the one it was")
+
+
+def _identity(base: Mapping[str, Any]) -> Any:
+    return base.get("fingerprint"), base.get("seed")
+
+
+def _named(base: Mapping[str, Any]) -> str:
+    if base["from"] is None:
+        return f"new weights of seed {base['seed']}"
+    return f"{base['from']} ({base['fingerprint'][:8]})"

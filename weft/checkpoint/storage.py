@@ -6,8 +6,8 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -99,18 +99,15 @@ class LocalStorage:
         return type(self)(self.root / name)
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        try:
+        with self._named("write", name):
             return self._make(name, chunks)
-        except OSError as error:
-            raise self._error("write", name, error) from error
 
     def create(self, name: str, data: bytes) -> bool:
-        try:
-            self._make(name, [data])
-        except FileExistsError:
-            return False
-        except OSError as error:
-            raise self._error("create", name, error) from error
+        with self._named("create", name):
+            try:
+                self._make(name, [data])
+            except FileExistsError:
+                return False
         return True
 
     def _make(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
@@ -139,16 +136,12 @@ class LocalStorage:
         return size
 
     def read(self, name: str) -> bytes:
-        try:
+        with self._named("read", name):
             return (self.root / name).read_bytes()
-        except OSError as error:
-            raise self._error("read", name, error) from error
 
     def holds(self, name: str) -> bool:
-        try:
+        with self._named("read", name):
             return (self.root / name).is_file()
-        except OSError as error:
-            raise self._error("read", name, error) from error
 
     @property
     def granule(self) -> int:
@@ -156,7 +149,7 @@ class LocalStorage:
 
     def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
         left = [b for b in buffers if b.nbytes]
-        try:
+        with self._named("read", name):
             handle = os.open(self.root / name, os.O_RDONLY)
             try:
                 while left:
@@ -170,60 +163,43 @@ class LocalStorage:
                         left[0] = left[0][got:]
             finally:
                 os.close(handle)
-        except OSError as error:
-            raise self._error("read", name, error) from error
 
     def list(self, prefix: str = "") -> dict[str, int]:
         folder = self.root / prefix if prefix.endswith("/") or not prefix else (self.root / prefix).parent
-        try:
+        names = {}
+        with self._named("list", prefix):
             if self.root.is_file():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            names = {}
             for parent, _, files in os.walk(folder, onerror=_unless_gone):
                 for path in (Path(parent, name) for name in files if not name.startswith(".")):
                     with suppress(FileNotFoundError):  # deleted just now
                         names[path.relative_to(self.root).as_posix()] = path.stat().st_size
-        except OSError as error:
-            raise self._error("list", prefix, error) from error
         return {name: size for name, size in sorted(names.items()) if name.startswith(prefix)}
 
     def delete(self, names: Iterable[str]) -> None:
         folders = set()
         for name in names:
             path = self.root / name
-            try:
+            with self._named("delete", name):
                 path.unlink(missing_ok=True)
-            except OSError as error:
-                raise self._error("delete", name, error) from error
             folders |= set(path.parents) - {self.root} - set(self.root.parents)
         for folder in sorted(folders, reverse=True):
-            try:
+            with suppress(OSError):  # not empty
                 folder.rmdir()
-            except OSError:  # not empty
-                continue
 
     def folders(self) -> Sequence[str]:
-        try:
+        with self._named("list"), suppress(FileNotFoundError, NotADirectoryError):
             return sorted(p.name for p in self.root.iterdir() if p.is_dir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise self._error("list", "", error) from error
+        return []
 
     def modified(self, name: str = "") -> float:
         paths = [self.root / name] if name else [self.root, *self.root.rglob("*")]  # what is being written as well
-        try:
+        with self._named("read", name):
             return max(path.stat().st_mtime_ns for path in paths) / 1e9
-        except OSError as error:
-            raise self._error("read", name, error) from error
 
     def clear(self) -> None:
-        try:
+        with self._named("delete"), suppress(FileNotFoundError):  # gone, or someone else deletes it as well
             shutil.rmtree(self.root)
-        except FileNotFoundError:  # gone, or someone else deletes it as well
-            return
-        except OSError as error:
-            raise self._error("delete", "", error) from error
 
     def _sync_folders(self, folder: Path) -> None:
         """Make the names on the way from the top of all to a new file as durable as the file."""
@@ -237,10 +213,15 @@ class LocalStorage:
             finally:
                 os.close(handle)
 
-    def _error(self, doing: str, name: str, error: OSError) -> StorageError:
-        missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENODATA)
-        kind = MissingObject if missing and doing == "read" else StorageError
-        return kind(f"cannot {doing} {self.root / name}: {error.strerror or error}")
+    @contextmanager
+    def _named(self, doing: str, name: str = "") -> Iterator[None]:
+        """What the system refuses in here is said as what cannot be done with which file."""
+        try:
+            yield
+        except OSError as error:
+            missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENODATA)
+            kind = MissingObject if missing and doing == "read" else StorageError
+            raise kind(f"cannot {doing} {self.root / name}: {error.strerror or error}") from error
 
 
 def _unless_gone(error: OSError) -> None:

@@ -4,13 +4,13 @@ import fnmatch
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -235,23 +235,6 @@ def _checkpoints(path: str) -> "list[Storage]":
     return candidates(path, warn=warn)[::-1]
 
 
-class _Watched:
-    """A place that tells how many bytes of data files are read."""
-
-    def __init__(self, place: "Storage", progress: Callable[[int], None]) -> None:
-        self._place, self._progress = place, progress
-
-    def __str__(self) -> str:
-        return str(self._place)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._place, name)
-
-    def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
-        self._place.read_into(name, offset, *buffers)
-        self._progress(sum(b.nbytes for b in buffers))
-
-
 @contextmanager
 def _reading(*places: "Storage") -> "Iterator[list[StoredCheckpoint]]":
     """Open checkpoints, with a bar for how much of them has been read."""
@@ -262,7 +245,7 @@ def _reading(*places: "Storage") -> "Iterator[list[StoredCheckpoint]]":
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         for place in places:
             task = bar.add_task(place.name, total=None)
-            found.append(StoredCheckpoint(cast("Storage", _Watched(place, partial(bar.advance, task)))))
+            found.append(StoredCheckpoint(place, partial(bar.advance, task)))
             bar.update(task, total=sum(map(_size, found[-1].tensors.values())))
         yield found
 

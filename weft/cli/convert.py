@@ -19,12 +19,7 @@ _out = typer.Option(help="The folder to make; with --to weft also s3://...")
 
 
 def convert(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE", help="A checkpoint of Weft's or of another program, or an id of the Hugging Face hub."
-        ),
-    ],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help=_source)],
     out: Annotated[str, _out],
     kind: Annotated[str | None, _from] = None,
     to: Annotated[str, typer.Option(help="weft, hf or dcp.")] = "weft",

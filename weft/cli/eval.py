@@ -27,9 +27,9 @@ def evaluate(
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
+    from weft.data.tasks import open_tasks
     from weft.recipe import Task
     from weft.train.score import scores
-    from weft.train.tasks import open_tasks
 
     model, contents = open_model(checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, ema)
     tasks = [Task(path=str(file), chat=chat, limit=limit) for file in files]

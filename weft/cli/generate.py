@@ -48,7 +48,7 @@ def generate(
 
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.checkpoint.weights import open_pretrained
-    from weft.data.chat.prompt import prompt_ids, read_messages
+    from weft.data.chat.encode import prompt_ids, read_messages
     from weft.generate import engine
     from weft.generate.spread import check_spread, mesh_of_rank
     from weft.layout.layout import Layout

@@ -1,6 +1,6 @@
 """The order of the data: a pure function of the seed and the global sample index, so that one number resumes it."""
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from weft.data.batch import IGNORE, Pairs
-from weft.data.pack import packed
 from weft.errors import UsageError
 
 #: First keys that keep the uses of :func:`hashed` apart.
@@ -43,6 +42,36 @@ def held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
     chosen = keys < np.uint64(fraction * 2**64)
     chosen[keys.argmin()], chosen[keys.argmax()] = True, False
     return chosen
+
+
+def packed(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Documents of ``lengths`` (none above ``capacity``) in rows of at most ``capacity`` tokens.
+
+    The longest first, each goes into the fullest row with room for it (best fit decreasing; Johnson et al. 1974: rows
+    are at most 11/9 of the fewest possible, and 1 more). Returns the documents in the order of the rows, and how many
+    of them there are up to the end of each row: int64 ``[documents]`` and ``[rows]``.
+    """
+    rows: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # the keys of by_room, sorted
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        size = int(lengths[document])
+        at = bisect_left(rooms, size)
+        if at == len(rooms):
+            room, row = capacity, len(rows)
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[at]
+        rows[row].append(document)
+        if left := room - size:
+            if left not in by_room:
+                insort(rooms, left)
+            by_room.setdefault(left, []).append(row)
+    order = np.array([document for row in rows for document in row], np.int64)
+    return order, np.cumsum([len(row) for row in rows], dtype=np.int64)
 
 
 class Row(NamedTuple):

@@ -5,22 +5,36 @@ A line of JSON (or, in TOML, a table ``[[questions]]``) holds a ``prompt`` (or `
 """
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from weft.data.chat.conversation import conversation
-from weft.data.chat.encode import ChatEncoder
-from weft.data.chat.prompt import Messages, as_messages
+from weft.data.chat.encode import ChatEncoder, Messages, as_messages, own_encoder
 from weft.data.corpora import reading, records
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
+from weft.recipe import Task
 
 #: The keys of a question.
 KEYS = {"prompt", "messages", "answer", "choices"}
+
+
+class Text(NamedTuple):
+    """Ids that are given, at least one, and ids that may follow them."""
+
+    given: Sequence[int]
+    following: Sequence[int]
+
+
+class Score(NamedTuple):
+    """``log_probability`` of all that follows together; ``greedy``: whether greedy decoding would write just that."""
+
+    log_probability: float
+    greedy: bool
 
 
 @dataclass(frozen=True)
@@ -87,28 +101,26 @@ def _question(record: Any, place: str) -> Question:
     raise refuse(f"'answer' is one of the choices, or its number from 0 to {len(choices) - 1}")
 
 
-def question_ids(
-    question: Question, tokenizer: Tokenizer, encoder: ChatEncoder | None
-) -> list[tuple[list[int], list[int]]]:
-    """For every answer the ids that are given, and those of the answer.
+def question_texts(question: Question, tokenizer: Tokenizer, encoder: ChatEncoder | None) -> tuple[Text, ...]:
+    """The ids of every answer after the prompt.
 
     With ``encoder``, which learns the last turn, the prompt is what the user says, and the answer a turn of the
     assistant's up to the token that ends it.
     """
     try:
-        made = [
-            text_ids(question.prompt, answer, tokenizer) if encoder is None else _turn_ids(question, answer, encoder)
+        made = tuple(
+            plain_text(question.prompt, answer, tokenizer) if encoder is None else _turn(question, answer, encoder)
             for answer in question.answers
-        ]
+        )
     except WeftError as error:
         raise WeftError(f"{question.place}: {error}") from None
-    if not all(following for _, following in made):
+    if not all(text.following for text in made):
         raise WeftError(f"{question.place}: the answer has no token of its own after this prompt")
     return made
 
 
-def text_ids(prompt: str | Messages, answer: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids of a text, and those of what follows it, as they are when both stand together.
+def plain_text(prompt: str | Messages, answer: str, tokenizer: Tokenizer) -> Text:
+    """A text and what follows it, in the ids that they have when both stand together.
 
     Blanks at the end of the prompt are the answer's, whose first word they are a part of to a tokenizer.
     """
@@ -116,17 +128,17 @@ def text_ids(prompt: str | Messages, answer: str, tokenizer: Tokenizer) -> tuple
         raise WeftError("'messages' are for a model that chats; set chat = true, or give a 'prompt'")
     stem = prompt.rstrip(" ")
     given = tokenizer.prompt_ids(stem)
-    return given, tokenizer.prompt_ids(prompt + answer)[len(given) :]
+    return Text(given, tokenizer.prompt_ids(prompt + answer)[len(given) :])
 
 
-def _turn_ids(question: Question, answer: str, encoder: ChatEncoder) -> tuple[list[int], list[int]]:
+def _turn(question: Question, answer: str, encoder: ChatEncoder) -> Text:
     turn = {"role": "assistant", "content": answer}
     encoded = encoder.encode(conversation([*as_messages(question.prompt), turn]))
     learned = np.flatnonzero(encoded.weights)
     first, last = int(learned[0]), int(learned[-1]) + 1
     following = encoded.ids[first:last].tolist()
     ends = [at + 1 for at, i in enumerate(following) if i in encoder.template.tokenizer.stops]
-    return encoded.ids[:first].tolist(), following[: ends[0]] if ends else following
+    return Text(encoded.ids[:first].tolist(), following[: ends[0]] if ends else following)
 
 
 @dataclass(frozen=True)
@@ -142,15 +154,45 @@ class Answered:
         return self.right / self.questions
 
 
-def counted(questions: Sequence[Question], scores: Sequence[Sequence[tuple[float, bool]]], tokens: int) -> Answered:
-    """Count the answers by their ``scores``: log-probability, and whether greedy decoding writes it.
+@dataclass(frozen=True)
+class OpenTask:
+    """A task with its questions, and their ids for every answer."""
 
-    Of several choices the likeliest counts; one answer alone must be what the model would write. ``tokens``: those of
-    all right answers.
-    """
-    right, loss = 0, 0.0
-    for question, found in zip(questions, scores, strict=True):
-        best = max(range(len(found)), key=lambda i: found[i][0])
-        right += best == question.right if len(found) > 1 else found[0][1]
-        loss -= found[question.right][0]
-    return Answered(len(questions), right, loss / tokens)
+    name: str
+    every: int
+    questions: tuple[Question, ...]
+    texts: tuple[tuple[Text, ...], ...]
+
+    def answered(self, scores: Callable[[Sequence[Text]], list[Score]]) -> Answered | None:
+        """How a model did, whose ``scores`` these are; None if there are none.
+
+        Of several choices the likeliest counts; one answer alone must be what the model would write.
+        """
+        scored = scores([text for texts in self.texts for text in texts])
+        if not scored:
+            return None
+        found, right, loss, tokens = iter(scored), 0, 0.0, 0
+        for question, texts in zip(self.questions, self.texts, strict=True):
+            each = [next(found) for _ in texts]
+            best = max(range(len(each)), key=lambda i: each[i].log_probability)
+            right += best == question.right if len(each) > 1 else each[0].greedy
+            loss -= each[question.right].log_probability
+            tokens += len(texts[question.right].following)
+        return Answered(len(self.questions), right, loss / tokens)
+
+
+def open_task(task: Task, tokenizer: Tokenizer, name: str) -> OpenTask:
+    """Read the questions of a task; ``name`` says in errors whose model's tokenizer it is."""
+    questions = read_questions(task.path, task.limit)
+    encoder = own_encoder(tokenizer, name, "last") if task.chat else None
+    texts = tuple(question_texts(q, tokenizer, encoder) for q in questions)
+    return OpenTask(task.name or Path(task.path).stem, task.every, tuple(questions), texts)
+
+
+def open_tasks(tasks: Sequence[Task], tokenizer: Tokenizer, name: str) -> tuple[OpenTask, ...]:
+    """The tasks of a recipe; no two may have one name."""
+    found = [open_task(task, tokenizer, name) for task in tasks]
+    names = [task.name for task in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise WeftError(f"two tasks are called {twice[0]!r}; give one of them another name")
+    return tuple(found)

@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.data.chat.template import ChatTemplate
+from weft.data.tasks import Text
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import generate, stream_text
-from weft.train.score import Text, scores
+from weft.train.score import scores
 
 #: A request of log-likelihood: its texts, and the ids of both.
 Pair = tuple[tuple[str, str] | None, list[int], list[int]]

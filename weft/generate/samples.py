@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.checkpoint.s3 import Where
-from weft.data.chat.prompt import prompt_ids
+from weft.data.chat.encode import prompt_ids
 from weft.generate.engine import generate, stream_text
 from weft.recipe import Generate
 

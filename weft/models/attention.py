@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.library import CustomOpDef
 
 from weft.models.segments import Segment, cut, document_segments, uniform
 
@@ -214,21 +215,27 @@ def attention_backward(
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-@attention_backward.register_fake
-def _(grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, window: int = 0) -> tuple[T, T, T]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def set_backward(operator: CustomOpDef, backward: CustomOpDef, kept: slice = slice(None)) -> None:
+    """Make ``backward`` the gradient of ``operator``, whose arguments are q, k, v, ``cu_seqlens`` and plain values.
+
+    ``backward`` gets the gradient of the first output, then q, k, v, those outputs that are ``kept``, and the rest.
+    """
+
+    def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        q, k, v, cu_seqlens, *ctx.rest = inputs
+        ctx.save_for_backward(q, k, v, *output[kept], cu_seqlens)
+
+    def gradients(ctx, grad, *_):  # type: ignore[no-untyped-def]
+        return *backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * (1 + len(ctx.rest))
+
+    @backward.register_fake
+    def _(grad: T, q: T, k: T, v: T, *rest: Any) -> tuple[T, T, T]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    operator.register_autograd(gradients, setup_context=save)
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, cu_seqlens, ctx.window = inputs
-    ctx.save_for_backward(*tensors, *output, cu_seqlens)
-
-
-def _attention_grad(ctx, grad, _):  # type: ignore[no-untyped-def]
-    return *attention_backward(grad, *ctx.saved_tensors, ctx.window), None, None
-
-
-attention.register_autograd(_attention_grad, setup_context=_save)
+set_backward(attention, attention_backward)
 
 
 def local_attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:

@@ -14,7 +14,7 @@ from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.adapters import Projections
 from weft.models.attention import local_attention
-from weft.models.norm import Norm
+from weft.models.module import Norm
 from weft.models.rope import rotate, score_scales
 from weft.recipe import ModelShape
 

@@ -23,7 +23,7 @@ import torch
 from weft.errors import UsageError
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners
-from weft.models.attention import fold_heads, repeat_heads, wide
+from weft.models.attention import fold_heads, repeat_heads, set_backward, wide
 from weft.models.prefix import Places, prefixes
 
 T = torch.Tensor
@@ -212,32 +212,13 @@ def linear_attention_backward(
 
 
 @linear_attention.register_fake
-def _(
-    q: T, k: T, v: T, cu_seqlens: T, decay: Sequence[float], owner: Sequence[int], index: int, group: str, routine: str
-) -> tuple[T, T]:
+def _(q: T, k: T, v: T, cu: T, decay: Sequence[float], owner: Sequence[int], index: int, *rest: str) -> tuple[T, T]:
     own = sum(who == index for who in owner)
     states = q.new_empty(own, q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=wide(q.dtype))
     return q.new_empty(q.shape), states
 
 
-@linear_attention_backward.register_fake
-def _(
-    grad: T, q: T, k: T, v: T, before: T, cu_seqlens: T, decay: Sequence[float], owner: Sequence[int], index: int,
-    group: str, routine: str,
-) -> tuple[T, T, T]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, cu, *ctx.where = inputs
-    ctx.save_for_backward(q, k, v, output[1], cu)
-
-
-def _grad(ctx, grad, _):  # type: ignore[no-untyped-def]
-    return *linear_attention_backward(grad, *ctx.saved_tensors, *ctx.where), *[None] * (1 + len(ctx.where))
-
-
-linear_attention.register_autograd(_grad, setup_context=_save)
+set_backward(linear_attention, linear_attention_backward, kept=slice(1, None))
 
 
 def linear_mixer(mesh: Mesh, decay: Sequence[float]) -> Callable[[T, T, T, T], T]:

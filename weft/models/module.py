@@ -1,4 +1,4 @@
-"""The base of all modules: parameters are made with their logical description beside them."""
+"""The base of all modules: parameters are made with their logical description beside them; and the norm."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +7,7 @@ from torch import nn
 
 from weft.layout.dims import Dim, Logical
 from weft.layout.mesh import Mesh
+from weft.models.fused import rms_norm
 
 
 class Module(nn.Module):
@@ -35,3 +36,15 @@ class Module(nn.Module):
         learns = values.is_floating_point() and not everywhere
         self.register_parameter(name, nn.Parameter(values, requires_grad=learns))
         return logical
+
+
+class Norm(Module):
+    """RMSNorm (Zhang & Sennrich 2019)."""
+
+    def __init__(self, dim: Dim, eps: float, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.eps = eps
+        self.weight("scale", dim, std=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.scale, self.eps)

@@ -55,32 +55,19 @@ def _robust(gap: T, margin: T, settings: Loss) -> T:
     return (smoothing * wrong - (1 - smoothing) * right) / (1 - 2 * smoothing)
 
 
-def _ipo(gap: T, margin: T, settings: Loss) -> T:
-    return (gap - 1 / (2 * settings.beta)).square()
-
-
-def _hinge(gap: T, margin: T, settings: Loss) -> T:
-    return F.relu(1 - settings.beta * gap)
-
-
-def _simpo(gap: T, margin: T, settings: Loss) -> T:
-    return _smoothed(settings.beta * gap - margin, settings.label_smoothing)
-
-
-def _reward(gap: T, margin: T, settings: Loss) -> T:
-    return _smoothed(gap - margin, settings.label_smoothing)
-
-
 #: By ``loss.kind`` of the recipe. IPO averages over tokens, as its authors do.
 LOSSES: dict[str, PairLoss] = {
     "dpo": PairLoss(_dpo),
     "dpo-norm": PairLoss(_dpo, averaged=True),
-    "ipo": PairLoss(_ipo, averaged=True),
+    "ipo": PairLoss(lambda gap, margin, loss: (gap - 1 / (2 * loss.beta)).square(), averaged=True),
     "robust": PairLoss(_robust),
-    "hinge": PairLoss(_hinge),
-    "simpo": PairLoss(_simpo, averaged=True, reference=False),
-    "reward": PairLoss(_reward, reference=False),
-}
+    "hinge": PairLoss(lambda gap, margin, loss: F.relu(1 - loss.beta * gap)),
+    "simpo": PairLoss(
+        lambda gap, margin, loss: _smoothed(loss.beta * gap - margin, loss.label_smoothing),
+        averaged=True, reference=False,
+    ),
+    "reward": PairLoss(lambda gap, margin, loss: _smoothed(gap - margin, loss.label_smoothing), reference=False),
+}  # fmt: skip
 
 
 def needs_reference(settings: Loss) -> bool:

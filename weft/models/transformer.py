@@ -26,8 +26,7 @@ from weft.models.fused import Tape, current_tape, deferred
 from weft.models.latent import LatentAttention
 from weft.models.linear_attention import linear_mixer, log_decay
 from weft.models.loss import Criterion, linear_cross_entropy
-from weft.models.module import Module
-from weft.models.norm import Norm
+from weft.models.module import Module, Norm
 from weft.models.preference import Objective, preference_loss, reward_loss
 from weft.models.rope import angles, frequencies, rotate, score_scales
 from weft.models.router import Loads, Pass, by_layer

@@ -21,10 +21,9 @@ from weft.parallel.vocabulary import OutputShard
 from weft.recipe import ModelShape
 from weft.schedule.actions import Action, Table, Value, forward_half
 from weft.schedule.execute import Executed, Op, execute
-from weft.schedule.from_layout import make_table
 from weft.schedule.kinds import Duty, kind_of
 from weft.schedule.lower import GATHER, REDUCE, RELEASE, links
-from weft.schedule.stages import assign_stages
+from weft.schedule.stages import assign_stages, make_table
 from weft.schedule.validate import validate
 from weft.schedule.vocab import share_stage
 from weft.schedule.wire import Wire

@@ -1,4 +1,4 @@
-"""Which part of a model a stage holds, and what the actions of a schedule then take and keep."""
+"""The schedule that a layout asks for: which part of a model a stage holds, and what its actions then take and keep."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from weft.layout.layout import Layout
 from weft.recipe import ModelShape
 from weft.schedule.actions import LOCAL, Table, Value
+from weft.schedule.build import build
 from weft.schedule.partition import layer_costs, partition
 from weft.schedule.simulate import Costs, by_kind
-from weft.schedule.skip import cut
+from weft.schedule.skip import cut, skip_pipe
 from weft.schedule.times import ModelTimes, Times
-from weft.schedule.vocab import output_times
+from weft.schedule.vocab import output_times, with_vocabulary
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,25 @@ def modelled_costs(shape: ModelShape, layout: Layout, table: Table, seq_len: int
 
     whole = Times(look_up, 0.0, look_up), output_times(output, layout.vocab_barriers)
     return stage_costs(ModelTimes([stage_times(s) for s in stages], *whole, len(table.ranks)), stages)
+
+
+def make_table(layout: Layout, microbatches: int, shape: ModelShape, seq_len: int) -> Table:
+    """The schedule that ``layout`` asks for, as built; what the model computes decides where vocabulary passes go."""
+    if layout.skip:
+        lengths = cut(layout.pp, layout.skip)
+        costs = Costs(lambda a: lengths[a.stage])  # F, I and W take about the same
+        holders = [[r] for r in range(layout.pp)]
+        table = skip_pipe(holders, microbatches, layout.skip, costs, ranks=layout.pp, limit=layout.pp)
+    else:
+        table = build(layout.schedule, layout.pp, microbatches, layout.virtual)
+    if layout.vocab_barriers:
+        cost = modelled_costs(shape, layout, table, seq_len).compute
+        return with_vocabulary(table, layout.vocab_barriers, cost)
+    return table
+
+
+def routes(shape: ModelShape, layout: Layout, microbatches: int, seq_len: int) -> list[tuple[int, ...]]:
+    """The blocks that each microbatch passes, in order: what one device must compute to equal a partial pipeline."""
+    table = make_table(layout, microbatches, shape, seq_len)
+    stages = assign_stages(shape, layout, table.stages, seq_len)
+    return [tuple(i for s in path for i in stages[s].layers) for path in table.paths]

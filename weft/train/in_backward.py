@@ -6,8 +6,7 @@ before the first update cannot be had: clipping by the global norm, and skipping
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,27 +16,18 @@ from weft.data.batch import Batch
 from weft.errors import WeftError
 from weft.layout.boundary import I, share_of_sum, step_sum
 from weft.layout.layout import MODEL_AXES
-from weft.layout.mesh import Mesh
-from weft.models.transformer import Transformer
 from weft.parallel.state import State
-from weft.train.step import StepResult, accumulate, reduced, result_of, shares_of_sums, square_norm
+from weft.train.step import Stepper, StepResult, accumulate, reduced, result_of, shares_of_sums, square_norm
 
 T = torch.Tensor
 
 
-@dataclass
-class InBackward:
-    """A :class:`weft.train.stepper.Stepper` that updates every unit when its last gradient of the step is there.
+class InBackward(Stepper):
+    """A stepper that updates every unit when its last gradient of the step is there.
 
     ``inspect`` sees the reduced gradients, a unit's at a time. A step whose loss is not finite is skipped. One whose
     loss is, but not its gradients, ends the run with a :class:`WeftError`, as units have been updated by then.
     """
-
-    model: Transformer
-    state: State
-    mesh: Mesh
-    before_update: Callable[[], None] = lambda: None
-    inspect: Callable[[dict[str, T]], None] | None = None
 
     def __post_init__(self) -> None:
         # Each unit as a state of its own, for sums and norm; without those that do not learn.
@@ -69,12 +59,6 @@ class InBackward:
         if not result.skipped:
             self.model.learn_loads(result.loads)
         return [result]
-
-    def finish(self) -> list[StepResult]:
-        return []
-
-    def summary(self) -> str:
-        return ""
 
     def _agree(self, share: T) -> None:
         """Before the last backward: whether the step's loss is finite, on all ranks alike."""

@@ -6,17 +6,15 @@ nothing were to be clipped, and goes on; the norm arrives while the next step ru
 update must be clipped or skipped, all ranks take it back from a copy, do it right and repeat the step that used it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.profiler import record_function
 
 from weft.data.batch import Batch
-from weft.layout.mesh import Mesh
-from weft.models.transformer import Transformer
-from weft.parallel.state import State
 from weft.train.step import (
     PendingSum,
+    Stepper,
     StepResult,
     clear_gradients,
     clipped,
@@ -33,26 +31,15 @@ from weft.train.step import (
 T = torch.Tensor
 
 
-class PostValidation:
-    """A :class:`weft.train.stepper.Stepper` for a pipelined model: the same results as the plain one, a step later.
+class PostValidation(Stepper):
+    """A stepper for a pipelined model: the same results as the plain one, a step later.
 
     Holds a copy of parameters and optimizer state. ``repeated`` counts the steps that had to be run again.
-    ``before_update`` returns when the state may change; ``inspect`` sees each step's reduced, unclipped gradients.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        state: State,
-        mesh: Mesh,
-        clip: float,
-        before_update: Callable[[], None] = lambda: None,
-        inspect: Callable[[dict[str, T]], None] | None = None,
-    ) -> None:
-        self.model, self.state, self.mesh, self.clip = model, state, mesh, clip
-        self.before_update, self.inspect = before_update, inspect
+    def __post_init__(self) -> None:
         self.changing: list[T] = []
-        for h in state.learning:
+        for h in self.state.learning:
             self.changing += [h.local, *(slot.values for slot in h.slots.values()), h.updates]
         self.copy = [torch.empty_like(x) for x in self.changing]
         self.pending: tuple[PendingSum, dict[str, T], float] | None = None
@@ -101,11 +88,12 @@ class PostValidation:
         sums, grads, lr = self.pending
         self.pending = None
         result = result_of(sums())
-        if not result.skipped and not (self.clip and result.grad_norm > self.clip):
+        clip = self.settings.clip
+        if not result.skipped and not (clip and result.grad_norm > clip):
             return [result], True
         if self.changing:
             torch._foreach_copy_(self.changing, self.copy)
         if not result.skipped:
-            clipped(grads, result.grad_norm, self.clip)
+            clipped(grads, result.grad_norm, clip)
             update(self.state, grads, lr)
         return [result], False

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from weft.checkpoint.base import base_of_run
 from weft.checkpoint.checkpoints import Checkpoints
 from weft.checkpoint.lease import Lease
 from weft.checkpoint.levels import check_hosts, open_levels
+from weft.checkpoint.same import base_of_run
 from weft.checkpoint.state import Progress
 from weft.checkpoint.storage import Storage
 from weft.checkpoint.weights import starting_values
@@ -26,8 +26,8 @@ from weft.train.recorder import Recorder
 from weft.train.reference import with_cached_reference
 from weft.train.runs import checkpoint_size, open_run, resume_run
 from weft.train.setup import Job, assemble
-from weft.train.step import StepResult
-from weft.train.stepper import Stepper, build_stepper
+from weft.train.step import Stepper, StepResult
+from weft.train.stepper import build_stepper
 
 #: A run whose last so many steps were all skipped, because they were not finite, ends.
 FRUITLESS = 5

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from weft.checkpoint.base import fingerprint
+from weft.checkpoint.same import fingerprint
 from weft.checkpoint.weights import starting_values
 from weft.data.batch import Batch, Pairs
 from weft.data.cache import build_once, cache_root, digest

@@ -6,12 +6,11 @@ All of it is looked at before ranks start and again, and then taken, by rank 0.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weft.checkpoint.base import base_of_run, check_same_base
 from weft.checkpoint.checkpoints import Listener
 from weft.checkpoint.lease import FOLDER, Lease
 from weft.checkpoint.levels import LevelStore, check_levels, levels_of
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.same import check_goes_on, other_differences
+from weft.checkpoint.same import base_of_run, check_goes_on, check_same_base, other_differences
 from weft.checkpoint.state import Progress, load_state
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import PLACES, candidates, committed, load_newest, open_checkpoint, places

@@ -7,35 +7,20 @@ what each text's tokens are to the model.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from weft.data.batch import IGNORE
 from weft.data.loader import Loader
-from weft.data.order import Listed, Row
-from weft.data.pack import packed
+from weft.data.order import Listed, Row, packed
+from weft.data.tasks import Score, Text
 from weft.layout.boundary import OWN, own_number, share_of_sum, step_sum
 from weft.layout.mesh import Mesh
 from weft.models.loss import token_scores
 from weft.models.transformer import Transformer
 from weft.parallel.state import State
 from weft.train.step import loss_sum, sum_over_passes
-
-
-class Text(NamedTuple):
-    """Ids that are given, at least one, and ids that may follow them."""
-
-    given: Sequence[int]
-    following: Sequence[int]
-
-
-class Score(NamedTuple):
-    """``log_probability`` of all that follows together; ``greedy``: whether greedy decoding would write just that."""
-
-    log_probability: float
-    greedy: bool
 
 
 @dataclass

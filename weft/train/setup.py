@@ -13,6 +13,7 @@ from weft.data.balance import costs_of
 from weft.data.gguf_tokenizer import NO_TOKENIZER
 from weft.data.loader import Corpus, Loader, open_data
 from weft.data.order import Order
+from weft.data.tasks import OpenTask, open_tasks
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import Progress
 from weft.errors import UsageError, WeftError, nearest
@@ -28,7 +29,6 @@ from weft.parallel.build import check_fits, parallelize
 from weft.parallel.state import State
 from weft.recipe import ModelShape, Recipe, Train
 from weft.train.optim import RuleOptimizer, slot_bytes
-from weft.train.tasks import OpenTask, open_tasks
 
 if TYPE_CHECKING:  # a recipe without model.from does not wait for what reads checkpoints
     from weft.checkpoint.weights import Pretrained

@@ -1,21 +1,18 @@
 """Training from Python: ``train(recipe)`` trains in this process, or starts the ranks that the layout asks for."""
 
-import json
 import os
+import pickle
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
 from weft.checkpoint.model import export_model
-from weft.checkpoint.s3 import open_storage
-from weft.checkpoint.state import Progress
 from weft.checkpoint.store import model_of, open_checkpoint
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
@@ -125,35 +122,25 @@ def finish(recipe: Recipe, outcome: Outcome) -> Finished:
 def _in_ranks_of_its_own(recipe: Recipe, out: Path | None, resume: str | None) -> Outcome:
     """Start local ranks, each of which runs :func:`main`; the first one writes the outcome to a file."""
     with tempfile.TemporaryDirectory(prefix="weft-train-") as folder:
-        task, done = Path(folder) / "task.json", Path(folder) / "outcome.json"
-        given = {"recipe": recipe.model_dump(mode="json"), "out": out and str(out), "resume": resume}
-        task.write_text(json.dumps(given))
+        task, done = Path(folder) / "task", Path(folder) / "outcome"
+        task.write_bytes(pickle.dumps((recipe.model_dump(mode="json"), out, resume)))
         command = [sys.executable, "-m", "weft.train.start", str(task), str(done)]
         code, cause = run_ranks(command, recipe.layout.world, recipe.train.threads)
         if done.exists():
-            return _read(json.loads(done.read_text()))
+            outcome: Outcome = pickle.loads(done.read_bytes())
+            return outcome
     if code > 128:
         raise KeyboardInterrupt
     raise WeftError(cause.message if cause else f"the ranks ended with exit code {code}")
 
 
-def _read(found: dict[str, Any]) -> Outcome:
-    """An outcome as :func:`main` has written it."""
-    checkpoint = open_storage(found["checkpoint"]) if found["checkpoint"] else None
-    progress = Progress(**found["progress"])
-    return Outcome(Path(found["run"]), checkpoint, progress, found["validations"], found["interrupted"])
-
-
 def main(task: str, done: str) -> int:
     """Be one of the ranks; returns the exit code."""
-    given = json.loads(Path(task).read_text())
+    recipe, out, resume = pickle.loads(Path(task).read_bytes())
     try:
-        outcome = be_rank(build_recipe(given["recipe"]), given["out"] and Path(given["out"]), given["resume"], finish)
+        outcome = be_rank(build_recipe(recipe), out, resume, finish)
         if os.environ["RANK"] == "0":
-            record: dict[str, Any] = {"run": str(outcome.run), "progress": asdict(outcome.progress)}
-            record |= {"validations": outcome.validations, "interrupted": outcome.interrupted}
-            record |= {"checkpoint": outcome.checkpoint and str(outcome.checkpoint)}
-            Path(done).write_text(json.dumps(record))
+            Path(done).write_bytes(pickle.dumps(outcome))
     except Exception as error:
         return report_failure(error)
     leave(0)

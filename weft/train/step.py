@@ -6,6 +6,7 @@ runs, and :func:`reduced` sums what ranks with the same data computed a share of
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.hybrid import check_plan, share_pass
 from weft.parallel.state import State
+from weft.recipe import Optimizer
 
 
 class StepResult(NamedTuple):
@@ -286,6 +288,41 @@ def train_step(
             model.learn_loads(result.loads)
         clear_gradients(model, state)
     return result
+
+
+@dataclass
+class Stepper:
+    """How the batches of a step become an update of the state: the plain way, from which others are derived.
+
+    Every step has one result, which may become final only while later steps run. ``before_update`` returns when the
+    state may change; ``inspect`` and ``routes`` are as of :func:`train_step`.
+    """
+
+    model: Transformer
+    state: State
+    mesh: Mesh
+    settings: Optimizer
+    before_update: Callable[[], None] = lambda: None
+    inspect: Callable[[dict[str, torch.Tensor]], None] | None = None
+    routes: Sequence[Sequence[int]] = ()
+
+    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
+        """Take a step, and return the results that are final now, oldest first.
+
+        ``stop`` is this rank's wish to end the run; the step's result says whether any rank has it.
+        """
+        return [train_step(
+            self.model, self.state, batches, self.mesh, lr=lr, clip=self.settings.clip, stop=stop,
+            inspect=self.inspect, routes=self.routes, before_update=self.before_update,
+        )]  # fmt: skip
+
+    def finish(self) -> list[StepResult]:
+        """Make the state that after the last step, and return the results that were still due."""
+        return []
+
+    def summary(self) -> str:
+        """What there is to say of all steps at the end of a run; mostly nothing."""
+        return ""
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from weft.models.transformer import Transformer
 from weft.models.values import seeded_values, with_adapter
 from weft.parallel.state import State
 from weft.recipe import Recipe
-from weft.schedule.from_layout import routes
+from weft.schedule.stages import routes
 from weft.train.ranks import joined
 from weft.train.reference import with_reference
 from weft.train.setup import Job, assemble, device_type, prepare

@@ -7,21 +7,17 @@ ranks evaluate both points on their own data; in pairs (DistZO2, Wang et al. 202
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from zlib import crc32
 
 import torch
 
 from weft.data.batch import Batch
 from weft.layout.boundary import OWN, own_number, share_of_sum, step_sum
-from weft.layout.mesh import Mesh
 from weft.memory.noise import normal
-from weft.models.transformer import Transformer
-from weft.parallel.state import Held, State
-from weft.recipe import Optimizer
+from weft.parallel.state import Held
 from weft.train.rules.rule import logical_positions
-from weft.train.step import StepResult, loss_shares, share_of_tokens
+from weft.train.step import Stepper, StepResult, loss_shares, share_of_tokens
 
 T = torch.Tensor
 
@@ -29,21 +25,13 @@ T = torch.Tensor
 ROWS_OF = 1 << 16
 
 
-@dataclass
-class ZerothOrder:
-    """A :class:`weft.train.stepper.Stepper` that evaluates twice instead of computing gradients.
+class ZerothOrder(Stepper):
+    """A stepper that evaluates twice instead of computing gradients.
 
     The gradient norm of a step's result is the size of the slope, and nothing is clipped. Parameters are copied before
     they are perturbed and copied back: adding and subtracting in place would let them drift. ``inspect`` sees the
     estimated gradients.
     """
-
-    model: Transformer
-    state: State
-    mesh: Mesh
-    settings: Optimizer
-    before_update: Callable[[], None] = lambda: None
-    inspect: Callable[[dict[str, T]], None] | None = None
 
     @torch.no_grad()
     def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
@@ -58,12 +46,6 @@ class ZerothOrder:
         if not skipped:
             self._update(slope, number, lr)
         return [StepResult(loss, abs(slope), round(tokens) // (1 + self.paired), skipped, stopped > 0)]
-
-    def finish(self) -> list[StepResult]:
-        return []
-
-    def summary(self) -> str:
-        return ""
 
     @property
     def paired(self) -> bool:

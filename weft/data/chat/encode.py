@@ -1,9 +1,10 @@
-"""Conversations as tokens, each with the weight with which it is learned."""
+"""Conversations as tokens, each with the weight with which it is learned; and prompts for a model to go on with."""
 
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -12,6 +13,10 @@ from weft.data.chat.conversation import Conversation
 from weft.data.chat.marks import Marked
 from weft.data.chat.spans import Span, SpanFinder
 from weft.data.chat.template import ChatTemplate, TemplateError
+from weft.data.tokenizer import Tokenizer
+from weft.errors import UsageError, WeftError
+
+Messages = list[dict[str, Any]]
 
 #: Stands for a special token that the template has written; U+FDD5 to U+FDDF are never text either.
 _TOKEN, _TOKEN_END = "\ufdd5", "\ufdd6"
@@ -58,6 +63,46 @@ class ChatEncoder:
     def prompt(self, talk: Sequence[dict[str, object]], tools: Sequence[dict[str, object]] | None = None) -> np.ndarray:
         """The ids of a conversation up to where the assistant is to answer."""
         return self.tokens.encode(self.template.render(talk, tools, prompt=True))[0]
+
+
+def read_messages(text: str) -> tuple[Messages, Messages | None]:
+    """Messages and tools of a JSON text: a list of messages, or an object with ``messages`` and ``tools``."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"the conversation is not JSON: {error}") from None
+    messages, tools = (found.get("messages"), found.get("tools")) if isinstance(found, dict) else (found, None)
+    if not isinstance(messages, list) or not messages:
+        raise UsageError("the conversation has no messages; give a list of objects with 'role' and 'content'")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UsageError(f"message {number} of the conversation is no object with 'role' and 'content'")
+    return messages, tools
+
+
+def prompt_ids(
+    tokenizer: Tokenizer, prompt: str | Messages, chat: bool, name: str, tools: Messages | None = None
+) -> list[int]:
+    """Ids of what a model is to continue: a text, or with ``chat`` a conversation that the assistant is to answer.
+
+    A text is then what the user says. ``name`` says in errors whose chat template it is.
+    """
+    if not chat:
+        assert isinstance(prompt, str)
+        return tokenizer.prompt_ids(prompt)
+    return [int(i) for i in own_encoder(tokenizer, name).prompt(as_messages(prompt), tools)]
+
+
+def as_messages(prompt: str | Messages) -> Messages:
+    """A conversation, or what a user says as one."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def own_encoder(tokenizer: Tokenizer, name: str, learn: str = "assistant") -> ChatEncoder:
+    """What writes conversations by the tokenizer's own chat template; ``name`` says in errors whose it is."""
+    if not tokenizer.chat_template:
+        raise WeftError(f"{name} has no chat template; do without chat, or give a model that was trained to chat")
+    return ChatEncoder(ChatTemplate(tokenizer.chat_template, tokenizer), learn)
 
 
 class _TemplateTokens:

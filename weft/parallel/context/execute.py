@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from weft.errors import UsageError
-from weft.models.attention import attend_backward, attend_forward, join, wide
+from weft.models.attention import attend_backward, attend_forward, join, set_backward, wide
 from weft.models.segments import Segment, earlier_keys, windowed
 from weft.parallel.context.tables import RESULT, TileTable, Visit, build
 
@@ -268,29 +268,8 @@ def tile_attention_backward(
 
 
 @tile_attention.register_fake
-def _(
-    q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int],
-    window: int = 0,
-) -> tuple[T, T]:  # fmt: skip
+def _(q: T, *rest: Any) -> tuple[T, T]:
     return q.new_empty(q.shape), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=wide(q.dtype))
 
 
-@tile_attention_backward.register_fake
-def _(
-    grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int,
-    lengths: Sequence[int], window: int = 0,
-) -> tuple[T, T, T]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, cu, ctx.scheme, ctx.peers, ctx.index, ctx.lengths, ctx.window = inputs
-    ctx.save_for_backward(*tensors, *output, cu)
-
-
-def _tile_grad(ctx, grad, _):  # type: ignore[no-untyped-def]
-    where = (ctx.scheme, ctx.peers, ctx.index, ctx.lengths, ctx.window)
-    return *tile_attention_backward(grad, *ctx.saved_tensors, *where), *[None] * 6
-
-
-tile_attention.register_autograd(_tile_grad, setup_context=_save)
+set_backward(tile_attention, tile_attention_backward)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft.models.attention import fold_heads, wide
+from weft.models.attention import fold_heads, set_backward, wide
 from weft.parallel.context.execute import TilePiece, Trip, trip_of
 
 T = torch.Tensor
@@ -146,21 +146,4 @@ def _(
     return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], row, dtype=wide(q.dtype))
 
 
-@ring_self_attention_backward.register_fake
-def _(
-    grad: T, q: T, k: T, v: T, out: T, p: T, cu_seqlens: T, peers: Sequence[int], index: int, lengths: Sequence[int],
-    window: int = 0,
-) -> tuple[T, T, T]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, cu, *ctx.where = inputs
-    ctx.save_for_backward(q, k, v, *output, cu)
-
-
-def _grad(ctx, grad, _):  # type: ignore[no-untyped-def]
-    return *ring_self_attention_backward(grad, *ctx.saved_tensors, *ctx.where), *[None] * 5
-
-
-ring_self_attention.register_autograd(_grad, setup_context=_save)
+set_backward(ring_self_attention, ring_self_attention_backward)
