@@ -20,7 +20,7 @@ from weft.layout.mesh import Mesh
 from weft.memory.noise import hashed, normal
 from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, rounded_bf16, unpacked
 from weft.models.nf4 import packed
-from weft.parallel.state import Held, Resident, State
+from weft.parallel.state import Held, State, Unit
 from weft.recipe import Optimizer
 from weft.train import optim
 from weft.train.optim import KINDS, STATES, RuleOptimizer, slot_bytes
@@ -46,7 +46,7 @@ def one_state(*shapes: tuple[int, ...], way: dict[str, Any], dtype: torch.dtype 
         parameter = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
         logical = mesh.place.logical([Dim(f"d{k}", n) for k, n in enumerate(shape)], 0.1)
         held.append(Held(f"blocks.{i}.w", logical, mesh.place.hold(logical), parameter.detach(), parameter))
-    state = State([Resident(held)])
+    state = State([Unit(held)])
     state.optimize(RuleOptimizer(Optimizer(**{"weight_decay": 0.1, **way}), mesh))
     return state
 

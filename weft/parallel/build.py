@@ -16,7 +16,7 @@ from weft.parallel.experts.copies import let_experts_move
 from weft.parallel.hybrid import hybrid_attention
 from weft.parallel.pipeline import Pipeline
 from weft.parallel.sharded import is_sharded, shard_data_parallel, sharded_state
-from weft.parallel.state import Held, Resident, State, by_block
+from weft.parallel.state import Held, State, Unit, by_block
 from weft.recipe import ModelShape, Optimizer, Train
 from weft.schedule.build import BUILDERS
 
@@ -93,4 +93,4 @@ def resident_state(model: Transformer, mesh: Mesh) -> State:
         name: Held(name, described[name], mesh.place.hold(described[name]), parameter.detach(), parameter)
         for name, parameter in model.named_parameters()
     }
-    return State(Resident(of_block) for of_block in by_block(held).values())
+    return State(Unit(of_block) for of_block in by_block(held).values())

@@ -15,7 +15,7 @@ from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
 from weft.models.rope import angles
 from weft.models.router import Pass
 from weft.models.transformer import Transformer
-from weft.parallel.state import Held, Resident, State, Unit
+from weft.parallel.state import Held, State, Unit
 from weft.parallel.units import Full, TableUnit, sum_over_replicas
 from weft.parallel.vocabulary import OutputShard
 from weft.recipe import ModelShape
@@ -98,7 +98,7 @@ class Pipeline:
         # Parameters on several ranks of the pipeline (tied embedding, DualPipe): their gradients are summed over them.
         mine = dist.get_process_group_ranks(self.mesh.group("pp")) if self.wire else [0]
         groups = {ranks: new_group([mine[r] for r in ranks], "copies of a parameter") for ranks in sorted(shared)}
-        units: list[Unit] = [*self.units, *([Resident(whole)] if whole else [])]
+        units: list[Unit] = [*self.units, *([Unit(whole)] if whole else [])]
         return State(units, {groups[ranks]: sorted(names) for ranks, names in shared.items()})
 
     def _stages_with(self, name: str) -> list[int]:
@@ -182,7 +182,7 @@ class Pipeline:
             "W": self._weights,
         }
         if self.output is not None:
-            ops |= self.output.ops(lambda m: self.batches[m], lambda: self.total(), self.losses)
+            ops |= self.output.ops(self.batches, self.total, self.losses)
         ops = {kind: op if kind_of(kind).forward else self._then_fold(op) for kind, op in ops.items()}
         return ops | {GATHER: self._gather, RELEASE: self._release, REDUCE: self._reduce}
 

@@ -22,7 +22,7 @@ from weft.layout.layout import FOLDED
 from weft.layout.mesh import Mesh
 from weft.layout.placement import expert_table, rank_table
 from weft.models.transformer import Transformer
-from weft.parallel.state import Held, Resident, State, Unit, by_block
+from weft.parallel.state import Held, State, Unit, by_block
 from weft.recipe import Train
 
 
@@ -36,22 +36,21 @@ class Kept(NamedTuple):
 STAGES: dict[int, Kept] = {1: Kept(True, True), 2: Kept(True, False), 3: Kept(False, False)}
 
 
-@dataclass
-class HookUnit:
-    """The parameters of one FSDP2 module that are not another's: a block, or what is left at the root."""
+@dataclass(eq=False)
+class HookUnit(Unit):
+    """The parameters of one FSDP2 module that are not another's: a block, or what is left at the root.
+
+    Hooks of autograd reduce in the passes of which :meth:`begin_pass` says so.
+    """
 
     module: FSDPModule
     kept: Kept
-    held: list[Held]
 
     def gather(self) -> None:
         self.module.unshard()
 
     def release(self, drop: bool) -> None:
         self.module.reshard()
-
-    def reduce(self) -> None:
-        """Nothing to do: hooks of autograd reduce in the passes of which :meth:`begin_pass` says so."""
 
     def begin_pass(self, last: bool) -> None:
         self.module.set_requires_gradient_sync(last or not self.kept.gradients, recurse=False)
@@ -147,11 +146,11 @@ def sharded_state(model: Transformer, mesh: Mesh) -> State:
             name, described[name], mesh.place.hold(described[name]), local.to_local(), parameter, _local_gradient
         )
     modules = dict(model.blocks.named_children())
-    units: list[Unit] = [Resident(whole)] if whole else []
+    units: list[Unit] = [Unit(whole)] if whole else []
     for block, of_block in by_block(held).items():
         module = modules.get(block, model)
         assert isinstance(module, FSDPModule)
-        units.append(HookUnit(module, STAGES[mesh.layout.zero], of_block))
+        units.append(HookUnit(of_block, module, STAGES[mesh.layout.zero]))
     return State(units)
 
 

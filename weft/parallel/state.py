@@ -62,8 +62,12 @@ class Held:
         return Part(values, self.box, tensor, self.placement.replica, self.placement.replicas, self.rows)
 
 
-class Unit(Protocol):
-    """Parameters that are gathered, reduced and updated together."""
+@dataclass(eq=False)
+class Unit:
+    """Parameters that are gathered, reduced and updated together.
+
+    These are whole on this rank all the time, and ranks with other data have no part in them; others derive from this.
+    """
 
     held: list[Held]
 
@@ -87,18 +91,6 @@ def by_block(held: Mapping[str, Held]) -> dict[str, list[Held]]:
         kind, _, rest = name.partition(".")
         units.setdefault(rest.partition(".")[0] if kind == "blocks" else "", []).append(h)
     return units
-
-
-@dataclass
-class Resident:
-    """A unit that is whole on this rank all the time, and that ranks with other data have no part in."""
-
-    held: list[Held]
-
-    def gather(self) -> None: ...
-    def release(self, drop: bool) -> None: ...
-    def reduce(self) -> None: ...
-    def begin_pass(self, last: bool) -> None: ...
 
 
 class Optimizer(Protocol):

@@ -14,7 +14,7 @@ from torch import nn
 from weft.layout.dims import Logical
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Placement
-from weft.parallel.state import Held
+from weft.parallel.state import Held, Unit
 
 # PyTorch 2.13 renamed these two and warns at every call by the old name, the only one that 2.11 has.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,7 +38,7 @@ class Full(NamedTuple):
     placement: Placement
 
 
-class TableUnit:
+class TableUnit(Unit):
     """Parameters whose full form exists between :meth:`gather` and :meth:`release` only.
 
     The rows of what a rank holds are in full precision, on the host if they are offloaded. ``compute``: type of the
@@ -71,8 +71,6 @@ class TableUnit:
             rows = torch.empty([hi - lo for lo, hi in f.placement.box], dtype=self.wide, device=place)
             shard = nn.Parameter(rows.pin_memory() if offload and full.is_cuda else rows, self.learns)
         return Held(f.name, f.logical, f.placement, shard.detach(), shard)
-
-    def begin_pass(self, last: bool) -> None: ...  # the table says when
 
     @torch.no_grad()
     def gather(self) -> None:

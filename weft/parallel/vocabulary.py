@@ -27,31 +27,18 @@ class OutputShard:
         self.first = logical.box[0][0]
         self.group = mesh.group("tp") if mesh.size("tp") > 1 else None
 
-    def ops(self, batch: Callable[[int], Batch], total: Callable[[], T], losses: list[T]) -> dict[str, Op]:
+    def ops(self, batches: Sequence[Batch], total: Callable[[], T], losses: list[T]) -> dict[str, Op]:
         """The passes as operations. ``total``: the weight of the step's labels, by which the loss is divided."""
+        self.batches, self.total, self.losses = batches, total, losses
+        return {"E": self._look_up, "S": self._output, "C": self._combine, "T": self._weights, "G": self._add_up,
+                "D": self._embedding_gradient}  # fmt: skip
 
-        def look_up(a: Action, reads: Sequence[Any]) -> list[Any]:
-            with torch.no_grad():
-                return [self.model.embedding(batch(a.microbatch).tokens)]
+    @torch.no_grad()
+    def _look_up(self, a: Action, reads: Sequence[Any]) -> list[Any]:
+        return [self.model.embedding(self.batches[a.microbatch].tokens)]
 
-        def output(a: Action, reads: Sequence[Any]) -> list[Any]:
-            return self._output(reads[0], batch(a.microbatch).labels, training=len(a.writes) > 1)
-
-        def combine(a: Action, reads: Sequence[Any]) -> list[Any]:
-            return self._combine(reads, batch(a.microbatch), total(), losses, bool(a.writes))
-
-        def weights(a: Action, reads: Sequence[Any]) -> list[Any]:
-            ends, tape = reads
-            return self._weights(ends, tape, batch(a.microbatch), pass_on=bool(a.writes))
-
-        def embedding_gradient(a: Action, reads: Sequence[Any]) -> list[Any]:
-            self._embedding_gradient(reads[0], batch(a.microbatch).tokens)
-            return []
-
-        def add_up(a: Action, reads: Sequence[Any]) -> list[Any]:
-            return [torch.stack(list(reads)).sum(0)]
-
-        return {"E": look_up, "S": output, "C": combine, "T": weights, "G": add_up, "D": embedding_gradient}
+    def _add_up(self, a: Action, reads: Sequence[Any]) -> list[Any]:
+        return [torch.stack(list(reads)).sum(0)]
 
     def _mine(self, ids: T) -> tuple[T, T]:
         """Which of ``ids`` ``[tokens]`` are in this share, and their rows in it (0 for the others), ``[tokens, 1]``."""
@@ -59,14 +46,14 @@ class OutputShard:
         return here, torch.where(here, ids[:, None] - self.first, 0)
 
     @torch.no_grad()
-    def _output(self, act: T, labels: T, training: bool) -> list[Any]:
-        """``act``: ``[rows, seq/tp, embed]``. Statistics ``[tokens, 2]``: log-sum-exp and target logit of the share.
+    def _output(self, a: Action, reads: Sequence[Any]) -> list[Any]:
+        """Reads ``[rows, seq/tp, embed]``. Statistics ``[tokens, 2]``: log-sum-exp and target logit of the share.
 
         With one barrier also the share's mean output row and its target's row, ``[rows, seq/tp, embed]`` each: the
         gradient of the input is their difference once the first is weighted by the share's part of the softmax.
         """
-        weight = self.model.output
-        hidden = gather_tokens(act, self.mesh).flatten(0, 1)  # [tokens, embed]
+        weight, labels = self.model.output, self.batches[a.microbatch].labels
+        hidden = gather_tokens(reads[0], self.mesh).flatten(0, 1)  # [tokens, embed]
         here, index = self._mine(labels.flatten())
         logits = times(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32))  # [tokens, vocab/pp/tp]
         top = logits.amax(-1, keepdim=True)
@@ -74,7 +61,7 @@ class OutputShard:
         p = logits.sub_(top).exp_()
         lse, target = merge(top + p.sum(-1, keepdim=True).log(), target, self.group)
         stats = torch.cat((lse, target), dim=1)
-        if not training:
+        if len(a.writes) == 1:  # nothing is learned
             return [stats]
         p = (p * (top - lse).exp()).to(hidden.dtype)
         tape = (p, hidden, lse)
@@ -84,17 +71,18 @@ class OutputShard:
         return [(stats, *(scatter_tokens(x.view(*labels.shape, -1), self.mesh) for x in (mean, row))), tape]
 
     @torch.no_grad()
-    def _combine(self, reads: Sequence[Any], batch: Batch, total: T, losses: list[T], training: bool) -> list[Any]:
+    def _combine(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         """The loss, and for the shares' gradients ``[tokens, 2]``: the global log-sum-exp, and what the loss of each
         token is multiplied by. With one barrier the input's gradient as well.
         """
+        batch, total, training = self.batches[a.microbatch], self.total(), bool(a.writes)
         one = training and self.barriers == 1
         stats = torch.stack([r[0] if one else r for r in reads])  # [pp, tokens, 2]
         lse, target = stats[..., :1].logsumexp(0), stats[..., 1:].sum(0)
         labels = batch.labels
         nll = torch.where(labels.view(-1, 1) != IGNORE, lse - target, 0)[:, 0]
         loss, scale = weigh(nll, batch, self.model.objective, self.mesh)
-        losses.append(loss / total)
+        self.losses.append(loss / total)
         scale = (scale.double() / total).to(lse.dtype)[:, None]
         ends = torch.cat((lse, scale), dim=1)
         if not one:
@@ -110,10 +98,10 @@ class OutputShard:
         return x.view(*labels.shape, 1).chunk(self.mesh.size("tp"), dim=1)[self.mesh.rank("tp")]
 
     @torch.no_grad()
-    def _weights(self, ends: T, tape: tuple[T, T, T], batch: Batch, pass_on: bool) -> list[Any]:
+    def _weights(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         """Gradient of the share's weight; with two barriers also the share's part of the input's gradient."""
-        p, hidden, share = tape
-        weight, labels = self.model.output, batch.labels
+        ends, (p, hidden, share) = reads
+        weight, labels = self.model.output, self.batches[a.microbatch].labels
         here, index = self._mine(labels.flatten())
         lse, scale = ends.split(1, dim=1)
         d_logits = p.to(lse.dtype) * torch.where(scale != 0, (share - lse).exp() * scale, 0)
@@ -121,15 +109,16 @@ class OutputShard:
         d_logits = d_logits.to(p.dtype)
         if weight.requires_grad:
             add_product(weight, d_logits, hidden)
-        return [scatter_tokens(times(d_logits, weight.t()).view(*labels.shape, -1), self.mesh)] if pass_on else []
+        return [scatter_tokens(times(d_logits, weight.t()).view(*labels.shape, -1), self.mesh)] if a.writes else []
 
     @torch.no_grad()
-    def _embedding_gradient(self, grad: T, tokens: T) -> None:
+    def _embedding_gradient(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         table, scale = self.model.embedding.table, self.model.embedding.scale
         if not table.requires_grad:
-            return
-        here, index = self._mine(tokens.flatten())
-        rows = torch.where(here, gather_tokens(grad, self.mesh).flatten(0, 1) * scale, 0)
+            return []
+        here, index = self._mine(self.batches[a.microbatch].tokens.flatten())
+        rows = torch.where(here, gather_tokens(reads[0], self.mesh).flatten(0, 1) * scale, 0)
         if table.grad is None:
             table.grad = torch.zeros_like(table)
         table.grad.index_add_(0, index[:, 0], rows)
+        return []
