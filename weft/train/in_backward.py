@@ -7,6 +7,7 @@ before the first update cannot be had: clipping by the global norm, and skipping
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ from weft.train.step import Stepper, StepResult, accumulate, reduced, result_of,
 T = torch.Tensor
 
 
+@dataclass
 class InBackward(Stepper):
     """A stepper that updates every unit when its last gradient of the step is there.
 

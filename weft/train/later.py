@@ -7,6 +7,7 @@ update must be clipped or skipped, all ranks take it back from a copy, do it rig
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.profiler import record_function
@@ -31,6 +32,7 @@ from weft.train.step import (
 T = torch.Tensor
 
 
+@dataclass
 class PostValidation(Stepper):
     """A stepper for a pipelined model: the same results as the plain one, a step later.
 
