@@ -1,22 +1,19 @@
 """Start the ranks of one machine and end them together.
 
-``launch`` runs this command again as several processes under ``torch.distributed.elastic``. A rank that fails leaves a
-record (:mod:`weft.train.failure`); the parent picks the root cause from all records and exit codes.
+``launch`` runs this command again as several processes. A rank that fails leaves a record (:mod:`weft.train.failure`);
+the parent picks the root cause from all records and exit codes.
 """
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from unittest import mock
 
 import psutil
 
@@ -27,6 +24,8 @@ from weft.train.ranks import threads_per_rank
 GRACE_S = 60
 #: Seconds that the others get to end when a rank has failed.
 END_S = 3
+#: Seconds between two looks at the ranks.
+LOOK_S = 0.05
 
 # What a rank runs before the command proper: the kernel is told to kill it when the launcher dies, whatever the cause
 # (PR_SET_PDEATHSIG survives exec). Elsewhere than on Linux, ranks of a killed launcher end with their next collective.
@@ -57,46 +56,75 @@ def run_ranks(command: list[str], ranks: int, threads: int = 0) -> tuple[int, Fa
     Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop, a second signal
     ends them at once, and the code is 128 + signal. If a rank fails the others are stopped.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+    import torch.distributed as dist
 
-    for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is reported here, once
-    # All ranks are on this machine: gloo needs no network, nor a host name that resolves.
-    local = {"WEFT_LAUNCHED": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    env = {**local, "OMP_NUM_THREADS": str(threads_per_rank(threads, ranks)), **os.environ}
-    entry = ["-I", "-S", "-c", _ENTRY, str(os.getpid())]
+    # Where the ranks meet: at a port that the store itself picks, so that no other run can have it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folders = tempfile.TemporaryDirectory(prefix="weft-ranks-", ignore_cleanup_errors=True)
-    with folders as folder, mock.patch.dict(os.environ, env):
-        config = LaunchConfig(
-            1, 1, ranks, logs_specs=DefaultLogsSpecs(folder), max_restarts=0, shutdown_timeout=GRACE_S,
-            # On a port that the store itself picks, so that no other run can have it.
-            rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
-            signals_to_handle="SIGQUIT",  # the others are _forwarded, which knows about second signals
-        )  # fmt: skip
-        # The agent expands ${...} in arguments, but these are the user's.
-        words = [a.replace("$", "$$") for a in [*entry, *command]]
-        code, failed, before = 0, {}, oom_kills()
+    started, stopped, failed, before = list[psutil.Popen](), list[int](), dict[int, Exit](), oom_kills()
+    entry = [sys.executable, "-I", "-S", "-c", _ENTRY, str(os.getpid())]
+    with folders as folder, _noted_signals() as received:
         try:
-            with _forwarded(SignalException), _ended_soon() as ending:
-                launch_agent(config, sys.executable, words)
-        except ChildFailedError as error:
-            # What the agent has killed to clean up is no cause.
-            own = {rank: f for rank, f in error.failures.items() if rank in ending.first}
-            code, failed = 1, {rank: Exit(f.exitcode, float(f.timestamp)) for rank, f in own.items()}
-        except (SignalException, KeyboardInterrupt) as error:
-            code = 128 + getattr(error, "sigval", signal.SIGINT)
-        cause = _cause(Path(folder), failed, ending.stopped, before)
+            for rank in range(ranks):
+                env = _environment(rank, ranks, threads) | {
+                    "MASTER_PORT": str(store.port), "TORCHELASTIC_ERROR_FILE": f"{folder}/{rank}.json",
+                }  # fmt: skip
+                # In a session of its own: a terminal's Ctrl-C comes to it through this process alone.
+                started.append(psutil.Popen([*entry, *command], env=env, start_new_session=True))
+            while not received and (codes := [p.poll() for p in started]).count(0) < ranks and not any(codes):
+                time.sleep(LOOK_S)
+            if not received:
+                failed = {rank: Exit(p.returncode, time.time()) for rank, p in enumerate(started) if p.returncode}
+            if received or failed:
+                stopped = _end(started, received)
+        finally:
+            for process in _living(started):
+                process.kill()
+                process.wait()
+        cause = _cause(Path(folder), failed, stopped, before)
+    code = 128 + received[0] if received else int(bool(failed))
     if code == 0 or cause is None or (code > 128 and cause.grade > Grade.UNEXPECTED):
         return code, None
     return (code if code > 128 else cause.exit_code), cause
 
 
+def _environment(rank: int, ranks: int, threads: int) -> dict[str, str]:
+    """The variables of a rank, as torchrun sets them."""
+    # All ranks are on this machine: gloo needs no network, nor a host name that resolves.
+    usual = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    usual["OMP_NUM_THREADS"] = str(threads_per_rank(threads, ranks))
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "WEFT_LAUNCHED": 1}
+    agent = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return usual | os.environ | {name: str(number) for name, number in own.items()} | agent
+
+
+def _living(started: Sequence[psutil.Popen]) -> list[psutil.Popen]:
+    return [process for process in started if process.poll() is None]
+
+
+def _end(started: Sequence[psutil.Popen], received: Sequence[int]) -> list[int]:
+    """End the ranks that are left, and return those that were found stopped after another one's failure.
+
+    They have :data:`END_S` seconds then. If all are asked to stop they have :data:`GRACE_S`, and those that are stopped
+    go on, so that they can.
+    """
+    stopped = []
+    for process in _living(started):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(received[0] if received else signal.SIGTERM)
+            if received:
+                process.resume()
+            elif process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                stopped.append(started.index(process))
+                process.kill()
+    psutil.wait_procs(_living(started), GRACE_S if received else END_S)
+    return stopped
+
+
 def _cause(folder: Path, failed: dict[int, Exit], stopped: list[int], oom_before: int | None) -> Failure | None:
     """Why the ranks ended: by what they left in ``folder``, how they ended, and who was stopped meanwhile."""
     records = []
-    for path in folder.glob("*/attempt_*/*/error.json"):
+    for path in folder.glob("*.json"):
         with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short: the exit code still counts
             records.append(Failure(**json.loads(path.read_text())["weft"]))
     if stopped:  # NCCL aborts a rank whose wait has come to its limit
@@ -108,56 +136,14 @@ def _cause(folder: Path, failed: dict[int, Exit], stopped: list[int], oom_before
     return root_cause(records, failed, None if None in (oom_before, after) else after != oom_before)
 
 
-@dataclass
-class _Ending:
-    """How the ranks' end began: who ended by itself, with what exit code, and who was stopped."""
-
-    first: dict[int, int] = field(default_factory=dict)
-    stopped: list[int] = field(default_factory=list)
-
-
 @contextlib.contextmanager
-def _ended_soon() -> Iterator[_Ending]:
-    """In here the agent ends the ranks that are left within :data:`END_S` seconds of the first that fails.
-
-    It would wait half a minute for ranks that are stopped, and not tell their end from that of the first. When all are
-    asked to stop, those that are stopped go on, so that they can.
-    """
-    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-
-    ending, close = _Ending(), SubprocessContext.close
-
-    def close_soon(ranks: SubprocessContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        alive, failing = [], bool(ending.first)  # called again when all has been ended
-        for rank, handler in ranks.subprocess_handlers.items():
-            if (code := handler.proc.poll()) is None:
-                alive.append((rank, psutil.Process(handler.proc.pid)))
-            elif code and not failing:
-                ending.first[rank] = code
-        for rank, process in alive:
-            with contextlib.suppress(psutil.Error):
-                if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                    if ending.first:
-                        ending.stopped.append(rank)
-                        process.kill()
-                    else:
-                        process.resume()
-        close(ranks, death_sig, min(timeout, END_S) if ending.first else timeout)
-
-    with mock.patch.object(SubprocessContext, "close", close_soon):
-        yield ending
-
-
-@contextlib.contextmanager
-def _forwarded(stop: type[Exception]) -> Iterator[None]:
-    """Let the first signal raise ``stop``, which makes the agent forward it and wait, and later ones kill the ranks."""
+def _noted_signals() -> Iterator[list[int]]:
+    """In here a signal that asks this program to end is noted, and the second one kills all that it has started."""
     received: list[int] = []
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if len(received) == 1:
-            raise stop("stopped", signal.Signals(number))
-        for child in psutil.Process().children(recursive=True):
+        for child in psutil.Process().children(recursive=True) if len(received) > 1 else ():
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
 
@@ -165,9 +151,9 @@ def _forwarded(stop: type[Exception]) -> Iterator[None]:
     if before[signal.SIGHUP] is signal.SIG_IGN:  # under nohup a run outlives its terminal
         del before[signal.SIGHUP]
     for number in before:
-        signal.signal(number, handle)
+        signal.signal(number, note)
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
