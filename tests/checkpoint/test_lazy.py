@@ -94,7 +94,7 @@ def test_training_waits_for_the_copy_before_it_changes_the_state(tmp_path: Path)
     updated = threading.Event()
     with (
         mock.patch.object(Saver, "_copy", copy_after_update(updated)),
-        mock.patch("weft.train.stepper.train_step", partial(without_waiting, train_step, updated)),
+        mock.patch("weft.train.step.train_step", partial(without_waiting, train_step, updated)),
     ):
         found = states(tmp_path / "impatient", corpus)
     assert not same(found["step-000002"], expected["step-000002"])

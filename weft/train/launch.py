@@ -11,14 +11,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
 from weft.train.failure import Exit, Failure, Grade, oom_kills, root_cause, show
-from weft.train.ranks import threads_per_rank
+from weft.train.ranks import noted_signals, threads_per_rank
 
 #: Seconds that ranks get, after Ctrl-C or SIGTERM, to save and stop before they are killed.
 GRACE_S = 60
@@ -62,8 +61,10 @@ def run_ranks(command: list[str], ranks: int, threads: int = 0) -> tuple[int, Fa
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folders = tempfile.TemporaryDirectory(prefix="weft-ranks-", ignore_cleanup_errors=True)
     started, stopped, failed, before = list[psutil.Popen](), list[int](), dict[int, Exit](), oom_kills()
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # under nohup a run outlives its terminal
+    numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up else [])]
     entry = [sys.executable, "-I", "-S", "-c", _ENTRY, str(os.getpid())]
-    with folders as folder, _noted_signals() as received:
+    with folders as folder, noted_signals(numbers, _kill_all) as received:
         try:
             for rank in range(ranks):
                 env = _environment(rank, ranks, threads) | {
@@ -136,24 +137,7 @@ def _cause(folder: Path, failed: dict[int, Exit], stopped: list[int], oom_before
     return root_cause(records, failed, None if None in (oom_before, after) else after != oom_before)
 
 
-@contextlib.contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-    """In here a signal that asks this program to end is noted, and the second one kills all that it has started."""
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        for child in psutil.Process().children(recursive=True) if len(received) > 1 else ():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    if before[signal.SIGHUP] is signal.SIG_IGN:  # under nohup a run outlives its terminal
-        del before[signal.SIGHUP]
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _kill_all(number: int) -> None:
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()

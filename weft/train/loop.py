@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from weft.checkpoint.checkpoints import Checkpoints
 from weft.checkpoint.lease import Lease
@@ -22,6 +20,7 @@ from weft.layout.mesh import Mesh, from_all
 from weft.train.callbacks import Callbacks, Running
 from weft.train.evaluation import Evaluation
 from weft.train.optim import learning_rate
+from weft.train.ranks import noted_signals
 from weft.train.recorder import Recorder
 from weft.train.reference import with_cached_reference
 from weft.train.runs import checkpoint_size, open_run, resume_run
@@ -44,25 +43,10 @@ class Outcome:
     interrupted: int
 
 
-@dataclass
-class Signals:
-    """SIGINT and SIGTERM ask the run to stop after the current step; a second SIGINT ends it at once."""
-
-    received: int = 0
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number
-
-    @contextmanager
-    def watch(self) -> Iterator[Signals]:
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+def _interrupt(number: int) -> None:
+    """SIGINT and SIGTERM ask the run to stop after the current step; another SIGINT ends it at once."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
 
 
 def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = None) -> Outcome:
@@ -85,7 +69,7 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         if base := base_of_run(recipe, job.shape):
             about["base"] = base
         mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
-        signals = stack.enter_context(Signals().watch())
+        signals = stack.enter_context(noted_signals((signal.SIGINT, signal.SIGTERM), _interrupt))
         recorder = stack.enter_context(Recorder(job, mesh, run.folder, resumed.progress, about))
         resumed.report(recorder)
         for note in noted:
@@ -95,15 +79,13 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
         ))  # fmt: skip
         stepper = build_stepper(model, state, mesh, recipe.optimizer, checkpoints.wait_for_copy)
-        evaluation = Evaluation(
-            job, mesh, model, state, recorder, checkpoints.wait_for_copy, lambda: signals.received > 0
-        )
+        evaluation = Evaluation(job, mesh, model, state, recorder, checkpoints.wait_for_copy, lambda: bool(signals))
         running = Running(recipe, run.folder, mesh, model, state, resumed.progress, recorder)
         callbacks = Callbacks(recipe.callbacks, running)
         loop = Loop(job, mesh, stepper, resumed.progress, recorder, checkpoints, evaluation, callbacks, signals, lease)
         loop.run()
     loop.check_fruitful()
-    interrupted = (signals.received or signal.SIGTERM) if loop.stopped else 0
+    interrupted = [signal.SIGTERM, *signals][-1] if loop.stopped else 0
     return Outcome(run.folder, checkpoints.last, resumed.progress, evaluation.validations, interrupted)
 
 
@@ -122,7 +104,7 @@ class Loop:
     checkpoints: Checkpoints
     evaluation: Evaluation
     callbacks: Callbacks
-    signals: Signals
+    signals: list[int]
     lease: Lease
     stopped: bool = False
     fruitless: int = 0
@@ -188,8 +170,8 @@ class Loop:
         if summary := self.stepper.summary():
             self.recorder.event(summary)
         if self.stopped and not self.complete():
-            received = self.signals.received
-            self.recorder.event(f"stopped by {signal.Signals(received).name if received else 'another rank'}")
+            who = signal.Signals(self.signals[-1]).name if self.signals else "another rank"
+            self.recorder.event(f"stopped by {who}")
         else:
             self.evaluate(self.evaluation.missing(self.progress.step))
         # A broken model must not push a whole one out.
@@ -198,7 +180,7 @@ class Loop:
 
     def complete(self) -> bool:
         """Whether a run that was to stop ends as if it were complete, as a callback of some rank asked. Collective."""
-        wishes = from_all((self.signals.received, self.callbacks.running.stopping), self.mesh.step_group)
+        wishes = from_all((bool(self.signals), self.callbacks.running.stopping), self.mesh.step_group)
         whys = [why for _, why in wishes if why]
         if not whys or any(received for received, _ in wishes):
             return False
@@ -208,7 +190,7 @@ class Loop:
 
     @property
     def wants_to_stop(self) -> bool:
-        return self.signals.received > 0 or bool(self.callbacks.running.stopping)
+        return bool(self.signals or self.callbacks.running.stopping)
 
     @property
     def position(self) -> int:

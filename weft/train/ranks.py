@@ -3,8 +3,10 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import FrameType
 
 from weft.errors import UsageError, WeftError
 from weft.memory.heap import keep_heap
@@ -40,6 +42,24 @@ def threads_per_rank(requested: int, local_world: int) -> int:
     """``requested`` threads, or with 0 one rank's share of the cores that this process may run on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return requested or max(1, cores // local_world)
+
+
+@contextlib.contextmanager
+def noted_signals(numbers: Sequence[int], again: Callable[[int], None]) -> Iterator[list[int]]:
+    """In here these signals are noted; from the second one on ``again`` is called with each."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            again(number)
+
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def init_ranks(device: str, timeout_s: int) -> None:
