@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weft.schedule.actions import ScheduleError, Table, Value, assemble
 from weft.schedule.build import build
 from weft.schedule.build.greedy import TAPE, list_schedule
-from weft.schedule.build.zero_bubble import zb_h1
+from weft.schedule.build.plain import zb_h1
 from weft.schedule.simulate import Costs, simulate
 from weft.schedule.times import Times
 

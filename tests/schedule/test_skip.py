@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from weft.errors import UsageError
 from weft.schedule.actions import Value, assemble
 from weft.schedule.build.greedy import list_schedule
-from weft.schedule.build.plain import one_forward_one_backward
-from weft.schedule.build.zero_bubble import zb_h1, zb_h2
+from weft.schedule.build.plain import one_forward_one_backward, zb_h1, zb_h2
 from weft.schedule.simulate import Costs, Simulation, simulate
 from weft.schedule.skip import cut, plan_paths, skip_pipe
 

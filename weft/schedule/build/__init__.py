@@ -12,9 +12,8 @@ from weft.schedule.actions import Order, Table, assemble
 from weft.schedule.build.dualpipe import dualpipe, dualpipe_v
 from weft.schedule.build.greedy import zb_1p, zb_2p
 from weft.schedule.build.interleaved import breadth_first, depth_first
-from weft.schedule.build.plain import gpipe, one_forward_one_backward
+from weft.schedule.build.plain import gpipe, one_forward_one_backward, zb_h1, zb_h2
 from weft.schedule.build.v_shape import v_half, v_min, zb_v
-from weft.schedule.build.zero_bubble import zb_h1, zb_h2
 from weft.schedule.times import EQUAL, Times
 
 __all__ = ["BUILDERS", "Builder", "Times", "build"]

@@ -1,4 +1,4 @@
-"""Schedules with one stage per rank and an undivided backward."""
+"""Schedules with one stage per rank: with an undivided backward, and zero-bubble ones by hand (2401.10241, section 2)."""
 
 from weft.schedule.actions import Order
 
@@ -18,3 +18,23 @@ def alternate(kinds: list[str], rank: int, ahead: int, microbatches: int) -> Ord
     forward, backward = ([(kind, rank, m) for m in range(microbatches)] for kind in kinds)
     turns = [a for pair in zip(forward[ahead:], backward, strict=False) for a in pair]
     return [*forward[:ahead], *turns, *backward[microbatches - ahead :]]
+
+
+def zb_h1(ranks: int, microbatches: int) -> list[Order]:
+    """ZB-H1 (Qi et al. 2023): 1F1B's order and peak; rank ``r`` keeps ``r`` weight gradients back to fill the end."""
+    return [split(r, ranks - r, r, microbatches) for r in range(ranks)]
+
+
+def zb_h2(ranks: int, microbatches: int) -> list[Order]:
+    """ZB-H2: forwards also fill the time before the first backward, for a peak of ``2 * ranks - 1``."""
+    return [split(r, 2 * (ranks - r) - 1, 2 * r, microbatches) for r in range(ranks)]
+
+
+def split(rank: int, ahead: int, late: int, microbatches: int) -> Order:
+    """``ahead`` forwards, then input gradient, weight gradient, forward in turn, the weights ``late`` rounds behind."""
+    order = [("F", rank, m) for m in range(min(ahead, microbatches))]
+    for m in range(microbatches + late):
+        order += [("I", rank, m)] * (m < microbatches)
+        order += [("W", rank, m - late)] * (m >= late)
+        order += [("F", rank, m + ahead)] * (m + ahead < microbatches)
+    return order
