@@ -1,4 +1,4 @@
-"""Schedules with one stage per rank: with an undivided backward, and zero-bubble ones by hand (2401.10241, section 2)."""
+"""Schedules with one stage per rank: with an undivided backward, and zero-bubble ones (2401.10241, section 2)."""
 
 from weft.schedule.actions import Order
 
