@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
 from weft.train.loop import train
 from weft.train.setup import prepare
-from weft.train.step import StepResult, train_step
+from weft.train.step import Stepper, StepResult
 
 SLOW = 0.3  # seconds before a copy begins
 copy = Saver._copy
@@ -71,12 +71,16 @@ def copy_after_update(updated: threading.Event) -> Callable[..., Callable[[], fl
     return late
 
 
-def without_waiting(
-    step: Callable[..., StepResult], updated: threading.Event, *args: Any, before_update: object, **settings: Any
-) -> StepResult:
-    result = step(*args, **settings)
-    updated.set()
-    return result
+def without_waiting(updated: threading.Event) -> Callable[..., list[StepResult]]:
+    """A step that changes the state whatever is being copied."""
+    plain = Stepper.step
+
+    def step(self: Stepper, *args: Any) -> list[StepResult]:
+        result = plain(replace(self, before_update=lambda: None), *args)
+        updated.set()
+        return result
+
+    return step
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -94,7 +98,7 @@ def test_training_waits_for_the_copy_before_it_changes_the_state(tmp_path: Path)
     updated = threading.Event()
     with (
         mock.patch.object(Saver, "_copy", copy_after_update(updated)),
-        mock.patch("weft.train.step.train_step", partial(without_waiting, train_step, updated)),
+        mock.patch.object(Stepper, "step", without_waiting(updated)),
     ):
         found = states(tmp_path / "impatient", corpus)
     assert not same(found["step-000002"], expected["step-000002"])

@@ -5,7 +5,6 @@ with the loss, chunk by chunk, so that logits are neither stored nor computed tw
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,20 +48,33 @@ def scale_of(labels: torch.Tensor, counts: torch.Tensor | None, dtype: torch.dty
     return valid.to(dtype) if counts is None else torch.where(valid, counts[:, None].to(dtype), 0)
 
 
-def sum_over_labels(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, group: Any, counts: torch.Tensor | None
-) -> Any:
-    """For the type checker: what a loss of logits, summed over tokens and the ranks of ``group``, comes from."""
-    of_tokens = [labels] if counts is None else [labels, counts]
-    total = rules.einsum(f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens)
-    return total if group is None else rules.all_reduce(total, group, src=V, dst=I)
+class SummedLoss(torch.autograd.Function):
+    """The sum of the losses of some tokens. What derives from this keeps its gradients by ``hidden`` and ``weight``.
 
+    ``ctx.rows``: which of the ``ctx.tokens`` those of ``hidden`` are of; None if they are of all.
+    """
 
-class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
-        return sum_over_labels(hidden, weight, labels, group, counts)
+        """A loss of logits, summed over tokens and the ranks of ``group``."""
+        of_tokens = [labels] if counts is None else [labels, counts]
+        total = rules.einsum(f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens)
+        return total if group is None else rules.all_reduce(total, group, src=V, dst=I)
 
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        # In at least float32: 1 / tokens rounded to bfloat16 would make every gradient up to 0.4 % too large or small.
+        def scaled(d):  # type: ignore[no-untyped-def]
+            wide = torch.promote_types(d.dtype, torch.float32)
+            return (d.to(wide) * grad.to(wide)).to(d.dtype)
+
+        d_hidden, d_weight = (None if d is None else scaled(d) for d in ctx.saved_tensors)
+        if d_hidden is not None and ctx.rows is not None:
+            d_hidden = d_hidden.new_zeros(ctx.tokens, d_hidden.shape[1]).index_copy_(0, ctx.rows, d_hidden)
+        return d_hidden, d_weight, *[None] * (len(ctx.needs_input_grad) - 2)
+
+
+class _LinearCrossEntropy(SummedLoss):
     @staticmethod
     def forward(ctx, hidden, weight, labels, first, chunk, group, counts):  # type: ignore[no-untyped-def]
         ctx.tokens, ctx.rows = len(hidden), labelled_rows(labels)
@@ -99,18 +111,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if with_grad:
             ctx.save_for_backward(d_hidden, d_weight if d_weight is None else d_weight.to(weight.dtype))
         return total
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        # In at least float32: 1 / tokens rounded to bfloat16 would make every gradient up to 0.4 % too large or small.
-        def scaled(d):  # type: ignore[no-untyped-def]
-            wide = torch.promote_types(d.dtype, torch.float32)
-            return (d.to(wide) * grad.to(wide)).to(d.dtype)
-
-        d_hidden, d_weight = (None if d is None else scaled(d) for d in ctx.saved_tensors)
-        if d_hidden is not None and ctx.rows is not None:
-            d_hidden = d_hidden.new_zeros(ctx.tokens, d_hidden.shape[1]).index_copy_(0, ctx.rows, d_hidden)
-        return d_hidden, d_weight, None, None, None, None, None
 
 
 def labelled_rows(labels: torch.Tensor) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from weft.data.batch import IGNORE
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
-from weft.models.loss import scale_of, sum_over_labels
+from weft.models.loss import SummedLoss, scale_of
 from weft.plugins import find
 from weft.recipe import Loss
 
@@ -66,12 +66,8 @@ def own_loss(settings: Loss, vocab: int) -> TokenLoss | None:
     return TokenLoss(find("loss", settings.kind).call(settings.settings), vocab) if settings.is_own else None
 
 
-class _Chunked(torch.autograd.Function):
-    """Gradients are computed with the loss, chunk by chunk, as :mod:`weft.models.loss` does."""
-
-    @staticmethod
-    def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
-        return sum_over_labels(hidden, weight, labels, group, counts)
+class _Chunked(SummedLoss):
+    """Gradients are computed with the loss, chunk by chunk."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, first, chunk, group, counts, criterion):  # type: ignore[no-untyped-def]
@@ -99,11 +95,6 @@ class _Chunked(torch.autograd.Function):
                 d_hidden[rows] = times(d_mine, weight.t())
                 d_weight += d_mine.t() @ h
         if with_grad:
+            ctx.rows = None
             ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
         return total
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        wide = torch.promote_types(ctx.saved_tensors[0].dtype, torch.float32)
-        d_hidden, d_weight = ((d.to(wide) * grad.to(wide)).to(d.dtype) for d in ctx.saved_tensors)
-        return d_hidden, d_weight if ctx.needs_input_grad[1] else None, None, None, None, None, None, None

@@ -43,19 +43,9 @@ def parallelize(
     if mesh.size("pp") > 1:
         pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)
     model = pipeline.model if pipeline else model_of_shape(shape, mesh, train.loss_chunk)
-    connect_experts(model, mesh)
-    attend = hybrid_attention(mesh, context_attention(mesh, shape))
-    for block in model.blocks.values():
-        assert isinstance(block, Block)
-        if block.attention.mixer == "softmax":
-            block.attention.attend = attend
-        block.recompute = train.recompute
-        kept = torch.ops.weft
-        block.kept_ops = [
-            kept.attention.default, kept.tile_attention.default, kept.exchange_heads.default,
-            kept.linear_attention.default, kept.ring_self_attention.default,
-        ]  # fmt: skip
-        if train.compile:
+    connect(model, mesh, train.recompute)
+    if train.compile:
+        for block in model.blocks.values():
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
     sharded = pipeline is None and is_sharded(mesh, train)
@@ -84,6 +74,21 @@ def parallelize(
     drawn = own_values(shape, train.seed) if shape.kind else seeded_values(train.seed)
     state.fill(values or with_adapter(drawn, shape, train.seed))
     return model, state
+
+
+def connect(model: Transformer, mesh: Mesh, recompute: str) -> None:
+    """Have the blocks attend, and exchange rows of experts, over the ranks of ``mesh``, and say what they recompute."""
+    connect_experts(model, mesh)
+    attend, kept = hybrid_attention(mesh, context_attention(mesh, model.shape)), torch.ops.weft
+    for block in model.blocks.values():
+        assert isinstance(block, Block)
+        if block.attention.mixer == "softmax":
+            block.attention.attend = attend
+        block.recompute = recompute
+        block.kept_ops = [
+            kept.attention.default, kept.tile_attention.default, kept.exchange_heads.default,
+            kept.linear_attention.default, kept.ring_self_attention.default,
+        ]  # fmt: skip
 
 
 def resident_state(model: Transformer, mesh: Mesh) -> State:

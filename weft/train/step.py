@@ -257,45 +257,13 @@ def clipped(grads: dict[str, torch.Tensor], norm: float, clip: float) -> None:
         torch._foreach_mul_(list(grads.values()), clip / (norm + 1e-6))
 
 
-def train_step(
-    model: Transformer,
-    state: State,
-    batches: Sequence[Batch],
-    mesh: Mesh,
-    *,
-    lr: float,
-    clip: float,
-    stop: bool = False,
-    inspect: Callable[[dict[str, torch.Tensor]], None] | None = None,
-    routes: Sequence[Sequence[int]] = (),
-    before_update: Callable[[], None] = lambda: None,
-) -> StepResult:
-    """One optimizer step. ``stop`` is this rank's wish to end the run; the result says whether any rank has it.
-
-    A loss or gradient norm that is not finite skips the update, on all ranks alike. ``inspect`` sees the reduced,
-    unclipped local gradients. ``routes``: see :func:`accumulate`. ``before_update`` returns when parameters and
-    optimizer state may change.
-    """
-    grads, sums = gradients(model, state, batches, mesh, stop, routes)
-    with record_function("weft:optimizer"):
-        result = result_of(sums)
-        if inspect is not None:
-            inspect(grads)
-        before_update()
-        if not result.skipped:
-            clipped(grads, result.grad_norm, clip)
-            update(state, grads, lr)
-            model.learn_loads(result.loads)
-        clear_gradients(model, state)
-    return result
-
-
 @dataclass
 class Stepper:
     """How the batches of a step become an update of the state: the plain way, from which others are derived.
 
-    Every step has one result, which may become final only while later steps run. ``before_update`` returns when the
-    state may change; ``inspect`` and ``routes`` are as of :func:`train_step`.
+    Every step has one result, which may become final only while later steps run. A loss or gradient norm that is not
+    finite skips the update, on all ranks alike. ``before_update`` returns when parameters and optimizer state may
+    change; ``inspect`` sees the reduced, unclipped local gradients; ``routes``: see :func:`accumulate`.
     """
 
     model: Transformer
@@ -311,10 +279,18 @@ class Stepper:
 
         ``stop`` is this rank's wish to end the run; the step's result says whether any rank has it.
         """
-        return [train_step(
-            self.model, self.state, batches, self.mesh, lr=lr, clip=self.settings.clip, stop=stop,
-            inspect=self.inspect, routes=self.routes, before_update=self.before_update,
-        )]  # fmt: skip
+        grads, sums = gradients(self.model, self.state, batches, self.mesh, stop, self.routes)
+        with record_function("weft:optimizer"):
+            result = result_of(sums)
+            if self.inspect is not None:
+                self.inspect(grads)
+            self.before_update()
+            if not result.skipped:
+                clipped(grads, result.grad_norm, self.settings.clip)
+                update(self.state, grads, lr)
+                self.model.learn_loads(result.loads)
+            clear_gradients(self.model, self.state)
+        return [result]
 
     def finish(self) -> list[StepResult]:
         """Make the state that after the last step, and return the results that were still due."""
@@ -323,6 +299,13 @@ class Stepper:
     def summary(self) -> str:
         """What there is to say of all steps at the end of a run; mostly nothing."""
         return ""
+
+
+def train_step(
+    model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh, lr: float, clip: float, stop: bool = False
+) -> StepResult:
+    """One plain optimizer step (see :class:`Stepper`)."""
+    return Stepper(model, state, mesh, Optimizer(clip=clip)).step(batches, lr, stop)[0]
 
 
 @torch.no_grad()

@@ -24,10 +24,8 @@ from weft.layout.layout import DATA_AXES, MODEL_AXES, Layout
 from weft.layout.mesh import Mesh
 from weft.models.own_loss import own_loss
 from weft.models.preference import objective
-from weft.models.transformer import Block, Transformer
-from weft.parallel.build import check_fits, resident_state
-from weft.parallel.context import context_attention
-from weft.parallel.experts.connect import connect_experts
+from weft.models.transformer import Transformer
+from weft.parallel.build import check_fits, connect, resident_state
 from weft.parallel.state import State
 from weft.recipe import Loss, ModelShape, Optimizer, Train
 from weft.train.step import gradients
@@ -71,13 +69,8 @@ def check_types(
         model = Transformer(shape, mesh, train.loss_chunk)
         model.freq = model.freq.to("meta")
         model.objective = objective(loss or Loss())
-        connect_experts(model, mesh)
+        connect(model, mesh, train.recompute)
         model.criterion = own_loss(loss or Loss(), shape.vocab) or model.criterion
-        for block in model.blocks.values():
-            assert isinstance(block, Block)
-            if block.attention.mixer == "softmax":
-                block.attention.attend = context_attention(mesh, shape)
-            block.recompute = train.recompute
         try:
             state, batch = resident_state(model, mesh), _meta_batch(mesh, of_pairs=model.objective is not None)
             if mesh.device_mesh is None:
