@@ -14,10 +14,11 @@ import torch.distributed as dist
 from weft.layout.lost import PeerLost
 from weft.schedule.actions import Action, ScheduleError, Table, Value
 from weft.schedule.build import Times, build
+from weft.schedule.build.greedy import list_schedule
 from weft.schedule.execute import execute, replay, sleeping
 from weft.schedule.lower import lower
 from weft.schedule.simulate import Costs, simulate, uniform
-from weft.schedule.skip import skip_pipe
+from weft.schedule.skip import plan_paths
 from weft.schedule.wire import Wire
 from weft.train.pool import WorkerDied
 
@@ -73,7 +74,7 @@ def rehearse(table: Table, unit: float, move: float) -> list[tuple[float, float]
 def skipping() -> Table:
     costs = Costs(lambda a: {"F": 1.0, "I": 1.1, "W": 0.9, "B": 2.0}[a.kind])
     holders = [[r] for r in range(4)]
-    return skip_pipe(holders, 8, 0.25, costs, ranks=4)
+    return list_schedule("skip", holders, plan_paths(holders, 8, 0.25, costs), costs, ranks=4)
 
 
 @pytest.mark.slow

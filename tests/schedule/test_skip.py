@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import UsageError
-from weft.schedule.actions import Value, assemble
+from weft.schedule.actions import Table, Value, assemble
 from weft.schedule.build.greedy import list_schedule
 from weft.schedule.build.plain import one_forward_one_backward, zb_h1, zb_h2
 from weft.schedule.simulate import Costs, Simulation, simulate
-from weft.schedule.skip import cut, plan_paths, skip_pipe
+from weft.schedule.skip import Holders, cut, plan_paths
 
 RANKS = 8
 HOLDERS = [[r] for r in range(RANKS)]
@@ -33,6 +33,15 @@ def two_sites(lengths: list[float], wan: float) -> Costs:
         return lengths[value.stage] * (value.name in ("saved", "tape"))
 
     return Costs(lambda a: took[a.kind] * lengths[a.stage], move, size, exclusive=True)
+
+
+def skip_pipe(
+    holders: Holders, microbatches: int, ratio: float, costs: Costs, ranks: int, limit: float | None = None,
+    split: bool = True,
+) -> Table:  # fmt: skip
+    """The table of a partial pipeline: planned paths, list-scheduled."""
+    paths = plan_paths(holders, microbatches, ratio, costs, split=split)
+    return list_schedule("skip", holders, paths, costs, ranks=ranks, limit=limit, split=split)
 
 
 def best_full(microbatches: int, wan: float, limit: float, split: bool) -> float:

@@ -127,7 +127,7 @@ def manifest(file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequen
     """The manifest of one data file: its tensors, and its blocks as columns."""
     names = list(dict.fromkeys([b.tensor for b in blocks] + [name for name, t in tensors.items() if not t.numel]))
     index = {name: i for i, name in enumerate(names)}
-    return _dump({
+    return json.dumps({
         "format": FORMAT,
         "file": file,
         "size": size,
@@ -137,7 +137,7 @@ def manifest(file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequen
         "offset": [b.offset for b in blocks],
         "bytes": [b.size for b in blocks],
         "xxh3": [b.digest for b in blocks],
-    })  # fmt: skip
+    }, separators=(",", ":")).encode()  # fmt: skip
 
 
 class Manifest:
@@ -258,7 +258,3 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
 
 def _seal(root: Mapping[str, Any]) -> str:
     return digest(json.dumps(root, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _dump(tree: Mapping[str, Any]) -> bytes:
-    return json.dumps(tree, separators=(",", ":")).encode()

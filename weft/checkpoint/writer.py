@@ -143,17 +143,14 @@ def write(task: WriteTask, memory: mmap.mmap) -> Report:
     """Write one rank's data file and manifest."""
     begun = time.perf_counter()
     with _caught(Report()) as report:
-        cuts = [(name, box, list(_tiles(task.tensors[name], box))) for name, box in task.shares]
+        shares = [(name, box, task.tensors[name]) for name, box in task.shares]
+        cuts = [(name, box, list(layout.tiles(box, t.shape, t.itemsize))) for name, box, t in shares]
         boxes = [(name, tile) for name, _, tiles in cuts for tile in tiles]
         file = DataFile(task.file, boxes, task.tensors, lambda: _blocks(cuts, task.tensors, memory, report.seconds))
         report.bytes = file.write(task.storage, task.manifest)
         report.seconds["hash"] = file.hashing
         report.seconds["write"] = time.perf_counter() - begun - sum(report.seconds.values())
     return report
-
-
-def _tiles(tensor: Tensor, box: Box) -> Iterator[Box]:
-    return layout.tiles(box, tensor.shape, tensor.itemsize)
 
 
 def _blocks(

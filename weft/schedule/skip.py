@@ -12,7 +12,7 @@ from math import comb
 from random import Random
 
 from weft.errors import UsageError
-from weft.schedule.actions import PASSES, Action, Table, Value
+from weft.schedule.actions import PASSES, Action, Value
 from weft.schedule.build.greedy import list_schedule
 from weft.schedule.build.listing import Policy
 from weft.schedule.simulate import Costs, simulate
@@ -64,23 +64,6 @@ def plan_paths(
         table = list_schedule("skip", holders, paths, costs, ranks=ranks, split=split, priority=Policy(ahead=1.5))
         plans.setdefault(simulate(table, costs).makespan, paths)
     return plans[min(plans)]
-
-
-def skip_pipe(
-    holders: Holders,
-    microbatches: int,
-    ratio: float,
-    costs: Costs,
-    *,
-    ranks: int,
-    limit: float | Sequence[float] | None = None,
-    split: bool = True,
-    keep: tuple[int, int] = (1, 1),
-    seed: int = 0,
-) -> Table:
-    """The table of a partial pipeline: planned paths, list-scheduled. Arguments as in the two functions it calls."""
-    paths = plan_paths(holders, microbatches, ratio, costs, keep=keep, split=split, seed=seed)
-    return list_schedule("skip", holders, paths, costs, ranks=ranks, limit=limit, split=split)
 
 
 def cut(stages: int, ratio: float, keep: tuple[int, int] = (1, 1)) -> list[float]:

@@ -7,9 +7,10 @@ from weft.layout.layout import Layout
 from weft.recipe import ModelShape
 from weft.schedule.actions import LOCAL, Table, Value
 from weft.schedule.build import build
+from weft.schedule.build.greedy import list_schedule
 from weft.schedule.partition import layer_costs, partition
 from weft.schedule.simulate import Costs, by_kind
-from weft.schedule.skip import cut, skip_pipe
+from weft.schedule.skip import cut, plan_paths
 from weft.schedule.times import ModelTimes, Times
 from weft.schedule.vocab import output_times, with_vocabulary
 
@@ -87,7 +88,8 @@ def make_table(layout: Layout, microbatches: int, shape: ModelShape, seq_len: in
         lengths = cut(layout.pp, layout.skip)
         costs = Costs(lambda a: lengths[a.stage])  # F, I and W take about the same
         holders = [[r] for r in range(layout.pp)]
-        table = skip_pipe(holders, microbatches, layout.skip, costs, ranks=layout.pp, limit=layout.pp)
+        paths = plan_paths(holders, microbatches, layout.skip, costs)
+        table = list_schedule("skip", holders, paths, costs, ranks=layout.pp, limit=layout.pp)
     else:
         table = build(layout.schedule, layout.pp, microbatches, layout.virtual)
     if layout.vocab_barriers:
