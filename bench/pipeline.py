@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from modelled import sleeping
 from step import SETTINGS, TOLERANCE, Job, adamw, machine, tokens_of
 from torch import nn
 from torch.distributed import pipelining as torch_pipelining
@@ -45,7 +46,7 @@ from weft.parallel.state import State
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.schedule.actions import Action
 from weft.schedule.build import BUILDERS, build
-from weft.schedule.execute import execute, sleeping
+from weft.schedule.execute import execute
 from weft.schedule.lower import lower
 from weft.schedule.simulate import Costs, simulate
 from weft.schedule.stages import Stage

@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from modelled import critical_path, work_per_step
 from picture import FONT, INK, LANE, LINE, PAGE, SOFT, photograph, text
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,7 +44,7 @@ from weft.models.attention import attend_backward, attend_forward, attention, jo
 from weft.models.segments import Segment
 from weft.parallel.build import parallelize
 from weft.parallel.context import context_attention
-from weft.parallel.context.tables import TileTable, build, critical_path, work_per_step
+from weft.parallel.context.tables import TileTable, build
 from weft.recipe import ModelShape, Train
 from weft.schedule.draw import ticks
 

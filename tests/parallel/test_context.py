@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.modelled import critical_path, work_per_step
 from weft.errors import UsageError
 from weft.layout.groups import fake_rank
 from weft.layout.layout import Layout
@@ -26,16 +27,7 @@ from weft.parallel.context import context_attention, tile_attention
 from weft.parallel.context.execute import Trip, tile_pieces
 from weft.parallel.context.heads import head_index, head_ranges
 from weft.parallel.context.rsa import ring_self_attention
-from weft.parallel.context.tables import (
-    SCHEMES,
-    TableError,
-    Tile,
-    TileTable,
-    build,
-    critical_path,
-    validate,
-    work_per_step,
-)
+from weft.parallel.context.tables import SCHEMES, TableError, Tile, TileTable, build, validate
 from weft.recipe import ModelShape
 
 EXECUTE = "weft.parallel.context.execute"

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.modelled import sleeping
 from weft.layout.lost import PeerLost
 from weft.schedule.actions import Action, ScheduleError, Table, Value
 from weft.schedule.build import Times, build
 from weft.schedule.build.greedy import list_schedule
-from weft.schedule.execute import execute, replay, sleeping
+from weft.schedule.execute import execute, replay
 from weft.schedule.lower import lower
 from weft.schedule.simulate import Costs, simulate, uniform
 from weft.schedule.skip import plan_paths

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.modelled import sleeping
 from weft.schedule.actions import Action, ScheduleError, Table, Value, assemble
 from weft.schedule.build import BUILDERS, build
-from weft.schedule.execute import replay, sleeping
+from weft.schedule.execute import replay
 from weft.schedule.lower import lower
 from weft.schedule.simulate import simulate, uniform
 from weft.schedule.validate import run_dry, validate

@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.profiler import record_function
 
 from weft.schedule.actions import LOCAL, Action, ScheduleError, Table, Value
-from weft.schedule.kinds import KINDS
 from weft.schedule.lower import FREE, RECV, SEND
 from weft.schedule.simulate import Timed
 from weft.schedule.validate import WINDOW
@@ -129,18 +127,3 @@ def replay(table: Table, ops: Mapping[str, Op]) -> list[Executed]:
     if stuck:
         raise ScheduleError(f"schedule {table.name} cannot go on at {', '.join(map(str, stuck))}")
     return runs
-
-
-def seconds(run: Executed) -> float:
-    """From the first action's start to the last one's end."""
-    return run.times[-1].end - run.times[0].start if run.times else 0.0
-
-
-def sleeping(costs: Callable[[Action], float]) -> Mapping[str, Op]:
-    """Operations that take the modelled seconds and hand on an empty tensor: a rehearsal of a schedule."""
-
-    def op(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
-        time.sleep(costs(a))
-        return [torch.empty(1) for value in a.writes if not _empty(value)]
-
-    return {name: op for name, kind in KINDS.items() if not kind.inserted}

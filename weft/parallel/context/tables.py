@@ -246,21 +246,3 @@ def build(scheme: str, ranks: int) -> TileTable:
     if scheme not in SCHEMES:
         raise UsageError(f"unknown attention scheme {scheme!r}; {nearest(scheme, SCHEMES)}")
     return validate(SCHEMES[scheme](ranks))
-
-
-def critical_path(table: TileTable) -> float:
-    """Steps waiting for each other: the sum of the busiest rank's work, in tiles of ``tokens / ranks`` squared.
-
-    The ideal is ``ranks / 2``: half the score matrix, shared evenly.
-    """
-    return sum(max(work) for work in work_per_step(table))
-
-
-def work_per_step(table: TileTable) -> list[list[float]]:
-    """Work of every rank in every step, in the same unit."""
-    unit = (table.ranks / len(table.owner)) ** 2
-    return [
-        [sum(unit / 2 if t.mask == "causal" else unit for t in table.at.get((step, rank), ())) for rank in
-         range(table.ranks)]
-        for step in range(table.steps)
-    ]  # fmt: skip
