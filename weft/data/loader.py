@@ -14,7 +14,7 @@ from weft.data.cache import digest
 from weft.data.chat.source import fitted, open_chats
 from weft.data.order import Listed, Order, Row, Stream, hashed, held_out
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.data.tokens import Progress, open_source
+from weft.data.tokens import open_source
 from weft.layout.layout import BATCH_AXES, DATA_AXES, Layout
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
 from weft.recipe import Data
@@ -31,7 +31,7 @@ class Corpus:
     fingerprint: str
 
 
-def open_data(data: Data, progress: Progress | None = None, own: Tokenizer | None = None) -> Corpus:
+def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     """Open every source, tokenizing what is not in the cache yet; ``validation`` is one epoch of what is held out.
 
     ``own``: the tokenizer of the model to start from, which counts where the recipe names none.
@@ -42,9 +42,9 @@ def open_data(data: Data, progress: Progress | None = None, own: Tokenizer | Non
     lines, seen, paired = [], [], 0
     for number, source in enumerate(data.sources):
         if source.kind in ("chat", "preference"):
-            tokens = open_chats(source, data.chat, tokenizer, data.cache, progress)
+            tokens = open_chats(source, data.chat, tokenizer, data.cache)
         else:
-            tokens = open_source(source, tokenizer, data.cache, progress)
+            tokens = open_source(source, tokenizer, data.cache)
         starts, lengths, note = tokens.offsets[:-1], np.diff(tokens.offsets), ""
         how: dict[str, Any] = {}
         pairs = None

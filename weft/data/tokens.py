@@ -100,16 +100,14 @@ def read_tokens(path: str | Path) -> Tokens:
     return Tokens(ids, offsets, vocab, eos, seen, weights, meta.get("alike", True), lines, of, pairs)
 
 
-def open_source(
-    source: Source, tokenizer: Tokenizer, cache: Path | None = None, progress: Progress | None = None
-) -> Tokens:
+def open_source(source: Source, tokenizer: Tokenizer, cache: Path | None = None) -> Tokens:
     """The tokens of any source; text is tokenized on first use, into the cache, by one process for all."""
     if source.kind != "tokens":
 
         def build(making: Path) -> None:
             tokenizer.save(making)
             docs, name = _encoded(documents(source), tokenizer), f"data source {source.path or source.kind}"
-            write_documents(making, docs, tokenizer.vocab, tokenizer.eos, name, progress)
+            write_documents(making, docs, tokenizer.vocab, tokenizer.eos, name)
 
         key = digest(1, fingerprint(source), tokenizer.fingerprint)
         return read_tokens(build_once(cache_root(cache) / f"tokens-{key}", build))

@@ -15,7 +15,6 @@ from weft.data.loader import Corpus, Loader, open_data
 from weft.data.order import Order
 from weft.data.tasks import OpenTask, open_tasks
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.data.tokens import Progress
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.layout import MODEL_AXES
 from weft.layout.mesh import Mesh
@@ -70,14 +69,14 @@ def device_type(recipe: Recipe) -> str:
     return wanted if wanted != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def prepare(recipe: Recipe, progress: Progress | None = None) -> Job:
+def prepare(recipe: Recipe) -> Job:
     """Open the data, complete the model's shape and check that layout, model, data and memory go together."""
     pretrained = pretrained_of(recipe)
     shape = _completed(recipe, pretrained)
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer)
     check_names(shape, recipe.train)
     own = _own_tokenizer(recipe, pretrained)
-    corpus = open_data(recipe.data, progress, own)
+    corpus = open_data(recipe.data, own)
     vocab = corpus.tokenizer.vocab
     if shape.vocab and vocab > shape.vocab:
         name = recipe.data.tokenizer or recipe.model.origin or "bytes"

@@ -24,7 +24,7 @@ from weft.data.chat.pairs import AnswerPair, read_pair, with_garbled
 from weft.data.chat.template import ChatTemplate, TemplateError
 from weft.data.corpora import files, fingerprint, reading, records
 from weft.data.tokenizer import Tokenizer
-from weft.data.tokens import Progress, Tokens, read_tokens, write_documents
+from weft.data.tokens import Tokens, read_tokens, write_documents
 from weft.errors import WeftError
 from weft.recipe import Chat, Source
 
@@ -82,16 +82,14 @@ def chat_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate(text, tokenizer, settings.variables, now, settings.control)
 
 
-def open_chats(
-    source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None, progress: Progress | None = None
-) -> Tokens:
+def open_chats(source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None) -> Tokens:
     """The tokens of a source of conversations; written on first use, into the cache, by one process for all."""
     template = chat_template(settings, tokenizer)
     encoder = ChatEncoder(template, settings.learn)
 
     def build(making: Path) -> None:
         tokenizer.save(making)
-        _write(making, source, encoder, progress)
+        _write(making, source, encoder)
 
     written = [template.source, template.variables, settings.learn, settings.control]
     date = settings.date or str(datetime.now().date()) if template.writes_date else ""
@@ -99,7 +97,7 @@ def open_chats(
     return read_tokens(build_once(cache_root(cache) / f"chats-{key}", build))
 
 
-def _write(folder: Path, source: Source, encoder: ChatEncoder, progress: Progress | None) -> None:
+def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
     tokenizer = encoder.template.tokenizer
     places, content, alike = array("q"), hashlib.sha256(), True
     pairs: tuple[list[float], list[float]] = ([], [])
@@ -131,7 +129,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder, progress: Progres
                     yield document(place, sample)
 
         name = f"data source {source.path}"
-        write_documents(folder, documents(), tokenizer.vocab, tokenizer.eos, name, progress, close=False)
+        write_documents(folder, documents(), tokenizer.vocab, tokenizer.eos, name, close=False)
     np.save(folder / "lines.npy", np.array(places, np.int64).reshape(-1, 2))
     if source.kind == "preference":
         np.save(folder / "pairs.npy", np.array(pairs))
