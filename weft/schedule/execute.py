@@ -22,22 +22,14 @@ Op = Callable[[Action, Sequence[Any]], Sequence[Any]]
 class Executed:
     """What a run saw. ``times``: of computing actions only, in seconds of ``time.perf_counter``.
 
-    ``peak``: most local values (``saved`` and ``tape``) alive at once, by the weight that :func:`execute` was given.
+    ``peak``: most local values (``saved`` and ``tape``) alive at once.
     """
 
     times: list[Timed] = field(default_factory=list)
-    peak: float = 0.0
+    peak: int = 0
 
 
-def execute(
-    table: Table,
-    rank: int,
-    ops: Mapping[str, Op],
-    wire: Wire | None,
-    *,
-    weigh: Callable[[Value], float] = lambda value: float(value.name in LOCAL),
-    window: int = WINDOW,
-) -> Executed:
+def execute(table: Table, rank: int, ops: Mapping[str, Op], wire: Wire | None, *, window: int = WINDOW) -> Executed:
     """Run rank ``rank`` of a lowered ``table``; every rank of the pipeline calls this with its own number.
 
     ``ops[kind]`` computes an action; what lowering has inserted does nothing where ``ops`` has none. Values
@@ -51,7 +43,6 @@ def execute(
         raise ScheduleError(f"schedule {table.name} has actions of kind {', '.join(sorted(unknown))}, which no op runs")
     there: dict[Value, Any] = {}
     run = Executed()
-    level = 0.0
     expected: dict[int, deque[Value]] = defaultdict(deque)  # arrivals not yet asked for, per source
     for a in actions:
         if a.kind == RECV:
@@ -74,20 +65,17 @@ def execute(
             ask(a.peer)
         elif a.kind == FREE:
             for value in a.reads:
-                level -= weigh(value)
                 del there[value]
         elif op := ops.get(a.kind):
             # What a forward saves grows while it runs; what a backward leaves replaces what it has read.
-            run.peak = max(run.peak, level + sum(weigh(value) for value in a.writes if value.name == "saved"))
+            held = sum(value.name in LOCAL for value in there)
+            run.peak = max(run.peak, held + sum(value.name == "saved" for value in a.writes))
             start = time.perf_counter()
             with record_function(f"weft:{a.kind}"):
                 results = op(a, [there[value] for value in a.reads if not _empty(value)])
             for value, result in zip([v for v in a.writes if not _empty(v)], results or (), strict=True):
                 there[value] = result
-            for value in a.writes:
-                level += weigh(value)
-                if _empty(value):
-                    there[value] = None
+            there.update(dict.fromkeys(filter(_empty, a.writes)))
             run.times.append(Timed(a, start, time.perf_counter()))
     if wire is not None:
         wire.flush()
