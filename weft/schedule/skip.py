@@ -33,54 +33,43 @@ CANDIDATES = 60
 WEIGHTS = (8.0, 2.0, 1.0, 0.5)
 
 
-def plan_paths(
-    holders: Holders,
-    microbatches: int,
-    ratio: float,
-    costs: Costs,
-    *,
-    keep: tuple[int, int] = (1, 1),
-    swaps: bool = True,
-    split: bool = True,
-    seed: int = 0,
-) -> list[Path]:
+def plan_paths(holders: Holders, microbatches: int, ratio: float, costs: Costs, split: bool = True) -> list[Path]:
     """A path for every microbatch that skips the share ``ratio`` of all stages on average.
 
-    ``holders[s]``: ranks that may run stage ``s``; ``keep``: how many stages at the front and at the end are always
-    run and never moved; ``swaps``: a path may exchange one pair of neighbouring stages. The best of a few plans
-    by the simulated makespan. ``ratio`` 0 gives the full pipeline. Raises :class:`UsageError` if too few stages may be
-    skipped.
+    ``holders[s]``: ranks that may run stage ``s``. The first and the last stage are always run and never moved; of the
+    others a path may exchange one pair of neighbours. The best of a few plans by the simulated makespan. ``ratio`` 0
+    gives the full pipeline. Raises :class:`UsageError` if too few stages may be skipped.
     """
     stages = len(holders)
     total = round(ratio * stages * microbatches)
     if not total:
         return [tuple(range(stages))] * microbatches
-    _check(stages, ratio, keep)
+    _check(stages, ratio)
     ranks = 1 + max(r for able in holders for r in able)
-    planner = _Planner(holders, costs, keep, swaps, split)
+    planner = _Planner(holders, costs, split)
     plans: dict[float, list[Path]] = {}  # by makespan
     for spread in WEIGHTS:
-        paths = planner.paths(microbatches, total, spread, Random(seed))
+        paths = planner.paths(microbatches, total, spread, Random(0))
         table = list_schedule("skip", holders, paths, costs, ranks=ranks, split=split, priority=Policy(ahead=1.5))
         plans.setdefault(simulate(table, costs).makespan, paths)
     return plans[min(plans)]
 
 
-def cut(stages: int, ratio: float, keep: tuple[int, int] = (1, 1)) -> list[float]:
+def cut(stages: int, ratio: float) -> list[float]:
     """Length of every stage (mean 1) such that all compute the same on average.
 
     Stages that are always run must be shorter: with stages of equal length they would compute as much as without
     skipping, and the pipeline would be no faster than them.
     """
-    _check(stages, ratio, keep)
-    middle = stages - sum(keep)
+    _check(stages, ratio)
+    middle = stages - 2
     run = 1 - ratio * stages / middle  # share of the microbatches that a middle stage sees
-    length = stages / (sum(keep) * run + middle)
-    return [length if keep[0] <= s < stages - keep[1] else length * run for s in range(stages)]
+    length = stages / (2 * run + middle)
+    return [length * run, *[length] * middle, length * run]
 
 
-def _check(stages: int, ratio: float, keep: tuple[int, int]) -> None:
-    middle = max(0, stages - sum(keep))
+def _check(stages: int, ratio: float) -> None:
+    middle = max(0, stages - 2)
     if not 0 <= ratio * stages <= middle / MOST_SKIPS:
         most = f"skip at most {middle / MOST_SKIPS / stages:.0%}" if middle else "use more stages"
         raise UsageError(
@@ -95,8 +84,6 @@ class _Planner:
 
     holders: Holders
     costs: Costs
-    keep: tuple[int, int]
-    swaps: bool
     split: bool
 
     def paths(self, microbatches: int, total: int, spread: float, random: Random) -> list[Path]:
@@ -106,7 +93,7 @@ class _Planner:
         for skipping a stage now, in units of a stage's time.
         """
         stages = range(len(self.holders))
-        middle = stages[self.keep[0] : len(stages) - self.keep[1]]
+        middle = stages[1:-1]
         times = [1 / sum(1 / self.work(r, s) for r in self.holders[s]) for s in middle]
         left = dict(zip(middle, _quotas(times, total, microbatches), strict=True))  # skips to come, by stage
         unit = spread * sum(times) / len(times)
@@ -139,7 +126,7 @@ class _Planner:
     def orders(self, path: Path) -> Iterator[Path]:
         """The path, then all with one pair of neighbours exchanged that may move."""
         yield path
-        for i in range(self.keep[0], len(path) - self.keep[1] - 1) if self.swaps else ():
+        for i in range(1, len(path) - 2):
             yield (*path[:i], path[i + 1], path[i], *path[i + 2 :])
 
     def reserve(self, path: Path, booked: Booked) -> tuple[float, Booked]:
