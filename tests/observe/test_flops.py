@@ -85,7 +85,7 @@ def test_what_is_frozen_costs_no_gradient(change: dict, freeze: tuple[str, ...])
     assert sum(h.local.numel() for h in state.learning) == learning_count(shape, 50, freeze)
     seq, ends = 40, torch.tensor([0, 40], dtype=torch.int32)
     tokens = torch.arange(seq).view(1, seq)
-    plain = mock.patch("weft.models.norm.rms_norm", lambda x, scale, eps: F.rms_norm(x, scale.shape, scale, eps))
+    plain = mock.patch("weft.models.module.rms_norm", lambda x, scale, eps: F.rms_norm(x, scale.shape, scale, eps))
     with plain, FlopCounterMode(display=False) as counter:  # our own norms sum up by products
         model(tokens, tokens, ends, Batch(tokens, tokens, tokens, ends)).backward()
     lowest = min(p.step for p in parameters(shape) if p.name in names)
