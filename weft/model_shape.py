@@ -24,6 +24,8 @@ class Shape:
     and keys, if it is not that of its values. ``windowed``: share of the layers whose attention reaches back ``window``
     tokens. ``clamped``: 1 if experts have biases and a clamped gate (GPT-OSS), which grouped kernels do not fuse.
     ``linear``: share of the layers with linear attention, whose tokens are added to a state and read from it.
+    ``cached``: numbers that generation keeps of a token in a layer, if not the keys and values of all heads.
+    ``hottest``: how often the busiest expert of a layer is chosen, as a multiple of the mean.
     ``extras``: parameters of a layer beside its matrices and its two norms, as the mean over the layers.
     ``frozen`` 1: only adapters learn, of ``adapters`` weights per layer (LoRA, 2106.09685), and the weights of layers
     take ``stored`` bytes each.
@@ -53,6 +55,8 @@ class Shape:
     frozen: Num = 0
     adapters: Num = 0
     stored: Num = 2
+    cached: Num = 0
+    hottest: Num = 1
 
     @property
     def qkv_width(self) -> Num:
@@ -79,6 +83,12 @@ class Shape:
     def dense_share(self) -> Num:
         """Share of the layers whose feed-forward is dense."""
         return 1 - self.moe_layers / self.layers
+
+    def inner_width(self, load: Num = 1) -> Num:
+        """Hidden units of the feed-forwards that a token goes through, averaged over the layers; ``load``: of experts,
+        as a multiple of the mean."""
+        moe = self.top_k * load * self.expert_ffn + self.shared_ffn
+        return self.dense_share * self.ffn + (1 - self.dense_share) * moe
 
     @property
     def dense_weights(self) -> Num:
@@ -108,6 +118,41 @@ class Shape:
         """All parameters."""
         layer = self.dense_weights + self.expert_weights + 2 * self.embed + self.extras
         return self.layers * layer + (2 - self.tied) * self.table + self.embed
+
+    @property
+    def active_parameters(self) -> Num:
+        """Those that a token meets: all but the experts that it does not choose."""
+        return self.parameters - self.layers * (self.dense_weights + self.expert_weights - self.active_weights)
+
+    @property
+    def cache_bytes(self) -> Num:
+        """What generation keeps of a token, in two bytes per number."""
+        return 2 * self.layers * (self.cached + (self.cached == 0) * 2 * self.kv_heads * self.head_dim)
+
+    def busiest(self, ranks: Num) -> Num:
+        """Load of the busiest of so many ranks of experts, as a multiple of the mean: that with the hottest expert."""
+        here, others = np.maximum(self.experts / ranks, 1), np.maximum(self.experts - 1, 1)
+        return (self.hottest + (here - 1) * (self.experts - self.hottest) / others) / here
+
+    def rows_sent(self, ranks: Num) -> dict[str, Num]:
+        """What dispatch makes of a token, by :attr:`weft.layout.layout.Layout.dispatch`, in rows as wide as the model.
+
+        The same as of combine and of both in backward, on average, if no choice is likelier than another; a share
+        ``1 / ranks`` of it stays. Where what experts make is added up, ids and weights go along. Experts fewer than
+        ranks are cut in pieces.
+        """
+        pieces = np.maximum(1, ranks // np.maximum(self.experts, 1))
+        experts, k = self.experts * pieces, self.top_k * pieces
+        none_there = np.ones(())  # the chance that none of the k is on a certain rank
+        for i in range(int(np.max(k))):
+            left = np.clip((experts - experts / ranks - i) / np.maximum(experts - i, 1), 0, 1)
+            none_there = none_there * np.where(i < k, left, 1.0)
+        more = 1 + 3 * k / (4 * self.embed)
+        return {"all-to-all": k, "per-rank": more * ranks * (1 - none_there), "all-gather": more * ranks}
+
+    def expert_share(self, seq: Num) -> Num:
+        """Share of a layer's forward that chosen experts compute, as the mean over the layers."""
+        return 2 * (self.active_weights - self.dense_weights) / self.forward_flops(seq)[1]
 
     def flops_per_token(self, seq: Num, causal: float = 0.5) -> Num:
         """Model flops of forward and backward per token (Chowdhery et al. 2022): three times the forward's products.
@@ -139,12 +184,13 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
     scores = model.output == "score"
     biases = (model.heads + 2 * kv_heads) * model.qkv_bias
     qkv: Num = 0
-    qk, latent_norms = 0, 0
+    qk, latent_norms, cached = 0, 0, 0
     if model.kv_rank:
         qk, q_rank, head_dim = model.score_width, model.q_rank, model.value_dim
         made = model.kv_rank * (model.head_dim or 0) + model.kv_rank * head_dim + q_rank * qk
         into = model.kv_rank + model.rope_dim + (q_rank or model.heads * qk)
         qkv, latent_norms = into + model.heads * made / model.embed, model.kv_rank + q_rank
+        cached = model.kv_rank + model.rope_dim
     mixtures = model.mixtures
     experts = sum(mixtures.values()) / len(mixtures) if mixtures else 0
     # What learns of a mixture and is no matrix of experts, and no router's.
@@ -178,6 +224,7 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         frozen=int(model.adapter is not None),
         adapters=sum(p.numel for p in found if ADAPTERS in p.name) / model.layers,
         stored=sum(p.numel for p in stored) / sum(p.products for p in stored) if stored else 2,
+        cached=cached,
     )
 
 
@@ -200,3 +247,60 @@ def flops_per_token(model: ModelShape, vocab: int, seq: int, freeze: Sequence[st
     if model.tied:  # the table is the output layer, too
         total += 2 * table * (1 + bool(learning) + ("embedding.table" in learning))
     return total
+
+
+def shape_from_config(config: dict[str, Any], origin: str) -> Shape:
+    """From the fields of any Hugging Face config, dense or with experts, as far as time and memory depend on them.
+
+    Raises :class:`UsageError` with the name of the field that is missing.
+    """
+
+    def get(*names: str, default: Any = None) -> Any:
+        value = next((config[name] for name in names if config.get(name) is not None), default)
+        if value is None:
+            raise UsageError(f"{origin}: {names[0]} is missing; give a complete config.json or a built-in shape")
+        return value
+
+    layers = get("num_hidden_layers", "n_layer")
+    embed = get("hidden_size", "n_embd")
+    heads = get("num_attention_heads", "n_head")
+    experts = get("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    ffn = get("intermediate_size", "n_inner", default=4 * embed)
+    expert_ffn = get("moe_intermediate_size", default=ffn) if experts else 0
+    first, every = get("first_k_dense_replace", default=0), get("decoder_sparse_step", default=1) or layers + 1
+    dense = config.get("mlp_only_layers") or ()
+    mixed = [i for i in range(first, layers) if experts and (i + 1) % every == 0 and i not in dense]
+    shared = get("shared_expert_intermediate_size", default=get("n_shared_experts", default=0) * expert_ffn)
+    head_dim = get("v_head_dim", "head_dim", default=embed // heads)
+    kinds = config.get("layer_types") or []
+    windowed = kinds.count("sliding_attention") / max(1, len(kinds))
+    qkv = qk = cached = 0
+    if config.get("kv_lora_rank"):  # latent attention: low-rank queries, keys and values (DeepSeek-V2)
+        kv, q = config["kv_lora_rank"], config.get("q_lora_rank")
+        wide = heads * (get("qk_nope_head_dim") + get("qk_rope_head_dim"))
+        qk, cached = wide // heads, kv + get("qk_rope_head_dim")
+        into = cached + (q or wide)
+        qkv = into + (kv * heads * (get("qk_nope_head_dim") + head_dim) + (q * wide if q else 0)) // embed
+    return Shape(
+        layers,
+        embed,
+        heads,
+        get("num_key_value_heads", default=heads),
+        head_dim,
+        ffn,
+        get("vocab_size"),
+        gated=int(get("hidden_act", "activation_function", default="silu") in ("silu", "swiglu", "gelu_pytorch_tanh")
+                  and "n_embd" not in config),
+        tied=int(get("tie_word_embeddings", default="n_embd" in config)),
+        experts=experts,
+        top_k=get("num_experts_per_tok", default=0) if experts else 0,
+        expert_ffn=expert_ffn,
+        shared_ffn=shared if mixed else 0,
+        moe_layers=len(mixed),
+        qkv=qkv,
+        qk=qk,
+        cached=cached,
+        window=get("sliding_window", default=0) if windowed else 0,
+        windowed=windowed,
+        clamped=int(bool(experts) and config.get("swiglu_limit") is not None),
+    )  # fmt: skip

@@ -84,6 +84,14 @@ def test_attention_is_balanced_and_not_tokens() -> None:
     assert max(finish(plan, lengths, costs)) < 1.5 * ideal(lengths, 2, costs)
 
 
+def test_latent_attention_costs_by_the_widths_of_its_scores_and_of_its_values() -> None:
+    latent = ModelShape(vocab=100, layers=2, embed=64, heads=4, head_dim=128, kv_rank=32, rope_dim=64, value_dim=128)
+    costs = costs_of(latent)
+    # Scores, once more in backward, and gradients of queries and keys are 192 wide; three more products 128.
+    assert costs.quadratic == pytest.approx(2 * 4 * (4 * 192 + 3 * 128), rel=0.03)
+    assert costs.move == 2 * 4 * (192 + 128) * 3 * 2 * 1000  # there in both passes and back, two bytes
+
+
 @pytest.mark.parametrize(("count", "ranks", "capacity"), [(1024, 64, 4096), (1024, 64, 1024), (1000, 7, 8192)])
 def test_close_to_the_ideal(count: int, ranks: int, capacity: int) -> None:
     costs = costs_of(ModelShape(vocab=32_000, layers=32, embed=4096, heads=32, kv_heads=8))

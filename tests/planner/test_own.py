@@ -59,15 +59,15 @@ def test_a_run_is_a_row_that_the_planner_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"adapter": {}}, {"train": {"freeze": ["embedding.*"]}},
-                                    {"optimizer": {"estimate": "zeroth-order"}}])  # fmt: skip
-def test_runs_that_train_a_part_say_nothing_of_those_that_train_all(
+                                    {"optimizer": {"estimate": "zeroth-order"}}, {"experts": 4}])  # fmt: skip
+def test_runs_that_train_a_part_or_experts_say_nothing_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     monkeypatch.setitem(TREE, "train", TREE["train"] | change.pop("train", {}))
     recipe = change.pop("optimizer", {})
     monkeypatch.setitem(TREE, "optimizer", recipe)
-    if "adapter" in change:
-        monkeypatch.setitem(TREE["model"], "adapter", change["adapter"])
+    for name, value in change.items():
+        monkeypatch.setitem(TREE["model"], name, value)
     assert row_of(run_of(tmp_path / "run", {"shard": 8}, 0.5)) is None
 
 

@@ -20,14 +20,14 @@ from script import run
 
 from tests.conftest import Command
 from weft.errors import UsageError, WeftError
-from weft.model_shape import shape_of
+from weft.model_shape import shape_from_config, shape_of
 from weft.planner.cost import SCHEDULES, Cost, Plan, axis, gather, step_time
 from weft.planner.engine import ENGINES, Engine, stack
 from weft.planner.fit import KNOBS, PRIORS, Row, fit, predict
 from weft.planner.machine import CLUSTERS, DEVICES, Cluster, find_device, load_cluster, machine_of
 from weft.planner.memory import in_flight, peak_memory
 from weft.planner.search import USABLE, Found, Pin, search
-from weft.planner.shape import SECTIONS, SHAPES, load_model, shape_from_config
+from weft.planner.shape import SECTIONS, SHAPES, load_model
 from weft.recipe import Adapter, load_recipe
 from weft.schedule.build import build
 from weft.schedule.simulate import simulate, uniform

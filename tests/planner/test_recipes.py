@@ -67,7 +67,7 @@ def test_built_in_sections_are_what_config_json_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"), [("qwen3-30b", "config.json"), ("gpt-22b", "SwiGLU only"), ("gemma", "Gemma2ForCausalLM")]
+    ("model", "reason"), [("gpt-oss-20b", "config.json"), ("gpt-22b", "SwiGLU only"), ("gemma", "Gemma2ForCausalLM")]
 )
 def test_what_cannot_be_trained_is_said_and_gets_no_recipe(plan: Any, tmp_path: Path, model: str, reason: str) -> None:
     name = config_in(tmp_path / "gemma", GEMMA_2) if model == "gemma" else model

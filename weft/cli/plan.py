@@ -4,9 +4,10 @@ import gc
 import json
 import math
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,8 +15,12 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from weft.model_shape import Shape
+    from weft.planner.engine import Engine
     from weft.planner.finalists import Final
+    from weft.planner.machine import Cluster
     from weft.planner.own import Own
+    from weft.planner.search import Pin
     from weft.planner.shape import Model
     from weft.recipe import ModelShape
     from weft.rehearse.peak import Checked
@@ -40,6 +45,8 @@ _COLOURS = {
 _MEASURED = ("A100", "H100", "B200", "GB200")
 _check = "Run a step of our own modules on tensors without memory for the first K: what they hold."
 _own = "Rows that runs appended, or factors from bench/planner; runs/measured.csv if it is there."
+_hottest = "How often the busiest expert of a layer is chosen, over the mean (weft report shows it)."
+_sweep = "Fields of [model] to try all values of, such as experts=64,128; may be repeated. One line per model."
 _probe = "Really run K of the best on this machine for some steps each; the others' times are moved accordingly."
 
 
@@ -65,13 +72,15 @@ def plan(
     check: Annotated[int, typer.Option(min=0, metavar="K", help=_check)] = 0,
     calibration: Annotated[Path | None, typer.Option(metavar="FILE", help=_own)] = None,
     probe: Annotated[int, typer.Option(min=0, metavar="K", help=_probe)] = 0,
+    hottest: Annotated[float, typer.Option(min=1, metavar="FACTOR", help=_hottest)] = 1.0,
+    sweep: Annotated[list[str] | None, typer.Option(metavar="FIELD=VALUE,...", help=_sweep)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time, and say why the first is first."""
     from weft.errors import UsageError, nearest
     from weft.planner import search as searching
     from weft.planner.engine import ENGINES
-    from weft.planner.explain import layout_tree, recipe_tree, record, title, untrainable
+    from weft.planner.explain import exchanges, layout_tree, recipe_tree, record, title, untrainable
     from weft.planner.finalists import finalists
     from weft.planner.machine import load_cluster
     from weft.planner.shape import SHAPES, load_model
@@ -102,7 +111,9 @@ def plan(
     pins = [searching.Pin.parse(text) for text in demanded]
     machines = load_cluster(cluster, gpus)
     missing = untrainable(subject, bits[precision])
-    shape = subject.shape
+    shape = replace(subject.shape, hottest=hottest)
+    if sweep:
+        return _swept(subject, sweep, machines, ENGINES[engine], (batch, seq, bits[precision]), pins, as_json)
     probed, band = machines.probed, None
     if probed:
         from weft.rehearse.choose import search_here
@@ -139,6 +150,7 @@ def plan(
                         missing)  # fmt: skip
         write_page(html, told, found, finals, max(top, 8))
     checks = _checked(finals[:check], subject)
+    exchanged = exchanges(found, finals[0])
     if as_json:
         refused = [vars(rule) for rule in found.refused]
         probes = [{"layout": layout_tree(f), "predicted_s": f.seconds} | vars(ran) for f, ran in tried]
@@ -146,11 +158,11 @@ def plan(
                           "calibration": error, "layouts": [record(final) for final in finals[:top]],
                           "rejected": [str(line) for line in found.rejected(top)], "refused": refused,
                           "checks": [vars(done) for done in checks], "probes": probes,
-                          "not_trainable": missing or None}))  # fmt: skip
+                          "experts": exchanged or None, "not_trainable": missing or None}))  # fmt: skip
         return 0
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"[bold]{model}[/] ({float(found.shape.parameters) / 1e9:.3g} B parameters) on {where}, {batch:,} x {seq:,} "
+        f"[bold]{model}[/] ({_sizes(shape)}) on {where}, {batch:,} x {seq:,} "
         f"tokens per step, {precision}: {found.count:,} layouts, {len(found.order):,} fit\n"
     )
     _table(console, finals[:top])
@@ -168,6 +180,8 @@ def plan(
         + ", ".join(f"{k} {v:.2g}" for k, v in memory.items() if v > 0.005)
         + " GiB on the fullest rank of 1"
     )
+    if exchanged:
+        say(f"experts {_exchanges(exchanged, finals[0].seconds)}")
     say(f"error   {error}")
     if missing:
         say(f"train   not trainable yet: {missing}")
@@ -182,6 +196,65 @@ def plan(
     for path, name in ((recipe, "recipe"), (html, "page")):
         if path is not None:
             say(f"{name:<7} {path}")
+    return 0
+
+
+def _sizes(shape: "Shape") -> str:
+    """Parameters in words, and what generation keeps of a token."""
+    active = f", {float(shape.active_parameters) / 1e9:.3g} B active" if shape.experts else ""
+    cached = f"{float(shape.cache_bytes) / 1024:,.3g} KiB per token cached"
+    return f"{float(shape.parameters) / 1e9:.3g} B parameters{active}, {cached}"
+
+
+def _exchanges(told: dict[str, Any], seconds: float) -> str:
+    """What experts of the first layout exchange, in words."""
+    sent = [f"{size / 2**20:,.3g} by {way}" for way, size in told["sent"].items()]
+    text = (
+        f"1 sends {', '.join(sent)} MiB each way of a microbatch and layer; busiest rank {told['load']:.2f}x the mean"
+    )
+    if told["seconds"] and (change := told["seconds"] / seconds - 1) < -0.005:
+        text += (
+            f"; beside the {told['beside']} of another microbatch the step would take {change:+.0%} (not run so yet)"
+        )
+    return text
+
+
+def _swept(
+    subject: "Model", asked: list[str], machines: "Cluster", engine: "Engine", job: tuple[int, int, int],
+    pins: "list[Pin]", as_json: bool,
+) -> int:  # fmt: skip
+    """Print the best layout of every model that ``--sweep`` asks for."""
+    from weft.errors import UsageError
+    from weft.planner.explain import record, title
+    from weft.planner.finalists import finalists
+    from weft.planner.search import search
+    from weft.planner.shape import swept
+
+    if subject.section is None:
+        raise UsageError("--sweep needs a model that Weft can train: a recipe, a config.json or a trained built-in")
+    rows: list[dict[str, Any]] = []
+    grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for head in ("model", "B", "active", "s/step", "tokens/s", "MFU", "GiB", "layout"):
+        grid.add_column(head, justify="left" if head in ("model", "layout") else "right", no_wrap=True)
+    for fields, shape in swept(subject.section, asked, subject.vocab):
+        words = " ".join(f"{name}={value}" for name, value in fields.items())
+        sizes = [f"{float(n) / 1e9:.3g}" for n in (shape.parameters, shape.active_parameters)]
+        try:
+            best = finalists(search(shape, machines, engine, *job, pins), 3)[0]
+        except UsageError as error:
+            rows.append({"model": fields, "refused": str(error)})
+            grid.add_row(words, *sizes, "-", "-", "-", "-", str(error).partition(":")[0])
+            continue
+        rows.append({"model": fields, "parameters": float(shape.parameters), "active": float(shape.active_parameters),
+                     **record(best)})  # fmt: skip
+        grid.add_row(words, *sizes, f"{best.seconds:.3g}", f"{best.tokens_per_s:,.0f}", f"{best.utilisation:.1%}",
+                     f"{best.gib:.3g}", title(best))  # fmt: skip
+    if as_json:
+        print(json.dumps({"models": rows}))
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, 200)
+    console.print(grid)
     return 0
 
 

@@ -66,9 +66,9 @@ def costs_of(model: ModelShape) -> DocumentTimes:
     full = shape.layers * (1 - shape.linear)  # layers whose attention is quadratic
     linear = 6 * (shape.layers * shape.active_weights + shape.table)
     # bf16: keys and values twice, their gradients back
-    moved = 2 * 3 * 2 * shape.kv_heads * shape.head_dim * full
+    moved = 2 * 3 * 2 * shape.kv_heads * shape.score_dim * full
     # A pass of few tokens is bound by reading the weights: worth about 256 tokens.
-    return DocumentTimes(7 * shape.heads * shape.head_dim * full, linear, moved * FLOPS_PER_BYTE, 256 * linear)
+    return DocumentTimes(7 * shape.heads * shape.score_dim * full, linear, moved * FLOPS_PER_BYTE, 256 * linear)
 
 
 def greedy(lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes) -> Plan:

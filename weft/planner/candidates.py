@@ -70,20 +70,16 @@ class Rules:
             fit = [d for d in range(1, 2 * domain + 1) if not heads % d and not max(kv, d) % min(kv, d)]
             return "tp does not divide the heads", f"tp={tp}, {heads} heads of {kv} keys", f"tp={_near(fit, tp)}"
         if pp > layers:
-            return (
-                "more stages than layers",
-                f"pp={pp}, {layers} layers",
-                f"pp={_near(divisors(self.count, layers), pp)}",
-            )
+            near = _near(divisors(self.count, layers), pp)
+            return "more stages than layers", f"pp={pp}, {layers} layers", f"pp={near}"
         if cp > max(1, self.seq // 1024) or self.seq % (cp * tp):
             most = max(1, self.seq // 1024)
             return "cp cuts a sequence too finely", f"cp={cp}, {self.seq} tokens", f"cp={most} or less"
         if batch % data:
-            return (
-                "the batch does not divide over the data ranks",
-                f"{batch} sequences over {data} (tp={tp} pp={pp} cp={cp})",
-                f"batch={-(-batch // data) * data}, or tp x pp x cp = {-(-self.count // math.gcd(batch, self.count))}",
-            )
+            told = f"{batch} sequences over {data} (tp={tp} pp={pp} cp={cp})"
+            most = -(-self.count // math.gcd(batch, self.count))
+            mend = f"batch={-(-batch // data) * data}, or tp x pp x cp = {most}"
+            return "the batch does not divide over the data ranks", told, mend
         return None
 
     def refused(self) -> list[Refused]:

@@ -223,10 +223,12 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
         product(tokens, up * shape.ffn / tp, shape.embed) + product(tokens, shape.embed, shape.ffn / tp)
     )
     local_experts = np.maximum(shape.experts / plan.ep, 1)
-    # Experts are whole: the ranks of tp route different tokens, as in sequence-parallel regions.
-    routed = tokens / tp * shape.top_k  # tokens that arrive at the experts of a rank
+    # Where experts are whole, the ranks of tp route different tokens, as in sequence-parallel regions.
+    width_cut = expert_cut(plan, engine)
+    own = tokens * width_cut / tp  # tokens that a rank routes
+    routed = own * shape.top_k * shape.busiest(plan.ep)  # rows that arrive at the experts of the busiest rank
     share = np.maximum(routed / local_experts, 1)
-    expert_ffn = np.maximum(shape.expert_ffn, 1)
+    expert_ffn = np.maximum(shape.expert_ffn, 1) / width_cut
     experts = local_experts * (product(share, up * expert_ffn, shape.embed) + product(share, shape.embed, expert_ffn))
     shared = np.maximum(shape.shared_ffn, 1) / tp
     shared_time = product(tokens, up * shared, shape.embed) + product(tokens, shape.embed, shared)
@@ -240,8 +242,7 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     # Norms, residuals, rotary embedding and activation; lower precisions read once more to scale and to cast.
     norms = shape.embed / np.where(engine.sequence > 0, tp, 1.0)
     casts = 1 + CASTS * (width < 2)
-    ffn = dense * shape.ffn + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
-    inner = (shape.qkv_width + up * ffn) / tp
+    inner = (shape.qkv_width + up * shape.inner_width()) / tp
     inner = inner + moe * shape.clamped * engine.rough * shape.top_k * shape.expert_ffn
     routing = moe * engine.moe * shape.top_k * shape.embed
     pointwise = casts * tokens * (engine.elementwise * (norms + routing) + engine.inner * inner) / memory
@@ -258,7 +259,7 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     # A token crosses to a domain once, however many of its experts are there.
     domains = np.maximum(1, plan.ep / np.minimum(machine.domain, plan.ep))
     apart = np.where(domains > 1, np.minimum(1.0, domains / np.maximum(shape.top_k, 1)), 1.0)
-    ep_layer = moe * 2 * exchange(machine, engine, 1, plan.ep, 2 * routed * shape.embed * apart)
+    ep_layer = moe * 2 * exchange(machine, engine, width_cut, plan.ep, 2 * routed * shape.embed * apart)
 
     exposed_tp, exposed_ep = tp_layer, ep_layer
     exposed_cp = engine.exposed_cp * cp_layer + np.maximum(0, (1 - engine.exposed_cp) * cp_layer - attention)
@@ -292,6 +293,13 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     return Passes(
         forward, backward, matmuls, again, exposed_tp, exposed_cp, exposed_ep, 2.0 + full, head, (plan.pp > 1) * hop
     )
+
+
+def expert_cut(plan: Plan, engine: Engine) -> Num:
+    """Ranks of tp over which each expert is cut in its width; 1 where its ranks are among those of experts."""
+    state = np.where(plan.shard > 1, plan.shard * plan.cp, plan.cp)
+    folds = (plan.data * plan.cp % plan.ep == 0) & ((state % plan.ep == 0) | (plan.ep % state == 0))
+    return np.where(folds & (engine.whole == 0), plan.tp, 1)
 
 
 def gradients(

@@ -24,7 +24,8 @@ class Engine:
     ``moe``: elementwise traffic of routing, in units of ``elementwise``; ``dispatch``: launches that routing adds, in
     units of ``kernels`` (with waits for the counts of tokens per expert); ``rough``: traffic of experts with biases and
     a clamped gate beyond that of others, in units of ``inner``; ``level``: 1 if pipelines are cut by work, the output
-    layer as the layers that weigh as much, 0 if by layers.
+    layer as the layers that weigh as much, 0 if by layers; ``whole``: 1 if experts are never cut over tp, 0 if they
+    are unless tp's ranks are among those that they are spread over.
 
     ``gradient``: bytes per parameter; ``master``: bytes of optimizer state per parameter; ``constant``: GiB of
     context, communication buffers and fragmentation (measured, one number per class); ``saved``: bytes kept per
@@ -54,6 +55,7 @@ class Engine:
     dispatch: Num = 3.0
     rough: Num = 8.0
     level: Num = 0.0
+    whole: Num = 1.0
     gradient: Num = 4.0
     master: Num = 12.0
     constant: Num = 3.0

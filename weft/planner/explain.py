@@ -9,10 +9,11 @@ import numpy as np
 from weft.errors import UsageError
 from weft.pages import render
 from weft.planner.candidates import ADDED, CHOSEN, SET
-from weft.planner.cost import BITS, CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Recompute
+from weft.planner.cost import BITS, CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Recompute, expert_cut
 from weft.planner.finalists import Final, refine
 from weft.planner.search import Found, describe, text_of
 from weft.planner.shape import Model
+from weft.schedule.exchange import Beside
 
 #: Parts of a step in words.
 PARTS = {
@@ -158,6 +159,22 @@ def record(final: Final) -> dict[str, Any]:
     }
 
 
+def exchanges(found: Found, final: Final) -> dict[str, Any]:
+    """Of a layout with ``ep``, as plain data: bytes that a rank has ``sent`` of a microbatch in a layer and direction,
+    by dispatcher, the least first; ``load`` of the busiest rank over the mean; a step's ``seconds`` if exchanges ran
+    ``beside`` that of another microbatch (None where they cannot). Empty without ``ep``."""
+    plan = final.plan
+    if plan.ep <= 1:
+        return {}
+    tokens = plan.micro_batch * plan.seq / plan.cp * expert_cut(plan, found.engine) / plan.tp
+    leaves = 2 * final.shape.embed * tokens * (plan.ep - 1) / plan.ep
+    sent = sorted((float(rows * leaves), way) for way, rows in final.shape.rows_sent(plan.ep).items())
+    beside = Beside.OTHER_PASS if plan.pp > 1 else Beside.SAME_PASS
+    turns = None if final.barriers else refine(found, plan, final.closed, beside=beside)
+    return {"sent": {way: size for size, way in sent}, "load": float(final.shape.busiest(plan.ep)),
+            "beside": beside.value, "seconds": turns and turns.seconds}  # fmt: skip
+
+
 def untrainable(model: Model, bits: int) -> str:
     """Why ``weft train`` cannot train ``model`` with products of so many ``bits`` yet; empty if it can."""
     return model.untrainable or ("" if bits >= 16 else f"weft train has no products of {bits} bits yet")
@@ -187,7 +204,9 @@ def layout_tree(final: Final) -> dict[str, Any]:
     layout: dict[str, Any] = {axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")}
     layout |= {"zero": max(1, int(plan.zero)), "context": CONTEXT[int(plan.context)]}
     layout |= {"secondary": int(plan.secondary)} if plan.secondary else {}
-    layout |= {"ep": int(plan.ep)} if plan.ep > 1 else {}
+    if plan.ep > 1:
+        rows = final.shape.rows_sent(plan.ep)
+        layout |= {"ep": int(plan.ep), "dispatch": min(rows, key=lambda way: float(rows[way]))}
     if plan.pp > 1:
         layout["schedule"] = SCHEDULES[int(plan.schedule)]
         layout |= {"virtual": int(plan.virtual)} if plan.virtual > 1 else {}

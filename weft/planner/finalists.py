@@ -14,13 +14,13 @@ import numpy as np
 from weft.errors import WeftError
 from weft.model_shape import Shape
 from weft.planner.cost import SCHEDULES, Cost, Passes, Plan, gradients, passes, rest, step_time
-from weft.planner.engine import Engine
 from weft.planner.host import with_host
 from weft.planner.machine import Machine
 from weft.planner.memory import Memory, held_bytes, logit_bytes, peak_memory, rank_memory
 from weft.planner.search import USABLE, Found, at
 from weft.schedule.actions import Table
 from weft.schedule.build import BUILDERS, build
+from weft.schedule.exchange import Beside, with_exchanges
 from weft.schedule.simulate import Costs, Simulation, simulate
 from weft.schedule.stages import Stage, cut_stages, stage_costs
 from weft.schedule.times import ModelTimes, Times
@@ -141,14 +141,15 @@ def chunks_of(plan: Plan) -> int:
 
 
 def refine(
-    found: Found, plan: Plan, closed: float, barriers: int = 0, tables: dict[Any, Table] | None = None
-) -> Final | None:
-    """``plan`` (of numbers) with its pipeline simulated; None where the schedule cannot be built.
+    found: Found, plan: Plan, closed: float, barriers: int = 0, tables: dict[Any, Table] | None = None,
+    beside: Beside | None = None,
+) -> Final | None:  # fmt: skip
+    """``plan`` (of numbers) with its pipeline simulated; None where the schedule cannot be built, or not run.
 
-    ``tables``: those built before, to be used again.
+    ``tables``: those built before, to be used again. ``beside``: exchanges of experts are actions, and run beside that.
     """
     shape, machine, engine = found.shape, found.machine, found.engine
-    if plan.pp == 1:
+    if plan.pp == 1 and beside is None:
         cost, memory = step_time(shape, machine, plan, engine), peak_memory(shape, plan, engine)
         if plan.offload:
             one = passes(shape, machine, plan, engine)
@@ -156,9 +157,9 @@ def refine(
         return Final(shape, machine, plan, at(cost, 0), (at(memory, 0),), closed)
     one = at(passes(shape, machine, plan, engine), 0)
     m, p, virtual = int(plan.microbatches), int(plan.pp), int(plan.virtual)
-    name, chunks = SCHEDULES[int(plan.schedule)], chunks_of(plan)
+    name, chunks = SCHEDULES[int(plan.schedule)] if p > 1 else "gpipe", chunks_of(plan)
     look_up = (one.forward + one.backward) * 4 * shape.embed / shape.active_weights
-    most = VOCABULARY // p if barriers else LARGEST // (2 * p * chunks)
+    most = VOCABULARY // p if barriers else LARGEST // (2 * p * chunks) if beside is None else 4 * p
     shown = min(m, max(p, most // p * p))
     if barriers and shown * p > VOCABULARY:
         return None
@@ -166,41 +167,50 @@ def refine(
     try:
         layer = one.forward + one.backward + one.again
         stages = cut_stages(int(shape.layers), p * chunks, layer, look_up, one.head, ends=not barriers)
-        costs = _costs(shape, plan, engine, one, look_up, stages, barriers)
+        costs = _costs(found, plan, one, look_up, stages, barriers, beside is not None)
         for size in {shown: 0} if shown == m else {shown: 0, max(p, shown // 2 // p * p): 0}:
             key = (name, p, size, virtual, barriers, stages if barriers else None)
             if key not in known:
                 table = build(name, p, size, virtual if BUILDERS[name].free else None)
                 known[key] = with_vocabulary(table, barriers, costs.compute) if barriers else table
-            runs.append(simulate(known[key], costs))
+            table = known[key]
+            if beside is not None:
+                table = with_exchanges(table, [len(stage.layers) for stage in stages], beside)
+            runs.append(simulate(table, costs))
     except WeftError:
         return None
-    return _final(found, plan, closed, barriers, one, stages, runs)
+    return _final(found, plan, closed, barriers, one, stages, runs, known[key])
 
 
 def _costs(
-    shape: Shape, plan: Plan, engine: Engine, one: Passes, look_up: float, stages: Sequence[Stage], barriers: int
+    found: Found, plan: Plan, one: Passes, look_up: float, stages: Sequence[Stage], barriers: int, apart: bool
 ) -> Costs:
-    """Seconds of every action and bytes of what is kept."""
-    exposed = one.tp + one.cp + one.ep
-    wait = one.hop
-    kept = float(held_bytes(shape, plan, engine))
+    """Seconds of every action and bytes of what is kept. ``apart``: of every layer, its exchanges by themselves."""
+    exposed = one.tp + one.cp + one.ep * (not apart)
+    kept, routed = float(held_bytes(found.shape, plan, found.engine)), float(found.shape.expert_share(plan.seq))
     times = []
     for s, stage in enumerate(stages):
         layers = len(stage.layers)
         # Output layer and loss make all their gradients with the loss, in forward, as Weft does.
         ends = stage.embedding * look_up / 3 + stage.head * one.head
-        forward = layers * (one.forward + exposed) + ends + wait * (s > 0)
+        forward = layers * (one.forward + exposed) + ends + one.hop * (s > 0)
         back = layers * (one.backward + one.again + (one.count - 1) * exposed) + stage.embedding * look_up / 1.5
         weight = layers * one.weight
-        times.append(Times(forward, back + wait * (s < len(stages) - 1) - weight, weight))
+        half = layers * one.ep / 2
+        back += one.hop * (s < len(stages) - 1)
+        times.append(Times(forward, back - weight, weight, 0.0, half, half, one.count - 1, routed))
+    if apart:
+        times = [time.scaled(1 / len(s.layers)) for time, s in zip(times, stages, strict=True) for _ in s.layers]
+        stages = [Stage(range(1))] * len(times)
     ends_cut = Times(look_up / 3, 0.0, look_up / 1.5), output_times(one.head / 3, barriers)
     return stage_costs(ModelTimes(times, *ends_cut, int(plan.pp)), stages, kept, one.hop)
 
 
 def _final(
-    found: Found, plan: Plan, closed: float, barriers: int, one: Passes, stages: Sequence[Stage], runs: list[Simulation]
-) -> Final:
+    found: Found, plan: Plan, closed: float, barriers: int, one: Passes, stages: Sequence[Stage],
+    runs: list[Simulation], table: Table,
+) -> Final:  # fmt: skip
+    """``table``: one of those that ran, as it was built."""
     shape, machine, engine = found.shape, found.machine, found.engine
     run, m = runs[0], float(plan.microbatches)
     size = run.table.microbatches
@@ -211,7 +221,7 @@ def _final(
         each = max(each, (run.makespan - runs[1].makespan) / step)
     span = run.makespan + (m - size) * each
     # Of the busiest rank: what it does in a microbatch, by cause.
-    numbers = [run.table.held(r) for r in range(len(run.timeline))]
+    numbers = [table.held(r) for r in range(len(run.timeline))]
     held = [stages[s] for s in numbers[busiest]]
     share = 0.5 if BUILDERS[SCHEDULES[int(plan.schedule)]].twice else 1.0  # each flow has half of the microbatches
     layers = share * sum(len(s.layers) for s in held)
@@ -220,6 +230,9 @@ def _final(
     hops = m * share * sum((s > 0) + (s < len(stages) - 1) for s in numbers[busiest])
     pp = hops * one.hop
     work = m * run.busy[busiest] / size
+    if any(run.beside):  # exchanges are not among what a rank computes: they are waited for, as far as that is seen
+        ep = min(ep, max(span - work, 0.0))
+        work += ep
     compute = work - recompute - tp - cp - ep - pp
     largest = max(sum(len(stages[s].layers) for s in here) for here in numbers)
     turn = float(layers * (one.forward + one.backward + one.again))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from weft.model_shape import Num, Shape
-from weft.planner.cost import Plan, Recompute, by_schedule, by_work, copies, most_layers
+from weft.planner.cost import Plan, Recompute, by_schedule, by_work, copies, expert_cut, most_layers
 from weft.planner.engine import Engine
 
 
@@ -42,9 +42,9 @@ def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
     """
     tokens = plan.micro_batch * plan.seq / plan.cp
     cut = np.where(engine.sequence > 0, plan.tp, 1.0)
-    dense = shape.dense_share
-    ffn = dense * shape.ffn + (1 - dense) * (shape.top_k * shape.expert_ffn * plan.tp + shape.shared_ffn)
-    routed = (1 - dense) * 4 * shape.top_k * shape.embed / plan.tp
+    load = shape.busiest(plan.ep)
+    ffn, rows = shape.inner_width(load), (1 - shape.dense_share) * shape.top_k * load
+    routed = 4 * rows * shape.embed * expert_cut(plan, engine) / plan.tp
     wide = 1 + (plan.bits == 32)  # float32 takes twice the room
     norms = ((engine.saved - engine.gathered) / cut + engine.gathered) * shape.embed
     attention = 2 * (shape.qkv_width + shape.heads * shape.head_dim) / plan.tp
@@ -84,11 +84,13 @@ def rank_memory(
     """
     kept, alive = layer_bytes(shape, plan, engine)
     layer = shape.dense_weights / plan.tp
-    expert = shape.expert_weights / np.maximum(plan.ep, 1)
+    width_cut = expert_cut(plan, engine)
+    expert = shape.expert_weights / np.maximum(plan.ep, 1) / width_cut
     table = shape.table / plan.tp
     inner = plan.state_ranks
-    weights = layers * (layer + expert) + tables * table
-    whole = np.where(plan.zero >= 3, 1 / inner, 1.0)
+    body, experts = layers * layer + tables * table, layers * expert
+    # What expert parallelism has cut is shared by the ranks that are left.
+    left = np.maximum(inner * plan.tp / width_cut / np.maximum(plan.ep, 1), 1)
     trained, adapters = 1 - shape.frozen, layers * shape.adapters / plan.tp
     # FSDP keeps full precision in the shard (counted as optimizer state) and gathers two layers at a time.
     sharded = plan.zero >= 3
@@ -96,31 +98,28 @@ def rank_memory(
     held = np.where(plan.pp > 1, layers, np.minimum(2, layers)) * (layer + expert) + tables * table
     gathered = np.where(sharded, 2 * held, 0.0)
     made = np.where(sharded, engine.gradient * trained * held, 0.0)
-    # What expert parallelism has cut is replicated over the ranks that are left.
     spread = np.where(plan.zero >= 1, inner, 1.0)
-    expert_spread = np.where(plan.zero >= 1, np.maximum(inner * plan.tp / np.maximum(plan.ep, 1), 1), 1.0)
-    states = (layers * layer + tables * table) / spread + layers * expert / expert_spread
+    states = body / spread + experts / np.where(plan.zero >= 1, left, 1.0)
     working = np.where(plan.recompute == Recompute.NONE, 0.0, np.maximum(alive - kept, 0))
     if np.any(plan.offloads_activations):  # one layer's activations come back while the next one's are in use
         working = np.where(plan.offloads_activations, working + 2 * kept, working)
-    ffn = shape.dense_share * shape.ffn + (1 - shape.dense_share) * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
-    working = (
-        working
-        + (plan.recompute == Recompute.NONE) * engine.undone * plan.micro_batch * plan.seq / plan.cp * ffn / plan.tp
-    )
+    undone = engine.undone * plan.micro_batch * plan.seq / plan.cp * shape.inner_width() / plan.tp
+    working = working + (plan.recompute == Recompute.NONE) * undone
     # Backward's own needs come when the logits are gone, where the loss makes its gradients at once.
     working = np.where(engine.table > 0, np.maximum(working + (plan.pp == 1) * made - logits, 0), working)
     made = np.where((engine.table > 0) & (plan.pp == 1), 0.0, made)
     # A step of one pass need not keep sums of gradients, if each is reduced as soon as it is there.
     once = (plan.pp == 1) & (plan.microbatches == 1) & (engine.single == 0)
-    cut = np.where(once, 1 / inner, 1.0)
-    parameters = whole * (shape.stored * layers * (layer + expert) + 2 * (tables * table + adapters))
-    gradients = engine.gradient * (trained * weights + adapters) * np.where(plan.zero >= 2, 1 / inner, cut)
+    reduced = (plan.zero >= 2) | once
+    parameters = (shape.stored * layers * layer + 2 * (tables * table + adapters)) / np.where(sharded, inner, 1.0)
+    parameters = parameters + shape.stored * experts / np.where(sharded, left, 1.0)
+    gradients = (trained * body + adapters) / np.where(reduced, inner, 1.0)
+    gradients = engine.gradient * (gradients + trained * experts / np.where(reduced, left, 1.0))
     optimizer = engine.master * (trained * states + adapters / spread)
     if np.any(plan.offload):  # with the state, the shards of parameters, and gradients as soon as they are reduced
         away = plan.offloads_state
         parameters, optimizer = np.where(away & sharded, 0.0, parameters), np.where(away, 0.0, optimizer)
-        gradients = np.where(away & ((plan.zero >= 2) | once), 0.0, gradients)
+        gradients = np.where(away & reduced, 0.0, gradients)
     if np.any(plan.secondary):  # blocks stay gathered over a few ranks from forward to backward
         near = 2 * layers * (layer + expert) / np.maximum(plan.secondary, 1)
         parameters = parameters + np.where(plan.secondary > 0, near, 0.0)
@@ -130,7 +129,7 @@ def rank_memory(
         optimizer=optimizer,
         activations=activations,
         buffers=working + gathered + made,
-        constant=engine.constant * 2**30 + 0 * weights,
+        constant=engine.constant * 2**30 + 0 * body,
     )
 
 

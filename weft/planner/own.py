@@ -42,6 +42,7 @@ def row_of(run: Path) -> dict[str, Any] | None:
     recipe = about["recipe"]
     model, layout, train = recipe["model"], recipe["layout"], recipe["train"]
     partly = model.get("adapter") or train.get("freeze") or recipe["optimizer"].get("estimate") == "zeroth-order"
+    partly = partly or model.get("experts") or model.get("kv_rank")  # no columns for what they are
     if len(steps) < LEAST or model["mixer"] != "softmax" or layout["balance"] or layout["skip"] or partly:
         return None
     count, _, device = about["device"].partition(" x ")

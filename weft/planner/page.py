@@ -161,12 +161,8 @@ def timeline(first: Final) -> dict[str, Any]:
     picture = svg(replace(run, memory=levels), note=note, unit="s", memory="activations held, GiB", page=True)
     seen = {t.action.kind for lane in run.timeline for t in lane if t.end > t.start}
     drawn = legend(run.table)
-    return {
-        "note": note,
-        "picture": picture,
-        "kinds": [kind for kind in drawn["kinds"] if kind[0] in seen],
-        "remark": drawn["remark"],
-    }
+    kinds = [kind for kind in drawn["kinds"] if kind[0] in seen]
+    return {"note": note, "picture": picture, "kinds": kinds, "remark": drawn["remark"]}
 
 
 def pieces(split: Cost | Memory, names: dict[str, str], whole: float, show: Callable[[float], str]) -> list[Piece]:

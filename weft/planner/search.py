@@ -38,9 +38,8 @@ class Pin:
 
     @classmethod
     def parse(cls, text: str) -> "Pin":
-        found = re.fullmatch(
-            r"\s*(\w+)\s*(<=|>=|=)\s*([\w-]+)\s*", text.replace("at most", "<=").replace("at least", ">=")
-        )
+        signs = text.replace("at most", "<=").replace("at least", ">=")
+        found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*([\w-]+)\s*", signs)
         if not found:
             raise UsageError(f"--pin {text!r} is not of the form field=value, field<=value or field>=value")
         field, sign, value = found.groups()

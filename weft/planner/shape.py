@@ -2,17 +2,19 @@
 
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, WeftError, nearest
 from weft.model_config import read_json
 from weft.model_config import shape_from_config as section_from_config
-from weft.model_shape import Shape, shape_of
+from weft.model_shape import Shape, shape_from_config, shape_of
 from weft.planner.presets import members, read_presets
 from weft.recipe import ModelShape, Recipe, build_recipe
+from weft.validation import validated
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,15 @@ class Model:
     """A model to plan for.
 
     ``shape``: what time and memory depend on. ``recipe``: what a recipe that trains it says beside layout and batch,
-    by section. ``untrainable``: why ``weft train`` cannot train it yet; empty if it can.
+    by section. ``untrainable``: why ``weft train`` cannot train it yet; empty if it can. ``section``: what a recipe's
+    ``[model]`` can say of it, with ``vocab`` entries of the tokenizer if it leaves that open.
     """
 
     shape: Shape
     recipe: dict[str, Any]
     untrainable: str = ""
+    section: ModelShape | None = None
+    vocab: int = 0
 
 
 _KNOWN = read_presets("models")
@@ -47,7 +52,7 @@ def load_model(name: str, named: Callable[[str], ModelShape] = lambda name: sect
     path = Path(name)
     if name in SECTIONS:
         fields = SECTIONS[name].model_dump(exclude_none=True, exclude={"mixer", "softmax_every"})
-        return Model(SHAPES[name], {"model": fields, "data": DATA})
+        return Model(SHAPES[name], {"model": fields, "data": DATA}, section=SECTIONS[name])
     if name in SHAPES:
         return Model(SHAPES[name], {}, _missing(SHAPES[name]))
     if path.suffix == ".toml":
@@ -59,7 +64,8 @@ def load_model(name: str, named: Callable[[str], ModelShape] = lambda name: sect
         raise WeftError(f"model {name!r} is neither a file nor built in; {nearest(name, SHAPES)}")
     data = DATA | ({"tokenizer": str(path.parent.resolve())} if (path.parent / "tokenizer.json").is_file() else {})
     try:
-        return Model(shape_of(section_from_config(path)), {"model": {"from": str(path.resolve())}, "data": data})
+        section = section_from_config(path)
+        return Model(shape_of(section), {"model": {"from": str(path.resolve())}, "data": data}, section=section)
     except WeftError as error:  # planned for, as far as it is understood
         shape = shape_from_config(read_json(path, "give a Hugging Face config.json"), str(path))
         return Model(shape, {}, _missing(shape) or str(error))
@@ -84,7 +90,7 @@ def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> Model:
     tree.pop("layout", None)
     section = recipe.model if recipe.model.origin is None else named(recipe.model.origin)
     section = section.model_copy(update={"adapter": recipe.adapter}) if recipe.adapter else section
-    return Model(shape_of(section, vocab_of(recipe)), tree)
+    return Model(shape_of(section, vocab_of(recipe)), tree, section=section, vocab=vocab_of(recipe))
 
 
 def vocab_of(recipe: Recipe) -> int:
@@ -93,54 +99,17 @@ def vocab_of(recipe: Recipe) -> int:
     return int(size) if kind == "train" and size.isdigit() else 257 if kind in ("", "bytes") else 50_000
 
 
-def shape_from_config(config: dict[str, Any], origin: str) -> Shape:
-    """From the fields of any Hugging Face config, dense or with experts, as far as time and memory depend on them.
-
-    Raises :class:`UsageError` with the name of the field that is missing.
-    """
-
-    def get(*names: str, default: Any = None) -> Any:
-        value = next((config[name] for name in names if config.get(name) is not None), default)
-        if value is None:
-            raise UsageError(f"{origin}: {names[0]} is missing; give a complete config.json or a built-in shape")
-        return value
-
-    layers = get("num_hidden_layers", "n_layer")
-    embed = get("hidden_size", "n_embd")
-    heads = get("num_attention_heads", "n_head")
-    experts = get("num_local_experts", "num_experts", "n_routed_experts", default=0)
-    ffn = get("intermediate_size", "n_inner", default=4 * embed)
-    expert_ffn = get("moe_intermediate_size", default=ffn) if experts else 0
-    dense = get("first_k_dense_replace", default=0) if experts else layers
-    head_dim = get("v_head_dim", "head_dim", default=embed // heads)
-    kinds = config.get("layer_types") or []
-    windowed = kinds.count("sliding_attention") / max(1, len(kinds))
-    qkv = qk = 0
-    if config.get("kv_lora_rank"):  # latent attention: low-rank queries, keys and values (DeepSeek-V2)
-        kv, q = config["kv_lora_rank"], config.get("q_lora_rank")
-        wide = heads * (get("qk_nope_head_dim") + get("qk_rope_head_dim"))
-        qk = get("qk_nope_head_dim") + get("qk_rope_head_dim")
-        into = kv + get("qk_rope_head_dim") + (q or wide)
-        qkv = into + (kv * heads * (get("qk_nope_head_dim") + head_dim) + (q * wide if q else 0)) // embed
-    return Shape(
-        layers,
-        embed,
-        heads,
-        get("num_key_value_heads", default=heads),
-        head_dim,
-        ffn,
-        get("vocab_size"),
-        gated=int(get("hidden_act", "activation_function", default="silu") in ("silu", "swiglu", "gelu_pytorch_tanh")
-                  and "n_embd" not in config),
-        tied=int(get("tie_word_embeddings", default="n_embd" in config)),
-        experts=experts,
-        top_k=get("num_experts_per_tok", default=0) if experts else 0,
-        expert_ffn=expert_ffn,
-        shared_ffn=get("n_shared_experts", default=0) * expert_ffn,
-        moe_layers=layers - dense,
-        qkv=qkv,
-        qk=qk,
-        window=get("sliding_window", default=0) if windowed else 0,
-        windowed=windowed,
-        clamped=int(bool(experts) and config.get("swiglu_limit") is not None),
-    )  # fmt: skip
+def swept(model: ModelShape, asked: Sequence[str], vocab: int) -> Iterator[tuple[dict[str, str], Shape]]:
+    """``model`` with every combination of the values in ``asked``, such as ``experts=64,128``, and what those are."""
+    ways: dict[str, list[str]] = {}
+    for one in asked:
+        name, _, values = one.partition("=")
+        if name not in ModelShape.model_fields or not values:
+            known = nearest(name, ModelShape.model_fields)
+            raise UsageError(f"--sweep {one!r} is not of the form field=value,value; {known}")
+        ways[name] = values.split(",")
+    for chosen in product(*ways.values()):
+        fields = dict(zip(ways, chosen, strict=True))
+        tree = model.model_dump(exclude_unset=True, exclude={"origin"}) | fields
+        words = " ".join(f"{name}={value}" for name, value in fields.items())
+        yield fields, shape_of(validated(ModelShape, tree, f"--sweep {words}"), vocab)

@@ -54,7 +54,7 @@ class AllToAll:
             received = sizes_of(arriving.sum(1), len(order))
             counts_here = arriving.sum(0)
             here = torch.arange(arriving.shape[1], device=x.device).repeat(members.count)
-            which = counts.new_empty(sum(received)) if x.is_meta else here.repeat_interleave(arriving.flatten())
+            which = here.repeat_interleave(arriving.flatten(), output_size=sum(received))
             by_expert = which.argsort(stable=True)
         order, by_expert = members.declared(order), members.declared(by_expert)
         # Rank by rank, and of each rank expert by expert.
