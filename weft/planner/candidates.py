@@ -181,11 +181,8 @@ def _schedules(pp: int, microbatches: int, layers: int) -> list[tuple[int, int]]
     """``(schedule, virtual)`` worth looking at for a pipeline of ``pp`` ranks."""
     if microbatches < pp or pp == 1:
         return [(SCHEDULES.index("1f1b"), 1)]
-    looped = [
-        v
-        for v in (2, 3, 4, 6, 8)
-        if layers // (pp * v) >= 1 and (layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0)
-    ]
+    whole = [v for v in (2, 3, 4, 6, 8) if layers // (pp * v) >= 1]
+    looped = [v for v in whole if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0]
     found = [(SCHEDULES.index("interleaved-1f1b"), v) for v in looped if microbatches % pp == 0]
     found += [(SCHEDULES.index(name), 1) for name in ("1f1b", "zb-h1")]
     if layers >= 2 * pp - 2:  # two stages per rank; the ends of the model may fill one

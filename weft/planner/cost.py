@@ -219,9 +219,7 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     matmuls = product(tokens, shape.qkv_width / tp, shape.embed)
     matmuls = matmuls + product(tokens, shape.embed, shape.heads * shape.head_dim / tp)
     up = 1 + shape.gated
-    matmuls = matmuls + dense * (
-        product(tokens, up * shape.ffn / tp, shape.embed) + product(tokens, shape.embed, shape.ffn / tp)
-    )
+    ffn = product(tokens, up * shape.ffn / tp, shape.embed) + product(tokens, shape.embed, shape.ffn / tp)
     local_experts = np.maximum(shape.experts / plan.ep, 1)
     # Where experts are whole, the ranks of tp route different tokens, as in sequence-parallel regions.
     width_cut = expert_cut(plan, engine)
@@ -232,7 +230,7 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     experts = local_experts * (product(share, up * expert_ffn, shape.embed) + product(share, shape.embed, expert_ffn))
     shared = np.maximum(shape.shared_ffn, 1) / tp
     shared_time = product(tokens, up * shared, shape.embed) + product(tokens, shape.embed, shared)
-    matmuls = matmuls + moe * ((shape.experts > 0) * experts + (shape.shared_ffn > 0) * shared_time)
+    matmuls = matmuls + dense * ffn + moe * ((shape.experts > 0) * experts + (shape.shared_ffn > 0) * shared_time)
 
     score = tokens * plan.seq * shape.heads / tp  # entries of the score matrix, masked half included
     near = score * shape.reach(plan.seq) / plan.seq  # fused kernels skip what windows leave out

@@ -49,9 +49,8 @@ def differences(first: Final, other: Final) -> list[str]:
 def why(first: Final, other: Final) -> str:
     """What makes ``other`` slower (or faster) than ``first``, and what it wins in return."""
     slower = other.seconds / first.seconds - 1
-    change = {
-        f.name: float(getattr(other.cost, f.name)) - float(getattr(first.cost, f.name)) for f in fields(first.cost)
-    }
+    a, b = vars(first.cost), vars(other.cost)
+    change = {name: float(b[name]) - float(a[name]) for name in a}
     sign = 1.0 if slower >= 0 else -1.0
     cause = max(change, key=lambda name: sign * change[name])
     gain = min(change, key=lambda name: sign * change[name])

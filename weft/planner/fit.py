@@ -75,9 +75,8 @@ KNOBS = tuple(Knob(name, sigma) for name, sigma in PRIORS.items())
 
 def columns(rows: Sequence[Row]) -> tuple[Any, Any, Any, Engine]:
     """Shapes, machines, plans and engines of the rows as arrays."""
-    shape, machine, plan, engine = (
-        stack([getattr(r, n) for r in rows]) for n in ("shape", "machine", "plan", "engine")
-    )
+    names = ("shape", "machine", "plan", "engine")
+    shape, machine, plan, engine = (stack([getattr(r, name) for r in rows]) for name in names)
     return shape, machine, plan, engine
 
 

@@ -199,9 +199,8 @@ def search(
         plans, cost, memory = _scored(shape, machine, engine, _pinned(table, added, CHOSEN), total)
     fit = np.flatnonzero(np.asarray(memory.total) <= limit)
     seconds = np.asarray(cost.total)
-    found = Found(
-        shape, machine, engine, plans, cost, memory, fit[np.argsort(seconds[fit], kind="stable")], rules.refused()
-    )
+    order = fit[np.argsort(seconds[fit], kind="stable")]
+    found = Found(shape, machine, engine, plans, cost, memory, order, rules.refused())
     if not len(fit):
         least = int(np.asarray(memory.total).argmin())
         held = ", ".join(f"{f.name} {float(getattr(at(memory, least), f.name)) / 2**30:.0f}" for f in fields(memory))
