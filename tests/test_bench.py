@@ -55,6 +55,17 @@ def test_balance(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_placement(tmp_path: Path) -> None:
+    """Static and sharded experts report the same losses (asserted there), and the latter even out the ranks' loads."""
+    script, path = Path(__file__).parents[1] / "bench" / "placement.py", tmp_path / "placement.json"
+    command = [sys.executable, str(script), "--rounds", "2", "--ranks", "4", "--slow", "20", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())["4 ranks"]
+    assert found["static"]["max_over_mean"] > 1.5 and found["sharded"]["max_over_mean"] < 1.1 and found["ratio"] > 0
+
+
+@pytest.mark.slow
 def test_experts(tmp_path: Path) -> None:
     """Weft and transformers, and all ways to spread experts, report the same losses (asserted there)."""
     script, path = Path(__file__).parents[1] / "bench" / "experts.py", tmp_path / "experts.json"

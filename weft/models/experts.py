@@ -55,11 +55,18 @@ class Dispatcher(Protocol):
 class Lender(Protocol):
     """Gives a rank the weights of other ranks' experts, for the rows that come after those of its own."""
 
-    def borrowed(self, *weights: T) -> tuple[T, ...]:
-        """More rows of each of these stacks of weights ``[experts, ...]``."""
+    def borrowed(self, *weights: T) -> Callable[[], tuple[T, ...]]:
+        """Let more rows of each of these stacks ``[experts, ...]`` set out; what is returned waits for them."""
 
     def learn_from(self, loads: Sequence[int]) -> None:
         """Take in how often each expert was chosen in a whole step."""
+
+
+class Early(NamedTuple):
+    """What a mixture begins before attention: a router's choice, and weights of other ranks' experts on their way."""
+
+    choice: Choice | None = None
+    lent: Callable[[], tuple[T, ...]] | None = None
 
 
 class Local:
@@ -271,15 +278,18 @@ class Experts(Module):
         self.weight("up", expert, ffn, embed, std=shape.init_std)
         self.weight("down", expert, embed, ffn, std=shape.init_std / (2 * shape.layers) ** 0.5)
 
-    def forward(self, rows: T, counts: T, lender: Lender | None = None, stacks: Stacks | None = None) -> T:
+    @property
+    def own(self) -> tuple[T, T, T]:
+        return self.gate, self.up, self.down
+
+    def forward(self, rows: T, counts: T, lent: Sequence[T] = (), stacks: Stacks | None = None) -> T:
         """``[rows, embed]``, ``counts`` of each expert in turn, to each row's share of a sum over what cuts experts.
 
-        Those after this rank's own come from the ``lender``. ``stacks``: see :class:`Dispatched`.
+        ``lent``: the weights of those after this rank's own. ``stacks``: see :class:`Dispatched`.
         """
-        own = (self.gate, self.up, self.down) if stacks is None else stacks(self.gate, self.up, self.down)
-        if lender is None:
+        own = self.own if stacks is None else stacks(*self.own)
+        if not lent:
             return self._made(rows, counts, *own)
-        lent = lender.borrowed(*own)
         with untyped():
             here, others = counts[: len(self.gate)], counts[len(self.gate) :][: len(lent[0])]
             size = sum(sizes_of(here, len(rows) * len(here) // len(counts)))
@@ -309,12 +319,13 @@ class Mixture(Module):
                 rows = Dim("share", 1 if shape.shared_mix == "gate" else 2)
                 self.weight("shared_gate", rows, Dim("embed", shape.embed), std=shape.init_std)
 
-    def early(self, x: T, whole: T, seen: Pass | None) -> Choice | None:
-        """What tokens choose by what attention reads, if the router reads that: of ``tp`` their ``whole`` or ``x``."""
+    def early(self, x: T, whole: T, seen: Pass | None) -> Early:
+        """What can begin before attention; its input is ``x``, and ``whole`` over ``tp``."""
         tokens = x if self.router.own else whole
-        return self.router(tokens.flatten(0, 1), seen) if self.shape.router_early else None
+        lent = None if self.copies is None else self.copies.borrowed(*self.experts.own)
+        return Early(self.router(tokens.flatten(0, 1), seen) if self.shape.router_early else None, lent)
 
-    def forward(self, x: T, seen: Pass | None = None, early: Choice | None = None) -> T:
+    def forward(self, x: T, seen: Pass | None = None, early: Early | None = None) -> T:
         """``[batch, seq/tp, embed]`` to the same.
 
         Each rank of ``tp`` has a part of every expert, and so sees all tokens, or some whole experts and tokens.
@@ -326,14 +337,16 @@ class Mixture(Module):
         return scatter_tokens(self._mixed(whole, *self._parts(whole, share, seen, early)), self.mesh)
 
     def _parts(
-        self, x: T, shared: Callable[[T], T] | None, seen: Pass | None, early: Choice | None
+        self, x: T, shared: Callable[[T], T] | None, seen: Pass | None, early: Early | None
     ) -> tuple[T, T | None]:
         """What chosen experts make of tokens, and what those that see all do, while rows travel to the former."""
         tokens = x.flatten(0, 1)
-        arriving = self.dispatcher.dispatch(tokens, early or self.router(tokens, seen))
+        choice, lent = early or Early()
+        arriving = self.dispatcher.dispatch(tokens, choice or self.router(tokens, seen))
         beside = None if shared is None else shared(x)
         rows, counts, meta, stacks = arriving()
-        return self.dispatcher.combine(self.experts(rows, counts, self.copies, stacks), meta).view_as(x), beside
+        made = self.experts(rows, counts, lent() if lent else (), stacks)
+        return self.dispatcher.combine(made, meta).view_as(x), beside
 
     def learn_from(self, loads: Sequence[int]) -> None:
         """Take in how often each expert was chosen in a whole step."""

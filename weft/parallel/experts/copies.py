@@ -1,13 +1,13 @@
 """Copies of hot experts on other ranks, for one pass each: fully sharded experts (Qing et al. 2025, Hecate's FSSDP).
 
 State stays with the owners, so that gradients, optimizer and checkpoints know nothing of this. In every layer and pass
-the owners send the weights of the experts that the last steps' counts ask for to ranks with spare slots, which then get
-a part of these experts' tokens. Their gradients come back and are added up rank by rank: one sum, whenever it is run.
+the owners send the weights of the experts that the last steps' counts ask for to ranks with spare slots, beside
+attention, and these get a part of the experts' tokens. Their gradients come back and are added up rank by rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.nn.functional as F
-from spmd_types import rules
 
 from weft.models.experts import Mixture, counted
 from weft.models.transformer import Transformer
 from weft.parallel.experts.moves import REST, better_order, move, tensors_of
 from weft.parallel.experts.placement import divided, with_copies
+from weft.parallel.experts.rows import exchanged
 from weft.parallel.state import Held, State
-from weft.parallel.units import exchanged_rows
 
 if TYPE_CHECKING:
     from weft.parallel.experts.ranks import Ranks
@@ -124,38 +123,20 @@ class Copies:
         in_turn = slots.repeat_interleave(times, output_size=len(flat))
         return torch.empty_like(flat).scatter(0, flat.argsort(stable=True), in_turn).view_as(ids)
 
-    def borrowed(self, *weights: T) -> tuple[T, ...]:
-        """Of each stack of weights, ``[own experts, ...]``, the rows that this rank borrows, as its plan has them."""
-        return _Borrowed.apply(self.plan, self.ranks.group, *weights)
+    def borrowed(self, *weights: T) -> Callable[[], tuple[T, ...]]:
+        """Of each stack of weights, ``[own experts, ...]``, the rows that this rank borrows, as its plan has them.
 
+        Each expert travels as one row, with all of its weights. What is returned waits for them.
+        """
+        plan = self.plan
+        rows = torch.cat([w[plan.lent].flatten(1) for w in weights], 1)
+        arriving = exchanged(rows, plan.sent, plan.received, self.ranks.group)
 
-class _Borrowed(torch.autograd.Function):
-    """Each expert travels as one row, with all of its weights."""
+        def arrived() -> tuple[T, ...]:
+            pieces = arriving().split([w.shape[1:].numel() for w in weights], 1)
+            return tuple(piece.unflatten(1, w.shape[1:]) for piece, w in zip(pieces, weights, strict=True))
 
-    @staticmethod
-    def spmd_typecheck(*, plan, group, weights):  # type: ignore[no-untyped-def]
-        return tuple(rules.einsum("eoi->eoi", w) for w in weights)
-
-    @staticmethod
-    def forward(ctx, plan, group, *weights):  # type: ignore[no-untyped-def]
-        ctx.plan, ctx.group, ctx.shapes = plan, group, [w.shape for w in weights]
-        mine = torch.cat([w[plan.lent].flatten(1) for w in weights], 1)
-        rows, work = exchanged_rows(mine, plan.sent, plan.received, group)
-        work.wait()
-        pieces = rows.split([w[0].numel() for w in weights], 1)
-        return tuple(piece.reshape(-1, *w.shape[1:]) for piece, w in zip(pieces, weights, strict=True))
-
-    @staticmethod
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        plan, wide = ctx.plan, torch.promote_types(grads[0].dtype, torch.float32)
-        given = torch.cat([g.flatten(1) for g in grads], 1)
-        rows, work = exchanged_rows(given, plan.received, plan.sent, ctx.group)
-        work.wait()
-        totals = [grads[0].new_zeros(shape, dtype=wide) for shape in ctx.shapes]
-        for total, piece in zip(totals, rows.split([total[0].numel() for total in totals], 1), strict=True):
-            for row, values in zip(plan.lent, piece, strict=True):  # rank by rank
-                total[row] += values.view_as(total[row])
-        return None, None, *(total.to(grads[0].dtype) for total in totals)
+        return arrived
 
 
 def let_experts_move(model: Transformer, state: State) -> None:
