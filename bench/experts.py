@@ -82,7 +82,7 @@ def on_rank(rank: int, port: int, job: Job, rounds: int, peak: float, path: str)
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
-    layouts = {"weft": Layout(shard=4)} | {way: Layout(shard=4, ep=4, dispatch=way) for way in DISPATCH}
+    layouts = {"weft": Layout(shard=4)} | {way: Layout(shard=4, ep=4, dispatch=way, node=2) for way in DISPATCH}
     sides: dict[str, Step] = {name: weft_step(job, Mesh.create(one, "cpu"))[0] for name, one in layouts.items()}
     table = measure(job, sides, rounds, 1, min(4, os.cpu_count() or 1) * peak)
     if rank == 0:

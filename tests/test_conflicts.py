@@ -69,6 +69,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "ep above experts": ("dp=4,ep=4", "model.experts=3"),
     "pieces of experts with rows and columns": ("dp=4,ep=4", "model.experts=2 optimizer.kind=adafactor"),
     "ep with secondary": ("shard=4,ep=2,secondary=2", ""),
+    "means of tokens that go nowhere": ("dp=2,lsh=2", ""),
     "two levels without nodes": ("dp=4,ep=4,dispatch=two-level,node=3", "model.experts=4"),
     "tp above expert ffn": ("tp=3", "model.experts=2 model.expert_ffn=2"),
     "tp above vocab": ("tp=3", "model.vocab=2"),

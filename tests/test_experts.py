@@ -22,6 +22,7 @@ from weft.models.feed_forward import FeedForward
 from weft.models.router import Choice, Router
 from weft.parallel.experts import rows
 from weft.parallel.experts.adaptive import Adaptive, numbers_sent, weights_sent
+from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.ranks import Members
 from weft.parallel.units import all_gather, reduce_scatter
 from weft.recipe import ModelShape, Train
@@ -194,13 +195,19 @@ def sent_in_a_step(values: dict[str, Any], option: int = 0) -> Sent:
         chosen.append(found.ids.tolist())
         return found
 
+    def buckets(self: Hashed, x: torch.Tensor, ids: torch.Tensor) -> Any:
+        found = hashed(self, x, ids)
+        chosen[-1] = found[1][:, None].tolist()  # what their means choose
+        return found
+
     def best(self: Adaptive, counts: torch.Tensor) -> int:
         nonlocal counted
         counted += int(counts[option])
         return option
 
-    route, to_all = Router.forward, dist.all_to_all_single
+    route, to_all, hashed = Router.forward, dist.all_to_all_single, Hashed._buckets
     with (
+        mock.patch.object(Hashed, "_buckets", buckets),
         mock.patch.object(rows, "all_gather", gather), mock.patch.object(rows, "reduce_scatter", scatter),
         mock.patch.object(dist, "all_to_all_single", exchange), mock.patch.object(Router, "forward", choose),
         mock.patch.object(Adaptive, "best", best),
@@ -248,6 +255,34 @@ def test_bytes_of_each_option_are_those_that_were_counted(pool: Any, corpus: str
     for option in range(3, 7):  # two neighbours share their weights and tokens go all ways, or all do
         found = pool.run(4, sent_in_a_step, values, option)
         assert sum(sum(f.numbers.values()) for f in found) == found[0].counted > 0
+
+
+def test_bytes_of_means_are_those_of_the_buckets(pool: Any, corpus: str) -> None:
+    values = tree(corpus, {"layout": "shard=4,ep=4,lsh=1", "model": "eight experts"})
+    found, width = pool.run(4, sent_in_a_step, values), values["model"]["embed"]
+    expected = sum(expected_numbers(f.chosen, f.me, width)["all-to-all"][0] for f in found)
+    assert sum(f.numbers["all"] for f in found) == expected > 0
+    tokens = values["train"]["batch"] * values["data"]["seq_len"]
+    assert sum(len(one) for f in found for one in f.chosen) < 2 * 3 * tokens * 0.9  # layers, choices
+
+
+def difference_of_single_tokens(values: dict[str, Any]) -> Any:
+    """With a bucket for each choice."""
+    alone = lambda self, x, ids: (torch.arange(ids.numel()), ids.flatten())  # noqa: E731
+    with mock.patch.object(Hashed, "_buckets", alone):
+        return difference(values)
+
+
+@pytest.mark.parametrize("case", [
+    {"layout": "shard=4,ep=4,lsh=2", "model": "qwen3", "dispatch": "all-gather", "capacity": 0.8},
+    {"layout": "shard=2,tp=2,ep=4,lsh=2,lsh_residual=true", "model": "two experts", "dispatch": "per-rank"},
+], ids=name)  # fmt: skip
+def test_means_of_single_tokens_change_nothing(pool: Any, corpus: str, case: Case) -> None:
+    values = tree(corpus, case)
+    found = pool.run(4, difference_of_single_tokens, values)[0]
+    assert found.ok, found
+    shape = ModelShape(**values["model"]).model_copy(update={"vocab": 257})
+    assert check_types(shape, Layout(**values["layout"]), Train()) is None
 
 
 def losses_of_steps(values: dict[str, Any], switches: bool) -> list[float]:

@@ -294,6 +294,10 @@ RULES: tuple[Rule, ...] = (
     Rule("ep with secondary", "layout", lambda a: a.layout.ep > 1 and a.layout.secondary > 0,
          "layout.secondary = {0.layout.secondary} is about neighbours that share all state, and with ep = "
          "{0.layout.ep} they have other experts", "leave out one of them"),
+    Rule("means of tokens that go nowhere", "layout",
+         lambda a: (a.layout.lsh > 0 and a.layout.ep == 1) or (a.layout.lsh_residual and not a.layout.lsh),
+         "layout.lsh and lsh_residual are about tokens that travel as means, and lsh = {0.layout.lsh} with "
+         "ep = {0.layout.ep} sends none", "set ep and lsh, or leave them out"),
     Rule("two levels without nodes", "layout",
          lambda a: a.layout.dispatch in ("two-level", "per-node") and a.layout.ep > 1 and not a.ranks_in_node,
          "dispatch = {0.layout.dispatch!r} needs equally many of the ranks of ep = {0.layout.ep} on every node, and "

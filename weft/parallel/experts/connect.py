@@ -7,6 +7,7 @@ from weft.models.experts import Dispatcher, Mixture
 from weft.models.transformer import Transformer
 from weft.parallel.experts.adaptive import Adaptive
 from weft.parallel.experts.dispatch import AllGather, AllToAll, Placing, per_node, per_rank, two_level
+from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.ranks import Ranks
 
 #: By ``layout.dispatch``.
@@ -26,5 +27,6 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
 def connect(mixture: Mixture, way: Callable[[Ranks], Dispatcher]) -> Ranks:
     """Let the tokens of one get to its experts this way; the ranks that have these."""
     ranks = Ranks(mixture.mesh, mixture.experts.logical["gate"].dims)
-    mixture.dispatcher = Placing(ranks, way(ranks))
+    placing = Placing(ranks, way(ranks))
+    mixture.dispatcher = Hashed(ranks, placing) if ranks.mesh.layout.lsh else placing
     return ranks

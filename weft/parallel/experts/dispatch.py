@@ -112,7 +112,7 @@ class AllGather:
 
     def __init__(self, members: Members) -> None:
         self.members, self.fan_out = members, here(members)
-        self.uneven = bool(members.mesh.layout.balance)
+        self.uneven = bool(members.mesh.layout.balance or members.mesh.layout.lsh)
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         members, tokens = self.members, len(x)
