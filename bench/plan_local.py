@@ -99,28 +99,16 @@ def measure(layout: str) -> dict[str, Any]:
 # --- predictions ---
 
 
-def rehearsals(layout: str) -> tuple[Any, Any]:
-    """The layout, and every rank's step of it on the recipe's own first batch."""
-    import torch
-
-    from weft.recipe import load_recipe
-    from weft.rehearse.step import batches_of, every_rank
-
-    torch.set_num_threads(1)
-    recipe = load_recipe(RECIPE, [], layout)
-    shape, batches = batches_of(recipe)
-    return recipe.layout, every_rank(recipe, shape, lambda mesh: batches(mesh, 0))
-
-
 def predictions(probe: Path, layouts: list[str]) -> dict[str, dict[str, Any]]:
+    from weft.recipe import load_recipe
+    from weft.rehearse.choose import local_of, rehearsals
     from weft.rehearse.clock import predict
-    from weft.rehearse.curves import Local
 
-    local = Local.of(tomllib.loads(probe.read_text())["calibration"])
+    local = local_of(tomllib.loads(probe.read_text())["calibration"])
     found = {}
     for layout in layouts:
-        where, seen = rehearsals(layout)
-        p = predict(local, seen, where)
+        recipe = load_recipe(RECIPE, [], layout)
+        p = predict(local, rehearsals(recipe, local), recipe.layout)
         found[layout] = {"seconds": p.seconds, "memory": list(p.memory), "busy": list(p.busy), "parts": dict(p.parts)}
     return found
 

@@ -17,9 +17,7 @@ from weft.layout.mesh import Mesh
 from weft.memory.noise import normal
 from weft.parallel.state import Held
 from weft.recipe import Recipe
-from weft.rehearse.ledger import Ledger, Watch
-from weft.rehearse.step import group_in
-from weft.rehearse.tensors import tensors_in
+from weft.rehearse.ledger import Ledger, Watch, tensors_in
 from weft.train import zeroth
 from weft.train.rules.rule import logical_positions
 from weft.train.stepper import build_stepper
@@ -46,6 +44,16 @@ def test_equal_to_one_device(pool: Any, corpus: str, layout: Case) -> None:
     settings = paired(corpus, layout, train__micro_batch=2)
     found = pool.run(settings.layout.world, difference, settings.model_dump(mode="json"))[0]
     assert found.ok, found
+
+
+def group_in(value: Any) -> dist.ProcessGroup | None:
+    """The process group that this argument of a collective names, if it names one."""
+    if isinstance(value, str) and value not in ("sum", "avg", "max", "min"):
+        return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
+    try:
+        return dist.ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else None
+    except (RuntimeError, TypeError):
+        return None
 
 
 class Sent(TorchDispatchMode):

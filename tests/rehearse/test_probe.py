@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,11 +17,11 @@ from weft.layout.mesh import Mesh
 from weft.planner.machine import load_cluster
 from weft.rehearse.choose import traffic_of
 from weft.rehearse.clock import Do, predict, run
-from weft.rehearse.curves import Grid, Local, curve
+from weft.rehearse.curves import Local, curve
+from weft.rehearse.journal import Event, silent_rank, worked
 from weft.rehearse.links import Links
 from weft.rehearse.mapping import Traffic, place_axes
-from weft.rehearse.probe import attention, operators, products
-from weft.rehearse.step import Event, Rehearsal, reference
+from weft.rehearse.step import Rehearsal, reference
 from weft.toml import write_toml
 
 
@@ -30,10 +30,6 @@ def test_curves_pass_through_their_points() -> None:
     assert [curve(points, x) for x in (1, 10, 100, 1000)] == pytest.approx([1, 1, 2, 16])
     assert curve(points, math.sqrt(10 * 100)) == pytest.approx(math.sqrt(2))
     assert curve(points, 4000) == pytest.approx(64)  # beyond: in proportion
-    grid = Grid([[m, n, k, m * n * k / (1e9 * m)] for m, n, k in itertools.product((2, 8), (4, 16), (4, 64))])
-    assert grid(2, 4, 4) == pytest.approx(32 / 2e9)
-    assert grid(4, 8, 20) == pytest.approx(4 * 8 * 20 / 4e9)
-    assert grid(80, 8, 8) == pytest.approx(80 * 64 / 8e9)  # beyond: at the rate of the edge
 
 
 def test_busy_ranks_share_the_cores() -> None:
@@ -55,59 +51,65 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 
 def calibration() -> dict[str, Any]:
     setting = {
-        "ranks": 2, "threads": 1, "ops": {"mul": [[1.0, 1e-6], [1e6, 1e-3]]}, "slow": 1.0,
-        "products": {k: [[m, n, k_, m * n * k_ / 1e9] for m, n, k_ in itertools.product((1, 64), repeat=3)]
-                     for k in ("linear", "back", "mm")},
-        "attention": {k: [[1.0, 1e-6], [1e6, 1e-3]] for k in ("attention", "attention_backward")},
+        "ranks": 2, "threads": 1, "step": 0.3,
         "collectives": {f"{k}.2": [[1.0, 1e-4, 1e-4], [1e6, 1e-3, 1e-3]] for k in ("reduce", "gather", "scatter")},
-        "overhead": {"op": 1e-5, "functional": 1e-4, "sharded": 1e-3, "message": 1e-5, "step": 0.0},
-        "memory": {"plain": 1e8, "per_byte": 1.5, "functional": 1e6},
+        "memory": {"plain": 1e8, "per_byte": 1.5, "functional": 1e6, "message": 1e7},
     }  # fmt: skip
     setting["collectives"]["message.2"] = [[1.0, 2e-5, 1e-5], [1e6, 2e-3, 1e-3]]  # type: ignore[index]
     return {"cores": 2, "settings": {"2": setting}}
 
 
 def test_prediction_adds_up() -> None:
-    """One product, one operator and one collective on each of two ranks."""
+    """Some work and one collective on each of two ranks, which take a quarter from each other."""
     events = [
-        Event("op", "mm", 3 * 4 * 64 * 64, ((64, 64), (64, 64))),
-        Event("op", "mul", 1_000_000),
-        Event("collective", "all_reduce", 1_000_000, ranks=(0, 1)),
+        Event("work", "compute", 1e-3),
+        Event("collective", "reduce", bytes=1_000_000, ranks=(0, 1)),
+        Event("work", "optimizer", 2e-4),
     ]
-    found = predict(Local.of(calibration()), [Rehearsal(events, 0, 10**6)] * 2, Layout(tp=2))
-    work = 2e-5 + (64**3 / 1e9 - 1e-6) + (1e-3 - 1e-6)
-    assert found.seconds == pytest.approx(work + 1e-3 + 1e-4 + 1e-3)
+    local = Local.of(calibration()).beside({1: 0.24})
+    found = predict(local, [Rehearsal(events, 0, 10**6)] * 2, Layout(tp=2))
+    work = 1.25 * 1.2e-3
+    assert found.seconds == pytest.approx(work + 1e-3 + 1e-3)
     assert found.memory[0] == pytest.approx(1e8 + 1.5e6 + 1e6)
-    assert found.busy[0] == pytest.approx(work + 1.1e-3)
+    assert found.busy[0] == pytest.approx(work + 1e-3)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert found.parts["tp"] == pytest.approx(2.1e-3) and found.parts["compute"] == pytest.approx(work)
+    assert found.parts["tp"] == pytest.approx(2e-3) and found.parts["compute"] == pytest.approx(1.25e-3)
+    assert found.parts["optimizer"] == pytest.approx(2.5e-4)
 
 
 def test_a_rehearsed_step_has_the_collectives_of_its_layout() -> None:
     seen = reference("tp=2", "tiny")
-    gathers = [e for e in seen.events if e.name == "all_gather_into_tensor"]
+    hidden = 4 * 8 * 16 * 4  # rows x tokens x embed, whole
+    gathers = [e for e in seen.events if e.name == "gather" and e.bytes == hidden]
     assert len(gathers) == 4 * 4 + 2 and all(e.ranks == (0, 1) for e in gathers)
-    assert {e.bytes for e in gathers} == {4 * 8 * 16 * 4}  # rows x tokens x embed, whole
     assert seen.peak > seen.state > 0
     pipeline = reference("pp=2", "tiny")
     assert sum(e.kind == "send" for e in pipeline.events) == sum(e.kind == "recv" for e in pipeline.events) == 4
     assert not dist.is_initialized()
 
 
+def test_work_between_messages_is_all_the_work() -> None:
+    """What a rank does itself is timed in pieces, each up to what it asks of the others, and nothing twice."""
+    with silent_rank(1, 2) as journal:
+        a, out = torch.ones(400, 400), torch.empty(8)
+        journal.begin()
+        before = worked()
+        for turn in range(3):
+            for _ in range(5 * (turn + 1)):
+                a @ a
+            dist.all_gather_into_tensor(out, torch.ones(4))
+            dist.send(out, 0)
+        journal.close()
+        whole = worked() - before
+    work = [e.seconds for e in journal.events if e.kind == "work"]
+    assert sum(work) == pytest.approx(whole, rel=0.2) and sum(work) <= whole
+    assert work[6] > work[3] > work[0] > 0 and out.tolist() == [1.0] * 8
+    assert [e.kind for e in journal.events if e.kind != "work"] == ["collective", "send", "wait"] * 3
+
+
 def test_measured_curves_are_a_cluster_file(tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        ops = operators(1e-4, (2**12, 2**14))
-        grid = products(1e-4, ((16, 32), (16, 32), (16, 32)))
-        scores = attention(1e-4, (16, 32))
-    finally:
-        torch.set_num_threads(before)
-    assert all(len(points) == 2 and points[0][1] > 0 for points in ops.values())
-    tree = {"device": "CPU", "count": 2, "calibration": calibration()}
-    tree["calibration"]["settings"]["2"] |= {"ops": ops, "products": grid, "attention": scores}
     path = tmp_path / "probe.toml"
-    path.write_text(write_toml(tree))
+    path.write_text(write_toml({"device": "CPU", "count": 2, "calibration": calibration()}))
     cluster = load_cluster(str(path))
     assert cluster.count == 2
     local = Local.of(cluster.calibration)
@@ -115,8 +117,16 @@ def test_measured_curves_are_a_cluster_file(tmp_path: Path) -> None:
     assert 0 < predict(local, [seen, seen], Layout(tp=2)).seconds < 10
 
 
+def test_a_file_of_an_older_probe_is_said_to_be_one() -> None:
+    old = calibration()
+    del old["settings"]["2"]["step"]
+    with pytest.raises(UsageError, match="run weft probe again"):
+        Local.of(old)
+
+
 def test_axis_with_most_traffic_stays_inside_a_site() -> None:
-    links = Links.sites((2, 2), (1e-5, 1e9), (1e-3, 1e7))
+    near = np.arange(4)[:, None] // 2 == np.arange(4) // 2
+    links = Links(np.where(near, 1e-5, 1e-3), np.where(near, 1e9, 1e7))
     layout = Layout(dp=2, tp=2)
     assert place_axes(links, layout, {"dp": Traffic(1e6), "tp": Traffic(1e8)}).order == "dp tp"
     assert place_axes(links, layout, {"dp": Traffic(1e8), "tp": Traffic(1e6)}).order == "tp dp"

@@ -17,7 +17,7 @@ def probe(
     ranks: Annotated[int, typer.Option(min=1, help="Measure with 1, 2, 4 ... up to so many ranks at once.")] = 4,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and turns.")] = False,
 ) -> int:
-    """Measure this machine for weft plan: products, memory, operators, collectives. Under torchrun: its ranks."""
+    """Measure this machine for weft plan: products, memory, a step, collectives. Under torchrun: its ranks."""
     if in_ranks():
         return _be_rank(out, quick)
     from weft.rehearse.probe import setting
@@ -56,16 +56,15 @@ def _write(settings: list[dict[str, Any]], count: int, out: Path, seconds: float
     out.write_text(f"# Written by weft probe in {seconds:.0f} s; for weft plan --cluster.\n{write_toml(tree, 5)}")
     grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
     grid.add_column("each of")
-    for name in ("threads", "GFLOP/s f32", "bf16", "triad GB/s", "op us", "sharding us", "all-reduce 1 MB us",
-                 "in a step", "MB empty"):  # fmt: skip
+    for name in ("threads", "GFLOP/s f32", "bf16", "triad GB/s", "step ms", "all-reduce 1 MB us",
+                 "MB empty"):  # fmt: skip
         grid.add_column(name, justify="right")
     for s in settings:
         reduce = _nearest(s["collectives"].get(f"reduce.{s['ranks']}"), 2**20)
         grid.add_row(
             f"{s['ranks']} process{'es' * (s['ranks'] > 1)}", str(s["threads"]), f"{s['peaks']['float32'] / 1e9:.0f}",
-            f"{s['peaks']['bfloat16'] / 1e9:.0f}", f"{s['triad'] / 1e9:.1f}", f"{s['overhead']['op'] * 1e6:.1f}",
-            f"{s['overhead']['sharded'] * 1e6:.0f}", "-" if reduce is None else f"{reduce * 1e6:.0f}",
-            f"x {s['slow']:.2f}", f"{s['memory']['plain'] / 1e6:.0f}",
+            f"{s['peaks']['bfloat16'] / 1e9:.0f}", f"{s['triad'] / 1e9:.1f}", f"{s['step'] * 1e3:.0f}",
+            "-" if reduce is None else f"{reduce * 1e6:.0f}", f"{s['memory']['plain'] / 1e6:.0f}",
         )  # fmt: skip
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, 120)

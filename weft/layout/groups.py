@@ -38,12 +38,12 @@ def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
 
 
 @contextmanager
-def fake_rank(rank: int, world: int) -> Iterator[None]:
+def fake_rank(rank: int, world: int, backend: str = "fake") -> Iterator[None]:
     """In here a default process group that moves nothing: one process sees what ``rank`` of ``world`` would do."""
     # The fake group lives in torch.testing: there is no public spelling of it.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    dist.init_process_group(backend, rank=rank, world_size=world, store=FakeStore())
     try:
         yield
     finally:

@@ -6,8 +6,7 @@ et al. 2021, 2101.06840). Activations: what backward needs of a block waits on t
 the host's memory then serves both.
 """
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -66,14 +65,3 @@ def _own(shape: Shape, plan: Plan, layers: Num) -> Num:
     # Experts: also over the ranks that do not cut them.
     body = layers * (shape.dense_weights + shape.expert_weights) / plan.tp
     return body + shape.table / plan.tp * np.where(plan.pp > 1, 1, 2 - shape.tied)
-
-
-def joined(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
-    """Two dataclasses of arrays (or numbers) as one, ``sizes`` entries of each."""
-
-    def column(item: Any, name: str, size: int) -> Any:
-        return np.broadcast_to(np.asarray(getattr(item, name), dtype=float), (size,))
-
-    both = {f.name: np.concatenate([column(first, f.name, sizes[0]), column(second, f.name, sizes[1])])
-            for f in fields(first)}  # fmt: skip
-    return replace(first, **both)

@@ -17,7 +17,7 @@ from weft.model_shape import Shape
 from weft.planner.candidates import ADDED, CHOSEN, FIRST, SET, Refused, Rules, variants
 from weft.planner.cost import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Cost, Plan, most_layers, passes, step_time
 from weft.planner.engine import Engine
-from weft.planner.host import host_bytes, joined, with_host
+from weft.planner.host import host_bytes, with_host
 from weft.planner.machine import Cluster, Machine
 from weft.planner.memory import Memory, peak_memory
 
@@ -172,7 +172,8 @@ def search(
         raise UsageError(f"no layout of {cluster.count} devices is possible: " + "; ".join(
             f"{r.rule} ({r.example}; nearest: {r.fix})" for r in rules.refused()))  # fmt: skip
     table = _pinned(table, [pin for pin in pins if pin.field in FIRST], FIRST)
-    plans, cost, memory = _scored(shape, machine, engine, np.vstack([table, np.zeros((2, table.shape[1]))]), total)
+    table = np.vstack([table, np.zeros((len(ADDED), table.shape[1]))])
+    plans, cost, memory = _scored(shape, machine, engine, table, total)
     limit = machine.memory * USABLE
     fits, seconds = np.asarray(memory.total) <= limit, np.asarray(cost.total)
     added = [pin for pin in pins if pin.field in ADDED]
@@ -182,20 +183,13 @@ def search(
     more = variants(plans, machine, fits, cheap, wanted)
     if more.shape[1]:
         more = _leanest(shape, machine, engine, more, total)
-        others = _scored(shape, machine, engine, more, total)
+        taken = _scored(shape, machine, engine, more, total)[1].total
         worth = np.ones(more.shape[1], dtype=bool)
         for name in ADDED:
             if name not in wanted:
-                has = more[CHOSEN.index(name)] > 0
-                worth &= ~has | (others[1].total <= WORTH[name] * best)
-        if not worth.all():
-            more = more[:, worth]
-            others = _scored(shape, machine, engine, more, total)
-    if more.shape[1]:
-        sizes = (table.shape[1], more.shape[1])
-        plans, cost, memory = (joined(a, b, sizes) for a, b in zip((plans, cost, memory), others, strict=True))
-    if added:
-        table = np.stack([np.broadcast_to(getattr(plans, name), len(plans.tp)) for name in CHOSEN])
+                worth &= (more[CHOSEN.index(name)] == 0) | (taken <= WORTH[name] * best)
+        table = np.hstack([table, more[:, worth]])
+    if more.shape[1] or added:
         plans, cost, memory = _scored(shape, machine, engine, _pinned(table, added, CHOSEN), total)
     fit = np.flatnonzero(np.asarray(memory.total) <= limit)
     seconds = np.asarray(cost.total)

@@ -5,7 +5,7 @@ The closed form's constants are those of GPUs; here it only says which layouts a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from weft.errors import UsageError
 from weft.layout.layout import AXES, Layout
 from weft.layout.placement import rank_table
+from weft.memory.heap import keep_heap
 from weft.model_shape import Shape, shape_of
 from weft.planner.choose import Choice, choice_of, demands, recipe_under
 from weft.planner.cost import BITS, Cost
@@ -27,10 +28,11 @@ from weft.planner.search import Found, Pin, search
 from weft.planner.shape import vocab_of
 from weft.recipe import Recipe
 from weft.rehearse.clock import Prediction, predict
-from weft.rehearse.curves import COLLECTIVES, Local
+from weft.rehearse.curves import Local
+from weft.rehearse.journal import Event
 from weft.rehearse.links import Links
 from weft.rehearse.mapping import Traffic, place_axes
-from weft.rehearse.step import Event, Rehearsal, batches_of, every_rank
+from weft.rehearse.step import Rehearsal, batches_of, every_rank, usual_step
 from weft.train.setup import model_shape
 
 #: Layouts that are rehearsed, over all numbers of ranks.
@@ -91,10 +93,10 @@ def traffic_of(events: Sequence[Event], rank: int, layout: Layout) -> dict[str, 
         if e.kind == "send":
             axis = next((a for a in lines if layout.size(a) > 1 and e.ranks[0] in lines[a]), "")
             sent, times = float(e.bytes), 1
-        elif e.kind in ("collective", "later"):
+        elif e.kind == "collective":
             axis = next((a for a in lines if layout.size(a) > 1 and set(e.ranks) == lines[a]), "")
             n = max(1, len(e.ranks))
-            rounds = 2 if COLLECTIVES.get(e.name) == "reduce" else 1
+            rounds = 2 if e.name == "reduce" else 1
             sent, times = rounds * (n - 1) / n * e.bytes, rounds * (n - 1)
         else:
             continue
@@ -191,7 +193,7 @@ def search_here(
             f"the model has {float(shape.parameters) / 1e9:.1f} B parameters: too many to rehearse on a CPU; plan for "
             "GPUs, e.g. --cluster h100 --gpus 8"
         )
-    local = Local.of(cluster.calibration)
+    local = local_of(cluster.calibration)
     counts = [ranks] if ranks else [n for n in local.settings if n <= cluster.count]
     founds, refusal = [], None
     for n in counts:
@@ -205,8 +207,7 @@ def search_here(
             refusal = error
     if not founds:
         raise refusal or UsageError("no number of ranks was probed; run weft probe again")
-    with _one_thread():
-        found, finals = at_hand(founds, local, recipe_of, _rehearse, say)
+    found, finals = at_hand(founds, local, recipe_of, lambda recipe: rehearsals(recipe, local), say)
     return found, finals, f"of {len(finals)} rehearsed layouts of {' or '.join(map(str, counts))} ranks"
 
 
@@ -221,17 +222,28 @@ def choose_here(recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callab
     return choice_of(recipe, finals, among)
 
 
-def _rehearse(recipe: Recipe) -> list[Rehearsal]:
+def local_of(calibration: Mapping[str, Any]) -> Local:
+    """The probed machine, and how much slower its ranks were beside each other than a rehearsal is here and now."""
+    local, alone = Local.of(calibration), dict[int, float]()
+    keep_heap()  # as ranks that train do
+    for threads in {setting.threads for setting in local.settings.values()}:
+        with threads_set(threads):
+            alone[threads] = usual_step()
+    return local.beside(alone)
+
+
+def rehearsals(recipe: Recipe, local: Local) -> list[Rehearsal]:
     """Every rank's step, on the recipe's own first batch if its data is there."""
     shape, batches = batches_of(recipe)
-    return every_rank(recipe, shape, lambda mesh: batches(mesh, 0))
+    with threads_set(local.setting(recipe.layout.world).threads):
+        return every_rank(recipe, shape, lambda mesh: batches(mesh, 0))
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Rehearsals compute on one thread: their operators are counted, not timed."""
+def threads_set(count: int) -> Iterator[None]:
+    """PyTorch computes on so many threads in here."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

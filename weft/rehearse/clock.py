@@ -1,6 +1,6 @@
 """The ranks' programs of a rehearsed step against each other, on a clock in which busy ranks share the cores.
 
-Times are seconds, sizes bytes. What each piece costs is looked up in :mod:`weft.rehearse.curves`.
+Times are seconds, sizes bytes. What is sent costs what :mod:`weft.rehearse.curves` knows of it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 
 from weft.layout.layout import Layout
-from weft.rehearse.curves import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Local, Setting
+from weft.rehearse.curves import Local, Setting
+from weft.rehearse.journal import Event
 from weft.rehearse.links import Links
-from weft.rehearse.step import Event, Rehearsal
-
-#: What belongs to the update of the parameters.
-UPDATES = ("_fused_adamw_", "_foreach_mul_", "_foreach_norm", "linalg_vector_norm")
+from weft.rehearse.step import Rehearsal
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,7 @@ class Far:
 
     @classmethod
     def of(cls, links: Links, rehearsed: Sequence[Sequence[Event]], workers: Sequence[int]) -> Far:
-        met = {
-            e.ranks for events in rehearsed for e in events if e.kind in ("collective", "later") and len(e.ranks) > 1
-        }
+        met = {e.ranks for events in rehearsed for e in events if e.kind == "collective" and len(e.ranks) > 1}
         groups = {}
         for ranks in met:
             beside, taken = [ranks], set(ranks)
@@ -70,7 +66,7 @@ class Far:
         if speed.min() >= self.links.shared:
             return 0.0
         n = len(e.ranks)
-        rounds = (2 if COLLECTIVES.get(e.name, "reduce") == "reduce" else 1) * (n - 1)
+        rounds = (2 if e.name == "reduce" else 1) * (n - 1)
         return float(rounds * (e.bytes / n / speed.min() + delay.max()))
 
     def message(self, a: int, b: int, size: float) -> float:
@@ -78,26 +74,26 @@ class Far:
         return 0.0 if speed[0, 0] >= self.links.shared else float(size / speed[0, 0] + delay[0, 0])
 
 
-def costs(rank: int, events: Sequence[Event], clerk: Clerk, far: Far | None) -> Iterator[tuple[Event, float, float]]:
+def costs(
+    rank: int, events: Sequence[Event], setting: Setting, far: Far | None
+) -> Iterator[tuple[Event, float, float]]:
     """``(event, cpu seconds, seconds besides)`` of everything that ``rank`` does."""
     for e in events:
-        work, wait = 0.0, 0.0
-        if e.kind == "op":
-            work = clerk.op(e)
-        elif e.kind in ("collective", "later"):
-            work, wait = clerk.collective(e)
+        work, wait = e.seconds * setting.slow, 0.0
+        if e.kind == "collective":
+            work, wait = setting.collective(e)
             wait = max(wait, far.collective(e) - work) if far else wait
         elif e.kind in ("send", "recv"):
-            work, wait = clerk.message(e.bytes)
+            work, wait = setting.message(e.bytes)
             ends = (rank, e.ranks[0]) if e.kind == "send" else (e.ranks[0], rank)
             wait = max(wait, far.message(*ends, e.bytes)) if far else wait
         yield e, work, wait
 
 
-def program(rank: int, events: Sequence[Event], clerk: Clerk, far: Far | None = None) -> list[Do]:
+def program(rank: int, events: Sequence[Event], setting: Setting, far: Far | None = None) -> list[Do]:
     """What ``rank`` does in a step, with its costs."""
     found: list[Do] = []
-    cpu = clerk.setting.overhead["step"]
+    cpu = 0.0
     met: dict[tuple[int, ...], int] = defaultdict(int)
     sent: dict[tuple[int, ...], int] = defaultdict(int)
     asked: dict[int, Do] = {}
@@ -108,8 +104,8 @@ def program(rank: int, events: Sequence[Event], clerk: Clerk, far: Far | None = 
             found.append(Do("work", cpu))
             cpu = 0.0
 
-    for e, work, wait in costs(rank, events, clerk, far):
-        if e.kind in ("op", "later"):
+    for e, work, wait in costs(rank, events, setting, far):
+        if e.kind == "work":
             cpu += work
         elif e.kind == "collective":
             flush()
@@ -119,7 +115,6 @@ def program(rank: int, events: Sequence[Event], clerk: Clerk, far: Far | None = 
             peer, tag = e.ranks
             ends = (rank, peer, tag) if e.kind == "send" else (peer, rank, tag)
             sent[ends] += 1
-            cpu += clerk.setting.overhead["message"]
             if e.kind == "send":
                 flush()
                 found.append(Do("post", work, wait, (*ends, sent[ends])))
@@ -204,16 +199,15 @@ def predict(local: Local, rehearsed: Sequence[Rehearsal], layout: Layout, worker
     """
     world = len(rehearsed)
     setting, uneven = local.setting(world), local.uneven(world)
-    clerk = Clerk(setting)
     far = Far.of(uneven, [seen.events for seen in rehearsed], workers or range(world)) if uneven else None
-    programs = [program(r, seen.events, clerk, far) for r, seen in enumerate(rehearsed)]
+    programs = [program(r, seen.events, setting, far) for r, seen in enumerate(rehearsed)]
     seconds = run(programs, local.cores, setting.threads)
     busy = tuple(sum(do.cpu for do in p) for p in programs)
-    memory = tuple(resident(setting, seen.events, seen.peak) for seen in rehearsed)
+    memory = tuple(setting.resident(layout, seen.peak) for seen in rehearsed)
     parts: dict[str, float] = defaultdict(float)
     side_by_side = max(1.0, min(world, local.cores / setting.threads))
     for rank, seen in enumerate(rehearsed):
-        for cause, cpu, wait in spent(rank, seen.events, clerk, far, layout):
+        for cause, cpu, wait in spent(rank, seen.events, setting, far, layout):
             parts[cause] += cpu / side_by_side + wait / world
     known = sum(parts.values())
     if known > seconds:  # some waited while others worked
@@ -222,18 +216,18 @@ def predict(local: Local, rehearsed: Sequence[Rehearsal], layout: Layout, worker
 
 
 def spent(
-    rank: int, events: Sequence[Event], clerk: Clerk, far: Far | None, layout: Layout
+    rank: int, events: Sequence[Event], setting: Setting, far: Far | None, layout: Layout
 ) -> list[tuple[str, float, float]]:
     """``(cause, cpu seconds, seconds besides)`` of everything that ``rank`` does."""
-    found = [("other", clerk.setting.overhead["step"], 0.0)]
-    for e, work, wait in costs(rank, events, clerk, far):
-        if e.kind == "op":
-            found.append(("optimizer" if e.name in UPDATES else "compute", work, 0.0))
-        elif e.kind in ("collective", "later"):
-            found.append((axis_of(layout, e.ranks), work, wait if e.kind == "collective" else 0.0))
+    found = []
+    for e, work, wait in costs(rank, events, setting, far):
+        if e.kind == "work":
+            found.append((e.name, work, 0.0))
+        elif e.kind == "collective":
+            found.append((axis_of(layout, e.ranks), work, wait))
         elif e.kind in ("send", "recv"):
             cause = axis_of(layout, (rank, e.ranks[0]))
-            found.append((cause, work + clerk.setting.overhead["message"], wait if e.kind == "recv" else 0.0))
+            found.append((cause, work, wait if e.kind == "recv" else 0.0))
     return found
 
 
@@ -245,14 +239,3 @@ def axis_of(layout: Layout, ranks: Sequence[int]) -> str:
     if along & {"dp", "shard"}:
         return "dp" if not along & {"tp", "pp"} else "other"
     return along.pop() if len(along) == 1 else "other"
-
-
-def resident(setting: Setting, events: Sequence[Event], peak: float) -> float:
-    """Most bytes resident of a rank whose tensors take ``peak`` bytes at most."""
-    known = setting.memory
-    uses = {
-        "sharded": any(e.name in SHARDED for e in events),
-        "functional": any(e.name in FUNCTIONAL and len(e.ranks) > 1 and e.bytes > 2**10 for e in events),
-        "message": any(e.kind == "send" for e in events),
-    }
-    return known["plain"] + known["per_byte"] * peak + sum(known.get(kind, 0.0) for kind, used in uses.items() if used)

@@ -38,7 +38,7 @@ WHY = {
     "galore": "every weight learns, with moments of low rank and the gradients of one block at a time",
     "zo": "no gradients and no moments, at the price of many more steps",
 }
-#: Share of the memory that is there which a run may take: two real runs took 12 and 19 % more than was predicted.
+#: Share of the memory that is there which a run may take: two real runs took 4 and 15 % more than is predicted.
 USABLE = 0.8
 #: A low-rank adapter holds about so many tokens' worth of what there is to learn per parameter: some 2 bits of each
 #: (Allen-Zhu & Li 2024), and about one bit per token (Schulman et al. 2025, "LoRA without regret").

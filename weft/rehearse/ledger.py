@@ -2,14 +2,24 @@
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.rehearse.tensors import tensors_in
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """All tensors of ``values``, also those in lists and tuples, in order."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
 
 
 class Ledger:
@@ -41,14 +51,21 @@ class Ledger:
 
 
 class Watch(TorchDispatchMode):
-    """Holds whatever is made within; units gather and free parameters by the size of their storage."""
+    """Holds whatever is made within; units gather and free parameters by the size of their storage.
 
-    def __init__(self, ledger: Ledger) -> None:
+    ``inside``: also what our own operators make while they run.
+    """
+
+    def __init__(self, ledger: Ledger, inside: bool = False) -> None:
         super().__init__()
-        self.ledger = ledger
+        self.ledger, self.inside = ledger, inside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        run = func
+        if self.inside and func.namespace == "weft":
+            run = OPDEFS[f"weft::{func.overloadpacket.__name__}"]._init_fn
+        with self if run is not func else nullcontext():
+            result = run(*args, **(kwargs or {}))
         self.ledger.hold((result,))
         return result
 

@@ -23,15 +23,6 @@ class Links:
         """From the ``calibration.links`` of a cluster file that ``weft probe`` has written."""
         return cls(np.array(table["latency"], dtype=float), np.array(table["bandwidth"], dtype=float))
 
-    @classmethod
-    def sites(cls, sizes: Sequence[int], inside: tuple[float, float], between: tuple[float, float]) -> Links:
-        """Workers of several sites, in turn; ``(latency, bandwidth)`` ``inside`` of them and ``between``."""
-        site = np.repeat(np.arange(len(sizes)), sizes)
-        near = site[:, None] == site
-        latency, bandwidth = (np.where(near, a, b) for a, b in zip(inside, between, strict=True))
-        np.fill_diagonal(latency, 0.0)
-        return cls(latency, bandwidth)
-
     def __len__(self) -> int:
         return len(self.latency)
 

@@ -21,6 +21,7 @@ from weft.models.rope import angles
 from weft.models.transformer import Transformer
 from weft.parallel.state import State, Unit
 from weft.recipe import Adapter, ModelShape, Recipe
+from weft.rehearse.journal import worked
 from weft.rehearse.ledger import Ledger, Watch
 from weft.train.rules.low_rank import singular_directions
 from weft.train.setup import assemble
@@ -198,19 +199,19 @@ def _seen(model: Transformer, run: Callable[[T], T], x: T, device: torch.device,
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, times: int = 2) -> float:
-    """The least of some runs: processor time by thread, which others' work lengthens little."""
+    """The least of some runs: on a CPU in processor time, which others' work lengthens little."""
+
+    def now() -> float:
+        if device.type != "cuda":
+            return worked()
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     taken = []
     for _ in range(times):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            begun = time.perf_counter()
-            run()
-            torch.cuda.synchronize(device)
-            taken.append(time.perf_counter() - begun)
-        else:
-            begun = time.process_time()
-            run()
-            taken.append((time.process_time() - begun) / torch.get_num_threads())
+        begun = now()
+        run()
+        taken.append(now() - begun)
     return min(taken)
 
 

@@ -1,20 +1,18 @@
 """What ``weft probe`` measures on the machine at hand, for :mod:`weft.rehearse.curves`.
 
 Everything is measured while as many processes do the same at once as a run would have ranks: they share cores, caches
-and memory. With one thread per rank a cost is processor time, which other programs on the machine hardly change; with
-several it is elapsed time, the least of some turns. Times are seconds, sizes bytes.
+and memory. Costs are processor time by thread, which other programs on the machine hardly change. Times are seconds,
+sizes bytes.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
 import statistics
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,137 +25,43 @@ import torch.distributed as dist
 from weft.errors import WeftError
 from weft.memory.heap import keep_heap
 from weft.observe.flops import peak_resident
-from weft.rehearse.curves import COLLECTIVES, FUNCTIONAL, SHARDED, Clerk, Setting
-from weft.rehearse.step import Event, reference
-from weft.rehearse.tensors import tensors_in
+from weft.rehearse.journal import worked
+from weft.rehearse.step import reference, usual_step
 from weft.train.failure import leave
 from weft.train.ranks import init_ranks, threads_per_rank
 
-aten = torch.ops.aten
 Points = list[list[float]]
 
-SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # of one operand
-GRID = ((128, 512, 2048), (64, 128, 256, 512, 1024), (64, 128, 256, 512, 1024))  # tokens, out, in
-RUNS = 3  # of every table
 #: Seconds after which the processes of one setting are given up.
-PATIENCE_S = 300
+PATIENCE_S = 900
 #: Seconds that they wait for each other.
 JOIN_S = 300
 MESSAGES = (64, 2**14, 2**17, 2**19, 2**21, 2**23)
 
 
-def clock() -> float:
-    """Seconds: of this thread's processor, or with several threads of the wall."""
-    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
-
-
-def timed(call: Callable[[], Any], budget: float) -> float:
-    """Seconds of one call, from turns within about ``budget`` seconds.
-
-    Results are kept for a while, as a step keeps them for backward, so that they do not all go to the same cache lines.
-    """
-    size = sum(t.nbytes for t in tensors_in([call()]))
-    kept: deque[Any] = deque(maxlen=max(1, min(64, 2**25 // max(size, 1))))
-    begun = time.perf_counter()
+def timed(call: Callable[[], Any]) -> float:
+    """Processor seconds of one call by thread: the middle of some."""
     call()
-    once = max(time.perf_counter() - begun, 1e-6)
-    turns = max(1, int(budget / 5 / once))
     found = []
-    for _ in range(5 if once < budget else 2):
-        begun = clock()
-        for _ in range(turns):
-            kept.append(call())
-        found.append((clock() - begun) / turns)
-    return statistics.median(found) if torch.get_num_threads() == 1 else min(found)
+    for _ in range(5):
+        begun = worked()
+        call()
+        found.append(worked() - begun)
+    return statistics.median(found)
 
 
-def steady(measure: Callable[[], dict[str, Points]]) -> dict[str, Points]:
-    """Tables of ``[..., seconds]`` with the middle of some runs at every point: a machine has slow moments."""
-    runs = [measure() for _ in range(RUNS)]
-    return {
-        name: [[*p[:-1], statistics.median(run[name][i][-1] for run in runs)] for i, p in enumerate(points)]
-        for name, points in runs[0].items()
-    }
-
-
-def triad(budget: float) -> float:
+def triad() -> float:
     """Bytes per second of ``a = b + s * c`` on arrays that no cache holds (McCalpin's STREAM)."""
     a, b, c = torch.ones(3, 2**23).unbind()
-    return 3 * 4 * 2**23 / timed(lambda: torch.add(b, c, alpha=3.0, out=a), budget)
+    return 3 * 4 * 2**23 / timed(lambda: torch.add(b, c, alpha=3.0, out=a))
 
 
-def operators(budget: float, sizes: Iterable[int]) -> dict[str, Points]:
-    """``{name: [[bytes read and written, seconds]]}`` of what a step is made of beside products."""
-    found: dict[str, Points] = {}
-    for size in sizes:
-        rows = size // 512
-        x, y, z = torch.rand(3, rows, 128).unbind()
-        ids = torch.arange(rows) % 512
-        table, vector, column = torch.rand(512, 128), torch.rand(128), ids[:, None] % 128
-        steps = [torch.ones(())]
-        calls: dict[str, tuple[Any, ...]] = {
-            "mul": (aten.mul, x, y), "add": (aten.add, x, y), "sub": (aten.sub, x, y), "neg": (aten.neg, x),
-            "mul_": (aten.mul_, x, y), "add_": (aten.add_, x, y), "sub_": (aten.sub_, x, y),
-            "copy_": (aten.copy_, x, y), "addcmul_": (aten.addcmul_, x, y, z), "cat": (aten.cat, [x, y], -1),
-            "zeros_like": (aten.zeros_like, x),
-            "silu": (aten.silu, x), "silu_backward": (aten.silu_backward, x, y), "exp_": (aten.exp_, x.clone()),
-            "sum": (aten.sum, x, [1]), "amax": (aten.amax, x, [1]), "mv": (aten.mv, x, vector),
-            "linalg_vector_norm": (aten.linalg_vector_norm, x, 2, [1], True), "gather": (aten.gather, x, 1, column),
-            "scatter_add_": (aten.scatter_add_, z, 1, column, x[:, :1]), "embedding": (aten.embedding, table, ids),
-            "embedding_dense_backward": (aten.embedding_dense_backward, x, ids, 512, -1, False),
-            "_foreach_norm": (aten._foreach_norm, [x]), "_foreach_mul_": (aten._foreach_mul_, [y], 1.0),
-            "_fused_adamw_": (aten._fused_adamw_, [x.clone()], [y], [z.clone()], [z.clone()], [], steps),
-        }  # fmt: skip
-        more = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False,
-                "maximize": False}  # fmt: skip
-        for name, (func, *args) in calls.items():
-            given: dict[str, Any] = more if name == "_fused_adamw_" else {}
-            moved = sum(t.nbytes for t in tensors_in(args)) + sum(t.nbytes for t in tensors_in([func(*args, **given)]))
-            seconds = timed(lambda f=func, a=args, g=given: f(*a, **g), budget)  # type: ignore[misc]
-            found.setdefault(name, []).append([float(moved), seconds])
-            x.fill_(0.5)  # what is multiplied again and again must not become denormal
-    return {name: sorted(points) for name, points in found.items()}
-
-
-def products(budget: float, grid: Sequence[Sequence[int]]) -> dict[str, Points]:
-    """``[[rows, out, in, seconds]]`` of a linear layer, of its input's gradient and of its weight's.
-
-    ``grid``: tokens, and the two widths of a weight.
-    """
-    from weft.models.fused import times
-
-    found: dict[str, Points] = {"linear": [], "back": [], "mm": []}
-    for tokens, out, into in itertools.product(*grid):
-        x, weight, grad = torch.rand(tokens, into), torch.rand(out, into), torch.rand(tokens, out)
-        found["linear"].append([tokens, out, into, timed(partial(times, x, weight), budget)])
-        found["back"].append([tokens, into, out, timed(partial(times, grad, weight.t()), budget)])
-        # As gradients of weights are made: [out, tokens], a transposed view, times [tokens, in].
-        found["mm"].append([out, into, tokens, timed(partial(torch.mm, grad.t(), x), budget)])
-    return found
-
-
-def attention(budget: float, lengths: Iterable[int]) -> dict[str, Points]:
-    """``[[batch * heads * queries * keys * head_dim, seconds]]`` of the fused kernel, causal, forward and backward."""
-    found: dict[str, Points] = {"attention": [], "attention_backward": []}
-    forward = aten._scaled_dot_product_flash_attention_for_cpu
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    for length in lengths:
-        # As attention hands them over: heads were transposed to the front.
-        q, k, v, grad = (torch.rand(2, length, 4, 32).transpose(1, 2) for _ in range(4))
-        work = float(2 * 4 * length * length * 32)
-        out, lse = forward(q, k, v, 0.0, True)
-        found["attention"].append([work, timed(lambda a=(q, k, v): forward(*a, 0.0, True), budget)])  # type: ignore[misc]
-        args = (grad, q, k, v, out, lse, 0.0, True)
-        found["attention_backward"].append([work, timed(lambda a=args: backward(*a), budget)])  # type: ignore[misc]
-    return found
-
-
-def peaks(budget: float) -> dict[str, float]:
+def peaks() -> dict[str, float]:
     """Multiply-adds twice per second of a large square product, by precision."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.rand(768, 768).to(dtype)
-        found[str(dtype).removeprefix("torch.")] = 2 * 768**3 / timed(lambda a=a: a @ a, budget)  # type: ignore[misc]
+        found[str(dtype).removeprefix("torch.")] = 2 * 768**3 / timed(lambda a=a: a @ a)  # type: ignore[misc]
     return found
 
 
@@ -262,54 +166,6 @@ def links(turns: int = 3) -> dict[str, list[list[float]]]:
     return {"latency": table[0].tolist(), "bandwidth": table[1].tolist()}
 
 
-# --- the framework ---
-
-
-def framework(plain: Setting) -> dict[str, float]:
-    """Seconds of the framework per operator, per collective by kind, and per message, from steps of a tiny model.
-
-    Their operators are as small as can be; what a layout adds to one device's step is put down to its collectives.
-    """
-    clerk = Clerk(plain)
-    found = {"op": 0.0, "functional": 0.0, "sharded": 0.0, "message": 0.0, "step": 0.0}
-
-    def spent(layout: str) -> tuple[float, dict[str, int]]:
-        seen = reference(layout, "tiny", True)
-        work = sum(clerk.work(e) for e in seen.events if e.kind == "op")
-        counts = {
-            "op": sum(e.kind == "op" for e in seen.events),
-            "functional": sum(e.name in FUNCTIONAL for e in seen.events),
-            "sharded": sum(e.name in SHARDED for e in seen.events),
-            "message": sum(e.kind in ("send", "recv") for e in seen.events),
-        }
-        return max(0.0, seen.cpu - work), counts
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small that more would not be used, only wait
-    kinds = {"op": "dp=1", "functional": "tp=2", "sharded": "shard=2", "message": "pp=2"}
-    runs: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(RUNS):  # in turns: a difference of two steps is small beside a slow moment
-        mine = dict(found)
-        for kind, layout in kinds.items():
-            seconds, counts = spent(layout)
-            rest = seconds - sum(mine[k] * n for k, n in counts.items() if k != kind)
-            mine[kind] = max(0.0, rest / max(1, counts[kind]))
-            runs[kind].append(mine[kind])
-    torch.set_num_threads(threads)
-    return found | {kind: statistics.median(values) for kind, values in runs.items()}
-
-
-def slowness(setting: Setting) -> float:
-    """How much longer operators take in a step than one by one: what they touch is colder there."""
-    seen = [reference("dp=1", "large", True) for _ in range(2)]
-    clerk = Clerk(setting)
-    events: list[Event] = [e for e in seen[0].events if e.kind == "op"]
-    work = sum(clerk.work(e) for e in events)
-    # The mean, not the least: other programs, and other tenants of the host, disturb whole steps as well.
-    whole = statistics.mean(s.cpu if setting.threads == 1 else s.wall for s in seen)
-    return min(1.6, max(0.8, (whole - setting.overhead["op"] * len(events)) / work))
-
-
 # --- one process of a setting ---
 
 
@@ -318,28 +174,14 @@ def measure(quick: bool) -> dict[str, Any]:
 
     Rank 0's table of links is complete.
     """
-    every = 2 if quick else 1
-    sizes, grid, messages = SIZES[::every], [axis[::every] for axis in GRID], MESSAGES[::every]
-    budget = (0.003 if quick else 0.007) / RUNS
-    world, threads = int(os.environ["WORLD_SIZE"]), torch.get_num_threads()
-    found: dict[str, Any] = {"ranks": world, "threads": threads, "memory": empty_memory(world)}
-    between = collectives(messages, 8 if quick else 20) if world > 1 else {}
-    table = links() if 1 < world <= 16 else {}
+    world = int(os.environ["WORLD_SIZE"])
+    keep_heap()  # as ranks that train do
+    found: dict[str, Any] = {"ranks": world, "threads": torch.get_num_threads(), "memory": empty_memory(world)}
+    found["collectives"] = collectives(MESSAGES[:: 2 if quick else 1], 8 if quick else 20) if world > 1 else {}
+    found["links"] = links() if 1 < world <= 16 else {}
     dist.barrier()
     dist.destroy_process_group()  # what follows is each process's own, side by side with the others
-    keep_heap()
-    speed = triad(15 * budget)
-    found |= {
-        "cold": 1 / speed,
-        "ops": steady(lambda: operators(budget, sizes)),
-        "products": steady(lambda: products(budget, grid)),
-        "attention": steady(lambda: attention(budget, (64, 256) if quick else (32, 64, 128, 256, 512, 1024))),
-    }
-    plain = Setting(**found, collectives=between, overhead={"op": 0.0, "functional": 0.0, "sharded": 0.0})
-    found["overhead"] = framework(plain)
-    setting = Setting(**found, collectives=between)
-    found["slow"] = slowness(setting)
-    return found | {"collectives": between, "links": table, "triad": speed, "peaks": peaks(4 * budget)}
+    return found | {"step": usual_step(), "triad": triad(), "peaks": peaks()}
 
 
 def setting(ranks: int, quick: bool) -> dict[str, Any]:
@@ -392,7 +234,6 @@ def empty_memory(world: int) -> dict[str, float]:
         first = peak_resident()
         per_byte = (peak_of("dp=1", "large", True) - first) / (reference("dp=1", "large", True).peak - small)
         found = {"plain": first - max(1.0, per_byte) * small, "per_byte": max(1.0, per_byte)}
-    keep_heap()
     init_ranks("cpu", JOIN_S)
     if world > 1:
         tensors = reference(f"tp={world}", "small", False).peak
@@ -448,6 +289,3 @@ def cluster(settings: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
             },
         },
     }
-
-
-assert set(FUNCTIONAL) | set(SHARDED) <= set(COLLECTIVES)

@@ -1,0 +1,190 @@
+"""A process group that moves nothing: it writes down what its rank asks of it, and how long the rank works in between.
+
+Groups of the world and of axes share one :class:`Journal`, so that all a step does stands in one order. What would
+arrive is filled in with numbers of the usual size: a processor is slow with denormal ones, and a step is timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+from weft.layout.groups import fake_rank
+
+T = torch.Tensor
+#: PyTorch's stubs do not say that a process group can be written in Python.
+Group: Any = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a rank does next: ``work``, a ``collective``, ``send`` or ``recv`` a message, or ``wait`` for one.
+
+    ``name``: of work what it is for, ``compute`` or ``optimizer``; of a collective ``reduce``, ``gather``,
+    ``scatter`` or ``exchange``; of a wait what is waited for. ``seconds``: of work. ``bytes``: of a collective, its
+    whole tensor. ``ranks``: who takes part (global), of a message the peer and the tag. ``number``: of a message.
+    """
+
+    kind: str
+    name: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+    ranks: tuple[int, ...] = ()
+    number: int = 0
+
+
+def worked() -> float:
+    """Processor seconds of this process by thread, which other programs lengthen little."""
+    return time.process_time() / torch.get_num_threads()
+
+
+class Journal:
+    """The events since :meth:`begin`."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.numbers = 0
+        self.name, self.since = "compute", 0.0
+
+    def begin(self) -> None:
+        self.events, self.numbers = [], 0
+        self.turn("compute")
+
+    def turn(self, name: str) -> None:
+        """What was done until now is work of the old name, what comes is of this one."""
+        self.name, self.since = name, worked()
+
+    def close(self) -> None:
+        self.events.append(Event("work", self.name, worked() - self.since))
+
+    @contextmanager
+    def note(self, event: Event) -> Iterator[None]:
+        """The event, before which the rank has worked; what is done within is not the rank's work."""
+        self.close()
+        self.events.append(event)
+        yield
+        self.since = worked()
+
+
+class Sent:
+    """A message under way: waiting for it is noted."""
+
+    def __init__(self, journal: Journal, event: Event) -> None:
+        self.journal, self.event = journal, event
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        with self.journal.note(Event("wait", self.event.kind, number=self.event.number)):
+            return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Silent(Group):
+    """The process group; its methods have the names under which PyTorch calls them."""
+
+    options = None
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        world = dist.group.WORLD
+        self.journal: Journal = world.journal if isinstance(world, Silent) else Journal()
+
+    def _get_backend(self, device: torch.device) -> Silent:
+        return self
+
+    def getBackendName(self) -> str:
+        return "silent"
+
+    @property
+    def group_name(self) -> str:
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    def _collective(self, name: str, whole: int, pairs: Sequence[tuple[T, T]] = ()) -> dist.Work:
+        """Note a collective on ``whole`` bytes; of ``pairs`` the first get what is in the second."""
+        ranks = tuple(dist.get_process_group_ranks(self))
+        with self.journal.note(Event("collective", name, bytes=whole, ranks=ranks)):
+            for out, given in pairs:
+                out.copy_(given)
+            done: torch.futures.Future[Any] = torch.futures.Future()
+            done.set_result([out for out, _ in pairs])
+            return _create_work_from_future(done)
+
+    def allreduce(self, tensors: Sequence[T], opts: Any = None) -> dist.Work:
+        return self._collective("reduce", tensors[0].nbytes)
+
+    def broadcast(self, tensors: Sequence[T], opts: Any = None) -> dist.Work:
+        return self._collective("gather", tensors[0].nbytes)
+
+    def allgather(self, outputs: Sequence[Sequence[T]], given: Sequence[T], opts: Any = None) -> dist.Work:
+        return self._collective("gather", sum(t.nbytes for t in outputs[0]), [(out, given[0]) for out in outputs[0]])
+
+    def all_gather_single(self, out: T, given: T, opts: Any = None) -> dist.Work:
+        return self._collective("gather", out.nbytes, [(part, given.view(-1)) for part in self._parts(out)])
+
+    def reduce_scatter_single(self, out: T, given: T, opts: Any = None) -> dist.Work:
+        return self._collective("scatter", given.nbytes, [(out.view(-1), self._parts(given)[self.rank()])])
+
+    def all_to_all_single(self, out: T, given: T, *more: Any) -> dist.Work:
+        some = min(out.numel(), given.numel())
+        return self._collective("exchange", given.nbytes, [(out.view(-1)[:some], given.reshape(-1)[:some])])
+
+    def allreduce_coalesced(self, tensors: Sequence[T], opts: Any = None) -> dist.Work:
+        return self._each(self.allreduce, [([t], opts) for t in tensors])
+
+    def all_gather_single_coalesced(self, outputs: Sequence[T], given: Sequence[T], opts: Any = None) -> dist.Work:
+        return self._each(self.all_gather_single, zip(outputs, given, strict=True))
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[T], given: Sequence[T], opts: Any = None) -> dist.Work:
+        return self._each(self.reduce_scatter_single, zip(outputs, given, strict=True))
+
+    # The same by the names that PyTorch had before 2.13.
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _each(self, call: Callable[..., dist.Work], given: Iterable[Any]) -> dist.Work:
+        """The last of the works: all are done."""
+        return [call(*args) for args in given][-1]
+
+    def alltoall(self, outputs: Sequence[T], given: Sequence[T], opts: Any = None) -> dist.Work:
+        return self._collective("exchange", sum(t.nbytes for t in given))
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._collective("reduce", 0)
+
+    def send(self, tensors: Sequence[T], target: int, tag: int = 0) -> Sent:
+        return self._message("send", tensors[0], target, tag)
+
+    def recv(self, tensors: Sequence[T], source: int, tag: int = 0) -> Sent:
+        return self._message("recv", tensors[0], source, tag)
+
+    def _message(self, kind: str, tensor: T, peer: int, tag: int) -> Sent:
+        self.journal.numbers += 1
+        ranks = dist.get_global_rank(self, peer), tag
+        event = Event(kind, bytes=tensor.nbytes, ranks=ranks, number=self.journal.numbers)
+        with self.journal.note(event):
+            if kind == "recv" and tensor.is_floating_point():
+                tensor.normal_()
+            return Sent(self.journal, event)
+
+    def _parts(self, whole: T) -> Sequence[T]:
+        return whole.view(self.size(), -1).unbind()
+
+
+dist.Backend.register_backend("silent", lambda store, rank, size, timeout: Silent(rank, size), devices=["cpu"])
+
+
+@contextmanager
+def silent_rank(rank: int, world: int) -> Iterator[Journal]:
+    """In here this process is ``rank`` of ``world`` that are not there; what it asks of them is in the journal."""
+    with fake_rank(rank, world, "silent"):
+        assert isinstance(dist.group.WORLD, Silent)
+        yield dist.group.WORLD.journal
