@@ -69,8 +69,10 @@ def test_placement(tmp_path: Path) -> None:
 def test_experts(tmp_path: Path) -> None:
     """Weft and transformers, and all ways to spread experts, report the same losses (asserted there)."""
     script, path = Path(__file__).parents[1] / "bench" / "experts.py", tmp_path / "experts.json"
-    command = [sys.executable, str(script), "--job", "smoke", "--rounds", "2", "--json", str(path)]
+    command = [sys.executable, str(script), "--job", "smoke", "--rounds", "2", "--steps", "2", "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
-    assert found["single"].keys() == {"weft", "transformers"} and found["ranks"].keys() > {"weft", "all-to-all"}
+    smoke = found["jobs"]["smoke"]
+    assert smoke["single"].keys() == {"weft", "transformers"} and smoke["ranks"].keys() > {"weft", "all-to-all"}
+    assert found["placed"]["4"]["affinity"]["fewer"] > 0
