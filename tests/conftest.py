@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from weft.cli import main
 from weft.train.failure import is_secondary
 from weft.train.pool import Pool
+
+
+def pytest_collection_finish() -> None:
+    """What tests are made of stays; halves of a run share the cores, and threads that wait for a core only spin."""
+    gc.collect()
+    gc.freeze()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
 
 #: Exit code, standard output and standard error of ``weft`` with these words.
 Command = Callable[..., tuple[int, str, str]]
