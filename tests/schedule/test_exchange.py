@@ -1,6 +1,7 @@
 """Dispatch and combine as actions: they change nothing by themselves, and travel beside what others compute."""
 
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -69,3 +70,11 @@ def test_a_forward_and_a_backward_hide_each_others_exchanges(name: str, left: fl
     assert all(t.action.declared.clock is Clock.COMMUNICATION for t in rank.beside[0])
     told = {kind: meaning for kind, meaning, _ in draw.legend(rank.table)["kinds"]}
     assert told["Fd"] == "dispatch" and told["Bc"] == "gradients of combine"
+
+
+def test_a_legend_of_many_kinds_has_as_many_rows_as_it_needs() -> None:
+    table = with_exchanges(build("dualpipe-v", 2, 4), [3] * 4, Beside.OTHER_PASS)
+    picture = ElementTree.fromstring(draw.svg(simulate(table, uniform(table, Times(dispatch=0.2, combine=0.2)))))
+    told = [e for e in picture.iter() if e.text and e.get("font-size") == "14"]
+    assert len(told) == 12 and len({e.get("y") for e in told}) > 1
+    assert all(float(e.get("x", 0)) + 7.4 * len(e.text or "") <= 1600 for e in told)

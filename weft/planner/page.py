@@ -9,10 +9,11 @@ from weft.pages import render, write
 from weft.planner.candidates import SET
 from weft.planner.cost import Cost
 from weft.planner.explain import PARTS, Instead, differences, instead, title, verdict, why
-from weft.planner.finalists import Final
+from weft.planner.finalists import Final, refine
 from weft.planner.memory import Memory
 from weft.planner.search import USABLE, Found, describe, text_of
 from weft.schedule.draw import legend, svg
+from weft.schedule.exchange import Beside
 from weft.schedule.simulate import Simulation
 
 #: Boxes in the drawn timeline; longer ones are cut, for the eye as much as for the file.
@@ -57,7 +58,8 @@ def write_page(path: Path, asked: Question, found: Found, finals: Sequence[Final
 def page(asked: Question, found: Found, finals: Sequence[Final], top: int) -> str:
     first, limit = finals[0], gib(found.machine.memory)
     others = among(finals) if asked.rehearsed else instead(found, finals)
-    drawn = timeline(first)
+    apart = first.simulation and first.plan.ep > 1 and not first.barriers  # exchanges are actions of their own
+    drawn = timeline((apart and refine(found, first.plan, first.closed, beside=Beside.NOTHING)) or first)
     used = {name: words for name, words in PARTS.items() if any(part(final.cost, name) > 0 for final in finals)}
     return render(
         "planner/plan.html",
@@ -159,7 +161,7 @@ def timeline(first: Final) -> dict[str, Any]:
         return {"note": f"{note}.", "picture": ""}
     levels = tuple(tuple((when, gib(level)) for when, level in track) for track in run.memory)
     picture = svg(replace(run, memory=levels), note=note, unit="s", memory="activations held, GiB", page=True)
-    seen = {t.action.kind for lane in run.timeline for t in lane if t.end > t.start}
+    seen = {t.action.kind for lane in (*run.timeline, *run.beside) for t in lane if t.end > t.start}
     drawn = legend(run.table)
     kinds = [kind for kind in drawn["kinds"] if kind[0] in seen]
     return {"note": note, "picture": picture, "kinds": kinds, "remark": drawn["remark"]}
