@@ -67,12 +67,16 @@ def test_placement(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_experts(tmp_path: Path) -> None:
-    """Weft and transformers, and all ways to spread experts, report the same losses (asserted there)."""
+    """Weft and transformers, and all ways to spread experts, report the same losses (asserted there).
+
+    Experts that were placed by what tokens choose keep more of them on a rank, on text that was not counted.
+    """
     script, path = Path(__file__).parents[1] / "bench" / "experts.py", tmp_path / "experts.json"
-    command = [sys.executable, str(script), "--job", "smoke", "--rounds", "2", "--steps", "2", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, str(script), "--job", "smoke", "--rounds", "2", "--steps", "40"]
+    done = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
-    smoke = found["jobs"]["smoke"]
+    placed, smoke = found["placed"], found["jobs"]["smoke"]
     assert smoke["single"].keys() == {"weft", "transformers"} and smoke["ranks"].keys() > {"weft", "all-to-all"}
-    assert found["placed"]["4"]["affinity"]["fewer"] > 0
+    assert min(placed[ranks]["affinity"]["fewer"] for ranks in "248") > 1.2
+    assert all(placed[ranks]["load"]["load"] < placed[ranks]["random"]["load"] for ranks in "248")
