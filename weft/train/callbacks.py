@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from weft.parallel.state import State
 from weft.plugins import HOOKS, Registered, blamed, find
 from weft.recipe import Recipe, Use
 from weft.train.recorder import Recorder
-from weft.train.step import StepResult
 
 
 @dataclass
@@ -64,31 +63,15 @@ class Callbacks:
             found = find("callback", use.name)
             self._callbacks.append((found, found.call(use.settings)()))
 
-    def start(self) -> None:
-        """Before the first step of this process."""
-        self._call("start")
+    def call(self, hook: str, *given: Any) -> None:
+        """What the callbacks have under ``hook`` (:data:`weft.plugins.HOOKS`), called with the run and ``given``.
 
-    def after_step(self, result: StepResult) -> None:
-        """After a final step; each callback hears of every ``callback.every``-th, and by itself of none."""
-        due = [(who, c) for who, c in self._callbacks if (n := getattr(c, "every", 0)) and self._step % n == 0]
-        self._call("after_step", result, among=due)
-
-    def after_evaluation(self, found: Mapping[str, float]) -> None:
-        """After validation and tasks: the loss under ``validation``, and accuracies by the tasks' names."""
-        self._call("after_evaluation", found)
-
-    def end(self, checkpoint: Storage | None) -> None:
-        """After the last checkpoint."""
-        self.running.checkpoint = checkpoint
-        self._call("end")
-
-    @property
-    def _step(self) -> int:
-        return self.running.progress.step
-
-    def _call(self, hook: str, *given: Any, among: Sequence[tuple[Registered, Any]] | None = None) -> None:
+        After a step each one is called after every ``callback.every``-th, and by itself after none.
+        """
         assert hook in HOOKS
-        for who, callback in self._callbacks if among is None else among:
-            if (method := getattr(callback, hook, None)) is not None:
-                with blamed(f"{who}, {hook} at step {self._step},"):
+        step = self.running.progress.step
+        for who, callback in self._callbacks:
+            every = getattr(callback, "every", 0) if hook == "after_step" else 1
+            if (method := getattr(callback, hook, None)) is not None and every and step % every == 0:
+                with blamed(f"{who}, {hook} at step {step},"):
                     method(self.running, *given)

@@ -115,7 +115,7 @@ class Loop:
         self.loader = self.job.loader(corpus.train, self.mesh)
 
     def run(self) -> None:
-        self.callbacks.start()
+        self.callbacks.call("start")
         if not self.progress.step:
             self.evaluate(self.evaluation.missing(0))
         self.recorder.restart_clock()
@@ -158,11 +158,11 @@ class Loop:
             self.fruitless = self.fruitless + 1 if result.skipped else 0
             self.stopped = self.stopped or result.stop
             self.recorder.step(result, lr)
-            self.callbacks.after_step(result)
+            self.callbacks.call("after_step", result)
 
     def evaluate(self, names: list[str]) -> None:
         if names:
-            self.callbacks.after_evaluation(self.evaluation.run(names, self.progress.step))
+            self.callbacks.call("after_evaluation", self.evaluation.run(names, self.progress.step))
 
     def end(self) -> None:
         """Make the last steps final, evaluate, save, and say why the run ends."""
@@ -176,7 +176,8 @@ class Loop:
             self.evaluate(self.evaluation.missing(self.progress.step))
         # A broken model must not push a whole one out.
         self.checkpoints.finish(save=self.fruitless < FRUITLESS)
-        self.callbacks.end(self.checkpoints.last)
+        self.callbacks.running.checkpoint = self.checkpoints.last
+        self.callbacks.call("end")
 
     def complete(self) -> bool:
         """Whether a run that was to stop ends as if it were complete, as a callback of some rank asked. Collective."""
