@@ -190,26 +190,6 @@ def _circle(name: str, owners: tuple[tuple[int, ...], ...], travels: str, buffer
     return TileTable(name, owners, tuple(tiles), buffers)
 
 
-def ring(ranks: int) -> TileTable:
-    """Ring attention (Liu et al. 2023, 2310.01889) over contiguous blocks: the last rank computes in every step."""
-    return _circle("ring", contiguous_owners(ranks), "kv", buffers=2)
-
-
-def rsa(ranks: int) -> TileTable:
-    """Ring Self-Attention (Li et al. 2021, 2105.13120) takes the ring twice, see :mod:`weft.parallel.context.rsa`."""
-    return _circle("rsa", contiguous_owners(ranks), "kv", buffers=2)
-
-
-def zigzag(ranks: int) -> TileTable:
-    """The ring with an early and a late block per rank: two tiles per rank and step."""
-    return _circle("zigzag", zigzag_owners(ranks), "kv", buffers=4)
-
-
-def tokenring(ranks: int) -> TileTable:
-    """TokenRing (Wang et al. 2024, 2412.20501): queries travel, partial results go straight home, keys stay."""
-    return _circle("tokenring", zigzag_owners(ranks), "q", buffers=4)
-
-
 def lightseq(ranks: int) -> TileTable:
     """LightSeq (Li et al. 2023, 2310.03294): early ranks, which run out of keys, compute for late ones.
 
@@ -236,8 +216,17 @@ def gather(ranks: int) -> TileTable:
 
 #: Schemes by the name that a layout gives them.
 SCHEMES: dict[str, Callable[[int], TileTable]] = {
-    "ring": ring, "zigzag": zigzag, "lightseq": lightseq, "tokenring": tokenring, "gather": gather, "rsa": rsa,
-}  # fmt: skip
+    # Ring attention (Liu et al. 2023, 2310.01889) over contiguous blocks: the last rank computes in every step.
+    "ring": lambda ranks: _circle("ring", contiguous_owners(ranks), "kv", buffers=2),
+    # The ring with an early and a late block per rank: two tiles per rank and step.
+    "zigzag": lambda ranks: _circle("zigzag", zigzag_owners(ranks), "kv", buffers=4),
+    "lightseq": lightseq,
+    # TokenRing (Wang et al. 2024, 2412.20501): queries travel, partial results go straight home, keys stay.
+    "tokenring": lambda ranks: _circle("tokenring", zigzag_owners(ranks), "q", buffers=4),
+    "gather": gather,
+    # Ring Self-Attention (Li et al. 2021, 2105.13120) takes the ring twice, see weft.parallel.context.rsa.
+    "rsa": lambda ranks: _circle("rsa", contiguous_owners(ranks), "kv", buffers=2),
+}
 
 
 @lru_cache(maxsize=64)
