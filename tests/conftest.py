@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from weft.cli import main
-from weft.train.failure import is_secondary
 from weft.train.pool import Pool
 
 
@@ -30,7 +29,7 @@ Command = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """The worker processes of this session, or of this half of it; see :mod:`weft.train.pool`."""
-    pool = Pool(is_secondary, ["pytest"])
+    pool = Pool(["pytest"])
     yield pool
     pool.close()
 

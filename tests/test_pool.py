@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import UsageError
-from weft.train.failure import is_secondary
 from weft.train.pool import Pool, WorkerDied
 
 
@@ -133,7 +132,7 @@ def test_a_call_leaves_no_marks(pool: Pool) -> None:
 
 
 def test_closing_ends_all_processes() -> None:
-    pool = Pool(is_secondary)
+    pool = Pool()
     pids = [pid for *_, pid in pool.run(2, rank_sum, 0)]
     pool.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -11,7 +11,6 @@ import typer
 
 from weft.cli.arguments import AsJson, FromModel, LayoutText, Overrides, RecipeFile
 from weft.errors import UsageError, WeftError, nearest
-from weft.train.failure import is_secondary
 from weft.train.launch import launch
 from weft.train.ranks import in_ranks
 
@@ -114,7 +113,7 @@ def _random(path: Path, count: int, first: int, seed: int, minutes: float | None
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
-    pool, summary, console = Pool(is_secondary), Summary(), Console(stderr=True)
+    pool, summary, console = Pool(), Summary(), Console(stderr=True)
     fuzzer = Fuzzer(path, pool, dtype)
     try:
         with Progress(console=console) as progress:

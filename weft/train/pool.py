@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
+from weft.train.failure import is_secondary
+
 MAX_WORLD = 8
 START_S = 120  # importing PyTorch on a busy machine
 MAX_THREADS = 120
@@ -58,15 +60,14 @@ class Worker:
 class Pool:
     """Up to :data:`MAX_WORLD` processes, started when first needed and replaced when they die."""
 
-    def __init__(self, secondary: Callable[[BaseException], bool], preload: Sequence[str] = ()) -> None:
-        """``secondary``: whether an error says no more than that another rank has failed; ``preload``: modules."""
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        """``preload``: modules that the workers need, besides PyTorch's and Weft's."""
         import torch.distributed as dist
 
         # Forking from a server that has imported PyTorch starts a worker in milliseconds.
         self._context: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
             self._context.set_forkserver_preload(["torch", "torch.distributed.tensor", *preload, "weft.train.loop"])
-        self._secondary = secondary
         self._folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[Worker] = []
@@ -128,9 +129,7 @@ class Pool:
     def _start(self) -> Worker:
         ours, theirs = self._context.Pipe()
         stacks = Path(tempfile.mkstemp(prefix="stacks-", dir=self._folder)[1])
-        process = self._context.Process(
-            target=_serve, args=(theirs, str(stacks), self._store.port, self._secondary), daemon=True
-        )
+        process = self._context.Process(target=_serve, args=(theirs, str(stacks), self._store.port), daemon=True)
         process.start()
         theirs.close()
         return Worker(process, ours, stacks)
@@ -169,7 +168,7 @@ class Pool:
         return WorkerDied(text) if died else TimeoutError(text) if late else None
 
 
-def _serve(conn: Connection, stacks: str, port: int, secondary: Callable[[BaseException], bool]) -> None:
+def _serve(conn: Connection, stacks: str, port: int) -> None:
     """Life of a worker: one call after another until the pool hangs up."""
     threading.Thread(target=_end_with_session, daemon=True).start()
     if sys.platform == "linux":
@@ -196,7 +195,7 @@ def _serve(conn: Connection, stacks: str, port: int, secondary: Callable[[BaseEx
             return
         leaving = False
         try:
-            outcome = _call(rank, world, dist.PrefixStore(prefix, store), timeout, task, secondary)
+            outcome = _call(rank, world, dist.PrefixStore(prefix, store), timeout, task)
             leaving = _too_many_threads()
             try:
                 conn.send(replace(outcome, leaving=leaving))
@@ -223,9 +222,7 @@ def _end_with_session() -> None:
         os._exit(1)
 
 
-def _call(
-    rank: int, world: int, store: Any, timeout: float, task: bytes, secondary: Callable[[BaseException], bool]
-) -> RankResult:
+def _call(rank: int, world: int, store: Any, timeout: float, task: bytes) -> RankResult:
     """One call inside its own process group, and under settings that no earlier call has left."""
     import torch
     import torch.distributed as dist
@@ -246,4 +243,4 @@ def _call(
             pickle.loads(payload)
         except Exception:
             payload = None
-        return RankResult(False, payload, trace, secondary(error))
+        return RankResult(False, payload, trace, is_secondary(error))
