@@ -41,6 +41,7 @@ FACTORS: dict[str, list[Any]] = {
     "micro_batch": [None, 1],
     "early": [False, True],
     "capacity": [0.0, 0.8],
+    "pieces": [1, 3],
     "placement": ["static", "sharded", "moving"],
 }  # fmt: skip
 CASES = list(pairwise(**FACTORS))
@@ -64,7 +65,7 @@ def tree(corpus: str, case: Case) -> dict[str, Any]:
         **{f"model__{key}": value for key, value in model.items()},
     ).model_dump(mode="json")
     given = Layout.parse(case["layout"]).model_dump(exclude_defaults=True)
-    given |= {"dispatch": case.get("dispatch", "all-to-all"), "node": 2}
+    given |= {"dispatch": case.get("dispatch", "all-to-all"), "node": 2, "pieces": case.get("pieces", 1)}
     if given.get("ep"):
         given |= {"placement": case.get("placement", "static"), "spare": case.get("spare", 2)}
     return values | {"layout": values["layout"] | given}
@@ -285,6 +286,22 @@ def test_means_of_single_tokens_change_nothing(pool: Any, corpus: str, case: Cas
     assert check_types(shape, Layout(**values["layout"]), Train()) is None
 
 
+def difference_with_idle_ranks(values: dict[str, Any]) -> Any:
+    """All tokens choose the first experts."""
+    first = lambda self, scores, by: torch.arange(self.shape.experts_per_token).expand(len(scores), -1)  # noqa: E731
+    with mock.patch.object(Router, "_best", first):
+        return difference(values)
+
+
+@pytest.mark.parametrize("way", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive"])
+def test_ranks_with_nothing_but_padding_and_experts_without_tokens(pool: Any, corpus: str, way: str) -> None:
+    case = {"layout": "shard=4,ep=4", "model": "qwen3", "dispatch": way, "pieces": 2, "micro_batch": 1}
+    values = tree(corpus, case)
+    values["train"] = values["train"] | {"batch": 1}  # three ranks have a row of padding
+    found = pool.run(4, difference_with_idle_ranks, values)[0]
+    assert found.ok, found
+
+
 def losses_of_steps(values: dict[str, Any], switches: bool) -> list[float]:
     """``switches``: an adaptive dispatcher takes another option in every layer and pass."""
     _, mesh, model, state, loader = start(values)
@@ -364,6 +381,11 @@ def test_shared_experts_run_while_rows_travel(pool: Any, corpus: str) -> None:
     layers = values["model"]["layers"]
     passes = found[0][0].count("shared") // layers
     assert found[0][0] == (forward * layers + backward * layers) * passes and passes
+    pieces = pool.run(2, order_of_events, values | {"layout": values["layout"] | {"pieces": 2}}, False)[0][0]
+    # All set out; while one piece is computed with, the next travels, and the one before goes home.
+    forward = ["issue", "issue", "shared", "wait", "issue", "wait", "issue", "wait", "wait"]
+    backward = ["issue", "issue", "wait", "issue", "wait", "issue", "shared, backward", "wait", "wait"]
+    assert pieces == (forward * layers + backward * layers) * passes
     for (_, one), (_, other) in zip(found, pool.run(2, order_of_events, values, True), strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)

@@ -62,7 +62,8 @@ class Layout(BaseModel):
     (:mod:`weft.parallel.experts.dispatch`). With ``placement = "sharded"`` ranks have so many ``spare`` slots each, for
     copies of experts that many tokens choose (:mod:`weft.parallel.experts.copies`); with ``"moving"`` experts also
     change their owners. ``node``: so many ranks share a node, for dispatchers that mind what travels between nodes
-    (0: not said). ``lsh``: in training tokens of one hash, of so many random rotations, travel as their mean; with
+    (0: not said). Tokens set out in ``pieces``, of which one travels while experts compute another (0: as many as leave
+    messages of a MiB). ``lsh``: in training tokens of one hash, of so many random rotations, travel as their mean; with
     ``lsh_residual`` what they differ by is added (:mod:`weft.parallel.experts.hashed`). Not what one device computes.
 
     ``island``: groups of ranks that train by themselves and agree at times.
@@ -92,6 +93,7 @@ class Layout(BaseModel):
     balance: Literal["", "greedy", "flexsp"] = ""
     dispatch: Literal["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive"] = "all-to-all"
     node: int = Field(0, ge=0)
+    pieces: int = Field(1, ge=0)
     lsh: int = Field(0, ge=0)
     lsh_residual: bool = False
     placement: Literal["static", "sharded", "moving"] = "static"

@@ -48,8 +48,8 @@ class Dispatcher(Protocol):
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         """Let tokens ``x`` ``[tokens, embed]`` set out. What is computed before they are waited for runs meanwhile."""
 
-    def combine(self, rows: T, meta: Any) -> T:
-        """The weighted sum of each token's rows: ``[tokens, embed]``."""
+    def combine(self, rows: T, meta: Any) -> Callable[[], T]:
+        """Let rows set out for home; what is returned waits for each token's weighted sum: ``[tokens, embed]``."""
 
 
 class Lender(Protocol):
@@ -88,8 +88,8 @@ class Local:
         found = Dispatched(spread(x, order, choice.ids.shape[1], rows), counts, (order, choice.weights))
         return lambda: found
 
-    def combine(self, rows: T, meta: Any) -> T:
-        return weighted(rows, *meta)
+    def combine(self, rows: T, meta: Any) -> Callable[[], T]:
+        return partial(weighted, rows, *meta)
 
 
 def counted(ids: T, experts: int) -> T:
@@ -310,6 +310,7 @@ class Mixture(Module):
         self.router = Router(shape, mesh, layer)
         self.experts = Experts(shape, mesh, count)
         self.dispatcher: Dispatcher = Local(range(count), others=shape.capacity > 0)
+        self.pieces: Callable[[T, Choice], int] = lambda tokens, choice: 1  # that set out one behind the other
         self.copies: Lender | None = None
         self.shared = None
         if shape.shared_experts:
@@ -342,11 +343,17 @@ class Mixture(Module):
         """What chosen experts make of tokens, and what those that see all do, while rows travel to the former."""
         tokens = x.flatten(0, 1)
         choice, lent = early or Early()
-        arriving = self.dispatcher.dispatch(tokens, choice or self.router(tokens, seen))
+        choice, way = choice or self.router(tokens, seen), self.dispatcher
+        count = self.pieces(tokens, choice)
+        pieces = zip(*(each.tensor_split(count) for each in (tokens, *choice)), strict=True)
+        arriving = [way.dispatch(one, Choice(weights, ids)) for one, weights, ids in pieces]
         beside = None if shared is None else shared(x)
-        rows, counts, meta, stacks = arriving()
-        made = self.experts(rows, counts, lent() if lent else (), stacks)
-        return self.dispatcher.combine(made, meta).view_as(x), beside
+        borrowed, returning = lent() if lent else (), []
+        for arrived in arriving:
+            rows, counts, meta, stacks = arrived()
+            returning.append(way.combine(self.experts(rows, counts, borrowed, stacks), meta))
+        made = [back() for back in returning]
+        return (torch.cat(made) if len(made) > 1 else made[0]).view_as(x), beside
 
     def learn_from(self, loads: Sequence[int]) -> None:
         """Take in how often each expert was chosen in a whole step."""

@@ -98,6 +98,7 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "layout.ep": _folding,
     "layout.node": lambda recipe, case, rng: [1, 2] if "layout.ep" in case else [],
     "layout.dispatch": _dispatchers,
+    "layout.pieces": _if_above_one("ep", 0, 2, 3),
     "layout.placement": _if_above_one("ep", "sharded", "moving"),
     "layout.spare": _if_above_one("ep", 1, 3),
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
@@ -177,7 +178,7 @@ SMALL: Case = {
     "train.recompute": "none", "train.loss_chunk": 64, "optimizer.post_validation": False, "optimizer.lr": 3e-4,
     "optimizer.kind": "adamw", "optimizer.state": "float32", "optimizer.ema": 0.0, "optimizer.rank": 3,
     "optimizer.estimate": "backward",
-    "layout.zero": 3, "layout.node": 0, "layout.secondary": 0,
+    "layout.zero": 3, "layout.pieces": 1, "layout.node": 0, "layout.secondary": 0,
     "layout.context": "zigzag", "layout.ulysses": 1, "layout.scan": "gather",
     "layout.schedule": "1f1b", "layout.vocab_barriers": 0, "layout.skip": 0.0, "layout.balance": "",
 }  # fmt: skip

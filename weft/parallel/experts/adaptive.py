@@ -19,7 +19,7 @@ from weft.models.experts import Arriving, Dispatched, Dispatcher, Local, Stacks
 from weft.models.router import Choice
 from weft.parallel.experts.dispatch import AllGather, AllToAll, per_rank
 from weft.parallel.experts.ranks import Members, Ranks
-from weft.parallel.experts.rows import gathered
+from weft.parallel.experts.rows import Awaited, gathered
 
 T = torch.Tensor
 
@@ -80,7 +80,7 @@ class Adaptive:
         """Which option to take, of the ``numbers`` that all ranks together send by each."""
         return 0 if numbers.is_meta else int(numbers.argmin())
 
-    def combine(self, rows: T, meta: Any) -> T:
+    def combine(self, rows: T, meta: Any) -> Awaited:
         way, inner = meta
         return way.combine(rows, inner)
 

@@ -1,14 +1,24 @@
 """The dispatchers by name, and what gives a model's mixtures theirs."""
 
 from collections.abc import Callable
+from functools import partial
 
+import torch
+
+from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.experts import Dispatcher, Mixture
+from weft.models.router import Choice
 from weft.models.transformer import Transformer
 from weft.parallel.experts.adaptive import Adaptive
 from weft.parallel.experts.dispatch import AllGather, AllToAll, Placing, per_node, per_rank, two_level
 from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.ranks import Ranks
+
+T = torch.Tensor
+
+#: Bytes of rows that a message has at least, and pieces at most, where their number follows from bytes.
+LEAST, MOST = 2**20, 8
 
 #: By ``layout.dispatch``.
 DISPATCHERS: dict[str, Callable[[Ranks], Dispatcher]] = {
@@ -22,6 +32,15 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
     for module in model.modules():
         if isinstance(module, Mixture) and mesh.layout.ep > 1:
             module.copies = connect(module, DISPATCHERS[mesh.layout.dispatch]).copies
+            module.pieces = partial(pieces, mesh.layout)
+
+
+def pieces(layout: Layout, tokens: T, choice: Choice) -> int:
+    """In how many pieces tokens set out, on all ranks alike; by bytes, as many as leave each message a MiB of rows."""
+    if layout.pieces or layout.balance:  # by length, ranks have unequally many tokens
+        return layout.pieces or 1
+    message = choice.ids.numel() * tokens.shape[1] * tokens.element_size() // layout.ep
+    return max(1, min(MOST, message // LEAST))
 
 
 def connect(mixture: Mixture, way: Callable[[Ranks], Dispatcher]) -> Ranks:

@@ -32,7 +32,7 @@ from weft.models.experts import (
 )
 from weft.models.router import Choice
 from weft.parallel.experts.ranks import Members, Ranks
-from weft.parallel.experts.rows import exchanged, gathered, scattered
+from weft.parallel.experts.rows import Awaited, exchanged, gathered, scattered
 
 T = torch.Tensor
 
@@ -62,10 +62,10 @@ class AllToAll:
         meta = (order, choice.weights, by_expert, sent, received)
         return lambda: Dispatched(reordered(rows(), by_expert), counts_here, meta)
 
-    def combine(self, rows: T, meta: Any) -> T:
+    def combine(self, rows: T, meta: Any) -> Awaited:
         order, weights, by_expert, sent, received = meta
-        back = exchanged(placed(rows, by_expert), received, sent, self.members.group)()
-        return weighted(back, order, weights)
+        back = exchanged(placed(rows, by_expert), received, sent, self.members.group)
+        return lambda: weighted(back(), order, weights)
 
 
 class PerMember:
@@ -99,12 +99,13 @@ class PerMember:
 
         return arrived
 
-    def combine(self, rows: T, meta: Any) -> T:
+    def combine(self, rows: T, meta: Any) -> Awaited:
         inner, order, tokens, sent, received = meta
-        back = exchanged(self.inner.combine(rows, inner), received, sent, self.members.group)()
+        back = exchanged(self.inner.combine(rows, inner)(), received, sent, self.members.group)
         with untyped():
             ones = torch.ones(tokens, self.members.count, device=rows.device)
-        return weighted(back, order, self.members.declared(ones))
+        ones = self.members.declared(ones)
+        return lambda: weighted(back(), order, ones)
 
 
 class AllGather:
@@ -128,9 +129,10 @@ class AllGather:
 
         return arrived
 
-    def combine(self, rows: T, meta: Any) -> T:
+    def combine(self, rows: T, meta: Any) -> Awaited:
         inner, tokens = meta
-        return scattered(self.fan_out.combine(rows, inner), self.members.group)()[:tokens]
+        back = scattered(self.fan_out.combine(rows, inner)(), self.members.group)
+        return lambda: back()[:tokens]
 
 
 class Everywhere:
@@ -142,10 +144,10 @@ class Everywhere:
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         return self.fan_out.dispatch(x, choice)
 
-    def combine(self, rows: T, meta: Any) -> T:
-        share = self.fan_out.combine(rows, meta)
+    def combine(self, rows: T, meta: Any) -> Awaited:
+        share = self.fan_out.combine(rows, meta)()
         dist.all_reduce(share, group=self.members.group)
-        return share
+        return lambda: share
 
 
 class EachChoice:
@@ -166,9 +168,10 @@ class EachChoice:
 
         return arrived
 
-    def combine(self, rows: T, meta: Any) -> T:
+    def combine(self, rows: T, meta: Any) -> Awaited:
         inner, order, weights = meta
-        return weighted(self.inner.combine(rows, inner), order, weights)
+        back = self.inner.combine(rows, inner)
+        return lambda: weighted(back(), order, weights)
 
 
 def here(members: Members) -> Local:
@@ -202,5 +205,5 @@ class Placing:
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         return self.inner.dispatch(x, self.ranks.placed(choice))
 
-    def combine(self, rows: T, meta: Any) -> T:
+    def combine(self, rows: T, meta: Any) -> Awaited:
         return self.inner.combine(rows, meta)

@@ -14,6 +14,7 @@ from weft.layout.boundary import untyped
 from weft.models.experts import Arriving, Dispatched, Dispatcher, Moved, counted
 from weft.models.router import Choice
 from weft.parallel.experts.ranks import Ranks
+from weft.parallel.experts.rows import Awaited
 
 T = torch.Tensor
 
@@ -46,13 +47,18 @@ class Hashed:
 
         return arrived
 
-    def combine(self, rows: T, meta: Any) -> T:
+    def combine(self, rows: T, meta: Any) -> Awaited:
         inner, buckets, choice, apart = meta
+        back = self.inner.combine(rows, inner)
         if buckets is None:
-            return self.inner.combine(rows, inner)
-        each = shared(self.inner.combine(rows, inner), buckets).unflatten(0, choice.ids.shape)  # [tokens, k, embed]
+            return back
         weights = choice.weights * (choice.ids < self.ranks.items // self.ranks.pieces)  # of what is not dropped
-        return torch.einsum("tk,tkd->td", weights.to(each.dtype), each if apart is None else each + apart)
+
+        def home() -> T:
+            each = shared(back(), buckets).unflatten(0, choice.ids.shape)  # [tokens, k, embed]
+            return torch.einsum("tk,tkd->td", weights.to(each.dtype), each if apart is None else each + apart)
+
+        return home
 
     def _buckets(self, x: T, ids: T) -> tuple[T, T]:
         """The bucket of each choice, ``[tokens * k]``, and the expert that each bucket is for."""
