@@ -112,7 +112,12 @@ def plan(
     machines = load_cluster(cluster, gpus)
     missing = untrainable(subject, bits[precision])
     shape = replace(subject.shape, hottest=hottest)
+    if not 1 <= hottest <= (most := max(1.0, float(shape.experts / max(shape.top_k, 1)))):
+        raise UsageError(f"--hottest {hottest:g} is not possible: an expert of {float(shape.experts):g}, {shape.top_k} "
+                         f"per token, is chosen at most {most:g} times as often as the mean")  # fmt: skip
     if sweep:
+        if recipe or html or check or probe or hottest > 1:
+            raise UsageError("--sweep compares models; plan the one that you choose for --recipe, --html and the like")
         return _swept(subject, sweep, machines, ENGINES[engine], (batch, seq, bits[precision]), pins, as_json)
     probed, band = machines.probed, None
     if probed:
@@ -181,7 +186,7 @@ def plan(
         + " GiB on the fullest rank of 1"
     )
     if exchanged:
-        say(f"experts {_exchanges(exchanged, finals[0].seconds)}")
+        say(f"experts {_exchanges(exchanged)}")
     say(f"error   {error}")
     if missing:
         say(f"train   not trainable yet: {missing}")
@@ -206,16 +211,14 @@ def _sizes(shape: "Shape") -> str:
     return f"{float(shape.parameters) / 1e9:.3g} B parameters{active}, {cached}"
 
 
-def _exchanges(told: dict[str, Any], seconds: float) -> str:
+def _exchanges(told: dict[str, Any]) -> str:
     """What experts of the first layout exchange, in words."""
     sent = [f"{size / 2**20:,.3g} by {way}" for way, size in told["sent"].items()]
     text = (
         f"1 sends {', '.join(sent)} MiB each way of a microbatch and layer; busiest rank {told['load']:.2f}x the mean"
     )
-    if told["seconds"] and (change := told["seconds"] / seconds - 1) < -0.005:
-        text += (
-            f"; beside the {told['beside']} of another microbatch the step would take {change:+.0%} (not run so yet)"
-        )
+    if (told["save"] or 0) > 0.005:
+        text += f"; beside the {told['beside']} of another microbatch a step takes -{told['save']:.0%} (not run so yet)"
     return text
 
 

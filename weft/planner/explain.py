@@ -160,18 +160,19 @@ def record(final: Final) -> dict[str, Any]:
 
 def exchanges(found: Found, final: Final) -> dict[str, Any]:
     """Of a layout with ``ep``, as plain data: bytes that a rank has ``sent`` of a microbatch in a layer and direction,
-    by dispatcher, the least first; ``load`` of the busiest rank over the mean; a step's ``seconds`` if exchanges ran
-    ``beside`` that of another microbatch (None where they cannot). Empty without ``ep``."""
+    by dispatcher, the least first; ``load`` of the busiest rank over the mean; the share of a step that exchanges would
+    ``save`` if they ran ``beside`` that of another microbatch (None where they cannot). Empty without ``ep``."""
     plan = final.plan
     if plan.ep <= 1:
         return {}
     tokens = plan.micro_batch * plan.seq / plan.cp * expert_cut(plan, found.engine) / plan.tp
     leaves = 2 * final.shape.embed * tokens * (plan.ep - 1) / plan.ep
     sent = sorted((float(rows * leaves), way) for way, rows in final.shape.rows_sent(plan.ep).items())
-    beside = Beside.OTHER_PASS if plan.pp > 1 else Beside.SAME_PASS
-    turns = None if final.barriers else refine(found, plan, final.closed, beside=beside)
+    plain, beside = (None, Beside.OTHER_PASS) if plan.pp > 1 else (Beside.NOTHING, Beside.SAME_PASS)
+    alone, turns = (None if final.barriers else refine(found, plan, final.closed, beside=b) for b in (plain, beside))
+    save = 1 - turns.seconds / alone.seconds if turns and alone else None
     return {"sent": {way: size for size, way in sent}, "load": float(final.shape.busiest(plan.ep)),
-            "beside": beside.value, "seconds": turns and turns.seconds}  # fmt: skip
+            "beside": beside.value, "save": save}  # fmt: skip
 
 
 def untrainable(model: Model, bits: int) -> str:
