@@ -31,7 +31,7 @@ def export(
     if texts is not None:
         from weft.generate.routing import export_for_texts
 
-        typer.echo(export_for_texts(checkpoint, out, texts, warn, keep, place, level))
+        typer.echo(export_for_texts(checkpoint, out, texts, warn, ema, keep, place, level))
     else:
         from weft.checkpoint.model import export_model
 

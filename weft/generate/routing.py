@@ -92,13 +92,14 @@ def with_experts(values: Mapping[str, T], experts: Mapping[int, Sequence[int]]) 
 
 
 def export_for_texts(
-    checkpoint: str, out: Path, texts: Path, warn: Callable[[str], None], keep: int = 0, ranks: int = 0,
-    level: float = 0.0,
+    checkpoint: str, out: Path, texts: Path, warn: Callable[[str], None], ema: bool = False, keep: int = 0,
+    ranks: int = 0, level: float = 0.0,
 ) -> str:  # fmt: skip
     """Write a model as Hugging Face has it, for texts like those of a file; returns what there is to say about it.
 
     With so many experts of each layer to ``keep``, or in the best order for so many ``ranks``
-    (:func:`weft.parallel.experts.affinity.place_experts` has ``level``).
+    (:func:`weft.parallel.experts.affinity.place_experts` has ``level``). Adapters are merged. ``ema``: see
+    :func:`weft.checkpoint.model.open_model`.
     """
     if out.exists():
         raise WeftError(f"--out {out} exists already; choose another folder")
@@ -107,8 +108,8 @@ def export_for_texts(
     try:
         text = texts.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--texts {texts} cannot be read: {error}") from None
-    model, files = open_model(checkpoint, "cpu", warn)
+        raise UsageError(f"--texts {texts} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    model, files = open_model(checkpoint, "cpu", warn, ema)
     shape, ids = base_of(model.shape), tokenizer_of(files, checkpoint).encode(text)
     if not shape.mixtures or not len(ids):
         raise UsageError(f"{f'{texts} is empty' if shape.mixtures else f'{checkpoint} has no experts'}; give another")
