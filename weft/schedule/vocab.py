@@ -15,7 +15,7 @@ With one barrier (the paper's algorithm 2) S also makes its part of the input's 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -71,7 +71,7 @@ def with_vocabulary(table: Table, barriers: int, cost: Callable[[Action], float]
     begins = {t.action.microbatch: t.start for t in sorted(chain(*clock.timeline), key=lambda t: -t.start)}
     entering = sorted(range(table.microbatches), key=lambda m: (begins[m], m))
     passes = [a for m in entering for a in _passes(table, m, barriers)]
-    return replace(table, ranks=_merge(table.map(lambda a: _linked(table, a)), passes, cost, limits))
+    return replace(table, ranks=_Merge(table.map(lambda a: _linked(table, a)), passes, cost, limits).run())
 
 
 def _passes(table: Table, m: int, barriers: int) -> list[Action]:
@@ -122,65 +122,81 @@ class _Option(NamedTuple):
     action: Action
 
 
-def _merge(
-    table: Table, passes: Sequence[Action], cost: Callable[[Action], float], limits: Sequence[int]
-) -> tuple[tuple[Action, ...], ...]:
+class _Merge:
     """By the clock: a rank does what it can do first; at equal times passes, then its own order, then other things.
 
     Forwards, backwards and weight gradients each keep their order, but may pass each other while a rank would wait, a
     forward only within ``limits`` of saved microbatches. This cannot block: of all that is left, what came first in
     the table can run, as everything before it, whose memory was enough, is done.
     """
-    ranks = range(len(table.ranks))
-    order = [list(actions) for actions in table.ranks]
-    waiting = [sorted((a for a in passes if a.rank == r), key=lambda a: URGENCY.index(a.kind)) for r in ranks]
-    first_duty = {a.kind: next(iter(a.declared.duty), Duty.NONE) for a in table}
-    sorts = len(set(first_duty.values()))
-    place = {a.microbatch: i for i, a in enumerate(passes)}
-    free, level = [0.0] * len(ranks), [0] * len(ranks)
-    looked_up = [0] * len(ranks)
-    entered = 0  # microbatches that the first stage has begun
-    there: dict[Value, float] = {}
-    out: list[list[Action]] = [[] for _ in ranks]
 
-    def start(a: Action) -> float:
-        """When ``a`` can start: never, as far as is known, if something it reads is not made yet."""
-        return max([free[a.rank], *(there.get(v, float("inf")) for v in a.reads)])
+    def __init__(
+        self, table: Table, passes: Sequence[Action], cost: Callable[[Action], float], limits: Sequence[int]
+    ) -> None:
+        self.table, self.cost, self.limits = table, cost, limits
+        ranks = range(len(table.ranks))
+        # What is left of every rank's own actions, and of its passes.
+        self.order = [list(actions) for actions in table.ranks]
+        self.waiting = [sorted((a for a in passes if a.rank == r), key=lambda a: URGENCY.index(a.kind)) for r in ranks]
+        self.sort = {a.kind: next(iter(a.declared.duty), Duty.NONE) for a in table}
+        self.sorts = len(set(self.sort.values()))
+        self.place = {a.microbatch: i for i, a in enumerate(passes)}
+        self.free, self.level, self.looked_up = [0.0] * len(ranks), [0] * len(ranks), [0] * len(ranks)
+        self.entered = 0  # microbatches that the first stage has begun
+        self.there: dict[Value, float] = {}
+        self.readers: dict[Value, set[int]] = defaultdict(set)
+        for a in (*table, *passes):
+            for value in a.reads:
+                self.readers[value].add(a.rank)
 
-    def best(r: int) -> _Option | None:
-        options: list[_Option] = []
-        seen: set[Duty] = set()
-        for a in order[r]:
-            queue = first_duty[a.kind]
-            if queue not in seen and not (queue is Duty.FORWARD and level[r] >= limits[r]):
-                options.append(_Option(start(a), 1 + len(seen), place[a.microbatch], a))
-            seen.add(queue)
-            if len(seen) == sorts:
-                break
-        ready = [(start(a), a) for a in waiting[r] if a.kind != E or looked_up[r] <= entered + 1]
-        late = sum(not a.writes and begin < float("inf") for begin, a in ready) > LAZY
-        for begin, a in ready:
-            options.append(_Option(begin, 0 if a.writes or late else LAST, place[a.microbatch], a))
-        possible = (o for o in options if o.start < float("inf"))
+    def run(self) -> tuple[tuple[Action, ...], ...]:
+        """Every rank's actions in the order in which it does them."""
+        ranks = range(len(self.order))
+        out: list[list[Action]] = [[] for _ in ranks]
+        bests = [self._best(r) for r in ranks]
+        while any(self.order) or any(self.waiting):
+            first = min(filter(None, bests), key=lambda o: (o.start, o.turn, o.action.rank))
+            out[first.action.rank].append(first.action)
+            for other in self._do(first):
+                bests[other] = self._best(other)
+        return tuple(map(tuple, out))
+
+    def _do(self, option: _Option) -> Iterable[int]:
+        """Take the action off what is left; returns the ranks for which something else may be best now."""
+        a = option.action
+        r = a.rank
+        (self.waiting if a in self.waiting[r] else self.order)[r].remove(a)
+        self.free[r] = option.start + self.cost(a)
+        self.there.update(dict.fromkeys(a.writes, self.free[r]))
+        forward, _, weights = a.declared.duties
+        self.level[r] += a.stage < self.table.stages and forward - weights
+        self.looked_up[r] += a.kind == E
+        enters = any(v.name == "emb" for v in a.reads)
+        self.entered += enters
+        return range(len(self.order)) if enters else {r}.union(*(self.readers[v] for v in a.writes))
+
+    def _best(self, r: int) -> _Option | None:
+        possible = (o for o in chain(self._own(r), self._added(r)) if o.start < float("inf"))
         return min(possible, key=lambda o: (o.start, o.turn, o.place), default=None)
 
-    readers: dict[Value, set[int]] = defaultdict(set)
-    for a in (*table, *passes):
-        for value in a.reads:
-            readers[value].add(a.rank)
-    bests = [best(r) for r in ranks]
-    while any(order) or any(waiting):
-        begin, _, _, a = min(filter(None, bests), key=lambda o: (o.start, o.turn, o.action.rank))
-        r = a.rank
-        (waiting if a in waiting[r] else order)[r].remove(a)
-        free[r] = begin + cost(a)
-        there.update(dict.fromkeys(a.writes, free[r]))
-        forward, _, weights = a.declared.duties
-        level[r] += a.stage < table.stages and forward - weights
-        looked_up[r] += a.kind == E
-        out[r].append(a)
-        enters = any(v.name == "emb" for v in a.reads)
-        entered += enters
-        for other in ranks if enters else {r}.union(*(readers[v] for v in a.writes)):
-            bests[other] = best(other)
-    return tuple(map(tuple, out))
+    def _own(self, r: int) -> Iterator[_Option]:
+        """The first action of each sort in the rank's own order."""
+        seen: set[Duty] = set()
+        for a in self.order[r]:
+            sort = self.sort[a.kind]
+            if sort not in seen and not (sort is Duty.FORWARD and self.level[r] >= self.limits[r]):
+                yield _Option(self._start(a), 1 + len(seen), self.place[a.microbatch], a)
+            seen.add(sort)
+            if len(seen) == self.sorts:
+                return
+
+    def _added(self, r: int) -> Iterator[_Option]:
+        """The rank's passes; shares of the embedding are looked up one microbatch ahead."""
+        ready = [(self._start(a), a) for a in self.waiting[r] if a.kind != E or self.looked_up[r] <= self.entered + 1]
+        late = sum(not a.writes and begin < float("inf") for begin, a in ready) > LAZY
+        for begin, a in ready:
+            yield _Option(begin, 0 if a.writes or late else LAST, self.place[a.microbatch], a)
+
+    def _start(self, a: Action) -> float:
+        """When ``a`` can start: never, as far as is known, if something it reads is not made yet."""
+        return max([self.free[a.rank], *(self.there.get(v, float("inf")) for v in a.reads)])
