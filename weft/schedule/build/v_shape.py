@@ -77,68 +77,78 @@ def repeat(pattern: Pattern, ranks: int, microbatches: int, times: Times) -> lis
 
 
 def fill(plan: Sequence[Sequence[Key]], pattern: Pattern, times: Times, patience: float) -> tuple[list[Order], float]:
-    """The plan's F and I with W in the holes, or where memory is needed; and the makespan or a little more.
+    """The plan's F and I with W in the holes, or where memory is needed; and the makespan or a little more."""
+    return _Filling(plan, pattern, times, patience).run()
 
-    Everything is decided by the clock, rank by rank, with nothing known of actions that have not started.
-    """
-    ranks = len(plan)
-    cost = {"F": times.forward / 2, "I": times.backward_input / 2, "W": times.backward_weight / 2}
-    ended: dict[Key, float] = {}
-    ahead = [list(order) for order in plan]
-    kept: list[list[Key]] = [[] for _ in plan]  # weight gradients to be done
-    level = [0] * ranks  # chunks held
-    free = [0.0] * ranks
-    orders: list[list[Key]] = [[] for _ in plan]
 
-    def arrival(rank: int, key: Key) -> float:
-        """When the input is there; infinity while nobody knows."""
-        if key.kind == "F":
-            need = key._replace(stage=key.stage - 1)
-        elif key.stage < 2 * ranks - 1:
-            need = key._replace(stage=key.stage + 1)
+class _Filling:
+    """Everything is decided by the clock, rank by rank, with nothing known of actions that have not started."""
+
+    def __init__(self, plan: Sequence[Sequence[Key]], pattern: Pattern, times: Times, patience: float) -> None:
+        self.pattern, self.move, self.patience = pattern, times.move, patience * (1 + 1e-9)
+        self.cost = {"F": times.forward / 2, "I": times.backward_input / 2, "W": times.backward_weight / 2}
+        self.last = 2 * len(plan) - 1  # stage
+        self.ended: dict[Key, float] = {}
+        self.ahead = [list(order) for order in plan]
+        self.kept: list[list[Key]] = [[] for _ in plan]  # weight gradients to be done
+        self.level = [0] * len(plan)  # chunks held
+        self.free = [0.0] * len(plan)
+        self.orders: list[list[Key]] = [[] for _ in plan]
+
+    def run(self) -> tuple[list[Order], float]:
+        while live := [r for r, order in enumerate(self.ahead) if order or self.kept[r]]:
+            now = min(self.free[r] for r in live)
+            due = [r for r in live if self.free[r] == now]
+            if not any([self._step(r, now) for r in due]):  # a list: all of them take their turn
+                later = [self.free[r] for r in live if self.free[r] > now]
+                if not later:
+                    waiting = [order[:1] for order in self.ahead]
+                    raise ScheduleError(f"V-shaped schedule of {len(waiting)} ranks blocks at {now}: {waiting}")
+                for r in due:
+                    self.free[r] = min(later)
+        spans = [self.ended[order[-1]] - self.ended[order[0]] + self.cost[order[0].kind] for order in self.orders]
+        return [*self.orders], max(spans)
+
+    def _step(self, rank: int, now: float) -> bool:
+        """Start the next action of ``rank``, if there is one that is better than to wait."""
+        ahead, kept = self.ahead[rank], self.kept[rank]
+        key = ahead[0] if ahead else None
+        start = self._arrival(rank, key) if key else float("inf")
+        full = key is not None and key.kind == "F" and self.level[rank] >= self.pattern.limit
+        wait = start - now
+        if kept and (full or wait > self.patience * self.cost["W"]):
+            key, start = kept.pop(0), now
+        elif self.pattern.pull and wait > self.patience * self.cost["F"] and (place := self._earlier(rank, now)):
+            key, start = ahead.pop(place), now
+        elif key is None or start == float("inf"):
+            return False
         else:
-            need = key._replace(kind="F")
-        holder = min(need.stage, 2 * ranks - 1 - need.stage)
-        return ended.get(need, float("inf")) + times.move * (holder != rank) if need.stage >= 0 else 0.0
+            ahead.pop(0)
+        self.orders[rank].append(key)
+        self.ended[key] = self.free[rank] = max(now, start) + self.cost[key.kind]
+        self.level[rank] += {"F": 1, "I": 0, "W": -1}[key.kind]
+        if key.kind == "I":
+            kept.append(key._replace(kind="W"))
+        return True
 
-    def earlier(rank: int, now: float) -> int:
+    def _earlier(self, rank: int, now: float) -> int:
         """Place of the next forward that could run now without taking memory from those before it, or 0."""
-        held = level[rank]
-        for place, key in enumerate(ahead[rank]):
-            if held >= pattern.limit:
+        held = self.level[rank]
+        for place, key in enumerate(self.ahead[rank]):
+            if held >= self.pattern.limit:
                 return 0
-            if key.kind == "F" and place and arrival(rank, key) <= now:
+            if key.kind == "F" and place and self._arrival(rank, key) <= now:
                 return place
             held += 1 if key.kind == "F" else -1
         return 0
 
-    def step(rank: int, now: float) -> bool:
-        key = ahead[rank][0] if ahead[rank] else None
-        start = arrival(rank, key) if key else float("inf")
-        full = key is not None and key.kind == "F" and level[rank] >= pattern.limit
-        if kept[rank] and (full or start - now > patience * cost["W"] * (1 + 1e-9)):
-            key, start = kept[rank].pop(0), now
-        elif pattern.pull and start - now > patience * cost["F"] * (1 + 1e-9) and (place := earlier(rank, now)):
-            key, start = ahead[rank].pop(place), now
-        elif key is None or start == float("inf"):
-            return False
+    def _arrival(self, rank: int, key: Key) -> float:
+        """When the input is there; infinity while nobody knows."""
+        if key.kind == "F":
+            need = key._replace(stage=key.stage - 1)
+        elif key.stage < self.last:
+            need = key._replace(stage=key.stage + 1)
         else:
-            ahead[rank].pop(0)
-        orders[rank].append(key)
-        ended[key] = free[rank] = max(now, start) + cost[key.kind]
-        level[rank] += {"F": 1, "I": 0, "W": -1}[key.kind]
-        if key.kind == "I":
-            kept[rank].append(key._replace(kind="W"))
-        return True
-
-    while live := [r for r in range(ranks) if ahead[r] or kept[r]]:
-        now = min(free[r] for r in live)
-        due = [r for r in live if free[r] == now]
-        if not any([step(r, now) for r in due]):  # a list: all of them take their turn
-            later = [free[r] for r in live if free[r] > now]
-            if not later:
-                raise ScheduleError(f"V-shaped schedule of {ranks} ranks blocks at {now}: {[a[:1] for a in ahead]}")
-            for r in due:
-                free[r] = min(later)
-    begun = [ended[order[0]] - cost[order[0].kind] for order in orders]
-    return [*orders], max(ended[order[-1]] - begin for order, begin in zip(orders, begun, strict=True))
+            need = key._replace(kind="F")
+        holder = min(need.stage, self.last - need.stage)
+        return self.ended.get(need, float("inf")) + self.move * (holder != rank) if need.stage >= 0 else 0.0
