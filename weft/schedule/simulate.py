@@ -111,64 +111,79 @@ def simulate(table: Table, costs: Costs) -> Simulation:
 
     Moves overlap compute. Raises :class:`ScheduleError` naming the actions that wait for each other in a circle.
     """
-    count = len(table.ranks)
-    # The compute streams of all ranks, then their communication streams.
-    queues: list[list[Action]] = [[] for _ in range(2 * count)]
-    readers: dict[Value, dict[int, None]] = defaultdict(dict)  # the ranks that read a value
-    for a in table:
-        kind = a.declared
-        if not kind.inserted:
-            queues[a.rank + count * (kind.clock is Clock.COMMUNICATION)].append(a)
-            for value in a.reads:
-                readers[value][a.rank] = None
-    ended: dict[object, float] = {}  # by action key and by (value, rank)
-    waiting: dict[object, list[int]] = defaultdict(list)  # streams whose next action waits for this to end
-    link_free: dict[tuple[int, int], float] = defaultdict(float)
-    at, free = [0] * len(queues), [0.0] * len(queues)
-    timeline: list[list[Timed]] = [[] for _ in queues]
-    moves: list[Transfer] = []
-    able: list[tuple[float, int]] = []  # heap of (start, stream) of the next actions that have all they need
+    run, count = _Run(table, costs), len(table.ranks)
+    run.all()
+    lanes = tuple(map(tuple, run.timeline))
+    both = [[*compute, *beside] for compute, beside in zip(lanes[:count], lanes[count:], strict=True)]
+    memory = _memory(both, run.moves, run.readers, costs.size)
+    return Simulation(table, lanes[:count], lanes[count:], tuple(run.moves), memory)
 
-    def look(stream: int) -> None:
+
+class _Run:
+    """The streams of all ranks: first those that compute, then those that communicate."""
+
+    def __init__(self, table: Table, costs: Costs) -> None:
+        self.table, self.costs = table, costs
+        count = len(table.ranks)
+        self.queues: list[list[Action]] = [[] for _ in range(2 * count)]
+        self.readers: dict[Value, dict[int, None]] = defaultdict(dict)  # the ranks that read a value
+        for a in table:
+            kind = a.declared
+            if not kind.inserted:
+                self.queues[a.rank + count * (kind.clock is Clock.COMMUNICATION)].append(a)
+                for value in a.reads:
+                    self.readers[value][a.rank] = None
+        self.ended: dict[object, float] = {}  # by action key and by (value, rank)
+        self.waiting: dict[object, list[int]] = defaultdict(list)  # streams whose next action waits for this to end
+        self.link_free: dict[tuple[int, int], float] = defaultdict(float)
+        self.at, self.free = [0] * len(self.queues), [0.0] * len(self.queues)
+        self.timeline: list[list[Timed]] = [[] for _ in self.queues]
+        self.moves: list[Transfer] = []
+        self.able: list[tuple[float, int]] = []  # heap of (start, stream) of the next actions that have all they need
+
+    def all(self) -> None:
+        for stream in range(len(self.queues)):
+            self._look(stream)
+        while self.able:  # the earliest first: with exclusive links the order of sends depends on it
+            start, stream = heappop(self.able)
+            a = self.queues[stream][self.at[stream]]
+            self.at[stream] += 1
+            self.free[stream] = now = start + self.costs.compute(a)
+            self.timeline[stream].append(Timed(a, start, now))
+            self._end(a.key, now)
+            for value in a.writes:
+                self._end((value, a.rank), now)
+                self._send(value, a.rank, now)
+            self._look(stream)
+        if any(i < len(queue) for queue, i in zip(self.queues, self.at, strict=True)):
+            raise ScheduleError(why_stuck(self.table))
+
+    def _look(self, stream: int) -> None:
         """Enter the next action of ``stream`` among those that are able to start, or note what it waits for."""
-        if at[stream] == len(queues[stream]):
+        queue, place = self.queues[stream], self.at[stream]
+        if place == len(queue):
             return
-        a, start = queues[stream][at[stream]], free[stream]
+        a, start, ended = queue[place], self.free[stream], self.ended
         for need in (*a.deps, *((value, a.rank) for value in a.reads)):
             if need not in ended:
-                waiting[need].append(stream)
+                self.waiting[need].append(stream)
                 return
             start = max(start, ended[need])
-        heappush(able, (start, stream))
+        heappush(self.able, (start, stream))
 
-    def end(what: object, time: float) -> None:
-        ended[what] = time
-        for stream in waiting.pop(what, ()):
-            look(stream)
+    def _end(self, what: object, time: float) -> None:
+        self.ended[what] = time
+        for stream in self.waiting.pop(what, ()):
+            self._look(stream)
 
-    for stream in range(len(queues)):
-        look(stream)
-    while able:  # the earliest first: with exclusive links the order of sends depends on it
-        start, stream = heappop(able)
-        a = queues[stream][at[stream]]
-        at[stream] += 1
-        free[stream] = now = start + costs.compute(a)
-        timeline[stream].append(Timed(a, start, now))
-        end(a.key, now)
-        for value in a.writes:
-            end((value, a.rank), now)
-            for other in readers[value]:
-                if other != a.rank:
-                    begin = max(now, link_free[a.rank, other]) if costs.exclusive else now
-                    link_free[a.rank, other] = arrival = begin + costs.move(value, a.rank, other)
-                    moves.append(Transfer(value, a.rank, other, begin, arrival))
-                    end((value, other), arrival)
-        look(stream)
-    if any(i < len(queue) for queue, i in zip(queues, at, strict=True)):
-        raise ScheduleError(why_stuck(table))
-    lanes = tuple(map(tuple, timeline))
-    both = [[*compute, *beside] for compute, beside in zip(lanes[:count], lanes[count:], strict=True)]
-    return Simulation(table, lanes[:count], lanes[count:], tuple(moves), _memory(both, moves, readers, costs.size))
+    def _send(self, value: Value, source: int, now: float) -> None:
+        """A value that is made at ``now`` goes to all other ranks that read it."""
+        for target in self.readers[value]:
+            if target != source:
+                begin = max(now, self.link_free[source, target]) if self.costs.exclusive else now
+                self.link_free[source, target] = arrival = begin + self.costs.move(value, source, target)
+                self.moves.append(Transfer(value, source, target, begin, arrival))
+                self._end((value, target), arrival)
 
 
 def _memory(
