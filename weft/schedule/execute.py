@@ -70,16 +70,20 @@ def execute(table: Table, rank: int, ops: Mapping[str, Op], wire: Wire | None, *
             # What a forward saves grows while it runs; what a backward leaves replaces what it has read.
             held = sum(value.name in LOCAL for value in there)
             run.peak = max(run.peak, held + sum(value.name == "saved" for value in a.writes))
-            start = time.perf_counter()
-            with record_function(f"weft:{a.kind}"):
-                results = op(a, [there[value] for value in a.reads if not _empty(value)])
-            for value, result in zip([v for v in a.writes if not _empty(v)], results or (), strict=True):
-                there[value] = result
-            there.update(dict.fromkeys(filter(_empty, a.writes)))
-            run.times.append(Timed(a, start, time.perf_counter()))
+            run.times.append(_compute(a, op, there))
     if wire is not None:
         wire.flush()
     return run
+
+
+def _compute(a: Action, op: Op, there: dict[Value, Any]) -> Timed:
+    """Run one action on the values that are ``there``, to which its results are added; says when it ran."""
+    start = time.perf_counter()
+    with record_function(f"weft:{a.kind}"):
+        results = op(a, [there[value] for value in a.reads if not _empty(value)])
+    there.update(zip([value for value in a.writes if not _empty(value)], results or (), strict=True))
+    there.update(dict.fromkeys(filter(_empty, a.writes)))
+    return Timed(a, start, time.perf_counter())
 
 
 def _empty(value: Value) -> bool:
