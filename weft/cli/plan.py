@@ -213,10 +213,9 @@ def _sizes(shape: "Shape") -> str:
 
 def _exchanges(told: dict[str, Any]) -> str:
     """What experts of the first layout exchange, in words."""
-    sent = [f"{size / 2**20:,.3g} by {way}" for way, size in told["sent"].items()]
-    text = (
-        f"1 sends {', '.join(sent)} MiB each way of a microbatch and layer; busiest rank {told['load']:.2f}x the mean"
-    )
+    sent = ", ".join(f"{size / 2**20:,.3g} by {way}" for way, size in told["sent"].items())
+    text = f"1 sends {sent} MiB each way of a microbatch and layer; dispatch = {told['dispatch']}"
+    text += f"; busiest rank {told['load']:.2f}x the mean"
     if (told["save"] or 0) > 0.005:
         text += f"; beside the {told['beside']} of another microbatch a step takes -{told['save']:.0%} (not run so yet)"
     return text

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError
+from weft.layout.layout import Layout
+from weft.layout.placement import experts_per_node
 from weft.pages import render
 from weft.planner.candidates import ADDED, CHOSEN, SET
 from weft.planner.cost import BITS, CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Recompute, expert_cut
@@ -160,8 +162,9 @@ def record(final: Final) -> dict[str, Any]:
 
 def exchanges(found: Found, final: Final) -> dict[str, Any]:
     """Of a layout with ``ep``, as plain data: bytes that a rank has ``sent`` of a microbatch in a layer and direction,
-    by dispatcher, the least first; ``load`` of the busiest rank over the mean; the share of a step that exchanges would
-    ``save`` if they ran ``beside`` that of another microbatch (None where they cannot). Empty without ``ep``."""
+    by dispatcher, the least first; the recipe's ``dispatch``; ``load`` of the busiest rank over the mean; the share of
+    a step that exchanges would ``save`` if they ran ``beside`` that of another microbatch (None where they cannot).
+    Empty without ``ep``."""
     plan = final.plan
     if plan.ep <= 1:
         return {}
@@ -171,8 +174,9 @@ def exchanges(found: Found, final: Final) -> dict[str, Any]:
     plain, beside = (None, Beside.OTHER_PASS) if plan.pp > 1 else (Beside.NOTHING, Beside.SAME_PASS)
     alone, turns = (None if final.barriers else refine(found, plan, final.closed, beside=b) for b in (plain, beside))
     save = 1 - turns.seconds / alone.seconds if turns and alone else None
-    return {"sent": {way: size for size, way in sent}, "load": float(final.shape.busiest(plan.ep)),
-            "beside": beside.value, "save": save}  # fmt: skip
+    load, dispatch = float(final.shape.busiest(plan.ep)), layout_tree(final)["dispatch"]
+    return {"sent": {way: size for size, way in sent}, "dispatch": dispatch, "load": load, "beside": beside.value,
+            "save": save}  # fmt: skip
 
 
 def untrainable(model: Model, bits: int) -> str:
@@ -204,13 +208,16 @@ def layout_tree(final: Final) -> dict[str, Any]:
     layout: dict[str, Any] = {axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")}
     layout |= {"zero": max(1, int(plan.zero)), "context": CONTEXT[int(plan.context)]}
     layout |= {"secondary": int(plan.secondary)} if plan.secondary else {}
-    if plan.ep > 1:
-        rows = final.shape.rows_sent(plan.ep)
-        layout |= {"ep": int(plan.ep), "dispatch": min(rows, key=lambda way: float(rows[way]))}
     if plan.pp > 1:
         layout["schedule"] = SCHEDULES[int(plan.schedule)]
         layout |= {"virtual": int(plan.virtual)} if plan.virtual > 1 else {}
         layout |= {"vocab_barriers": final.barriers} if final.barriers else {}
     order = final.order or ("dp pp shard cp tp" if plan.outer else "")
     layout |= {"order": " ".join(axis for axis in order.split() if layout[axis] > 1)} if order else {}
+    if plan.ep > 1:
+        rows = final.shape.rows_sent(plan.ep)
+        layout |= {"ep": int(plan.ep), "dispatch": min(rows, key=lambda way: float(rows[way]))}
+        nodes = {"node": int(final.machine.domain)}
+        if 1 < experts_per_node(Layout(**layout, **nodes)) < plan.ep:  # slow links carry a token to a node once
+            layout |= nodes | {"dispatch": "per-node"}
     return layout
