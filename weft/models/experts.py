@@ -65,8 +65,8 @@ class Lender(Protocol):
 class Early(NamedTuple):
     """What a mixture begins before attention: a router's choice, and weights of other ranks' experts on their way."""
 
-    choice: Choice | None = None
-    lent: Callable[[], tuple[T, ...]] | None = None
+    choice: Choice | None
+    lent: Callable[[], tuple[T, ...]] | None
 
 
 class Local:
@@ -323,8 +323,10 @@ class Mixture(Module):
     def early(self, x: T, whole: T, seen: Pass | None) -> Early:
         """What can begin before attention; its input is ``x``, and ``whole`` over ``tp``."""
         tokens = x if self.router.own else whole
-        lent = None if self.copies is None else self.copies.borrowed(*self.experts.own)
-        return Early(self.router(tokens.flatten(0, 1), seen) if self.shape.router_early else None, lent)
+        return self._begun(self.router(tokens.flatten(0, 1), seen) if self.shape.router_early else None)
+
+    def _begun(self, choice: Choice | None = None) -> Early:
+        return Early(choice, None if self.copies is None else self.copies.borrowed(*self.experts.own))
 
     def forward(self, x: T, seen: Pass | None = None, early: Early | None = None) -> T:
         """``[batch, seq/tp, embed]`` to the same.
@@ -342,7 +344,7 @@ class Mixture(Module):
     ) -> tuple[T, T | None]:
         """What chosen experts make of tokens, and what those that see all do, while rows travel to the former."""
         tokens = x.flatten(0, 1)
-        choice, lent = early or Early()
+        choice, lent = early or self._begun()
         choice, way = choice or self.router(tokens, seen), self.dispatcher
         count = self.pieces(tokens, choice)
         pieces = zip(*(each.tensor_split(count) for each in (tokens, *choice)), strict=True)
