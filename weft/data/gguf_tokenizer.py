@@ -91,11 +91,12 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> dict[str, bytes]:
         **({"chat_template": template} if template else {}),
     }
     stops = [fields[f"{G}{one}_token_id"] for one in ("eos", "eot", "eom") if f"{G}{one}_token_id" in fields]
-    files = {"tokenizer.json": model.to_str().encode(), "tokenizer_config.json": _json(config)}
-    return files | ({"generation_config.json": _json({"eos_token_id": list(dict.fromkeys(stops))})} if stops else {})
+    files = {"tokenizer.json": model.to_str().encode(), "tokenizer_config.json": as_json(config)}
+    return files | ({"generation_config.json": as_json({"eos_token_id": list(dict.fromkeys(stops))})} if stops else {})
 
 
-def _json(content: Any) -> bytes:
+def as_json(content: Any) -> bytes:
+    """The content of a JSON file."""
     return (json.dumps(content, indent=2) + "\n").encode()
 
 

@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
 
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.corpora import documents, fingerprint
-from weft.data.gguf_tokenizer import NO_TOKENIZER
+from weft.data.gguf_tokenizer import NO_TOKENIZER, as_json
 from weft.errors import UsageError, WeftError
 from weft.recipe import Source
 
@@ -108,8 +107,8 @@ class Tokenizer:
         tokens = {"eos_token_id": list(self.stops), "bos_token_id": self.bos, "pad_token_id": self.pad}
         return {
             "tokenizer.json": self.model.to_str().encode(),
-            "tokenizer_config.json": _json(config | {k: name for k, name in named.items() if name}),
-            GENERATION: _json({key: value for key, value in tokens.items() if value is not None}),
+            "tokenizer_config.json": as_json(config | {k: name for k, name in named.items() if name}),
+            GENERATION: as_json({key: value for key, value in tokens.items() if value is not None}),
         } | template
 
     def save(self, folder: str | Path) -> None:
@@ -169,10 +168,6 @@ def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
         )
     bos, pad = (ids.get(named[kind] or "") for kind in ("bos", "pad"))
     return Tokenizer(size, eos, digest(model.to_str(), eos), model, bos, pad, template, ends)
-
-
-def _json(content: Any) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _name(token: str | dict[str, str] | None) -> str | None:
