@@ -22,6 +22,7 @@ from weft.models.feed_forward import FeedForward
 from weft.models.router import Choice, Router
 from weft.parallel.experts import rows
 from weft.parallel.experts.adaptive import Adaptive, numbers_sent, weights_sent
+from weft.parallel.experts.connect import pieces
 from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.ranks import Members
 from weft.parallel.units import all_gather, reduce_scatter
@@ -373,6 +374,20 @@ def order_of_events(values: dict[str, Any], at_once: bool) -> tuple[list[str], d
     return events, {name: part.values.clone() for name, part in state.tensors().items()}
 
 
+def test_number_of_pieces_follows_from_the_bytes_of_messages() -> None:
+    layout = Layout(shard=4, ep=4, pieces=0)
+
+    def count(tokens: int, layout: Layout = layout) -> int:
+        ids = torch.empty(tokens, 2, dtype=torch.int64, device="meta")
+        return pieces(layout, torch.empty(tokens, 1024, device="meta"), Choice(ids, ids))
+
+    assert [count(n) for n in (1, 1024, 2048, 10**6)] == [1, 2, 4, 8]
+    assert count(2048, Layout(shard=4, ep=4, pieces=3)) == 3
+    assert count(2048, Layout(shard=4, ep=4, pieces=0, zero=1, balance="greedy")) == 1
+    with torch.no_grad():  # as generation, where ranks have unequal parts of a prompt
+        assert count(2048) == 1
+
+
 def test_shared_experts_run_while_rows_travel(pool: Any, corpus: str) -> None:
     values = tree(corpus, {"layout": "shard=2,ep=2", "model": "qwen2", "recompute": "none"})
     found = pool.run(2, order_of_events, values, False)
@@ -381,11 +396,11 @@ def test_shared_experts_run_while_rows_travel(pool: Any, corpus: str) -> None:
     layers = values["model"]["layers"]
     passes = found[0][0].count("shared") // layers
     assert found[0][0] == (forward * layers + backward * layers) * passes and passes
-    pieces = pool.run(2, order_of_events, values | {"layout": values["layout"] | {"pieces": 2}}, False)[0][0]
+    in_pieces = pool.run(2, order_of_events, values | {"layout": values["layout"] | {"pieces": 2}}, False)[0][0]
     # All set out; while one piece is computed with, the next travels, and the one before goes home.
     forward = ["issue", "issue", "shared", "wait", "issue", "wait", "issue", "wait", "wait"]
     backward = ["issue", "issue", "wait", "issue", "wait", "issue", "shared, backward", "wait", "wait"]
-    assert pieces == (forward * layers + backward * layers) * passes
+    assert in_pieces == (forward * layers + backward * layers) * passes
     for (_, one), (_, other) in zip(found, pool.run(2, order_of_events, values, True), strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)

@@ -37,7 +37,7 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
 
 def pieces(layout: Layout, tokens: T, choice: Choice) -> int:
     """In how many pieces tokens set out, on all ranks alike; by bytes, as many as leave each message a MiB of rows."""
-    if layout.pieces or layout.balance:  # by length, ranks have unequally many tokens
+    if layout.pieces or layout.balance or not torch.is_grad_enabled():  # documents by length, a prompt: unequally many
         return layout.pieces or 1
     message = choice.ids.numel() * tokens.shape[1] * tokens.element_size() // layout.ep
     return max(1, min(MOST, message // LEAST))
