@@ -40,7 +40,7 @@ def prompt(length: int) -> list[int]:
 def recorded() -> Iterator[dict[str, list[Any]]]:
     """Logits that were chosen from, products of the output layer as rows, and elements gathered over ranks."""
     seen: dict[str, list[Any]] = {"logits": [], "rows": [], "gathered": []}
-    choose, linear, gather = engine.choose, torch.nn.functional.linear, dist.all_gather_into_tensor
+    choose, linear, gather = engine.choose, torch.nn.functional.linear, spread.all_gather
 
     def chosen(logits: torch.Tensor, *rest: Any) -> int:
         seen["logits"].append(logits.clone())
@@ -51,14 +51,14 @@ def recorded() -> Iterator[dict[str, list[Any]]]:
             seen["rows"].append(x[..., 0].numel())
         return linear(x, weight)
 
-    def gathered(whole: torch.Tensor, part: torch.Tensor) -> Any:
+    def gathered(whole: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
         seen["gathered"].append(part.numel())
-        return gather(whole, part)
+        return gather(whole, part, group=group)
 
     with (
         mock.patch.object(engine, "choose", chosen),
         mock.patch("torch.nn.functional.linear", product),
-        mock.patch.object(dist, "all_gather_into_tensor", gathered),
+        mock.patch.object(spread, "all_gather", gathered),
     ):
         yield seen
 

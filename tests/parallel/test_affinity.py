@@ -18,20 +18,20 @@ from weft.parallel.experts.affinity import (
 
 
 def planted(layers: int, experts: int, ranks: int, seed: int) -> tuple[list[np.ndarray], Owners]:
-    """What 4,000 tokens choose that stay in a group of experts nine times of ten, by unequal odds; and the groups."""
+    """What 2,000 tokens choose that stay in a group of experts nine times of ten, by unequal odds; and the groups."""
     rng = np.random.default_rng(seed)
     groups = random_owners([experts] * layers, ranks, seed + 100)
     odds = rng.dirichlet(np.full(experts // ranks, 2.0), (layers, ranks))
-    chosen = [rng.integers(experts, size=4000)]
+    chosen = [rng.integers(experts, size=2000)]
     for layer in range(1, layers):
         at = groups[layer - 1][chosen[-1]]
-        at = np.where(rng.random(4000) < 0.9, at, rng.integers(ranks, size=4000))
+        at = np.where(rng.random(2000) < 0.9, at, rng.integers(ranks, size=2000))
         chosen.append(np.array([rng.choice(np.flatnonzero(groups[layer] == one), p=odds[layer, one]) for one in at]))
     return [one[:, None] for one in chosen], groups
 
 
 @pytest.mark.parametrize(("layers", "experts", "ranks"), [(4, 8, 4), (6, 16, 4), (8, 16, 2), (6, 32, 8)])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_planted_groups_are_found(layers: int, experts: int, ranks: int, seed: int) -> None:
     chosen, groups = planted(layers, experts, ranks, seed)
     steps, loads = steps_between(chosen, [experts] * layers), [np.bincount(c[:, 0], minlength=experts) for c in chosen]

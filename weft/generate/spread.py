@@ -26,6 +26,7 @@ from weft.parallel.context import across
 from weft.parallel.context.tables import build
 from weft.parallel.experts.connect import connect, connect_experts
 from weft.parallel.experts.dispatch import Everywhere
+from weft.parallel.units import all_gather
 from weft.recipe import ModelShape
 
 T = torch.Tensor
@@ -106,7 +107,7 @@ class SharedCache:
             out, lse = attend_forward(queries, k[0], v[0], [Segment(0, len(queries), 0, k.shape[1], False)])
             mine[..., :-1], mine[..., -1] = out, lse
         parts = mine.new_empty(len(self.where[1]), *mine.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), mine)
+        all_gather(parts.flatten(0, 1), mine, group=None)
         total, logs = parts[0, ..., :-1], parts[0, ..., -1]
         for part in parts[1:]:  # in the same order on all ranks, which so get the same bits
             join(total, logs, part[..., :-1], part[..., -1])
