@@ -176,6 +176,15 @@ def test_directions_have_one_sign() -> None:
         torch.testing.assert_close(found @ found.mT, torch.eye(4, dtype=torch.float64))
 
 
+def test_directions_of_opposite_rows_have_one_sign() -> None:
+    """Of a softmax over two, whose rows' gradients are opposite: which entry is larger is rounding."""
+    row = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for noise in (1 + 1e-14, 1 - 1e-14):
+        for sign in (1, -1):
+            found = low_rank.singular_directions(torch.stack((row * noise, -row)) * sign, 0, 1)
+            torch.testing.assert_close(found, torch.tensor([[0.5**0.5, -(0.5**0.5)]], dtype=torch.float64))
+
+
 def test_groups_and_the_average() -> None:
     groups = [{"match": "blocks.1.*", "lr": 0.0}, {"match": "*.2.w", "weight_decay": 0.5}]
     way = {"groups": groups, "ema": 0.9}

@@ -81,9 +81,11 @@ class GaLore:
 def singular_directions(grad: T, side: int, rank: int) -> T:
     """The first singular vectors of ``grad [m, n]`` on one side, ``[rank, size of the side]``.
 
-    Of each the entry of largest magnitude is positive: libraries choose signs differently.
+    Of each the entry of largest magnitude is positive: libraries choose signs differently. Of several that are as large
+    but for rounding (of a softmax over two the gradients' rows are opposite) it is the first.
     """
     left, _, right = torch.linalg.svd(grad, full_matrices=False)
     found = right[:rank] if side == 1 else left[:, :rank].mT
-    largest = found.gather(1, found.abs().argmax(1, keepdim=True))
+    size = found.abs()
+    largest = found.gather(1, (size > 0.999 * size.amax(1, keepdim=True)).int().argmax(1, keepdim=True))
     return (found * torch.where(largest < 0, -1.0, 1.0)).contiguous()
