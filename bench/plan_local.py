@@ -101,10 +101,11 @@ def measure(layout: str) -> dict[str, Any]:
 
 def predictions(probe: Path, layouts: list[str]) -> dict[str, dict[str, Any]]:
     from weft.recipe import load_recipe
-    from weft.rehearse.choose import local_of, rehearsals
+    from weft.rehearse.choose import rehearsals
     from weft.rehearse.clock import predict
+    from weft.rehearse.curves import Local
 
-    local = local_of(tomllib.loads(probe.read_text())["calibration"])
+    local = Local.of(tomllib.loads(probe.read_text())["calibration"])
     found = {}
     for layout in layouts:
         recipe = load_recipe(RECIPE, [], layout)

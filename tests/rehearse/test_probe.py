@@ -66,8 +66,8 @@ def test_prediction_adds_up() -> None:
         Event("collective", "reduce", bytes=1_000_000, ranks=(0, 1)),
         Event("work", "optimizer", 2e-4),
     ]
-    local = Local.of(calibration()).beside({1: 0.24})
-    found = predict(local, [Rehearsal(events, 0, 10**6)] * 2, Layout(tp=2))
+    local = Local.of(calibration())
+    found = predict(local, [Rehearsal(events, 0, 10**6).slower(1.25)] * 2, Layout(tp=2))
     work = 1.25 * 1.2e-3
     assert found.seconds == pytest.approx(work + 1e-3 + 1e-3)
     assert found.memory[0] == pytest.approx(1e8 + 1.5e6 + 1e6)

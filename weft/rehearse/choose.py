@@ -5,7 +5,7 @@ The closed form's constants are those of GPUs; here it only says which layouts a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -32,7 +32,7 @@ from weft.rehearse.curves import Local
 from weft.rehearse.journal import Event
 from weft.rehearse.links import Links
 from weft.rehearse.mapping import Traffic, place_axes
-from weft.rehearse.step import Rehearsal, batches_of, every_rank, usual_step
+from weft.rehearse.step import Rehearsal, batches_of, every_rank, reference
 from weft.train.setup import model_shape
 
 #: Layouts that are rehearsed, over all numbers of ranks.
@@ -193,7 +193,7 @@ def search_here(
             f"the model has {float(shape.parameters) / 1e9:.1f} B parameters: too many to rehearse on a CPU; plan for "
             "GPUs, e.g. --cluster h100 --gpus 8"
         )
-    local = local_of(cluster.calibration)
+    local = Local.of(cluster.calibration)
     counts = [ranks] if ranks else [n for n in local.settings if n <= cluster.count]
     founds, refusal = [], None
     for n in counts:
@@ -222,21 +222,20 @@ def choose_here(recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callab
     return choice_of(recipe, finals, among)
 
 
-def local_of(calibration: Mapping[str, Any]) -> Local:
-    """The probed machine, and how much slower its ranks were beside each other than a rehearsal is here and now."""
-    local, alone = Local.of(calibration), dict[int, float]()
-    keep_heap()  # as ranks that train do
-    for threads in {setting.threads for setting in local.settings.values()}:
-        with threads_set(threads):
-            alone[threads] = usual_step()
-    return local.beside(alone)
-
-
 def rehearsals(recipe: Recipe, local: Local) -> list[Rehearsal]:
-    """Every rank's step, on the recipe's own first batch if its data is there."""
+    """Every rank's step, on the recipe's own first batch if its data is there, with its work as slow as in the probe.
+
+    A small model's step is timed beside it: how much longer that took among other ranks is taken to hold for this one,
+    and by as much as the machine is slower at this moment, both are.
+    """
     shape, batches = batches_of(recipe)
-    with threads_set(local.setting(recipe.layout.world).threads):
-        return every_rank(recipe, shape, lambda mesh: batches(mesh, 0))
+    setting = local.setting(recipe.layout.world)
+    keep_heap()  # as ranks that train do
+    with threads_set(setting.threads):
+        before = reference("dp=1", "large").seconds
+        found = every_rank(recipe, shape, lambda mesh: batches(mesh, 0))
+        factor = setting.step / ((before + reference("dp=1", "large").seconds) / 2)
+    return [seen.slower(factor) for seen in found]
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def costs(
 ) -> Iterator[tuple[Event, float, float]]:
     """``(event, cpu seconds, seconds besides)`` of everything that ``rank`` does."""
     for e in events:
-        work, wait = e.seconds * setting.slow, 0.0
+        work, wait = e.seconds, 0.0
         if e.kind == "collective":
             work, wait = setting.collective(e)
             wait = max(wait, far.collective(e) - work) if far else wait

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ class Setting:
 
     ``collectives``: ``{"reduce.2": [[bytes, cpu seconds, seconds besides]]}`` by group size, ``message.2`` alike;
     ``memory``: resident bytes of a rank without tensors (``plain``, and more by what its layout uses) and ``per_byte``
-    of tensors; ``step``: processor seconds of a small model's step; ``slow``: factor on rehearsed work, because ranks
-    that are busy at once take caches and memory from each other.
+    of tensors; ``step``: processor seconds of a small model's step, with which rehearsed work is compared, because
+    ranks that are busy at once take caches and memory from each other.
     """
 
     ranks: int
@@ -36,7 +36,6 @@ class Setting:
     collectives: Mapping[str, Sequence[Sequence[float]]]
     memory: Mapping[str, float]
     step: float
-    slow: float = 1.0
 
     def collective(self, e: Event) -> tuple[float, float]:
         """``(cpu seconds of each rank, seconds besides)`` of a collective."""
@@ -75,11 +74,6 @@ class Local:
         found = {int(n): Setting(**s) for n, s in calibration["settings"].items()}
         table = calibration.get("links")
         return cls(int(calibration["cores"]), dict(sorted(found.items())), Links.of(table) if table else None)
-
-    def beside(self, alone: Mapping[int, float]) -> Local:
-        """With what a rehearsal leaves out, as it is alone; ``alone``: seconds of the small model's step by threads."""
-        settings = {n: replace(s, slow=s.step / alone[s.threads]) for n, s in self.settings.items()}
-        return replace(self, settings=settings)
 
     def uneven(self, ranks: int) -> Links | None:
         """The links of a run of so many ranks, if some of them are much slower than others."""

@@ -44,6 +44,10 @@ class Rehearsal:
         """Processor seconds of its own work."""
         return sum(e.seconds for e in self.events)
 
+    def slower(self, factor: float) -> Rehearsal:
+        """With work that takes so many times as long."""
+        return replace(self, events=[replace(e, seconds=factor * e.seconds) for e in self.events])
+
 
 def rehearse(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]], rank: int) -> Rehearsal:
     """One step of ``rank`` under the recipe's layout. On the CPU, alone."""
