@@ -46,6 +46,16 @@ def test_nothing_is_allocated_and_more_of_what_is_kept_is_more() -> None:
 
 
 @pytest.mark.parametrize(
+    "change", [{}, {"experts": 4, "experts_per_token": 2, "expert_ffn": 1024}], ids=["", "experts"]
+)
+def test_float32_has_operators_of_its_own_which_need_memory(change: dict[str, int]) -> None:
+    model = MODEL.model_copy(update=change)
+    short = recipe_of("shard=2").model_copy(update={"model": model})
+    wide = short.model_copy(update={"train": short.train.model_copy(update={"dtype": "float32"})})
+    assert peak_of(wide, model).peak > peak_of(short, model).peak
+
+
+@pytest.mark.parametrize(
     ("layout", "recompute"),
     [("shard=4", "none"), ("shard=4,zero=1", "none"), ("tp=4,shard=2", "none"), ("cp=2,shard=2,zero=1", "none"),
      ("shard=4", "selective"), ("shard=4,tp=2", "full")],

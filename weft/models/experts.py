@@ -205,7 +205,8 @@ def grouped_runs(x: T, *weights: T) -> bool:
     """Whether PyTorch's grouped product takes these: not float64, and rows of a multiple of 16 bytes."""
     aligned = all(n * x.element_size() % 16 == 0 for w in weights for n in w.shape[1:])
     kinds = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
-    return hasattr(F, "grouped_mm") and aligned and x.dtype in kinds and not x.is_meta and len(x) > 0
+    real = not (x.is_meta or isinstance(x, FakeTensor))  # what has no numbers is refused in float32
+    return hasattr(F, "grouped_mm") and aligned and x.dtype in kinds and real and len(x) > 0
 
 
 def grouped(x: T, weight: T, counts: T, plus: T | None = None) -> T:
