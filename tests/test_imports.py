@@ -16,8 +16,9 @@ ORDER = (
 )  # fmt: skip
 #: What the two rooms beside that order may import; the planner simulates the tables that training executes.
 BESIDE: dict[str, set[str]] = {"observe": set(), "planner": {"observe", "schedule"}}
-#: What every room may import beside the files that stand in no room: layouts, what cannot be combined, and a batch.
-OPEN = ("layout.layout", "layout.conflicts", "data.batch")
+#: What every room may import beside the files that stand in no room: layouts, where ranks are in them, what cannot be
+#: combined, and a batch.
+OPEN = ("layout.layout", "layout.conflicts", "layout.placement", "data.batch")
 
 #: What still points upward, and what will end it. Take an entry out as soon as it does.
 UPWARD = {("recipe.py", "checkpoint"): "where checkpoints go is opened when a recipe is read"}
