@@ -1,0 +1,210 @@
+"""A file as memory: what does not fit rests there, and is read and written past the page cache (direct I/O).
+
+The file has no name, so that nothing is left of it after a crash and no two runs can share one. Its regions are memory
+of the process, too, so that who looks at what rests there now and then, a checkpoint or a proof, need not know of it.
+What happens in every step goes by transfers between regions and page-aligned buffers: two threads, pieces of some MiB.
+"""
+
+import errno
+import mmap
+import os
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from weft.errors import WeftError
+
+T = torch.Tensor
+
+#: Offsets, lengths and addresses of direct I/O are multiples of this.
+PAGE = mmap.PAGESIZE
+
+#: Bytes of one call to the system, of which there are :data:`THREADS` at a time: more of either is not faster.
+PIECE, THREADS = 4 << 20, 2
+
+
+class TierError(WeftError):
+    """A tier's file could not be made, read or written."""
+
+
+def whole_pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def page_buffer(size: int, pinned: bool = False) -> T:
+    """Just so many bytes of memory that begins at a page, uint8; ``pinned``: for copies to and from CUDA devices.
+
+    PyTorch's own allocator of pinned memory rounds to powers of two (MemAscend, Liaw et al. 2025).
+    """
+    found = torch.frombuffer(mmap.mmap(-1, max(PAGE, size)), dtype=torch.uint8)
+    if pinned:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), found.numel(), 0))
+    return found[:size]
+
+
+class Pool:
+    """Buffers by size, used again: a unit's shape has slots of its own, so that no room is lost to the largest.
+
+    ``bytes`` is how much there is of them, in use or not, and ``used`` what has been asked for.
+    """
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned, self.bytes = pinned, 0
+        self._free: dict[int, list[T]] = defaultdict(list)
+
+    def take(self, size: int) -> T:
+        """A buffer of whole pages for ``size`` bytes, with anything in it."""
+        room = whole_pages(size)
+        if self._free[room]:
+            return self._free[room].pop()
+        self.bytes += room
+        return page_buffer(room, self.pinned)
+
+    def give(self, buffer: T) -> None:
+        self._free[buffer.numel()].append(buffer)
+
+
+@dataclass
+class Transfer:
+    """Pieces that are being read or written; they are there, or gone, after :meth:`wait`."""
+
+    pieces: Sequence[Future[None]]
+    what: str
+    timeout: float
+
+    def wait(self) -> None:
+        """Raises :class:`TierError`, which names the file, where a piece failed or takes longer than the limit."""
+        try:
+            for piece in self.pieces:
+                piece.result(self.timeout)
+        except FutureTimeout:
+            raise TierError(f"{self.what} has taken {self.timeout:g} s: the disk does not answer") from None
+        except OSError as error:
+            raise TierError(f"{self.what} failed: {error.strerror or error}") from None
+
+    @property
+    def done(self) -> bool:
+        return all(piece.done() for piece in self.pieces)
+
+
+@dataclass(eq=False)
+class Region:
+    """So many bytes of a tier's file. ``memory``: the same bytes as memory of this process, uint8.
+
+    A transfer may not overlap with another one, or with a use of the memory, that changes the same bytes.
+    """
+
+    file: "TierFile"
+    offset: int
+    size: int
+    memory: T
+    _sums: dict[int, int] = field(default_factory=dict)  # of the pieces written last, by where they begin
+
+    def read(self, into: T, start: int = 0) -> Transfer:
+        """Bring what is in the file from ``start`` on into a buffer of whole pages."""
+        return self._transfer(into, start, write=False)
+
+    def write(self, data: T, start: int = 0) -> Transfer:
+        """Put a buffer of whole pages into the file from ``start`` on."""
+        return self._transfer(data, start, write=True)
+
+    def forget_sums(self) -> None:
+        """The memory may be written to from now on: what is read next is not compared with what was written."""
+        self._sums.clear()
+
+    def _transfer(self, data: T, start: int, write: bool) -> Transfer:
+        assert not start % PAGE and start + data.numel() <= self.size
+        self.file.bytes["written" if write else "read"] += data.numel()
+        move, at = self._write if write else self._read, range(0, data.numel(), PIECE)
+        pieces = [self.file.threads.submit(move, data[i : i + PIECE], start + i) for i in at]
+        what = (
+            f"{'writing' if write else 'reading'} {data.numel():,} bytes of memory.folder = {str(self.file.folder)!r}"
+        )
+        return Transfer(pieces, what, self.file.timeout)
+
+    def _read(self, into: T, start: int) -> None:
+        _whole(os.preadv, self.file.descriptor, into, self.offset + start)
+        if self._sums.get(start, total := _sum(into)) != total:
+            raise OSError(errno.EIO, f"what was read at {self.offset + start:,} is not what was written: it is damaged")
+
+    def _write(self, data: T, start: int) -> None:
+        self._sums.pop(start, None)
+        _whole(os.pwritev, self.file.descriptor, data, self.offset + start)
+        self._sums[start] = _sum(data)
+
+
+def _whole(call: Callable[[int, list[memoryview], int], int], descriptor: int, data: T, offset: int) -> None:
+    """Repeat a call until all of ``data`` is through: the system may do less than it is asked."""
+    memory = memoryview(data.numpy())
+    while memory:
+        done = call(descriptor, [memory], offset)
+        if not done:
+            raise OSError(errno.EIO, f"the file ends at {offset:,}")
+        memory, offset = memory[done:], offset + done
+
+
+def _sum(data: T) -> int:
+    return int(data.view(torch.int64).sum())
+
+
+class TierFile:
+    """A file in ``folder`` for the state of one rank; it grows by regions and is gone with its last one.
+
+    ``bytes`` counts what transfers have ``read`` and ``written``. ``note`` says so where the file is not what one
+    expects: read and written through the page cache, as its file system cannot do otherwise, or not on a disk at all.
+    ``timeout``: seconds for a transfer.
+    """
+
+    def __init__(self, folder: Path, timeout: float = 600) -> None:
+        self.folder, self.timeout, self.size = folder, timeout, 0
+        self.bytes: Counter[str] = Counter()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = _nameless(folder)
+        except OSError as error:
+            raise TierError(f"memory.folder = {str(folder)!r} cannot be used: {error.strerror or error}") from None
+        self.note, self.descriptor = "", self._file
+        try:
+            self.descriptor = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_DIRECT)
+        except (OSError, AttributeError):
+            self.note = (
+                f"memory.folder = {str(folder)!r} knows no direct I/O: what rests there goes through the page cache, "
+                "slower, and takes memory if there is some; a folder on a local disk is better"
+            )
+        self.threads = ThreadPoolExecutor(THREADS, "weft-tier")
+
+    def region(self, size: int) -> Region:
+        """New room in the file, zeros. Raises :class:`TierError` if the disk has none."""
+        room = whole_pages(max(1, size))
+        try:
+            os.posix_fallocate(self._file, self.size, room)  # a full disk is known now, not in the middle of a step
+            memory = mmap.mmap(self._file, room, offset=self.size)
+        except OSError as error:
+            raise TierError(
+                f"no room for {room:,} bytes more in memory.folder = {str(self.folder)!r}, beside {self.size:,}: "
+                f"{error.strerror or error}; free some, or choose another folder"
+            ) from None
+        self.size += room
+        return Region(self, self.size - room, room, torch.frombuffer(memory, dtype=torch.uint8))
+
+    def close(self) -> None:
+        """End the threads and let the file go; the regions' memory lives on as long as somebody uses it."""
+        self.threads.shutdown(cancel_futures=True)
+        for descriptor in {self._file, self.descriptor}:
+            os.close(descriptor)
+
+
+def _nameless(folder: Path) -> int:
+    """A new file without a name, by its descriptor."""
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except (OSError, AttributeError):  # some file systems and systems have no such thing
+        descriptor, name = tempfile.mkstemp(".weft-tier", dir=folder)
+        os.unlink(name)
+        return descriptor
