@@ -32,8 +32,8 @@ CASES: list[Case] = [
     {"layout": {"pp": 2, "tp": 2}, "layout__schedule": "zb-v", "train__recompute": "full", "model__layers": 4},
     {"layout": {"pp": 2, "cp": 2}, "layout__schedule": "dualpipe", "model__layers": 4},
     {"layout": {"pp": 2}, "layout__vocab_barriers": 1, "adapter__targets": ["blocks.1.*"]},
-    {"layout": {"shard": 2}, "train__offload": "all"},
-    {"layout": {"pp": 2, "dp": 2}, "train__offload": "optimizer", "optimizer__post_validation": True},
+    {"layout": {"shard": 2}, "memory__weights": "host", "memory__activations": "host"},
+    {"layout": {"pp": 2, "dp": 2}, "memory__weights": "host", "optimizer__post_validation": True},
 ]  # fmt: skip
 QUICK = 3
 

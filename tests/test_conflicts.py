@@ -23,7 +23,10 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "secondary without ZeRO-3": ("shard=4,zero=2,secondary=2", ""),
     "secondary that does not divide": ("shard=3,secondary=2", ""),
     "experts that do not fold": ("ep=2", ""),
-    "offloaded activations with selective recompute": ("", "train.offload=all train.recompute=selective"),
+    "moments nearer than the weights": ("", "memory.weights=host memory.moments=device"),
+    "gradients away from the weights": ("", "memory.gradients=host"),
+    "weights or activations in files": ("", "memory.weights=file"),
+    "offloaded activations with selective recompute": ("", "memory.activations=host train.recompute=selective"),
     "post-validation without pp": ("", "optimizer.post_validation=true"),
     "small moments without AdamW": ("", "optimizer.state=8bit optimizer.kind=lion"),
     "use of no average": ("", "optimizer.use_ema=true"),
@@ -44,7 +47,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "update in backward with balance": ("dp=2,zero=1,balance=greedy", "optimizer.in_backward=true optimizer.clip=0"),
     "update in backward with an offloaded state": (
         "",
-        "optimizer.in_backward=true optimizer.clip=0 train.offload=optimizer",
+        "optimizer.in_backward=true optimizer.clip=0 memory.weights=host",
     ),
     "4bit moments at odd columns": ("tp=2", "optimizer.state=4bit model.ffn=10"),
     "balance with pairs": (
@@ -118,7 +121,7 @@ def test_refused_by_everything_with_the_same_reason(command: Command, tiny: str,
     words = [w for s in settings.split() for w in ("--set", s)]
     with pytest.raises(Conflict) as refused:
         recipe = load_recipe(tiny, settings.split(), layout)
-        check_fits(recipe.model, recipe.layout, recipe.train, recipe.optimizer)
+        check_fits(recipe.model, recipe.layout, recipe.train, recipe.optimizer, recipe.memory)
     assert refused.value.rule == name
     said = [command(*call, tiny, "--layout", layout, *words) for call in (["train"], ["verify"], ["verify", "--types"])]
     assert {code for code, _, _ in said} == {2}

@@ -26,7 +26,7 @@ CASES: list[Case] = [
     {"layout": {"dp": 2, "shard": 2}, "layout__zero": 3, "train__micro_batch": 1, "adapter__kind": "dora"},
     {"layout": {"cp": 2, "tp": 2}, "train__recompute": "full", "model__kv_heads": 1},
     {"layout": {"tp": 2}, "optimizer__kind": "galore", "optimizer__rank": 5, "train__recompute": "selective"},
-    {"layout": {"shard": 2}, "optimizer__state": "8bit", "adapter__kind": "qlora", "train__offload": "activations"},
+    {"layout": {"shard": 2}, "optimizer__state": "8bit", "adapter__kind": "qlora", "memory__activations": "host"},
 ]
 QUICK = 2
 

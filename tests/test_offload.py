@@ -18,9 +18,11 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.memory.activations import HostActivations
-from weft.recipe import build_recipe
+from weft.recipe import Memory, build_recipe
 from weft.train.setup import assemble, prepare
 from weft.train.step import evaluate, train_step
+
+ALL = {"weights": "host", "activations": "host"}
 
 
 @pytest.fixture(scope="session")
@@ -29,20 +31,21 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("case", [
-    {"layout": {"shard": 1}, "offload": "all"},
-    {"layout": {"shard": 2, "tp": 2}, "offload": "all", "micro_batch": 1},
-    {"layout": {"dp": 2, "shard": 2}, "zero": 2, "offload": "optimizer", "micro_batch": 1, "tied": True},
-    {"layout": {"shard": 4, "secondary": 2}, "offload": "all", "recompute": "full"},
-    {"layout": {"cp": 2, "tp": 2}, "zero": 1, "offload": "activations", "kv_heads": 1, "extras": True},
-    {"layout": {"cp": 2}, "offload": "activations", "context": "zigzag", "mixer": "retention"},
-    {"layout": {"pp": 2, "shard": 2, "dp": 2}, "offload": "all", "micro_batch": 1, "tied": True},
-    {"layout": {"pp": 2, "tp": 2, "schedule": "zb-h1"}, "offload": "all", "micro_batch": 1, "recompute": "full"},
-    {"layout": {"pp": 2, "shard": 2, "virtual": 2, "schedule": "interleaved-1f1b"}, "offload": "optimizer",
+    {"layout": {"shard": 1}, "memory": ALL},
+    {"layout": {"shard": 2, "tp": 2}, "memory": ALL, "micro_batch": 1},
+    {"layout": {"dp": 2, "shard": 2}, "zero": 2, "memory": {"weights": "host"}, "micro_batch": 1, "tied": True},
+    {"layout": {"shard": 4, "secondary": 2}, "memory": ALL, "recompute": "full"},
+    {"layout": {"cp": 2, "tp": 2}, "zero": 1, "memory": {"activations": "host"}, "kv_heads": 1, "extras": True},
+    {"layout": {"cp": 2}, "memory": {"activations": "host"}, "context": "zigzag", "mixer": "retention"},
+    {"layout": {"pp": 2, "shard": 2, "dp": 2}, "memory": ALL, "micro_batch": 1, "tied": True},
+    {"layout": {"pp": 2, "tp": 2, "schedule": "zb-h1"}, "memory": ALL, "micro_batch": 1, "recompute": "full"},
+    {"layout": {"pp": 2, "shard": 2, "virtual": 2, "schedule": "interleaved-1f1b"}, "memory": {"weights": "host"},
      "batch": 8, "micro_batch": 1},
 ], ids=lambda case: name(case).replace("/", "_"))  # fmt: skip
 def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     values = tree(corpus, case)
-    values["train"] |= {"offload": case["offload"], "batch": case.get("batch", 5)}
+    values |= {"memory": case["memory"]}
+    values["train"]["batch"] = case.get("batch", 5)
     values["model"]["layers"] = 4
     found = pool.run(Layout(**case["layout"]).world, difference, values)[0]
     assert found.ok, found
@@ -126,7 +129,7 @@ def counted(values: dict[str, Any]) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"tp": 2}], ids=str)
 def test_full_recompute_sends_inputs_of_blocks_alone(pool: Any, corpus: str, layout: dict[str, int]) -> None:
     values = tree(corpus, {"layout": layout, "micro_batch": 1})
-    values["train"] |= {"offload": "activations"}
+    values["memory"] = {"activations": "host"}
     for whole, inputs, formula, _ in pool.run(2, counted, values):
         assert inputs == formula and whole > 5 * inputs
 
@@ -146,32 +149,41 @@ def places(values: dict[str, Any]) -> dict[str, set[str]]:
 
 def test_one_rank_has_its_state_apart_as_well(pool: Any, corpus: str) -> None:
     """Without offloading a lone rank's parameters are its state; with it they are gathered from the host."""
-    for offload, kind in (("none", "Parameter"), ("optimizer", "DTensor")):
-        values = tree(corpus, {"layout": {}})
-        values["train"] |= {"offload": offload}
+    for place, kind in (("device", "Parameter"), ("host", "DTensor")):
+        values = tree(corpus, {"layout": {}}) | {"memory": {"weights": place}}
         assert pool.run(1, places, values)[0] == {"kind": {kind}, "state": {"cpu"}}
 
 
 def test_checkpoints_do_not_know_of_it(pool: Any, corpus: str, tmp_path: Path) -> None:
     """Six steps; three with and three without, or the other way round: the same state to the last bit."""
 
-    def values(offload: str, steps: int) -> dict[str, Any]:
-        constant = {"optimizer__schedule": "constant", "train__steps": steps, "train__offload": offload}
-        return save_tree(corpus, {"shard": 2}, **constant)
+    def values(memory: dict[str, str], steps: int) -> dict[str, Any]:
+        constant = {"optimizer__schedule": "constant", "train__steps": steps}
+        return save_tree(corpus, {"shard": 2}, **constant) | {"memory": memory}
 
-    def final(folder: str, *runs: tuple[str, int]) -> dict[str, torch.Tensor]:
+    def final(folder: str, *runs: tuple[dict[str, str], int]) -> dict[str, torch.Tensor]:
         out = tmp_path / folder
-        for i, (offload, steps) in enumerate(runs):
-            pool.run(2, go, values(offload, steps), str(out), str(out) if i else None)
-        return state_of(out / "checkpoints" / "step-000006", values("none", 6))
+        for i, (memory, steps) in enumerate(runs):
+            pool.run(2, go, values(memory, steps), str(out), str(out) if i else None)
+        return state_of(out / "checkpoints" / "step-000006", values({}, 6))
 
-    whole = final("whole", ("none", 6))
-    for folder, first, then in (("on", "all", "none"), ("off", "none", "all")):
+    whole = final("whole", ({}, 6))
+    for folder, first, then in (("on", ALL, {}), ("off", {}, ALL)):
         mixed = final(folder, (first, 3), (then, 6))
         assert mixed.keys() == whole.keys()
         assert all(torch.equal(mixed[key], whole[key]) for key in whole)
 
 
 def test_what_cannot_be_is_said(corpus: str) -> None:
-    with pytest.raises(UsageError, match="does not see what recompute = 'selective' keeps"):
-        recipe(corpus, train__offload="activations", train__recompute="selective")
+    with pytest.raises(UsageError, match=r"does not see what train.recompute = 'selective' keeps"):
+        recipe(corpus, memory__activations="host", train__recompute="selective")
+    with pytest.raises(UsageError, match=r"train: offload = 'all' is now memory.weights = 'host' and memory.act"):
+        recipe(corpus, train__offload="all")
+    assert recipe(corpus, train__offload="none") == recipe(corpus)
+
+
+def test_what_rests_where() -> None:
+    assert Memory().away == {}
+    host = Memory(weights="host", moments="file")
+    assert host.away == {"weights": "host", "gradients": "host", "moments": "file"}
+    assert host.offloads_state and not host.offloads_activations and host.place_of("activations") == "device"

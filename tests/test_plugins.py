@@ -253,7 +253,7 @@ def own(corpus: str, **change: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("world", "change"), [
     (2, {"layout__shard": 2}), (4, {"layout__dp": 2, "layout__shard": 2, "layout__zero": 3}),
-    (2, {"layout__dp": 2, "train__micro_batch": 1}), (2, {"layout__shard": 2, "train__offload": "optimizer"}),
+    (2, {"layout__dp": 2, "train__micro_batch": 1}), (2, {"layout__shard": 2, "memory__weights": "host"}),
 ])  # fmt: skip
 def test_a_model_of_a_plugin_equals_one_device(pool: Any, corpus: str, world: int, change: dict[str, Any]) -> None:
     found = pool.run(world, difference, own(corpus, **change))[0]

@@ -440,19 +440,13 @@ class Optimizer(Section):
 
 
 class Train(Section):
-    """One training run. ``batch`` counts sequences per step over all ranks; ``micro_batch`` per rank and pass.
-
-    ``offload``: what waits in the host's memory while it is not in use. ``optimizer``: parameters, gradients and
-    moments, which are updated there (ZeRO-Offload, Ren et al. 2021); ``activations``: what backward needs of each
-    block; ``all``: both.
-    """
+    """One training run. ``batch`` counts sequences per step over all ranks; ``micro_batch`` per rank and pass."""
 
     steps: PositiveInt = 100
     batch: PositiveInt = 8
     micro_batch: PositiveInt | None = None
     dtype: Dtype = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
-    offload: Literal["none", "optimizer", "activations", "all"] = "none"
     compile: bool = False
     freeze: tuple[str, ...] = Field((), description="patterns of parameters that do not learn, e.g. 'embedding.*'")
     loss_chunk: PositiveInt = 1024
@@ -461,17 +455,63 @@ class Train(Section):
     threads: int = Field(0, ge=0, description="threads per rank; 0 divides the cores among the local ranks")
     timeout: PositiveInt = Field(600, description="seconds a rank waits for the others in a collective")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _offload(cls, tree: Any) -> Any:
+        """Older recipes say ``offload`` for what stands in ``[memory]`` now."""
+        if not isinstance(tree, dict) or "offload" not in tree:
+            return tree
+        kinds: dict[str, tuple[str, ...]] = {"none": (), "optimizer": ("weights",), "activations": ("activations",)}
+        if now := kinds.get(str(tree["offload"]), ("weights", "activations")):
+            said = " and ".join(f"memory.{kind} = 'host'" for kind in now)
+            raise ValueError(f"offload = {tree['offload']!r} is now {said}")
+        return {key: value for key, value in tree.items() if key != "offload"}
+
+
+#: Where something can rest while it is not in use, the nearest first.
+PLACES = ("device", "host", "file")
+Place = Literal["device", "host", "file"]
+
+
+class Memory(Section):
+    """Where tensors rest while they are not in use: on the ``device``, in the ``host``'s memory, or in a ``file``.
+
+    ``weights``: the rank's own rows of the parameters, in full precision. They are updated where they rest, or on the
+    host if that is a file (ZeRO-Offload, Ren et al. 2021). ``gradients``, once reduced, and the optimizer's ``moments``
+    are with the weights if left out; moments may be further away. ``activations``: what backward needs of each block.
+    ``folder`` has the files. They have no names there, and are gone with the run however that ends.
+    """
+
+    weights: Place = "device"
+    gradients: Literal["", "device", "host", "file"] = ""
+    moments: Literal["", "device", "host", "file"] = ""
+    activations: Place = "device"
+    folder: str = "."
+
+    def place_of(self, kind: str) -> str:
+        """Where weights, gradients, moments or activations rest."""
+        return getattr(self, kind) or self.weights
+
+    def distance(self, kind: str) -> int:
+        return PLACES.index(self.place_of(kind))
+
+    @property
+    def away(self) -> dict[str, str]:
+        """What does not rest on the device, and where it does."""
+        kinds = ("weights", "gradients", "moments", "activations")
+        return {kind: self.place_of(kind) for kind in kinds if self.distance(kind)}
+
     @property
     def offloads_state(self) -> bool:
-        return self.offload in ("optimizer", "all")
+        return self.weights != "device"
 
     @property
     def offloads_activations(self) -> bool:
-        return self.offload in ("activations", "all")
+        return self.activations != "device"
 
     @model_validator(mode="after")
-    def _seen(self) -> Self:
-        refuse(Asked(train=self), "train")
+    def _together(self) -> Self:
+        refuse(Asked(memory=self), "memory")
         return self
 
 
@@ -597,6 +637,7 @@ class Recipe(Section):
     data: Data = Data()
     layout: Layout = Layout()
     train: Train = Train()
+    memory: Memory = Memory()
     loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
     validation: Validation = Validation()
@@ -624,8 +665,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        asked = Asked(self.layout, train=self.train, optimizer=self.optimizer, recipe=self)
-        refuse(asked, "layout", "train", "optimizer", "recipe")
+        asked = Asked(self.layout, train=self.train, optimizer=self.optimizer, recipe=self, memory=self.memory)
+        refuse(asked, "layout", "train", "memory", "optimizer", "recipe")
         self._check_loss()
         return self
 

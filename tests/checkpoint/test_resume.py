@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.cases import recipe, write_corpus
-from weft.checkpoint.same import ORIGIN, check_goes_on
+from weft.checkpoint.same import ORIGIN, check_goes_on, other_differences
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.checkpoint.store import check_files, committed, load_newest, open_checkpoint, verify
@@ -180,6 +180,17 @@ def test_every_field_of_the_model_is_compared(pool: Any, corpus: str, whole_run:
     assert before == {run / p.relative_to(whole_run): p.read_bytes() for p in whole_run.rglob("*") if p.is_file()}
     pool.run(1, go, tree(corpus, {}, model__init_std=0.5), str(tmp_path / "b"), str(run / "checkpoints/step-000003"))
     assert series(tmp_path / "b") == pytest.approx({s: v for s, v in series(whole_run).items() if s > 3}, rel=1e-10)
+
+
+def test_a_recipe_of_before_the_memory_section_goes_on(whole_run: Path) -> None:
+    checkpoint = open_checkpoint(whole_run / "checkpoints/step-000003")
+    settings = build_recipe(checkpoint.meta["recipe"])
+    stored, data = checkpoint.meta["recipe"], checkpoint.meta["data"]
+    for offload in ("none", "all"):
+        del (old := dict(stored))["memory"]
+        checkpoint.meta["recipe"] = old | {"train": stored["train"] | {"offload": offload}}
+        check_goes_on(checkpoint, settings.model, load_tokenizer("bytes"), settings.optimizer)
+        assert other_differences(checkpoint, settings, data) == []
 
 
 def test_more_layers_than_the_recipe_are_refused_by_their_tensors(whole_run: Path) -> None:

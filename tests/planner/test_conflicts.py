@@ -7,13 +7,13 @@ import pytest
 from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import Layout
 from weft.model_shape import shape_of
-from weft.planner.cost import OFFLOAD, RECOMPUTE
+from weft.planner.cost import AWAY, RECOMPUTE
 from weft.planner.engine import ENGINES
 from weft.planner.explain import layout_tree
 from weft.planner.finalists import Final, chunks_of
 from weft.planner.machine import Cluster
 from weft.planner.search import search
-from weft.recipe import ModelShape, Optimizer, Train
+from weft.recipe import Memory, ModelShape, Optimizer, Train
 from weft.schedule.build import BUILDERS
 
 SHAPES = {
@@ -41,9 +41,10 @@ def test_no_candidate_stands_in_the_table(name: str, world: int, site: int | Non
         for barriers in (0, 1) if plan.pp > 1 and model.layers >= stages else (0,):  # else there is nothing to cut
             final = Final(found.shape, found.machine, plan, found.cost, (), 0.0, barriers=barriers)
             layout = Layout.model_validate(layout_tree(final))
-            train = Train(recompute=RECOMPUTE[int(plan.recompute)], offload=OFFLOAD[int(plan.offload)])  # type: ignore[arg-type]
-            asked = Asked(layout, model, train, Optimizer(post_validation=plan.pp > 1), BUILDERS)
-            refuse(asked, "layout", "shape", "train", "optimizer", "schedules")
+            train = Train(recompute=RECOMPUTE[int(plan.recompute)])  # type: ignore[arg-type]
+            memory = Memory(**AWAY[int(plan.offload)])  # type: ignore[arg-type]
+            asked = Asked(layout, model, train, Optimizer(post_validation=plan.pp > 1), BUILDERS, memory=memory)
+            refuse(asked, "layout", "shape", "train", "memory", "optimizer", "schedules")
             assert layout.world == world
             layouts.add(layout)
     assert len(layouts) > world // 2

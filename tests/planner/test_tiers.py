@@ -21,7 +21,7 @@ from weft.planner.machine import CLUSTERS, DEVICES, Cluster, load_cluster, machi
 from weft.planner.memory import in_flight, layer_bytes, peak_memory, rank_memory
 from weft.planner.search import USABLE, WORTH, Found, Pin, search
 from weft.planner.shape import SHAPES
-from weft.recipe import build_recipe, load_recipe
+from weft.recipe import Memory, load_recipe
 
 LLAMA = SHAPES["llama3-8b"]
 WEFT = ENGINES["weft"]
@@ -187,9 +187,9 @@ def test_a_recipe_says_both(command: Command, tmp_path: Path) -> None:
     layout = json.loads(out)["layouts"][0]["layout"]
     assert code == 0 and layout["secondary"] == 8 and layout["offload"] == "optimizer"
     recipe = load_recipe(path)
-    assert recipe.layout.secondary == 8 and recipe.train.offload == "optimizer"
+    assert recipe.layout.secondary == 8 and recipe.memory == Memory(weights="host")
     code, out, _ = weft(*words, "--pin", "secondary=8", "--html", tmp_path / "plan.html")
-    assert code == 0 and "secondary=8" in out and build_recipe(load_recipe(path).model_dump()).train.offload == "none"
+    assert code == 0 and "secondary=8" in out and not load_recipe(path).memory.away
 
 
 def test_the_search_stays_fast() -> None:

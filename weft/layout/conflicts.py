@@ -15,7 +15,7 @@ from weft.layout.dims import part
 
 if TYPE_CHECKING:
     from weft.layout.layout import Layout
-    from weft.recipe import ModelShape, Optimizer, Recipe, Train
+    from weft.recipe import Memory, ModelShape, Optimizer, Recipe, Train
 
 
 class Conflict(UsageError, ValueError):
@@ -43,6 +43,7 @@ class Asked:
     schedules: Mapping[str, Any] = None  # type: ignore[assignment]
     axes: Sequence[str] = None  # type: ignore[assignment]
     recipe: Recipe = None  # type: ignore[assignment]
+    memory: Memory = None  # type: ignore[assignment]
 
     @property
     def nearby(self) -> str:
@@ -166,10 +167,23 @@ RULES: tuple[Rule, ...] = (
     Rule("experts that do not fold", "layout", lambda a: a.layout.ep > 1 and a.layout.ep not in a.folding,
          "ep = {0.layout.ep} does not fold over the ranks of dp={0.layout.dp}, shard={0.layout.shard}, "
          "cp={0.layout.cp}, tp={0.layout.tp}", "{0.foldable}"),
-    Rule("offloaded activations with selective recompute", "train",
-         lambda a: a.train.offloads_activations and a.train.recompute == "selective",
-         "offload = {0.train.offload!r} does not see what recompute = 'selective' keeps",
-         "use recompute = 'none' or 'full'"),
+    Rule("moments nearer than the weights", "memory",
+         lambda a: a.memory.distance("moments") < a.memory.distance("weights"),
+         "memory.weights = {0.memory.weights!r} says where the update runs, and memory.moments = "
+         "{0.memory.moments!r} is nearer to the device", "leave memory.moments out"),
+    Rule("gradients away from the weights", "memory",
+         lambda a: a.memory.distance("gradients") not in (
+             (1, 2) if a.memory.weights == "file" else (a.memory.distance("weights"),)),
+         "memory.gradients = {0.memory.gradients!r} is not where the update needs them, with memory.weights = "
+         "{0.memory.weights!r}", "leave memory.gradients out"),
+    Rule("weights or activations in files", "memory",
+         lambda a: any(a.memory.place_of(kind) == "file" for kind in ("weights", "gradients", "activations")),
+         "memory.weights, memory.gradients and memory.activations = 'file' are not available yet",
+         "use 'host'; memory.moments can rest in a file"),
+    Rule("offloaded activations with selective recompute", "train memory",
+         lambda a: a.memory.offloads_activations and a.train.recompute == "selective",
+         "memory.activations = {0.memory.activations!r} does not see what train.recompute = 'selective' keeps",
+         "use train.recompute = 'none' or 'full'"),
     Rule("post-validation without pp", "layout optimizer",
          lambda a: a.optimizer.post_validation and a.layout.pp == 1,
          "optimizer.post_validation is for pipelines", "set layout.pp above 1 or leave it out"),
@@ -193,10 +207,10 @@ RULES: tuple[Rule, ...] = (
          lambda a: bool(a.shape.kind) and (a.layout.size("pp", "cp", "tp") > 1 or bool(a.layout.balance)),
          "a plugin's model is whole on every rank, and layout {0.layout} cuts what is inside of it",
          "use dp and shard alone"),
-    Rule("a plugin's model without blocks", "shape train",
+    Rule("a plugin's model without blocks", "shape train memory",
          lambda a: bool(a.shape.kind)
-         and (a.train.recompute != "none" or a.train.offloads_activations or a.train.compile or bool(a.shape.adapter)),
-         "train.recompute, train.compile, offloaded activations and [adapter] are for the blocks of Weft's own models, "
+         and (a.train.recompute != "none" or a.memory.offloads_activations or a.train.compile or bool(a.shape.adapter)),
+         "train.recompute, train.compile, memory.activations and [adapter] are for the blocks of Weft's own models, "
          "and model.kind = {0.shape.kind!r} is a plugin's", "leave them out"),
     Rule("export of a plugin's model", "recipe",
          lambda a: bool(a.recipe.model.kind and (a.recipe.checkpoint.export or a.recipe.model.origin)),
@@ -234,9 +248,9 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.optimizer.in_backward and bool(a.layout.balance),
          "optimizer.in_backward agrees on the loss before the last backward, which layout.balance = "
          "{0.layout.balance!r} gives every rank at another time", "leave one of them out"),
-    Rule("update in backward with an offloaded state", "train optimizer",
-         lambda a: a.optimizer.in_backward and a.train.offloads_state,
-         "optimizer.in_backward frees gradients, and with offload = {0.train.offload!r} these wait on the host",
+    Rule("update in backward with an offloaded state", "memory optimizer",
+         lambda a: a.optimizer.in_backward and a.memory.offloads_state,
+         "optimizer.in_backward frees gradients, and with memory.weights = {0.memory.weights!r} these wait there",
          "leave one of them out"),
     Rule("4bit moments at odd columns", "layout shape optimizer",
          lambda a: a.optimizer.state == "4bit"

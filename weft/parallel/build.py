@@ -17,28 +17,33 @@ from weft.parallel.hybrid import hybrid_attention
 from weft.parallel.pipeline import Pipeline
 from weft.parallel.sharded import is_sharded, shard_data_parallel, sharded_state
 from weft.parallel.state import Held, State, Unit, by_block
-from weft.recipe import ModelShape, Optimizer, Train
+from weft.recipe import Memory, ModelShape, Optimizer, Train
 from weft.schedule.build import BUILDERS
 
 
 def check_fits(
-    shape: ModelShape, layout: Layout, train: Train | None = None, optimizer: Optimizer | None = None
-) -> None:
+    shape: ModelShape, layout: Layout, train: Train | None = None, optimizer: Optimizer | None = None,
+    memory: Memory | None = None,
+) -> None:  # fmt: skip
     """Raises :class:`Conflict` for what the table has; ``vocab`` may be 0, not yet known."""
-    asked = Asked(layout, shape, train or Train(), optimizer or Optimizer(), schedules=BUILDERS, axes=LIVE_AXES)
-    refuse(asked, "layout", "shape", "train", "optimizer", "schedules", "axes")
+    asked = Asked(
+        layout, shape, train or Train(), optimizer or Optimizer(), BUILDERS, LIVE_AXES, memory=memory or Memory()
+    )
+    refuse(asked, "layout", "shape", "train", "memory", "optimizer", "schedules", "axes")
 
 
 def parallelize(
-    shape: ModelShape, mesh: Mesh, train: Train, values: Values | None = None, seq_len: int = 1024
-) -> tuple[Transformer, State]:
+    shape: ModelShape, mesh: Mesh, train: Train, values: Values | None = None, seq_len: int = 1024,
+    memory: Memory | None = None,
+) -> tuple[Transformer, State]:  # fmt: skip
     """Build ``shape`` under ``mesh``: stages, attention across ranks, recompute, compile, data parallelism, values.
 
     Returns what computes and what it computes with. ``values`` default to the seeded initial values, which are the same
     under every layout; ``seq_len`` weighs attention where layers are dealt to stages. What ``train.freeze`` names is
-    frozen, and so is all but the adapter of a model with one.
+    frozen, and so is all but the adapter of a model with one. ``memory``: where all that rests; on the device.
     """
-    check_fits(shape, mesh.layout, train)
+    memory = memory or Memory()
+    check_fits(shape, mesh.layout, train, memory=memory)
     pipeline = None
     if mesh.size("pp") > 1:
         pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)
@@ -48,27 +53,27 @@ def parallelize(
         for block in model.blocks.values():
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
-    sharded = pipeline is None and is_sharded(mesh, train)
+    sharded = pipeline is None and is_sharded(mesh, train, memory)
     everywhere = {name for name, logical in model.logical_parameters() if logical.everywhere}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(learns(name, shape, train.freeze))
         if sharded and not parameter.requires_grad and parameter.is_floating_point() and name not in everywhere:
             parameter.data = parameter.to(getattr(torch, train.dtype))  # no small updates that could get lost
     if sharded:
-        shard_data_parallel(model, mesh, train)
-    place = "cpu" if sharded and train.offloads_state else mesh.device
+        shard_data_parallel(model, mesh, train, memory)
+    place = "cpu" if sharded and memory.offloads_state else mesh.device
     model.to(place) if shape.kind else model.to_empty(device=place)  # a plugin's module has made its own buffers
     model.freq = model.freq.to(mesh.device)
     for name in everywhere:
         model.get_parameter(name).data = model.get_parameter(name).to(mesh.device)
     if pipeline is not None:
-        state = pipeline.start(getattr(torch, train.dtype), train.offloads_state)
+        state = pipeline.start(getattr(torch, train.dtype), memory.offloads_state)
         model.pipeline = pipeline
     else:
         state = sharded_state(model, mesh) if sharded else resident_state(model, mesh)
     if mesh.layout.placement == "moving":
         let_experts_move(model, state)
-    if train.offloads_activations:
+    if memory.offloads_activations:
         model.around = HostActivations(mesh.device).block
     state.base_elsewhere = shape.adapter is not None
     drawn = own_values(shape, train.seed) if shape.kind else seeded_values(train.seed)

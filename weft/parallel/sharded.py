@@ -23,7 +23,7 @@ from weft.layout.mesh import Mesh
 from weft.layout.placement import expert_table, rank_table
 from weft.models.transformer import Transformer
 from weft.parallel.state import Held, State, Unit, by_block
-from weft.recipe import Train
+from weft.recipe import Memory, Train
 
 
 class Kept(NamedTuple):
@@ -59,13 +59,13 @@ class HookUnit(Unit):
         self.module.set_is_last_backward(last)
 
 
-def is_sharded(mesh: Mesh, train: Train) -> bool:
+def is_sharded(mesh: Mesh, train: Train, memory: Memory) -> bool:
     """Whether state and parameters are different tensors: sharded, replicated, in another precision or offloaded."""
-    apart = mesh.size("dp", "state") > 1 or train.dtype == "bfloat16" or train.offloads_state
+    apart = mesh.size("dp", "state") > 1 or train.dtype == "bfloat16" or memory.offloads_state
     return mesh.device_mesh is not None and apart
 
 
-def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train) -> None:
+def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train, memory: Memory) -> None:
     """Hand parameters, gradients and their reduction over the data axes to FSDP2, one group per block.
 
     Gradients become *sums* over ``dp``, ``shard`` and ``cp`` (the loss is already divided by the global token count).
@@ -76,7 +76,7 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train) -> None:
     policy = MixedPrecisionPolicy()
     if train.dtype == "bfloat16":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    away = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if train.offloads_state else OffloadPolicy()
+    away = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if memory.offloads_state else OffloadPolicy()
     after: bool | int = mesh.layout.secondary or not STAGES[mesh.layout.zero].parameters
     described = dict(model.logical_parameters())
     everywhere = {p for name, p in model.named_parameters() if described[name].everywhere}

@@ -7,7 +7,7 @@ from typing import Any
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.model_shape import shape_of
-from weft.planner.cost import BITS, OFFLOAD, RECOMPUTE
+from weft.planner.cost import AWAY, BITS, RECOMPUTE
 from weft.planner.engine import ENGINES, Engine
 from weft.planner.explain import layout_tree, title, verdict
 from weft.planner.finalists import Final, finalists
@@ -41,8 +41,9 @@ def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
     train = recipe.train
     pins = [Pin.parse(f"{name}={getattr(train, name)}") for name in ("micro_batch", "recompute")
             if name in train.model_fields_set and getattr(train, name) is not None]  # fmt: skip
-    if train.offload != "none" and cluster.machine().host_memory:  # on a CPU, device and host are one
-        pins.append(Pin.parse(f"offload={train.offload}"))
+    memory = recipe.memory
+    if memory.away and cluster.machine().host_memory:  # on a CPU, device and host are one
+        pins.append(Pin("offload", "=", memory.offloads_state + 2 * memory.offloads_activations))
     if recipe.optimizer.post_validation:
         pins.append(Pin.parse("pp>=2"))
     return pins
@@ -65,19 +66,20 @@ def choose(recipe: Recipe, model: ModelShape, cluster: Cluster, engine: Engine =
 
 
 def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
-    """``recipe`` under the layout of ``final``, and what that sets in its ``[train]`` section."""
+    """``recipe`` under the layout of ``final``, and what that sets in other sections, by their names."""
     plan = final.plan
-    new: dict[str, Any] = {"micro_batch": int(plan.micro_batch), "recompute": RECOMPUTE[int(plan.recompute)]}
-    new |= {"offload": OFFLOAD[int(plan.offload)]} if plan.offload else {}
-    layout = Layout.model_validate(layout_tree(final))
-    return recipe.model_copy(update={"layout": layout, "train": recipe.train.model_copy(update=new)}), new
+    train: dict[str, Any] = {"micro_batch": int(plan.micro_batch), "recompute": RECOMPUTE[int(plan.recompute)]}
+    new = {"train": train, "memory": AWAY[int(plan.offload)]}
+    sections = {name: getattr(recipe, name).model_copy(update=change) for name, change in new.items()}
+    return recipe.model_copy(update={"layout": Layout.model_validate(layout_tree(final)), **sections}), new
 
 
 def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> Choice:
     """The first of ``finals`` for ``recipe``; ``among`` how many."""
     planned, new = recipe_under(recipe, finals[0])
     text = ",".join(f"{k}={v}" for k, v in planned.layout if v != Layout.model_fields[k].default) or "dp=1"
-    overrides = ("--layout", text, *(word for k, v in new.items() for word in ("--set", f"train.{k}={v}")))
+    sets = [f"{section}.{k}={v}" for section, change in new.items() for k, v in change.items()]
+    overrides = ("--layout", text, *(word for one in sets for word in ("--set", one)))
     line = f"layout  {title(finals[0])}: the planner's choice {among}"
     if len(finals) > 1:
         line += f" ({verdict(finals[0], finals[1])})"

@@ -31,6 +31,13 @@ CONTEXT = ("zigzag", "ulysses", "gather")
 ULYSSES = CONTEXT.index("ulysses")
 #: What is kept on the host, by index (:attr:`Plan.offloads_state`, :attr:`Plan.offloads_activations`).
 OFFLOAD = ("none", "optimizer", "activations", "all")
+#: The same as sections ``[memory]``.
+AWAY: tuple[dict[str, str], ...] = (
+    {},
+    {"weights": "host"},
+    {"activations": "host"},
+    {"weights": "host", "activations": "host"},
+)
 #: Schedules by index; what is known of them stands in their builders.
 SCHEDULES = (
     "1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b", "breadth-first", "v-half",

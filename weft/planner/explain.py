@@ -11,7 +11,7 @@ from weft.layout.layout import Layout
 from weft.layout.placement import experts_per_node
 from weft.pages import render
 from weft.planner.candidates import ADDED, CHOSEN, SET
-from weft.planner.cost import BITS, CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Recompute, expert_cut
+from weft.planner.cost import AWAY, BITS, CONTEXT, RECOMPUTE, SCHEDULES, Recompute, expert_cut
 from weft.planner.finalists import Final, refine
 from weft.planner.search import Found, describe, text_of
 from weft.planner.shape import Model
@@ -193,12 +193,14 @@ def recipe_tree(final: Final, model: Model) -> dict[str, Any]:
     if reason := untrainable(model, int(plan.bits)):
         raise UsageError(f"no recipe can be written: {reason}; leave --recipe out")
     train: dict[str, Any] = {"batch": int(plan.batch), "micro_batch": int(plan.micro_batch)}
-    train |= {"recompute": RECOMPUTE[int(plan.recompute)], "offload": OFFLOAD[int(plan.offload)]}
+    train |= {"recompute": RECOMPUTE[int(plan.recompute)]}
     if BITS.get(tree.get("train", {}).get("dtype", "")) != plan.bits:
         train["dtype"] = "float32" if plan.bits == 32 else "bfloat16"
     tree["data"] = tree.get("data", {}) | {"seq_len": int(plan.seq)}
     tree["layout"] = layout_tree(final)
     tree["train"] = tree.get("train", {}) | train
+    memory = {key: value for key, value in tree.pop("memory", {}).items() if key == "folder"} | AWAY[int(plan.offload)]
+    tree |= {"memory": memory} if memory else {}
     return tree
 
 

@@ -41,6 +41,7 @@ def row_of(run: Path) -> dict[str, Any] | None:
     steps = [r for r in since if r.get("step_s")][WARM:]
     recipe = about["recipe"]
     model, layout, train = recipe["model"], recipe["layout"], recipe["train"]
+    offload = OFFLOAD[(recipe["memory"]["weights"] != "device") + 2 * (recipe["memory"]["activations"] != "device")]
     partly = model.get("adapter") or train.get("freeze") or recipe["optimizer"].get("estimate") == "zeroth-order"
     partly = partly or model.get("experts") or model.get("kv_rank")  # no columns for what they are
     if len(steps) < LEAST or model["mixer"] != "softmax" or layout["balance"] or layout["skip"] or partly:
@@ -63,7 +64,7 @@ def row_of(run: Path) -> dict[str, Any] | None:
         "recompute": train["recompute"], "precision": {"bfloat16": "bf16"}.get(train["dtype"], "fp32"),
         "attention": "flash", "framework": "weft", "iter_time_s": round(seconds, 6),
         "peak_mem": round(max(r["memory_gib"] for r in steps), 4), "peak_mem_unit": "GiB", "status": "ok",
-        "notes": f"schedule={layout['schedule']} context={layout['context']} offload={train['offload']}",
+        "notes": f"schedule={layout['schedule']} context={layout['context']} offload={offload}",
     }  # fmt: skip
 
 

@@ -52,10 +52,10 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
     """One step of ``rank`` under the recipe's layout; ``shape``: the model with its vocabulary.
 
     Replicas hold the same, so ``dp`` counts as two at most; of many microbatches, as many as fill a pipeline. Raises
-    :class:`UsageError` for what is offloaded.
+    :class:`UsageError` for what does not rest on the device.
     """
-    if recipe.train.offload != "none":
-        raise UsageError(f"train.offload = {recipe.train.offload!r}: without memory, host and device are one")
+    for kind, place in recipe.memory.away.items():
+        raise UsageError(f"memory.{kind} = {place!r}: tensors without memory are nowhere")
     layout = recipe.layout.model_copy(update={"dp": min(recipe.layout.dp, 2)})
     ledger = Ledger()
     with ExitStack() as stack:

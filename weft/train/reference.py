@@ -80,7 +80,7 @@ def log_probabilities(
             table[torch.from_numpy(pairs.number)] = F.pad(sums.detach().cpu(), (0, 1), value=1.0)
         return 0 * sums.sum(1)
 
-    model, state = parallelize(shape, mesh, job.recipe.train, values, job.recipe.data.seq_len)
+    model, state = parallelize(shape, mesh, job.recipe.train, values, job.recipe.data.seq_len, job.recipe.memory)
     model.objective = record
     evaluate(model, state, steps, mesh)
     if mesh.layout.world > 1:

@@ -73,7 +73,7 @@ def prepare(recipe: Recipe) -> Job:
     """Open the data, complete the model's shape and check that layout, model, data and memory go together."""
     pretrained = pretrained_of(recipe)
     shape = _completed(recipe, pretrained)
-    check_fits(shape, recipe.layout, recipe.train, recipe.optimizer)
+    check_fits(shape, recipe.layout, recipe.train, recipe.optimizer, recipe.memory)
     check_names(shape, recipe.train)
     own = _own_tokenizer(recipe, pretrained)
     corpus = open_data(recipe.data, own)
@@ -85,7 +85,7 @@ def prepare(recipe: Recipe) -> Job:
             "set model.vocab = 0 to take the tokenizer's size, or use the model's own tokenizer"
         )
     shape = shape.model_copy(update={"vocab": shape.vocab or vocab})
-    check_fits(shape, recipe.layout, recipe.train, recipe.optimizer)
+    check_fits(shape, recipe.layout, recipe.train, recipe.optimizer, recipe.memory)
     _check_memory(recipe, shape)
     tasks = open_tasks(recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer")
     reference_model(recipe, corpus.tokenizer)
@@ -94,7 +94,7 @@ def prepare(recipe: Recipe) -> Job:
 
 def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None) -> tuple[Transformer, State]:
     """The model under ``mesh`` and its state, ready for the first step; ``values`` as of :func:`parallelize`."""
-    model, state = parallelize(shape, mesh, recipe.train, values, recipe.data.seq_len)
+    model, state = parallelize(shape, mesh, recipe.train, values, recipe.data.seq_len, recipe.memory)
     model.objective = objective(recipe.loss)
     model.criterion = own_loss(recipe.loss, shape.vocab) or model.criterion
     state.optimize(RuleOptimizer(recipe.optimizer, mesh))
@@ -239,7 +239,7 @@ def _check_memory(recipe: Recipe, shape: ModelShape) -> None:
     """Refuse what cannot even hold its own state: parameters, gradients and moments, before any activation."""
     parameters = parameter_count(shape, shape.vocab)
     need = state_bytes(shape, recipe) / recipe.layout.size("pp", "shard", "cp", *MODEL_AXES)
-    cuda = device_type(recipe) == "cuda" and not recipe.train.offloads_state
+    cuda = device_type(recipe) == "cuda" and not recipe.memory.offloads_state
     if cuda:
         free, ranks = torch.cuda.get_device_properties(0).total_memory, 1
     else:  # this machine holds as many ranks as the launcher says, else all
