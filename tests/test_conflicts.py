@@ -25,7 +25,10 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "experts that do not fold": ("ep=2", ""),
     "moments nearer than the weights": ("", "memory.weights=host memory.moments=device"),
     "gradients away from the weights": ("", "memory.gradients=host"),
-    "weights or activations in files": ("", "memory.weights=file"),
+    "activations in files": ("", "memory.activations=file"),
+    "weights in files with balance": ("cp=2,zero=1,balance=greedy", "memory.weights=file"),
+    "weights in files with zeroth order": ("", "memory.weights=file optimizer.estimate=zeroth-order"),
+    "files with post-validation": ("pp=2", "memory.moments=file optimizer.post_validation=true"),
     "offloaded activations with selective recompute": ("", "memory.activations=host train.recompute=selective"),
     "post-validation without pp": ("", "optimizer.post_validation=true"),
     "small moments without AdamW": ("", "optimizer.state=8bit optimizer.kind=lion"),
@@ -96,6 +99,8 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "balance of documents with capacity": ("dp=2,zero=1,balance=greedy", "model.experts=2 model.capacity=1.0"),
     "balance over all layers with pp":
         ("pp=2", "model.experts=2 model.balance=huggingface model.balance_loss=0.1"),
+    "balance over all layers with weights in files": (
+        "", "memory.weights=file model.experts=2 model.balance=huggingface model.balance_loss=0.01"),
     "router statistics with post-validation":
         ("pp=2", "model.experts=2 model.router=sigmoid optimizer.post_validation=true"),
     "balance of experts with zeroth order": ("", "model.experts=2 model.z_loss=0.1 optimizer.estimate=zeroth-order"),

@@ -22,6 +22,7 @@ from weft.recipe import Memory, build_recipe
 from weft.train.setup import assemble, prepare
 from weft.train.step import evaluate, train_step
 
+FILES = {"weights": "file"}
 ALL = {"weights": "host", "activations": "host"}
 
 
@@ -41,10 +42,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     {"layout": {"pp": 2, "tp": 2, "schedule": "zb-h1"}, "memory": ALL, "micro_batch": 1, "recompute": "full"},
     {"layout": {"pp": 2, "shard": 2, "virtual": 2, "schedule": "interleaved-1f1b"}, "memory": {"weights": "host"},
      "batch": 8, "micro_batch": 1},
+    {"layout": {"dp": 2, "tp": 2}, "memory": FILES, "micro_batch": 1, "tied": True},
+    {"layout": {"cp": 2, "shard": 2}, "memory": {"weights": "file", "gradients": "host"}, "recompute": "full"},
+    {"layout": {"pp": 2, "shard": 2, "schedule": "zb-h1"}, "memory": FILES | {"activations": "host"}, "micro_batch": 1},
+    {"layout": {"shard": 2}, "zero": 2, "memory": {"moments": "file"}, "micro_batch": 1},
 ], ids=lambda case: name(case).replace("/", "_"))  # fmt: skip
 def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     values = tree(corpus, case)
-    values |= {"memory": case["memory"]}
+    values |= {"memory": {"folder": str(Path(corpus).parent), **case["memory"]}}
     values["train"]["batch"] = case.get("batch", 5)
     values["model"]["layers"] = 4
     found = pool.run(Layout(**case["layout"]).world, difference, values)[0]

@@ -65,7 +65,7 @@ def _types(recipe: "Recipe", as_json: bool) -> int:
 
     shape = model_shape(recipe)
     shape = shape.model_copy(update={"vocab": shape.vocab or 257})
-    fault = check_types(shape, recipe.layout, recipe.train, recipe.optimizer, recipe.loss)
+    fault = check_types(shape, recipe.layout, recipe.train, recipe.optimizer, recipe.loss, recipe.memory)
     if as_json:
         print(json.dumps({"ok": fault is None, "layout": str(recipe.layout), "world": recipe.layout.world,
                           "fault": asdict(fault) if fault else None}))  # fmt: skip

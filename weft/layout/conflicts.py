@@ -168,7 +168,7 @@ RULES: tuple[Rule, ...] = (
          "ep = {0.layout.ep} does not fold over the ranks of dp={0.layout.dp}, shard={0.layout.shard}, "
          "cp={0.layout.cp}, tp={0.layout.tp}", "{0.foldable}"),
     Rule("moments nearer than the weights", "memory",
-         lambda a: a.memory.distance("moments") < a.memory.distance("weights"),
+         lambda a: a.memory.distance("moments") < min(a.memory.distance("weights"), 1),
          "memory.weights = {0.memory.weights!r} says where the update runs, and memory.moments = "
          "{0.memory.moments!r} is nearer to the device", "leave memory.moments out"),
     Rule("gradients away from the weights", "memory",
@@ -176,10 +176,19 @@ RULES: tuple[Rule, ...] = (
              (1, 2) if a.memory.weights == "file" else (a.memory.distance("weights"),)),
          "memory.gradients = {0.memory.gradients!r} is not where the update needs them, with memory.weights = "
          "{0.memory.weights!r}", "leave memory.gradients out"),
-    Rule("weights or activations in files", "memory",
-         lambda a: any(a.memory.place_of(kind) == "file" for kind in ("weights", "gradients", "activations")),
-         "memory.weights, memory.gradients and memory.activations = 'file' are not available yet",
-         "use 'host'; memory.moments can rest in a file"),
+    Rule("activations in files", "memory", lambda a: a.memory.activations == "file",
+         "memory.activations = 'file' is not available yet", "use 'host'"),
+    Rule("weights in files with balance", "layout memory",
+         lambda a: a.memory.weights == "file" and bool(a.layout.balance),
+         "memory.weights = 'file' takes all microbatches through a block together, and layout.balance = "
+         "{0.layout.balance!r} gives every rank others", "leave one of them out"),
+    Rule("weights in files with zeroth order", "memory optimizer",
+         lambda a: a.memory.weights == "file" and a.optimizer.estimate == "zeroth-order",
+         "optimizer.estimate = 'zeroth-order' keeps a copy of all weights in memory", "leave memory.weights out"),
+    Rule("files with post-validation", "memory optimizer",
+         lambda a: a.optimizer.post_validation and "file" in a.memory.away.values(),
+         "optimizer.post_validation keeps a copy of the state in memory, and [memory] says it does not fit",
+         "leave one of them out"),
     Rule("offloaded activations with selective recompute", "train memory",
          lambda a: a.memory.offloads_activations and a.train.recompute == "selective",
          "memory.activations = {0.memory.activations!r} does not see what train.recompute = 'selective' keeps",
@@ -209,8 +218,10 @@ RULES: tuple[Rule, ...] = (
          "use dp and shard alone"),
     Rule("a plugin's model without blocks", "shape train memory",
          lambda a: bool(a.shape.kind)
-         and (a.train.recompute != "none" or a.memory.offloads_activations or a.train.compile or bool(a.shape.adapter)),
-         "train.recompute, train.compile, memory.activations and [adapter] are for the blocks of Weft's own models, "
+         and (a.train.recompute != "none" or a.memory.offloads_activations or a.memory.weights == "file"
+              or a.train.compile or bool(a.shape.adapter)),
+         "train.recompute, train.compile, memory.activations, memory.weights = 'file' and [adapter] are for the blocks "
+         "of Weft's own models, "
          "and model.kind = {0.shape.kind!r} is a plugin's", "leave them out"),
     Rule("export of a plugin's model", "recipe",
          lambda a: bool(a.recipe.model.kind and (a.recipe.checkpoint.export or a.recipe.model.origin)),
@@ -385,6 +396,11 @@ RULES: tuple[Rule, ...] = (
          and a.shape.balance == "huggingface",
          "model.balance = 'huggingface' adds up what was chosen in all layers, and pp={0.layout.pp} has these on many "
          "ranks", "use model.balance = 'sequence'"),
+    Rule("balance over all layers with weights in files", "shape memory",
+         lambda a: a.memory.weights == "file" and bool(a.shape.mixtures and a.shape.balance_loss)
+         and a.shape.balance == "huggingface",
+         "model.balance = 'huggingface' adds up what was chosen in all layers, and memory.weights = 'file' has one "
+         "after the other", "use model.balance = 'sequence'"),
     Rule("router statistics with post-validation", "shape optimizer",
          lambda a: a.optimizer.post_validation and a.learns_loads,
          "optimizer.post_validation knows a step's loads when the next one has been taken, too late for routers",

@@ -9,8 +9,9 @@ import errno
 import mmap
 import os
 import tempfile
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -141,7 +142,7 @@ class Region:
 
 def _whole(call: Callable[[int, list[memoryview], int], int], descriptor: int, data: T, offset: int) -> None:
     """Repeat a call until all of ``data`` is through: the system may do less than it is asked."""
-    memory = memoryview(data.numpy())
+    memory = memoryview(data.numpy().data)
     while memory:
         done = call(descriptor, [memory], offset)
         if not done:
@@ -154,7 +155,7 @@ def _sum(data: T) -> int:
 
 
 class TierFile:
-    """A file in ``folder`` for the state of one rank; it grows by regions and is gone with its last one.
+    """A file in ``folder`` for the state of one rank; it grows by regions and is gone with the last that uses one.
 
     ``bytes`` counts what transfers have ``read`` and ``written``. ``note`` says so where the file is not what one
     expects: read and written through the page cache, as its file system cannot do otherwise, or not on a disk at all.
@@ -178,6 +179,7 @@ class TierFile:
                 "slower, and takes memory if there is some; a folder on a local disk is better"
             )
         self.threads = ThreadPoolExecutor(THREADS, "weft-tier")
+        self.close = weakref.finalize(self, _close, {self._file, self.descriptor})
 
     def region(self, size: int) -> Region:
         """New room in the file, zeros. Raises :class:`TierError` if the disk has none."""
@@ -193,11 +195,10 @@ class TierFile:
         self.size += room
         return Region(self, self.size - room, room, torch.frombuffer(memory, dtype=torch.uint8))
 
-    def close(self) -> None:
-        """End the threads and let the file go; the regions' memory lives on as long as somebody uses it."""
-        self.threads.shutdown(cancel_futures=True)
-        for descriptor in {self._file, self.descriptor}:
-            os.close(descriptor)
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _nameless(folder: Path) -> int:

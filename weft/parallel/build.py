@@ -6,6 +6,7 @@ from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import Layout
 from weft.layout.mesh import LIVE_AXES, Mesh
 from weft.memory.activations import HostActivations
+from weft.memory.resting import Tiers
 from weft.model_parameters import learns
 from weft.models.own_model import model_of_shape, own_values
 from weft.models.transformer import Block, Transformer
@@ -44,8 +45,9 @@ def parallelize(
     """
     memory = memory or Memory()
     check_fits(shape, mesh.layout, train, memory=memory)
+    tiers = Tiers(memory.away, memory.folder, mesh.device, train.timeout)
     pipeline = None
-    if mesh.size("pp") > 1:
+    if mesh.size("pp") > 1 or memory.weights == "file":
         pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)
     model = pipeline.model if pipeline else model_of_shape(shape, mesh, train.loss_chunk)
     connect(model, mesh, train.recompute)
@@ -67,10 +69,11 @@ def parallelize(
     for name in everywhere:
         model.get_parameter(name).data = model.get_parameter(name).to(mesh.device)
     if pipeline is not None:
-        state = pipeline.start(getattr(torch, train.dtype), memory.offloads_state)
+        state = pipeline.start(getattr(torch, train.dtype), tiers)
         model.pipeline = pipeline
     else:
         state = sharded_state(model, mesh) if sharded else resident_state(model, mesh)
+    state.tiers = tiers
     if mesh.layout.placement == "moving":
         let_experts_move(model, state)
     if memory.offloads_activations:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from weft.data.batch import Batch
 from weft.layout.groups import new_group
 from weft.layout.mesh import Mesh
+from weft.memory.resting import Tiers
 from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
 from weft.models.rope import angles
 from weft.models.router import Pass
@@ -22,7 +23,7 @@ from weft.recipe import ModelShape
 from weft.schedule.actions import Action, Table, Value, forward_half
 from weft.schedule.execute import Executed, Op, execute
 from weft.schedule.kinds import Duty, kind_of
-from weft.schedule.lower import GATHER, REDUCE, RELEASE, links
+from weft.schedule.lower import FETCH, GATHER, REDUCE, RELEASE, links
 from weft.schedule.stages import assign_stages, make_table
 from weft.schedule.validate import validate
 from weft.schedule.vocab import share_stage
@@ -63,11 +64,12 @@ class Pipeline:
             ends |= {"embedding", "head"} | ({"norm"} if len(self.stages) - 1 in held else set())
         return ends
 
-    def start(self, compute: torch.dtype, offload: bool = False) -> State:
+    def start(self, compute: torch.dtype, tiers: Tiers) -> State:
         """Take over the model's parameters, which are on the device by now, and connect to the other ranks.
 
-        ``offload``: the state is kept on the host. Returns the state.
+        ``tiers``: where the state rests. Returns the state.
         """
+        self.tiers, self.streamed = tiers, tiers.places.get("weights") == "file"
         described = dict(self.model.logical_parameters())
         used: dict[tuple[frozenset[int], bool, torch.dtype, tuple[str, str]], list[Full]] = {}
         shared: dict[tuple[int, ...], list[str]] = {}
@@ -85,7 +87,7 @@ class Pipeline:
             if len(copies) > 1 and parameter.requires_grad:
                 shared.setdefault(copies, []).append(name)
         self.users = [
-            (stages, TableUnit(named, self.mesh, dtype, offload)) for (stages, _, dtype, _), named in used.items()
+            (stages, TableUnit(named, self.mesh, dtype, tiers)) for (stages, _, dtype, _), named in used.items()
         ]
         self.units = [unit for _, unit in self.users]
         self.compute = compute
@@ -99,7 +101,9 @@ class Pipeline:
         mine = dist.get_process_group_ranks(self.mesh.group("pp")) if self.wire else [0]
         groups = {ranks: new_group([mine[r] for r in ranks], "copies of a parameter") for ranks in sorted(shared)}
         units: list[Unit] = [*self.units, *([Unit(whole)] if whole else [])]
-        return State(units, {groups[ranks]: sorted(names) for ranks, names in shared.items()})
+        state = State(units, {groups[ranks]: sorted(names) for ranks, names in shared.items()})
+        state.tiers = tiers
+        return state
 
     def _stages_with(self, name: str) -> list[int]:
         """The stages, on any rank, that compute with parameter ``name`` (not one of the vocabulary shares')."""
@@ -140,7 +144,8 @@ class Pipeline:
             # Evaluation is of the whole model: nothing is skipped.
             built = self.built(microbatches) if not forward_only else forward_half(self.whole(microbatches))
             # What is not cut needs no gathering.
-            self.tables[key] = validate(built, zero=self.layout.zero if self.mesh.size("shard", "cp") > 1 else 1)
+            zero = self.layout.zero if self.mesh.size("shard", "cp") > 1 else 1
+            self.tables[key] = validate(built, zero=zero, streamed=self.streamed)
             if self.wire is not None:
                 self.wire.connect(links(self.tables[key]))
         return self.tables[key]
@@ -184,12 +189,13 @@ class Pipeline:
         if self.output is not None:
             ops |= self.output.ops(self.batches, self.total, self.losses)
         ops = {kind: op if kind_of(kind).forward else self._then_fold(op) for kind, op in ops.items()}
-        return ops | {GATHER: self._gather, RELEASE: self._release, REDUCE: self._reduce}
+        return ops | {GATHER: self._gather, RELEASE: self._release, REDUCE: self._reduce, FETCH: self._fetch}
 
     def _forward(self, table: Table, split: set[tuple[int, int]], a: Action, reads: Sequence[Any]) -> list[Any]:
         model, batch, path = self.model, self.batches[a.microbatch], table.paths[a.microbatch]
         training = any(value.name == "saved" for value in a.writes) and torch.is_grad_enabled()
-        tape: Tape = [] if (a.stage, a.microbatch) in split else ImmediateTape()
+        # A lone rank adds weight gradients up as one does without stages, so that tiers change no bit.
+        tape: Tape | None = [] if (a.stage, a.microbatch) in split else ImmediateTape() if self.wire else None
         with deferred(tape if training else None):
             if not reads:
                 x, leaf = model.embedding(batch.tokens), None
@@ -250,12 +256,18 @@ class Pipeline:
             unit.gather()
         return []
 
+    def _fetch(self, a: Action, reads: Sequence[Any]) -> list[Any]:
+        for unit in self._units_of(a.stage):
+            if not unit.live:
+                self.tiers.fetch(unit, "weights")
+        return []
+
     def _release(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         self.live.discard(a.stage)
         still_used = {unit for stage in self.live for unit in self._units_of(stage)}
         for unit in self._units_of(a.stage):
             if unit not in still_used:
-                unit.release(drop=self.layout.zero == 3)
+                unit.release(drop=self.layout.zero == 3 or self.streamed)
         return []
 
     def _reduce(self, a: Action, reads: Sequence[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from torch import nn
 from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.parts import NAMES, Part
 from weft.layout.placement import Placement
+from weft.memory.resting import Tiers
 from weft.models.values import Values
 
 T = torch.Tensor
@@ -31,6 +32,7 @@ class Held:
     ``parameter`` is where reduced gradients are found, by ``gradient``. ``slots`` are parts of other tensors that
     belong to it, by name (moments, say), and ``updates`` counts its updates, as a tensor for the fused kernels.
     ``rows`` are those along dimension 0 that are held while they are not those of the box (experts that have moved).
+    ``norm`` is that of the gradient, where it was taken before the gradient went to rest.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Held:
     slots: dict[str, Part] = field(default_factory=dict)
     updates: T = field(default_factory=lambda: torch.zeros(()))
     rows: tuple[int, ...] | None = None
+    norm: T | None = None
 
     @property
     def grad(self) -> T | None:
@@ -107,9 +110,11 @@ class State:
     """All that this rank holds. ``copies``: parameters that ranks of other stages hold too, by the group of these.
 
     ``learning`` are those of ``held`` that are not frozen; with ``base_elsewhere`` checkpoints leave out the others.
+    What ``tiers`` keep of a unit is brought in while the unit is updated.
     """
 
     base_elsewhere = False
+    tiers = Tiers({})
     #: Brings all rows to where their boxes say. Collective.
     go_home: Callable[[], None] = staticmethod(lambda: None)
 
@@ -123,9 +128,12 @@ class State:
     def optimize(self, optimizer: Optimizer) -> None:
         """From now on :meth:`update` is the ``optimizer``'s, which finds its slots with every parameter that learns."""
         self._optimizer = optimizer
-        for h in self.learning:
-            h.slots |= optimizer.slots(h)
-            h.updates = torch.zeros((), device=h.local.device)
+        for unit in self.units:
+            for h in unit.held:
+                if h.learns:
+                    h.slots |= optimizer.slots(h)
+                    h.updates = torch.zeros((), device=h.local.device)
+            self.tiers.rest(unit, "moments", [part.values for h in unit.held for part in h.slots.values()])
 
     def gather(self) -> None:
         """Make all parameters ready for compute. Collective."""
@@ -142,6 +150,7 @@ class State:
 
     def gradients(self) -> dict[str, T]:
         """What backward left of each learning parameter's gradient on this rank; zeros where it left none."""
+        self.settle()
         found = {h.name: h.grad for h in self.learning}
         return {h.name: torch.zeros_like(h.local) if (g := found[h.name]) is None else g for h in self.learning}
 
@@ -149,11 +158,27 @@ class State:
         for h in self.held:
             h.parameter.grad = None
 
-    def update(self, unit: Unit, grads: Mapping[str, T], lr: float) -> None:
-        """Update the parameters and slots of one unit by its reduced gradients. Collective."""
+    def update(self, unit: Unit, grads: Mapping[str, T], lr: float, scale: float = 1.0) -> None:
+        """Update the parameters and slots of one unit by its reduced gradients, times ``scale``. Collective.
+
+        The gradients are scaled in place. :meth:`settle` ends what this may have left under way.
+        """
         assert self._optimizer is not None, "State.optimize says how"
         if held := [h for h in unit.held if h.learns]:
-            self._optimizer(held, [grads[h.name] for h in held], lr)
+            mine = [grads[h.name] for h in held]
+            with self.tiers.updating(unit):
+                if scale != 1.0:
+                    torch._foreach_mul_(mine, scale)
+                self._optimizer(held, mine, lr)
+
+    def settle(self) -> None:
+        """Have all tensors where they rest, after some updates."""
+        self.tiers.settle()
+
+    def expose(self) -> None:
+        """From now on others may change the tensors."""
+        self.tiers.settle()
+        self.tiers.forget_sums()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -169,6 +194,7 @@ class State:
 
     @torch.no_grad()
     def _swap_averages(self) -> None:
+        self.expose()
         for h in self.learning:
             if "ema" in h.slots:
                 average = h.slots["ema"].values
@@ -190,6 +216,7 @@ class State:
     def tensors(self) -> dict[str, Part]:
         """Every tensor of the state as this rank's part of a logical one; slots go by parameter name. Collective."""
         self.go_home()
+        self.expose()
         found = {f"model.{h.name}": h.part(h.local) for h in self.held}
         for h in self.held:
             found |= {f"optimizer.{slot}.{h.name}": part for slot, part in h.slots.items()}
@@ -203,6 +230,7 @@ class State:
     @torch.no_grad()
     def fill(self, values: Values) -> None:
         """Write ``values`` into all parameters."""
+        self.expose()
         for h in self.held:
             if h.local.numel():
                 h.local.copy_(values(h.name, h.logical, h.box))

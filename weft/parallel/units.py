@@ -14,6 +14,7 @@ from torch import nn
 from weft.layout.dims import Logical
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Placement
+from weft.memory.resting import Tiers
 from weft.parallel.state import Held, Unit
 
 # PyTorch 2.13 renamed these two and warns at every call by the old name, the only one that 2.11 has.
@@ -46,30 +47,37 @@ class TableUnit(Unit):
     unit has none or nothing else of, the state is in the type of compute, as no small updates get lost.
     """
 
-    def __init__(self, named: Sequence[Full], mesh: Mesh, compute: torch.dtype, offload: bool) -> None:
-        self.mesh, self.compute = mesh, compute
+    def __init__(self, named: Sequence[Full], mesh: Mesh, compute: torch.dtype, tiers: Tiers) -> None:
+        self.mesh, self.compute, self.tiers = mesh, compute, tiers
         self.replicas, self.sharing = mesh.sharing(named[0].logical)  # the same of all
         self.size = mesh.size(self.sharing)
         self.learns = any(f.parameter.requires_grad for f in named)
         self.wide = torch.promote_types(compute, torch.float32) if self.learns else compute
         # Whether state and parameters are different tensors.
-        self.apart = self.size > 1 or self.wide != compute or offload
+        self.place = tiers.places.get("weights", "device")
+        self.apart = self.size > 1 or self.wide != compute or self.place != "device"
         self.full = [f.parameter for f in named]
-        self.held = [self._hold(f, offload) for f in named]
+        self.held = [self._hold(f) for f in named]
         # Every rank's share of a parameter takes as much room in a message as the largest.
         self.chunks = [-(-full.shape[0] // self.size) * full[:1].numel() for full in self.full]
         self.shapes = [full.shape for full in self.full]
         self.live = not self.apart
+        tiers.rest(self, "weights", [h.local for h in self.held])
+        # Where reduced gradients go, if they do not stay in memory.
+        self.reduced = {h.name: torch.zeros_like(h.local) for h in self.held if tiers.places.get("gradients") == "file"}
+        tiers.rest(self, "gradients", self.reduced.values() if self.learns else ())
+        self.release(drop=True)
         self.near: torch.Tensor | None = None  # this rank's share of what the nearest ranks hold together
         self.sums: dict[str, torch.Tensor] = {}  # gradients in the wide type, until they are reduced
 
-    def _hold(self, f: Full, offload: bool) -> Held:
+    def _hold(self, f: Full) -> Held:
         full = shard = f.parameter
         full.data = full.data.to(self.compute)
         if self.apart:
-            place = torch.device("cpu") if offload else full.device
-            rows = torch.empty([hi - lo for lo, hi in f.placement.box], dtype=self.wide, device=place)
-            shard = nn.Parameter(rows.pin_memory() if offload and full.is_cuda else rows, self.learns)
+            away = self.place != "device"
+            place = torch.device("cpu") if away else full.device
+            rows = torch.zeros([hi - lo for lo, hi in f.placement.box], dtype=self.wide, device=place)
+            shard = nn.Parameter(rows.pin_memory() if away and full.is_cuda else rows, self.learns)
         return Held(f.name, f.logical, f.placement, shard.detach(), shard)
 
     @torch.no_grad()
@@ -78,6 +86,13 @@ class TableUnit(Unit):
         if self.live:
             return
         self.live = True
+        if self.size == 1:
+            with self.tiers.at_hand(self, "weights"):
+                for full, h in zip(self.full, self.held, strict=True):
+                    full.untyped_storage().resize_(full.numel() * full.element_size())
+                    # Through .data: what autograd saved of the parameter stays valid, as the values are the same.
+                    full.data.copy_(h.local, non_blocking=True)
+            return
         whole = torch.empty(self.size, sum(self.chunks), dtype=self.compute, device=self.mesh.device)
         if self.near is not None:
             all_gather(whole.view(-1), self.near, group=self.mesh.group("near"))
@@ -89,17 +104,14 @@ class TableUnit(Unit):
         for full, shape, pieces in zip(self.full, self.shapes, whole.split(self.chunks, dim=1), strict=True):
             storage, numel = full.untyped_storage(), shape.numel()
             storage.resize_(numel * full.element_size())
-            # Through .data: what autograd saved of the parameter stays valid, as the values are the same.
             full.data.copy_(pieces.reshape(-1)[:numel].view(shape))
 
     def _gather_all(self, whole: torch.Tensor) -> None:
         mine = whole.new_zeros(sum(self.chunks))
-        for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
-            piece[: h.local.numel()].copy_(h.local.to(whole.device, non_blocking=True).flatten())
-        if self.size > 1:
-            all_gather(whole.view(-1), mine, group=self.mesh.group(self.sharing))
-        else:
-            whole[0] = mine
+        with self.tiers.at_hand(self, "weights"):
+            for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
+                piece[: h.local.numel()].copy_(h.local.to(whole.device, non_blocking=True).flatten())
+        all_gather(whole.view(-1), mine, group=self.mesh.group(self.sharing))
 
     def release(self, drop: bool) -> None:
         """Forget the full parameters, before the rows change; ``drop``: free their memory too."""
@@ -142,9 +154,23 @@ class TableUnit(Unit):
         if self.size > 1:
             mine = torch.empty_like(whole[0])
             reduce_scatter(mine, whole.view(-1), group=self.mesh.group(self.sharing))
+        if self.reduced:
+            self._put_away(mine)
+            return
         for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
             share = piece[: h.local.numel()].view(h.local.shape).to(h.local.device, copy=True)
             h.parameter.grad = share if h.parameter.grad is None else h.parameter.grad.add_(share)
+
+    def _put_away(self, mine: torch.Tensor) -> None:
+        """Let the step's reduced gradients rest in their tier, summed over all replicas; keep their norms."""
+        if self.mesh.size(self.replicas) > 1:
+            dist.all_reduce(mine, group=self.mesh.group(self.replicas))
+        again = self.held[0].parameter.grad is not None  # two stages use a tied embedding
+        with self.tiers.at_hand(self, "gradients", changes=True, read=again):
+            for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
+                place, share = self.reduced[h.name], piece[: h.local.numel()].view(h.local.shape)
+                h.parameter.grad = place.add_(share) if again else place.copy_(share)
+                h.norm = torch.linalg.vector_norm(h.parameter.grad)
 
 
 @torch.no_grad()
@@ -152,7 +178,7 @@ def sum_over_replicas(units: Iterable[TableUnit], mesh: Mesh) -> None:
     """Add up the reduced gradients of all replicas, in one call for those that have the same."""
     by_group: dict[str, list[Held]] = {}
     for unit in units:
-        if unit.learns and mesh.size(unit.replicas) > 1:
+        if unit.learns and mesh.size(unit.replicas) > 1 and not unit.reduced:
             by_group.setdefault(unit.replicas, []).extend(unit.held)
     for name, held in by_group.items():
         for h in held:

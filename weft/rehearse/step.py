@@ -25,7 +25,7 @@ from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.rehearse.journal import Event, Journal, silent_rank
 from weft.rehearse.ledger import Ledger, Watch
 from weft.train.setup import assemble, model_shape, prepare
-from weft.train.step import clear_gradients, clipped, gradients, update
+from weft.train.step import clear_gradients, clip_scale, gradients, update
 
 #: Steps that are timed; of every piece of work the quickest counts.
 TIMES = 2
@@ -104,10 +104,9 @@ def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[
     def step() -> Sequence[Event]:
         journal.begin()
         grads, _ = gradients(model, state, given, mesh)
-        clipped(grads, 2.0, 1.0)
         journal.close()
         journal.turn("optimizer")
-        update(state, grads, 1e-3)
+        update(state, grads, 1e-3, clip_scale(2.0, 1.0))
         clear_gradients(model, state)
         journal.close()
         return journal.events

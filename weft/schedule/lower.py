@@ -17,6 +17,7 @@ RECV = _inserted("RECV", "a value arrives from another rank", Clock.COMMUNICATIO
 FREE = _inserted("FREE", "a value is forgotten after its last use", Clock.COMPUTE)
 GATHER = _inserted("GATHER", "a stage's parameters are made whole", Clock.COMMUNICATION)
 RELEASE = _inserted("RELEASE", "a stage's whole parameters are forgotten", Clock.COMPUTE)
+FETCH = _inserted("FETCH", "the next stage's parameters begin to come from where they rest", Clock.COMMUNICATION)
 REDUCE = _inserted("REDUCE", "a stage's gradients are summed over the ranks that hold it", Clock.COMMUNICATION)
 
 
@@ -36,13 +37,15 @@ def producers(table: Table) -> dict[Value, Action]:
     return found
 
 
-def lower(table: Table, zero: int = 1) -> Table:
+def lower(table: Table, zero: int = 1, streamed: bool = False) -> Table:
     """Insert the actions that compute nothing.
 
     A value read on another rank is sent when it is made and received before it is needed; between two ranks, receives
     are in the order of the sends, as NCCL wants it. A value is freed after its last use. ``zero``: the ZeRO stage of
     the parameters (Rajbhandari et al. 2020): stage 3 gathers a stage's parameters around every run of its actions,
-    the others once; stages 2 and 3 reduce gradients after every microbatch, stage 1 after the last.
+    the others once; stages 2 and 3 reduce gradients after every microbatch, stage 1 after the last. ``streamed``: the
+    parameters rest in a tier: they are gathered around every run, the next stage's are fetched meanwhile, and gradients
+    are reduced after the last microbatch, as they go to the tier.
     """
     table = _handed_over(table)
     made = producers(table)
@@ -75,7 +78,7 @@ def lower(table: Table, zero: int = 1) -> Table:
                     received[source] += 1
             out.append(a)
             out += [_move(SEND, rank, value, target) for value in a.writes for target in needed[value]]
-        ranks.append(_frees(_parameters(out, zero)))
+        ranks.append(_frees(_fetches(_parameters(out, 3, 1)) if streamed else _parameters(out, zero, zero)))
     return replace(table, ranks=tuple(ranks))
 
 
@@ -102,8 +105,11 @@ def _handed_over(table: Table) -> Table:
     return table.map(lambda a: replace(a, writes=(*a.writes, awaited[a.key])) if a.key in awaited else a)
 
 
-def _parameters(actions: Sequence[Action], zero: int) -> list[Action]:
-    """Gathers before and releases after the runs in which a stage's parameters are used, and gradient reductions."""
+def _parameters(actions: Sequence[Action], zero: int, reductions: int) -> list[Action]:
+    """Gathers before and releases after the runs in which a stage's parameters are used, and gradient reductions.
+
+    ``zero`` and ``reductions``: the ZeRO stages of parameters and of gradients.
+    """
     using = [a for a in actions if a.declared.parameters]
     last = {a.stage: a for a in using if _leaves_gradients(a)}
     held = None  # the stage whose parameters are gathered, under stage 3
@@ -118,9 +124,21 @@ def _parameters(actions: Sequence[Action], zero: int) -> list[Action]:
             gathered.add(a.stage)
             held = a.stage
         out.append(a)
-        if _leaves_gradients(a) and (zero > 1 or last[a.stage] is a):
+        if _leaves_gradients(a) and (reductions > 1 or last[a.stage] is a):
             out.append(Action(a.rank, REDUCE, a.stage, a.microbatch))
     return [*out, *(Action(a.rank, RELEASE, s, -1) for s in sorted(gathered))] if using else out
+
+
+def _fetches(actions: Sequence[Action]) -> list[Action]:
+    """A fetch of the next stage that is gathered behind every gather."""
+    gathers = [a for a in actions if a.kind == GATHER]
+    following = dict(zip(map(id, gathers), gathers[1:], strict=False))
+    out = []
+    for a in actions:
+        out.append(a)
+        if id(a) in following:
+            out.append(replace(following[id(a)], kind=FETCH))
+    return out
 
 
 def _leaves_gradients(a: Action) -> bool:

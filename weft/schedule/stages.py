@@ -90,6 +90,8 @@ def make_table(layout: Layout, microbatches: int, shape: ModelShape, seq_len: in
         holders = [[r] for r in range(layout.pp)]
         paths = plan_paths(holders, microbatches, layout.skip, costs)
         table = list_schedule("skip", holders, paths, costs, ranks=layout.pp, limit=layout.pp)
+    elif layout.pp == 1:  # streamed from a tier: a stage per block, and all microbatches of one before the next
+        table = build("breadth-first", 1, microbatches, shape.layers + 2)
     else:
         table = build(layout.schedule, layout.pp, microbatches, layout.virtual)
     if layout.vocab_barriers:

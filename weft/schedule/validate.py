@@ -10,8 +10,8 @@ from weft.schedule.lower import FREE, GATHER, RECV, RELEASE, SEND, lower, produc
 WINDOW = 4
 
 
-def validate(table: Table, window: int = WINDOW, zero: int = 1) -> Table:
-    """Check ``table`` and return it lowered, for ZeRO stage ``zero``.
+def validate(table: Table, window: int = WINDOW, zero: int = 1, streamed: bool = False) -> Table:
+    """Check ``table`` and return it lowered (see :func:`weft.schedule.lower.lower`).
 
     Raises :class:`ScheduleError` naming the actions at fault.
 
@@ -20,7 +20,7 @@ def validate(table: Table, window: int = WINDOW, zero: int = 1) -> Table:
     executing the table on all ranks ends.
     """
     _exactly_once(table)
-    lowered = lower(table, zero)
+    lowered = lower(table, zero, streamed)
     for actions in lowered.ranks:
         _legal_order(lowered.name, actions)
     run_dry(lowered, window)

@@ -52,6 +52,7 @@ class InBackward(Stepper):
         for number, missing in enumerate(self.waiting):
             if missing:  # some parameter had no part in this step's loss
                 self._update(number)
+        self.state.settle()
         result = result_of(step_sum(shares_of_sums(loss, self.square, self.model, batches, stop, self.mesh), self.mesh))
         if math.isfinite(result.loss) and result.skipped:
             raise WeftError(

@@ -18,7 +18,7 @@ from weft.train.step import (
     Stepper,
     StepResult,
     clear_gradients,
-    clipped,
+    clip_scale,
     count_loads,
     divisor,
     reduced,
@@ -96,6 +96,5 @@ class PostValidation(Stepper):
         if self.changing:
             torch._foreach_copy_(self.changing, self.copy)
         if not result.skipped:
-            clipped(grads, result.grad_norm, clip)
-            update(self.state, grads, lr)
+            update(self.state, grads, lr, clip_scale(result.grad_norm, clip))
         return [result], False

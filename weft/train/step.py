@@ -7,6 +7,7 @@ runs, and :func:`reduced` sums what ranks with the same data computed a share of
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,8 @@ class PendingSum:
 
     def __init__(self, share: torch.Tensor, mesh: Mesh) -> None:
         self.value = share.clone()
-        self.work = dist.all_reduce(self.value, async_op=True, group=mesh.step_group)
+        alone = mesh.layout.world == 1  # which may have no process group
+        self.work = None if alone else dist.all_reduce(self.value, async_op=True, group=mesh.step_group)
 
     def __call__(self) -> torch.Tensor:
         if self.work is not None:
@@ -182,7 +184,11 @@ def square_norm(grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh) -> 
     for h in state.learning:
         declare(grads[h.name], mesh, **state_types(h.logical))
     with untyped():  # that each counts once follows from the placements, not from types
-        norm = torch.nn.utils.get_total_norm([grads[h.name] for h in state.learning if h.placement.counted])
+        # By name: units come in another order where they rest in tiers.
+        counted = sorted((h for h in state.learning if h.placement.counted), key=attrgetter("name"))
+        # A norm that is known stands for its gradient, unless that has been summed further.
+        known = (h.norm if h.norm is not None and grads[h.name] is h.grad else grads[h.name] for h in counted)
+        norm = torch.nn.utils.get_total_norm(list(known))
         square = moved(norm.double().square(), mesh.device)
     return declare(square, mesh, **SHARE)
 
@@ -240,10 +246,11 @@ def result_of(sums: torch.Tensor) -> StepResult:
     return StepResult(loss, norm, round(tokens), skipped, stops > 0, tuple(map(round, loads)))
 
 
-def update(state: State, grads: Mapping[str, torch.Tensor], lr: float) -> None:
-    """Update all parameters by their reduced gradients, unit by unit."""
+def update(state: State, grads: Mapping[str, torch.Tensor], lr: float, scale: float = 1.0) -> None:
+    """Update all parameters by their reduced gradients times ``scale``, unit by unit."""
     for unit in state.units:
-        state.update(unit, grads, lr)
+        state.update(unit, grads, lr, scale)
+    state.settle()
 
 
 def clear_gradients(model: Transformer, state: State) -> None:
@@ -251,10 +258,9 @@ def clear_gradients(model: Transformer, state: State) -> None:
     state.clear_gradients()
 
 
-def clipped(grads: dict[str, torch.Tensor], norm: float, clip: float) -> None:
-    """Scale the gradients in place to the global norm ``clip``, if that is above 0 and below theirs."""
-    if clip and norm > clip and grads:
-        torch._foreach_mul_(list(grads.values()), clip / (norm + 1e-6))
+def clip_scale(norm: float, clip: float) -> float:
+    """What brings gradients with this global norm to the norm ``clip``, if that is above 0 and below theirs; else 1."""
+    return clip / (norm + 1e-6) if clip and norm > clip else 1.0
 
 
 @dataclass
@@ -286,8 +292,7 @@ class Stepper:
                 self.inspect(grads)
             self.before_update()
             if not result.skipped:
-                clipped(grads, result.grad_norm, self.settings.clip)
-                update(self.state, grads, lr)
+                update(self.state, grads, lr, clip_scale(result.grad_norm, self.settings.clip))
                 self.model.learn_loads(result.loads)
             clear_gradients(self.model, self.state)
         return [result]

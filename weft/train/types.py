@@ -27,7 +27,7 @@ from weft.models.preference import objective
 from weft.models.transformer import Transformer
 from weft.parallel.build import check_fits, connect, resident_state
 from weft.parallel.state import State
-from weft.recipe import Loss, ModelShape, Optimizer, Train
+from weft.recipe import Loss, Memory, ModelShape, Optimizer, Train
 from weft.train.step import gradients
 
 
@@ -45,7 +45,12 @@ class TypeFault:
 
 
 def check_types(
-    shape: ModelShape, layout: Layout, train: Train, optimizer: Optimizer | None = None, loss: Loss | None = None
+    shape: ModelShape,
+    layout: Layout,
+    train: Train,
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
+    memory: Memory | None = None,
 ) -> TypeFault | None:
     """Type-check one whole training step of ``layout`` on this process alone, whatever its world size.
 
@@ -54,7 +59,7 @@ def check_types(
     sum after.
     Pipeline stages hand each other tensors of one and the same type, so one place along ``pp`` stands for all.
     """
-    check_fits(shape, layout, train, optimizer)
+    check_fits(shape, layout, train, optimizer, memory)
     if shape.kind:
         raise UsageError(f"types are known of Weft's own models, and model.kind = {shape.kind!r} is a plugin's; prove "
                          "it by numbers: leave out --types")  # fmt: skip

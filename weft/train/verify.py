@@ -14,7 +14,7 @@ from weft.layout.parts import Part
 from weft.models.transformer import Transformer
 from weft.models.values import seeded_values, with_adapter
 from weft.parallel.state import State
-from weft.recipe import Recipe
+from weft.recipe import Memory, Recipe
 from weft.schedule.stages import routes
 from weft.train.ranks import joined
 from weft.train.reference import with_reference
@@ -139,7 +139,8 @@ def compare(mine: Trace, job: Job, mesh: Mesh) -> Difference | None:
     if not mesh.is_main:
         return None
     follow = [_whole([t.grads[step] for t in traces]) for step in range(len(mine.grads))]
-    reference = run_layout(job, Mesh.single(mesh.device), len(follow), follow=follow)
+    plain = dataclasses.replace(job, recipe=job.recipe.model_copy(update={"memory": Memory()}))
+    reference = run_layout(plain, Mesh.single(mesh.device), len(follow), follow=follow)
     optimizer = job.recipe.optimizer
     apart = 2 * optimizer.epsilon if optimizer.estimate == "zeroth-order" else None
     return difference(traces, reference, job.recipe.train.dtype, apart)

@@ -78,6 +78,7 @@ class ZerothOrder(Stepper):
             self.inspect(seen)
         for unit in self.state.units:
             self.state.update(unit, seen or {h.name: slope * direction(h, number) for h in unit.held if h.learns}, lr)
+        self.state.settle()
 
 
 def direction(held: Held, number: int) -> T:

@@ -65,6 +65,7 @@ class Copies:
         self.sizes = np.array([len(home) for home in ranks.homes])
         self.ends = self.sizes.cumsum()
         self.state: Sequence[Held] = ()
+        self.expose: Callable[[], None] = lambda: None  # has the state where it rests, as it will be changed
         self.running, self.order, self.rested = np.zeros(ranks.items), self.home, REST
         self._plan: Future[Plan]
         self.replan()
@@ -80,6 +81,7 @@ class Copies:
         if self.state and self.rested >= REST:
             order = better_order(self.running, self.order, self.sizes, self.spare, self._cost_of_move())
             if (order != self.order).any():
+                self.expose()
                 move(self, order)
                 self.rested = 0
         self.replan()
@@ -146,6 +148,7 @@ def let_experts_move(model: Transformer, state: State) -> None:
     for name, module in model.named_modules():
         if isinstance(module, Mixture) and isinstance(module.copies, Copies):
             layers.append(module.copies)
+            module.copies.expose = state.expose
             module.copies.state = [held[f"{name}.experts.{weight}"] for weight in ("gate", "up", "down")]
 
     def go_home() -> None:

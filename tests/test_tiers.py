@@ -1,0 +1,239 @@
+"""Tiers: what goes to a file comes back, room is what is needed, and a disk that fails is named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.cases import recipe, write_corpus
+from weft.layout.mesh import Mesh
+from weft.memory.resting import Tiers
+from weft.memory.tiers import PAGE, PIECE, Pool, TierError, TierFile, page_buffer, whole_pages
+from weft.parallel.state import State
+from weft.train.setup import assemble, prepare
+from weft.train.stepper import build_stepper
+
+EVERYTHING = {"weights": "file", "gradients": "file", "moments": "file"}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+# --- the file
+
+
+def test_a_region_is_a_file_and_memory(tmp_path: Path) -> None:
+    """What transfers write the memory shows, and the other way round; nothing has a name."""
+    file = TierFile(tmp_path / "tier")
+    first, region = file.region(5), file.region(3 * PIECE + 17)
+    assert not list((tmp_path / "tier").iterdir()) and first.size == PAGE
+    data, back = page_buffer(region.size), page_buffer(region.size)
+    assert not data.data_ptr() % PAGE and not region.memory.any()
+    data.copy_(torch.randint(0, 256, data.shape, dtype=torch.uint8))
+    region.write(data).wait()
+    assert torch.equal(region.memory, data) and not first.memory.any()
+    region.forget_sums()
+    region.memory[PIECE + 3] ^= 1
+    region.read(back).wait()
+    assert torch.equal(region.memory, back) and not torch.equal(back, data)
+    part = page_buffer(PAGE)
+    region.read(part, start=PIECE).wait()
+    assert torch.equal(part, back[PIECE : PIECE + PAGE])
+    assert file.bytes == {"written": data.numel(), "read": back.numel() + PAGE}
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    file = TierFile(tmp_path)
+    region, data = file.region(2 * PIECE), page_buffer(2 * PIECE)
+    region.write(data).wait()
+    region.memory[PIECE + 9] = 1
+    with pytest.raises(TierError, match=rf"memory.folder = '{tmp_path}' failed: .* at {PIECE:,} .* damaged"):
+        region.read(data).wait()
+
+
+def test_a_system_that_does_less_is_asked_again(tmp_path: Path) -> None:
+    file = TierFile(tmp_path)
+    region, data, back = file.region(PIECE), page_buffer(PIECE), page_buffer(PIECE)
+    data.copy_(torch.randint(0, 256, data.shape, dtype=torch.uint8))
+
+    def shortened(call: Callable[..., int]) -> Callable[..., int]:
+        return lambda descriptor, parts, offset: call(descriptor, [parts[0][: 3 * PAGE]], offset)
+
+    with mock.patch.multiple(os, preadv=shortened(os.preadv), pwritev=shortened(os.pwritev)):
+        region.write(data).wait()
+        region.read(back).wait()
+    assert torch.equal(data, back)
+    with mock.patch.object(os, "preadv", return_value=0), pytest.raises(TierError, match="the file ends at 0"):
+        region.read(back).wait()
+
+
+def test_what_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError, match=r"memory.folder = .*file/under' cannot be used: Not a directory"):
+        TierFile(tmp_path / "file" / "under")
+    file = TierFile(tmp_path)
+    with pytest.raises(TierError, match=r"no room for .* bytes more in memory.folder .* choose another folder"):
+        file.region(1 << 60)
+    assert file.size == 0
+    opened = os.open
+
+    def buffered(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return opened(path, flags, *mode)
+
+    with mock.patch.object(os, "open", buffered):
+        slow = TierFile(tmp_path)
+    assert "knows no direct I/O" in slow.note
+    region, data = slow.region(PAGE), page_buffer(PAGE).fill_(7)
+    region.write(data).wait()
+    assert (region.memory == 7).all()
+
+
+def test_the_pool_has_slots_for_every_size() -> None:
+    """Of Llama 7B's shapes, scaled down: three blocks, embedding and head, again and again."""
+    blocks, ends = [4 * 202_383_360 // 256] * 3, [4 * 131_072_000 // 256] * 2
+    pool, payload = Pool(), sum(blocks) + sum(ends)
+    for _ in range(3):
+        taken = [pool.take(size) for size in (*blocks, *ends)]
+        for buffer in taken:
+            pool.give(buffer)
+    assert pool.bytes == sum(map(whole_pages, (*blocks, *ends)))
+    assert payload / pool.bytes >= 0.95, "one size for all: 0.86"
+
+
+# --- tensors that rest
+
+
+def test_tensors_come_and_go_and_keep_their_values(tmp_path: Path) -> None:
+    tiers = Tiers({"moments": "file"}, str(tmp_path))
+    owners = {name: [torch.randn(300), torch.randn(3, 5).double(), torch.randn(0)] for name in "abcd"}
+    wanted = {name: [t.clone() for t in tensors] for name, tensors in owners.items()}
+    for name, tensors in owners.items():
+        tiers.rest(name, "moments", tensors)
+        tiers.rest(name, "weights", [torch.ones(3)])  # on the device
+    size = PAGE
+    for turn in range(3):
+        for name, tensors in owners.items():
+            with tiers.updating(name):
+                for t, w in zip(tensors, wanted[name], strict=True):
+                    assert torch.equal(t, w)
+                    t.add_(turn + 1)
+                    w.add_(turn + 1)
+        tiers.settle()
+        assert all(torch.equal(t, w) for name in owners for t, w in zip(owners[name], wanted[name], strict=True))
+        assert tiers.bytes == {"read": size * 4 * (turn + 1), "written": size * 4 * (turn + 1)}
+    assert tiers.pool.bytes <= 3 * size
+    with pytest.raises(ZeroDivisionError), tiers.updating("a"):
+        owners["a"][0].zero_()
+        raise ZeroDivisionError
+    tiers.settle()
+    assert torch.equal(owners["a"][0], wanted["a"][0]), "half an update was written"
+
+
+# --- steps
+
+
+def run(
+    corpus: str, memory: dict[str, str], steps: int, seen: list[State] | None = None, **change: Any
+) -> tuple[list[Any], State]:
+    """Some steps on one device; ``seen`` gets the state before the first, also if they fail."""
+    settings = recipe(corpus, **{f"memory__{key}": value for key, value in memory.items()}, **change)
+    job, mesh = prepare(settings), Mesh.single()
+    model, state = assemble(job.shape, mesh, settings)
+    stepper, loader = build_stepper(model, state, mesh, settings.optimizer), job.loader(job.corpus.train, mesh)
+    results: list[Any] = []
+    if seen is not None:
+        seen.append(state)
+    for step in range(steps):
+        results += stepper.step(loader.step(step * settings.train.batch) or [], 1e-3)
+    return results + stepper.finish(), state
+
+
+@pytest.mark.parametrize("change", [
+    {"train__dtype": "float32", "train__micro_batch": 1},
+    {"optimizer__kind": "muon", "optimizer__ema": 0.9, "optimizer__clip": 0.1, "train__micro_batch": 2},
+    {"optimizer__state": "4bit", "model__ffn": 42, "train__recompute": "full", "model__tied": True},
+    {"optimizer__kind": "galore", "optimizer__rank": 3, "train__freeze": ["blocks.0.*"]},
+    {"adapter__rank": 2, "adapter__kind": "lora", "train__micro_batch": 3},
+    {"optimizer__in_backward": True, "optimizer__clip": 0.0},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("memory", [
+    {"moments": "file"}, {"weights": "file", "gradients": "host", "moments": "host"}, EVERYTHING,
+], ids=lambda memory: "+".join(memory))  # fmt: skip
+def test_tiers_change_no_bit(corpus: str, tmp_path: Path, memory: dict[str, str], change: dict[str, Any]) -> None:
+    if "optimizer__in_backward" in change and "weights" in memory:
+        pytest.skip("refused")
+    plain, resident = run(corpus, {}, 3, **change)
+    found, state = run(corpus, {**memory, "folder": str(tmp_path)}, 3, **change)
+    assert [r[:4] for r in found] == [r[:4] for r in plain]
+    wanted = resident.tensors()
+    for name, part in state.tensors().items():
+        assert torch.equal(part.values, wanted[name].values), name
+
+
+def regions(state: State) -> dict[str, int]:
+    """Bytes of the regions of all units, by kind."""
+    found: dict[str, int] = {}
+    for groups in state.tiers.groups.values():
+        for kind, group in groups.items():
+            if group.region is not None:
+                found[kind] = found.get(kind, 0) + group.region.size
+    return found
+
+
+@pytest.mark.parametrize("rows", [5, 1], ids="rows={}".format)
+def test_bytes_are_those_of_the_formula(corpus: str, tmp_path: Path, rows: int) -> None:
+    """Weights are read twice for a step, whatever the number of microbatches, and once with all else for the update."""
+    _, state = run(corpus, {**EVERYTHING, "folder": str(tmp_path)}, 2, train__micro_batch=rows)
+    size, last = regions(state), 0
+    for unit, groups in state.tiers.groups.items():
+        if any(h.name.startswith(("norm", "head")) for h in unit.held):  # type: ignore[attr-defined]
+            last += groups["weights"].region.size  # type: ignore[union-attr]
+    every = size["weights"] + size["gradients"] + size["moments"]
+    assert state.tiers.bytes == {"read": 2 * (2 * size["weights"] - last + every), "written": 2 * every}
+    assert size["moments"] <= 2 * size["weights"] and size["gradients"] == size["weights"]
+
+
+def test_what_rests_takes_no_memory(corpus: str, tmp_path: Path) -> None:
+    """Buffers of three units at most, of the kinds that are used together, however many blocks there are."""
+    for layers in (3, 9):
+        _, state = run(corpus, {**EVERYTHING, "folder": str(tmp_path)}, 1, model__layers=layers)
+        units = {sum(g.region.size for g in groups.values()) for groups in state.tiers.groups.values() if groups}  # type: ignore[union-attr]
+        assert state.tiers.pool.bytes <= 3 * max(units) + sum(units)
+
+
+@pytest.mark.parametrize("points", [25, pytest.param(200, marks=pytest.mark.soak)])
+def test_a_disk_that_fails_is_named_and_nothing_is_half_updated(corpus: str, tmp_path: Path, points: int) -> None:
+    """At so many points of three steps: the error names the folder, and what is left is never looked at."""
+    memory = {**EVERYTHING, "folder": str(tmp_path)}
+    calls, real = [0], {"preadv": os.preadv, "pwritev": os.pwritev}
+
+    def failing(name: str, at: int) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            calls[0] += 1
+            if calls[0] == at:
+                raise OSError(5, "Input/output error")
+            return real[name](*arguments)  # type: ignore[operator]
+
+        return call
+
+    with mock.patch.multiple(os, **{name: failing(name, 0) for name in real}):
+        run(corpus, memory, 3)
+    total = calls[0]
+    for at in sorted({1 + total * i // points for i in range(points)}):
+        calls[0] = 0
+        seen: list[State] = []
+        with mock.patch.multiple(os, **{name: failing(name, at) for name in real}), pytest.raises(TierError) as error:
+            run(corpus, memory, 3, seen)
+        assert str(tmp_path) in str(error.value) and "Input/output error" in str(error.value)
+        with pytest.raises(TierError):  # nobody, a checkpoint least of all, sees what may be half an update
+            seen[0].tensors()

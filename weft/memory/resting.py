@@ -1,0 +1,194 @@
+"""Tensors that rest in a tier while they are not in use: brought in together, and taken back after they have changed.
+
+A tensor object stays the same all the time, and what it refers to changes: a region of the tier's file (or memory of
+the host) while it rests, and a buffer (or memory of the device) in between.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from weft.memory.tiers import Pool, TierFile, Transfer, page_buffer, whole_pages
+
+T = torch.Tensor
+
+CPU = torch.device("cpu")
+
+#: Tensors in one region begin at multiples of so many bytes.
+ALIGNED = 64
+
+
+class Group:
+    """Tensors of one unit that rest together: in a region of ``file``, or without one in the host's memory."""
+
+    def __init__(self, tensors: Sequence[T], file: TierFile | None, pool: Pool) -> None:
+        self.tensors, self.pool, self.device = list(tensors), pool, tensors[0].device
+        self.starts, size = [], 0
+        for tensor in self.tensors:
+            self.starts.append(size)
+            size += -(-tensor.nbytes // ALIGNED) * ALIGNED
+        self.region = file.region(size) if file is not None else None
+        self.home = self.region.memory if self.region is not None else page_buffer(whole_pages(size), pool.pinned)
+        self.buffer: T | None = None  # what the region is read into, used in and written from
+        self.there: T | None = None  # the same on the device
+        self.coming: Transfer | None = None
+        self.leaving: Transfer | None = None
+        for tensor, place in zip(self.tensors, self._places(self.home), strict=True):
+            if tensor.count_nonzero():  # the home is zeros
+                place.copy_(tensor)
+            tensor.data = place
+
+    def fetch(self) -> None:
+        """Begin to read, if that is not under way."""
+        if self.region is not None and self.coming is None:
+            self.settle()
+            self.buffer = self.pool.take(self.region.size)
+            self.coming = self.region.read(self.buffer)
+
+    def bring(self, read: bool = True) -> None:
+        """Have the tensors where they are used; without ``read`` with anything in them, as all will be written."""
+        if read:
+            self.fetch()
+        elif self.region is not None:
+            self.settle()
+            self.buffer = self.pool.take(self.region.size)
+        if self.coming is not None:
+            self.coming.wait()
+        memory = self.home if self.buffer is None else self.buffer
+        if self.device.type != "cpu":
+            memory = self.there = memory.to(self.device, non_blocking=True)
+        self._refer_to(memory)
+
+    def put(self, changed: bool) -> None:
+        """Begin to take the tensors back, if they have changed; otherwise they are as they rest."""
+        memory = self.home if self.buffer is None else self.buffer
+        if self.there is not None and changed:
+            memory.copy_(self.there)
+        self.there = None
+        self._refer_to(self.home)
+        if not changed:
+            self.settle()
+        elif self.region is not None and self.buffer is not None:
+            self.coming, self.leaving = None, self.region.write(self.buffer)
+
+    def settle(self) -> None:
+        """End what is under way, so that the tensors are where they rest; what has only been read is forgotten."""
+        for transfer in (self.coming, self.leaving):
+            if transfer is not None:
+                transfer.wait()
+        self.coming = self.leaving = None
+        if self.buffer is not None:
+            self.pool.give(self.buffer)
+            self.buffer = None
+
+    def _places(self, memory: T) -> list[T]:
+        found = zip(self.tensors, self.starts, strict=True)
+        return [memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for t, at in found]
+
+    def _refer_to(self, memory: T) -> None:
+        for tensor, place in zip(self.tensors, self._places(memory), strict=True):
+            tensor.data = place
+
+
+class Tiers:
+    """What rests outside the memory in which it is used, by its owner, a unit of the state, and its kind.
+
+    ``places``: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); what is not named is on
+    the device. ``folder``: where the file is, of which every rank has one; ``timeout``: seconds for one transfer.
+    Owners are updated in the same order in every step, so that from the second on the next one's tensors are read
+    while one's are in use.
+    """
+
+    def __init__(
+        self, places: Mapping[str, str], folder: str = ".", device: torch.device = CPU, timeout: float = 600
+    ) -> None:
+        self.places, self.folder, self.timeout = places, Path(folder).expanduser(), timeout
+        self.pool = Pool(pinned=device.type == "cuda")
+        self.groups: dict[Hashable, dict[str, Group]] = defaultdict(dict)
+        self.next: dict[Hashable, Hashable] = {}  # who came after whom
+        self.last: Hashable = None
+        self.leaving: deque[Group] = deque()
+        self._file: TierFile | None = None
+
+    @property
+    def file(self) -> TierFile:
+        """This rank's file, made when something is to rest there."""
+        if self._file is None:
+            self._file = TierFile(self.folder, self.timeout)
+        return self._file
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes ``read`` from the file and ``written`` to it so far."""
+        return dict(self._file.bytes) if self._file is not None else {}
+
+    @property
+    def note(self) -> str:
+        """What there is to say of the file, if it is not what one expects."""
+        return self._file.note if self._file is not None else ""
+
+    def rest(self, owner: Hashable, kind: str, tensors: Iterable[T]) -> None:
+        """From now on these tensors, whose objects stay the same, rest where their kind does."""
+        place, tensors = self.places.get(kind, "device"), [t for t in tensors if t.numel()]
+        if tensors and (place == "file" or (place == "host" and tensors[0].device.type != "cpu")):
+            self.groups[owner][kind] = Group(tensors, self.file if place == "file" else None, self.pool)
+
+    def fetch(self, owner: Hashable, kind: str) -> None:
+        """Begin to bring what will soon be used."""
+        if group := self.groups.get(owner, {}).get(kind):
+            group.fetch()
+
+    @contextmanager
+    def at_hand(self, owner: Hashable, kind: str, changes: bool = False, read: bool = True) -> Iterator[None]:
+        """In here the owner's tensors of one kind can be used, and changed if that is said; see :meth:`Group.bring`.
+
+        What fails in here leaves them as they rest.
+        """
+        group = self.groups[owner].get(kind) if owner in self.groups else None
+        if group is None:
+            yield
+            return
+        group.bring(read)
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            group.put(changes and done)
+            if changes:
+                self.leaving.append(group)
+
+    @contextmanager
+    def updating(self, owner: Hashable, fixed: Container[str] = ("gradients",)) -> Iterator[None]:
+        """In here all that the owner has is at hand and may change, except the ``fixed`` kinds."""
+        if not (groups := self.groups.get(owner)):
+            yield
+            return
+        self.next[self.last], self.last = owner, owner
+        while len(self.leaving) > len(groups):  # one owner's, beside one in use and one that is coming
+            self.leaving.popleft().settle()
+        for each in (owner, self.next.get(owner)):
+            for group in self.groups.get(each, {}).values():
+                group.fetch()
+        with ExitStack() as stack:
+            for kind in groups:
+                stack.enter_context(self.at_hand(owner, kind, changes=kind not in fixed))
+            yield
+
+    def settle(self) -> None:
+        """End all transfers: whoever looks at the tensors from now on sees what they are."""
+        for groups in self.groups.values():
+            for group in groups.values():
+                group.settle()
+        self.leaving.clear()
+        self.last = None
+
+    def forget_sums(self) -> None:
+        """Somebody may change what rests from now on, without a word."""
+        for groups in self.groups.values():
+            for group in groups.values():
+                if group.region is not None:
+                    group.region.forget_sums()
