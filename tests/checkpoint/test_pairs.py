@@ -1,9 +1,11 @@
-"""What any layout of up to eight ranks saves, any other one loads: every pair of them, bit by bit."""
+"""What any layout of up to eight ranks saves, any other one loads, bit by bit: a sample of pairs, and in soak all."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
+import random
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,13 +39,14 @@ KEPT = ("blocks.0.", "blocks.7.", "embedding", "norm", "output")
 def layouts() -> Iterator[Layout]:
     """All with at most eight ranks; where state is sharded, with the least and the most of ZeRO."""
     for sizes in itertools.product(range(1, 9), repeat=len(AXES)):
+        if math.prod(sizes) > 8:
+            continue
         axes = dict(zip(AXES, sizes, strict=True))
         for zero in (1, 3) if axes["shard"] > 1 else (1,):
             try:
                 layout = Layout(**axes, zero=zero, context="ring")
-                if layout.world <= 8:
-                    check_fits(SHAPE, layout)
-                    yield layout
+                check_fits(SHAPE, layout)
+                yield layout
             except UsageError:
                 continue
 
@@ -88,12 +91,9 @@ def save(folder: Path, ranks: list[dict[str, Part]], values: dict[str, torch.Ten
     return StoredCheckpoint(storage)
 
 
-@pytest.mark.slow
-def test_every_pair_of_layouts(pool: Any, tmp_path: Path) -> None:
-    tables = {layout: held_by_all(layout) for layout in layouts()}
-    assert len(tables) > 100
-    real = Layout(shard=2, cp=2, tp=2, context="ring")  # a fake group lays ranks out as a real one does
-    assert [boxes(parts) for parts in pool.run(8, held, real)] == [boxes(parts) for parts in held_by_all(real)]
+def check_pairs(folder: Path, chosen: list[Layout]) -> None:
+    """Whatever one of these layouts has saved, all of them load."""
+    tables = {layout: held_by_all(layout) for layout in chosen}
     values: dict[str, torch.Tensor] = {}
     for ranks in tables.values():
         for parts in ranks:
@@ -102,10 +102,33 @@ def test_every_pair_of_layouts(pool: Any, tmp_path: Path) -> None:
     # Ranks that hold the same boxes load alike, whatever their layouts.
     distinct = {boxes(parts): parts for ranks in tables.values() for parts in ranks}
     for number, ranks in enumerate(tables.values()):
-        checkpoint = save(tmp_path / str(number), ranks, values)
+        checkpoint = save(folder / str(number), ranks, values)
         assert set(checkpoint.tensors) == set(values)
         for parts in distinct.values():
             got = {n: replace(v, values=torch.full([hi - lo for lo, hi in v.box], torch.nan)) for n, v in parts.items()}
             checkpoint.load(got)
             for name, local in got.items():
                 assert torch.equal(local.values, values[name][tuple(slice(*edge) for edge in local.box)]), name
+
+
+@pytest.mark.slow
+def test_a_fake_group_lays_ranks_out_as_a_real_one_does(pool: Any) -> None:
+    real = Layout(shard=2, cp=2, tp=2, context="ring")
+    assert [boxes(parts) for parts in pool.run(8, held, real)] == [boxes(parts) for parts in held_by_all(real)]
+
+
+@pytest.mark.slow
+def test_pairs_of_some_layouts(tmp_path: Path) -> None:
+    """Of the largest worlds, where most is cut, and of any: ten that a seed has drawn."""
+    every, rng = list(layouts()), random.Random(7)
+    largest = [layout for layout in every if layout.world == 8]
+    chosen = rng.sample(largest, 4) + rng.sample([layout for layout in every if layout.world < 8], 6)
+    assert all(any(layout.size(axis) > 1 for layout in chosen) for axis in AXES)
+    check_pairs(tmp_path, chosen)
+
+
+@pytest.mark.soak
+def test_every_pair_of_layouts(tmp_path: Path) -> None:
+    every = list(layouts())
+    assert len(every) > 100
+    check_pairs(tmp_path, every)

@@ -67,7 +67,9 @@ class Pool:
         # Forking from a server that has imported PyTorch starts a worker in milliseconds.
         self._context: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
-            self._context.set_forkserver_preload(["torch", "torch.distributed.tensor", *preload, "weft.train.loop"])
+            # The first operator of our own imports torch._dynamo, which every worker would do again.
+            usual = ["torch", "torch._dynamo", "torch.distributed.tensor"]
+            self._context.set_forkserver_preload([*usual, *preload, "weft.train.loop"])
         self._folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[Worker] = []
