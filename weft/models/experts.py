@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from spmd_types import rules
-from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.layout.boundary import gather_tokens, scatter_tokens, untyped
 from weft.layout.dims import Dim
@@ -15,6 +14,7 @@ from weft.layout.mesh import Mesh
 from weft.models.feed_forward import ACTIVATE, FeedForward
 from weft.models.fused import current_tape
 from weft.models.module import Module
+from weft.models.numbers import has_numbers
 from weft.models.router import Choice, Pass, Router
 from weft.recipe import ModelShape
 
@@ -194,8 +194,8 @@ def products(x: T, counts: T, *weights: T) -> tuple[T, ...]:
 
 
 def sizes_of(counts: T, rows: int) -> list[int]:
-    """``counts`` on the host; where there are no numbers (on the meta device), as if they were equal."""
-    if counts.is_meta or isinstance(counts, FakeTensor):
+    """``counts`` on the host; where there are no numbers, as if they were equal."""
+    if not has_numbers(counts):
         share, rest = divmod(rows, max(1, len(counts)))
         return [share + (e < rest) for e in range(len(counts))]
     return counts.tolist()
@@ -205,8 +205,8 @@ def grouped_runs(x: T, *weights: T) -> bool:
     """Whether PyTorch's grouped product takes these: not float64, and rows of a multiple of 16 bytes."""
     aligned = all(n * x.element_size() % 16 == 0 for w in weights for n in w.shape[1:])
     kinds = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
-    real = not (x.is_meta or isinstance(x, FakeTensor))  # what has no numbers is refused in float32
-    return hasattr(F, "grouped_mm") and aligned and x.dtype in kinds and real and len(x) > 0
+    # What has no numbers is refused in float32.
+    return hasattr(F, "grouped_mm") and aligned and x.dtype in kinds and has_numbers(x) and len(x) > 0
 
 
 def grouped(x: T, weight: T, counts: T, plus: T | None = None) -> T:

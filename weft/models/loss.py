@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from spmd_types import rules
-from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.data.batch import IGNORE
 from weft.layout.boundary import I, V
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
+from weft.models.numbers import has_numbers
 
 #: The sum of the losses of tokens, with the arguments of :func:`linear_cross_entropy`.
 Criterion = Callable[..., torch.Tensor]
@@ -119,7 +119,7 @@ def labelled_rows(labels: torch.Tensor) -> torch.Tensor | None:
     Prompts that are not learned from, or padding, then cost the output layer nothing. Not on a GPU, where the host
     would have to wait for all that was asked of it before it could know how many there are.
     """
-    if labels.device.type != "cpu" or isinstance(labels, FakeTensor):
+    if labels.device.type != "cpu" or not has_numbers(labels):
         return None
     rows = (labels != IGNORE).nonzero()[:, 0]
     return rows if len(rows) < MOST_LABELLED * len(labels) else None

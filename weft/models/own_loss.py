@@ -11,6 +11,7 @@ from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
 from weft.models.loss import SummedLoss, scale_of
+from weft.models.numbers import has_numbers
 from weft.plugins import find
 from weft.recipe import Loss
 
@@ -76,7 +77,7 @@ class _Chunked(SummedLoss):
         d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
         scales = scale_of(labels, counts, torch.float64)[:, 0]
         # Types do not depend on what a plugin computes, which need not know tensors without values.
-        labelled = labels[:0] if labels.is_meta else (labels != IGNORE).nonzero()[:, 0]
+        labelled = (labels != IGNORE).nonzero()[:, 0] if has_numbers(labels) else labels[:0]
         for rows in labelled.split(chunk) if len(labelled) else ():
             h = hidden[rows]
             mine = times(h, weight).to(wide)  # [chunk, vocab/tp]

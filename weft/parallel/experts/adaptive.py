@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from weft.layout.boundary import untyped
 from weft.models.experts import Arriving, Dispatched, Dispatcher, Local, Stacks
+from weft.models.numbers import has_numbers
 from weft.models.router import Choice
 from weft.parallel.experts.dispatch import AllGather, AllToAll, per_rank
 from weft.parallel.experts.ranks import Members, Ranks
@@ -78,7 +79,7 @@ class Adaptive:
 
     def best(self, numbers: T) -> int:
         """Which option to take, of the ``numbers`` that all ranks together send by each."""
-        return 0 if numbers.is_meta else int(numbers.argmin())
+        return int(numbers.argmin()) if has_numbers(numbers) else 0
 
     def combine(self, rows: T, meta: Any) -> Awaited:
         way, inner = meta

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.models.experts import Mixture, counted
+from weft.models.numbers import has_numbers
 from weft.models.transformer import Transformer
 from weft.parallel.experts.moves import REST, better_order, move, tensors_of
 from weft.parallel.experts.placement import divided, with_copies
@@ -117,7 +118,7 @@ class Copies:
         plan, ranks, flat = self.plan, self.ranks, ids.flatten()
         mine = counted(flat, ranks.items + ranks.pieces)  # the last are of choices that are dropped
         counts = ranks.counts_from_all(mine[: ranks.items])
-        if ids.is_meta:
+        if not has_numbers(ids):
             return ids.clone()
         shares = divided(counts, plan.copies, ranks.rank)
         times = torch.cat((shares.flatten(), mine[ranks.items :].sum()[None]))

@@ -12,6 +12,7 @@ import torch
 
 from weft.layout.boundary import untyped
 from weft.models.experts import Arriving, Dispatched, Dispatcher, Moved, counted
+from weft.models.numbers import has_numbers
 from weft.models.router import Choice
 from weft.parallel.experts.ranks import Ranks
 from weft.parallel.experts.rows import Awaited
@@ -62,7 +63,7 @@ class Hashed:
 
     def _buckets(self, x: T, ids: T) -> tuple[T, T]:
         """The bucket of each choice, ``[tokens * k]``, and the expert that each bucket is for."""
-        if x.is_meta:
+        if not has_numbers(x):
             return torch.arange(ids.numel(), device=x.device), ids.flatten()
         turned = x.float() @ rotations(x.shape[1], self.rotations, x.device)  # [rotations, tokens, embed]
         axis = turned.abs().argmax(-1)

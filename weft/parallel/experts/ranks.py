@@ -11,6 +11,7 @@ from weft.layout.dims import Dim, part
 from weft.layout.layout import FOLDED
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Place, expert_blocks
+from weft.models.numbers import has_numbers
 from weft.models.router import Choice, by_token
 from weft.parallel.experts.copies import Copies
 from weft.parallel.units import all_gather
@@ -50,7 +51,7 @@ class Members:
         with untyped():
             found = torch.tensor(number, device=self.mesh.device)
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return number if found.is_meta else int(found)
+        return int(found) if has_numbers(found) else number
 
     def declared(self, x: T) -> T:
         """``x`` with the type of what tokens choose."""
