@@ -54,6 +54,16 @@ class Pass:
     chosen: dict[int, T] = field(default_factory=dict)
     dropped: dict[int, T] = field(default_factory=dict)
 
+    @property
+    def real(self) -> T:
+        """Whether a token is no padding, ``[tokens]``."""
+        return self.documents >= 0
+
+    @property
+    def rows(self) -> T:
+        """Where a token's document is in what is kept by document, ``[tokens]``; padding is given the first."""
+        return self.documents.clamp(min=0)
+
 
 class Loads:
     """How often the experts of every layer were chosen in the passes of a step."""
@@ -178,16 +188,19 @@ class Router(Module):
     @torch.no_grad()
     def _count(self, ids: T, seen: Pass) -> None:
         """Write down how often this layer's experts were chosen, by this rank's tokens and by whole documents."""
-        real = (seen.documents >= 0).repeat_interleave(ids.shape[1])
-        cells = seen.documents.clamp(min=0).repeat_interleave(ids.shape[1]) * self.count + ids.flatten()
+        cells, real = self._cells(ids, seen)
         counts = torch.zeros(len(seen.lengths) * self.count, dtype=torch.int64, device=ids.device)
-        counts = counts.scatter_add(0, cells, real.long()).view(-1, self.count)
+        counts = counts.scatter_add(0, cells.flatten(), real.flatten().long()).view(-1, self.count)
         seen.own[self.layer] = counts
         if self.shape.balance_loss and self.shape.balance != "step":
             for group in self._sharing_documents():
                 counts = counts.clone()
                 dist.all_reduce(counts, group=group)
         seen.chosen[self.layer] = counts
+
+    def _cells(self, ids: T, seen: Pass) -> tuple[T, T]:
+        """A number for the document and the expert of each choice, and whether its token is no padding."""
+        return seen.rows[:, None] * self.count + ids, seen.real[:, None].expand_as(ids)  # each [tokens, k]
 
     def _sharing_documents(self) -> list[dist.ProcessGroup]:
         """The groups over which documents are cut."""
@@ -200,8 +213,7 @@ class Router(Module):
         By position, and not by weight, a token's choices depend on none that comes after it, nor on any rounding.
         """
         with untyped():
-            real = (seen.documents >= 0)[:, None]
-            cells = seen.documents.clamp(min=0)[:, None] * self.count + ids  # of a document and an expert
+            cells, real = self._cells(ids, seen)
             codes = torch.where(real, (cells << 31) + seen.positions[:, None], -1)  # [tokens, k]
             every = codes.flatten()
             for group in self._sharing_documents():
@@ -211,7 +223,7 @@ class Router(Module):
             every = every.sort().values
             before = torch.searchsorted(every, codes) - torch.searchsorted(every, cells << 31)
             share = self.shape.capacity * self.shape.experts_per_token / self.count
-            room = (seen.lengths.double() * share).ceil().long()[seen.documents.clamp(min=0)]
+            room = (seen.lengths.double() * share).ceil().long()[seen.rows]
             dropped = (before >= room[:, None]) & real
             seen.dropped[self.layer] = dropped.sum()[None]
             kept = torch.where(dropped, self.count, ids)
@@ -235,7 +247,7 @@ class Router(Module):
                 per_token = layers**2 if shape.balance == "huggingface" else shape.experts_per_token
                 shares = chosen.to(dtype) / (seen.lengths.to(dtype)[:, None] * per_token)
             factor = self._factor(seen, dtype) * (shape.balance_loss * self.count)
-            return shares[seen.documents.clamp(min=0)] * factor[:, None]
+            return shares[seen.rows] * factor[:, None]
 
         return gradient
 
@@ -250,7 +262,7 @@ class Router(Module):
 
     def _factor(self, seen: Pass, dtype: torch.dtype) -> T:
         """What a token counts in a mean over the step's tokens, ``[tokens]``; on one of the ranks that see it."""
-        counted = (seen.documents >= 0) & (self.own or self.mesh.rank("tp") == 0)
+        counted = seen.real & (self.own or self.mesh.rank("tp") == 0)
         return counted.to(dtype) / seen.step_tokens().to(dtype).clamp(min=1)
 
     @torch.no_grad()
