@@ -115,8 +115,7 @@ def placed(steps: int) -> dict[str, Any]:
     """Steps from layer to layer that change the rank, and the largest load over the mean, of each way to place."""
     torch.set_num_threads(1)  # so small a model is no faster with more
     before, after, experts, loss = routing(steps)
-    counted = [[np.bincount(ids.ravel(), minlength=n) for ids, n in zip(half, experts, strict=True)]
-               for half in (before, after)]  # fmt: skip
+    counted = [affinity.loads_of(half, experts) for half in (before, after)]
     known, unseen = (affinity.steps_between(half, experts) for half in (before, after))
     found: dict[str, Any] = {"steps": steps, "loss": loss, "tokens": len(after[0])}
     for ranks in (2, 4, 8):

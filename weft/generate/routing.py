@@ -55,7 +55,7 @@ def most_chosen(chosen: Sequence[np.ndarray], shape: ModelShape, keep: int) -> t
     if shape.router == "pre-softmax" and not shape.router_norm:
         raise UsageError("--keep is for routers whose weights add up to one: in this model what is left would weigh "
                          "more than before; leave it out")  # fmt: skip
-    often = [np.bincount(ids.ravel(), minlength=count) for ids, count in zip(chosen, counts, strict=True)]
+    often = affinity.loads_of(chosen, counts)
     kept = [np.sort(np.argsort(-one, kind="stable")[:keep]) for one in often]
     lost = sum(int(one.sum() - one[ids].sum()) for one, ids in zip(often, kept, strict=True))
     said = f"{keep} of {max(counts)} experts kept in each layer; {lost:,} of {sum(map(np.size, chosen)):,} choices were"
@@ -70,8 +70,7 @@ def best_order(
     counts = list(shape.mixtures.values())
     if ranks > min(counts):
         raise UsageError(f"--place {ranks} is more ranks than the {min(counts)} experts of a layer; give fewer")
-    steps = affinity.steps_between(chosen, counts)
-    loads = [np.bincount(ids.ravel(), minlength=count) for ids, count in zip(chosen, counts, strict=True)]
+    steps, loads = affinity.steps_between(chosen, counts), affinity.loads_of(chosen, counts)
     owners, drawn = affinity.place_experts(steps, loads, ranks, level), affinity.random_owners(counts, ranks)
     said = (
         f"{affinity.share_that_stays(steps, owners):.1%} of the steps from layer to layer stay on one of {ranks} "

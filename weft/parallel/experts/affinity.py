@@ -28,6 +28,11 @@ def steps_between(chosen: Sequence[np.ndarray], experts: Sequence[int]) -> list[
     return found
 
 
+def loads_of(chosen: Sequence[np.ndarray], experts: Sequence[int]) -> list[np.ndarray]:
+    """How often each expert of every layer was chosen; arguments as of :func:`steps_between`."""
+    return [np.bincount(ids.ravel(), minlength=count) for ids, count in zip(chosen, experts, strict=True)]
+
+
 def share_that_stays(steps: Sequence[np.ndarray], owners: Owners) -> float:
     """The share of ``steps`` that lead to an expert on the same rank."""
     stays = sum(one[a[:, None] == b].sum() for one, a, b in zip(steps, owners, owners[1:], strict=False))
