@@ -18,9 +18,7 @@ import argparse
 import json
 import statistics
 import sysconfig
-import tempfile
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,8 +28,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from step import SETTINGS, machine
+from step import SETTINGS, machine, on_ranks, write
 
 from weft.data.balance import DocumentTimes, balanced, costs_of, finish
 from weft.data.batch import Batch
@@ -397,12 +394,8 @@ def planning(quick: bool) -> dict[str, Any]:
         "flexsp_s": statistics.median(search)}  # fmt: skip
 
 
-def on_rank(rank: int, part: str, store: str, quick: bool, rounds: int, path: str) -> None:
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(1)
+def on_rank(rank: int, ranks: int, part: str, quick: bool, rounds: int) -> dict[str, Any]:
     sleeping = SLEEPING.get(part, Sleeping(RANKS, 0, 1.0, (), 0))
-    ranks = sleeping.ranks
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     found: dict[str, Any] = {}
     for name, make in [*JOBS.items()][: 1 if quick else None]:
         if part == "trained":
@@ -416,9 +409,7 @@ def on_rank(rank: int, part: str, store: str, quick: bool, rounds: int, path: st
             found[key] = slept(job, Speeds.of(bandwidth, 8 if quick else sleeping.faster), rounds, sleeping.sides)
             if rank == 0:
                 show(f"{ranks} ranks that sleep, {key}", found[key])
-    if rank == 0:
-        Path(path).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def show(title: str, table: dict[str, Any]) -> None:
@@ -466,13 +457,9 @@ def main() -> None:
                 {k: round(v, 3) for k, v in p["greedy_over_flexsp"].items()},
             )
         else:
-            with tempfile.TemporaryDirectory() as folder:
-                path, ranks = f"{folder}/results.json", SLEEPING[part].ranks if part in SLEEPING else RANKS
-                mp.spawn(on_rank, (part, f"{folder}/store", options.quick, rounds, path), nprocs=ranks)  # type: ignore[no-untyped-call]
-                found[part] = json.loads(Path(path).read_text())
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"\nwritten to {options.json}")
+            ranks = SLEEPING[part].ranks if part in SLEEPING else RANKS
+            found[part] = on_ranks(ranks, on_rank, ranks, part, options.quick, rounds)
+        write(found, options.json)
 
 
 if __name__ == "__main__":

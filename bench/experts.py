@@ -14,18 +14,15 @@ rank than its last, and how unequal the ranks' loads are, beside experts dealt o
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from step import Job, Step, four_ranks, machine, measure, plain_step, show, single, weft_alone, weft_step, write
+from step import Job, Step, machine, measure, on_ranks, plain_step, show, single, weft_alone, weft_step, write
 from torch import nn
 
 from weft.generate.routing import chosen_experts
@@ -76,19 +73,11 @@ def transformers_alone(job: Job) -> Step:
     return plain_step(job, theirs, lambda tokens: theirs(tokens).logits)
 
 
-def on_rank(rank: int, port: int, job: Job, rounds: int, peak: float, path: str) -> None:
+def on_rank(rank: int, job: Job, rounds: int, peak: float) -> dict[str, Any]:
     """One of four ranks. ``weft``, to which all are compared, is that whose experts stay where their tokens are."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
     layouts = {"weft": Layout(shard=4)} | {way: Layout(shard=4, ep=4, dispatch=way, node=2) for way in DISPATCH}
     sides: dict[str, Step] = {name: weft_step(job, Mesh.create(one, "cpu"))[0] for name, one in layouts.items()}
-    table = measure(job, sides, rounds, 1, min(4, os.cpu_count() or 1) * peak)
-    if rank == 0:
-        Path(path).write_text(json.dumps(table))
-    dist.barrier()
-    dist.destroy_process_group()
+    return measure(job, sides, rounds, 1, min(4, os.cpu_count() or 1) * peak)
 
 
 def routing(steps: int) -> tuple[list[np.ndarray], list[np.ndarray], list[int], float]:
@@ -159,7 +148,7 @@ def main() -> None:
             found["single"] = single(job, sides, options.rounds, 1, peak)
             show(f"{title}, one process", found["single"])
         if options.only in (None, "ranks"):
-            found["ranks"] = four_ranks(on_rank, job, options.rounds, peak)
+            found["ranks"] = on_ranks(4, on_rank, job, options.rounds, peak)
             show(f"{title}, 4 ranks; weft: shard=4, the others: shard=4,ep=4", found["ranks"])
     if options.only in (None, "placed"):
         results["placed"] = placed(options.steps)

@@ -14,10 +14,8 @@ and in PyTorch, against what the simulator says.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -28,10 +26,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from modelled import sleeping
-from step import SETTINGS, TOLERANCE, Job, adamw, machine, tokens_of
+from step import SETTINGS, TOLERANCE, Job, adamw, machine, on_ranks, tokens_of, write
 from torch import nn
 from torch.distributed import pipelining as torch_pipelining
 
@@ -394,11 +391,8 @@ def measure_sleeping(schedule: str, microbatches: int, rounds: int) -> dict[str,
 # --- running ---
 
 
-def on_rank(rank: int, store: str, work: Work, rounds: tuple[int, int], path: str) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+def on_rank(rank: int, work: Work, rounds: tuple[int, int]) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")  # PyTorch's pipelines have many to give
     results: dict[str, Any] = {"steps": {}, "simulated": {}}
     for schedule in PEERS if rounds[0] else ():
         table = results["steps"][schedule] = measure_steps(work, schedule, rounds[0])
@@ -408,10 +402,7 @@ def on_rank(rank: int, store: str, work: Work, rounds: tuple[int, int], path: st
         found = results["simulated"][schedule] = measure_sleeping(schedule, work.microbatches, rounds[1])
         if rank == 0:
             show_sleeping(schedule, found)
-    if rank == 0:
-        Path(path).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 def show_steps(schedule: str, table: dict[str, Any]) -> None:
@@ -452,16 +443,10 @@ def main() -> None:
         f"{work.job.rows // work.microbatches} x {work.job.length} tokens, float32, {RANKS} ranks of one thread on "
         f"{facts['cores']} cores (load before: {facts['load_before']})"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/results.json"
-        mp.spawn(on_rank, (f"{folder}/store", work, rounds, path), nprocs=RANKS)  # type: ignore[no-untyped-call]
-        found = json.loads(Path(path).read_text())
+    found = on_ranks(RANKS, on_rank, work, rounds)
     facts |= {"load_after": round(os.getloadavg()[0], 1)}  # about 4 of it ours
     job = work.job._asdict() | {"shape": s.model_dump(exclude_defaults=True), "microbatches": work.microbatches}
-    results = {"machine": facts, "rounds": rounds[0], "job": job}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results | found, indent=2) + "\n")
-    print(f"\nwritten to {options.json}")
+    write({"machine": facts, "rounds": rounds[0], "job": job} | found, options.json)
 
 
 if __name__ == "__main__":

@@ -12,21 +12,15 @@ rank, in slow motion.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
 import statistics
-import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from step import TOLERANCE, Job, machine, race, weft_step
+from step import TOLERANCE, Job, machine, on_ranks, race, weft_step, write
 
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -68,12 +62,8 @@ def zipf_choices(experts: int, k: int, tokens: int, rank: int, layer: int) -> T:
     return torch.multinomial(odds.expand(tokens, -1), k, generator=torch.Generator().manual_seed(99 * rank + layer))
 
 
-def on_rank(rank: int, ranks: int, port: int, rounds: int, slow: float, path: str) -> None:
-    """One of the ranks; the first writes the table."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+def on_rank(rank: int, ranks: int, rounds: int, slow: float) -> dict[str, Any]:
+    """Both sides on one of the ranks."""
     shape, tokens = JOB.shape, JOB.rows * JOB.length // ranks
     row_s, expert_s = slow * ROW_S * ROWS / (tokens * shape.experts_per_token), slow * EXPERT_S
     made, borrowed = Experts._made, Copies.borrowed
@@ -116,23 +106,7 @@ def on_rank(rank: int, ranks: int, port: int, rounds: int, slow: float, path: st
     for name, times in seconds.items():
         table[name]["step_s"] = round(statistics.median(times), 3)
     ratios = [static / sharded for static, sharded in zip(*seconds.values(), strict=True)]
-    table["ratio"], table["ratios"] = round(statistics.median(ratios), 3), [round(r, 3) for r in ratios]
-    if rank == 0:
-        Path(path).write_text(json.dumps(table))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measured(ranks: int, rounds: int, slow: float) -> dict[str, Any]:
-    """Both sides on so many ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/table.json"
-        mp.spawn(on_rank, (ranks, port, rounds, slow, path), nprocs=ranks)  # type: ignore[no-untyped-call]
-        found: dict[str, Any] = json.loads(Path(path).read_text())
-        return found
+    return table | {"ratio": round(statistics.median(ratios), 3), "ratios": [round(r, 3) for r in ratios]}
 
 
 def main() -> None:
@@ -147,13 +121,11 @@ def main() -> None:
         "slow_motion": options.slow, "row_s": ROW_S, "expert_s": EXPERT_S,
     }  # fmt: skip
     for ranks in options.ranks:
-        found = results[f"{ranks} ranks"] = measured(ranks, options.rounds, options.slow)
+        found = results[f"{ranks} ranks"] = on_ranks(ranks, on_rank, ranks, options.rounds, options.slow)
         print(
             f"{ranks} ranks: {found['ratio']:.2f}x", {name: found[name] for name in ("static", "sharded")}, flush=True
         )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"written to {options.json}")
+    write(results, options.json)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import re
-import socket
 import statistics
 import tempfile
 import time
@@ -373,33 +372,34 @@ def single(job: Job, makes: dict[str, Callable[[Job], Step]], rounds: int, steps
 ALONE = {"weft": weft_alone, "hand-written": hand_written_alone, "transformers": transformers_alone}
 
 
-def on_rank(rank: int, port: int, job: Job, rounds: int, steps: int, peak: float, path: str) -> None:
+def on_rank(rank: int, job: Job, rounds: int, steps: int, peak: float) -> dict[str, Any]:
     """One of four ranks: Weft's ``shard=2,tp=2`` and PyTorch's own, in the same processes."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
     plain = plain_model(job, weft_step(job, Mesh.single())[1])
     sides = {
         "weft": weft_step(job, Mesh.create(Layout(shard=2, tp=2), "cpu"))[0],
         "FSDP2 + parallelize_module": torch_parallel_step(job, plain),
     }
-    table = measure(job, sides, rounds, steps, min(4, os.cpu_count() or 1) * peak)
+    return measure(job, sides, rounds, steps, min(4, os.cpu_count() or 1) * peak)
+
+
+def on_ranks(count: int, target: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+    """What ``target(rank, *given)`` returns on the first of so many ranks of a group, of one thread each."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_begin_and_end, (count, folder, target, given), nprocs=count)  # type: ignore[no-untyped-call]
+        found: dict[str, Any] = json.loads(Path(folder, "table.json").read_text())
+        return found
+
+
+def _begin_and_end(rank: int, count: int, folder: str, target: Callable[..., dict[str, Any]], given: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
+    table = target(rank, *given)
     if rank == 0:
-        Path(path).write_text(json.dumps(table))
+        Path(folder, "table.json").write_text(json.dumps(table))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def four_ranks(target: Callable[..., None], *given: Any) -> dict[str, Any]:
-    """What rank 0 of four, each at ``target``, writes: called with rank, port, all that is ``given``, and a path."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/table.json"
-        mp.spawn(target, (port, *given, path), nprocs=4)  # type: ignore[no-untyped-call]
-        return json.loads(Path(path).read_text())
 
 
 def machine() -> dict[str, Any]:
@@ -462,7 +462,7 @@ def main() -> None:
             found["single"] = single(job, ALONE, options.rounds, options.steps, peak)
             show(f"{title}, one process", found["single"])
         if options.only != "single":
-            found["ranks"] = four_ranks(on_rank, job, options.rounds, options.steps, peak)
+            found["ranks"] = on_ranks(4, on_rank, job, options.rounds, options.steps, peak)
             show(f"{title}, 4 ranks shard=2,tp=2", found["ranks"])
     write(results, options.json)
 
