@@ -10,16 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.test_hf import SINGLE, logits, ours, their_logits, theirs, whole
+from tests.models.test_hf import SINGLE, assert_ranks_read_their_boxes, logits, ours, their_logits, theirs
 from weft.checkpoint.convert import convert, open_foreign
 from weft.checkpoint.weights import open_pretrained
 from weft.errors import WeftError
-from weft.layout.layout import Layout
-from weft.layout.mesh import Mesh
-from weft.layout.placement import Place
 from weft.model_config import shape_from_config
-from weft.models.hf import hf_values
-from weft.models.transformer import Transformer
 from weft.observe.flops import parameter_count
 from weft.recipe import RopeScaling
 
@@ -99,13 +94,7 @@ def test_logits_are_those_of_what_the_bytes_stand_for(tmp_path: Path) -> None:
 def test_every_rank_reads_its_box(tp: int, tmp_path: Path) -> None:
     theirs("deepseek v3", tmp_path / "wide")
     in_eight_bits(tmp_path / "wide", tmp_path / "low")
-    shape = shape_from_config(tmp_path / "low")
-    values, expected = hf_values(tmp_path / "low", shape), whole(ours(tmp_path / "low"))
-    for rank in range(tp):
-        mesh = Mesh(Layout(tp=tp), torch.device("cpu"), Place.of(Layout(tp=tp), rank))
-        for name, logical in Transformer(shape, mesh).logical_parameters():
-            box = logical.rows(0, max(1, logical.local_shape[0] - 1))
-            assert torch.equal(values(name, logical, box), expected[name][tuple(slice(*one) for one in box)]), name
+    assert_ranks_read_their_boxes(tmp_path / "low", tp)
 
 
 def test_missing_scales_and_unknown_bytes_are_one_line(tmp_path: Path) -> None:

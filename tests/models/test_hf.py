@@ -154,6 +154,17 @@ def whole(model: Transformer) -> dict[str, torch.Tensor]:
     return {p.name: p.local for p in resident_state(model, model.mesh).held}
 
 
+def assert_ranks_read_their_boxes(folder: Path, tp: int) -> None:
+    """What every rank reads of each parameter is its part of the whole; all but a row, where it has several."""
+    shape = shape_from_config(folder)
+    values, expected = hf_values(folder, shape), whole(ours(folder))
+    for rank in range(tp):
+        mesh = Mesh(Layout(tp=tp), torch.device("cpu"), Place.of(Layout(tp=tp), rank))
+        for name, logical in Transformer(shape, mesh).logical_parameters():
+            box = logical.rows(0, max(1, logical.local_shape[0] - 1))
+            assert torch.equal(values(name, logical, box), expected[name][tuple(slice(*one) for one in box)]), name
+
+
 @torch.no_grad()
 def logits(model: Transformer, ids: torch.Tensor = IDS) -> torch.Tensor:
     rows, seq = ids.shape
@@ -212,13 +223,7 @@ def test_experts_as_transformers_holds_them_in_memory(name: str, tmp_path: Path)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_rank_reads_its_part_of_the_experts(tp: int, tmp_path: Path) -> None:
     theirs("deepseek v3", tmp_path)
-    shape = shape_from_config(tmp_path)
-    values, expected = hf_values(tmp_path, shape), whole(ours(tmp_path))
-    for rank in range(tp):
-        mesh = Mesh(Layout(tp=tp), torch.device("cpu"), Place.of(Layout(tp=tp), rank))
-        for path, logical in Transformer(shape, mesh).logical_parameters():
-            box = logical.rows(0, max(1, logical.local_shape[0] - 1))
-            assert torch.equal(values(path, logical, box), expected[path][tuple(slice(*one) for one in box)]), path
+    assert_ranks_read_their_boxes(tmp_path, tp)
 
 
 def test_a_missing_expert_is_one_line_before_anything_is_read(tmp_path: Path) -> None:
