@@ -165,6 +165,23 @@ def test_a_second_signal_ends_ranks_at_once(script: list[str], tmp_path: Path) -
     assert_gone(pids)
 
 
+def test_a_rank_that_cannot_be_killed_is_left_behind_and_named(
+    script: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one is that waits in the kernel for a disk that does not answer."""
+    monkeypatch.setattr("weft.train.launch.END_S", 0.2)
+    monkeypatch.setattr("weft.train.launch.KILLED_S", 0.2)
+    monkeypatch.setattr(psutil.Popen, "kill", lambda process: None, raising=False)
+    pid_0 = tmp_path / "pid-0"
+    one = f"while ! [ -s {pid_0} ]; do sleep 0.05; done; exit 3"
+    other = f'trap "" TERM; echo $$ > {pid_0}; while :; do sleep 1; done'
+    assert launch([], 2, ["sh", "-c", f"if [ $RANK = 1 ]; then {one}; else {other}; fi"]) == 1
+    (pid,) = wait_for(tmp_path, "pid-*", 1)
+    assert psutil.pid_exists(int(pid))
+    os.kill(int(pid), signal.SIGKILL)
+    assert f"rank 0 (process {pid.strip()}) was killed, but the kernel has not ended it" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_killing_the_launcher_leaves_no_orphans(script: list[str], tmp_path: Path) -> None:
     parent = start_parent([*script, "wait"], 2)

@@ -23,6 +23,8 @@ from weft.train.ranks import noted_signals, threads_per_rank
 GRACE_S = 60
 #: Seconds that the others get to end when a rank has failed.
 END_S = 3
+#: Seconds that killed ranks get to be gone; to give back much memory takes some.
+KILLED_S = 30
 #: Seconds between two looks at the ranks.
 LOOK_S = 0.05
 
@@ -79,9 +81,7 @@ def run_ranks(command: list[str], ranks: int, threads: int = 0) -> tuple[int, Fa
             if received or failed:
                 stopped = _end(started, received)
         finally:
-            for process in _living(started):
-                process.kill()
-                process.wait()
+            _kill(started)
         cause = _cause(Path(folder), failed, stopped, before)
     code = 128 + received[0] if received else int(bool(failed))
     if code == 0 or cause is None or (code > 128 and cause.grade > Grade.UNEXPECTED):
@@ -120,6 +120,16 @@ def _end(started: Sequence[psutil.Popen], received: Sequence[int]) -> list[int]:
                 process.kill()
     psutil.wait_procs(_living(started), GRACE_S if received else END_S)
     return stopped
+
+
+def _kill(started: Sequence[psutil.Popen]) -> None:
+    """Kill the ranks that are left. One that waits in the kernel, for a dead disk perhaps, may stay, and is named."""
+    for process in _living(started):
+        process.kill()
+    psutil.wait_procs(_living(started), KILLED_S)
+    for process in _living(started):
+        rank = f"rank {started.index(process)} (process {process.pid})"
+        print(f"weft: {rank} was killed, but the kernel has not ended it: it waits for a device", file=sys.stderr)
 
 
 def _cause(folder: Path, failed: dict[int, Exit], stopped: list[int], oom_before: int | None) -> Failure | None:
