@@ -53,6 +53,7 @@ class Adaptive:
             self.levels.append((joined, members))
             weights, stacks = weights_sent(ranks.stacks, block), self._block_of(block, joined)
             self.options += [Option(way, joined, weights, stacks) for way in ways]
+        self.weights = torch.tensor([option.weights for option in self.options], device=ranks.mesh.device)
 
     def _block_of(self, block: int, joined: int) -> Stacks | None:
         """What makes the stacks of this rank's block."""
@@ -67,7 +68,7 @@ class Adaptive:
             sent = [numbers_sent(part_of(choice, joined), x.shape[1], members) for joined, members in self.levels]
             numbers = torch.cat(sent)
             dist.all_reduce(numbers, group=self.ranks.group)
-            best = self.best(numbers + torch.tensor([option.weights for option in self.options], device=x.device))
+            best = self.best(numbers + self.weights)
         option = self.options[best]
         arriving = option.way.dispatch(x, part_of(choice, option.joined))
 

@@ -49,8 +49,7 @@ class AllToAll:
             order = choice.ids.flatten().argsort(stable=True)  # those that are dropped come last
             counts = counted(choice.ids, members.slots + 1)[:-1]
             arriving = members.counts_from_all(counts)[:, members.first : members.last]  # [members, experts here]
-            owners = members.owner[:-1].to(counts.device)
-            sent = sizes_of(counts.new_zeros(members.count).scatter_add(0, owners, counts), len(order))
+            sent = sizes_of(counts.new_zeros(members.count).scatter_add(0, members.owner[:-1], counts), len(order))
             received = sizes_of(arriving.sum(1), len(order))
             counts_here = arriving.sum(0)
             here = torch.arange(arriving.shape[1], device=x.device).repeat(members.count)

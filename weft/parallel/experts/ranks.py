@@ -28,12 +28,12 @@ class Members:
     """
 
     def __init__(self, mesh: Mesh, group: dist.ProcessGroup, owner: T, first: int, last: int) -> None:
-        self.mesh, self.group, self.owner, self.first, self.last = mesh, group, owner, first, last
+        self.mesh, self.group, self.owner, self.first, self.last = mesh, group, owner.to(mesh.device), first, last
         self.count, self.rank, self.slots = group.size(), group.rank(), len(owner) - 1
 
     def owners(self, slots: T) -> T:
         """The members that have these slots."""
-        return self.owner.to(slots.device)[slots]
+        return self.owner[slots]
 
     def wanted(self, owners: T) -> T:
         """1 where a token goes to a member at all, else 0: ``[tokens, members]``, of the ``owners`` of its choices."""
@@ -84,7 +84,8 @@ class Ranks(Members):
         order = torch.tensor([item for home in self.homes for item in home])
         at = [first + i for (first, _), home in zip(self.shares, self.homes, strict=True) for i in range(len(home))]
         nowhere = torch.full((self.pieces,), self.slots)
-        self.slot_of = torch.cat((torch.empty_like(order).scatter(0, order, torch.tensor(at)), nowhere))
+        slot_of = torch.cat((torch.empty_like(order).scatter(0, order, torch.tensor(at)), nowhere))
+        self.slot_of = slot_of.to(mesh.device)
         self.copies = Copies(self, spare) if spare else None
         self.stacks = [place.logical(dims, None).local_shape for place in placements]
         self.blocks = [1]
@@ -97,7 +98,7 @@ class Ranks(Members):
         with untyped():
             pieces = torch.arange(self.pieces, device=choice.ids.device)
             ids = (choice.ids[..., None] * self.pieces + pieces).flatten(-2)
-            slots = self.slot_of.to(ids.device)[ids] if self.copies is None else self.copies.slots_of(ids)
+            slots = self.slot_of[ids] if self.copies is None else self.copies.slots_of(ids)
         weights = choice.weights if self.pieces == 1 else choice.weights.repeat_interleave(self.pieces, dim=-1)
         return Choice(weights, self.declared(slots))
 
