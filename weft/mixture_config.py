@@ -62,8 +62,10 @@ def mixture_settings(path: Path, name: str, config: Mapping[str, Any], layers: i
     if config.get("output_router_logits") and config.get("router_aux_loss_coef"):
         tree |= {"balance": "huggingface", "balance_loss": config["router_aux_loss_coef"]}
     if name.startswith("Qwen"):
-        return tree | _qwen(path, name, config, layers, tree)
-    return tree | _deepseek(path, name, config, layers) if name.startswith("Deepseek") else tree
+        tree |= _qwen(path, name, config, layers, tree)
+    elif name.startswith("Deepseek"):
+        tree |= _deepseek(path, name, config, layers)
+    return tree | ({"experts": 0, "first_dense": 0} if tree.get("first_dense") == layers else {})  # no layer has any
 
 
 def _qwen(path: Path, name: str, config: Mapping[str, Any], layers: int, tree: dict[str, Any]) -> dict[str, Any]:

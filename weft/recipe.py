@@ -264,6 +264,11 @@ class ModelShape(Section):
                 raise ValueError(f"experts has {len(self.experts)} entries for layers = {self.layers}; give one each")
             if (self.first_dense, self.moe_every) != (0, 1):
                 raise ValueError("a list of experts says which layers are dense; leave out first_dense and moe_every")
+        elif self.experts and not self.mixtures:
+            raise ValueError(
+                f"experts = {self.experts} are in none of layers = {self.layers} with first_dense = {self.first_dense} "
+                f"and moe_every = {self.moe_every}; lower these, or leave out experts"
+            )
         if self.balance == "huggingface" and self.balance_loss and len(set(self.mixtures.values())) > 1:
             raise ValueError("balance = 'huggingface' adds up layers, which must have equally many experts")
         groups, best, k = self.router_groups, self.router_top_groups, self.experts_per_token

@@ -227,6 +227,9 @@ def test_parameters_are_counted(more: dict[str, Any]) -> None:
     ({"router_groups": 3, "experts_per_token": 3}, "more than the 2 experts that a token can choose from"),
     ({"experts": [6, 6]}, "experts has 2 entries for layers = 1"),
     ({"layers": 2, "experts": [6, 4], "balance": "huggingface", "balance_loss": 1.0}, "equally many experts"),
+    ({"first_dense": 1}, r"experts = 6 are in none of layers = 1 with first_dense = 1 and moe_every = 1; lower these"),
+    ({"layers": 2, "first_dense": 3}, "experts = 6 are in none of layers = 2 with first_dense = 3"),
+    ({"moe_every": 2}, "in none of layers = 1 with first_dense = 0 and moe_every = 2"),
     ({"router": "softmax"}, "router = 'softmax' is not possible"),
     ({"experts": -1}, r"model\.experts = -1: it should be"),
 ])  # fmt: skip

@@ -125,6 +125,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 24,
         },
     ),
+    "deepseek v3, all dense": ("deepseek_v3", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}),
     "qwen3 tied": ("qwen3", {"head_dim": 6, "tie_word_embeddings": True, "num_hidden_layers": 3}),
 }
 EXACT = {"rtol": 0.0, "atol": 0.0}
