@@ -160,6 +160,7 @@ class Sent(NamedTuple):
     """On a rank of ``ep``: numbers and messages that it sends to others in a step, by what it sends them among.
 
     ``chosen``: what its tokens chose, by layer and pass. ``counted``: what an adaptive dispatcher had counted.
+    ``said``: the bytes that the step's result has of all ranks.
     """
 
     numbers: Counter[str]
@@ -167,6 +168,7 @@ class Sent(NamedTuple):
     chosen: list[list[list[int]]]
     me: int
     counted: int
+    said: tuple[int, ...]
 
 
 def sent_in_a_step(values: dict[str, Any], option: int = 0) -> Sent:
@@ -214,8 +216,8 @@ def sent_in_a_step(values: dict[str, Any], option: int = 0) -> Sent:
         mock.patch.object(dist, "all_to_all_single", exchange), mock.patch.object(Router, "forward", choose),
         mock.patch.object(Adaptive, "best", best),
     ):  # fmt: skip
-        train_step(model, state, loader.step(0) or [], mesh, lr=1e-3, clip=1.0)
-    return Sent(numbers, messages, chosen, mesh.group("exchange").rank(), counted)
+        result = train_step(model, state, loader.step(0) or [], mesh, lr=1e-3, clip=1.0)
+    return Sent(numbers, messages, chosen, mesh.group("exchange").rank(), counted, result.sent)
 
 
 def expected_numbers(chosen: list[list[list[int]]], me: int, width: int) -> dict[str, list[int]]:
@@ -243,7 +245,7 @@ def test_bytes_and_messages_of_each_dispatcher_are_those_of_its_formula(pool: An
     expected = [sum(one) for one in zip(*(expected_numbers(f.chosen, f.me, width)[way] for f in found), strict=True)]
     groups = ["mesh_within_2", "mesh_across_2"] if len(expected) == 2 else ["all"]
     assert [sum(f.numbers[group] for f in found) for group in groups] == expected
-    assert min(expected) > 0
+    assert min(expected) > 0 and {f.said for f in found} == {(8 * sum(expected), 0, 0)}
     travels = {"all-to-all": 4, "two-level": 6}.get(way, 7) * len(found[0].chosen)  # rows, ids and weights
     assert [found[0].messages[group] for group in groups] == (
         [travels, travels] if len(expected) == 2 else [3 * travels]
@@ -257,6 +259,8 @@ def test_bytes_of_each_option_are_those_that_were_counted(pool: Any, corpus: str
     for option in range(3, 7):  # two neighbours share their weights and tokens go all ways, or all do
         found = pool.run(4, sent_in_a_step, values, option)
         assert sum(sum(f.numbers.values()) for f in found) == found[0].counted > 0
+        assert sum(found[0].said) == 8 * found[0].counted and min(found[0].said[:2]) >= 0
+        assert found[0].said[1] and (option == 6) == (not found[0].said[0])  # weights, and no tokens where all have all
 
 
 def test_bytes_of_means_are_those_of_the_buckets(pool: Any, corpus: str) -> None:
@@ -423,7 +427,8 @@ def test_adaptive_choice_sends_the_least_in_random_settings() -> None:
             for rank, one in enumerate(ids):
                 owner = torch.arange(experts + each * block) // (each * block)
                 group = mock.Mock(**{"rank.return_value": rank // block, "size.return_value": count // block})
-                members = Members(mock.Mock(), group, owner[: experts + 1], 0, 0) if block < count else None
+                at = mock.Mock(device="cpu")
+                members = Members(at, group, owner[: experts + 1], 0, 0, Counter()) if block < count else None
                 numbers += numbers_sent(Choice(one.double(), one), width, members)
                 owners = [[e // each // block for e in row] for row in one.tolist()]
                 by_set["all-to-all"] += 4 * width * sum(o != rank // block for row in owners for o in row)

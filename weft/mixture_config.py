@@ -65,7 +65,9 @@ def mixture_settings(path: Path, name: str, config: Mapping[str, Any], layers: i
         tree |= _qwen(path, name, config, layers, tree)
     elif name.startswith("Deepseek"):
         tree |= _deepseek(path, name, config, layers)
-    return tree | ({"experts": 0, "first_dense": 0} if tree.get("first_dense") == layers else {})  # no layer has any
+    if tree.get("first_dense") == layers:  # nothing else is of experts that no layer has
+        return {name: value for name, value in tree.items() if name in (*LATENT, "rope_interleaved", "qkv_bias")}
+    return tree
 
 
 def _qwen(path: Path, name: str, config: Mapping[str, Any], layers: int, tree: dict[str, Any]) -> dict[str, Any]:

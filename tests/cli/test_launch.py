@@ -175,7 +175,7 @@ def test_a_rank_that_cannot_be_killed_is_left_behind_and_named(
     pid_0 = tmp_path / "pid-0"
     one = f"while ! [ -s {pid_0} ]; do sleep 0.05; done; exit 3"
     other = f'trap "" TERM; echo $$ > {pid_0}; while :; do sleep 1; done'
-    assert launch([], 2, ["sh", "-c", f"if [ $RANK = 1 ]; then {one}; else {other}; fi"]) == 1
+    assert launch([], 2, ["/bin/sh", "-c", f"if [ $RANK = 1 ]; then {one}; else {other}; fi"]) == 1
     (pid,) = wait_for(tmp_path, "pid-*", 1)
     assert psutil.pid_exists(int(pid))
     os.kill(int(pid), signal.SIGKILL)

@@ -224,10 +224,17 @@ def test_running_mean_keeps_a_straight_line_straight() -> None:
 
 
 def test_loads_of_experts_over_the_mean_of_their_layer() -> None:
-    counts = {"loads": {"1": [1, 3], "4": [5, 5, 5, 5]}, "most": 1.5, "dropped_share": 0.1}
+    counts = {
+        "loads": {"1": [1, 3], "4": [5, 5, 5, 5]},
+        "most": 1.5,
+        "dropped_share": 0.1,
+        "tokens_mib": 2.5,
+        "moves_mib": 0,
+    }
     loads = [{"step": n, **counts} for n in range(1, 900)]
     found = {chart["title"]: chart for chart in charts([Run("r", {"experts": loads})])}
-    assert set(found) == {"Load of experts", "Dropped", "Experts"}
+    assert set(found) == {"Load of experts", "Dropped", "Sent for experts", "Experts"}
+    assert [line["name"] for line in found["Sent for experts"]["traces"]] == ["tokens", "moves of experts"]
     trace = found["Experts"]["traces"][0]
     assert [row[0] for row in trace["z"]] == [0.5, 1.5, 1, 1, 1, 1] and len(trace["x"]) <= 250
     assert found["Experts"]["layout"]["yaxis"] == {"tickvals": [0, 2], "ticktext": ["layer 1", "layer 4"]}

@@ -130,11 +130,14 @@ def homes(layer: Copies) -> torch.Tensor:
     return found
 
 
-def three_steps(values: dict[str, Any]) -> tuple[list[float], int, int]:
-    """On every rank: losses, numbers that it sent of weights and their gradients, and copies on all ranks by pass."""
+def three_steps(values: dict[str, Any]) -> tuple[list[float], int, int, int]:
+    """On every rank: losses, numbers that it sent of weights and their gradients, and copies on all ranks by pass.
+
+    And the bytes of copies that the steps' results have of all ranks.
+    """
     _, mesh, model, state, loader = start(values)
     layers = [m.copies for m in model.modules() if isinstance(m, Mixture)]
-    losses, numbers, away = [], 0, 0
+    losses, numbers, away, said = [], 0, 0, 0
 
     def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> Any:
         nonlocal numbers
@@ -150,8 +153,10 @@ def three_steps(values: dict[str, Any]) -> tuple[list[float], int, int]:
             for layer in layers:
                 assert isinstance(layer, Copies)
                 away += int((layer.plan.copies & ~homes(layer)).sum()) * len(batches)
-            losses.append(train_step(model, state, batches, mesh, lr=1e-3, clip=1.0).loss)
-    return losses, numbers, away
+            result = train_step(model, state, batches, mesh, lr=1e-3, clip=1.0)
+            losses.append(result.loss)
+            said += result.sent[1]
+    return losses, numbers, away, said
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -161,7 +166,8 @@ def test_bytes_are_those_of_the_experts_that_are_lent(pool: Any, tmp_path: Any, 
     values = tree(write_corpus(tmp_path), case)
     found = pool.run(4, three_steps, values)
     width, runs = 3 * values["model"]["expert_ffn"] * values["model"]["embed"], 2 + (recompute == "full")
-    assert sum(sent for _, sent, _ in found) == found[0][2] * runs * width > 0
+    assert sum(sent for _, sent, *_ in found) == found[0][2] * runs * width > 0
+    assert found[0][3] == 8 * found[0][2] * runs * width
     assert [losses for losses, *_ in found] == [losses for losses, *_ in pool.run(4, three_steps, values)]
 
 
@@ -171,22 +177,27 @@ def everything(state: State) -> dict[str, torch.Tensor]:
     return _whole(from_all({name: replace(part, values=part.values.clone()) for name, part in parts.items()}))
 
 
-def moving_steps(values: dict[str, Any]) -> tuple[list[float], int, int, list[int]]:
-    """On every rank: losses, numbers that it sent of what moved, numbers that moved, and how often each layer did."""
+def moving_steps(values: dict[str, Any]) -> tuple[list[float], int, int, list[int], tuple[int, int]]:
+    """On every rank: losses, numbers that it sent of what moved, numbers that moved, and how often each layer did.
+
+    And what it sent after all steps but the last, with the bytes of all ranks that the steps' results have of it.
+    """
     _, mesh, model, state, loader = start(values)
     layers = [m.copies for m in model.modules() if isinstance(m, Mixture)]
-    losses, sent, moved, times = [], 0, 0, [0] * len(layers)
+    losses, sent, moved, times, early, said = [], 0, 0, [0] * len(layers), 0, 0
 
-    def exchange(rows: torch.Tensor, out: list[int], received: list[int], group: Any) -> torch.Tensor:
+    def exchange(rows: torch.Tensor, *where: Any) -> torch.Tensor:
         nonlocal sent
         sent += rows.numel()
-        return send(rows, out, received, group)
+        return send(rows, *where)
 
-    send = moves.exchanged_rows
-    with mock.patch.object(moves, "exchanged_rows", exchange), mock.patch.object(module, "REST", 1):
+    send = moves.exchange
+    with mock.patch.object(moves, "exchange", exchange), mock.patch.object(module, "REST", 1):
         for step in range(5):
-            before = [layer.order for layer in layers]
-            losses.append(train_step(model, state, loader.step(5 * step) or [], mesh, lr=1e-2, clip=1.0).loss)
+            before, early = [layer.order for layer in layers], sent
+            result = train_step(model, state, loader.step(5 * step) or [], mesh, lr=1e-2, clip=1.0)
+            losses.append(result.loss)
+            said += result.sent[2]
             for i, layer in enumerate(layers):
                 assert sorted(layer.order) == sorted(before[i])
                 places = int((layer.order != before[i]).sum())
@@ -198,7 +209,7 @@ def moving_steps(values: dict[str, Any]) -> tuple[list[float], int, int, list[in
     assert all(part.rows is None for part in saved.values())
     again = everything(state)
     assert here.keys() == again.keys() and all(torch.equal(here[name], again[name]) for name in here)
-    return losses, sent, moved, times
+    return losses, sent, moved, times, (early, said)
 
 
 @pytest.mark.parametrize("layout", ["shard=4,ep=4", "dp=2,shard=2,ep=2"])
@@ -209,8 +220,9 @@ def test_experts_move_with_their_state(pool: Any, tmp_path: Any, layout: str) ->
     )
     found = pool.run(4, moving_steps, values)
     copies = Layout(**values["layout"]).size("dp", "shard") // values["layout"]["ep"]
-    assert sum(sent for _, sent, _, _ in found) == found[0][2] * copies > 0
-    assert min(found[0][3]) > 0 and len({tuple(times) for *_, times in found}) == 1
+    assert sum(sent for _, sent, *_ in found) == found[0][2] * copies > 0
+    assert min(found[0][3]) > 0 and len({tuple(times) for *_, times, _ in found}) == 1
+    assert found[0][4][1] == 8 * sum(early for *_, (early, _) in found) > 0
     values["layout"] |= {"placement": "static"}
     losses = pool.run(4, losses_of, values)[0]
     assert found[0][0] == pytest.approx(losses, rel=1e-9)

@@ -55,6 +55,14 @@ def test_float32_has_operators_of_its_own_which_need_memory(change: dict[str, in
     assert peak_of(wide, model).peak > peak_of(short, model).peak
 
 
+@pytest.mark.parametrize("way", ["adaptive", "per-rank", "all-gather", "placement=sharded", "lsh=2"])
+def test_experts_need_no_numbers_however_their_tokens_travel(way: str) -> None:
+    small = ModelShape(layers=1, embed=64, heads=4, vocab=64, experts=4, expert_ffn=32)
+    layout = f"shard=2,ep=2,{way if '=' in way else f'dispatch={way}'}"
+    found = peak_of(recipe_of(layout, seq=64).model_copy(update={"model": small}), small)
+    assert found.peak > found.state > 0
+
+
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [("shard=4", "none"), ("shard=4,zero=1", "none"), ("tp=4,shard=2", "none"), ("cp=2,shard=2,zero=1", "none"),

@@ -7,6 +7,7 @@ and parts are merged by their log-sum-exp. With ``ep`` experts are spread over t
 to theirs as in training, and of each new token every rank adds up what its own experts make of it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -141,7 +142,7 @@ class SpreadReader:
             logits = self.model(tokens, positions, documents, last=int(self.rank == self.root))
         if not self.past:  # tokens that follow are the same on all ranks
             for mixture in self.mixtures:
-                connect(mixture, Everywhere)
+                connect(mixture, Everywhere, Counter())
         self.past += len(ids)
         return logits[0, 0] if self.rank == self.root else None
 

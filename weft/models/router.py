@@ -4,6 +4,7 @@ Routers count in whole numbers, by document, tokens that are no padding. What fo
 same under every layout: the losses that balance the loads are sums over documents, and a bias moves once per step.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -15,13 +16,17 @@ import torch.nn.functional as F
 from spmd_types import rules
 
 from weft.data.batch import Batch
-from weft.layout.boundary import BY_DATA, Kind, R, V, declare, share_of_sum, untyped
+from weft.layout.boundary import BY_DATA, OWN, Kind, R, V, declare, own_number, share_of_sum, untyped
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.module import Module
 from weft.recipe import ModelShape
 
 T = torch.Tensor
+
+#: What ranks send each other for the sake of experts: rows of tokens with all that goes along, weights lent for a pass
+#: with their gradients, and experts that change their owner with all of their state.
+SENT = ("tokens", "copies", "moves")
 
 
 class Choice(NamedTuple):
@@ -66,17 +71,18 @@ class Pass:
 
 
 class Loads:
-    """How often the experts of every layer were chosen in the passes of a step."""
+    """How often the experts of every layer were chosen in a step's passes, and the bytes that this rank ``sent``."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
         self.mixtures, self.mesh = shape.mixtures, mesh
         self.balances, self.drops = shape.balance_loss > 0 or shape.z_loss > 0, shape.capacity > 0
-        self.passes: list[Pass] = []
+        self.passes, self.sent = list[Pass](), Counter[str]()
         self.step_tokens: Callable[[], T] = lambda: torch.ones(())
 
     def begin(self, step_tokens: Callable[[], T]) -> None:
         """Begin a step, of so many ``step_tokens``."""
         self.passes, self.step_tokens = [], step_tokens
+        self.sent["tokens"] = self.sent["copies"] = 0  # of evaluation; moves come between steps
 
     def seen(self, batch: Batch) -> Pass:
         """What is counted in a pass over ``batch``."""
@@ -106,6 +112,12 @@ class Loads:
             mine = torch.cat([share.double() for share in shares])
         by_stage = by_token(self.mesh) | {"pp": V}
         return share_of_sum(declare(mine, self.mesh, **by_stage), self.mesh, **by_stage)
+
+    def share_of_bytes(self) -> T:
+        """This rank's share of the bytes sent in the step, by :data:`SENT`; moves are those since the step before."""
+        shares = [share_of_sum(own_number(self.sent[what], self.mesh, **OWN), self.mesh, **OWN) for what in SENT]
+        self.sent.clear()
+        return torch.stack(shares)
 
     def _sum(self, found: list[T], count: int) -> T:
         """Of the passes' ``count`` numbers each; zeros of a layer that other stages have."""

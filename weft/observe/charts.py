@@ -57,6 +57,10 @@ CHARTS = (
           (Series("experts", "most", "--c3", smooth=True),)),
     Chart("Dropped", "Choices of experts that were full, of all", "~%", ".2~%",
           (Series("experts", "dropped_share", "--c4", smooth=True),)),
+    Chart("Sent for experts", "By all ranks in a step, MiB; moves since the point before", "", ".4~g", (
+        Series("experts", "tokens_mib", "--c1", "tokens"), Series("experts", "copies_mib", "--c3", "copies of experts"),
+        Series("experts", "moves_mib", "--c2", "moves of experts"),
+    )),
     Chart("Learning rate", "As scheduled", ".1e", ".2e", (Series("train", "lr", "--c5"),)),
     Chart("Machine", "Busy share of the main rank's machine, over minutes", "~%", ".0%", (
         Series("hardware", "cpu", "--c1", "processor"), Series("hardware", "gpu", "--c2", "its GPU"),

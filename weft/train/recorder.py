@@ -17,7 +17,7 @@ from weft.data.tasks import Answered
 from weft.layout.mesh import Mesh
 from weft.model_parameters import learning_count
 from weft.model_shape import flops_per_token
-from weft.models.router import by_layer
+from weft.models.router import SENT, by_layer
 from weft.observe.display import Display
 from weft.observe.flops import memory_gib, parameter_count, peak_flops
 from weft.observe.host import Hardware, environment
@@ -37,7 +37,7 @@ class Recorder:
     """
 
     def __init__(self, job: Job, mesh: Mesh, folder: Path, progress: Progress, about: Mapping[str, Any]) -> None:
-        self._mixtures = job.shape.mixtures
+        self._mixtures, self._moved = job.shape.mixtures, 0
         self._recipe, self._mesh, self._folder, self._progress = job.recipe, mesh, folder, progress
         parameters, frozen = parameter_count(job.shape, job.shape.vocab), job.recipe.train.freeze
         learning = learning_count(job.shape, job.shape.vocab, frozen)
@@ -143,17 +143,29 @@ class Recorder:
             seen |= {"step_s": self._seconds, "data_s": self._data_s}
         if self._mesh.is_main and (load := self._hardware.sample()):
             self.log("hardware", **load)
-        if result.loads and self._progress.step % self._recipe.observe.every == 0:
-            loads = by_layer(self._mixtures, result.loads)
-            most = max(max(one) * len(one) / max(1, sum(one)) for one in loads.values())
-            record: dict[str, Any] = {"loads": loads, "most": most}
-            if dropped := dict(zip(loads, result.loads[sum(map(len, loads.values())) :], strict=False)):
-                every = sum(map(sum, loads.values()))
-                record |= {"dropped": dropped, "dropped_share": sum(dropped.values()) / max(1, every)}
-            self.log("experts", **record)
+        if result.loads:
+            self._experts(result)
         if self._progress.step % self._recipe.observe.every == 0:
             self.log("train", **seen, tokens=self._progress.tokens, skipped=int(result.skipped))
         self._display.update(self._progress.step, **seen)
+
+    def _experts(self, result: StepResult) -> None:
+        """Record the loads of a step's experts, and what was sent for them."""
+        sent = dict(zip(SENT, result.sent, strict=True))
+        self._moved += sent["moves"]
+        if self._progress.step % self._recipe.observe.every:
+            return
+        loads = by_layer(self._mixtures, result.loads)
+        most = max(max(one) * len(one) / max(1, sum(one)) for one in loads.values())
+        record: dict[str, Any] = {"loads": loads, "most": most}
+        if dropped := dict(zip(loads, result.loads[sum(map(len, loads.values())) :], strict=False)):
+            every = sum(map(sum, loads.values()))
+            record |= {"dropped": dropped, "dropped_share": sum(dropped.values()) / max(1, every)}
+        layout, sent["moves"], self._moved = self._recipe.layout, self._moved, 0
+        travels = {"tokens": layout.ep > 1, "moves": layout.placement == "moving",
+                   "copies": layout.placement != "static" or layout.dispatch == "adaptive"}  # fmt: skip
+        record |= {f"{what}_mib": sent[what] / 2**20 for what in SENT if travels[what]}
+        self.log("experts", **record)
 
     def end_step(self) -> None:
         """After every step: a trace goes on to the next one."""

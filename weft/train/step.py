@@ -33,6 +33,7 @@ from weft.layout.boundary import (
 )
 from weft.layout.layout import DATA_AXES, MODEL_AXES
 from weft.layout.mesh import Mesh
+from weft.models.router import SENT
 from weft.models.transformer import Transformer
 from weft.parallel.hybrid import check_plan, share_pass
 from weft.parallel.state import State
@@ -43,6 +44,7 @@ class StepResult(NamedTuple):
     """``loss`` is the (weighted) mean over the step's real ``tokens``; a skipped step changed nothing.
 
     ``loads``: how often each expert was chosen, those of all layers in turn; with a capacity, then what each dropped.
+    ``sent``: the bytes that ranks have sent each other for the experts, by :data:`weft.models.router.SENT`.
     """
 
     loss: float
@@ -51,6 +53,7 @@ class StepResult(NamedTuple):
     skipped: bool
     stop: bool
     loads: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
 
 
 def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
@@ -204,7 +207,7 @@ def gradients(
     """Everything of a step up to the clip: reduced local gradients, and sums over the step's ranks.
 
     The sums are one vector of float64 from one all-reduce: mean loss, squared gradient norm, ranks that wish to stop,
-    real tokens, and the loads of all experts.
+    real tokens, and of experts the bytes that were sent, and the loads.
     """
     loss = accumulate(model, state, batches, mesh, routes)
     with record_function("weft:optimizer"):
@@ -224,7 +227,7 @@ def reduced(state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
 def shares_of_sums(
     loss: torch.Tensor, square: torch.Tensor, model: Transformer, batches: Sequence[Batch], stop: bool, mesh: Mesh
 ) -> torch.Tensor:
-    """This rank's shares of the step's sums (see :func:`gradients`), float64 ``[4 + experts]``.
+    """This rank's shares of the step's sums (see :func:`gradients`), float64 ``[4]``, or ``[7 + experts]``.
 
     ``square``: its share of the squared norm.
     """
@@ -235,15 +238,16 @@ def shares_of_sums(
         share_of_tokens(batches, mesh),
     )
     found = torch.stack(shares)
-    return found if model.loads is None else torch.cat((found, model.loads.share()))
+    return found if model.loads is None else torch.cat((found, model.loads.share_of_bytes(), model.loads.share()))
 
 
 def result_of(sums: torch.Tensor) -> StepResult:
     """What the sums over the step's ranks say of it."""
-    loss, square, stops, tokens, *loads = sums.tolist()
+    loss, square, stops, tokens, *counts = sums.tolist()
+    sent, loads = counts[: len(SENT)], counts[len(SENT) :]
     norm = math.sqrt(square) if square >= 0 else math.nan
     skipped = not (math.isfinite(norm) and math.isfinite(loss))
-    return StepResult(loss, norm, round(tokens), skipped, stops > 0, tuple(map(round, loads)))
+    return StepResult(loss, norm, round(tokens), skipped, stops > 0, tuple(map(round, loads)), tuple(map(round, sent)))
 
 
 def update(state: State, grads: Mapping[str, torch.Tensor], lr: float, scale: float = 1.0) -> None:

@@ -60,8 +60,8 @@ class Adaptive:
         if block == 1:
             return None
         ranks, start = self.ranks, self.ranks.rank // block * block
-        group = ranks.group if block == ranks.count else ranks.mesh.group(f"within {block}")
-        return partial(stacks_of_block, parts=ranks.stacks[start : start + block], joined=joined, group=group)
+        members = ranks if block == ranks.count else ranks.within(block)
+        return partial(stacks_of_block, parts=ranks.stacks[start : start + block], joined=joined, members=members)
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         with untyped():
@@ -118,9 +118,7 @@ def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
     return torch.stack((4 * width * rows, (4 * width + 3 * k) * copies, (4 * width + 3 * k) * to_all))
 
 
-def stacks_of_block(
-    *weights: T, parts: Sequence[tuple[int, ...]], joined: int, group: dist.ProcessGroup
-) -> tuple[T, ...]:
+def stacks_of_block(*weights: T, parts: Sequence[tuple[int, ...]], joined: int, members: Members) -> tuple[T, ...]:
     """Stacks of the experts of all ranks of a block, from this one's ``gate``, ``up`` and ``down``.
 
     ``parts``: how many experts each rank has, and how wide. In backward each rank gets the sum of all gradients of its
@@ -131,7 +129,7 @@ def stacks_of_block(
     for weight, dim in zip(weights, (1, 1, 2), strict=True):
         wider = [0] * 6
         wider[-1], wider[2 * (2 - dim) + 1] = experts - weight.shape[0], hidden - weight.shape[dim]
-        waiting.append(gathered(F.pad(weight, wider) if any(wider) else weight, group))
+        waiting.append(gathered(F.pad(weight, wider) if any(wider) else weight, members, "copies"))
     found = []
     for dim, wait in zip((1, 1, 2), waiting, strict=True):
         each = wait().split(experts)

@@ -1,5 +1,6 @@
 """The dispatchers by name, and what gives a model's mixtures theirs."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -31,7 +32,8 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
     """Let tokens get to the experts of other ranks, where there are some (``ep``)."""
     for module in model.modules():
         if isinstance(module, Mixture) and mesh.layout.ep > 1:
-            module.copies = connect(module, DISPATCHERS[mesh.layout.dispatch]).copies
+            assert model.loads is not None
+            module.copies = connect(module, DISPATCHERS[mesh.layout.dispatch], model.loads.sent).copies
             module.pieces = partial(pieces, mesh.layout)
 
 
@@ -43,9 +45,9 @@ def pieces(layout: Layout, tokens: T, choice: Choice) -> int:
     return max(1, min(MOST, message // LEAST))
 
 
-def connect(mixture: Mixture, way: Callable[[Ranks], Dispatcher]) -> Ranks:
-    """Let the tokens of one get to its experts this way; the ranks that have these."""
-    ranks = Ranks(mixture.mesh, mixture.experts.logical["gate"].dims)
+def connect(mixture: Mixture, way: Callable[[Ranks], Dispatcher], sent: Counter[str]) -> Ranks:
+    """Let the tokens of one get to its experts this way; the ranks that have these, who count the bytes ``sent``."""
+    ranks = Ranks(mixture.mesh, mixture.experts.logical["gate"].dims, sent)
     placing = Placing(ranks, way(ranks))
     mixture.dispatcher = Hashed(ranks, placing) if ranks.mesh.layout.lsh else placing
     return ranks

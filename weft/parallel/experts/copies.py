@@ -133,7 +133,7 @@ class Copies:
         """
         plan = self.plan
         rows = torch.cat([w[plan.lent].flatten(1) for w in weights], 1)
-        arriving = exchanged(rows, plan.sent, plan.received, self.ranks.group)
+        arriving = exchanged(rows, plan.sent, plan.received, self.ranks, "copies")
 
         def arrived() -> tuple[T, ...]:
             pieces = arriving().split([w.shape[1:].numel() for w in weights], 1)

@@ -57,13 +57,13 @@ class AllToAll:
             by_expert = which.argsort(stable=True)
         order, by_expert = members.declared(order), members.declared(by_expert)
         # Rank by rank, and of each rank expert by expert.
-        rows = exchanged(spread(x, order, choice.ids.shape[1], sum(sent)), sent, received, members.group)
+        rows = exchanged(spread(x, order, choice.ids.shape[1], sum(sent)), sent, received, members)
         meta = (order, choice.weights, by_expert, sent, received)
         return lambda: Dispatched(reordered(rows(), by_expert), counts_here, meta)
 
     def combine(self, rows: T, meta: Any) -> Awaited:
         order, weights, by_expert, sent, received = meta
-        back = exchanged(placed(rows, by_expert), received, sent, self.members.group)
+        back = exchanged(placed(rows, by_expert), received, sent, self.members)
         return lambda: weighted(back(), order, weights)
 
 
@@ -88,7 +88,7 @@ class PerMember:
         order = members.declared(order)
 
         rows, weights, ids = (
-            exchanged(spread(y, order, members.count, sum(sent)), sent, received, members.group)
+            exchanged(spread(y, order, members.count, sum(sent)), sent, received, members)
             for y in (x, choice.weights, choice.ids)
         )
 
@@ -100,7 +100,7 @@ class PerMember:
 
     def combine(self, rows: T, meta: Any) -> Awaited:
         inner, order, tokens, sent, received = meta
-        back = exchanged(self.inner.combine(rows, inner)(), received, sent, self.members.group)
+        back = exchanged(self.inner.combine(rows, inner)(), received, sent, self.members)
         with untyped():
             ones = torch.ones(tokens, self.members.count, device=rows.device)
         ones = self.members.declared(ones)
@@ -120,7 +120,7 @@ class AllGather:
             pad = (0, 0, 0, padding)
             padded = F.pad(choice.ids, pad, value=members.slots)
             x, choice = F.pad(x, pad), Choice(F.pad(choice.weights, pad), padded)
-        rows, weights, ids = (gathered(y, members.group) for y in (x, choice.weights, choice.ids))
+        rows, weights, ids = (gathered(y, members) for y in (x, choice.weights, choice.ids))
 
         def arrived() -> Dispatched:
             found = self.fan_out.dispatch(rows(), Choice(weights(), ids()))()
@@ -130,7 +130,7 @@ class AllGather:
 
     def combine(self, rows: T, meta: Any) -> Awaited:
         inner, tokens = meta
-        back = scattered(self.fan_out.combine(rows, inner)(), self.members.group)
+        back = scattered(self.fan_out.combine(rows, inner)(), self.members)
         return lambda: back()[:tokens]
 
 

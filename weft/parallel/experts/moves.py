@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from weft.parallel.experts.placement import away, swapped, with_copies
+from weft.parallel.experts.rows import exchange
 from weft.parallel.state import Held
-from weft.parallel.units import exchanged_rows
 
 if TYPE_CHECKING:
     from weft.parallel.experts.copies import Copies
@@ -57,7 +57,7 @@ def move(copies: "Copies", order: Array) -> None:
     tensors = tensors_of(state)
     out, into = (torch.from_numpy(np.concatenate(one)) for one in (leaving, coming))
     rows = torch.cat([t[out.to(t.device)].flatten(1) for t in tensors], 1).to(ranks.mesh.device)
-    found, work = exchanged_rows(rows, [len(one) for one in leaving], [len(one) for one in coming], ranks.group)
+    found, work = exchange(rows, [len(one) for one in leaving], [len(one) for one in coming], ranks, "moves")
     work.wait()
     for t, piece in zip(tensors, found.split([t[0].numel() for t in tensors], 1), strict=True):
         t[into.to(t.device)] = piece.view(-1, *t.shape[1:]).to(t.device)

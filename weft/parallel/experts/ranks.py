@@ -1,5 +1,6 @@
 """Which ranks have which experts, and which of them bring rows to each other's."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -24,12 +25,18 @@ class Members:
 
     ``owner``: the member that has, or leads to, each slot, ``[slots + 1]``. The number after the last member's stands
     for none of them, and so it is with the last slot, which is that of choices that are dropped. ``first`` to ``last``
-    are the slots of this rank.
+    are the slots of this rank. ``sent``: the bytes that it sends to others, by :data:`weft.models.router.SENT`.
     """
 
-    def __init__(self, mesh: Mesh, group: dist.ProcessGroup, owner: T, first: int, last: int) -> None:
+    def __init__(
+        self, mesh: Mesh, group: dist.ProcessGroup, owner: T, first: int, last: int, sent: Counter[str]
+    ) -> None:
         self.mesh, self.group, self.owner, self.first, self.last = mesh, group, owner.to(mesh.device), first, last
-        self.count, self.rank, self.slots = group.size(), group.rank(), len(owner) - 1
+        self.count, self.rank, self.slots, self.sent = group.size(), group.rank(), len(owner) - 1, sent
+
+    def note(self, what: str, rows: T, count: int) -> None:
+        """Count the bytes of so many ``rows`` as sent."""
+        self.sent[what] += count * rows.shape[1:].numel() * rows.element_size()
 
     def owners(self, slots: T) -> T:
         """The members that have these slots."""
@@ -66,7 +73,7 @@ class Ranks(Members):
     ranks. What else there are slots for is up to ``copies``.
     """
 
-    def __init__(self, mesh: Mesh, dims: Sequence[Dim]) -> None:
+    def __init__(self, mesh: Mesh, dims: Sequence[Dim], sent: Counter[str]) -> None:
         """``dims``: those of a stack of weights, of which the first counts the experts."""
         experts = dims[0].count
         group, layout = mesh.group("exchange"), mesh.layout
@@ -80,7 +87,7 @@ class Ranks(Members):
         sizes = [len(home) + spare for home in self.homes]
         self.shares = list(pairwise(accumulate(sizes, initial=0)))
         owner = torch.arange(count + 1).repeat_interleave(torch.tensor([*sizes, 1]))
-        super().__init__(mesh, group, owner, *self.shares[group.rank()])
+        super().__init__(mesh, group, owner, *self.shares[group.rank()], sent)
         order = torch.tensor([item for home in self.homes for item in home])
         at = [first + i for (first, _), home in zip(self.shares, self.homes, strict=True) for i in range(len(home))]
         nowhere = torch.full((self.pieces,), self.slots)
@@ -110,7 +117,7 @@ class Ranks(Members):
         start = self.rank // block * block
         first, last = self.shares[start][0] // joined, self.shares[start + block - 1][1] // joined
         owner = torch.cat((self.owner[:-1:joined], self.owner[-1:])) // block
-        return Members(self.mesh, self.mesh.group(f"across {block}"), owner, first, last)
+        return Members(self.mesh, self.mesh.group(f"across {block}"), owner, first, last, self.sent)
 
     def within(self, block: int, from_anywhere: bool = False) -> Members:
         """The ranks of this one's block of neighbours.
@@ -119,4 +126,4 @@ class Ranks(Members):
         """
         here = from_anywhere | (self.owner // block == self.rank // block)
         owner = torch.where(here & (self.owner < self.count), self.owner % block, block)
-        return Members(self.mesh, self.mesh.group(f"within {block}"), owner, self.first, self.last)
+        return Members(self.mesh, self.mesh.group(f"within {block}"), owner, self.first, self.last, self.sent)

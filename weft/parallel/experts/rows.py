@@ -7,13 +7,15 @@ likewise in backward: the gradients of these rows are back when what comes befor
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from weft.models.experts import Moved
 from weft.parallel.units import all_gather, exchanged_rows, reduce_scatter
+
+if TYPE_CHECKING:
+    from weft.parallel.experts.ranks import Members
 
 T = torch.Tensor
 
@@ -23,32 +25,45 @@ Awaited = Callable[[], T]
 Moving = tuple[T, Any]
 
 
-def exchanged(rows: T, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Awaited:
-    """Rows from every rank: so many of ``rows`` to each rank in turn, and so many from each."""
+def exchanged(rows: T, sent: list[int], received: list[int], members: "Members", what: str = "tokens") -> Awaited:
+    """Rows from every member: so many of ``rows`` to each in turn, and so many from each.
+
+    ``what``: see :data:`weft.models.router.SENT`.
+    """
     there, back = (
-        partial(exchanged_rows, sent=a, received=b, group=group) for a, b in ((sent, received), (received, sent))
+        partial(exchange, sent=a, received=b, members=members, what=what)
+        for a, b in ((sent, received), (received, sent))
     )
     return _move(rows, there, back)
 
 
-def gathered(x: T, group: dist.ProcessGroup) -> Awaited:
-    """The rows of all ranks, as many of each."""
-    return _move(x, partial(_gather, group=group), partial(_scatter, group=group))
+def gathered(x: T, members: "Members", what: str = "tokens") -> Awaited:
+    """The rows of all members, as many of each."""
+    return _move(x, partial(_gather, members=members, what=what), partial(_scatter, members=members, what=what))
 
 
-def scattered(x: T, group: dist.ProcessGroup) -> Awaited:
-    """This rank's rows of the sum of all ranks' ``x``."""
-    return _move(x, partial(_scatter, group=group), partial(_gather, group=group))
+def scattered(x: T, members: "Members") -> Awaited:
+    """This rank's rows of the sum of all members' ``x``."""
+    there, back = (partial(way, members=members, what="tokens") for way in (_scatter, _gather))
+    return _move(x, there, back)
 
 
-def _gather(x: T, group: dist.ProcessGroup) -> Moving:
-    found = x.new_empty(group.size() * len(x), *x.shape[1:])
-    return found, all_gather(found, x.contiguous(), group=group, async_op=True)
+def exchange(rows: T, sent: list[int], received: list[int], members: "Members", what: str) -> Moving:
+    """Let rows set out without a gradient; arguments as of :func:`exchanged`."""
+    members.note(what, rows, sum(sent) - sent[members.rank])
+    return exchanged_rows(rows, sent, received, members.group)
 
 
-def _scatter(x: T, group: dist.ProcessGroup) -> Moving:
-    found = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    return found, reduce_scatter(found, x.contiguous(), group=group, async_op=True)
+def _gather(x: T, members: "Members", what: str) -> Moving:
+    members.note(what, x, (members.count - 1) * len(x))
+    found = x.new_empty(members.count * len(x), *x.shape[1:])
+    return found, all_gather(found, x.contiguous(), group=members.group, async_op=True)
+
+
+def _scatter(x: T, members: "Members", what: str) -> Moving:
+    members.note(what, x, len(x) - len(x) // members.count)
+    found = x.new_empty(len(x) // members.count, *x.shape[1:])
+    return found, reduce_scatter(found, x.contiguous(), group=members.group, async_op=True)
 
 
 @dataclass
