@@ -25,7 +25,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "experts that do not fold": ("ep=2", ""),
     "moments nearer than the weights": ("", "memory.weights=host memory.moments=device"),
     "gradients away from the weights": ("", "memory.gradients=host"),
-    "activations in files": ("", "memory.activations=file"),
+    "blocks of what stays": ("", "memory.blocks=2"),
     "weights in files with balance": ("cp=2,zero=1,balance=greedy", "memory.weights=file"),
     "weights in files with zeroth order": ("", "memory.weights=file optimizer.estimate=zeroth-order"),
     "files with post-validation": ("pp=2", "memory.moments=file optimizer.post_validation=true"),

@@ -176,8 +176,9 @@ RULES: tuple[Rule, ...] = (
              (1, 2) if a.memory.weights == "file" else (a.memory.distance("weights"),)),
          "memory.gradients = {0.memory.gradients!r} is not where the update needs them, with memory.weights = "
          "{0.memory.weights!r}", "leave memory.gradients out"),
-    Rule("activations in files", "memory", lambda a: a.memory.activations == "file",
-         "memory.activations = 'file' is not available yet", "use 'host'"),
+    Rule("blocks of what stays", "memory", lambda a: a.memory.blocks > 0 and not a.memory.offloads_activations,
+         "memory.blocks = {0.memory.blocks} says how many blocks' activations leave, and memory.activations = 'device' "
+         "keeps all", "set memory.activations to 'host' or 'file', or leave memory.blocks out"),
     Rule("weights in files with balance", "layout memory",
          lambda a: a.memory.weights == "file" and bool(a.layout.balance),
          "memory.weights = 'file' takes all microbatches through a block together, and layout.balance = "

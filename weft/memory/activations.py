@@ -1,37 +1,88 @@
-"""What backward needs of each block waits in the host's memory in between (vDNN, Rhu et al. 2016, 1602.08124).
+"""What backward needs of each block waits on the host or in a file in between.
 
 Autograd's hooks hand over every tensor that a block saves. Whole storages travel, each once, so that views of one
-activation cost nothing more; parameters, and what all blocks share, stay. On CUDA the storages of a block leave on a
-stream of their own while the next blocks compute, and those of the block before come back while a block's backward
-runs. On the CPU the same is done with plain copies.
+activation cost nothing more; parameters, and what all blocks share, stay (vDNN, Rhu et al. 2016, 1602.08124). Threads
+carry the storages of a block away while the next ones compute, and bring those of the block before while a block's
+backward runs. What is asked for before it is gone is taken from where it still is. The last blocks stay, and
+:mod:`weft.memory.amount` says how many these are (SSDTrain, Wu et al. 2024, 2408.10013).
 """
 
+import sys
+import time
 import weakref
-from collections import deque
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as settle
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from weft.memory.amount import MOST_LEAVING, BlockCost, Profile
+from weft.memory.tiers import PAGE, PIECE, THREADS, Region, TierFile, Transfer, page_buffer, whole_pages
 
 T = torch.Tensor
+Stamp = float | torch.cuda.Event
 
-#: Blocks at most whose storages are still on the device while their copies to the host may be on their way.
-MOST_LEAVING = 2
+#: Passes there and back whose fastest times say how many blocks leave; until then all do.
+PROFILED = 3
+
+
+class HostRoom:
+    """Bytes of the host's memory, with the calls of a :class:`Region`."""
+
+    def __init__(self, size: int, pinned: bool, threads: ThreadPoolExecutor) -> None:
+        self.size, self.threads, self.memory = size, threads, page_buffer(size, pinned)
+
+    def store(self, data: T, start: int) -> None:
+        self.memory[start : start + data.numel()].copy_(data)
+
+    def load(self, into: T, start: int) -> None:
+        into.copy_(self.memory[start : start + into.numel()])
+
+    def run(self, moves: Iterable[Callable[[], None]], size: int, write: bool) -> Transfer:
+        return Transfer([self.threads.submit(move) for move in moves], f"copying {size:,} bytes to the host", 600)
+
+
+class Rooms:
+    """Room on the host, or in ``file``, for the storages of one block's run at a time; used again by later steps."""
+
+    def __init__(self, file: TierFile | None, pinned: bool) -> None:
+        self.file, self.pinned = file, pinned
+        self.threads = ThreadPoolExecutor(THREADS, "weft-activations") if file is None else file.threads
+        self.free: list[HostRoom | Region] = []  # by size
+
+    def take(self, size: int) -> HostRoom | Region:
+        """The smallest free one of at least so many bytes, or a new one."""
+        place = bisect_left(self.free, size, key=lambda room: room.size)
+        if place < len(self.free):
+            return self.free.pop(place)
+        return self.file.region(size) if self.file is not None else HostRoom(size, self.pinned, self.threads)
+
+    def give(self, room: HostRoom | Region, leaving: Transfer) -> None:
+        """Nobody wants what rests in ``room``, nor what is still on its way there."""
+        for piece in leaving.pieces:
+            piece.cancel()
+        settle(leaving.pieces)
+        insort(self.free, room, key=lambda room: room.size)
 
 
 class SavedStorage:
-    """One storage that ``run`` has saved: its bytes on the ``host``, and ``here``, those on the device while there.
+    """One storage that ``run`` has saved: ``here``, its bytes on the device while there; ``start``: where it rests.
 
-    ``users``: tensors that autograd has saved of it and backward has not asked for yet. Only these tensors refer to
-    it, so that host memory is free again as soon as backward has passed.
+    Only tensors that autograd has saved refer to it, so that its memory is free as soon as backward has passed.
     """
 
-    def __init__(self, here: T, host: T, run: "BlockRun") -> None:
+    def __init__(self, here: T, run: "BlockRun") -> None:
         self.here: T | None = here
-        self.host, self.run, self.users = host, run, 0
+        self.run, self.size, self.start = run, here.numel(), -1
 
 
 class SavedView(NamedTuple):
@@ -44,115 +95,250 @@ class SavedView(NamedTuple):
     offset: int
 
 
+@dataclass
+class Timing:
+    """When forward began and ended, and backward; the bytes ``saved``, and of the block's ``inputs``."""
+
+    stamps: list[Stamp] = field(default_factory=list)
+    saved: int = 0
+    inputs: int = 0
+
+
 class BlockRun:
-    """One forward run of a block, and what it has saved; ``before``: the run before it, backward's next one."""
+    """One forward run of a block, and what it has saved; ``before``: the run before it in its pass, backward's next.
+
+    ``index`` counts the runs of the pass; ``wanted``: backward has come to it.
+    """
 
     def __init__(self, before: "BlockRun | None") -> None:
-        self.before = weakref.ref(before) if before is not None else None
+        self.before = weakref.ref(before) if before is not None else lambda: None
+        self.index: int = before.index + 1 if before is not None else 0
         self.stored: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
-        self.on_host: torch.cuda.Event | None = None  # all of it is on the host
-        self.on_device: torch.cuda.Event | None = None  # all of it is on the device again
+        self.room: HostRoom | Region | None = None
+        self.leaving = self.coming = Transfer((), "", 0)  # to its room, and back
+        self.wanted, self.timing = False, Timing()
+
+    @property
+    def here(self) -> int:
+        """Bytes that it has on the device."""
+        return sum(stored.size for stored in list(self.stored) if stored.here is not None)
 
 
-class HostActivations:
-    """Moves what blocks save for backward between ``device`` and host; ``sent`` counts the bytes to the host."""
+class SavedActivations:
+    """Moves what blocks save for backward between ``device`` and the host, or ``file``.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.sent = device, 0
-        self.cuda = device.type == "cuda"
-        self.to_host = torch.cuda.Stream(device) if self.cuda else None
-        self.to_device = torch.cuda.Stream(device) if self.cuda else None
+    ``blocks``: so many first ones of a pass leave; 0: as many as a profile of the first passes finds, which ``report``
+    is then called with. ``sent`` counts bytes that were to leave, ``peak`` the most that were on the device at once.
+    """
+
+    def __init__(self, device: torch.device, file: TierFile | None = None, blocks: int = 0) -> None:
+        self.device, self.cuda = device, device.type == "cuda"
+        self.rooms = Rooms(file, self.cuda)
+        self.streams = {write: torch.cuda.Stream(device) if self.cuda else None for write in (True, False)}
+        self.away = blocks or None  # not yet known
+        self.sent = self.peak = 0
+        self.report: Callable[[dict[str, Any]], None] = lambda found: None
+        self.runs: weakref.WeakSet[BlockRun] = weakref.WeakSet()
         self.leaving: deque[BlockRun] = deque()
-        self.latest: tuple[object, BlockRun] | None = None
+        self.passes = WeakTensorKeyDictionary()  # the latest run of each, by what its runs share
+        self.back: weakref.ref[BlockRun] | None = None  # the run that backward is in
+        self.timings: dict[int, list[Timing]] = defaultdict(list)  # by index
+        self.moved: dict[bool, list[tuple[float, float, int]]] = {True: [], False: []}  # from, to, bytes of each piece
 
     @contextmanager
-    def block(self, module: nn.Module, *shared: T) -> Iterator[None]:
-        """In here ``module`` runs forward, and what it saves goes to the host, except its parameters and ``shared``.
+    def block(self, module: nn.Module, x: T, *shared: T) -> Iterator[None]:
+        """In here ``module`` runs forward on ``x``. What it saves leaves, except its parameters and ``shared``.
 
-        Runs with the same ``shared`` are of one pass: backward comes to them in the opposite order.
+        Runs with the same ``shared`` are of one pass: backward comes to them in the opposite order. Raises
+        :class:`weft.memory.tiers.TierError` where a file cannot be written; what comes back raises it in backward.
         """
         if not torch.is_grad_enabled():
             yield
             return
-        key = shared[0] if shared else None
-        run = BlockRun(self.latest[1] if self.latest is not None and self.latest[0] is key else None)
-        self.latest = (key, run)
-        while len(self.leaving) >= MOST_LEAVING:
+        self._choose()
+        run = self._next_run(shared)
+        leaves = self.away is None or run.index < self.away
+        while self.leaving and (self.leaving[0].leaving.done or (leaves and len(self.leaving) >= MOST_LEAVING)):
             self._release(self.leaving.popleft())
-        found: dict[int, SavedStorage | None] = {}  # by storage; None stays
+        found: dict[int, SavedStorage | None] = {}  # by storage; None stays as it is
+        versions: list[tuple[T, int]] = []
 
         def pack(tensor: T) -> T | SavedView:
             if not found:  # now, when the gathered parameters are in place
                 found.update({p.untyped_storage()._cdata: None for p in (*module.parameters(), *shared)})
             storage = tensor.untyped_storage()
-            if tensor.device.type != self.device.type:
+            if tensor.device.type != self.device.type or not tensor.numel():
                 return tensor
             if storage._cdata not in found:
-                found[storage._cdata] = self._send(storage, run)
-            stored = found[storage._cdata]
-            if stored is None or not tensor.numel():
+                found[storage._cdata] = stored = SavedStorage(self._bytes(storage), run)
+                run.stored.add(stored)
+                versions.append((tensor, tensor._version))
+            if (there := found[storage._cdata]) is None:
                 return tensor
-            stored.users += 1
-            return SavedView(stored, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return SavedView(there, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
+        run.timing.stamps.append(self._stamp())
         with saved_tensors_hooks(pack, self._unpack):
             yield
-        if self.to_host is not None:
-            run.on_host = self.to_host.record_event()
-        self.leaving.append(run)
+        run.timing.stamps.append(self._stamp())
+        assert all(tensor._version == version for tensor, version in versions), "changed in place after it was saved"
+        versions.clear()
+        run.timing.saved, run.timing.inputs = run.here, x.untyped_storage().nbytes()
+        self._note_peak()
+        if leaves:
+            self._leave(run)
 
-    def _send(self, storage: torch.UntypedStorage, run: BlockRun) -> SavedStorage:
-        """Copy a storage to the host. It stays on the device until :meth:`_release`, so that nothing overwrites it."""
-        here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        host = torch.empty(here.shape, dtype=torch.uint8, pin_memory=self.cuda)
-        if self.to_host is not None:
-            self.to_host.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.to_host):
-            host.copy_(here, non_blocking=self.cuda)
-        self.sent += host.numel()
-        stored = SavedStorage(here, host, run)
-        run.stored.add(stored)
-        return stored
+    def _next_run(self, shared: Sequence[T]) -> BlockRun:
+        latest = self.passes.get(shared[0]) if shared else None
+        run = BlockRun(latest() if latest is not None else None)
+        if shared:
+            self.passes[shared[0]] = weakref.ref(run)
+        self.runs.add(run)
+        return run
+
+    def _bytes(self, storage: torch.UntypedStorage) -> T:
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+
+    def _leave(self, run: BlockRun) -> None:
+        """Have a run's storages carried away. They stay here until :meth:`_release`; small ones always do."""
+        start, going = 0, [stored for stored in run.stored if stored.size >= PAGE]
+        for stored in going:
+            stored.start = start
+            start += whole_pages(stored.size)
+        if not going:
+            return
+        run.room = self.rooms.take(start)
+        run.leaving = self._moves(run.room, going, write=True)
+        weakref.finalize(run, self.rooms.give, run.room, run.leaving).atexit = False
+        self.leaving.append(run)
+        self.sent += sum(stored.size for stored in going)
+
+    def _moves(self, room: HostRoom | Region, going: Sequence[SavedStorage], write: bool) -> Transfer:
+        ready = None
+        if self.cuda:
+            ready = torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True))
+        moved = self.moved[write] if self.away is None else []
+        pieces = [
+            partial(move_piece, room.store if write else room.load, stored.here[i : i + PIECE], stored.start + i,
+                    ready, self.streams[write], moved)
+            for stored in going if stored.here is not None for i in range(0, stored.size, PIECE)
+        ]  # fmt: skip
+        return room.run(pieces, sum(whole_pages(stored.size) for stored in going), write)
 
     def _release(self, run: BlockRun) -> None:
-        """Free the device's copies of a run; what is computed from now on waits until they are on the host."""
-        if run.on_host is not None:
-            torch.cuda.current_stream(self.device).wait_event(run.on_host)
+        """Free the device's memory of what has left, once it has."""
+        run.leaving.wait()
         for stored in run.stored:
-            stored.here = None
+            if stored.start >= 0:
+                stored.here = None
 
     def _fetch(self, run: BlockRun) -> None:
-        """Bring the storages of a run back, beside what is computed."""
+        """Have what has left of a run brought back; what is still here stays, and need not leave any more."""
+        if run in self.leaving:
+            self.leaving.remove(run)
+            for piece in run.leaving.pieces:
+                piece.cancel()
         missing = [stored for stored in run.stored if stored.here is None]
-        if self.to_device is not None and run.on_host is not None and missing:
-            self.to_device.wait_event(run.on_host)
-        with torch.cuda.stream(self.to_device):
+        if missing and run.room is not None:
             for stored in missing:
-                stored.here = stored.host.to(self.device, non_blocking=True)
-        if self.to_device is not None and missing:
-            run.on_device = self.to_device.record_event()
+                stored.here = torch.empty(stored.size, dtype=torch.uint8, device=self.device)
+            run.coming = self._moves(run.room, missing, write=False)
 
     def _unpack(self, packed: T | SavedView) -> T:
         if not isinstance(packed, SavedView):
             return packed
-        stored, run = packed.stored, packed.stored.run
-        if run in self.leaving:  # backward has begun: nothing needs to make room for a forward any more
-            self.leaving.remove(run)
-        self._fetch(run)
-        if self.cuda:
-            now = torch.cuda.current_stream(self.device)
-            if run.on_device is not None:
-                now.wait_event(run.on_device)
-        before = run.before() if run.before is not None else None
-        if before is not None and before not in self.leaving:
-            self._fetch(before)
-        assert stored.here is not None
-        if self.cuda:
-            stored.here.record_stream(now)
-        flat = stored.here
-        stored.users -= 1
-        if not stored.users:
-            stored.here = None
+        if not packed.stored.run.wanted:
+            self._begin_backward(packed.stored.run)
+        assert packed.stored.here is not None
         return torch.empty(0, dtype=packed.dtype, device=self.device).set_(
-            flat.untyped_storage(), packed.offset, packed.size, packed.stride
+            packed.stored.here.untyped_storage(), packed.offset, packed.size, packed.stride
         )
+
+    def _begin_backward(self, run: BlockRun) -> None:
+        """Wait for what backward needs of a run; have what comes after that brought meanwhile, as far as there is room.
+
+        That is what forward has needed at most, so that reads go on while backward is in blocks that have stayed.
+        """
+        after = self.back() if self.back is not None else None
+        if after is not None and after.index - run.index in (0, 1):  # nothing else was done in between
+            after.timing.stamps.append(self._stamp())
+        run.wanted, self.back = True, weakref.ref(run)
+        self._fetch(run)
+        run.coming.wait()
+        self._note_peak()
+        run.timing.stamps.append(self._stamp())
+        room, ahead = self.peak - self.here, run.before()
+        while ahead is not None and (ahead is run.before() or ahead.timing.saved - ahead.here <= room):
+            room -= ahead.timing.saved - ahead.here
+            self._fetch(ahead)
+            ahead = ahead.before()
+        self._note_peak()
+        if self.away is None and len(self.timings[run.index]) < PROFILED:
+            self.timings[run.index].append(run.timing)
+
+    @property
+    def here(self) -> int:
+        """Bytes of saved tensors on the device."""
+        return sum(run.here for run in list(self.runs))
+
+    def _note_peak(self) -> None:
+        self.peak = max(self.peak, self.here)
+
+    # --- the profile
+
+    def _stamp(self) -> Stamp:
+        if not self.cuda:
+            return time.perf_counter()
+        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
+
+    def _choose(self) -> None:
+        """Say how many blocks leave from now on, if enough passes have been there and back, and none is under way."""
+        if self.away is not None or len(self.timings[0]) < PROFILED or any(run.stored for run in self.runs):
+            return
+        profile = self.profile()
+        self.away, self.timings, self.peak = profile.most_hidden(), {}, 0
+        self.report({
+            "blocks": self.away, "of": len(profile.blocks), "place": "host" if self.rooms.file is None else "file",
+            "write": profile.write, "read": profile.read, **profile.curve(),
+        })  # fmt: skip
+
+    def profile(self) -> Profile:
+        """The fastest times of passes so far. The end of the first block's backward is not seen: it takes the second's."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        blocks: list[BlockCost] = []
+        for _, timings in sorted(self.timings.items(), reverse=True):
+            forward = min(between(*t.stamps[:2]) for t in timings)
+            seen = [between(*t.stamps[2:]) for t in timings if len(t.stamps) > 3]
+            backward = min(seen) if seen else blocks[-1].backward if blocks else 2 * forward
+            blocks.append(BlockCost(forward, backward, timings[-1].saved, timings[-1].inputs))
+        return Profile(blocks[::-1], bandwidth(self.moved[True]), bandwidth(self.moved[False] or self.moved[True]))
+
+
+def move_piece(
+    move: Callable[[T, int], None], piece: T, start: int, ready: torch.cuda.Event | None,
+    stream: torch.cuda.Stream | None, moved: list[tuple[float, float, int]],
+) -> None:  # fmt: skip
+    """In a thread: move a piece on ``stream``, beside what is computed, once the device has come to ``ready``."""
+    if ready is not None:
+        ready.synchronize()
+    begun = time.perf_counter()
+    with torch.cuda.stream(stream):
+        move(piece, start)
+    moved.append((begun, time.perf_counter(), piece.numel()))
+
+
+def between(begun: Stamp, ended: Stamp) -> float:
+    """Seconds between two stamps."""
+    if isinstance(begun, float):
+        return cast(float, ended) - begun
+    return float(begun.elapsed_time(ended)) / 1000
+
+
+def bandwidth(moved: Sequence[tuple[float, float, int]]) -> float:
+    """Bytes per second while anything moved, of ``(from, to, bytes)`` that may overlap; no limit if nothing has."""
+    busy, end = 0.0, 0.0
+    for begun, ended, _ in sorted(moved):
+        busy += max(0.0, ended - max(begun, end))
+        end = max(end, ended)
+    return sum(size for *_, size in moved) / busy if busy else sys.float_info.max

@@ -9,12 +9,14 @@ import errno
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -120,24 +122,35 @@ class Region:
         self._sums.clear()
 
     def _transfer(self, data: T, start: int, write: bool) -> Transfer:
-        assert not start % PAGE and start + data.numel() <= self.size
-        self.file.bytes["written" if write else "read"] += data.numel()
-        move, at = self._write if write else self._read, range(0, data.numel(), PIECE)
-        pieces = [self.file.threads.submit(move, data[i : i + PIECE], start + i) for i in at]
-        what = (
-            f"{'writing' if write else 'reading'} {data.numel():,} bytes of memory.folder = {str(self.file.folder)!r}"
-        )
-        return Transfer(pieces, what, self.file.timeout)
+        assert start + data.numel() <= self.size
+        move, at = self.store if write else self.load, range(0, data.numel(), PIECE)
+        return self.run([partial(move, data[i : i + PIECE], start + i) for i in at], data.numel(), write)
 
-    def _read(self, into: T, start: int) -> None:
-        _whole(os.preadv, self.file.descriptor, into, self.offset + start)
-        if self._sums.get(start, total := _sum(into)) != total:
+    def run(self, moves: Iterable[Callable[[], None]], size: int, write: bool) -> Transfer:
+        """Have the file's threads make ``moves`` of so many bytes together, by :meth:`load` or :meth:`store`."""
+        self.file.bytes["written" if write else "read"] += size
+        what = f"{'writing' if write else 'reading'} {size:,} bytes of memory.folder = {str(self.file.folder)!r}"
+        return Transfer([self.file.threads.submit(move) for move in moves], what, self.file.timeout)
+
+    def load(self, into: T, start: int) -> None:
+        """Read bytes at once. What is not whole pages, or not on the host, goes through pages of the thread's own."""
+        assert not start % PAGE
+        pages = self.file.pages_for(into)
+        _whole(os.preadv, self.file.descriptor, pages, self.offset + start)
+        if self._sums.get(start, total := _sum(pages)) != total:
             raise OSError(errno.EIO, f"what was read at {self.offset + start:,} is not what was written: it is damaged")
+        if pages is not into:
+            into.copy_(pages[: into.numel()])
 
-    def _write(self, data: T, start: int) -> None:
+    def store(self, data: T, start: int) -> None:
+        """Write bytes at once, likewise."""
+        assert not start % PAGE
+        pages = self.file.pages_for(data)
+        if pages is not data:
+            pages[: data.numel()].copy_(data)
         self._sums.pop(start, None)
-        _whole(os.pwritev, self.file.descriptor, data, self.offset + start)
-        self._sums[start] = _sum(data)
+        _whole(os.pwritev, self.file.descriptor, pages, self.offset + start)
+        self._sums[start] = _sum(pages)
 
 
 def _whole(call: Callable[[int, list[memoryview], int], int], descriptor: int, data: T, offset: int) -> None:
@@ -178,8 +191,18 @@ class TierFile:
                 f"memory.folder = {str(folder)!r} knows no direct I/O: what rests there goes through the page cache, "
                 "slower, and takes memory if there is some; a folder on a local disk is better"
             )
-        self.threads = ThreadPoolExecutor(THREADS, "weft-tier")
+        self.threads, self._own = ThreadPoolExecutor(THREADS, "weft-tier"), threading.local()
         self.close = weakref.finalize(self, _close, {self._file, self.descriptor})
+
+    def pages_for(self, data: T) -> T:
+        """``data`` itself if direct I/O takes it, or else as many whole pages of this thread's, until it asks again."""
+        if not (data.is_cuda or data.data_ptr() % PAGE or data.numel() % PAGE):
+            return data
+        room = whole_pages(data.numel())
+        own = getattr(self._own, "pages", None)
+        if own is None or own.numel() < room:
+            own = self._own.pages = page_buffer(max(room, PIECE), data.is_cuda)
+        return own[:room]
 
     def region(self, size: int) -> Region:
         """New room in the file, zeros. Raises :class:`TierError` if the disk has none."""

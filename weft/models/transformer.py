@@ -5,8 +5,8 @@ holds. Data changes hands only at ``gather_tokens`` / ``scatter_tokens`` (into a
 ``attend``; on one device these are identities. Shapes below are those of one rank.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -195,8 +195,7 @@ class Transformer(Module):
         self.pipeline: Any = None  # what runs this rank's stages, if it has some only (weft.parallel.pipeline)
         self.objective: Objective | None = None  # of pairs of answers; None: cross entropy of the labels
         self.route: Sequence[int] | None = None  # the blocks to run and their order, if not all (partial pipelines)
-        # What surrounds a block's forward run: offloading of what it saves (weft.memory.activations).
-        self.around: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
+        self.saved: Any = None  # what moves what blocks save for backward, if it does (weft.memory.activations)
         self.freq = frequencies(shape)
         self.loads = Loads(shape, mesh) if shape.mixtures else None
         if "embedding" in ends or (shape.tied and "head" in ends):
@@ -242,7 +241,7 @@ class Transformer(Module):
     def run_block(self, i: int, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None = None) -> T:
         """Block ``i`` of ``[batch, seq/tp, embed]``."""
         block = self.blocks[str(i)]
-        with self.around(block, *rope, cu_seqlens):
+        with nullcontext() if self.saved is None else self.saved.block(block, x, *rope, cu_seqlens):
             return block(x, rope, cu_seqlens, seen)
 
     def learn_loads(self, loads: Sequence[int]) -> None:

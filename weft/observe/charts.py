@@ -97,7 +97,8 @@ def charts(runs: Sequence[Run]) -> list[Record]:
             found.append({"title": chart.title, "note": chart.note, "traces": traces, "layout": layout})
     split = step_times(runs)
     loads = expert_loads(runs[0].records.get("experts", [])) if not several else []
-    return found[:3] + split + found[3:] + loads
+    saved = saved_activations(runs[0].records.get("activations", [])) if not several else []
+    return found[:3] + split + found[3:] + loads + saved
 
 
 def expert_loads(records: list[Record]) -> list[Record]:
@@ -122,6 +123,24 @@ def expert_loads(records: list[Record]) -> list[Record]:
     layout: Record = {"hovermode": "closest", "yaxis": {"tickvals": edges, "ticktext": [f"layer {i}" for i in layers]}}
     note = "How often each was chosen, over the mean of its layer; 1 is balanced"
     return [{"title": "Experts", "note": note, "traces": [trace], "layout": layout}]
+
+
+def saved_activations(records: list[Record]) -> list[Record]:
+    """What a step takes by the bytes that blocks save, predicted from a profile for every number of blocks."""
+    if not records:
+        return []
+    last, colors = records[-1], {"offload": "--c1", "recompute": "--c4"}
+    traces = []
+    for kind, color in colors.items():
+        if points := last.get(kind):
+            blocks, saved, seconds = zip(*points, strict=True)
+            trace = style(points, kind, color, ".3~s", "s") | {"showlegend": True}
+            text = [f"{n} of {last['of']} blocks" for n in blocks]
+            traces.append(trace | {"x": [b / 2**30 for b in saved], "y": seconds, "text": text,
+                                   "hovertemplate": "%{text}: %{y:.3~s}s, %{x:.3~g} GiB<extra></extra>"})  # fmt: skip
+    note = f"Predicted seconds of a pass by GiB its blocks save; {last['blocks']} leave for the {last['place']}"
+    layout: Record = {"hovermode": "closest", "yaxis": {"rangemode": "tozero"}, "xaxis": {"rangemode": "tozero"}}
+    return [{"title": "Saved activations", "note": note, "traces": traces, "layout": layout}]
 
 
 def task_chart(runs: Sequence[Run]) -> list[Chart]:

@@ -5,7 +5,7 @@ import torch
 from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import Layout
 from weft.layout.mesh import LIVE_AXES, Mesh
-from weft.memory.activations import HostActivations
+from weft.memory.activations import SavedActivations
 from weft.memory.resting import Tiers
 from weft.model_parameters import learns
 from weft.models.own_model import model_of_shape, own_values
@@ -77,7 +77,8 @@ def parallelize(
     if mesh.layout.placement == "moving":
         let_experts_move(model, state)
     if memory.offloads_activations:
-        model.around = HostActivations(mesh.device).block
+        file = tiers.file if memory.activations == "file" else None
+        model.saved = SavedActivations(mesh.device, file, memory.blocks)
     state.base_elsewhere = shape.adapter is not None
     drawn = own_values(shape, train.seed) if shape.kind else seeded_values(train.seed)
     state.fill(values or with_adapter(drawn, shape, train.seed))

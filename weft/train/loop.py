@@ -72,6 +72,8 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         signals = stack.enter_context(noted_signals((signal.SIGINT, signal.SIGTERM), _interrupt))
         recorder = stack.enter_context(Recorder(job, mesh, run.folder, resumed.progress, about))
         resumed.report(recorder)
+        if model.saved is not None:
+            model.saved.report = recorder.activations
         for note in noted:
             recorder.event(note)
         checkpoints = stack.enter_context(Checkpoints(

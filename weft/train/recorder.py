@@ -99,6 +99,14 @@ class Recorder:
             f"({answered.accuracy:.1%}), loss {answered.loss:.3f}"
         )
 
+    def activations(self, found: Mapping[str, Any]) -> None:
+        """Keep and say how many blocks' saved activations leave, and what other numbers would give."""
+        self.log("activations", **found)
+        self.event(
+            f"activations of {found['blocks']} of {found['of']} blocks leave for the {found['place']}, as many as travel "
+            f"hidden ({found['write'] / 1e9:.2g} GB/s there, {found['read'] / 1e9:.2g} back); memory.blocks sets it"
+        )
+
     @contextmanager
     def fetching(self) -> Iterator[None]:
         """While this step's data is fetched."""

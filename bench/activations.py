@@ -1,0 +1,185 @@
+"""What blocks save for backward, kept, recomputed, on the host or in a file: time of a step and peak of saved bytes.
+
+All sides take turns in one process on one thread, from the same values, and must end at the same bits. Then a disk as
+slow as makes the choice hard: how many blocks leave by the profile, beside the most that are measured to leave for
+nothing.
+
+    python bench/activations.py [--rounds 5] [--folder DIR] [--quick] [--json bench/results/activations.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from step import Job, machine, tokens_of
+
+from weft.data.batch import Batch
+from weft.layout.mesh import Mesh
+from weft.memory import tiers
+from weft.memory.activations import PROFILED, SavedActivations
+from weft.memory.amount import HIDDEN
+from weft.memory.heap import keep_heap
+from weft.memory.tiers import TierFile
+from weft.models.transformer import Transformer
+from weft.parallel.state import State
+from weft.recipe import ModelShape, Recipe, Train
+from weft.train.setup import assemble
+from weft.train.step import train_step
+
+RESULTS = Path(__file__).parent / "results" / "activations.json"
+CPU = torch.device("cpu")
+
+
+def shape_of(quick: bool) -> ModelShape:
+    wide = 64 if quick else 256
+    return ModelShape(vocab=512, layers=6 if quick else 12, embed=wide, heads=4, kv_heads=2, ffn=3 * wide)
+
+
+class Side:
+    """A model that takes the same step again and again."""
+
+    def __init__(self, quick: bool, recompute: str = "none", saved: SavedActivations | None = None) -> None:
+        self.mesh, shape = Mesh.single(), shape_of(quick)
+        recipe = Recipe(model=shape, train=Train(recompute=recompute))  # type: ignore[arg-type]
+        found: tuple[Transformer, State] = assemble(shape, self.mesh, recipe)
+        self.model, self.state = found
+        self.model.saved, self.times = saved, list[float]()
+        rows, length = (2, 128) if quick else (2, 512)
+        tokens = tokens_of(Job(shape, rows, length))
+        positions = torch.arange(length).repeat(rows, 1)
+        cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+        self.batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, cu_seqlens)
+
+    def step(self) -> None:
+        begun = time.perf_counter()
+        train_step(self.model, self.state, [self.batch], self.mesh, lr=1e-3, clip=1.0)
+        self.times.append(time.perf_counter() - begun)
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        return [tensor.values for tensor in self.state.tensors().values()]
+
+
+def in_turns(sides: dict[Any, Side], rounds: int, warm: int = 1) -> None:
+    for turn in range(rounds + warm):
+        for side in sides.values():
+            side.step()
+            if turn < warm:
+                side.times.clear()
+
+
+@contextmanager
+def slow_disk(rate: float) -> Iterator[None]:
+    """In here a tier's files move ``rate`` bytes per second, one call after the other."""
+    link, calls = threading.Lock(), {name: getattr(tiers.os, name) for name in ("preadv", "pwritev")}
+
+    def slow(call: Callable[..., int], descriptor: int, memory: list[memoryview], offset: int) -> int:
+        with link:
+            begun = time.perf_counter()
+            done = call(descriptor, memory, offset)
+            time.sleep(max(0.0, done / rate - (time.perf_counter() - begun)))
+        return done
+
+    for name, call in calls.items():
+        setattr(tiers.os, name, partial(slow, call))
+    try:
+        yield
+    finally:
+        for name, call in calls.items():
+            setattr(tiers.os, name, call)
+
+
+def places(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """Keep, recompute, host and file side by side."""
+    last = shape_of(quick).layers - 1
+    moved = {"host": SavedActivations(CPU), "file": SavedActivations(CPU, TierFile(folder))}
+    moved["file, all but the last"] = SavedActivations(CPU, TierFile(folder), last)
+    kept = SavedActivations(CPU)
+    kept.away = 0  # counts what is saved, and moves nothing
+    sides = {"keep": Side(quick), "recompute": Side(quick, "full")}
+    sides |= {name: Side(quick, saved=saved) for name, saved in moved.items()}
+    counted, inputs = Side(quick, saved=kept), SavedActivations(CPU)
+    inputs.away = 0
+    counted.step()
+    recomputed = Side(quick, "full", inputs)
+    recomputed.step()
+    curves: dict[str, Any] = {}
+    for name, saved in moved.items():
+        saved.report = partial(curves.__setitem__, name)
+    in_turns(sides, rounds, warm=PROFILED)
+    for name, side in sides.items():
+        assert all(map(torch.equal, side.values, sides["keep"].values)), f"{name} ends at other values"
+    peaks = {"keep": kept.peak, "recompute": inputs.peak} | {name: saved.peak for name, saved in moved.items()}
+    ours = statistics.median(sides["keep"].times)
+    rows = {
+        name: {
+            "step_s": statistics.median(side.times), "over_keep": statistics.median(side.times) / ours,
+            "fastest_s": min(side.times), "saved_mib": peaks[name] / 2**20, "saved_share": peaks[name] / kept.peak,
+        }
+        for name, side in sides.items()
+    }  # fmt: skip
+    for name, saved in moved.items():
+        rows[name]["blocks"] = saved.away or 0
+    return {"rows": rows, "curves": curves}
+
+
+def amount(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """The predicted number of blocks, and the most that measure as hidden, on disks of several speeds."""
+    found, layers = {}, shape_of(quick).layers
+    for factor in (1.0, 1.5, 2.5):  # a block takes so many of its backward to come back
+        plain = SavedActivations(CPU, TierFile(folder))
+        side = Side(quick, saved=plain)
+        for _ in range(PROFILED):
+            side.step()
+        block = plain.profile().blocks[1]
+        with slow_disk(block.saved / (factor * block.backward)):
+            auto = Side(quick, saved=SavedActivations(CPU, TierFile(folder)))
+            for _ in range(PROFILED + 1):
+                auto.step()
+            sides = {n: Side(quick, saved=SavedActivations(CPU, TierFile(folder), n)) for n in range(1, layers)}
+            sides[0] = Side(quick, saved=SavedActivations(CPU))
+            sides[0].model.saved.away = 0
+            in_turns(sides, rounds)
+        times = {n: min(side.times) for n, side in sorted(sides.items())}
+        best = max(n for n, seconds in times.items() if seconds <= HIDDEN * times[0])
+        found[str(factor)] = {"predicted": auto.model.saved.away, "best": best, "seconds": times}
+        print(f"a block comes back in {factor} of its backward: of {layers} blocks {auto.model.saved.away} leave by the "
+              f"profile, {best} measured as hidden")  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where the files are; a temporary folder by default")
+    parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
+    parser.add_argument("--only", choices=("places", "amount"))
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_heap()
+    found: dict[str, Any] = {"machine": machine()}
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        if given.only != "amount":
+            found["places"] = places(Path(folder), given.rounds, given.quick)
+            for name, row in found["places"]["rows"].items():
+                print(f"{name:24s}{row['step_s']:8.3f} s {row['over_keep']:6.2f} of keep {row['saved_mib']:8.1f} MiB "
+                      f"{row['saved_share']:5.0%}  {row.get('blocks', '')}")  # fmt: skip
+        if given.only != "places":
+            found["amount"] = amount(Path(folder), given.rounds, given.quick)
+    given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""What blocks save, on the host and in a file: bit-equal, written once, the last blocks kept, faults named."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weft.memory import tiers
+from weft.memory.activations import PROFILED, SavedActivations, bandwidth
+from weft.memory.amount import MOST_LEAVING, BlockCost, Profile
+from weft.memory.tiers import TierError, TierFile
+
+CPU, ROWS, WIDE = torch.device("cpu"), 64, 32
+#: Bytes of a block's input, and of its tanh's result.
+NARROW, BROAD = 4 * ROWS * WIDE, 16 * ROWS * WIDE
+
+
+class Widths(nn.Module):
+    """A block that saves its input, a view of it, and a wider tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDE, 4 * WIDE, bias=False), nn.Linear(4 * WIDE, WIDE, bias=False)
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x.flatten(0, 1)))).view_as(x) * shared
+
+
+class Model:
+    """Some blocks in a row, and what their gradients are."""
+
+    def __init__(self, count: int) -> None:
+        torch.manual_seed(0)
+        self.blocks, self.shared = [Widths() for _ in range(count)], torch.rand(WIDE)
+
+    def forward(self, saved: SavedActivations | None, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+        x = leaf = torch.rand(2, rows // 2, WIDE, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        shared = self.shared.clone()  # of this pass
+        for block in self.blocks:
+            if saved is None:
+                x = block(x, shared)
+            else:
+                with saved.block(block, x, shared):
+                    x = block(x, shared)
+        return leaf, x.square().sum()
+
+    def gradients(self, saved: SavedActivations | None = None, rows: int = ROWS) -> list[torch.Tensor]:
+        leaf, loss = self.forward(saved, rows)
+        loss.backward()
+        found = [leaf.grad, *(p.grad for block in self.blocks for p in block.parameters())]
+        for block in self.blocks:
+            block.zero_grad()
+        return [g.clone() for g in found if g is not None]
+
+
+def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+@pytest.fixture(params=["host", "file"])
+def place(request: Any, tmp_path: Path) -> TierFile | None:
+    return TierFile(tmp_path) if request.param == "file" else None
+
+
+def settled(saved: SavedActivations) -> None:
+    """Let everything that leaves be gone at once."""
+
+    class Now:
+        def submit(self, move: Any) -> Any:
+            done: Any = tiers.Future()
+            done.set_result(move())
+            return done
+
+    saved.rooms.threads = Now()  # type: ignore[assignment]
+    if saved.rooms.file is not None:
+        saved.rooms.file.threads = Now()  # type: ignore[assignment]
+
+
+def test_every_storage_leaves_once_and_parameters_stay(place: TierFile | None) -> None:
+    model = Model(5)
+    plain = model.gradients()
+    for blocks, leaving in ((0, 5), (5, 5), (3, 3)):
+        saved = SavedActivations(CPU, place, blocks)
+        assert same(model.gradients(saved), plain)
+        # Per block: its input, whose view costs nothing, and tanh's result; the product with `shared` needs that alone.
+        assert saved.sent == leaving * (NARROW + BROAD)
+        assert same(model.gradients(saved), plain)
+
+
+def test_memory_is_free_after_backward_and_little_stays(place: TierFile | None) -> None:
+    saved = SavedActivations(CPU, place, 8)
+    settled(saved)
+    _, loss = Model(10).forward(saved)
+    runs = sorted(saved.runs, key=lambda run: run.index)
+    one = NARROW + BROAD
+    # The last one that leaves is asked after when the next one leaves; two are never to.
+    assert [run.here for run in runs] == [0] * 7 + [one] * 3
+    del runs
+    gc.disable()
+    try:
+        loss.backward()
+        assert saved.here == 0 and not saved.leaving and not [run for run in saved.runs if run.stored]
+        assert saved.peak == 3 * one  # of 10
+    finally:
+        gc.enable()
+
+
+def test_room_is_used_again_whatever_the_sizes(tmp_path: Path) -> None:
+    file, model = TierFile(tmp_path), Model(4)
+    saved = SavedActivations(CPU, file, 4)
+    model.gradients(saved, rows=96)
+    size = file.size
+    for rows in (96, 64, 80, 96, 70):
+        assert same(model.gradients(saved, rows), model.gradients(rows=rows))
+    assert file.size == size <= 4 * 4 * 96 * WIDE * 5
+    assert saved.rooms.free == sorted(saved.rooms.free, key=lambda room: room.size)
+
+
+def test_what_is_on_its_way_is_taken_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that does not write until backward has passed: the last that leave are forwarded, and not read."""
+    go, write = threading.Event(), os.pwritev
+
+    def slow(*arguments: Any) -> int:
+        go.wait(20)
+        return write(*arguments)
+
+    model = Model(3)
+    plain = model.gradients()
+    file = TierFile(tmp_path)
+    saved = SavedActivations(CPU, file, MOST_LEAVING)
+    monkeypatch.setattr(tiers.os, "pwritev", slow)
+    leaf, loss = model.forward(saved)
+    threading.Timer(0.5, go.set).start()  # room is given back when a write that has begun ends
+    loss.backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, plain[0]) and not file.bytes["read"]
+    monkeypatch.undo()
+    for block in model.blocks:
+        block.zero_grad()
+    assert same(model.gradients(saved), plain)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_an_io_error_names_the_folder(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    model, saved = Model(6), SavedActivations(CPU, TierFile(tmp_path), 5)
+    settled_plain = model.gradients()
+    monkeypatch.setattr(tiers.os, call, broken)
+    with pytest.raises(TierError, match=rf"{'writ' if call == 'pwritev' else 'read'}ing .*{tmp_path}.*Input/output"):
+        model.gradients(saved)
+    monkeypatch.undo()
+    for block in model.blocks:
+        block.zero_grad()
+    assert same(model.gradients(saved), settled_plain)
+
+
+def test_a_change_in_place_is_noticed() -> None:
+    saved, x = SavedActivations(CPU), torch.rand(ROWS, WIDE, requires_grad=True)
+
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(x * 1)
+            y.mul_(2)
+            return y
+
+    with pytest.raises(AssertionError, match="changed in place"), saved.block(module := Doubled(), x):
+        module(x)
+
+
+# --- how much
+
+
+def profile(write: float, read: float, count: int = 12, forward: float = 1.0, backward: float = 2.0) -> Profile:
+    return Profile([BlockCost(forward, backward, 100, 20)] * count, write, read)
+
+
+def test_amount_by_hand() -> None:
+    fast = profile(1e9, 1e9)
+    assert fast.offloaded(0) == (0, 1200, 36.0) and fast.most_hidden() == 11
+    assert fast.offloaded(11).bytes == 200 and fast.offloaded(11).seconds == pytest.approx(36)
+    # A block's bytes take 1.5 of its backward to come back: 12 x 2 s of backward less the first one's hold 7 of 3 s.
+    assert profile(1e9, 100 / 3).most_hidden() == 7
+    # And 2 s to leave: one leaves per two forwards, and two may be late.
+    slow = profile(50, 1e9)
+    assert slow.offloaded(8).seconds > 36 * 1.03 >= slow.offloaded(slow.most_hidden()).seconds
+    assert profile(1e-3, 1e-3).offloaded(12).seconds > 1e5
+    assert profile(1e-3, 1e-3).most_hidden() == 2  # what is forwarded never has to arrive
+
+
+def test_curve_keeps_recomputes_and_offloads() -> None:
+    found = profile(1e9, 1e9, count=4).curve()
+    assert found["offload"][0] == found["recompute"][0] == (0, 400, 12.0)
+    assert found["recompute"][4] == (4, 4 * 20 + 80, 16.0)
+    assert [choice.blocks for choice in found["offload"]] == [0, 1, 2, 3]
+    assert "recompute" not in Profile([BlockCost(1, 2, 20, 20)] * 3, 1.0, 1.0).curve()  # recomputes already
+
+
+def test_bandwidth_counts_what_overlaps_once() -> None:
+    assert bandwidth([(0, 2, 100), (1, 3, 100), (5, 6, 200)]) == 100
+    assert bandwidth([]) > 1e100
+
+
+def test_amount_is_chosen_after_some_passes_and_reported(place: TierFile | None) -> None:
+    model, found = Model(6), []
+    saved = SavedActivations(CPU, place)
+    saved.report = found.append
+    plain = model.gradients()
+    for _ in range(PROFILED):
+        assert saved.away is None
+        assert same(model.gradients(saved), plain)
+    assert same(model.gradients(saved), plain)
+    (said,) = found
+    assert said["of"] == 6 and said["blocks"] == saved.away <= 5 and said["write"] > 0 < said["read"]
+    assert said["offload"][0].bytes == 6 * (NARROW + BROAD) and len(said["recompute"]) == 7
+    sent = saved.sent
+    model.gradients(saved)
+    assert saved.sent - sent == saved.away * (NARROW + BROAD)
+
+
+def test_predicted_peak_is_the_one_that_is(place: TierFile | None) -> None:
+    for away in (0, 3, 9):
+        saved = SavedActivations(CPU, place, away or 99)
+        if not away:
+            saved.away = 0
+        settled(saved)
+        Model(10).gradients(saved)
+        one = NARROW + BROAD
+        instant = Profile([BlockCost(1.0, 2.0, one, NARROW)] * 10, float("inf"), float("inf"))
+        assert saved.peak == instant.offloaded(away).bytes
