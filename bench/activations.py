@@ -154,7 +154,7 @@ def amount(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
         times = {n: min(side.times) for n, side in sorted(sides.items())}
         best = max(n for n, seconds in times.items() if seconds <= HIDDEN * times[0])
         found[str(factor)] = {"predicted": auto.model.saved.away, "best": best, "seconds": times}
-        print(f"a block comes back in {factor} of its backward: of {layers} blocks {auto.model.saved.away} leave by the "
+        print(f"back in {factor} of a backward: of {layers} blocks {auto.model.saved.away} leave by the "
               f"profile, {best} measured as hidden")  # fmt: skip
     return found
 

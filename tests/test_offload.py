@@ -74,7 +74,7 @@ def counted(values: dict[str, Any]) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"tp": 2}], ids=str)
 def test_full_recompute_sends_inputs_of_blocks_alone(pool: Any, corpus: str, layout: dict[str, int]) -> None:
     values = tree(corpus, {"layout": layout, "micro_batch": 1})
-    values["memory"] = {"activations": "host"}
+    values["memory"] = {"activations": "host", "blocks": 9}
     values["data"] |= {"seq_len": 65}  # what is smaller than a page stays
     for whole, inputs, formula, _ in pool.run(2, counted, values):
         assert inputs == formula and whole > 5 * inputs

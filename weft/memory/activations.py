@@ -303,7 +303,7 @@ class SavedActivations:
         })  # fmt: skip
 
     def profile(self) -> Profile:
-        """The fastest times of passes so far. The end of the first block's backward is not seen: it takes the second's."""
+        """The fastest times of the passes so far. The first block's backward, of unseen end, is the second's."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
         blocks: list[BlockCost] = []
@@ -330,9 +330,9 @@ def move_piece(
 
 def between(begun: Stamp, ended: Stamp) -> float:
     """Seconds between two stamps."""
-    if isinstance(begun, float):
-        return cast(float, ended) - begun
-    return float(begun.elapsed_time(ended)) / 1000
+    if isinstance(begun, torch.cuda.Event):
+        return float(begun.elapsed_time(cast(torch.cuda.Event, ended))) / 1000
+    return cast(float, ended) - begun
 
 
 def bandwidth(moved: Sequence[tuple[float, float, int]]) -> float:
