@@ -13,14 +13,23 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cases import Case, start, write_corpus
+from tests.test_equality import name, tree
+from weft.layout.layout import Layout
 from weft.memory import tiers
 from weft.memory.activations import PROFILED, SavedActivations, bandwidth
 from weft.memory.amount import MOST_LEAVING, BlockCost, Profile
 from weft.memory.tiers import TierError, TierFile
+from weft.train.step import train_step
 
 CPU, ROWS, WIDE = torch.device("cpu"), 64, 32
 #: Bytes of a block's input, and of its tanh's result.
 NARROW, BROAD = 4 * ROWS * WIDE, 16 * ROWS * WIDE
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 class Widths(nn.Module):
@@ -173,6 +182,47 @@ def test_a_change_in_place_is_noticed() -> None:
 
     with pytest.raises(AssertionError, match="changed in place"), saved.block(module := Doubled(), x):
         module(x)
+
+
+def states(values: dict[str, Any], folder: str) -> tuple[bool, list[int], list[int]]:
+    """Whether all of a rank's state is the same to the last bit, kept or moved; bytes to and from the file, in turn."""
+    found, moved = [], []
+    for place, blocks in (("device", 0), ("file", 9), ("file", 0), ("host", 2)):
+        values["memory"] = {"activations": place, "blocks": blocks, "folder": folder}
+        _, mesh, model, state, loader = start(values)
+        for step in range(2):
+            train_step(model, state, loader.step(step * values["train"]["batch"]) or [], mesh, lr=1e-2, clip=1.0)
+        found.append({name: tensor.values.clone() for name, tensor in state.tensors().items()})
+        if place == "file":
+            moved.append(model.saved.rooms.file.bytes)
+    plain = found.pop(0)
+    same = all(torch.equal(one[name], plain[name]) for one in found for name in plain)
+    return same, [one["written"] for one in moved], [one["read"] for one in moved]
+
+
+QUICK: tuple[Case, ...] = ({"layout": {"shard": 2}, "recompute": "full"}, {"layout": {"pp": 2}, "micro_batch": 1})
+SLOW: tuple[Case, ...] = (
+    {"layout": {"dp": 2, "shard": 2}, "micro_batch": 1},
+    {"layout": {"cp": 2, "tp": 2}, "context": "zigzag", "tied": True},
+    {"layout": {"pp": 2, "virtual": 2, "schedule": "interleaved-1f1b", "shard": 2}, "micro_batch": 1},
+    {"layout": {"pp": 2, "schedule": "zb-h1"}, "micro_batch": 1, "recompute": "full"},
+    {"layout": {"shard": 2, "ep": 2}, "experts": 4},
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda case: name(case).replace("/", "_"),
+)
+def test_bits_are_those_of_keeping(pool: Any, corpus: str, case: Case, tmp_path: Path) -> None:
+    values = tree(corpus, case)
+    values["model"] |= {"layers": 4} | {key: case[key] for key in ("experts",) if key in case}
+    values["data"] |= {"seq_len": 65}  # what is smaller than a page stays
+    values["train"]["batch"] = 4
+    found = pool.run(Layout(**case["layout"]).world, states, values, str(tmp_path))
+    assert all(same and min(written) > 0 for same, written, _ in found)
+    assert sum(read[0] for *_, read in found)  # a last stage's few blocks are wanted before they are gone
 
 
 # --- how much
