@@ -20,7 +20,7 @@ from weft.memory import tiers
 from weft.memory.activations import PROFILED, SavedActivations, bandwidth
 from weft.memory.amount import MOST_LEAVING, BlockCost, Profile
 from weft.memory.tiers import TierError, TierFile
-from weft.train.step import train_step
+from weft.train.step import clear_gradients, train_step
 
 CPU, ROWS, WIDE = torch.device("cpu"), 64, 32
 #: Bytes of a block's input, and of its tanh's result.
@@ -169,6 +169,49 @@ def test_an_io_error_names_the_folder(call: str, tmp_path: Path, monkeypatch: py
     for block in model.blocks:
         block.zero_grad()
     assert same(model.gradients(saved), settled_plain)
+
+
+def interrupted(values: dict[str, Any], call: str) -> tuple[str, bool, bool]:
+    """What a step that the disk breaks in the middle says; whether the state is as before, and goes on as if not."""
+    _, mesh, model, state, loader = start(values)
+    batches = loader.step(0) or []
+
+    def bits() -> dict[str, torch.Tensor]:
+        return {name: tensor.values.clone() for name, tensor in state.tensors().items()}
+
+    train_step(model, state, batches, mesh, lr=1e-2, clip=1.0)
+    before, calls, real = bits(), iter(range(99)), getattr(os, call)
+
+    def broken(*arguments: Any) -> int:
+        if next(calls) > 3:
+            raise OSError(5, "Input/output error")
+        return int(real(*arguments))
+
+    said = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers.os, call, broken)
+        try:
+            train_step(model, state, batches, mesh, lr=1e-2, clip=1.0)
+        except TierError as error:
+            said = str(error)
+    after = bits()
+    clear_gradients(model, state)
+    train_step(model, state, batches, mesh, lr=1e-2, clip=1.0)
+    again = bits()
+    _, mesh, model, state, loader = start(values | {"memory": {}})
+    for _ in range(2):
+        train_step(model, state, batches, mesh, lr=1e-2, clip=1.0)
+    whole = bits()
+    return said, *(all(torch.equal(a[n], b[n]) for n in a) for a, b in ((before, after), (again, whole)))
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_a_step_that_the_disk_breaks_changes_nothing(pool: Any, corpus: str, call: str, tmp_path: Path) -> None:
+    values = tree(corpus, {"layout": {}})
+    values["model"]["layers"], values["data"]["seq_len"] = 5, 65
+    values["memory"] = {"activations": "file", "blocks": 4, "folder": str(tmp_path)}
+    said, unchanged, goes_on = pool.run(1, interrupted, values, call)[0]
+    assert str(tmp_path) in said and "Input/output error" in said and unchanged and goes_on
 
 
 def test_a_change_in_place_is_noticed() -> None:

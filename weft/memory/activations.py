@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.memory.amount import MOST_LEAVING, BlockCost, Profile
-from weft.memory.tiers import PAGE, PIECE, THREADS, Region, TierFile, Transfer, page_buffer, whole_pages
+from weft.memory.tiers import PAGE, PIECE, THREADS, Region, TierError, TierFile, Transfer, page_buffer, whole_pages
 
 T = torch.Tensor
 Stamp = float | torch.cuda.Event
@@ -227,7 +227,11 @@ class SavedActivations:
 
     def _release(self, run: BlockRun) -> None:
         """Free the device's memory of what has left, once it has."""
-        run.leaving.wait()
+        try:
+            run.leaving.wait()
+        except TierError:
+            self.leaving.clear()  # this pass is over
+            raise
         for stored in run.stored:
             if stored.start >= 0:
                 stored.here = None
