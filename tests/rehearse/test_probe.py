@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.memory.tiers import TierError, TierFile
 from weft.planner.machine import load_cluster
 from weft.rehearse.choose import traffic_of
 from weft.rehearse.clock import Do, predict, run
@@ -21,7 +23,9 @@ from weft.rehearse.curves import Local, curve
 from weft.rehearse.journal import Event, silent_rank, worked
 from weft.rehearse.links import Links
 from weft.rehearse.mapping import Traffic, place_axes
+from weft.rehearse.probe import cluster
 from weft.rehearse.step import Rehearsal, reference
+from weft.rehearse.transfers import SIZES, TURNS, disk_curves
 from weft.toml import write_toml
 
 
@@ -115,6 +119,35 @@ def test_measured_curves_are_a_cluster_file(tmp_path: Path) -> None:
     local = Local.of(cluster.calibration)
     seen = reference("tp=2", "tiny")
     assert 0 < predict(local, [seen, seen], Layout(tp=2)).seconds < 10
+
+
+def test_a_disk_is_measured_through_the_tier_that_uses_it(tmp_path: Path) -> None:
+    """Every transfer is of the stated size, in the tier's own file, of which nothing is left."""
+    room, made = 16 << 20, list[TierFile]()
+    with mock.patch("weft.rehearse.transfers.TierFile", lambda folder: made.append(TierFile(folder)) or made[0]):
+        found = disk_curves(tmp_path, room)
+    assert made[0].bytes == {"written": (1 + 3 * TURNS) * room, "read": 3 * TURNS * room}
+    assert not list(tmp_path.iterdir())
+    for name in ("read", "write"):
+        assert [size for size, _ in found[name]] == list(SIZES) and all(seconds > 0 for _, seconds in found[name])
+    with pytest.raises(TierError, match="cannot be used"):
+        disk_curves(Path("/proc/nowhere"), room)
+
+
+def test_ranks_share_the_disk_that_was_measured(tmp_path: Path) -> None:
+    curves = {"read": [[2**22, 2**22 / 8e8]], "write": [[2**22, 2**22 / 4e8]], "free": 60e9}
+    memory = {"plain": 1e8, "per_byte": 1.2}
+    setting = calibration()["settings"]["2"] | {
+        "peaks": {"float32": 1e11, "bfloat16": 1e10},
+        "triad": 1e10,
+        "links": {},
+    }
+    tree = cluster([setting | {"memory": memory}], 2, {"disk": curves, "link": {}})
+    path = tmp_path / "probe.toml"
+    path.write_text(write_toml(tree))
+    machine = load_cluster(str(path)).machine()
+    assert (machine.disk_read, machine.disk_write) == pytest.approx((4e8, 2e8))
+    assert machine.disk_bytes == pytest.approx(30e9) and machine.host_memory == 0
 
 
 def test_a_file_of_an_older_probe_is_said_to_be_one() -> None:

@@ -16,11 +16,12 @@ def probe(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The cluster file to write.")] = Path("probe.toml"),
     ranks: Annotated[int, typer.Option(min=1, help="Measure with 1, 2, 4 ... up to so many ranks at once.")] = 4,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and turns.")] = False,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="On the disk to measure: memory.folder.")] = Path(),
 ) -> int:
-    """Measure this machine for weft plan: products, memory, a step, collectives. Under torchrun: its ranks."""
+    """Measure this machine for weft plan: products, memory, a step, collectives, a disk. Under torchrun: its ranks."""
     if in_ranks():
-        return _be_rank(out, quick)
-    from weft.rehearse.probe import setting
+        return _be_rank(out, quick, folder)
+    from weft.rehearse.probe import away, setting
 
     begun = time.perf_counter()
     wanted = [n for n in (2**i for i in range(10)) if n < ranks] + [ranks]
@@ -29,29 +30,32 @@ def probe(
         for n in wanted:
             status.update(f"measuring with {n} process{'es' * (n > 1)} at once")
             settings.append(setting(n, quick))
-    _write(settings, max(wanted), out, time.perf_counter() - begun)
+        status.update(f"measuring the disk of {folder.resolve()}")
+        moves = away(folder, quick)
+    _write(settings, max(wanted), moves, out, time.perf_counter() - begun)
     return 0
 
 
-def _be_rank(out: Path, quick: bool) -> int:
+def _be_rank(out: Path, quick: bool, folder: Path) -> int:
     """One of several ranks that were started elsewhere: one setting, and the links between all of them."""
     import torch
 
-    from weft.rehearse.probe import measure
+    from weft.rehearse.probe import away, measure
 
     torch.set_num_threads(threads_per_rank(0, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     begun = time.perf_counter()
     found = measure(quick)
     if int(os.environ["RANK"]) == 0:
-        _write([found], int(os.environ["WORLD_SIZE"]), out, time.perf_counter() - begun)
+        moves = away(folder, quick)
+        _write([found], int(os.environ["WORLD_SIZE"]), moves, out, time.perf_counter() - begun)
     return 0
 
 
-def _write(settings: list[dict[str, Any]], count: int, out: Path, seconds: float) -> None:
+def _write(settings: list[dict[str, Any]], count: int, moves: dict[str, Any], out: Path, seconds: float) -> None:
     from weft.rehearse.probe import cluster
     from weft.toml import write_toml
 
-    tree = cluster(settings, count)
+    tree = cluster(settings, count, moves)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(f"# Written by weft probe in {seconds:.0f} s; for weft plan --cluster.\n{write_toml(tree, 5)}")
     grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
@@ -69,7 +73,22 @@ def _write(settings: list[dict[str, Any]], count: int, out: Path, seconds: float
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, 120)
     console.print(grid)
+    disk, link = moves["disk"], moves["link"]
+    console.print(f"disk of {disk['folder']}: {_rates(disk, 'read', 'write')}, {disk['free'] / 1e9:.0f} GB free")
+    if disk["note"]:
+        console.print(f"note: {disk['note']}", markup=False)
+    if link:
+        console.print(f"copies of pinned memory: {_rates(link, 'to_device', 'to_host')}")
     console.print(f"{out}: {seconds:.0f} s; use it with: weft plan MODEL --cluster {out}")
+
+
+def _rates(curves: dict[str, Any], *names: str) -> str:
+    """GB/s by MiB of a transfer, of each of the curves."""
+
+    def told(points: list[list[float]]) -> str:
+        return ", ".join(f"{size / seconds / 1e9:.2f} ({size / 2**20:.0f} MiB)" for size, seconds in points)
+
+    return "; ".join(f"{name.replace('_', ' ')} {told(curves[name])} GB/s" for name in names)
 
 
 def _nearest(points: list[list[float]] | None, size: int) -> float | None:

@@ -19,6 +19,7 @@ LEAST = 0.47
 SI = {
     "memory": 1e9, "hbm": 1e9, "link": 1e9, "network": 1e9, "domain": 1, "link_latency": 1e-6, "network_latency": 1e-6,
     "site": 1, "between": 1e9, "between_latency": 1e-6, "host": 1e9, "host_memory": 1e9, "host_bandwidth": 1e9,
+    "disk_read": 1e9, "disk_write": 1e9, "disk_bytes": 1e9,
 }  # fmt: skip
 #: What nobody tells of the links of a cluster: microseconds, devices, GB/s.
 ONE_SITE = {"link_latency": 25.0, "network_latency": 12.0, "site": 1e9, "between": 1e3, "between_latency": 0.0}
@@ -33,7 +34,8 @@ class Device:
     8 bits (4 bits: :data:`LEAST`). Measured: pooled over published runs (docs/planner.md).
 
     Of the host, each device's share: ``host``, the link to it per direction (PCIe 3, 4, 5: 12, 25, 55; NVLink-C2C 450),
-    ``host_memory`` in GB (0: the device is the host) and ``host_bandwidth``, that of its memory.
+    ``host_memory`` in GB (0: the device is the host) and ``host_bandwidth``, that of its memory; of its disk GB/s that
+    are read or written, and the GB that are free (0: nothing rests in files).
     """
 
     name: str
@@ -50,6 +52,9 @@ class Device:
     host: float = 55
     host_memory: float = 256
     host_bandwidth: float = 77
+    disk_read: float = 3
+    disk_write: float = 2
+    disk_bytes: float = 1000
 
 
 _KNOWN = read_presets("devices")
@@ -83,7 +88,8 @@ class Cluster(Section):
     ``link_latency``: to start a collective or a message among them, however many take part.
     ``site``: devices of one site, with ``between`` GB/s per device among the sites. ``slowest_network``: the
     slowest NIC, if they differ: a collective is as fast as its slowest member. ``host``, ``host_memory`` and
-    ``host_bandwidth``: each device's share of its host, for offloading; no ``host_memory``, 0, rules that out.
+    ``host_bandwidth``, ``disk_read``, ``disk_write`` (GB/s) and ``disk_bytes`` (GB): each device's share of its host
+    and that one's disk, for what rests there; no ``host_memory`` or ``disk_bytes``, 0, rules that out.
     """
 
     device: str
@@ -102,6 +108,9 @@ class Cluster(Section):
     host: PositiveFloat | None = None
     host_memory: float | None = Field(None, ge=0)
     host_bandwidth: PositiveFloat | None = None
+    disk_read: PositiveFloat | None = None
+    disk_write: PositiveFloat | None = None
+    disk_bytes: float | None = Field(None, ge=0)
     site: PositiveInt | None = None
     between: PositiveFloat | None = None
     between_latency: PositiveFloat = Field(5000.0, description="microseconds, one way")
@@ -180,6 +189,9 @@ class Machine:
     host: Num
     host_memory: Num
     host_bandwidth: Num
+    disk_read: Num
+    disk_write: Num
+    disk_bytes: Num
 
 
 def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import statistics
 import tempfile
@@ -27,6 +28,7 @@ from weft.memory.heap import keep_heap
 from weft.observe.flops import peak_resident
 from weft.rehearse.journal import worked
 from weft.rehearse.step import reference, usual_step
+from weft.rehearse.transfers import bytes_per_s, disk_curves, link_curves
 from weft.train.failure import leave
 from weft.train.ranks import init_ranks, threads_per_rank
 
@@ -254,8 +256,17 @@ def cores_here() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cluster(settings: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
-    """The tree of a cluster file: the few numbers of :class:`weft.planner.machine.Cluster`, and all the curves."""
+def away(folder: Path, quick: bool) -> dict[str, Any]:
+    """What rests away from memory: the ``disk`` of a folder, with its ``free`` bytes, and the ``link`` to a device."""
+    disk = disk_curves(folder, (32 if quick else 128) << 20)
+    return {"disk": disk | {"folder": str(folder), "free": shutil.disk_usage(folder).free}, "link": link_curves()}
+
+
+def cluster(settings: Sequence[dict[str, Any]], count: int, moves: dict[str, Any]) -> dict[str, Any]:
+    """The tree of a cluster file: the few numbers of :class:`weft.planner.machine.Cluster`, and all the curves.
+
+    ``moves``: of :func:`away`; all ranks share that disk.
+    """
     full = max(settings, key=lambda s: (min(s["ranks"] * s["threads"], cores_here()), -s["ranks"]))
     most = max(settings, key=lambda s: s["ranks"])
     rate = full["peaks"]["float32"]
@@ -268,6 +279,7 @@ def cluster(settings: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
             s["memory"] = base | {"functional": max(0.0, found.pop("peak") - empty)} | found
     speeds = [x for row in table.get("bandwidth", []) for x in row if x] or [1e9]
     delays = [x for row in table.get("latency", []) for x in row if x] or [5e-5]
+    disk, link = moves["disk"], moves["link"]
     return {
         "device": "CPU",
         "count": count,
@@ -279,11 +291,16 @@ def cluster(settings: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
         "network": min(speeds) / 1e9,
         "link_latency": statistics.median(delays) * 1e6,
         "network_latency": max(delays) * 1e6,
+        "disk_read": bytes_per_s(disk["read"]) / 1e9 / count,
+        "disk_write": bytes_per_s(disk["write"]) / 1e9 / count,
+        "disk_bytes": disk["free"] / 1e9 / count,
+        **({"host": min(map(bytes_per_s, link.values())) / 1e9} if link else {}),
         "calibration": {
             "cores": cores_here(),
             "triad": {str(s["ranks"]): s["triad"] for s in settings},
             "peaks": {str(s["ranks"]): s["peaks"] for s in settings},
             "links": table,
+            **moves,
             "settings": {
                 str(s["ranks"]): {k: v for k, v in s.items() if k not in ("links", "triad", "peaks")} for s in settings
             },

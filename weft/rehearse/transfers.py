@@ -1,0 +1,78 @@
+"""What a transfer takes between memory and a file, and between host and device: seconds by bytes of one, measured.
+
+As a step moves what rests there: direct I/O in two threads, page-aligned buffers, one transfer behind the other.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.memory.tiers import PIECE, TierFile, Transfer, page_buffer
+from weft.rehearse.curves import curve
+
+Points = list[list[float]]
+
+#: Bytes of one transfer.
+SIZES = (1 << 20, 4 << 20, 16 << 20)
+#: Turns, of which the quickest counts: others use the disk, too.
+TURNS = 2
+
+
+def disk_curves(folder: Path, room: int = 128 << 20) -> dict[str, Any]:
+    """``{"write": [[bytes, seconds]], "read": ...}`` of a file of ``room`` bytes in ``folder``, and its ``note``.
+
+    The file is gone afterwards. Raises :class:`weft.memory.tiers.TierError` where there can be none.
+    """
+    file, buffers = TierFile(folder), [page_buffer(SIZES[-1]).random_() for _ in range(2)]
+    try:
+        region, found = file.region(room), dict[str, Any]()
+        _seconds(region.write, buffers, room, SIZES[-1])  # the first time a file system also marks what it has written
+        for name, move in (("write", region.write), ("read", region.read)):
+            region.forget_sums()  # of other pieces than are read
+            turns = [[_seconds(move, buffers, room, size) for size in SIZES] for _ in range(TURNS)]
+            found[name] = [[float(size), min(seen)] for size, seen in zip(SIZES, zip(*turns, strict=True), strict=True)]
+        return found | {"note": file.note}
+    finally:
+        file.close()
+
+
+def _seconds(move: Callable[[torch.Tensor, int], Transfer], buffers: list[torch.Tensor], room: int, size: int) -> float:
+    """Seconds of each of the transfers of ``size`` that make up ``room``, two of which are under way at a time."""
+    begun, flying = time.perf_counter(), deque[Transfer]()
+    for i, start in enumerate(range(0, room, size)):
+        if len(flying) == len(buffers):
+            flying.popleft().wait()
+        flying.append(move(buffers[i % len(buffers)][:size], start))
+    for transfer in flying:
+        transfer.wait()
+    return (time.perf_counter() - begun) / -(-room // size)
+
+
+def link_curves() -> dict[str, Points]:
+    """``{"to_device": [[bytes, seconds]], "to_host": ...}`` of copies of pinned memory; nothing without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    found: dict[str, Points] = {}
+    for size in SIZES:
+        here, there = page_buffer(size, pinned=True), torch.empty(size, dtype=torch.uint8, device="cuda")
+        for name, into, of in (("to_device", there, here), ("to_host", here, there)):
+            found.setdefault(name, []).append([float(size), min(_copy_seconds(into, of) for _ in range(1 + TURNS))])
+    return found
+
+
+def _copy_seconds(into: torch.Tensor, of: torch.Tensor, count: int = 20) -> float:
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(count):
+        into.copy_(of, non_blocking=True)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / count
+
+
+def bytes_per_s(points: Points, size: int = PIECE) -> float:
+    """Bytes per second of transfers of ``size``, of which larger ones are made up."""
+    return size / curve(points, size)
