@@ -45,7 +45,7 @@ class Checkpoints:
         self._levels, self._state, self._progress, self._listener = levels, state, progress, listener
         self._about, self._files, self._mesh = about, files, mesh
         self._thinning = Thinning(lambda place: is_of_model(place, shape))
-        self._saver = Saver(listener.event, strict, timeout, mesh.step_group)
+        self._saver = Saver(listener.event, strict, timeout, mesh.step_group, state.tiers.staging)
         self._saver.prepare(state.saved())
 
     def __enter__(self) -> Self:

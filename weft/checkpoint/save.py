@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class Saver:
 
     ``warn`` is called with what went wrong in a save in the background; with ``strict`` that is raised instead.
     ``reports`` collects how saves went: this rank's as soon as its writer is done, on rank 0 also those of the others,
-    when the next save begins or all is finished. ``group``: the ranks that save together; default all.
+    when the next save begins or all is finished. ``group``: the ranks that save together; default all. ``folder``:
+    where the copy lies, if not in memory.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class Saver:
         strict: bool = False,
         timeout: float = 600,
         group: dist.ProcessGroup | None = None,
+        folder: Path | None = None,
     ) -> None:
-        self.warn, self.strict, self.timeout = warn, strict, timeout
+        self.warn, self.strict, self.timeout, self.folder = warn, strict, timeout, folder
         self.group = group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -204,7 +207,8 @@ class Saver:
         if self._writer is None or not self._writer.serves(size):
             if self._writer is not None:
                 self._writer.close()
-            self._writer = WriterProcess(size, pinned=any(local.values.is_cuda for local in locals_.values()))
+            pinned = any(local.values.is_cuda for local in locals_.values())
+            self._writer = WriterProcess(size, pinned, self.folder)
         return pieces, [elements_of(piece, locals_[piece.name], self._writer.memory) for piece in pieces]
 
     def _copy(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> Callable[[], float]:

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from weft.checkpoint.format import share, volume
 from weft.checkpoint.writer import Report, WriteTask
 from weft.layout.dims import Box
 from weft.layout.parts import TORCH_DTYPES, Part
+from weft.memory.tiers import nameless_file
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,23 @@ def elements_of(piece: SavedPiece, part: Part, memory: mmap.mmap) -> torch.Tenso
 class WriterProcess:
     """A process that runs :mod:`.writer`, and ``memory`` for what it is to write.
 
-    It inherits the memory as a file without a name, which is gone with the two of them, however they end.
+    It inherits the memory as a file without a name, which is gone with the two of them, however they end. ``folder``:
+    where that file is, if it is not to be in memory.
     """
 
-    def __init__(self, size: int, pinned: bool) -> None:
+    def __init__(self, size: int, pinned: bool, folder: Path | None = None) -> None:
         self.size, self._open = max(size, mmap.PAGESIZE), True
-        if sys.platform == "linux":
+        if folder is not None:
+            self._file = os.fdopen(nameless_file(folder), "r+b")
+        elif sys.platform == "linux":
             self._file = os.fdopen(os.memfd_create("weft-checkpoint"), "r+b")
         else:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self._file.truncate(self.size)
         self.memory = mmap.mmap(self._file.fileno(), self.size)
-        # Touched now, and not while training waits for the first save.
-        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8).zero_()
+        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        if folder is None:  # touched now, and not while training waits for the first save
+            self._bytes.zero_()
         if pinned:  # a GPU copies straight into it
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.size, 0))
         self._pipe, theirs = Pipe()

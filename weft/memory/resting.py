@@ -121,6 +121,11 @@ class Tiers:
         return self._file
 
     @property
+    def staging(self) -> Path | None:
+        """Where copies of the state belong: not in memory if the state does not fit there."""
+        return self.folder if "file" in self.places.values() else None
+
+    @property
     def bytes(self) -> dict[str, int]:
         """Bytes ``read`` from the file and ``written`` to it so far."""
         return dict(self._file.bytes) if self._file is not None else {}

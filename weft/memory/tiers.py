@@ -180,7 +180,7 @@ class TierFile:
         self.bytes: Counter[str] = Counter()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = _nameless(folder)
+            self._file = nameless_file(folder)
         except OSError as error:
             raise TierError(f"memory.folder = {str(folder)!r} cannot be used: {error.strerror or error}") from None
         self.note, self.descriptor = "", self._file
@@ -224,7 +224,7 @@ def _close(descriptors: Iterable[int]) -> None:
         os.close(descriptor)
 
 
-def _nameless(folder: Path) -> int:
+def nameless_file(folder: Path) -> int:
     """A new file without a name, by its descriptor."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)

@@ -141,36 +141,47 @@ class TableUnit(Unit):
         """Sum the gradients so far over the ranks that hold the state; each adds its rows to what it has."""
         if not (self.apart and self.learns):
             return
+        shares = [self._taken(h, full) for h, full in zip(self.held, self.full, strict=True)]
+        if self.size > 1:
+            shares = self._scattered(shares)
+        if self.reduced:
+            self._put_away(shares)
+            return
+        for h, share in zip(self.held, shares, strict=True):
+            if share is not None:
+                share, seen = share.to(h.local.device), h.parameter.grad
+                h.parameter.grad = share if seen is None else seen.add_(share)
+
+    def _taken(self, h: Held, full: nn.Parameter) -> torch.Tensor | None:
+        """The gradient of a whole parameter so far, in the wide type; it is not there any more."""
+        grad = self.sums.pop(h.name, None) if self.wide != self.compute else full.grad
+        full.grad = None
+        return grad
+
+    def _scattered(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The rows that are held here of the sums over the ranks that share the state."""
         whole = torch.zeros(self.size, sum(self.chunks), dtype=self.wide, device=self.mesh.device)
-        places = whole.split(self.chunks, dim=1)
-        for h, full, pieces, chunk in zip(self.held, self.full, places, self.chunks, strict=True):
-            grad = self.sums.pop(h.name, None) if self.wide != self.compute else full.grad
-            full.grad = None
+        for grad, pieces, chunk in zip(grads, whole.split(self.chunks, dim=1), self.chunks, strict=True):
             if grad is not None:
                 flat = grad.new_zeros(self.size * chunk)
                 flat[: grad.numel()] = grad.flatten()
                 pieces.copy_(flat.view(self.size, chunk))
-        mine = whole[0]
-        if self.size > 1:
-            mine = torch.empty_like(whole[0])
-            reduce_scatter(mine, whole.view(-1), group=self.mesh.group(self.sharing))
-        if self.reduced:
-            self._put_away(mine)
-            return
-        for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
-            share = piece[: h.local.numel()].view(h.local.shape).to(h.local.device, copy=True)
-            h.parameter.grad = share if h.parameter.grad is None else h.parameter.grad.add_(share)
+        mine = torch.empty_like(whole[0])
+        reduce_scatter(mine, whole.view(-1), group=self.mesh.group(self.sharing))
+        pieces = mine.split(self.chunks)
+        return [p[: h.local.numel()].view(h.local.shape).clone() for h, p in zip(self.held, pieces, strict=True)]
 
-    def _put_away(self, mine: torch.Tensor) -> None:
+    def _put_away(self, shares: Sequence[torch.Tensor | None]) -> None:
         """Let the step's reduced gradients rest in their tier, summed over all replicas; keep their norms."""
-        if self.mesh.size(self.replicas) > 1:
-            dist.all_reduce(mine, group=self.mesh.group(self.replicas))
         again = self.held[0].parameter.grad is not None  # two stages use a tied embedding
         with self.tiers.at_hand(self, "gradients", changes=True, read=again):
-            for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
-                place, share = self.reduced[h.name], piece[: h.local.numel()].view(h.local.shape)
+            for h, share in zip(self.held, shares, strict=True):
+                share = torch.zeros_like(h.local, device=self.mesh.device) if share is None else share
+                if self.mesh.size(self.replicas) > 1:
+                    dist.all_reduce(share, group=self.mesh.group(self.replicas))
+                place = self.reduced[h.name]
                 h.parameter.grad = place.add_(share) if again else place.copy_(share)
-                h.norm = torch.linalg.vector_norm(h.parameter.grad)
+                h.norm = torch.linalg.vector_norm(place)
 
 
 @torch.no_grad()
