@@ -1,6 +1,7 @@
 """The process's own heap, in the host's memory."""
 
 import ctypes
+from contextlib import suppress
 
 #: glibc's numbers of M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, with the most that each takes.
 _LIMITS = {-1: 2**31 - 1, -3: 32 * 2**20}
@@ -12,9 +13,19 @@ def keep_heap() -> None:
     A step frees and takes the same again. Handed back to the system, it would be mapped and zeroed anew each time: on
     two cores that was a tenth to a fifth of a small model's step. The peak of memory stays the same.
     """
-    try:
+    with suppress(AttributeError, OSError):  # another allocator: nothing to say to it
         libc = ctypes.CDLL(None)
         for parameter, limit in _LIMITS.items():
             libc.mallopt(parameter, limit)
-    except (AttributeError, OSError):  # another allocator: nothing to say to it
-        pass
+
+
+def give_heap_back() -> None:
+    """Hand the memory that is free back to the system, and from now on that of every large tensor when it is freed.
+
+    For a process whose state does not fit in memory.
+    """
+    with suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        for parameter in _LIMITS:
+            libc.mallopt(parameter, 2**17)  # as glibc begins
+        libc.malloc_trim(0)

@@ -31,6 +31,7 @@ class Group:
             self.starts.append(size)
             size += -(-tensor.nbytes // ALIGNED) * ALIGNED
         self.region = file.region(size) if file is not None else None
+        pool.announce(size)
         self.home = self.region.memory if self.region is not None else page_buffer(whole_pages(size), pool.pinned)
         self.buffer: T | None = None  # what the region is read into, used in and written from
         self.there: T | None = None  # the same on the device

@@ -32,6 +32,10 @@ PAGE = mmap.PAGESIZE
 PIECE, THREADS = 4 << 20, 2
 
 
+#: So many who need buffers of one size keep these.
+COMMON = 3
+
+
 class TierError(WeftError):
     """A tier's file could not be made, read or written."""
 
@@ -45,7 +49,8 @@ def page_buffer(size: int, pinned: bool = False) -> T:
 
     PyTorch's own allocator of pinned memory rounds to powers of two (MemAscend, Liaw et al. 2025).
     """
-    found = torch.frombuffer(mmap.mmap(-1, max(PAGE, size)), dtype=torch.uint8)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    found = torch.frombuffer(mmap.mmap(-1, max(PAGE, size), **private), dtype=torch.uint8)
     if pinned:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), found.numel(), 0))
     return found[:size]
@@ -54,12 +59,18 @@ def page_buffer(size: int, pinned: bool = False) -> T:
 class Pool:
     """Buffers by size, used again: a unit's shape has slots of its own, so that no room is lost to the largest.
 
-    ``bytes`` is how much there is of them, in use or not, and ``used`` what has been asked for.
+    A size that fewer than :data:`COMMON` have :meth:`announced` is not kept: an embedding's, say, used twice a step.
+    ``bytes`` is how much there is of all, in use or not, and ``most`` how much there has been.
     """
 
     def __init__(self, pinned: bool = False) -> None:
-        self.pinned, self.bytes = pinned, 0
+        self.pinned, self.bytes, self.most = pinned, 0, 0
         self._free: dict[int, list[T]] = defaultdict(list)
+        self._users: Counter[int] = Counter()
+
+    def announce(self, size: int) -> None:
+        """There is one more that will need buffers of ``size`` bytes, again and again."""
+        self._users[whole_pages(size)] += 1
 
     def take(self, size: int) -> T:
         """A buffer of whole pages for ``size`` bytes, with anything in it."""
@@ -67,10 +78,14 @@ class Pool:
         if self._free[room]:
             return self._free[room].pop()
         self.bytes += room
+        self.most = max(self.most, self.bytes)
         return page_buffer(room, self.pinned)
 
     def give(self, buffer: T) -> None:
-        self._free[buffer.numel()].append(buffer)
+        if self._users[buffer.numel()] < COMMON and not self.pinned:
+            self.bytes -= buffer.numel()
+        else:
+            self._free[buffer.numel()].append(buffer)
 
 
 @dataclass

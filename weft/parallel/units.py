@@ -63,6 +63,8 @@ class TableUnit(Unit):
         self.shapes = [full.shape for full in self.full]
         self.live = not self.apart
         tiers.rest(self, "weights", [h.local for h in self.held])
+        for h in self.held:
+            h.parameter.data = h.local.data  # which is elsewhere now
         # Where reduced gradients go, if they do not stay in memory.
         self.reduced = {h.name: torch.zeros_like(h.local) for h in self.held if tiers.places.get("gradients") == "file"}
         tiers.rest(self, "gradients", self.reduced.values() if self.learns else ())

@@ -18,6 +18,7 @@ from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.layout import MODEL_AXES
 from weft.layout.mesh import Mesh
+from weft.memory.heap import give_heap_back
 from weft.model_parameters import PROJECTIONS, is_target, learns, parameters, projections
 from weft.models.own_loss import own_loss
 from weft.models.preference import objective
@@ -98,6 +99,8 @@ def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | Non
     model.objective = objective(recipe.loss)
     model.criterion = own_loss(recipe.loss, shape.vocab) or model.criterion
     state.optimize(RuleOptimizer(recipe.optimizer, mesh))
+    if state.tiers.staging is not None:
+        give_heap_back()
     return model, state
 
 
