@@ -27,7 +27,6 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "gradients away from the weights": ("", "memory.gradients=host"),
     "blocks of what stays": ("", "memory.blocks=2"),
     "weights in files with balance": ("cp=2,zero=1,balance=greedy", "memory.weights=file"),
-    "weights in files with zeroth order": ("", "memory.weights=file optimizer.estimate=zeroth-order"),
     "files with post-validation": ("pp=2", "memory.moments=file optimizer.post_validation=true"),
     "offloaded activations with selective recompute": ("", "memory.activations=host train.recompute=selective"),
     "post-validation without pp": ("", "optimizer.post_validation=true"),

@@ -183,9 +183,6 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.memory.weights == "file" and bool(a.layout.balance),
          "memory.weights = 'file' takes all microbatches through a block together, and layout.balance = "
          "{0.layout.balance!r} gives every rank others", "leave one of them out"),
-    Rule("weights in files with zeroth order", "memory optimizer",
-         lambda a: a.memory.weights == "file" and a.optimizer.estimate == "zeroth-order",
-         "optimizer.estimate = 'zeroth-order' keeps a copy of all weights in memory", "leave memory.weights out"),
     Rule("files with post-validation", "memory optimizer",
          lambda a: a.optimizer.post_validation and "file" in a.memory.away.values(),
          "optimizer.post_validation keeps a copy of the state in memory, and [memory] says it does not fit",

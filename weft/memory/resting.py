@@ -37,6 +37,7 @@ class Group:
         self.there: T | None = None  # the same on the device
         self.coming: Transfer | None = None
         self.leaving: Transfer | None = None
+        self.in_use = False
         for tensor, place in zip(self.tensors, self._places(self.home), strict=True):
             if tensor.count_nonzero():  # the home is zeros
                 place.copy_(tensor)
@@ -62,13 +63,14 @@ class Group:
         if self.device.type != "cpu":
             memory = self.there = memory.to(self.device, non_blocking=True)
         self._refer_to(memory)
+        self.in_use = True
 
     def put(self, changed: bool) -> None:
         """Begin to take the tensors back, if they have changed; otherwise they are as they rest."""
         memory = self.home if self.buffer is None else self.buffer
         if self.there is not None and changed:
             memory.copy_(self.there)
-        self.there = None
+        self.there, self.in_use = None, False
         self._refer_to(self.home)
         if not changed:
             self.settle()
@@ -151,10 +153,10 @@ class Tiers:
     def at_hand(self, owner: Hashable, kind: str, changes: bool = False, read: bool = True) -> Iterator[None]:
         """In here the owner's tensors of one kind can be used, and changed if that is said; see :meth:`Group.bring`.
 
-        What fails in here leaves them as they rest.
+        What fails in here leaves them as they rest. Within another use of them this is nothing.
         """
         group = self.groups[owner].get(kind) if owner in self.groups else None
-        if group is None:
+        if group is None or group.in_use:
             yield
             return
         group.bring(read)
@@ -168,13 +170,16 @@ class Tiers:
                 self.leaving.append(group)
 
     @contextmanager
-    def updating(self, owner: Hashable, fixed: Container[str] = ("gradients",)) -> Iterator[None]:
-        """In here all that the owner has is at hand and may change, except the ``fixed`` kinds."""
+    def updating(self, owner: Hashable, fixed: Container[str] = ("gradients",), behind: int = 1) -> Iterator[None]:
+        """In here all that the owner has is at hand and may change, except the ``fixed`` kinds.
+
+        ``behind``: how many owners before may still be on their way back, beside this one and one that is coming.
+        """
         if not (groups := self.groups.get(owner)):
             yield
             return
         self.next[self.last], self.last = owner, owner
-        while len(self.leaving) > len(groups):  # one owner's, beside one in use and one that is coming
+        while len(self.leaving) > behind * len(groups):
             self.leaving.popleft().settle()
         for each in (owner, self.next.get(owner)):
             for group in self.groups.get(each, {}).values():

@@ -1,7 +1,9 @@
 """A model over pipeline stages: which rank holds what, and the operations that a schedule's actions run."""
 
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -31,6 +33,12 @@ from weft.schedule.wire import Wire
 
 T = torch.Tensor
 
+#: What stands in the place of a parameter's rows.
+Point = Callable[[Held], T]
+
+#: A context in which a unit's rows are used.
+Visit = Callable[[Unit], AbstractContextManager[None]]
+
 
 class Pipeline:
     """One rank's part of a pipelined model, and its schedules by number of microbatches."""
@@ -51,7 +59,9 @@ class Pipeline:
         self.total: Callable[[], T] = lambda: torch.ones(())
         self.ropes: dict[int, tuple[T, T]] = {}
         self.seen: dict[int, Pass] = {}
-        self.losses: list[T] = []
+        self.losses: dict[int, T] = {}  # by microbatch
+        self.points: Sequence[Point] = ()
+        self.visit: Visit = lambda unit: nullcontext()
         self.last: Executed | None = None
         self.wire: Wire | None = None
 
@@ -86,9 +96,8 @@ class Pipeline:
             used.setdefault(alike, []).append(Full(name, described[name], parameter, placement))
             if len(copies) > 1 and parameter.requires_grad:
                 shared.setdefault(copies, []).append(name)
-        self.users = [
-            (stages, TableUnit(named, self.mesh, dtype, tiers)) for (stages, _, dtype, _), named in used.items()
-        ]
+        in_order = sorted(used.items(), key=lambda item: min(item[0][0]))  # of their first use
+        self.users = [(stages, TableUnit(named, self.mesh, dtype, tiers)) for (stages, _, dtype, _), named in in_order]
         self.units = [unit for _, unit in self.users]
         self.compute = compute
         # The model holds its pipeline; a circle would keep process groups, and gloo's threads, until it is collected.
@@ -165,13 +174,26 @@ class Pipeline:
         self._run(self.table(len(batches), forward_only=True), batches, lambda: torch.ones((), device=self.mesh.device))
         return self._share()
 
-    def _share(self) -> T:
+    @torch.no_grad()
+    def evaluate_at(self, points: Sequence[Point], batches: Sequence[Batch], visit: Visit) -> list[T]:
+        """The same at several points, for which what rests in a tier is brought in once: the share of each.
+
+        A point is what stands in the place of every parameter's rows; ``visit`` is entered where these are used.
+        """
+        self.points, self.visit = points, visit
+        try:
+            self.evaluate([batch for _ in points for batch in batches])
+        finally:
+            self.points, self.visit = (), lambda unit: nullcontext()
+        return [self._share(range(i * len(batches), (i + 1) * len(batches))) for i in range(len(points))]
+
+    def _share(self, microbatches: Container[int] = range(sys.maxsize)) -> T:
         zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        return torch.stack([zero, *self.losses]).sum()
+        return torch.stack([zero, *(loss for m, loss in self.losses.items() if m in microbatches)]).sum()
 
     def _run(self, table: Table, batches: Sequence[Batch], total: Callable[[], T]) -> None:
         self.batches, self.total = [b.to(self.mesh.device) for b in batches], total
-        self.losses, self.ropes, self.seen = [], {}, {}
+        self.losses, self.ropes, self.seen = {}, {}, {}
         ops = self._ops(table)
         self.last = execute(table, self.rank, ops, self.wire)
         for unit in self.units:
@@ -189,6 +211,7 @@ class Pipeline:
         if self.output is not None:
             ops |= self.output.ops(self.batches, self.total, self.losses)
         ops = {kind: op if kind_of(kind).forward else self._then_fold(op) for kind, op in ops.items()}
+        ops = {kind: self._at_point(op) for kind, op in ops.items()} if self.points else ops
         return ops | {GATHER: self._gather, RELEASE: self._release, REDUCE: self._reduce, FETCH: self._fetch}
 
     def _forward(self, table: Table, split: set[tuple[int, int]], a: Action, reads: Sequence[Any]) -> list[Any]:
@@ -210,7 +233,7 @@ class Pipeline:
                 x = model.norm(x)
                 if self.output is None:
                     x = model.loss(x, batch) / self.total()
-                    self.losses.append(x.detach())
+                    self.losses[a.microbatch] = x.detach()
         made = {"act": x.detach(), "saved": (leaf, x, tape)}
         return [made[value.name] for value in a.writes]
 
@@ -246,6 +269,16 @@ class Pipeline:
 
         return folded
 
+    def _at_point(self, op: Op) -> Op:
+        """``op`` with the parameters of the point that the microbatch is for."""
+
+        def shown(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
+            for unit in self._units_of(a.stage):
+                unit.show(a.microbatch * len(self.points) // len(self.batches))
+            return op(a, reads)
+
+        return shown
+
     def _units_of(self, stage: int) -> list[TableUnit]:
         """The units whose parameters ``stage`` computes with."""
         return [unit for stages, unit in self.users if stage in stages]
@@ -253,6 +286,9 @@ class Pipeline:
     def _gather(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         self.live.add(a.stage)
         for unit in self._units_of(a.stage):
+            if self.points and not unit.live:
+                with self.visit(unit):
+                    unit.gather_at(self.points)
             unit.gather()
         return []
 

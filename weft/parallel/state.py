@@ -110,7 +110,8 @@ class State:
     """All that this rank holds. ``copies``: parameters that ranks of other stages hold too, by the group of these.
 
     ``learning`` are those of ``held`` that are not frozen; with ``base_elsewhere`` checkpoints leave out the others.
-    What ``tiers`` keep of a unit is brought in while the unit is updated.
+    What ``tiers`` keep of a unit is brought in while the unit is updated. ``due`` are updates that wait until a unit is
+    visited: who looks at tensors, a checkpoint or a proof, has the state settle first.
     """
 
     base_elsewhere = False
@@ -123,6 +124,7 @@ class State:
         self.held = [held for unit in self.units for held in unit.held]
         self.learning = [held for held in self.held if held.learns]
         self.copies = dict(copies or {})
+        self.due: dict[Unit, tuple[Callable[[Unit], Mapping[str, T]], float]] = {}
         self._optimizer: Optimizer | None = None
 
     def optimize(self, optimizer: Optimizer) -> None:
@@ -163,21 +165,45 @@ class State:
 
         The gradients are scaled in place. :meth:`settle` ends what this may have left under way.
         """
-        assert self._optimizer is not None, "State.optimize says how"
-        if held := [h for h in unit.held if h.learns]:
-            mine = [grads[h.name] for h in held]
+        if any(h.learns for h in unit.held):
             with self.tiers.updating(unit):
-                if scale != 1.0:
-                    torch._foreach_mul_(mine, scale)
-                self._optimizer(held, mine, lr)
+                self._update(unit, grads, lr, scale)
+
+    def _update(self, unit: Unit, grads: Mapping[str, T], lr: float, scale: float = 1.0) -> None:
+        assert self._optimizer is not None, "State.optimize says how"
+        held = [h for h in unit.held if h.learns]
+        mine = [grads[h.name] for h in held]
+        if scale != 1.0:
+            torch._foreach_mul_(mine, scale)
+        self._optimizer(held, mine, lr)
+
+    def update_later(self, grads: Callable[[Unit], Mapping[str, T]], lr: float) -> None:
+        """Update every unit by what ``grads`` says of it, when it is visited next, or else when the state settles."""
+        self.settle()
+        self.due = {unit: (grads, lr) for unit in self.units if any(h.learns for h in unit.held)}
+
+    @contextmanager
+    def visit(self, unit: Unit) -> Iterator[None]:
+        """In here the unit is up to date, and at hand if it was not before."""
+        due = self.due.pop(unit, None)
+        if due is None:
+            yield
+            return
+        grads, lr = due
+        with self.tiers.updating(unit, behind=0):  # what is computed in between gives the unit before time to leave
+            self._update(unit, grads(unit), lr)
+            yield
 
     def settle(self) -> None:
-        """Have all tensors where they rest, after some updates."""
+        """Have all tensors up to date and where they rest, after some updates. Collective."""
+        for unit in list(self.due):
+            grads, lr = self.due.pop(unit)
+            self.update(unit, grads(unit), lr)
         self.tiers.settle()
 
     def expose(self) -> None:
         """From now on others may change the tensors."""
-        self.tiers.settle()
+        self.settle()
         self.tiers.forget_sums()
 
     @contextmanager
@@ -205,8 +231,8 @@ class State:
 
     @property
     def updates(self) -> int:
-        """How often the parameters have been updated."""
-        return int(self.learning[0].updates.item()) if self.learning else 0
+        """How often the parameters have been updated, with what is due."""
+        return int(self.learning[0].updates.item()) + bool(self.due) if self.learning else 0
 
     @updates.setter
     def updates(self, count: int) -> None:

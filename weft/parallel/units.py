@@ -4,7 +4,8 @@ Hooks of autograd (:mod:`weft.parallel.sharded`) work neither with a split backw
 Here the schedule says when: its ``GATHER``, ``RELEASE`` and ``REDUCE`` actions call these methods.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,7 @@ class TableUnit(Unit):
         self.release(drop=True)
         self.near: torch.Tensor | None = None  # this rank's share of what the nearest ranks hold together
         self.sums: dict[str, torch.Tensor] = {}  # gradients in the wide type, until they are reduced
+        self.at: list[list[torch.Tensor]] = []  # the full parameters at several points
 
     def _hold(self, f: Full) -> Held:
         full = shard = f.parameter
@@ -83,8 +85,8 @@ class TableUnit(Unit):
         return Held(f.name, f.logical, f.placement, shard.detach(), shard)
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Make the full parameters from all ranks' rows."""
+    def gather(self, values: Callable[[Held], torch.Tensor] = attrgetter("local")) -> None:
+        """Make the full parameters from all ranks' rows, or from what is to be there in the place of these."""
         if self.live:
             return
         self.live = True
@@ -93,13 +95,13 @@ class TableUnit(Unit):
                 for full, h in zip(self.full, self.held, strict=True):
                     full.untyped_storage().resize_(full.numel() * full.element_size())
                     # Through .data: what autograd saved of the parameter stays valid, as the values are the same.
-                    full.data.copy_(h.local, non_blocking=True)
+                    full.data.copy_(values(h), non_blocking=True)
             return
         whole = torch.empty(self.size, sum(self.chunks), dtype=self.compute, device=self.mesh.device)
         if self.near is not None:
             all_gather(whole.view(-1), self.near, group=self.mesh.group("near"))
         else:
-            self._gather_all(whole)
+            self._gather_all(whole, values)
             neighbours = self.mesh.size("near")
             if neighbours and self.sharing == "state":
                 self.near = whole.view(neighbours, -1)[self.mesh.group("near").rank()].clone()
@@ -108,17 +110,36 @@ class TableUnit(Unit):
             storage.resize_(numel * full.element_size())
             full.data.copy_(pieces.reshape(-1)[:numel].view(shape))
 
-    def _gather_all(self, whole: torch.Tensor) -> None:
+    def gather_at(self, points: Sequence[Callable[[Held], torch.Tensor]]) -> None:
+        """Gather once for each of several points, from rows that are brought in once; :meth:`show` says which is there.
+
+        The rows stay as they are. A unit that does not learn is the same at all points.
+        """
+        with self.tiers.at_hand(self, "weights"):
+            for values in points if self.learns else ():
+                self.live, self.near = False, None
+                for full in self.full:
+                    full.data = torch.empty_like(full)
+                self.gather(values)
+                self.at.append([full.data for full in self.full])
+            self.gather()
+
+    def show(self, point: int) -> None:
+        """Have the full parameters be those of this point."""
+        for full, values in zip(self.full, self.at[point] if self.at else (), strict=bool(self.at)):
+            full.data = values
+
+    def _gather_all(self, whole: torch.Tensor, values: Callable[[Held], torch.Tensor]) -> None:
         mine = whole.new_zeros(sum(self.chunks))
         with self.tiers.at_hand(self, "weights"):
             for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
-                piece[: h.local.numel()].copy_(h.local.to(whole.device, non_blocking=True).flatten())
+                piece[: h.local.numel()].copy_(values(h).to(whole.device, non_blocking=True).flatten())
         all_gather(whole.view(-1), mine, group=self.mesh.group(self.sharing))
 
     def release(self, drop: bool) -> None:
         """Forget the full parameters, before the rows change; ``drop``: free their memory too."""
         if self.apart:
-            self.live = False
+            self.live, self.at = False, []
             if drop:
                 for full in self.full:
                     full.untyped_storage().resize_(0)

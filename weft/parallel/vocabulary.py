@@ -27,7 +27,7 @@ class OutputShard:
         self.first = logical.box[0][0]
         self.group = mesh.group("tp") if mesh.size("tp") > 1 else None
 
-    def ops(self, batches: Sequence[Batch], total: Callable[[], T], losses: list[T]) -> dict[str, Op]:
+    def ops(self, batches: Sequence[Batch], total: Callable[[], T], losses: dict[int, T]) -> dict[str, Op]:
         """The passes as operations. ``total``: the weight of the step's labels, by which the loss is divided."""
         self.batches, self.total, self.losses = batches, total, losses
         return {"E": self._look_up, "S": self._output, "C": self._combine, "T": self._weights, "G": self._add_up,
@@ -82,7 +82,7 @@ class OutputShard:
         labels = batch.labels
         nll = torch.where(labels.view(-1, 1) != IGNORE, lse - target, 0)[:, 0]
         loss, scale = weigh(nll, batch, self.model.objective, self.mesh)
-        self.losses.append(loss / total)
+        self.losses[a.microbatch] = loss / total
         scale = (scale.double() / total).to(lse.dtype)[:, None]
         ends = torch.cat((lse, scale), dim=1)
         if not one:

@@ -95,7 +95,10 @@ def prepare(recipe: Recipe) -> Job:
 
 def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None) -> tuple[Transformer, State]:
     """The model under ``mesh`` and its state, ready for the first step; ``values`` as of :func:`parallelize`."""
-    model, state = parallelize(shape, mesh, recipe.train, values, recipe.data.seq_len, recipe.memory)
+    memory = recipe.memory
+    if recipe.optimizer.estimate == "zeroth-order" and memory.place_of("gradients") == "file":
+        memory = memory.model_copy(update={"gradients": "host"})  # there are none, so they take no room in a file
+    model, state = parallelize(shape, mesh, recipe.train, values, recipe.data.seq_len, memory)
     model.objective = objective(recipe.loss)
     model.criterion = own_loss(recipe.loss, shape.vocab) or model.criterion
     state.optimize(RuleOptimizer(recipe.optimizer, mesh))

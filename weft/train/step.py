@@ -347,11 +347,14 @@ def sum_over_passes(found: torch.Tensor, state: State, mesh: Mesh) -> torch.Tens
 def loss_shares(model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> torch.Tensor:
     """This rank's shares of the losses' sum over some steps' batches, and of their labels' weight: float64 ``[2]``."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    counted = mesh.rank("pp") == 0 or model.pipeline is None
     for batches in steps:
-        weight = own_number(counted * sum(b.label_weight for b in batches), mesh)
-        sums += torch.stack((loss_sum(model, batches, mesh), weight))
+        sums += torch.stack((loss_sum(model, batches, mesh), own_weight(batches, mesh)))
     return share_of_passes(sums, state, mesh)
+
+
+def own_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
+    """The weight of the labels of these batches, on one of the stages that they pass."""
+    return own_number((mesh.rank("pp") == 0) * sum(b.label_weight for b in batches), mesh)
 
 
 @torch.no_grad()

@@ -4,10 +4,13 @@ The gradient is estimated from the losses at two points, on either side of the p
 direction is a function of step and logical position, so that every rank perturbs its own part and six numbers in one
 message are all that ranks exchange: losses and weights at both points, tokens, and the wish to stop. Data-parallel
 ranks evaluate both points on their own data; in pairs (DistZO2, Wang et al. 2025) each one point on the data of both.
+
+Weights that rest in files pass memory once per step, unit by unit (ZO2, Wang et al. 2025): a unit is brought in, the
+update of the step before is made, both points of it are evaluated, and it leaves again.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 import torch
@@ -15,9 +18,9 @@ import torch
 from weft.data.batch import Batch
 from weft.layout.boundary import OWN, own_number, share_of_sum, step_sum
 from weft.memory.noise import normal
-from weft.parallel.state import Held
+from weft.parallel.state import Held, Unit
 from weft.train.rules.rule import logical_positions
-from weft.train.step import Stepper, StepResult, loss_shares, share_of_tokens
+from weft.train.step import Stepper, StepResult, loss_shares, own_weight, share_of_passes, share_of_tokens
 
 T = torch.Tensor
 
@@ -29,8 +32,8 @@ class ZerothOrder(Stepper):
     """A stepper that evaluates twice instead of computing gradients.
 
     The gradient norm of a step's result is the size of the slope, and nothing is clipped. Parameters are copied before
-    they are perturbed and copied back: adding and subtracting in place would let them drift. ``inspect`` sees the
-    estimated gradients.
+    they are perturbed and copied back, or perturbed in what is gathered of them: adding and subtracting in place would
+    let them drift. ``inspect`` sees the estimated gradients.
     """
 
     @torch.no_grad()
@@ -51,24 +54,42 @@ class ZerothOrder(Stepper):
     def paired(self) -> bool:
         return self.settings.pairs and self.mesh.size("dp") > 1
 
+    @property
+    def streamed(self) -> bool:
+        return self.model.pipeline is not None and self.model.pipeline.streamed
+
     def _shares(self, batches: Sequence[Batch], number: int) -> list[T]:
         """Shares of loss and weight at both points, nothing at one that the other of the pair evaluates.
 
         The parameters are as before afterwards.
         """
-        before = [h.local.clone() for h in self.state.learning]
         shares = [torch.zeros(2, dtype=torch.float64, device=self.mesh.device) for _ in range(2)]
-        for side, distance in enumerate((self.settings.epsilon, -self.settings.epsilon)):
-            if self.paired and side != self.mesh.rank("dp") % 2:
-                continue
+        sides = [self.mesh.rank("dp") % 2] if self.paired else [0, 1]
+        distances = [(self.settings.epsilon, -self.settings.epsilon)[side] for side in sides]
+        evaluate = self._evaluate_streamed if self.streamed else self._evaluate
+        for side, found in zip(sides, evaluate(batches, number, distances), strict=True):
+            shares[side] = found
+        return shares
+
+    def _evaluate(self, batches: Sequence[Batch], number: int, distances: Sequence[float]) -> list[T]:
+        before, shares = [h.local.clone() for h in self.state.learning], []
+        for distance in distances:
             for h, x in zip(self.state.learning, before, strict=True):
                 torch.add(x, direction(h, number), alpha=distance, out=h.local)
             self.state.release()
-            shares[side] = loss_shares(self.model, self.state, [batches], self.mesh)
+            shares.append(loss_shares(self.model, self.state, [batches], self.mesh))
         for h, x in zip(self.state.learning, before, strict=True):
             h.local.copy_(x)
         self.state.release()
         return shares
+
+    def _evaluate_streamed(self, batches: Sequence[Batch], number: int, distances: Sequence[float]) -> list[T]:
+        def at(distance: float) -> Callable[[Held], T]:
+            return lambda h: torch.add(h.local, direction(h, number), alpha=distance)
+
+        losses = self.model.pipeline.evaluate_at(list(map(at, distances)), batches, self.state.visit)
+        weight = own_weight(batches, self.mesh)
+        return [share_of_passes(torch.stack((loss, weight)), self.state, self.mesh) for loss in losses]
 
     def _update(self, slope: float, number: int, lr: float) -> None:
         """Unit by unit, so that the whole direction never exists at once, unless it is to be looked at."""
@@ -76,9 +97,18 @@ class ZerothOrder(Stepper):
         if self.inspect is not None:
             seen = {h.name: slope * direction(h, number) for h in self.state.learning}
             self.inspect(seen)
-        for unit in self.state.units:
-            self.state.update(unit, seen or {h.name: slope * direction(h, number) for h in unit.held if h.learns}, lr)
+
+        def gradients(unit: Unit) -> dict[str, T]:
+            return seen or {h.name: slope * direction(h, number) for h in unit.held if h.learns}
+
+        self.state.update_later(gradients, lr)
+        if not self.streamed:
+            self.state.settle()
+
+    def finish(self) -> list[StepResult]:
+        """Make the last step's update, if units have not been visited since."""
         self.state.settle()
+        return []
 
 
 def direction(held: Held, number: int) -> T:

@@ -1,0 +1,179 @@
+"""Zeroth-order steps with weights in files: each unit comes and goes once per step, and no bit is another."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.cases import Case, recipe, start, write_corpus
+from tests.test_equality import difference
+from tests.test_tiers import regions
+from weft.layout.mesh import Mesh
+from weft.memory.resting import Group
+from weft.memory.tiers import Pool
+from weft.parallel.state import State
+from weft.parallel.units import TableUnit
+from weft.recipe import Recipe
+from weft.train.setup import assemble, prepare
+from weft.train.step import StepResult
+from weft.train.stepper import build_stepper
+from weft.train.zeroth import ZerothOrder
+
+LAYOUTS: list[Case] = [
+    {"pairs": 1, "dp": 2, "shard": 2}, {"dp": 2, "shard": 2}, {"pp": 2}, {"tp": 2, "cp": 2},
+    {"pp": 2, "shard": 2, "vocab_barriers": 1}, {"pp": 2, "schedule": "interleaved-1f1b"},
+    {"pp": 2, "schedule": "dualpipe"}, {"shard": 4, "secondary": 2}, {"pairs": 1, "dp": 2, "pp": 2},
+]  # fmt: skip
+QUICK = 1
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def streamed(corpus: str, folder: Path, **change: Any) -> Recipe:
+    given = {"optimizer__estimate": "zeroth-order", "optimizer__kind": "sgd", "train__micro_batch": 2}
+    return recipe(corpus, memory__weights="file", memory__folder=str(folder), **{**given, **change})
+
+
+def run(settings: Recipe, steps: int, finish: bool = True) -> tuple[list[StepResult], State]:
+    job, mesh = prepare(settings), Mesh.single()
+    model, state = assemble(job.shape, mesh, settings)
+    stepper, loader = build_stepper(model, state, mesh, settings.optimizer), job.loader(job.corpus.train, mesh)
+    results: list[StepResult] = []
+    for step in range(steps):
+        results += stepper.step(loader.step(step * settings.train.batch) or [], 1e-3)
+    return results + (stepper.finish() if finish else []), state
+
+
+def in_memory(settings: Recipe) -> Recipe:
+    return settings.model_copy(update={"memory": Recipe(name="x").memory})
+
+
+@pytest.mark.parametrize("change", [
+    {"train__seed": 0},
+    {"optimizer__kind": "adamw", "optimizer__ema": 0.5, "train__dtype": "float32", "train__micro_batch": 1},
+    {"optimizer__kind": "muon", "model__tied": True, "train__freeze": ["blocks.0.*"]},
+    {"adapter__rank": 2, "adapter__kind": "lora", "optimizer__kind": "lion"},
+], ids=str)  # fmt: skip
+def test_deferred_updates_are_immediate_ones(corpus: str, tmp_path: Path, change: dict[str, Any]) -> None:
+    """To the last bit; and whoever looks before the next visit sees them made."""
+    settings = streamed(corpus, tmp_path, **change)
+    plain, resident = run(in_memory(settings), 3)
+    wanted = {name: part.values.clone() for name, part in resident.tensors().items()}
+    for finish in (True, False):
+        found, state = run(settings, 3, finish)
+        assert found == plain and state.updates == 3 and bool(state.due) is not finish
+        tensors = state.tensors()
+        assert not state.due and tensors.keys() == wanted.keys()
+        for name, part in tensors.items():
+            assert torch.equal(part.values, wanted[name]), name
+
+
+def test_an_update_without_a_slope_decays_weights(corpus: str, tmp_path: Path) -> None:
+    settings = streamed(corpus, tmp_path, optimizer__weight_decay=0.1)
+    states = []
+    for each in (settings, in_memory(settings)):
+        _, state = run(each, 0)
+        job, mesh = prepare(each), Mesh.single()
+        stepper = build_stepper(*assemble(job.shape, mesh, each), mesh, each.optimizer)
+        assert isinstance(stepper, ZerothOrder)
+        stepper._update(0.0, 0, lr=0.5)
+        stepper.finish()
+        before, after = state.tensors(), stepper.state.tensors()
+        weight, norm = "model.blocks.0.attention.wq", "model.norm.scale"
+        assert torch.allclose(after[weight].values, before[weight].values * 0.95, rtol=1e-12)
+        assert torch.equal(after[norm].values, before[norm].values)
+        states.append(after)
+    assert all(torch.equal(states[0][name].values, part.values) for name, part in states[1].items())
+
+
+def test_a_step_reads_and_writes_each_unit_once(corpus: str, tmp_path: Path) -> None:
+    """Whatever the microbatches; a tied embedding is used at both ends, and so read twice."""
+    for change in ({"train__micro_batch": 1}, {"optimizer__kind": "adamw"}, {"model__tied": True}):
+        _, state = run(streamed(corpus, tmp_path, **change), 3)
+        size = regions(state)
+        tied = sum(
+            groups["weights"].region.size  # type: ignore[union-attr]
+            for unit, groups in state.tiers.groups.items()
+            if "model__tied" in change and any(h.name.startswith("embedding") for h in unit.held)  # type: ignore[attr-defined]
+        )
+        assert "gradients" not in size and ("moments" in size) == ("optimizer__kind" in change)
+        # Three passes with two updates on the way, and the last update at the end.
+        every, moments = size["weights"], size.get("moments", 0)
+        assert state.tiers.bytes == {"read": 3 * (every + tied) + every + 3 * moments, "written": 3 * (every + moments)}
+
+
+def test_two_units_are_in_memory(corpus: str, tmp_path: Path) -> None:
+    """Buffers of the one that is computed and the one that comes; one of them is gathered, at both points."""
+    most: dict[str, int] = {"buffers": 0, "gathered": 0}
+    with ExitStack() as stack:
+        taken: list[Any] = []
+        gathered: set[Any] = set()
+        take, give, gather, release = Pool.take, Pool.give, TableUnit.gather_at, TableUnit.release
+
+        def taking(pool: Pool, size: int) -> torch.Tensor:
+            taken.append(buffer := take(pool, size))
+            most["buffers"] = max(most["buffers"], sum(b.numel() for b in taken))
+            return buffer
+
+        def giving(pool: Pool, buffer: torch.Tensor) -> None:
+            taken[:] = [b for b in taken if b is not buffer]
+            give(pool, buffer)
+
+        def gathering(unit: TableUnit, points: Any) -> None:
+            gather(unit, points)
+            gathered.add(unit)
+            most["gathered"] = max(most["gathered"], len(gathered))
+
+        def releasing(unit: TableUnit, drop: bool) -> None:
+            gathered.discard(unit)
+            release(unit, drop)
+
+        for target, name, by in ((Pool, "take", taking), (Pool, "give", giving), (TableUnit, "gather_at", gathering),
+                                 (TableUnit, "release", releasing)):  # fmt: skip
+            stack.enter_context(mock.patch.object(target, name, by))
+        change = {"model__layers": 6, "optimizer__kind": "adamw"}
+        _, state = run(streamed(corpus, tmp_path, **change), 3, finish=False)
+        largest = sorted(sum(g.region.size for g in groups.values()) for groups in state.tiers.groups.values())  # type: ignore[union-attr]
+        assert most["gathered"] == 1 and 0 < most["buffers"] <= sum(largest[-2:])
+    assert all(isinstance(g, Group) for groups in state.tiers.groups.values() for g in groups.values())
+
+
+@pytest.mark.parametrize("layout", [
+    pytest.param(v, id=" ".join(map(str, v.values())), marks=[pytest.mark.slow] * (i >= QUICK))
+    for i, v in enumerate(LAYOUTS)
+])  # fmt: skip
+def test_equal_to_one_device(pool: Any, corpus: str, tmp_path: Path, layout: Case) -> None:
+    axes = {f"layout__{axis}": size for axis, size in layout.items() if axis != "pairs"}
+    settings = streamed(corpus, tmp_path, optimizer__pairs="pairs" in layout, model__layers=4, **axes)
+    found = pool.run(settings.layout.world, difference, settings.model_dump(mode="json"))[0]
+    assert found.ok, found
+
+
+def weights_after(values: dict[str, Any], slopes: list[float]) -> dict[str, Any]:
+    """Every part of the weights after updates by these slopes, each but the last made on a visit."""
+    settings, mesh, model, state, loader = start(values)
+    stepper = build_stepper(model, state, mesh, settings.optimizer)
+    assert isinstance(stepper, ZerothOrder)
+    for number, slope in enumerate(slopes):
+        batches = loader.step(number * settings.train.batch) or []
+        stepper._shares(batches, number)
+        stepper._update(slope, number, 1e-2)
+    return {h.name: (h.part(h.local.clone()).index, h.local.clone()) for h in state.held if not state.expose()}
+
+
+@pytest.mark.parametrize("layout", [{"shard": 2}, pytest.param({"dp": 2, "shard": 2}, marks=pytest.mark.slow)], ids=str)
+def test_ranks_make_the_same_update_to_the_last_bit(pool: Any, corpus: str, tmp_path: Path, layout: Case) -> None:
+    slopes = [0.7, -1.3, 0.0, 2.1]
+    alone = pool.run(1, weights_after, streamed(corpus, tmp_path).model_dump(mode="json"), slopes)[0]
+    settings = streamed(corpus, tmp_path, **{f"layout__{axis}": size for axis, size in layout.items()})
+    for found in pool.run(settings.layout.world, weights_after, settings.model_dump(mode="json"), slopes):
+        for name, (index, values) in found.items():
+            assert torch.equal(alone[name][1][index], values), name
