@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from weft.layout.layout import Layout
 from weft.recipe import ModelShape
-from weft.schedule.actions import LOCAL, Table, Value
+from weft.schedule.actions import LOCAL, Table, Value, assemble
 from weft.schedule.build import build
 from weft.schedule.build.greedy import list_schedule
+from weft.schedule.build.interleaved import vertical
 from weft.schedule.partition import layer_costs, partition
 from weft.schedule.simulate import Costs, by_kind
 from weft.schedule.skip import cut, plan_paths
@@ -91,7 +92,8 @@ def make_table(layout: Layout, microbatches: int, shape: ModelShape, seq_len: in
         paths = plan_paths(holders, microbatches, layout.skip, costs)
         table = list_schedule("skip", holders, paths, costs, ranks=layout.pp, limit=layout.pp)
     elif layout.pp == 1:  # streamed from a tier: a stage per block, and all microbatches of one before the next
-        table = build("breadth-first", 1, microbatches, shape.layers + 2)
+        stages = shape.layers + 2
+        table = assemble("vertical", [vertical(stages, microbatches)], stages, [range(stages)] * microbatches)
     else:
         table = build(layout.schedule, layout.pp, microbatches, layout.virtual)
     if layout.vocab_barriers:

@@ -40,3 +40,14 @@ def breadth_first(ranks: int, microbatches: int, virtual: int) -> list[Order]:
         + [("B", c * ranks + r, m) for c in reversed(chunks) for m in range(microbatches)]
         for r in range(ranks)
     ]
+
+
+def vertical(stages: int, microbatches: int) -> Order:
+    """One rank that holds all stages, each for all microbatches before the next (GreedySnake, 2512.17570).
+
+    So every stage's parameters come once for forward and once for backward, however many microbatches there are. The
+    last stage takes backward with forward: what its loss leaves for backward, a gradient of the head, is large.
+    """
+    turns = [(kind, stages - 1, m) for m in range(microbatches) for kind in "FB"]
+    forward = [("F", s, m) for s in range(stages - 1) for m in range(microbatches)]
+    return [*forward, *turns, *(("B", s, m) for s in reversed(range(stages - 1)) for m in range(microbatches))]
