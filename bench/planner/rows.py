@@ -7,11 +7,12 @@ from pathlib import Path
 
 from weft.errors import UsageError, WeftError
 from weft.model_shape import Shape
-from weft.planner.cost import CONTEXT, OFFLOAD, SCHEDULES, Plan
+from weft.planner.cost import AWAY, CONTEXT, SCHEDULES, Plan
 from weft.planner.engine import ENGINES
 from weft.planner.fit import Row
 from weft.planner.machine import Machine, find_device, machine_of
 from weft.planner.shape import SHAPES
+from weft.recipe import PLACES
 from weft.schedule.build import BUILDERS
 
 NEEDED = ("id", "source", "model", "layers", "hidden", "heads", "seq_len", "hardware", "n_gpus", "global_batch")
@@ -184,7 +185,7 @@ def parse(r: dict[str, str]) -> Row:
         recompute=2 if "full" in recompute else 1 if "selective" in recompute else 0,
         bits=bits,
         context=CONTEXT.index(said["context"]) if said.get("context") in CONTEXT else 0,
-        offload=OFFLOAD.index(said["offload"]) if said.get("offload") in OFFLOAD else 0,
+        **{kind: PLACES.index(said.get(kind, "device")) for kind in AWAY},
     )
     shape = replace(shape, frozen=int("lora" in notes.lower()))
     per_node = int(number("gpus_per_node", 8))

@@ -7,7 +7,7 @@ import pytest
 from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import Layout
 from weft.model_shape import shape_of
-from weft.planner.cost import AWAY, RECOMPUTE
+from weft.planner.cost import RECOMPUTE
 from weft.planner.engine import ENGINES
 from weft.planner.explain import layout_tree
 from weft.planner.finalists import Final, chunks_of
@@ -42,7 +42,7 @@ def test_no_candidate_stands_in_the_table(name: str, world: int, site: int | Non
             final = Final(found.shape, found.machine, plan, found.cost, (), 0.0, barriers=barriers)
             layout = Layout.model_validate(layout_tree(final))
             train = Train(recompute=RECOMPUTE[int(plan.recompute)])  # type: ignore[arg-type]
-            memory = Memory(**AWAY[int(plan.offload)])  # type: ignore[arg-type]
+            memory = Memory(**plan.away)  # type: ignore[arg-type]
             asked = Asked(layout, model, train, Optimizer(post_validation=plan.pp > 1), BUILDERS, memory=memory)
             refuse(asked, "layout", "shape", "train", "memory", "optimizer", "schedules")
             assert layout.world == world

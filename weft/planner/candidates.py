@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 
 from weft.layout.layout import Layout
 from weft.model_shape import Shape
-from weft.planner.cost import SCHEDULES, ULYSSES, Plan
+from weft.planner.cost import AWAY, FILE, SCHEDULES, ULYSSES, Plan
 from weft.planner.machine import Machine
+from weft.recipe import PLACES, Memory
 
 #: Fields of a plan that the search chooses first, in the order in which they are named.
 FIRST = (
     "dp", "shard", "zero", "tp", "cp", "context", "pp", "schedule", "virtual", "ep", "micro_batch", "recompute",
 )  # fmt: skip
 #: What is added to plans that it may help (:func:`variants`).
-ADDED = ("secondary", "offload")
+ADDED = ("secondary", *AWAY)
 CHOSEN = (*FIRST, *ADDED)
 #: What the user sets; the data axes follow from these.
 SET = tuple(name for name in CHOSEN if name not in ("dp", "shard"))
@@ -124,12 +125,12 @@ def _folds(ep: int, dp: int, shard: int, cp: int, tp: int) -> bool:
 
 
 def variants(
-    plans: Plan, machine: Machine, fits: Mask, cheap: dict[str, Mask], wanted: dict[str, int]
+    plans: Plan, machine: Machine, fits: Mask, cheap: dict[str, Mask], wanted: dict[str, int], places: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Columns of :data:`CHOSEN`: plans with secondary partitions, and with something offloaded.
+    """Columns of :data:`CHOSEN`: plans with secondary partitions, and with something in one of ``places``.
 
     Both cost something, so that they are tried where they may help only: a secondary partition where ZeRO-3 gathers
-    across the border of the fast links and memory is left, offloading where memory is not enough. ``cheap``: plans
+    across the border of the fast links and memory is left, other places where memory is not enough. ``cheap``: plans
     that may win if the addition cost nothing. ``wanted``: what the user has fixed, which is tried everywhere.
     """
     count = len(plans.tp)
@@ -149,22 +150,33 @@ def variants(
         chosen = table[:, twice][:, cut]
         chosen[CHOSEN.index("secondary")] = near[cut]
         found.append(chosen)
-    if not machine.host_memory or wanted.get("offload") == 0:
-        return np.concatenate(found, axis=1)
-    kinds = [wanted["offload"]] if "offload" in wanted else [1, 2, 3]
-    short = np.ones(count, dtype=bool) if "offload" in wanted else cheap["offload"] & ~fits
-    for base in (table[:, short], *([found[1]] if "offload" in wanted and len(found) > 1 else [])):
-        for kind in kinds:
+    asked = any(wanted.get(kind) for kind in AWAY)
+    short = np.ones(count, dtype=bool) if asked else cheap["away"] & ~fits
+    bases = [table[:, short], *(found[1:] if asked else [])]
+    ways = [dict(zip(AWAY, way, strict=True)) for way in product((0, *places), repeat=len(AWAY)) if any(way)]
+    for base, way in product(bases, ways):
+        if all(wanted.get(kind, place) == place for kind, place in way.items()) and _can_rest(way):
             # Hooks do not see what selective recomputation keeps.
-            chosen = base[:, base[FIRST.index("recompute")] != 1] if kind >= 2 else base.copy()
-            chosen[CHOSEN.index("offload")] = kind
+            fitting = (base[FIRST.index("recompute")] != 1) | (way["activations"] == 0)
+            # One stage after the other comes from a file, with all microbatches: a pipeline takes turns.
+            chosen = base[:, fitting & ((base[FIRST.index("pp")] == 1) | (way["weights"] != FILE))]
+            chosen[[CHOSEN.index(kind) for kind in way]] = np.array([*way.values()])[:, None]
             found.append(chosen)
-            if kind % 2:  # alone, a device can fetch its parameters block by block too
+            if way["weights"]:  # alone, a device can fetch its parameters block by block too
                 alone = (chosen[FIRST.index("zero")] == 0) & (chosen[FIRST.index("cp")] == 1)
                 fetching = chosen[:, alone & (chosen[FIRST.index("pp")] == 1)]
                 fetching[FIRST.index("zero")] = 3
                 found.append(fetching)
     return np.concatenate(found, axis=1)
+
+
+def _can_rest(way: dict[str, int]) -> bool:
+    """Whether recipes can say so."""
+    try:
+        Memory.model_validate({kind: PLACES[place] for kind, place in way.items()})
+    except ValueError:
+        return False
+    return True
 
 
 def nearby(state: NDArray[np.float64], tp: NDArray[np.float64], machine: Machine) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ from typing import Any
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.model_shape import shape_of
-from weft.planner.cost import AWAY, BITS, RECOMPUTE
+from weft.planner.cost import AWAY, BITS, FILE, RECOMPUTE
 from weft.planner.engine import ENGINES, Engine
 from weft.planner.explain import layout_tree, title, verdict
 from weft.planner.finalists import Final, finalists
@@ -41,9 +41,9 @@ def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
     train = recipe.train
     pins = [Pin.parse(f"{name}={getattr(train, name)}") for name in ("micro_batch", "recompute")
             if name in train.model_fields_set and getattr(train, name) is not None]  # fmt: skip
-    memory = recipe.memory
-    if memory.away and cluster.machine().host_memory:  # on a CPU, device and host are one
-        pins.append(Pin("offload", "=", memory.offloads_state + 2 * memory.offloads_activations))
+    places = {kind: recipe.memory.distance(kind) for kind in AWAY}
+    on_host = cluster.machine().host_memory > 0  # on a CPU, device and host are one
+    pins += [Pin(kind, "=", place) for kind, place in places.items() if place == FILE or (place and on_host)]
     if recipe.optimizer.post_validation:
         pins.append(Pin.parse("pp>=2"))
     return pins
@@ -69,7 +69,7 @@ def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
     """``recipe`` under the layout of ``final``, and what that sets in other sections, by their names."""
     plan = final.plan
     train: dict[str, Any] = {"micro_batch": int(plan.micro_batch), "recompute": RECOMPUTE[int(plan.recompute)]}
-    new = {"train": train, "memory": AWAY[int(plan.offload)]}
+    new = {"train": train, "memory": plan.away}
     sections = {name: getattr(recipe, name).model_copy(update=change) for name, change in new.items()}
     return recipe.model_copy(update={"layout": Layout.model_validate(layout_tree(final)), **sections}), new
 

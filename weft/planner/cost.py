@@ -15,6 +15,7 @@ import numpy as np
 from weft.model_shape import Num, Shape
 from weft.planner.engine import Engine
 from weft.planner.machine import Machine
+from weft.recipe import PLACES
 from weft.schedule.build import BUILDERS, Builder, Times
 
 
@@ -29,15 +30,9 @@ class Recompute(IntEnum):
 RECOMPUTE = tuple(kind.name.lower() for kind in Recompute)
 CONTEXT = ("zigzag", "ulysses", "gather")
 ULYSSES = CONTEXT.index("ulysses")
-#: What is kept on the host, by index (:attr:`Plan.offloads_state`, :attr:`Plan.offloads_activations`).
-OFFLOAD = ("none", "optimizer", "activations", "all")
-#: The same as sections ``[memory]``.
-AWAY: tuple[dict[str, str], ...] = (
-    {},
-    {"weights": "host"},
-    {"activations": "host"},
-    {"weights": "host", "activations": "host"},
-)
+#: What can rest away from the device, and where, by index into :data:`weft.recipe.PLACES`.
+AWAY = ("weights", "moments", "activations")
+HOST, FILE = (PLACES.index(place) for place in ("host", "file"))
 #: Schedules by index; what is known of them stands in their builders.
 SCHEDULES = (
     "1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b", "breadth-first", "v-half",
@@ -63,10 +58,10 @@ class Plan:
     """How a step is laid over devices. ``dp`` copies x ``shard`` x ``cp`` x ``pp`` x ``tp`` ranks.
 
     ``ep`` divides ``dp * shard``: experts live on the ranks of other axes. ``secondary``: the ranks over which ZeRO-3
-    keeps parameters cut until backward, if not all (ZeRO++ hpZ). ``schedule``, ``recompute``, ``context`` and
-    ``offload`` are indices into the tables above; ``bits``: of the products. ``batch`` and ``micro_batch`` count
-    sequences of ``seq`` tokens. ``outer`` 1: copies (``dp``) are further apart than pipeline ranks, instead of the
-    other way about.
+    keeps parameters cut until backward, if not all (ZeRO++ hpZ). ``schedule``, ``recompute`` and ``context`` are
+    indices into the tables above, ``weights``, ``moments`` and ``activations`` into that of the places where they rest;
+    ``bits``: of the products. ``batch`` and ``micro_batch`` count sequences of ``seq`` tokens. ``outer`` 1: copies
+    (``dp``) are further apart than pipeline ranks, instead of the other way about.
     """
 
     dp: Num = 1
@@ -85,7 +80,9 @@ class Plan:
     recompute: Num = 0
     bits: Num = 16
     secondary: Num = 0
-    offload: Num = 0
+    weights: Num = 0
+    moments: Num = 0
+    activations: Num = 0
     outer: Num = 0
 
     @property
@@ -102,12 +99,15 @@ class Plan:
         return self.data * self.cp * self.pp * self.tp
 
     @property
-    def offloads_state(self) -> Num:
-        return (self.offload == OFFLOAD.index("optimizer")) | (self.offload == OFFLOAD.index("all"))
+    def moves(self) -> Num:
+        """Whether something rests away from the device: moments do wherever weights do."""
+        return (self.moments > 0) | (self.activations > 0)
 
     @property
-    def offloads_activations(self) -> Num:
-        return (self.offload == OFFLOAD.index("activations")) | (self.offload == OFFLOAD.index("all"))
+    def away(self) -> dict[str, str]:
+        """What that is and where, as the ``[memory]`` section of a recipe says it."""
+        places = {kind: PLACES[int(getattr(self, kind))] for kind in AWAY if getattr(self, kind)}
+        return {kind: place for kind, place in places.items() if kind != "moments" or place != places.get("weights")}
 
     @property
     def microbatches(self) -> Num:
@@ -121,7 +121,7 @@ class Cost:
     ``bubble``: what that rank waits in the pipeline. Ranks with less to do are idle for longer: the rate of
     :attr:`weft.schedule.simulate.Simulation.bubble_rate`, a mean over the ranks, counts that as well.
 
-    ``host``: transfers of what is offloaded (:func:`weft.planner.host.with_host`), likewise.
+    ``host``: transfers of what rests on the host or in files (:func:`weft.planner.tiers.with_tiers`), likewise.
     """
 
     compute: Num
@@ -395,9 +395,7 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cos
     m = plan.microbatches
     compute = m * (most * layer + tail)
     recompute = m * most * one.again
-    time_tp = m * most * one.count * one.tp
-    time_cp = m * most * one.count * one.cp
-    time_ep = m * most * one.count * one.ep
+    time_tp, time_cp, time_ep = (m * most * one.count * each for each in (one.tp, one.cp, one.ep))
 
     # --- pipeline
     v = np.maximum(1, plan.virtual)

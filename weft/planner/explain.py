@@ -11,9 +11,9 @@ from weft.layout.layout import Layout
 from weft.layout.placement import experts_per_node
 from weft.pages import render
 from weft.planner.candidates import ADDED, CHOSEN, SET
-from weft.planner.cost import AWAY, BITS, CONTEXT, RECOMPUTE, SCHEDULES, Recompute, expert_cut
+from weft.planner.cost import BITS, CONTEXT, RECOMPUTE, SCHEDULES, Recompute, expert_cut
 from weft.planner.finalists import Final, refine
-from weft.planner.search import Found, describe, text_of
+from weft.planner.search import NAMES, Found, describe, text_of
 from weft.planner.shape import Model
 from weft.schedule.exchange import Beside
 
@@ -21,7 +21,7 @@ from weft.schedule.exchange import Beside
 PARTS = {
     "compute": "compute", "recompute": "recompute", "tp": "tensor parallelism", "cp": "context parallelism",
     "ep": "experts", "pp": "pipeline sends", "dp": "data parallelism", "bubble": "bubble", "optimizer": "optimizer",
-    "host": "transfers to and from the host", "other": "stragglers and fixed costs",
+    "host": "transfers to and from host and files", "other": "stragglers and fixed costs",
 }  # fmt: skip
 #: Pipelines of more ranks take long to simulate: they are looked at where they are what is asked about.
 DEEP = 32
@@ -142,7 +142,7 @@ def record(final: Final) -> dict[str, Any]:
     """A layout with its seconds and GiB, split by cause."""
     layout = {k: text_of(k, getattr(final.plan, k)) for k in CHOSEN}
     return {
-        "layout": {k: v if k in ("context", "schedule", "recompute", "offload") else int(v) for k, v in layout.items()},
+        "layout": {k: v if k in NAMES else int(v) for k, v in layout.items()},
         "text": title(final),
         "vocabulary_barriers": final.barriers,
         "seconds": final.seconds,
@@ -199,7 +199,7 @@ def recipe_tree(final: Final, model: Model) -> dict[str, Any]:
     tree["data"] = tree.get("data", {}) | {"seq_len": int(plan.seq)}
     tree["layout"] = layout_tree(final)
     tree["train"] = tree.get("train", {}) | train
-    memory = {key: value for key, value in tree.pop("memory", {}).items() if key == "folder"} | AWAY[int(plan.offload)]
+    memory = {key: value for key, value in tree.pop("memory", {}).items() if key == "folder"} | plan.away
     tree |= {"memory": memory} if memory else {}
     return tree
 

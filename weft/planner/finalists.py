@@ -13,11 +13,11 @@ import numpy as np
 
 from weft.errors import WeftError
 from weft.model_shape import Shape
-from weft.planner.cost import SCHEDULES, Cost, Passes, Plan, gradients, passes, rest, step_time
-from weft.planner.host import with_host
+from weft.planner.cost import AWAY, SCHEDULES, Cost, Passes, Plan, gradients, passes, rest
 from weft.planner.machine import Machine
 from weft.planner.memory import Memory, held_bytes, logit_bytes, peak_memory, rank_memory
 from weft.planner.search import USABLE, Found, at
+from weft.planner.tiers import planned_time, with_tiers
 from weft.schedule.actions import Table
 from weft.schedule.build import BUILDERS, build
 from weft.schedule.exchange import Beside, with_exchanges
@@ -35,7 +35,7 @@ BUDGET = 50_000
 #: So many are looked at even if they are far behind.
 SHOWN = 5
 #: Layouts that agree in these differ little: the best of them stands for all.
-FAMILY = ("tp", "pp", "schedule", "virtual", "recompute", "zero", "ep", "secondary", "offload")
+FAMILY = ("tp", "pp", "schedule", "virtual", "recompute", "zero", "ep", "secondary", *AWAY)
 #: Placing vocabulary passes takes time with the square of their number.
 VOCABULARY = 150
 
@@ -150,10 +150,7 @@ def refine(
     """
     shape, machine, engine = found.shape, found.machine, found.engine
     if plan.pp == 1 and beside is None:
-        cost, memory = step_time(shape, machine, plan, engine), peak_memory(shape, plan, engine)
-        if plan.offload:
-            one = passes(shape, machine, plan, engine)
-            cost = with_host(cost, shape, machine, plan, engine, one, shape.layers)
+        cost, memory = planned_time(shape, machine, plan, engine), peak_memory(shape, plan, engine)
         return Final(shape, machine, plan, at(cost, 0), (at(memory, 0),), closed)
     one = at(passes(shape, machine, plan, engine), 0)
     m, p, virtual = int(plan.microbatches), int(plan.pp), int(plan.virtual)
@@ -239,8 +236,8 @@ def _final(
     dp, optimizer = gradients(shape, machine, plan, engine, largest, compute + recompute + tp, turn)
     cost = Cost(compute, recompute, tp, cp, ep, pp, dp, max(span - work, 0.0), optimizer, 0.0)
     cost = replace(cost, other=rest(plan, engine, cost.total))
-    if plan.offload:
-        cost = with_host(cost, shape, machine, plan, engine, one, share * largest)
+    if plan.moves:
+        cost = with_tiers(cost, shape, machine, plan, engine, one, share * largest)
     cost = at(cost, 0)
     ranks, before = [], runs[-1].peaks
     for r, peak in enumerate(run.peaks):

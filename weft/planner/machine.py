@@ -15,46 +15,47 @@ from weft.validation import explain
 
 #: Share of the 4-bit peak that a large product reaches.
 LEAST = 0.47
-#: What of a :class:`Machine` is told as a number of a device or cluster, and SI units in the unit of that.
-SI = {
-    "memory": 1e9, "hbm": 1e9, "link": 1e9, "network": 1e9, "domain": 1, "link_latency": 1e-6, "network_latency": 1e-6,
-    "site": 1, "between": 1e9, "between_latency": 1e-6, "host": 1e9, "host_memory": 1e9, "host_bandwidth": 1e9,
-    "disk_read": 1e9, "disk_write": 1e9, "disk_bytes": 1e9,
-}  # fmt: skip
 #: What nobody tells of the links of a cluster: microseconds, devices, GB/s.
 ONE_SITE = {"link_latency": 25.0, "network_latency": 12.0, "site": 1e9, "between": 1e3, "between_latency": 0.0}
 
 
-@dataclass(frozen=True)
-class Device:
-    """Data-sheet figures of one device: dense peaks in TFLOP/s, memory in GB, bandwidths in GB/s per direction.
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Of one device: memory in GB, bandwidths in GB/s per direction; in a :class:`Machine` bytes and bytes/s.
 
-    ``domain``: how many devices the fast links join; ``network``: share of the node's network of one device.
+    ``domain``: how many devices the fast links join; ``network``: share of the node's network of one device. Of the
+    host, each device's share: ``host``, the link to it per direction (PCIe 3, 4, 5: 12, 25, 55; NVLink-C2C 450),
+    ``host_memory`` (0: the device is the host) and ``host_bandwidth``, that of its memory; what its disk reads and
+    writes, and has free (0: nothing rests in files).
+    """
+
+    memory: Num
+    hbm: Num
+    link: Num
+    network: Num
+    domain: Num = 8
+    host: Num = 55
+    host_memory: Num = 256
+    host_bandwidth: Num = 77
+    disk_read: Num = 3
+    disk_write: Num = 2
+    disk_bytes: Num = 1000
+
+
+@dataclass(frozen=True)
+class Device(Hardware):
+    """Data-sheet figures of one device, with dense peaks in TFLOP/s.
+
     ``clock``: share of the 16-bit peak that a large product reaches (power and clock limits), ``low``: the same for
     8 bits (4 bits: :data:`LEAST`). Measured: pooled over published runs (docs/planner.md).
-
-    Of the host, each device's share: ``host``, the link to it per direction (PCIe 3, 4, 5: 12, 25, 55; NVLink-C2C 450),
-    ``host_memory`` in GB (0: the device is the host) and ``host_bandwidth``, that of its memory; of its disk GB/s that
-    are read or written, and the GB that are free (0: nothing rests in files).
     """
 
     name: str
     bf16: float
     fp8: float
     fp4: float
-    memory: float
-    hbm: float
-    link: float
-    network: float
-    domain: int = 8
     clock: float = 0.76
     low: float = 0.76
-    host: float = 55
-    host_memory: float = 256
-    host_bandwidth: float = 77
-    disk_read: float = 3
-    disk_write: float = 2
-    disk_bytes: float = 1000
 
 
 _KNOWN = read_presets("devices")
@@ -166,7 +167,7 @@ def load_cluster(name: str, count: int | None = None) -> Cluster:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Hardware):
     """The numbers of a cluster in SI units (flop/s, bytes, bytes/s, seconds); each may be an array.
 
     ``peak``: of products in the chosen precision; ``peak16``: of attention; ``clock``: share of ``peak`` that a large
@@ -176,22 +177,17 @@ class Machine:
     peak: Num
     peak16: Num
     clock: Num
-    memory: Num
-    hbm: Num
-    link: Num
-    network: Num
-    domain: Num
     link_latency: Num
     network_latency: Num
     site: Num
     between: Num
     between_latency: Num
-    host: Num
-    host_memory: Num
-    host_bandwidth: Num
-    disk_read: Num
-    disk_write: Num
-    disk_bytes: Num
+
+
+#: SI units in what devices and clusters tell of a machine.
+SI = dict.fromkeys((field.name for field in fields(Hardware)), 1e9) | {
+    "domain": 1, "link_latency": 1e-6, "network_latency": 1e-6, "site": 1, "between": 1e9, "between_latency": 1e-6,
+}  # fmt: skip
 
 
 def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:

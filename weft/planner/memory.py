@@ -9,8 +9,11 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from weft.model_shape import Num, Shape
-from weft.planner.cost import Plan, Recompute, by_schedule, by_work, copies, expert_cut, most_layers
+from weft.planner.cost import FILE, Plan, Recompute, by_schedule, by_work, copies, expert_cut, most_layers
 from weft.planner.engine import Engine
+
+#: Bytes of both moments of a parameter, in float32, among what the optimizer keeps (``Engine.master``).
+MOMENTS = 8.0
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,19 @@ class Memory:
 
 
 def in_flight(plan: Plan, position: Num) -> Num:
-    """Microbatches whose activations pipeline rank ``position`` holds at once, in units of all its stages."""
+    """Microbatches whose activations pipeline rank ``position`` holds at once, in units of all its stages.
+
+    Layers whose weights come from a file see all of them before the next layer does.
+    """
     first = by_schedule(plan, lambda builder: builder.in_flight(plan.pp, np.maximum(1, plan.virtual), 0))
-    return np.minimum(plan.microbatches, first - by_schedule(plan, lambda builder: builder.falls) * position)
+    most = first - by_schedule(plan, lambda builder: builder.falls) * position
+    return np.where(plan.weights == FILE, plan.microbatches, np.minimum(plan.microbatches, most))
 
 
 def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
     """Bytes of one layer and microbatch: ``(kept for backward, alive while the layer is computed)``.
 
-    Also of activations that are offloaded: :func:`held_bytes` says what of these is kept on the device.
+    Also of activations that rest elsewhere: :func:`held_bytes` says what of these is kept on the device.
     """
     tokens = plan.micro_batch * plan.seq / plan.cp
     cut = np.where(engine.sequence > 0, plan.tp, 1.0)
@@ -65,7 +72,7 @@ def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
 
 def held_bytes(shape: Shape, plan: Plan, engine: Engine) -> Num:
     """Bytes of one layer and microbatch that are kept on the device for backward."""
-    return layer_bytes(shape, plan, engine)[0] * (1 - plan.offloads_activations)
+    return layer_bytes(shape, plan, engine)[0] * (plan.activations == 0)
 
 
 def logit_bytes(shape: Shape, plan: Plan, engine: Engine) -> Num:
@@ -93,7 +100,7 @@ def rank_memory(
     left = np.maximum(inner * plan.tp / width_cut / np.maximum(plan.ep, 1), 1)
     trained, adapters = 1 - shape.frozen, layers * shape.adapters / plan.tp
     # FSDP keeps full precision in the shard (counted as optimizer state) and gathers two layers at a time.
-    sharded = plan.zero >= 3
+    sharded = (plan.zero >= 3) | (plan.weights == FILE)  # whose units come one by one
     # ... unless a pipeline keeps them, and the sums of their gradients, over its microbatches.
     held = np.where(plan.pp > 1, layers, np.minimum(2, layers)) * (layer + expert) + tables * table
     gathered = np.where(sharded, 2 * held, 0.0)
@@ -101,8 +108,8 @@ def rank_memory(
     spread = np.where(plan.zero >= 1, inner, 1.0)
     states = body / spread + experts / np.where(plan.zero >= 1, left, 1.0)
     working = np.where(plan.recompute == Recompute.NONE, 0.0, np.maximum(alive - kept, 0))
-    if np.any(plan.offloads_activations):  # one layer's activations come back while the next one's are in use
-        working = np.where(plan.offloads_activations, working + 2 * kept, working)
+    # Of activations that rest elsewhere one layer's come back while the next one's are in use.
+    working = working + (plan.activations > 0) * 2 * kept
     undone = engine.undone * plan.micro_batch * plan.seq / plan.cp * shape.inner_width() / plan.tp
     working = working + (plan.recompute == Recompute.NONE) * undone
     # Backward's own needs come when the logits are gone, where the loss makes its gradients at once.
@@ -110,16 +117,16 @@ def rank_memory(
     made = np.where((engine.table > 0) & (plan.pp == 1), 0.0, made)
     # A step of one pass need not keep sums of gradients, if each is reduced as soon as it is there.
     once = (plan.pp == 1) & (plan.microbatches == 1) & (engine.single == 0)
-    reduced = (plan.zero >= 2) | once
+    reduced = (plan.zero >= 2) | once | (plan.weights == FILE)
     parameters = (shape.stored * layers * layer + 2 * (tables * table + adapters)) / np.where(sharded, inner, 1.0)
     parameters = parameters + shape.stored * experts / np.where(sharded, left, 1.0)
     gradients = (trained * body + adapters) / np.where(reduced, inner, 1.0)
     gradients = engine.gradient * (gradients + trained * experts / np.where(reduced, left, 1.0))
     optimizer = engine.master * (trained * states + adapters / spread)
-    if np.any(plan.offload):  # with the state, the shards of parameters, and gradients as soon as they are reduced
-        away = plan.offloads_state
-        parameters, optimizer = np.where(away & sharded, 0.0, parameters), np.where(away, 0.0, optimizer)
-        gradients = np.where(away & reduced, 0.0, gradients)
+    # With the weights go the shards of parameters, and gradients as soon as they are reduced.
+    away = plan.weights > 0
+    parameters, gradients = np.where(away & sharded, 0.0, parameters), np.where(away & reduced, 0.0, gradients)
+    optimizer = np.where(away, 0.0, optimizer * (1 - (plan.moments > 0) * MOMENTS / engine.master))
     if np.any(plan.secondary):  # blocks stay gathered over a few ranks from forward to backward
         near = 2 * layers * (layer + expert) / np.maximum(plan.secondary, 1)
         parameters = parameters + np.where(plan.secondary > 0, near, 0.0)

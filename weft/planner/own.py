@@ -18,10 +18,11 @@ import numpy as np
 from weft.errors import UsageError, WeftError
 from weft.model_shape import Shape
 from weft.observe.metrics import read_metrics
-from weft.planner.cost import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Plan
+from weft.planner.cost import AWAY, CONTEXT, RECOMPUTE, SCHEDULES, Plan
 from weft.planner.engine import ENGINES, Engine, scaled
 from weft.planner.fit import KNOBS, Row, constants, fit, predict
 from weft.planner.machine import find_device, machine_of
+from weft.recipe import PLACES
 
 #: The file of rows, beside the run folders.
 FILE = "measured.csv"
@@ -41,7 +42,7 @@ def row_of(run: Path) -> dict[str, Any] | None:
     steps = [r for r in since if r.get("step_s")][WARM:]
     recipe = about["recipe"]
     model, layout, train = recipe["model"], recipe["layout"], recipe["train"]
-    offload = OFFLOAD[(recipe["memory"]["weights"] != "device") + 2 * (recipe["memory"]["activations"] != "device")]
+    memory = recipe["memory"] | {"moments": recipe["memory"]["moments"] or recipe["memory"]["weights"]}
     partly = model.get("adapter") or train.get("freeze") or recipe["optimizer"].get("estimate") == "zeroth-order"
     partly = partly or model.get("experts") or model.get("kv_rank")  # no columns for what they are
     if len(steps) < LEAST or model["mixer"] != "softmax" or layout["balance"] or layout["skip"] or partly:
@@ -64,7 +65,8 @@ def row_of(run: Path) -> dict[str, Any] | None:
         "recompute": train["recompute"], "precision": {"bfloat16": "bf16"}.get(train["dtype"], "fp32"),
         "attention": "flash", "framework": "weft", "iter_time_s": round(seconds, 6),
         "peak_mem": round(max(r["memory_gib"] for r in steps), 4), "peak_mem_unit": "GiB", "status": "ok",
-        "notes": f"schedule={layout['schedule']} context={layout['context']} offload={offload}",
+        "notes": " ".join([f"schedule={layout['schedule']} context={layout['context']}",
+                           *(f"{kind}={memory[kind]}" for kind in AWAY)]),
     }  # fmt: skip
 
 
@@ -105,6 +107,8 @@ def _row(cells: dict[str, str]) -> Row:
              "peak_mem")  # fmt: skip
     n = {name: float(cells[name]) for name in names}
     notes = dict(re.findall(r"(\w+)=([\w-]+)", cells["notes"]))
+    if notes.get("offload", "none") != "none":
+        raise ValueError("a row of before [memory]")
     sharding = cells["dp_sharding"]
     shard = float(sharding.partition("shard=")[2] or 1)
     plan = Plan(
@@ -112,7 +116,8 @@ def _row(cells: dict[str, str]) -> Row:
         cp=n["cp"], context=CONTEXT.index(notes["context"]) if notes["context"] in CONTEXT else 0, pp=n["pp"],
         virtual=n["vpp"], schedule=SCHEDULES.index(notes["schedule"]), micro_batch=n["micro_batch"],
         batch=n["global_batch"], seq=n["seq_len"], recompute=RECOMPUTE.index(cells["recompute"]),
-        bits=16 if cells["precision"] == "bf16" else 32, offload=OFFLOAD.index(notes["offload"]),
+        bits=16 if cells["precision"] == "bf16" else 32, 
+        **{kind: PLACES.index(notes.get(kind, "device")) for kind in AWAY},
     )  # fmt: skip
     shape = Shape(n["layers"], n["hidden"], n["heads"], n["kv_heads"], n["hidden"] / n["heads"], n["ffn"], n["vocab"],
                   tied=n["tied_embeddings"])  # fmt: skip

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,20 +119,15 @@ def alternatives(others: Sequence[Instead]) -> list[list[Instead]]:
 def stages(first: Final, limit: float) -> Iterator[dict[str, Any]]:
     """A bar per pipeline rank, on the scale of the device's memory; alike neighbours share one."""
     ranks, run = list(first.ranks), first.simulation
-    labels = [label(first, run, r) for r in range(len(ranks))]
     scale = max(limit, max(gib(m.total) for m in ranks))
-    r = 0
-    while r < len(ranks):
-        end = r
-        while end + 1 < len(ranks) and len(ranks) > 24 and labels[end + 1] == labels[r]:
-            end += 1
-        span = f"rank {r}" if end == r else f"ranks {r} to {end}"
+    for (held, _), alike in groupby(range(len(ranks)), lambda r: (label(first, run, r), len(ranks) <= 24 and r)):
+        r, *others = alike
+        span = f"ranks {r} to {others[-1]}" if others else f"rank {r}"
         yield {
-            "name": f"{span} · {labels[r]}" if run is not None else "every rank", "gib": gib(ranks[r].total),
+            "name": f"{span} · {held}" if run is not None else "every rank", "gib": gib(ranks[r].total),
             "pieces": pieces(ranks[r], HELD, scale * 2**30, lambda x: f"{gib(x):.1f} GiB"),
             "limit": limit * USABLE / scale,
         }  # fmt: skip
-        r = end + 1
 
 
 def label(first: Final, run: Simulation | None, rank: int) -> str:

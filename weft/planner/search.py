@@ -15,17 +15,18 @@ from numpy.typing import NDArray
 from weft.errors import UsageError, nearest
 from weft.model_shape import Shape
 from weft.planner.candidates import ADDED, CHOSEN, FIRST, SET, Refused, Rules, variants
-from weft.planner.cost import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Cost, Plan, most_layers, passes, step_time
+from weft.planner.cost import AWAY, CONTEXT, FILE, HOST, RECOMPUTE, SCHEDULES, Cost, Plan, step_time
 from weft.planner.engine import Engine
-from weft.planner.host import host_bytes, with_host
 from weft.planner.machine import Cluster, Machine
 from weft.planner.memory import Memory, peak_memory
+from weft.planner.tiers import planned_time, room_away
+from weft.recipe import PLACES
 
 #: Share of device memory that a plan may use: what is left absorbs the error of the memory model.
 USABLE = 0.93
 #: What a plan with an addition may take of the time of the best without; less where its times were never measured.
-WORTH = {"secondary": 0.98, "offload": 0.9}
-_NAMES = {"context": CONTEXT, "schedule": SCHEDULES, "recompute": RECOMPUTE, "offload": OFFLOAD}
+WORTH = {"secondary": 0.98} | dict.fromkeys(AWAY, 0.9)
+NAMES = {"context": CONTEXT, "schedule": SCHEDULES, "recompute": RECOMPUTE} | dict.fromkeys(AWAY, PLACES)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Pin:
         field, sign, value = found.groups()
         if field not in CHOSEN:
             raise UsageError(f"--pin {text!r}: unknown field {field!r}; {nearest(field, CHOSEN)}")
-        names = _NAMES.get(field, ())
+        names = NAMES.get(field, ())
         if names and value not in names:
             raise UsageError(f"--pin {text!r}: {field} cannot be {value!r}; {nearest(value, names)}")
         if not names and not value.isdigit():
@@ -136,7 +137,7 @@ def at(columns: Any, i: int) -> Any:
 
 
 def text_of(name: str, value: float) -> str:
-    return _NAMES[name][int(value)] if name in _NAMES else f"{value:.0f}"
+    return NAMES[name][int(value)] if name in NAMES else f"{value:.0f}"
 
 
 def describe(plan: Plan) -> str:
@@ -155,9 +156,7 @@ def describe(plan: Plan) -> str:
         parts.append("dp over the sites")
     if plan.recompute:
         parts.append(f"recompute={text_of('recompute', plan.recompute)}")
-    if plan.offload:
-        parts.append(f"offload={text_of('offload', plan.offload)}")
-    return " ".join(parts)
+    return " ".join([*parts, *(f"{kind}={place}" for kind, place in plan.away.items())])
 
 
 def search(
@@ -179,14 +178,18 @@ def search(
     added = [pin for pin in pins if pin.field in ADDED]
     best = seconds[fits].min() if fits.any() else np.inf
     wanted = {pin.field: pin.value for pin in added if pin.sign == "="}
-    cheap = {"secondary": seconds - cost.dp <= WORTH["secondary"] * best, "offload": seconds <= WORTH["offload"] * best}
-    more = variants(plans, machine, fits, cheap, wanted)
+    cheap = {"secondary": seconds - cost.dp <= WORTH["secondary"] * best, "away": seconds <= WORTH["weights"] * best}
+    near, far = [HOST] * bool(machine.host_memory), [FILE] * bool(machine.disk_bytes)
+    more, enough = np.zeros((len(CHOSEN), 0)), False
+    for places in (near, near + far):  # a disk is for what nothing else has room for
+        if places is near or FILE in wanted.values() or not (fits.any() or enough):
+            more = variants(plans, machine, fits, cheap, wanted, places)
+            more, enough = _leanest(shape, machine, engine, more, total) if more.shape[1] else (more, False)
     if more.shape[1]:
-        more = _leanest(shape, machine, engine, more, total)
         taken = _scored(shape, machine, engine, more, total)[1].total
         worth = np.ones(more.shape[1], dtype=bool)
         for name in ADDED:
-            if name not in wanted:
+            if name not in wanted and not (name in AWAY and any(map(wanted.get, AWAY))):
                 worth &= (more[CHOSEN.index(name)] == 0) | (taken <= WORTH[name] * best)
         table = np.hstack([table, more[:, worth]])
     if more.shape[1] or added:
@@ -223,26 +226,21 @@ def _scored(
 ) -> tuple[Plan, Cost, Memory]:
     """The plans in the columns of ``table`` (rows: :data:`CHOSEN`), their time and memory."""
     plans = Plan(**dict(zip(CHOSEN, table, strict=True)), **total)
-    cost = step_time(shape, machine, plans, engine)
     turning = (plans.pp > 1) & (plans.dp > 1)
     if turning.any() and machine.site < np.max(plans.world):  # which of the two crosses between the sites
-        turned = step_time(shape, machine, replace(plans, outer=1.0 * turning), engine)
-        plans = replace(plans, outer=1.0 * (turned.total < 0.999 * cost.total))
-        cost = step_time(shape, machine, plans, engine)
-    if plans.offload.any():
-        one = passes(shape, machine, plans, engine)
-        cost = with_host(cost, shape, machine, plans, engine, one, most_layers(shape, plans.pp))
-    return plans, cost, peak_memory(shape, plans, engine)
+        turned = replace(plans, outer=1.0 * turning)
+        usual, other = (step_time(shape, machine, way, engine).total for way in (plans, turned))
+        plans = replace(plans, outer=1.0 * (other < 0.999 * usual))
+    return plans, planned_time(shape, machine, plans, engine), peak_memory(shape, plans, engine)
 
 
 def _leanest(
     shape: Shape, machine: Machine, engine: Engine, table: NDArray[np.float64], total: dict[str, int]
-) -> NDArray[np.float64]:
-    """The plans that fit into the memory of device and host; the leanest, if none does."""
+) -> tuple[NDArray[np.float64], bool]:
+    """The plans that fit into the memory of device and host and on the disk; the leanest, if none does; and whether."""
     plans = Plan(**dict(zip(CHOSEN, table, strict=True)), **total)
     held = np.asarray(peak_memory(shape, plans, engine).total)
-    room = np.asarray(host_bytes(shape, plans, engine)) <= machine.host_memory * USABLE
+    host, file = room_away(shape, plans, engine)
+    room = np.asarray((host <= machine.host_memory * USABLE) & (file <= machine.disk_bytes * USABLE))
     fits = room & (held <= machine.memory * USABLE)
-    if fits.any():
-        return table[:, fits]
-    return table[:, np.flatnonzero(room)[held[room].argsort()[:1]]]
+    return table[:, fits if fits.any() else np.flatnonzero(room)[held[room].argsort()[:1]]], bool(fits.any())

@@ -19,7 +19,7 @@ from weft.layout.placement import rank_table
 from weft.memory.heap import keep_heap
 from weft.model_shape import Shape, shape_of
 from weft.planner.choose import Choice, choice_of, demands, recipe_under
-from weft.planner.cost import BITS, Cost
+from weft.planner.cost import AWAY, BITS, Cost
 from weft.planner.engine import ENGINES
 from weft.planner.finalists import Final, refine
 from weft.planner.machine import Cluster
@@ -38,7 +38,7 @@ from weft.train.setup import model_shape
 #: Layouts that are rehearsed, over all numbers of ranks.
 REHEARSED = 24
 #: Layouts that differ in none of these are one kind; the best of each by closed form is rehearsed.
-KIND = ("tp", "pp", "cp", "dp", "shard", "zero", "context", "schedule", "virtual", "offload", "secondary")
+KIND = ("tp", "pp", "cp", "dp", "shard", "zero", "context", "schedule", "virtual", "secondary", *AWAY)
 
 
 def shortlist(found: Found, most: int) -> list[int]:
