@@ -462,7 +462,7 @@ def test_pins_hold_and_say_when_they_cannot() -> None:
         with pytest.raises(UsageError, match=re.escape(message)):
             run(*pins)
     with pytest.raises(UsageError, match=r"memory rules out all \d+ layouts: the leanest .* of 69 GiB per rank"):
-        search(SHAPES["llama3-405b"], load_cluster("h100", 8), ENGINES["weft"], 8, 8192)
+        search(SHAPES["llama3-405b"], load_cluster("h100", 1), ENGINES["weft"], 8, 8192)
 
 
 def test_what_does_not_fit_gets_the_nearest_fix() -> None:

@@ -13,8 +13,8 @@ import torch
 from tests.conftest import Command
 from weft.layout.mesh import Mesh
 from weft.model_shape import shape_of
-from weft.recipe import Data, ModelShape, Recipe, Train, load_recipe
-from weft.rehearse.here import METHODS, Estimate, estimates, reasons, recommended, with_method
+from weft.recipe import Data, Memory, ModelShape, Recipe, Train, load_recipe
+from weft.rehearse.here import METHODS, USABLE, Estimate, command, estimates, reasons, recommended, with_method
 from weft.rehearse.ledger import Ledger, Watch
 from weft.rehearse.step import plain_batches
 from weft.train.setup import assemble
@@ -114,6 +114,33 @@ def test_what_each_method_holds() -> None:
     assert all(e.fits and e.seconds > 0 for e in found.values())
     tight = replace(found["full"], available=found["full"].total)
     assert not tight.fits
+
+
+def test_what_does_not_fit_is_tried_with_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Moments first, then all state; time as the disk's, with what computing hides of it left out."""
+    shape = ModelShape(layers=24, embed=128, heads=4, ffn=384, vocab=300, tied=True)
+    train = Train(batch=2, micro_batch=2, threads=1, steps=10)
+    recipe = Recipe(model=shape, data=Data(seq_len=16), train=train, memory=Memory(folder=str(tmp_path)))
+    slow = [[2.0**22, 2**22 / 1e6]]  # a megabyte a second: hardly anything is hidden
+    monkeypatch.setattr("weft.rehearse.here.disk_curves", lambda folder, room: {"read": slow, "write": slow})
+    plain = estimates(recipe, shape, ["full"], torch.device("cpu"), lambda text: None)[0]
+    assert plain.places == {} and plain.fits
+    weights, found = plain.memory["weights"], {}
+    for share in (0.8, 0.45):
+        need = plain.memory["runtime"] + share * (plain.total - plain.memory["runtime"])
+        monkeypatch.setattr(
+            "weft.rehearse.here._runtime", lambda d, need=need: (plain.memory["runtime"], need / USABLE)
+        )
+        e = found[share] = estimates(recipe, shape, ["full"], torch.device("cpu"), lambda text: None)[0]
+        assert e.fits and e.recompute == "none", e
+    moments, every = found.values()
+    assert list(moments.places) == ["moments"] and moments.memory["weights"] == weights
+    assert list(every.places) == ["weights", "gradients", "moments"] and every.memory["weights"] < weights
+    assert moments.seconds == pytest.approx(2 * 2 * weights / 1e6, rel=0.25)  # two moments are read and written
+    assert every.seconds == pytest.approx((2 + 4 + 1 + 3) * weights / 1e6, rel=0.25)
+    assert "memory.moments=file" in command("x.toml", moments, recipe).split()
+    assert "memory.weights=file" in command("x.toml", every, recipe).split()
+    assert "full has room with moments in files" in " ".join(reasons([moments], moments))
 
 
 def test_the_command_says_all_and_its_recipe_is_valid(command: Command, tmp_path: Path) -> None:

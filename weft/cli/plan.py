@@ -296,9 +296,10 @@ def _plan_here(
     for head in ("", "method", "micro batch", "recompute", *parts, "GiB", "fits", "s/step", "all steps"):
         grid.add_column(head, justify="left" if head in ("", "method", "recompute") else "right", no_wrap=True)
     for e in found:
+        name = f"{e.method}, files" if e.places else e.method
         sizes = [f"{e.memory[part] / 2**30:.2f}" if e.memory.get(part) else "-" for part in parts]
         grid.add_row(
-            "*" if e is chosen else "", e.method, str(e.micro_batch), e.recompute, *sizes, f"{e.total / 2**30:.2f}",
+            "*" if e is chosen else "", name, str(e.micro_batch), e.recompute, *sizes, f"{e.total / 2**30:.2f}",
             "yes" if e.fits else "no", f"{e.seconds:.3g}", clock(e.seconds * steps),
         )  # fmt: skip
     console.width = max(console.width, 140)

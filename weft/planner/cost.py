@@ -318,7 +318,7 @@ def gradients(
     body = layers * shape.dense_weights / tp + shape.table / tp
     own = copies * (body + layers * shape.expert_weights / tp / plan.ep)
     link = axis(machine, engine, tp, replicas)
-    parts = np.maximum(1, layers)  # a reduction for each
+    parts = np.maximum(1, layers)  # a reduction and a gather for each
     summed = reduce(replicas, engine.gradient * own, link, parts)
     scattered = gather(replicas, (engine.gradient + 2) * own, link, 2 * np.maximum(1, engine.buckets * layers))
     # Copies of sharded groups (HSDP): gathers stay inside a group, gradients cross to the copies once per step.
@@ -326,16 +326,15 @@ def gradients(
     link_in = axis(machine, engine, tp, inner)
     apart = axis(machine, engine, tp * inner * np.where(plan.outer > 0, plan.pp, 1), plan.dp)
     across = reduce(plan.dp, engine.gradient * own / inner, apart, parts) * (plan.shard > 1)
-    units = np.maximum(1, layers)
-    fetch3 = gather(inner, 2 * own, link_in, units)
-    reduce3 = gather(inner, engine.gradient * own, link_in, units)
+    fetch3 = gather(inner, 2 * own, link_in, parts)
+    reduce3 = gather(inner, engine.gradient * own, link_in, parts)
     sharded = plan.zero >= 3
     # A pipeline keeps gathered parameters over its microbatches, and gathers them once.
     m = plan.microbatches
     again3 = fetch3
     if np.any(plan.secondary):  # backward gathers from the nearest ranks what forward has left there
         near = np.where(plan.secondary > 0, plan.secondary, inner)
-        again3 = gather(near, 2 * own, axis(machine, engine, tp, near), units)
+        again3 = gather(near, 2 * own, axis(machine, engine, tp, near), parts)
     gathers = np.where(plan.pp > 1, 1, m) * (fetch3 + again3)
     learns = 1 - shape.frozen  # gradients of adapters are too few to count; frozen weights are gathered all the same
     reduced = np.where(sharded, m * reduce3 + across, np.where(plan.zero >= 1, scattered, summed))

@@ -11,7 +11,7 @@ from weft.layout.layout import Layout
 from weft.layout.placement import experts_per_node
 from weft.pages import render
 from weft.planner.candidates import ADDED, CHOSEN, SET
-from weft.planner.cost import BITS, CONTEXT, RECOMPUTE, SCHEDULES, Recompute, expert_cut
+from weft.planner.cost import BITS, CONTEXT, RECOMPUTE, SCHEDULES, Plan, Recompute, expert_cut
 from weft.planner.finalists import Final, refine
 from weft.planner.search import NAMES, Found, describe, text_of
 from weft.planner.shape import Model
@@ -33,16 +33,16 @@ def title(final: Final) -> str:
     return describe(final.plan) + (" vocabulary over pp" if final.barriers else "") + order
 
 
+def changed(first: Plan, other: Plan) -> dict[str, str]:
+    """What ``other`` sets to another value, and to which."""
+    idle = {"schedule": other.pp == 1, "virtual": other.pp == 1, "context": other.cp == 1, "zero": other.shard == 1}
+    names = [name for name in SET if getattr(other, name) != getattr(first, name) and not idle.get(name)]
+    return {name: text_of(name, getattr(other, name)) for name in names}
+
+
 def differences(first: Final, other: Final) -> list[str]:
     """What ``other`` does otherwise, as ``name=value``."""
-    found = [
-        f"{name}={text_of(name, getattr(other.plan, name))}"
-        for name in SET
-        if getattr(other.plan, name) != getattr(first.plan, name)
-        and not (name in ("schedule", "virtual") and other.plan.pp == 1)
-        and not (name == "context" and other.plan.cp == 1)
-        and not (name == "zero" and other.plan.shard == 1)
-    ]
+    found = [f"{name}={value}" for name, value in changed(first.plan, other.plan).items()]
     if first.barriers != other.barriers:
         found.append("vocabulary over pp" if other.barriers else "vocabulary at the ends")
     return found or [title(other)]

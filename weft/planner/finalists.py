@@ -98,13 +98,10 @@ def finalists(found: Found, count: int = 10, vocabulary: bool = False) -> list[F
     families: dict[tuple[float, ...], int] = {}
     for i in found.order[:4000]:
         families.setdefault(tuple(columns[:, i]), int(i))
-    members = list(families.items())
-    others: dict[float, int] = {}
-    for family, i in members[count:]:
-        if total[i] <= (1 + NEAR) * total[found.order[0]]:
-            others.setdefault(family[FAMILY.index("schedule")], i)
-    seen = {family[FAMILY.index("schedule")] for family, _ in members[:count]}
-    chosen = [i for _, i in members[:count]] + [i for schedule, i in others.items() if schedule not in seen]
+    members = list(families.values())
+    schedules = {float(columns[FAMILY.index("schedule"), i]): i for i in reversed(members)}
+    near = [i for i in schedules.values() if total[i] <= (1 + NEAR) * total[found.order[0]]]
+    chosen = members[:count] + [i for i in members if i in near and i not in members[:count]]
     tables: dict[Any, Table] = {}
     finals, spent = list[Final](), 0
     ratios: dict[float, list[float]] = {}  # by schedule: simulated over closed form

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.pages import render, write
-from weft.planner.candidates import SET
 from weft.planner.cost import Cost
-from weft.planner.explain import PARTS, Instead, differences, instead, title, verdict, why
+from weft.planner.explain import PARTS, Instead, changed, differences, instead, title, verdict, why
 from weft.planner.finalists import Final, refine
 from weft.planner.memory import Memory
-from weft.planner.search import USABLE, Found, describe, text_of
+from weft.planner.search import USABLE, Found, describe
 from weft.schedule.draw import legend, svg
 from weft.schedule.exchange import Beside
 from weft.schedule.simulate import Simulation
@@ -92,11 +91,8 @@ def among(finals: Sequence[Final]) -> list[Instead]:
     """For each thing that one can set: the best of ``finals`` with another value."""
     first, found = finals[0], dict[tuple[str, str], Instead]()
     for final in finals[1:]:
-        for axis in SET:
-            value = getattr(final.plan, axis)
-            if value != getattr(first.plan, axis) and not (axis in ("schedule", "virtual") and final.plan.pp == 1):
-                key = axis, text_of(axis, value)
-                found.setdefault(key, Instead(*key, final, final.gib))
+        for key in changed(first.plan, final.plan).items():
+            found.setdefault(key, Instead(*key, final, final.gib))
     return list(found.values())
 
 

@@ -5,8 +5,9 @@ Sums over the layers of what one block of the model, and its ends, take when the
 """
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,8 +17,10 @@ from weft.checkpoint.weights import shape_named
 from weft.layout.layout import Layout
 from weft.model_parameters import learns, parameters
 from weft.planner.shape import SECTIONS, vocab_of
-from weft.recipe import Adapter, ModelShape, Recipe, build_recipe, load_recipe
+from weft.planner.tiers import behind
+from weft.recipe import Adapter, Memory, ModelShape, Recipe, build_recipe, load_recipe
 from weft.rehearse.pieces import Piece, measure
+from weft.rehearse.transfers import bytes_per_s, disk_curves
 from weft.shipped import find_recipe
 from weft.train.ranks import threads_per_rank
 from weft.train.setup import model_shape
@@ -30,6 +33,12 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "galore": {"optimizer": {"kind": "galore", "in_backward": True, "clip": 0.0, "lr": 1e-4}},
     "zo": {"optimizer": {"estimate": "zeroth-order", "kind": "sgd", "lr": 1e-6}},
 }
+#: What can rest in files (:class:`weft.recipe.Memory`) where memory is not enough, the least first.
+FILED: dict[str, tuple[dict[str, str], ...]] = {
+    "full": ({"moments": "file"}, {"weights": "file"}), "galore": ({"moments": "file"},),
+}  # fmt: skip
+#: Bytes of a file with which the disk is measured, and buffers of a unit: in use, coming and leaving.
+MEASURED, BUFFERS = 32 << 20, 3
 #: What speaks for each.
 WHY = {
     "full": "every weight learns, with AdamW's whole state",
@@ -47,7 +56,10 @@ TOKENS_PER_PARAMETER = 2
 
 @dataclass(frozen=True)
 class Estimate:
-    """A method with its settings: bytes by what holds them (``memory``), whether that fits, and seconds of a step."""
+    """A method with its settings: bytes by what holds them (``memory``), whether that fits, and seconds of a step.
+
+    ``places``: what rests in files, of which ``memory`` has the buffers alone.
+    """
 
     method: str
     micro_batch: int
@@ -57,6 +69,7 @@ class Estimate:
     seconds: float
     tokens: int
     learning: int
+    places: dict[str, str] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -67,8 +80,8 @@ class Estimate:
         return self.total <= USABLE * self.available
 
 
-def with_method(recipe: Recipe, method: str, **train: Any) -> Recipe:
-    """The recipe as ``method`` trains it: the settings of an adapter stay where it has one."""
+def with_method(recipe: Recipe, method: str, places: Mapping[str, str] | None = None, **train: Any) -> Recipe:
+    """The recipe as ``method`` trains it, resting in ``places``: the settings of an adapter stay where it has one."""
     tree, sections = recipe.model_dump(mode="json"), METHODS[method]
     adapter = sections.get("adapter")
     tree["adapter"] = (tree["adapter"] or {}) | adapter if adapter else None
@@ -76,6 +89,7 @@ def with_method(recipe: Recipe, method: str, **train: Any) -> Recipe:
     if method == "galore":
         tree["optimizer"]["rank"] = min(tree["optimizer"]["rank"], max(4, recipe.model.embed // 4))
     tree["train"] |= train
+    tree["memory"] |= places or {}
     return build_recipe(tree)
 
 
@@ -91,16 +105,23 @@ def estimates(
         measured[method] = measure(with_method(recipe, method), shape, device, passes)
     gc.collect()
     runtime, available = _runtime(device)
-    found = []
+    found, disk = list[Estimate](), dict[str, Any]()
     for method, (block, ends) in measured.items():
         given = recipe.train.micro_batch or recipe.train.batch
         sizes = [given] if recipe.train.micro_batch else [n for n in range(given, 0, -1) if given % n == 0]
         ways = ("full",) if recipe.train.recompute == "full" else ("none", "full")
-        tried = [
-            estimate(with_method(recipe, method, micro_batch=n, recompute=way), shape, method, block, ends, runtime,
-                     available)
-            for way in ways[: 1 if method == "zo" else 2] for n in sizes
-        ]  # fmt: skip
+        tried = list[Estimate]()
+        for places in ({}, *FILED.get(method, ())):
+            if places and not disk:
+                say("measuring the disk")
+                disk = disk_curves(Path(recipe.memory.folder), MEASURED)
+            tried += [
+                estimate(with_method(recipe, method, places, micro_batch=n, recompute=way), shape, method, block, ends,
+                         runtime, available, disk)
+                for way in ways[: 1 if method == "zo" else 2] for n in sizes
+            ]  # fmt: skip
+            if any(e.fits for e in tried):
+                break
         found.append(next((e for e in tried if e.fits), min(tried, key=lambda e: e.total)))
     return found
 
@@ -114,9 +135,10 @@ def recommended(found: Sequence[Estimate]) -> Estimate | None:
 
 
 def estimate(
-    recipe: Recipe, shape: ModelShape, method: str, block: Piece, ends: Piece, runtime: float, available: float
-) -> Estimate:
-    """Memory and time of the recipe's steps, from the model's measured pieces."""
+    recipe: Recipe, shape: ModelShape, method: str, block: Piece, ends: Piece, runtime: float, available: float,
+    disk: Mapping[str, Any],
+) -> Estimate:  # fmt: skip
+    """Memory and time of the recipe's steps, from the model's measured pieces, and the ``disk`` if it uses one."""
     rows, passes = recipe.rows_per_pass(recipe.layout)
     tokens, layers, full = rows * recipe.data.seq_len, shape.layers, recipe.train.recompute == "full"
     chunk, blocks = min(tokens, recipe.train.loss_chunk), block.times(layers)
@@ -140,17 +162,50 @@ def estimate(
         begin = layers * kept + max(ends.kept.at(chunk) + ends.working.at(chunk) + made, made + working)
         end = kept + working
         memory["gradients"] = gradients
-        memory["activations"] = begin if passes > 1 else max(begin - gradients, end)
+        filed = recipe.memory.offloads_state  # gradients leave, and a block sees all passes before the next one does
+        memory["activations"] = begin if passes > 1 or filed else max(begin - gradients, end)
         # What activations have left to the heap of the C library, large gradients do not get.
         runtime += begin - memory["activations"]
+        memory["activations"] += filed * (passes - 1) * layers * kept
         seconds = passes * (blocks.both.at(tokens) + full * blocks.forward.at(tokens) + ends.both.at(tokens)) + update
+        if recipe.memory.away:
+            forward = passes * (blocks.forward.at(tokens) + ends.forward.at(tokens))
+            seconds += _into_files(
+                memory, recipe, block, ends, disk, layers, (forward, seconds - forward - update, update)
+            )
     memory["runtime"] = runtime
     step, frozen = recipe.train.batch * recipe.data.seq_len, recipe.train.freeze
     adapted = shape.model_copy(update={"adapter": recipe.adapter})
     learning = sum(p.numel for p in parameters(adapted) if learns(p.name, adapted, frozen))
     return Estimate(
-        method, rows, recipe.train.recompute, memory, available, seconds, step * recipe.train.steps, learning
-    )
+        method, rows, recipe.train.recompute, memory, available, seconds, step * recipe.train.steps, learning,
+        recipe.memory.away,
+    )  # fmt: skip
+
+
+def _into_files(
+    memory: dict[str, float], recipe: Recipe, block: Piece, ends: Piece, disk: Mapping[str, Any], layers: int,
+    computed: tuple[float, float, float],
+) -> float:  # fmt: skip
+    """Leave in ``memory`` the buffers of what rests in files; returns the seconds that a step takes longer for it.
+
+    ``computed``: seconds of forward, backward and update. Weights are read for each of the first two, and all that
+    rests is read and written for the third, gradients only read.
+    """
+    held = {"weights": "weights", "gradients": "gradients", "moments": "slots"}
+    sizes = {kind: memory["optimizer" if kind == "moments" else kind] for kind in held}
+    filed = {kind: size * (recipe.memory.place_of(kind) == "file") for kind, size in sizes.items()}
+    for kind, name in held.items():
+        if filed[kind]:
+            of_block, of_ends = getattr(block, name), getattr(ends, name)
+            memory["optimizer" if kind == "moments" else kind] = min(BUFFERS, layers) * of_block + of_ends
+    weights, gradients = filed["weights"], filed["gradients"]
+    # Beside its rows a unit that comes from a file has whole parameters, two units' at a time, and sums of gradients.
+    memory["copies"] = 2 * block.weights + ends.weights if weights else 0.0
+    moved = ((weights, 0.0), (weights, gradients), (sum(filed.values()), weights + filed["moments"]))
+    read, write = bytes_per_s(disk["read"]), bytes_per_s(disk["write"])
+    seen = (behind(r / read + w / write, compute, layers + 1) for (r, w), compute in zip(moved, computed, strict=True))
+    return float(sum(seen))
 
 
 def _runtime(device: torch.device) -> tuple[float, float]:
@@ -176,6 +231,7 @@ def subject(model: str, batch: int | None, seq: int | None) -> tuple[Recipe, Mod
     recipe = recipe.model_copy(update={
         "train": recipe.train.model_copy(update=train), "data": data, "layout": Layout(),
         "model": shape.model_copy(update={"adapter": None, "origin": None}), "generate": None,
+        "memory": Memory(folder=recipe.memory.folder),
     })  # fmt: skip
     return recipe, recipe.model.model_copy(update={"vocab": shape.vocab or vocab_of(recipe)})
 
@@ -188,6 +244,10 @@ def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
     values = {f"{s}.{k}": getattr(getattr(changed, s), k) for s, v in sections.items() for k in v}
     values |= {"train.batch": recipe.train.batch, "train.micro_batch": chosen.micro_batch}
     values |= {"data.seq_len": recipe.data.seq_len, "train.recompute": chosen.recompute}
+    kinds = {
+        kind: place for kind, place in chosen.places.items() if kind == "weights" or "weights" not in chosen.places
+    }
+    values |= {f"memory.{kind}": place for kind, place in kinds.items()}
     if "adapter" not in sections:
         words.append("--set adapter=none")
     if chosen.method == "galore":
@@ -206,6 +266,10 @@ def reasons(found: Sequence[Estimate], chosen: Estimate | None) -> list[str]:
             lines.append(f"{e.method} does not fit: {size}; {USABLE * e.available / 2**30:.2f} can be used here")
         elif e is chosen:
             lines.append(f"{e.method} is the one to take: {size}; {WHY[e.method]}")
+        if e.fits and e.places:
+            lines.append(
+                f"{e.method} has room with {' and '.join(e.places)} in files, which the disk brings every step"
+            )
     if chosen is not None and chosen.method == "lora":
         lines.append(
             f"{chosen.tokens:,} tokens are less than the {TOKENS_PER_PARAMETER * chosen.learning:,} that an adapter of "
