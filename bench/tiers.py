@@ -169,12 +169,11 @@ def report(
     # The last stage's weights stay from forward to backward.
     ends = [u for u in tiered.state.units if any(h.name.startswith("head") for h in u.held)]
     once = tiers.groups[ends[0]]["weights"].region.size
-    formula = {"read": 2 * size["weights"] - once + every, "written": every}
+    formula = {"read": size["weights"] - once + every, "written": every}
     moved = {"read": sum(n for _, n, _, w in transfers if not w), "written": sum(n for _, n, _, w in transfers if w)}
     middle = {name: statistics.median(values) for name, values in taken.items()}
     rate = sum(moved.values()) / middle["disk"]
-    # Nothing hides the first read of forward, and of the update with its last write.
-    fill = (units[0]["weights"] + sum(units[0].values()) + sum(units[-1].values())) / rate
+    fill = (sum(units[0].values()) + units[0]["gradients"]) / rate  # nothing hides the first read and the last write
     floor = max(middle["resident"], middle["disk"])
     found = {
         "parameters": sum(h.logical.numel for h in tiered.state.held), "tokens": rows * 128,

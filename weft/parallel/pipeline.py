@@ -112,6 +112,7 @@ class Pipeline:
         units: list[Unit] = [*self.units, *([Unit(whole)] if whole else [])]
         state = State(units, {groups[ranks]: sorted(names) for ranks, names in shared.items()})
         state.tiers = tiers
+        self.visit = state.visit
         return state
 
     def _stages_with(self, name: str) -> list[int]:
@@ -175,16 +176,16 @@ class Pipeline:
         return self._share()
 
     @torch.no_grad()
-    def evaluate_at(self, points: Sequence[Point], batches: Sequence[Batch], visit: Visit) -> list[T]:
+    def evaluate_at(self, points: Sequence[Point], batches: Sequence[Batch]) -> list[T]:
         """The same at several points, for which what rests in a tier is brought in once: the share of each.
 
-        A point is what stands in the place of every parameter's rows; ``visit`` is entered where these are used.
+        A point is what stands in the place of every parameter's rows.
         """
-        self.points, self.visit = points, visit
+        self.points = points
         try:
             self.evaluate([batch for _ in points for batch in batches])
         finally:
-            self.points, self.visit = (), lambda unit: nullcontext()
+            self.points = ()
         return [self._share(range(i * len(batches), (i + 1) * len(batches))) for i in range(len(points))]
 
     def _share(self, microbatches: Container[int] = range(sys.maxsize)) -> T:
@@ -286,10 +287,10 @@ class Pipeline:
     def _gather(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         self.live.add(a.stage)
         for unit in self._units_of(a.stage):
-            if self.points and not unit.live:
-                with self.visit(unit):
+            with self.visit(unit):
+                if self.points and not unit.live:
                     unit.gather_at(self.points)
-            unit.gather()
+                unit.gather()
         return []
 
     def _fetch(self, a: Action, reads: Sequence[Any]) -> list[Any]:

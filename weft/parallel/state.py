@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,8 @@ class Unit:
     """
 
     held: list[Held]
+    #: Whether it is used within :meth:`State.visit` alone, so that an update can wait until then.
+    visited: ClassVar[bool] = False
 
     def gather(self) -> None:
         """Make the full parameters ready for compute."""
@@ -124,7 +126,7 @@ class State:
         self.held = [held for unit in self.units for held in unit.held]
         self.learning = [held for held in self.held if held.learns]
         self.copies = dict(copies or {})
-        self.due: dict[Unit, tuple[Callable[[Unit], Mapping[str, T]], float]] = {}
+        self.due: dict[Unit, tuple[Callable[[Unit], Mapping[str, T]], float, float]] = {}
         self._optimizer: Optimizer | None = None
 
     def optimize(self, optimizer: Optimizer) -> None:
@@ -177,10 +179,17 @@ class State:
             torch._foreach_mul_(mine, scale)
         self._optimizer(held, mine, lr)
 
-    def update_later(self, grads: Callable[[Unit], Mapping[str, T]], lr: float) -> None:
-        """Update every unit by what ``grads`` says of it, when it is visited next, or else when the state settles."""
+    def update_later(self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float = 1.0) -> None:
+        """Update every unit by what ``grads`` says of it: when it is visited next, or else when the state settles.
+
+        Units that nobody visits are updated now.
+        """
         self.settle()
-        self.due = {unit: (grads, lr) for unit in self.units if any(h.learns for h in unit.held)}
+        for unit in self.units:
+            if unit.visited and any(h.learns for h in unit.held):
+                self.due[unit] = grads, lr, scale
+            else:
+                self.update(unit, grads(unit), lr, scale)
 
     @contextmanager
     def visit(self, unit: Unit) -> Iterator[None]:
@@ -189,16 +198,16 @@ class State:
         if due is None:
             yield
             return
-        grads, lr = due
+        grads, lr, scale = due
         with self.tiers.updating(unit, behind=0):  # what is computed in between gives the unit before time to leave
-            self._update(unit, grads(unit), lr)
+            self._update(unit, grads(unit), lr, scale)
             yield
 
     def settle(self) -> None:
         """Have all tensors up to date and where they rest, after some updates. Collective."""
         for unit in list(self.due):
-            grads, lr = self.due.pop(unit)
-            self.update(unit, grads(unit), lr)
+            grads, lr, scale = self.due.pop(unit)
+            self.update(unit, grads(unit), lr, scale)
         self.tiers.settle()
 
     def expose(self) -> None:

@@ -48,6 +48,8 @@ class TableUnit(Unit):
     unit has none or nothing else of, the state is in the type of compute, as no small updates get lost.
     """
 
+    visited = True
+
     def __init__(self, named: Sequence[Full], mesh: Mesh, compute: torch.dtype, tiers: Tiers) -> None:
         self.mesh, self.compute, self.tiers = mesh, compute, tiers
         self.replicas, self.sharing = mesh.sharing(named[0].logical)  # the same of all

@@ -296,13 +296,18 @@ class Stepper:
                 self.inspect(grads)
             self.before_update()
             if not result.skipped:
-                update(self.state, grads, lr, clip_scale(result.grad_norm, self.settings.clip))
+                scale = clip_scale(result.grad_norm, self.settings.clip)
+                if self.model.pipeline is not None and self.model.pipeline.streamed:
+                    self.state.update_later(lambda unit: grads, lr, scale)  # beside the next step's forward
+                else:
+                    update(self.state, grads, lr, scale)
                 self.model.learn_loads(result.loads)
             clear_gradients(self.model, self.state)
         return [result]
 
     def finish(self) -> list[StepResult]:
         """Make the state that after the last step, and return the results that were still due."""
+        self.state.settle()
         return []
 
     def summary(self) -> str:

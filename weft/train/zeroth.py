@@ -87,7 +87,7 @@ class ZerothOrder(Stepper):
         def at(distance: float) -> Callable[[Held], T]:
             return lambda h: torch.add(h.local, direction(h, number), alpha=distance)
 
-        losses = self.model.pipeline.evaluate_at(list(map(at, distances)), batches, self.state.visit)
+        losses = self.model.pipeline.evaluate_at(list(map(at, distances)), batches)
         weight = own_weight(batches, self.mesh)
         return [share_of_passes(torch.stack((loss, weight)), self.state, self.mesh) for loss in losses]
 
@@ -104,11 +104,6 @@ class ZerothOrder(Stepper):
         self.state.update_later(gradients, lr)
         if not self.streamed:
             self.state.settle()
-
-    def finish(self) -> list[StepResult]:
-        """Make the last step's update, if units have not been visited since."""
-        self.state.settle()
-        return []
 
 
 def direction(held: Held, number: int) -> T:
