@@ -27,7 +27,8 @@ train: install
 	$(BIN)/weft train recipes/quickstart.toml
 
 # Two processes, each with whole files of tests and a pool of ranks: one alone leaves a core idle half of the time.
-PYTEST := $(BIN)/python -m pytest tests -q -n 2 --dist loadfile
+# Files begin in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest tests -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(PYTEST) -m "not soak"

@@ -5,13 +5,24 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from weft.cli import main
 from weft.train.pool import Pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the largest share of slow tests go first, so that no long one is left to a single core at the end."""
+    slow, count = Counter[Path](), Counter[Path]()
+    for item in items:
+        count[item.path] += 1
+        slow[item.path] += item.get_closest_marker("slow") is not None
+    items.sort(key=lambda item: -slow[item.path] / count[item.path])
 
 
 def pytest_collection_finish() -> None:
@@ -40,8 +51,10 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["weft", *map(str, words)])
+        threads = torch.get_num_threads()
         with pytest.raises(SystemExit) as ended:
             main()
+        torch.set_num_threads(threads)  # a run takes all cores
         out, err = capsys.readouterr()
         assert isinstance(ended.value.code, int) and "Traceback" not in out + err
         return ended.value.code, out, err
