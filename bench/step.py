@@ -385,7 +385,11 @@ def on_rank(rank: int, job: Job, rounds: int, steps: int, peak: float) -> dict[s
 def on_ranks(count: int, target: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
     """What ``target(rank, *given)`` returns on the first of so many ranks of a group, of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_begin_and_end, (count, folder, target, given), nprocs=count)  # type: ignore[no-untyped-call]
+        # Forked from one process that imports for all of them what takes each of them seconds.
+        imported = ["torch", "torch._dynamo", "torch.distributed.tensor", "weft.train.setup"]
+        mp.get_context("forkserver").set_forkserver_preload(imported)
+        given = (count, folder, target, given)
+        mp.start_processes(_begin_and_end, given, count, start_method="forkserver")  # type: ignore[no-untyped-call]
         found: dict[str, Any] = json.loads(Path(folder, "table.json").read_text())
         return found
 
