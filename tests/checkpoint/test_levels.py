@@ -19,6 +19,7 @@ import torch
 from tests.cases import write_corpus
 from tests.checkpoint.test_resume import go, series, state_of, tree
 from tests.cli.test_commands import TINY
+from tests.conftest import Command
 from weft.checkpoint.convert import convert
 from weft.checkpoint.levels import LevelStore, Thinning, check_hosts, check_levels, levels_of
 from weft.checkpoint.storage import LocalStorage, StorageError
@@ -209,19 +210,18 @@ def test_from_a_converted_checkpoint_only_weights_are_taken(pool: Any, corpus: s
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_memory(corpus: str, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_from_memory(
+    corpus: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     levels = '[[checkpoint.levels]]\nto = "memory"\nevery = 1\n[[checkpoint.levels]]\nevery = 100\n'
     text = TINY.format(corpus=corpus, cache=tmp_path / "cache").replace("[generate]", f"{levels}[generate]")
     (tmp_path / "tiny.toml").write_text(text)
-    command = [sys.executable, "-m", "weft", "train", "tiny.toml", "--layout", "shard=2", "--out", "run"]
+    words = [sys.executable, "-m", "weft", "train", "tiny.toml", "--layout", "shard=2", "--out", "run"]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     memory = memory_of(tmp_path / "run")
     process = subprocess.Popen(
-        [*command, "--set", "train.steps=5000"],
-        cwd=tmp_path,
-        env=env,
-        start_new_session=True,
-        stderr=subprocess.DEVNULL,
+        [*words, "--set", "train.steps=5000"], cwd=tmp_path, env=env, start_new_session=True, stderr=subprocess.DEVNULL
     )
     try:
         deadline = time.monotonic() + 120
@@ -234,10 +234,10 @@ def test_a_killed_run_goes_on_from_memory(corpus: str, tmp_path: Path) -> None:
         reached = max(int(name[5:11]) for name in names(memory))
         assert memory.stat().st_mode & 0o777 == 0o700 and not names(tmp_path / "run/checkpoints")
         assert (tmp_path / "run" / PLACES).is_file()
-        more = [*command[:-4], "--out", "run", "--resume", "auto", "--set", f"train.steps={reached + 2}"]
-        done = subprocess.run(more, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert f"resumed from {memory}/step-{reached:06d}" in done.stdout
+        more = ["--out", "run", "--resume", "auto", "--set", f"train.steps={reached + 2}"]
+        code, out, err = command("train", "tiny.toml", *more)
+        assert code == 0, err
+        assert f"resumed from {memory}/step-{reached:06d}" in out
         assert names(tmp_path / "run/checkpoints") == [f"step-{reached + 2:06d}"] and not memory.exists()
     finally:
         shutil.rmtree(memory, ignore_errors=True)

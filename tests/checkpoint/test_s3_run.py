@@ -21,6 +21,7 @@ from tests.checkpoint.test_levels import leveled, names
 from tests.checkpoint.test_resume import HOME, go, series
 from tests.checkpoint.test_s3 import Proxy
 from tests.cli.test_commands import TINY
+from tests.conftest import Command
 from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.store import candidates, open_checkpoint, prune, verify
 from weft.errors import WeftError
@@ -130,18 +131,20 @@ def test_a_server_with_hiccups_stops_nothing(
 
 
 @pytest.mark.slow
-def test_train_stop_resume_and_the_commands(corpus: str, bucket: str, tmp_path: Path) -> None:
+def test_train_stop_resume_and_the_commands(
+    corpus: str, bucket: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a user types it; and no credential in anything that is written, printed or shown by ``ps``."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(TINY.format(corpus=corpus, cache=tmp_path / "cache"))
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     shown: list[str] = []
 
     def weft(*words: str, code: int = 0) -> str:
-        command = [sys.executable, "-m", "weft", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
-        shown.extend([done.stdout, done.stderr])
-        assert done.returncode == code, (done.stdout, done.stderr)
-        return done.stdout + done.stderr
+        ended, out, err = command(*words)
+        shown.extend([out, err])
+        assert ended == code, (out, err)
+        return out + err
 
     to = ["--set", f"checkpoint.to={bucket}", "--set", "checkpoint.every=2"]
     train = [sys.executable, "-m", "weft", "train", "tiny.toml", "--layout", "shard=2", "--out", "run", *to]

@@ -107,11 +107,11 @@ def test_weights_need_their_own_tokenizer(tiny: str, command: Command, unstarted
 
 
 @pytest.mark.slow
-def test_a_read_only_disk_and_a_full_one(tiny: str, tmp_path: Path) -> None:
+def test_a_read_only_disk_and_a_full_one(tiny: str, command: Command, unstarted: None, tmp_path: Path) -> None:
     with file_system(tmp_path / "disk", "size=1m,ro"):
-        done = weft("train", tiny, "--layout", "shard=2", "--out", "disk/run")
-        assert done.returncode == 1 and re.search(r"disk/run: Read-only file system; .*--out", done.stderr), done.stderr
-        assert done.stderr.count("\n") == 1
+        code, _, err = command("train", tiny, "--layout", "shard=2", "--out", "disk/run")
+        assert code == 1 and re.search(r"disk/run: Read-only file system; .*--out", err), err
+        assert err.count("\n") == 1
     with file_system(tmp_path / "disk", "size=900k"):
         more = ["--set", "train.steps=12", "--set", "checkpoint.every=2", "--set", "observe.trackers=[]"]
         done = weft("train", tiny, "--layout", "shard=2", "--out", "disk/run", *more)

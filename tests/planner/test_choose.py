@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Command
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.parallel.build import check_fits
@@ -84,6 +85,7 @@ def test_train_plans_for_the_ranks_it_is_given(tmp_path: Path) -> None:
     assert '"world": 2' in written(tmp_path) or '"world":2' in written(tmp_path)
 
 
+@pytest.mark.slow
 def test_train_plans_for_the_ranks_of_torchrun(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     done = weft(tmp_path, torchrun=2)
@@ -91,11 +93,13 @@ def test_train_plans_for_the_ranks_of_torchrun(tmp_path: Path) -> None:
     assert sum(line.startswith("layout  ") for line in done.stdout.splitlines()) == 1
 
 
-def test_one_rank_and_given_layouts_stay(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_one_rank_and_given_layouts_stay(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    done = weft(tmp_path, "--set", "train.device=cpu")
-    assert done.returncode == 0 and "layout  " not in done.stdout
+    code, out, _ = command("train", "recipe.toml", "--out", "run", "--set", "train.device=cpu")
+    assert code == 0 and "layout  " not in out
     (tmp_path / "recipe.toml").write_text(RECIPE + "[layout]\ntp = 2\n")
     assert load_recipe(tmp_path / "recipe.toml").layout.tp == 2
-    done = weft(tmp_path, "--resume", "run", "--ranks", "4")
-    assert done.returncode == 2 and "--ranks 4, but layout tp=2 has 2" in done.stderr
+    code, _, err = command("train", "recipe.toml", "--out", "run", "--resume", "run", "--ranks", "4")
+    assert code == 2 and "--ranks 4, but layout tp=2 has 2" in err
