@@ -46,7 +46,8 @@ FACTORS: dict[str, list[Any]] = {
     "placement": ["static", "sharded", "moving"],
 }  # fmt: skip
 CASES = list(pairwise(**FACTORS))
-QUICK = CASES[::12]
+#: What the quick part and all of `make test` take of the cases; the others are for soak.
+QUICK, SAMPLE = CASES[::12], CASES[::2]
 
 
 def name(case: Case) -> str:
@@ -87,7 +88,11 @@ def check(pool: Any, values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (c not in QUICK)) for c in CASES]
+    "case",
+    [
+        pytest.param(c, id=name(c), marks=[] if c in QUICK else pytest.mark.slow if c in SAMPLE else pytest.mark.soak)
+        for c in CASES
+    ],
 )
 def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     check(pool, tree(corpus, case))

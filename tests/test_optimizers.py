@@ -297,10 +297,12 @@ def slots_difference(values: dict[str, Any]) -> Any:
         small.SMALL = 4096
 
 
-@pytest.mark.parametrize("way", WAYS, ids=name)
-@pytest.mark.parametrize(
-    "layout", [pytest.param(v, id=name(v), marks=[pytest.mark.slow] * (v not in QUICK)) for v in LAYOUTS]
-)
+@pytest.mark.parametrize(("layout", "way"), [
+    # Of the other layouts each way sees two, which are others for the next way; all are for soak.
+    pytest.param(layout, way, id=f"{name(layout)}-{name(way)}",
+                 marks=[] if layout in QUICK else pytest.mark.slow if (i + j) % 2 else pytest.mark.soak)
+    for i, layout in enumerate(LAYOUTS) for j, way in enumerate(WAYS)
+])  # fmt: skip
 def test_equal_to_one_device_with_all_slots(
     pool: Any, corpus: str, layout: dict[str, int], way: dict[str, Any]
 ) -> None:

@@ -90,8 +90,10 @@ def mostly_slow(*quick: str) -> list[Any]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", mostly_slow("gpipe", "1f1b", "interleaved-1f1b", "zb-v", "dualpipe"))
 def test_every_schedule(pool: Any, corpus: str, schedule: str, ranks: int) -> None:
-    counts = sorted({1, ranks - 1, ranks, 2 * ranks, 8})
-    trees = [tree(corpus, f"pp={ranks},schedule={schedule}", count) for count in counts]
+    """With one microbatch, fewer than ranks or more and no multiple of them, and twice as many."""
+    counts = [1, ranks - 1, 2 * ranks] if ranks > 2 else [1, 3, 4]
+    # Two layers per stage where a rank has two stages, else up to four.
+    trees = [tree(corpus, f"pp={ranks},schedule={schedule}", count, model__layers=2 * ranks) for count in counts]
     check(pool.run(ranks, differences, trees))
 
 
@@ -102,11 +104,14 @@ def test_microbatches_of_different_lengths(pool: Any, corpus: str, schedule: str
 
 @pytest.mark.parametrize("schedule", mostly_slow("v-half"))
 def test_composed_with_shard_and_tp(pool: Any, corpus: str, schedule: str) -> None:
-    layout = f"pp=2,shard=2,tp=2,schedule={schedule}"
-    check(pool.run(8, differences, [tree(corpus, layout, 5, model__tied=schedule < "h")]))
+    """Each under one of the two, and one of them under both; :func:`test_composed` has all axes beside each other."""
+    beside = "shard=2,tp=2" if schedule == "v-half" else ("shard=2", "tp=2")[[*BUILDERS].index(schedule) % 2]
+    layout = Layout.parse(f"pp=2,{beside},schedule={schedule}")
+    change = {"model__tied": schedule < "h", "model__layers": 4}
+    check(pool.run(layout.world, differences, [tree(corpus, str(layout), 5, **change)]))
 
 
-@pytest.mark.parametrize(("layout", "recompute"), [
+COMPOSED = [
     ("pp=2,dp=2,shard=2,zero=1,schedule=zb-v", "none"),
     ("pp=2,dp=2,shard=2,zero=2,schedule=1f1b", "selective"),
     ("pp=2,cp=2,dp=2,schedule=zb-h1", "full"),
@@ -119,7 +124,12 @@ def test_composed_with_shard_and_tp(pool: Any, corpus: str, schedule: str) -> No
     ("pp=2,vocab_barriers=2,shard=2,zero=2,schedule=zb-h1", "selective"),
     ("pp=2,vocab_barriers=1,cp=2,schedule=dualpipe", "none"),
     ("pp=2,vocab_barriers=2,tp=2,schedule=interleaved-1f1b", "full"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"), [pytest.param(*c, marks=[pytest.mark.slow] * (i % 2)) for i, c in enumerate(COMPOSED)]
+)
 def test_composed(pool: Any, corpus: str, layout: str, recompute: str) -> None:
     world = Layout.parse(layout).world
     change = {"train__recompute": recompute, "model__tied": "shard" in layout, "model__qkv_bias": True}
@@ -195,7 +205,9 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
     return same, repeated, sum(r.grad_norm > clip for r in runs[0][0])
 
 
-@pytest.mark.parametrize("layout", ["pp=2,schedule=zb-h2", "pp=2,dp=2,schedule=zb-v"])
+@pytest.mark.parametrize(
+    "layout", ["pp=2,schedule=zb-h2", pytest.param("pp=2,dp=2,schedule=zb-v", marks=pytest.mark.slow)]
+)
 def test_post_validation_is_exact_and_repeats_what_must_be_clipped(pool: Any, corpus: str, layout: str) -> None:
     world = Layout.parse(layout).world
     values = tree(corpus, layout, 6)

@@ -64,9 +64,14 @@ def test_bf16_stays_near_fp32(pool: Any, corpus: str, layout: dict[str, Any]) ->
     assert [r.loss for r in narrow] != [r.loss for r in wide]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, {"shard": 2, "tp": 2}, {"cp": 2}], ids=str)
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(("layout", "recompute"), [
+    pytest.param(layout, recompute, marks=mark)
+    for layout, recompute, mark in [
+        ({}, "selective", pytest.mark.slow), ({"shard": 2, "tp": 2}, "selective", pytest.mark.slow),
+        ({"cp": 2}, "none", pytest.mark.slow), ({}, "none", pytest.mark.soak),
+        ({"shard": 2, "tp": 2}, "none", pytest.mark.soak), ({"cp": 2}, "selective", pytest.mark.soak),
+    ]
+], ids=str)  # fmt: skip
 def test_compiled_equals_eager(pool: Any, corpus: str, layout: dict[str, Any], recompute: str) -> None:
     world = Layout(**layout).world
     eager = pool.run(world, steps, tree(corpus, layout, train__dtype="float32"), 3)[0]

@@ -111,6 +111,7 @@ QUESTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_asks_and_validates_by_its_averages(pool: Any, corpus: str, tmp_path: Path) -> None:
     """Under two layouts alike; what the averages know is what a model made of them knows, and training is as ever."""
     tasks = [{"path": str(write(tmp_path, *QUESTIONS)), "every": 2, "name": "three"}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,20 @@ def test_a_second_commit_does_not_touch_the_first(tmp_path: Path) -> None:
     assert torch.equal(back["model.wide"], values["model.wide"])
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of ``state(0)``, to be copied."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    saved(folder)
+    return folder
+
+
 @pytest.mark.parametrize("where", ["data", "manifest", "weft.json", "files"])
 @given(data=st.data())
 @settings(max_examples=12, deadline=None)
-def test_a_flipped_bit_or_a_lost_end_is_found(tmp_path_factory: Any, where: str, data: Any) -> None:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    values = saved(folder)
+def test_a_flipped_bit_or_a_lost_end_is_found(tmp_path_factory: Any, whole: Path, where: str, data: Any) -> None:
+    folder, values = tmp_path_factory.mktemp("damaged"), state(0)
+    shutil.copytree(whole, folder, dirs_exist_ok=True)
     path = next(p for p in [folder / where, *(folder / where).rglob("*")] if p.is_file())
     content = bytearray(path.read_bytes())
     payload = sum(v.numel() * v.element_size() for v in values.values())

@@ -73,6 +73,14 @@ def whole_run(pool: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
     return run
 
 
+@pytest.fixture(scope="module")
+def float32_run(pool: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As :func:`whole_run`, in float32."""
+    run = tmp_path_factory.mktemp("runs") / "float32"
+    pool.run(4, go, tree(corpus, HOME, train__dtype="float32"), str(run))
+    return run
+
+
 def test_same_layout_is_bit_exact(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
     pool.run(4, go, tree(corpus, HOME), str(tmp_path / "again"), str(whole_run / "checkpoints/step-000003"))
     assert series(tmp_path / "again") == {s: v for s, v in series(whole_run).items() if s > 3}
@@ -90,12 +98,9 @@ def test_same_layout_is_bit_exact(pool: Any, corpus: str, whole_run: Path, tmp_p
 ], ids=lambda v: str(Layout(**v)).replace(" ", "_"))  # fmt: skip
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 def test_other_layout_same_tokens_and_losses(
-    pool: Any, corpus: str, whole_run: Path, tmp_path: Path, layout: dict[str, Any], dtype: str
+    pool: Any, corpus: str, tmp_path: Path, request: pytest.FixtureRequest, layout: dict[str, Any], dtype: str
 ) -> None:
-    source = whole_run
-    if dtype == "float32":
-        source = tmp_path / "source"
-        pool.run(4, go, tree(corpus, HOME, train__dtype=dtype), str(source))
+    source: Path = request.getfixturevalue("float32_run" if dtype == "float32" else "whole_run")
     run = tmp_path / "other"
     values = tree(corpus, layout, train__dtype=dtype)
     pool.run(Layout(**layout).world, go, values, str(run), str(source / "checkpoints/step-000003"))

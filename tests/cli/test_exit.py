@@ -40,6 +40,7 @@ def leave(*words: str) -> int:
     return launch([], 2, [sys.executable, "-c", ABORTS, *words])
 
 
+@pytest.mark.slow
 def test_ranks_of_verify_end_without_the_interpreter_s(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert leave("verify", *small(tmp_path), "--steps", "1") == 0
     out, err = capfd.readouterr()

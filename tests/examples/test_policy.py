@@ -29,6 +29,7 @@ def test_what_cannot_be_is_infinitely_slow_and_says_why() -> None:
     assert [row.reason for row in score(fails, [scenario])] == ["cannot"]
 
 
+@pytest.mark.slow
 def test_the_balanced_policy_beats_the_even_one_everywhere() -> None:
     given = scenarios()
     plain, better = score(even, given), score(balanced, given)

@@ -116,7 +116,7 @@ STATE = HEADS * DIM * DIM * 8  # bytes, float64
 @pytest.mark.parametrize("scan", ["gather", "pass"])
 @pytest.mark.parametrize("context", ["ring", "zigzag", "ulysses"])
 @pytest.mark.parametrize(
-    "ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+    "ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.soak)]
 )
 def test_ranks_agree_with_one_device(pool: Any, ranks: int, context: str, scan: str) -> None:
     layout = Layout(cp=ranks, context=context, scan=scan)

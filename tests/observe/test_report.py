@@ -83,7 +83,7 @@ def fake_run(
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
-@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize("complete", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> None:
     run = fake_run(tmp_path / "run-7", **({} if complete else {"steps": 5, "resume_at": None, "split": False}))
     dom = dumped_dom(write_report(run), tmp_path / "profile")

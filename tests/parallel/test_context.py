@@ -161,7 +161,7 @@ def check_cut(pool: Any, world: int, cases: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_every_table_equals_one_device(pool: Any, world: int) -> None:
-    @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(cut_blocks(world))
     def check(cases: list[tuple[Any, ...]]) -> None:
         check_cut(pool, world, cases)
@@ -169,7 +169,7 @@ def test_every_table_equals_one_device(pool: Any, world: int) -> None:
     check()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_every_table_equals_one_device_many_times(pool: Any, world: int) -> None:
     @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -186,6 +186,7 @@ def test_idle_ranks_are_bubble_of_the_busiest_and_less_to_do_of_the_others() -> 
     assert less > 0.04 and float(first.cost.bubble) == pytest.approx(run.makespan - max(run.busy))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
 def test_a_phone_shows_all_of_the_page(weft: Any, tmp_path: Path) -> None:
     """Bars of memory had no width, the timeline was cut."""
