@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shlex
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from tests.conftest import Command
 from weft.layout.conflicts import RULES
+from weft.recipe import load_recipe
 from weft.train import fuzz
 from weft.train.fuzz import Case, Fuzzer, Verdict, command, words
 from weft.train.pool import WorkerDied
@@ -64,6 +66,13 @@ def test_what_is_not_in_the_table_is_no_refusal() -> None:
     assert fails(TimeoutError("rank 1 did not answer")) == "hung"
     assert fails(fuzz.UsageError("no")) == fails(ValueError("what")) == fails(WorkerDied("rank 0")) == "crashed"
     assert fails(fuzz.Conflict("no", "experts")) == "refused"
+
+
+def test_no_case_leaves_all_layers_dense() -> None:
+    recipe = load_recipe(QUICKSTART.with_name("experts.toml"))
+    cases = [fuzz.draw(recipe, random.Random(seed), 8) for seed in range(300)]
+    dense = [one for one in cases if one.keys() & {"model.first_dense", "model.moe_every"}]
+    assert {one.get("model.layers", 4) for one in dense} == {3, 4, 6} and len(dense) > 50
 
 
 def test_the_command_repeats_the_case(pool: Any) -> None:

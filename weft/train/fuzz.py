@@ -51,6 +51,11 @@ def _with_experts(*values: Any, least: int = 1) -> Callable[[Recipe, Case, rando
     return lambda recipe, case, rng: list(values) if _experts(recipe, case) >= least else []
 
 
+def _beside_dense(value: int) -> Callable[[Recipe, Case, random.Random], list[int]]:
+    """Where layers with experts are left."""
+    return lambda recipe, case, rng: [value] if _experts(recipe, case) and case.get("model.layers", 4) > 1 else []
+
+
 def _experts(recipe: Recipe, case: Case) -> int:
     """The fewest experts that a layer with experts has; 0 if there are none."""
     given = case.get("model.experts", recipe.model.experts)
@@ -141,8 +146,8 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "model.qk_norm": _any(True, False),
     "model.experts_per_token": _with_experts(1),
     "model.expert_ffn": _with_experts(5, 8),
-    "model.first_dense": _with_experts(1),
-    "model.moe_every": _with_experts(2),
+    "model.first_dense": _beside_dense(1),
+    "model.moe_every": _beside_dense(2),
     "model.shared_experts": _with_experts(1, 2),
     "model.shared_mix": _with_experts("gate", "residual"),
     "model.router": _with_experts("pre-softmax", "sigmoid"),
