@@ -217,7 +217,8 @@ def _exchanges(told: dict[str, Any]) -> str:
     text = f"1 sends {sent} MiB each way of a microbatch and layer; dispatch = {told['dispatch']}"
     text += f"; busiest rank {told['load']:.2f}x the mean"
     if (told["save"] or 0) > 0.005:
-        text += f"; beside the {told['beside']} of another microbatch a step takes -{told['save']:.0%} (not run so yet)"
+        how = "overlap = 'passes'" if told["beside"] == "other pass" else "not run so yet"
+        text += f"; beside the {told['beside']} of another microbatch a step takes -{told['save']:.0%} ({how})"
     return text
 
 

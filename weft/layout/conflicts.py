@@ -119,7 +119,7 @@ class Asked:
     @property
     def least_layers(self) -> int:
         """So many layers, with the ends of the model where these are stages' work, fill all stages."""
-        return self.stages - (0 if self.layout.vocab_barriers else 2)
+        return self.stages - (0 if self.layout.vocab_barriers or self.layout.overlap else 2)
 
     @property
     def most_skipped(self) -> float:
@@ -339,6 +339,23 @@ RULES: tuple[Rule, ...] = (
     Rule("stages without pp", "layout shape",
          lambda a: a.layout.pp == 1 and bool(a.layout.skip or a.layout.vocab_barriers),
          "layout.skip and layout.vocab_barriers are about pipeline stages", "set layout.pp above 1"),
+    Rule("overlap without exchanges", "layout shape",
+         lambda a: bool(a.layout.overlap) and (a.layout.pp == 1 or not a.shape.mixtures),
+         "layout.overlap = {0.layout.overlap!r} is about exchanges of experts in a pipeline",
+         "set pp and model.experts, or leave it out"),
+    Rule("overlap with other tables", "layout",
+         lambda a: bool(a.layout.overlap and (a.layout.skip or a.layout.vocab_barriers)),
+         "layout.overlap cuts a schedule of its own, and layout.skip and layout.vocab_barriers bring others",
+         "leave one of them out"),
+    Rule("overlap of sharded parameters", "layout",
+         lambda a: bool(a.layout.overlap) and a.layout.zero == 3 and a.layout.size("shard", "cp") > 1,
+         "layout.overlap = {0.layout.overlap!r} goes to and fro between layers, whose parameters layout.zero = 3 would "
+         "gather each time", "set layout.zero = 2"),
+    Rule("overlap with recomputation", "layout train memory",
+         lambda a: bool(a.layout.overlap)
+         and (a.train.recompute != "none" or a.memory.offloads_activations or a.memory.weights == "file"),
+         "layout.overlap = {0.layout.overlap!r} runs layers in parts, and train.recompute, memory.activations and "
+         "memory.weights = 'file' are about whole ones", "leave out layout.overlap, or the others"),
     Rule("skip with a schedule", "layout shape", lambda a: a.layout.skip > 0 and a.layout.schedule != "1f1b",
          "layout.skip plans a schedule of its own", "leave out layout.schedule = {0.layout.schedule!r}"),
     Rule("skip of too many stages", "layout shape",

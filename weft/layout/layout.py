@@ -54,6 +54,10 @@ class Layout(BaseModel):
     between their passes; 0: they are on the first and last stage); ``skip``, the share of stages that a microbatch
     leaves out.
 
+    ``overlap``: other microbatches compute while rows of experts travel. ``passes``: a forward pass takes turns with
+    another microbatch's backward, layer by layer, where the schedule has one after the other; ``pairs``: two passes of
+    a kind do (:mod:`weft.schedule.exchange`).
+
     ``balance``: the documents of a step are placed on the data ranks by their length, long ones on several, and not
     row by row (:mod:`weft.data.balance`); needs ``zero = 1``. The same loss and gradients come out.
 
@@ -90,6 +94,7 @@ class Layout(BaseModel):
     virtual: int | None = Field(None, ge=1)
     vocab_barriers: Literal[0, 1, 2] = 0
     skip: float = Field(0.0, ge=0, lt=1)
+    overlap: Literal["", "passes", "pairs"] = ""
     balance: Literal["", "greedy", "flexsp"] = ""
     dispatch: Literal["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive"] = "all-to-all"
     node: int = Field(0, ge=0)

@@ -15,6 +15,7 @@ from weft.models.feed_forward import ACTIVATE, FeedForward
 from weft.models.fused import current_tape
 from weft.models.module import Module
 from weft.models.numbers import has_numbers
+from weft.models.parts import Steps, current_part, read, result_of
 from weft.models.router import Choice, Pass, Router
 from weft.recipe import ModelShape
 
@@ -330,33 +331,42 @@ class Mixture(Module):
         return Early(choice, None if self.copies is None else self.copies.borrowed(*self.experts.own))
 
     def forward(self, x: T, seen: Pass | None = None, early: Early | None = None) -> T:
-        """``[batch, seq/tp, embed]`` to the same.
+        """``[batch, seq/tp, embed]`` to the same."""
+        return result_of(self.steps(x, seen, early))
+
+    def steps(self, x: T, seen: Pass | None, early: Early | None) -> Steps:
+        """:meth:`forward`, which may be left before rows set out and while they travel.
 
         Each rank of ``tp`` has a part of every expert, and so sees all tokens, or some whole experts and tokens.
         """
         if self.router.own:
-            return self._mixed(x, *self._parts(x, self.shared, seen, early))
+            return (yield from self._steps(x, self.shared, seen, early))
         whole = gather_tokens(x, self.mesh)
         share = None if self.shared is None else self.shared.share
-        return scatter_tokens(self._mixed(whole, *self._parts(whole, share, seen, early)), self.mesh)
+        return scatter_tokens((yield from self._steps(whole, share, seen, early)), self.mesh)
 
-    def _parts(
-        self, x: T, shared: Callable[[T], T] | None, seen: Pass | None, early: Early | None
-    ) -> tuple[T, T | None]:
+    def _steps(self, x: T, shared: Callable[[T], T] | None, seen: Pass | None, early: Early | None) -> Steps:
         """What chosen experts make of tokens, and what those that see all do, while rows travel to the former."""
-        tokens = x.flatten(0, 1)
         choice, lent = early or self._begun()
-        choice, way = choice or self.router(tokens, seen), self.dispatcher
+        choice, way = choice or self.router(x.flatten(0, 1), seen), self.dispatcher
+        before = current_part()
+        yield
+        x, choice = read(x, before), Choice(read(choice.weights, before), choice.ids)
+        tokens = x.flatten(0, 1)
         count = self.pieces(tokens, choice)
         pieces = zip(*(each.tensor_split(count) for each in (tokens, *choice)), strict=True)
         arriving = [way.dispatch(one, Choice(weights, ids)) for one, weights, ids in pieces]
         beside = None if shared is None else shared(x)
+        leaving = current_part()
+        yield
         borrowed, returning = lent() if lent else (), []
         for arrived in arriving:
             rows, counts, meta, stacks = arrived()
             returning.append(way.combine(self.experts(rows, counts, borrowed, stacks), meta))
+        yield
         made = [back() for back in returning]
-        return (torch.cat(made) if len(made) > 1 else made[0]).view_as(x), beside
+        routed = (torch.cat(made) if len(made) > 1 else made[0]).view_as(x)
+        return self._mixed(x, routed, None if beside is None else read(beside, leaving))
 
     def learn_from(self, loads: Sequence[int]) -> None:
         """Take in how often each expert was chosen in a whole step."""

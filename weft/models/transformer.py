@@ -21,12 +21,13 @@ from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
 from weft.models.adapters import Projections
 from weft.models.attention import Attend, local_attention
-from weft.models.experts import Mixture, feed_forward
+from weft.models.experts import Early, Mixture, feed_forward
 from weft.models.fused import Tape, current_tape, deferred
 from weft.models.latent import LatentAttention
 from weft.models.linear_attention import linear_mixer, log_decay
 from weft.models.loss import Criterion, linear_cross_entropy
 from weft.models.module import Module, Norm
+from weft.models.parts import Steps, current_part, read
 from weft.models.preference import Objective, preference_loss, reward_loss
 from weft.models.rope import angles, frequencies, rotate, score_scales
 from weft.models.router import Loads, Pass, by_layer
@@ -154,12 +155,27 @@ class Block(Module):
         return checkpoint(self._body, x, rope, cu_seqlens, seen, use_reentrant=False, preserve_rng_state=False, **kept)
 
     def _body(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None) -> T:
+        x, early = self._attended(x, rope, cu_seqlens, seen)
+        return self._added(x, self.ffn(self.ffn_norm(x), seen, early))
+
+    def steps(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None) -> Steps:
+        """:meth:`forward` without recomputation, which may be left where a mixture may be."""
+        x, early = self._attended(x, rope, cu_seqlens, seen)
+        before, normed = current_part(), self.ffn_norm(x)
+        mixes = isinstance(self.ffn, Mixture)
+        y = (yield from self.ffn.steps(normed, seen, early)) if mixes else self.ffn(normed)
+        return self._added(read(x, before), y)
+
+    def _attended(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None) -> tuple[T, Early | None]:
+        """``x`` with what attention adds to it, and what the feed-forward begins before that."""
         normed = self.attention_norm(x)
         y = gather_tokens(normed, self.mesh)
         early = self.ffn.early(normed, y, seen)
         y = scatter_tokens(self.attention(y, rope, cu_seqlens), self.mesh)
-        x = x + (y if self.attention_out_norm is None else self.attention_out_norm(y))
-        y = self.ffn(self.ffn_norm(x), seen, early)
+        return x + (y if self.attention_out_norm is None else self.attention_out_norm(y)), early
+
+    def _added(self, x: T, y: T) -> T:
+        """``x`` with what the feed-forward adds to it."""
         return x + (y if self.ffn_out_norm is None else self.ffn_out_norm(y))
 
 

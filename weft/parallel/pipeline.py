@@ -17,7 +17,8 @@ from weft.memory.resting import Tiers
 from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
 from weft.models.rope import angles
 from weft.models.router import Pass
-from weft.models.transformer import Transformer
+from weft.models.transformer import Block, Transformer
+from weft.parallel.overlap import LayerPass, layer_ops, layer_stages, with_turns
 from weft.parallel.state import Held, State, Unit
 from weft.parallel.units import Full, TableUnit, sum_over_replicas
 from weft.parallel.vocabulary import OutputShard
@@ -46,8 +47,10 @@ class Pipeline:
     def __init__(self, shape: ModelShape, mesh: Mesh, loss_chunk: int, seq_len: int, timeout: float) -> None:
         self.mesh, self.layout, self.shape = mesh, mesh.layout, shape
         self.rank, self.seq_len = mesh.rank("pp"), seq_len
-        table = self.built(2 * mesh.size("pp"))
-        self.stages = assign_stages(shape, mesh.layout, table.stages, seq_len)
+        table = make_table(self.layout, 2 * mesh.size("pp"), shape, seq_len)
+        self.cut = self.stages = assign_stages(shape, mesh.layout, table.stages, seq_len)
+        if self.layout.overlap:
+            table, self.stages = with_turns(table, self.cut, self.layout), layer_stages(self.cut)
         self.held = table.held(self.rank)
         self.holders = [table.holders(s) for s in range(table.stages)]
         layers = {i for s in self.held for i in self.stages[s].layers}
@@ -141,7 +144,8 @@ class Pipeline:
         return tuple(sorted({r for s in self._stages_with(name) for r in self.holders[s]}))
 
     def built(self, microbatches: int) -> Table:
-        return make_table(self.layout, microbatches, self.shape, self.seq_len)
+        table = make_table(self.layout, microbatches, self.shape, self.seq_len)
+        return with_turns(table, self.cut, self.layout) if self.layout.overlap else table
 
     def whole(self, microbatches: int) -> Table:
         """As :meth:`built`, with no stage skipped."""
@@ -152,7 +156,8 @@ class Pipeline:
         key = (microbatches, forward_only)
         if key not in self.tables:
             # Evaluation is of the whole model: nothing is skipped.
-            built = self.built(microbatches) if not forward_only else forward_half(self.whole(microbatches))
+            whole = self.built if self.layout.overlap else self.whole
+            built = self.built(microbatches) if not forward_only else forward_half(whole(microbatches))
             # What is not cut needs no gathering.
             zero = self.layout.zero if self.mesh.size("shard", "cp") > 1 else 1
             self.tables[key] = validate(built, zero=zero, streamed=self.streamed)
@@ -209,6 +214,8 @@ class Pipeline:
             "I": self._backward,
             "W": self._weights,
         }
+        if self.layout.overlap:
+            ops = {"W": self._weights} | layer_ops(partial(self._pass_of, table, split), table, self.rank)
         if self.output is not None:
             ops |= self.output.ops(self.batches, self.total, self.losses)
         ops = {kind: op if kind_of(kind).forward else self._then_fold(op) for kind, op in ops.items()}
@@ -216,27 +223,49 @@ class Pipeline:
         return ops | {GATHER: self._gather, RELEASE: self._release, REDUCE: self._reduce, FETCH: self._fetch}
 
     def _forward(self, table: Table, split: set[tuple[int, int]], a: Action, reads: Sequence[Any]) -> list[Any]:
-        model, batch, path = self.model, self.batches[a.microbatch], table.paths[a.microbatch]
-        training = any(value.name == "saved" for value in a.writes) and torch.is_grad_enabled()
-        # A lone rank adds weight gradients up as one does without stages, so that tiers change no bit.
-        tape: Tape | None = [] if (a.stage, a.microbatch) in split else ImmediateTape() if self.wire else None
-        with deferred(tape if training else None):
-            if not reads:
-                x, leaf = model.embedding(batch.tokens), None
-            else:  # one tensor from the stage before, or the vocabulary shards' parts of the embedding
-                x = reads[0] if len(reads) == 1 else torch.stack(list(reads)).sum(0)
-                leaf = x = x.detach().requires_grad_(training)
-            rope = self._rope(a.microbatch, batch, x.dtype)
-            seen = self._seen(a.microbatch, batch) if training else None
+        batch, tape = self.batches[a.microbatch], self._tape(split, a)
+        with deferred(tape):
+            x, leaf, rope, seen = self._entered(a, reads)
             for i in self.stages[a.stage].layers:
-                x = model.run_block(i, x, rope, batch.cu_seqlens, seen)
-            if a.stage == path[-1]:
-                x = model.norm(x)
-                if self.output is None:
-                    x = model.loss(x, batch) / self.total()
-                    self.losses[a.microbatch] = x.detach()
+                x = self.model.run_block(i, x, rope, batch.cu_seqlens, seen)
+            x = self._ended(table, a, x)
         made = {"act": x.detach(), "saved": (leaf, x, tape)}
         return [made[value.name] for value in a.writes]
+
+    def _pass_of(self, table: Table, split: set[tuple[int, int]], a: Action, reads: Sequence[T]) -> LayerPass:
+        """A microbatch's pass through the one layer of a stage, of which nothing has been run."""
+        x, leaf, rope, seen = self._entered(a, reads)
+        (layer,) = self.stages[a.stage].layers
+        block = cast(Block, self.model.blocks[str(layer)])
+        steps = block.steps(x, rope, self.batches[a.microbatch].cu_seqlens, seen)
+        return LayerPass(steps, leaf, self._tape(split, a), partial(self._ended, table, a))
+
+    def _tape(self, split: set[tuple[int, int]], a: Action) -> Tape | None:
+        """What a stage's projections leave weights' gradients on; None without gradients."""
+        # A lone rank adds weight gradients up as one does without stages, so that tiers change no bit.
+        whole = ImmediateTape() if self.wire else None
+        return ([] if (a.stage, a.microbatch) in split else whole) if torch.is_grad_enabled() else None
+
+    def _entered(self, a: Action, reads: Sequence[Any]) -> tuple[T, T | None, tuple[T, T], Pass | None]:
+        """What a stage computes with: its input, also as the leaf that this is, angles, and what routers count in."""
+        batch, training = self.batches[a.microbatch], torch.is_grad_enabled()
+        if not reads:
+            x, leaf = self.model.embedding(batch.tokens), None
+        else:  # one tensor from the stage before, or the vocabulary shards' parts of the embedding
+            x = reads[0] if len(reads) == 1 else torch.stack(list(reads)).sum(0)
+            leaf = x = x.detach().requires_grad_(training)
+        seen = self._seen(a.microbatch, batch) if training else None
+        return x, leaf, self._rope(a.microbatch, batch, x.dtype), seen
+
+    def _ended(self, table: Table, a: Action, x: T) -> T:
+        """A stage's output, given that of its layers: of the last one the loss."""
+        if a.stage != table.paths[a.microbatch][-1]:
+            return x
+        x = self.model.norm(x)
+        if self.output is None:
+            x = self.model.loss(x, self.batches[a.microbatch]) / self.total()
+            self.losses[a.microbatch] = x.detach()
+        return x
 
     def _rope(self, microbatch: int, batch: Batch, dtype: torch.dtype) -> tuple[T, T]:
         if microbatch not in self.ropes:

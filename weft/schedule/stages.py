@@ -55,7 +55,8 @@ def assign_stages(shape: ModelShape, layout: Layout, stages: int, seq_len: int) 
     """Layers to stages by their flops. Where microbatches skip stages, those that none may skip are made shorter."""
     first, layer, last = layer_costs(shape, seq_len)
     speeds = cut(stages, layout.skip) if layout.skip else None
-    return cut_stages(shape.layers, stages, layer, first, last, ends=not layout.vocab_barriers, speeds=speeds)
+    ends = not (layout.vocab_barriers or layout.overlap)
+    return cut_stages(shape.layers, stages, layer, first, last, ends=ends, speeds=speeds)
 
 
 def stage_costs(times: ModelTimes, stages: Sequence[Stage], kept: float = 1.0, move: float = 0.0) -> Costs:

@@ -116,6 +116,9 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "layout.virtual": _if_above_one("pp", 2, 3),
     "layout.vocab_barriers": _if_above_one("pp", 1, 2),
     "layout.skip": _if_above_one("pp", 0.25),
+    "layout.overlap": lambda recipe, case, rng: (
+        ["passes", "pairs"] if _experts(recipe, case) and "layout.pp" in case and case.get("layout.zero", 3) < 3 else []
+    ),
     "layout.balance": lambda recipe, case, rng: ["greedy", "flexsp"] if case.get("layout.zero") == 1 else [],
     "optimizer.post_validation": _if_above_one("pp", True),
     "optimizer.clip": _any(0.0, 0.1),
@@ -192,6 +195,7 @@ SMALL: Case = {
     "layout.zero": 3, "layout.pieces": 1, "layout.node": 0, "layout.secondary": 0,
     "layout.context": "zigzag", "layout.ulysses": 1, "layout.scan": "gather",
     "layout.schedule": "1f1b", "layout.vocab_barriers": 0, "layout.skip": 0.0, "layout.balance": "",
+    "layout.overlap": "",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ rotations is the axis that a token is nearest to, with its sign. What the expert
 them; with ``residual`` each gets what it differs from the mean by on top, as if the expert passed that through.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from weft.layout.boundary import untyped
 from weft.models.experts import Arriving, Dispatched, Dispatcher, Moved, counted
 from weft.models.numbers import has_numbers
+from weft.models.parts import current_part, read
 from weft.models.router import Choice
 from weft.parallel.experts.ranks import Ranks
 from weft.parallel.experts.rows import Awaited
@@ -40,7 +41,9 @@ class Hashed:
         each = x[:, None].expand(-1, k, -1)
         means = summed(each.flatten(0, 1), buckets, len(ids)) * share
         arriving = self.inner.dispatch(means, Choice(ones, ids[:, None]))
-        apart = each - shared(means, buckets).unflatten(0, (-1, k)) if self.residual else None
+        apart = None
+        if self.residual:
+            apart = partial(read, each - shared(means, buckets).unflatten(0, (-1, k)), current_part())
 
         def arrived() -> Dispatched:
             found = arriving()
@@ -57,7 +60,7 @@ class Hashed:
 
         def home() -> T:
             each = shared(back(), buckets).unflatten(0, choice.ids.shape)  # [tokens, k, embed]
-            return torch.einsum("tk,tkd->td", weights.to(each.dtype), each if apart is None else each + apart)
+            return torch.einsum("tk,tkd->td", weights.to(each.dtype), each if apart is None else each + apart())
 
         return home
 

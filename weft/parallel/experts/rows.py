@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.models.experts import Moved
+from weft.models.parts import current_part, read
 from weft.parallel.units import all_gather, exchanged_rows, reduce_scatter
 
 if TYPE_CHECKING:
@@ -100,6 +101,6 @@ class _Flight:
 
 def _move(rows: T, there: Callable[[T], Moving], back: Callable[[T], Moving]) -> Awaited:
     """Let rows go ``there``, and in backward their gradients ``back``; what is returned waits for the rows."""
-    flight = _Flight(there, back)
+    flight, part = _Flight(there, back), current_part()
     under_way = Moved.apply(rows, flight.leave, flight.come_back)
-    return lambda: Moved.apply(under_way, flight.arrive, flight.turn_back)
+    return lambda: Moved.apply(read(under_way, part), flight.arrive, flight.turn_back)

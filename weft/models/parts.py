@@ -1,0 +1,67 @@
+"""A forward pass in parts, each with a graph of its own, so that other work runs between them, forward and backward.
+
+A module that can be left and gone on with is a generator that yields where a part ends. Where a later part reads what
+an earlier one has computed, the graph is cut: the reader gets a leaf, and the earlier part's backward begins with the
+gradient of that.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+T = torch.Tensor
+
+#: A forward pass that yields where it may be left, and returns its result.
+Steps = Generator[None, None, T]
+
+
+class Part:
+    """What one part has computed that later ones read, with what stands for it there."""
+
+    def __init__(self) -> None:
+        self.read: list[tuple[T, T]] = []
+
+    def backward(self) -> None:
+        """Go back through the part, when all that have read of it have been gone back through."""
+        found = [(made, leaf.grad) for made, leaf in self.read if leaf.grad is not None]
+        self.read = []
+        if found:
+            torch.autograd.backward([made for made, _ in found], [grad for _, grad in found])
+
+
+_running: ContextVar[Part | None] = ContextVar("part", default=None)
+
+
+def current_part() -> Part | None:
+    return _running.get()
+
+
+@contextmanager
+def running(part: Part) -> Iterator[None]:
+    """What is computed in here is of ``part``."""
+    token = _running.set(part)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def read(x: T, maker: Part | None) -> T:
+    """``x``, which ``maker`` has computed, for the part that runs now."""
+    if maker is None or maker is current_part() or not x.requires_grad:
+        return x
+    leaf = x.detach().requires_grad_()
+    maker.read.append((x, leaf))
+    return leaf
+
+
+def result_of(steps: Steps) -> T:
+    """All steps, one after the other."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: T = end.value
+            return found
