@@ -216,7 +216,7 @@ def test_what_rests_takes_no_memory(corpus: str, tmp_path: Path) -> None:
     for layers in (3, 9):
         _, state = run(corpus, {**EVERYTHING, "folder": str(tmp_path)}, 1, model__layers=layers)
         units = {sum(g.region.size for g in groups.values()) for groups in state.tiers.groups.values() if groups}  # type: ignore[union-attr]
-        assert state.tiers.pool.most <= 3 * max(units) + sum(units)
+        assert state.tiers.pool.most <= 4 * max(units)
 
 
 @pytest.mark.parametrize("points", [25, pytest.param(200, marks=pytest.mark.soak)])

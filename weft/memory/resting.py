@@ -17,6 +17,9 @@ T = torch.Tensor
 
 CPU = torch.device("cpu")
 
+#: Groups that may be on their way back at a time.
+MOST_LEAVING = 3
+
 #: Tensors in one region begin at multiples of so many bytes.
 ALIGNED = 64
 
@@ -76,6 +79,10 @@ class Group:
             self.settle()
         elif self.region is not None and self.buffer is not None:
             self.coming, self.leaving = None, self.region.write(self.buffer)
+
+    @property
+    def has_left(self) -> bool:
+        return self.leaving is None or self.leaving.done
 
     def settle(self) -> None:
         """End what is under way, so that the tensors are where they rest; what has only been read is forgotten."""
@@ -168,6 +175,7 @@ class Tiers:
             group.put(changes and done)
             if changes:
                 self.leaving.append(group)
+                self._drain(MOST_LEAVING)
 
     @contextmanager
     def updating(self, owner: Hashable, fixed: Container[str] = ("gradients",), behind: int = 1) -> Iterator[None]:
@@ -179,8 +187,7 @@ class Tiers:
             yield
             return
         self.next[self.last], self.last = owner, owner
-        while len(self.leaving) > behind * len(groups):
-            self.leaving.popleft().settle()
+        self._drain(behind * len(groups))
         for each in (owner, self.next.get(owner)):
             for group in self.groups.get(each, {}).values():
                 group.fetch()
@@ -188,6 +195,11 @@ class Tiers:
             for kind in groups:
                 stack.enter_context(self.at_hand(owner, kind, changes=kind not in fixed))
             yield
+
+    def _drain(self, most: int) -> None:
+        """Have the buffers back of what has left, and wait for the oldest until at ``most`` so many are leaving."""
+        while self.leaving and (len(self.leaving) > most or self.leaving[0].has_left):
+            self.leaving.popleft().settle()
 
     def settle(self) -> None:
         """End all transfers: whoever looks at the tensors from now on sees what they are."""
