@@ -185,6 +185,18 @@ def test_directions_of_opposite_rows_have_one_sign() -> None:
             torch.testing.assert_close(found, torch.tensor([[0.5**0.5, -(0.5**0.5)]], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_directions_that_a_gradient_has_not_are_none(dtype: torch.dtype) -> None:
+    """Of two tokens there are two; what rounding takes for a third would differ under every layout."""
+    ends = [torch.randn(n, 2, dtype=dtype, generator=torch.Generator().manual_seed(n)) for n in (9, 6)]
+    for side in (0, 1):
+        found = low_rank.singular_directions(ends[0] @ ends[1].mT, side, 4)
+        other = low_rank.singular_directions((3 * ends[0]) @ (ends[1].mT / 3), side, 4)
+        torch.testing.assert_close(found, other)
+        assert not found[2:].any() and torch.allclose(found[:2] @ found[:2].mT, torch.eye(2, dtype=dtype), atol=1e-5)
+    assert not low_rank.singular_directions(torch.zeros(4, 3), 0, 2).any()
+
+
 def test_groups_and_the_average() -> None:
     groups = [{"match": "blocks.1.*", "lr": 0.0}, {"match": "*.2.w", "weight_decay": 0.5}]
     way = {"groups": groups, "ema": 0.9}

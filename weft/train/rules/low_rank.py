@@ -82,10 +82,12 @@ def singular_directions(grad: T, side: int, rank: int) -> T:
     """The first singular vectors of ``grad [m, n]`` on one side, ``[rank, size of the side]``.
 
     Of each the entry of largest magnitude is positive: libraries choose signs differently. Of several that are as large
-    but for rounding (of a softmax over two the gradients' rows are opposite) it is the first.
+    but for rounding (of a softmax over two the gradients' rows are opposite) it is the first. Where the gradient has
+    fewer directions (a step of a few tokens) the rest are zero: rounding would choose them.
     """
-    left, _, right = torch.linalg.svd(grad, full_matrices=False)
+    left, sizes, right = torch.linalg.svd(grad, full_matrices=False)
     found = right[:rank] if side == 1 else left[:, :rank].mT
     size = found.abs()
     largest = found.gather(1, (size > 0.999 * size.amax(1, keepdim=True)).int().argmax(1, keepdim=True))
-    return (found * torch.where(largest < 0, -1.0, 1.0)).contiguous()
+    known = sizes[:rank, None] > sizes[0] * torch.finfo(grad.dtype).eps ** 0.6  # well above rounding
+    return torch.where(known, found * torch.where(largest < 0, -1.0, 1.0), 0.0).contiguous()
