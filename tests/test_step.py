@@ -16,7 +16,7 @@ from weft.layout.mesh import Mesh
 from weft.recipe import Optimizer
 from weft.train.optim import learning_rate
 from weft.train.setup import assemble, prepare
-from weft.train.step import StepResult, train_step, update
+from weft.train.step import StepResult, accumulate, train_step, update
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,14 @@ def test_non_finite_step_is_skipped_on_all_ranks_alike(pool: Any, corpus: str, l
         assert [r.skipped for r in results] == [False, True, False, False]
         assert [r.stop for r in results] == [False, False, True, False]
         assert [r.loss for r in results if not r.skipped] == [r.loss for r in ranks[0] if not r.skipped]
+
+
+def test_a_pass_without_the_blocks_that_learn_has_a_loss(corpus: str) -> None:
+    """As one of a partial pipeline may be, beside one device."""
+    values = tree(corpus, {}, train__freeze=["blocks.1.*", "embedding*", "norm*", "head*"])
+    _, mesh, model, state, loader = start(values)
+    share = accumulate(model, state, loader.step(0) or [], mesh, routes=[(1,)])
+    assert 1 < share.item() < 10 and not any(grad.any() for grad in state.gradients().values())
 
 
 @pytest.mark.parametrize("layout", [{}, {"shard": 2}, {"tp": 2}, {"dp": 2, "shard": 2}, {"cp": 2, "tp": 2}], ids=str)

@@ -131,7 +131,8 @@ def accumulate(
         shares.append(share.detach())
         if i == len(batches) - 1:
             before_last(torch.stack(shares).sum())
-        share.backward()
+        if share.requires_grad:  # not so of a route without the blocks that learn
+            share.backward()
     model.route = None
     share_pass(model, None)
     return torch.stack(shares).sum()
