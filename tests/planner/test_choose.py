@@ -58,6 +58,16 @@ def test_what_the_recipe_says_stays() -> None:
         choose(recipe, recipe.model, Cluster(device="H100-80GB", count=11))
 
 
+@pytest.mark.parametrize("memory", [{"moments": "file"}, {"weights": "file"}, {"weights": "host"}], ids=str)
+def test_what_rests_where_stays(memory: dict[str, str]) -> None:
+    """Also where nobody has told of a disk; on a CPU the host is the device, and nothing is to be planned for it."""
+    recipe = build_recipe(recipe_of().model_dump() | {"memory": {**memory, "folder": "/scratch"}})
+    choice = choose(recipe, recipe.model, local_cluster("CPU", 4e9, 2, 2))
+    assert choice.recipe.memory.away == recipe.memory.away and choice.recipe.memory.folder == "/scratch"
+    said = [f"memory.{kind}={place}" for kind, place in memory.items() if place == "file"]
+    assert [word for word in choice.overrides if word.startswith("memory.")] == said
+
+
 def test_unknown_devices_count_as_the_nearest_in_memory() -> None:
     assert local_cluster("NVIDIA H100 80GB HBM3", 85e9, 8, 8).device == "H100-80GB"
     assert local_cluster("Some Accelerator", 24e9, 2, 2).device == "RTX 4090"

@@ -15,7 +15,7 @@ from tests.rehearse.test_probe import calibration
 from weft.layout.layout import Layout
 from weft.planner.cost import Cost, Plan
 from weft.planner.finalists import Final
-from weft.recipe import Data, ModelShape, Recipe, Train, load_recipe
+from weft.recipe import Data, Memory, ModelShape, Recipe, Train, load_recipe
 from weft.rehearse.choose import anchored, placed, to_try
 from weft.rehearse.clock import axis_of, predict
 from weft.rehearse.curves import Local
@@ -52,6 +52,17 @@ def test_one_rank_stands_for_those_that_do_the_same(layout: str) -> None:
         talk = [[(e.kind, e.name, e.ranks, e.bytes) for e in s.events if e.kind != "work"] for s in (moved, own)]
         assert talk[0] == talk[1], f"rank {rank} of {layout}"
         assert abs(moved.peak / own.peak - 1) < 0.02
+
+
+def test_what_rests_in_files_takes_no_memory_but_buffers(tmp_path: Path) -> None:
+    """Of six layers' moments as much is in memory as is in use and on its way."""
+    model = MODEL.model_copy(update={"layers": 6, "vocab": 16})
+    plain = recipe_of("dp=2").model_copy(update={"model": model})
+    filed = plain.model_copy(update={"memory": Memory(moments="file", folder=str(tmp_path))})
+    near, far = (rehearse(r, model, plain_batches(r, model), 0) for r in (plain, filed))
+    moments = 2 / 3 * near.state
+    assert 0.2 * moments < near.state - far.state < 0.8 * moments
+    assert near.peak - far.peak == near.state - far.state
 
 
 def test_groups_belong_to_axes() -> None:

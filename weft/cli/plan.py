@@ -135,7 +135,9 @@ def plan(
         found = searching.search(shape, machines, constants, batch, seq, bits[precision], pins)
         finals = finalists(found, max(top, FINALISTS), vocabulary=engine == "weft")
         band = _BAND if machines.device.upper().startswith(_MEASURED) else None
-        if runs is not None:
+        if finals[0].plan.moves:
+            error, band = "what travels to and from host or files was compared with no run: take the order", None
+        elif runs is not None:
             error, band = runs.message, round(runs.error) if math.isfinite(runs.error) else band
         elif band is not None:
             error = f"presets, not calibrated: times within {band} % for nine published runs in ten"

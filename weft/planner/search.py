@@ -170,26 +170,29 @@ def search(
     if not table.size:
         raise UsageError(f"no layout of {cluster.count} devices is possible: " + "; ".join(
             f"{r.rule} ({r.example}; nearest: {r.fix})" for r in rules.refused()))  # fmt: skip
+    added = [pin for pin in pins if pin.field in ADDED]
+    wanted = {pin.field: pin.value for pin in added if pin.sign == "="}
+    asked = {wanted.get(kind, 0) for kind in AWAY} - {0}
+    if FILE in asked and not machine.disk_bytes:  # who asks for files has a disk; nobody has told how large
+        machine = replace(machine, disk_bytes=np.inf)
     table = _pinned(table, [pin for pin in pins if pin.field in FIRST], FIRST)
     table = np.vstack([table, np.zeros((len(ADDED), table.shape[1]))])
     plans, cost, memory = _scored(shape, machine, engine, table, total)
     limit = machine.memory * USABLE
     fits, seconds = np.asarray(memory.total) <= limit, np.asarray(cost.total)
-    added = [pin for pin in pins if pin.field in ADDED]
     best = seconds[fits].min() if fits.any() else np.inf
-    wanted = {pin.field: pin.value for pin in added if pin.sign == "="}
     cheap = {"secondary": seconds - cost.dp <= WORTH["secondary"] * best, "away": seconds <= WORTH["weights"] * best}
     near, far = [HOST] * bool(machine.host_memory), [FILE] * bool(machine.disk_bytes)
     more, enough = np.zeros((len(CHOSEN), 0)), False
     for places in (near, near + far):  # a disk is for what nothing else has room for
-        if places is near or FILE in wanted.values() or not (fits.any() or enough):
+        if places is near or FILE in asked or not (fits.any() or enough):
             more = variants(plans, machine, fits, cheap, wanted, places)
             more, enough = _leanest(shape, machine, engine, more, total) if more.shape[1] else (more, False)
     if more.shape[1]:
         taken = _scored(shape, machine, engine, more, total)[1].total
         worth = np.ones(more.shape[1], dtype=bool)
         for name in ADDED:
-            if name not in wanted and not (name in AWAY and any(map(wanted.get, AWAY))):
+            if name not in wanted and not (name in AWAY and asked):
                 worth &= (more[CHOSEN.index(name)] == 0) | (taken <= WORTH[name] * best)
         table = np.hstack([table, more[:, worth]])
     if more.shape[1] or added:

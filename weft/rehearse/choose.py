@@ -66,8 +66,9 @@ def timed(final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: L
     """``final`` with the time, the memory and (where links differ) the order of axes that the rehearsal gives."""
     order, workers = placed(layout, rehearsed, local.uneven(layout.world))
     prediction = predict(local, rehearsed, layout, workers)
-    cost = Cost(**{part.name: prediction.parts.get(part.name, 0.0) for part in fields(Cost)})
-    return replace(final, cost=cost, ranks=tuple(held(layout, rehearsed, prediction)), closed=prediction.seconds,
+    parts = {**prediction.parts, "host": float(final.cost.host)}  # a rehearsal waits for no disk
+    cost = Cost(**{part.name: parts.get(part.name, 0.0) for part in fields(Cost)})
+    return replace(final, cost=cost, ranks=tuple(held(layout, rehearsed, prediction)), closed=float(cost.total),
                    order=order)  # fmt: skip
 
 
