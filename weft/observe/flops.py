@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import psutil
 import torch
-from torch.utils.benchmark import Timer
 
 from weft.model_parameters import learning_count
 from weft.model_shape import shape_of
@@ -47,6 +46,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2, size: int = 1024) -> float:
     """Best rate of a square matrix product within about ``seconds``, in flop/s."""
+    from torch.utils.benchmark import Timer
+
     a = torch.rand(size, size, device=device, dtype=dtype)
     timer = Timer("torch.mm(a, a, out=out)", globals={"a": a, "out": a.clone()}, num_threads=torch.get_num_threads())
     return 2.0 * size**3 / min(timer.blocked_autorange(min_run_time=seconds).times)

@@ -14,7 +14,6 @@ from weft.checkpoint.levels import check_hosts, open_levels
 from weft.checkpoint.same import base_of_run
 from weft.checkpoint.state import Progress
 from weft.checkpoint.storage import Storage
-from weft.checkpoint.weights import starting_values
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.train.callbacks import Callbacks, Running
@@ -57,7 +56,11 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         run = mesh.on_main(lambda: open_run(recipe, out, resume, lease, checkpoint_size(job)))
         check_hosts(run.levels, mesh.layout.world, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.layout.world)))
         job, noted = with_cached_reference(job, mesh)
-        values = starting_values(recipe, job.shape) if run.fresh or job.shape.adapter else None
+        values = None
+        if recipe.model.origin is not None and (run.fresh or job.shape.adapter):
+            from weft.checkpoint.weights import starting_values  # other runs need not import what reads all formats
+
+            values = starting_values(recipe, job.shape)
         model, state = assemble(job.shape, mesh, recipe, values)
         resumed = resume_run(run, job, state, mesh)
         about = {

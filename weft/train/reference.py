@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from weft.checkpoint.same import fingerprint
-from weft.checkpoint.weights import starting_values
 from weft.data.batch import Batch, Pairs
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.order import Order, Stream
@@ -128,6 +127,8 @@ def _with(job: Job, table: np.ndarray) -> Job:
 
 def _reference(job: Job) -> tuple[ModelShape, Values | None]:
     """The reference model: the one that the recipe names, or else that which the run starts from."""
+    from weft.checkpoint.weights import starting_values
+
     named = reference_model(job.recipe, job.corpus.tokenizer)
     return (named.shape, named.values) if named else (job.shape, starting_values(job.recipe, job.shape))
 
