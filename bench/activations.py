@@ -1,8 +1,8 @@
 """What blocks save for backward, kept, recomputed, on the host or in a file: time of a step and peak of saved bytes.
 
-All sides take turns in one process on one thread, from the same values, and must end at the same bits. Then a disk as
-slow as makes the choice hard: how many blocks leave by the profile, beside the most that are measured to leave for
-nothing.
+All sides take turns in one process on one thread, from the same values, and must end at the same bits. Then disks as
+slow as make the choice hard, beside blocks that sleep: how many leave by the profile, and the most that are measured to
+leave for nothing.
 
     python bench/activations.py [--rounds 5] [--folder DIR] [--quick] [--json bench/results/activations.json]
 """
@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from step import Job, machine, tokens_of
+from torch import nn
 
 from weft.data.batch import Batch
 from weft.layout.mesh import Mesh
@@ -39,10 +40,14 @@ from weft.train.step import train_step
 
 RESULTS = Path(__file__).parent / "results" / "activations.json"
 CPU = torch.device("cpu")
+#: Of blocks that sleep: how many there are, seconds of both passes, bytes that each saves.
+BLOCKS, FORWARD, BACKWARD, SAVED = 10, 0.04, 0.08, 1 << 20
+#: How many backwards a block takes to come back from the disks.
+SPEEDS = (0.5, 1.0, 2.0)
 
 
 def shape_of(quick: bool) -> ModelShape:
-    wide = 64 if quick else 256
+    wide = 64 if quick else 192
     return ModelShape(vocab=512, layers=6 if quick else 12, embed=wide, heads=4, kv_heads=2, ffn=3 * wide)
 
 
@@ -55,7 +60,7 @@ class Side:
         found: tuple[Transformer, State] = assemble(shape, self.mesh, recipe)
         self.model, self.state = found
         self.model.saved, self.times = saved, list[float]()
-        rows, length = (2, 128) if quick else (2, 512)
+        rows, length = (2, 128) if quick else (1, 512)
         tokens = tokens_of(Job(shape, rows, length))
         positions = torch.arange(length).repeat(rows, 1)
         cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
@@ -134,28 +139,53 @@ def places(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
     return {"rows": rows, "curves": curves}
 
 
-def amount(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
-    """The predicted number of blocks, and the most that measure as hidden, on disks of several speeds."""
-    found, layers = {}, shape_of(quick).layers
-    for factor in (1.0, 1.5, 2.5):  # a block takes so many of its backward to come back
-        plain = SavedActivations(CPU, TierFile(folder))
-        side = Side(quick, saved=plain)
-        for _ in range(PROFILED):
-            side.step()
-        block = plain.profile().blocks[1]
-        with slow_disk(block.saved / (factor * block.backward)):
-            auto = Side(quick, saved=SavedActivations(CPU, TierFile(folder)))
+class Sleep(torch.autograd.Function):
+    """What a block costs that computes for a while, and saves its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        made = x + 1
+        ctx.save_for_backward(made)
+        time.sleep(FORWARD)
+        return made * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (made,) = ctx.saved_tensors
+        assert float(made[0]) % 1 == 0
+        time.sleep(BACKWARD)
+        return grads[0]
+
+
+def pass_seconds(saved: SavedActivations) -> float:
+    """Of a pass over blocks that sleep, there and back."""
+    begun = time.perf_counter()
+    x, shared, module = torch.zeros(SAVED // 4).requires_grad_(), torch.zeros(1), nn.Identity()
+    for _ in range(BLOCKS):
+        with saved.block(module, x, shared):
+            x = Sleep.apply(x)
+    x.sum().backward()
+    return time.perf_counter() - begun
+
+
+def amount(folder: Path, rounds: int, speeds: Sequence[float]) -> dict[str, Any]:
+    """The number of blocks by the profile, and the most that measure as hidden, on disks of several speeds.
+
+    ``speeds``: a block takes so many of its backward to come back. Blocks sleep as long as others would compute, so
+    that the figures stand whatever else the machine does.
+    """
+    found = {}
+    for speed in speeds:
+        with slow_disk(SAVED / (speed * BACKWARD)):
+            auto = SavedActivations(CPU, TierFile(folder))
             for _ in range(PROFILED + 1):
-                auto.step()
-            sides = {n: Side(quick, saved=SavedActivations(CPU, TierFile(folder), n)) for n in range(1, layers)}
-            sides[0] = Side(quick, saved=SavedActivations(CPU))
-            sides[0].model.saved.away = 0
-            in_turns(sides, rounds)
-        times = {n: min(side.times) for n, side in sorted(sides.items())}
+                pass_seconds(auto)
+            fixed = {n: SavedActivations(CPU, TierFile(folder), n) for n in range(BLOCKS)}
+            fixed[0].away = 0
+            times = {n: min(pass_seconds(saved) for _ in range(rounds)) for n, saved in fixed.items()}
         best = max(n for n, seconds in times.items() if seconds <= HIDDEN * times[0])
-        found[str(factor)] = {"predicted": auto.model.saved.away, "best": best, "seconds": times}
-        print(f"back in {factor} of a backward: of {layers} blocks {auto.model.saved.away} leave by the "
-              f"profile, {best} measured as hidden")  # fmt: skip
+        found[str(speed)] = {"predicted": auto.away, "best": best, "seconds": times}
+        print(f"back in {speed} of a backward: of {BLOCKS} blocks {auto.away} leave by the profile, {best} as measured")
     return found
 
 
@@ -177,7 +207,7 @@ def main() -> None:
                 print(f"{name:24s}{row['step_s']:8.3f} s {row['over_keep']:6.2f} of keep {row['saved_mib']:8.1f} MiB "
                       f"{row['saved_share']:5.0%}  {row.get('blocks', '')}")  # fmt: skip
         if given.only != "places":
-            found["amount"] = amount(Path(folder), given.rounds, given.quick)
+            found["amount"] = amount(Path(folder), given.rounds, SPEEDS[:: 2 if given.quick else 1])
     given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -55,6 +55,19 @@ def test_balance(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_activations(tmp_path: Path) -> None:
+    """Keeping, recomputing and moving end at the same bits (asserted there); a slower disk takes fewer blocks."""
+    script, path = Path(__file__).parents[1] / "bench" / "activations.py", tmp_path / "activations.json"
+    command = [sys.executable, str(script), "--quick", "--rounds", "1", "--folder", str(tmp_path), "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["places"]["rows"]["file, all but the last"]["saved_share"] <= 0.55
+    fast, *_, slow = (row["predicted"] for row in found["amount"].values())
+    assert fast > slow > 0
+
+
+@pytest.mark.slow
 def test_placement(tmp_path: Path) -> None:
     """Static and sharded experts report the same losses (asserted there), and the latter even out the ranks' loads."""
     script, path = Path(__file__).parents[1] / "bench" / "placement.py", tmp_path / "placement.json"

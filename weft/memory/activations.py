@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from weft.memory.amount import MOST_LEAVING, BlockCost, Profile
+from weft.memory.amount import BlockCost, Profile, most_leaving
 from weft.memory.tiers import PAGE, PIECE, THREADS, Region, TierError, TierFile, Transfer, page_buffer, whole_pages
 
 T = torch.Tensor
@@ -136,7 +136,7 @@ class SavedActivations:
         self.rooms = Rooms(file, self.cuda)
         self.streams = {write: torch.cuda.Stream(device) if self.cuda else None for write in (True, False)}
         self.away = blocks or None  # not yet known
-        self.sent = self.peak = 0
+        self.sent = self.peak = self.length = 0  # blocks of the longest pass
         self.report: Callable[[dict[str, Any]], None] = lambda found: None
         self.runs: weakref.WeakSet[BlockRun] = weakref.WeakSet()
         self.leaving: deque[BlockRun] = deque()
@@ -157,8 +157,11 @@ class SavedActivations:
             return
         self._choose()
         run = self._next_run(shared)
-        leaves = self.away is None or run.index < self.away
-        while self.leaving and (self.leaving[0].leaving.done or (leaves and len(self.leaving) >= MOST_LEAVING)):
+        self.length = max(self.length, run.index + 1)
+        away = self.length if self.away is None else self.away
+        while self.leaving and (
+            self.leaving[0].leaving.done or len(self.leaving) > most_leaving(run.index, away, self.length)
+        ):
             self._release(self.leaving.popleft())
         found: dict[int, SavedStorage | None] = {}  # by storage; None stays as it is
         versions: list[tuple[T, int]] = []
@@ -185,7 +188,7 @@ class SavedActivations:
         versions.clear()
         run.timing.saved, run.timing.inputs = run.here, x.untyped_storage().nbytes()
         self._note_peak()
-        if leaves:
+        if run.index < away:
             self._leave(run)
 
     def _next_run(self, shared: Sequence[T]) -> BlockRun:

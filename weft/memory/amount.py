@@ -7,11 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-#: Blocks at most whose activations are still on the device while they are on their way from it.
+#: Blocks whose activations may still be on the device, on their way from it, when all that stay are there, too.
 MOST_LEAVING = 2
 
 #: Transfers count as hidden while a pass takes at most so many times as long as one that keeps everything.
 HIDDEN = 1.03
+
+
+def most_leaving(index: int, away: int, length: int) -> int:
+    """How many blocks may be on their way when block ``index`` of a pass begins, of which the first ``away`` leave.
+
+    Those that stay and have not come yet lend their room, so that a slow disk has the whole forward pass.
+    """
+    return max(0, length - max(index, away)) + MOST_LEAVING - 1
 
 
 class BlockCost(NamedTuple):
@@ -44,8 +52,8 @@ class Profile:
         blocks, now, link, here, most = self.blocks, 0.0, 0.0, 0, 0
         gone: list[float] = []  # when each block that leaves will be written
         for i, block in enumerate(blocks):
-            if MOST_LEAVING <= i < away:
-                now = max(now, gone[i - MOST_LEAVING])
+            late = len(gone) - most_leaving(i, away, len(blocks)) - 1
+            now = max(now, gone[late]) if late >= 0 else now
             now += block.forward
             if i < away:
                 link = max(link, now) + block.saved / self.write
