@@ -93,3 +93,30 @@ def test_experts(tmp_path: Path) -> None:
     assert smoke["single"].keys() == {"weft", "transformers"} and smoke["ranks"].keys() > {"weft", "all-to-all"}
     assert min(placed[ranks]["affinity"]["fewer"] for ranks in "248") > 1.2
     assert all(placed[ranks]["load"]["load"] < placed[ranks]["random"]["load"] for ranks in "248")
+
+
+@pytest.mark.slow
+def test_rows(tmp_path: Path) -> None:
+    """All sides give the same rows (asserted there), and ours reads what it counts, far less than a map does."""
+    script, path = Path(__file__).parents[1] / "bench" / "rows.py", tmp_path / "rows.json"
+    command = [
+        sys.executable,
+        str(script),
+        "--mib",
+        "64",
+        "--rounds",
+        "1",
+        "--folder",
+        str(tmp_path),
+        "--json",
+        str(path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for name, table in json.loads(path.read_text()).items():
+        for row in table.values() if name.startswith("rows of") else ():
+            assert row["touched"] <= row["read_by_count"] and set(row["sides"]) > {
+                "weft",
+                "np.memmap",
+                "torch.from_file",
+            }

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from weft.memory.rows import Rows
+
 T = torch.Tensor
 
 
@@ -13,10 +15,10 @@ T = torch.Tensor
 class Graph:
     """``features``: [nodes, width]; ``labels``: [nodes]; ``train``: [nodes], bool, the other nodes are for testing.
 
-    ``edges``: [2, edges], no pair twice: node ``edges[1]`` aggregates node ``edges[0]``.
+    ``edges``: [2, edges], no pair twice: node ``edges[1]`` aggregates node ``edges[0]``. Features may rest in a file.
     """
 
-    features: T
+    features: T | Rows
     labels: T
     train: T
     edges: T
@@ -54,6 +56,17 @@ def mean_matrix(graph: Graph, targets: range, sources: range) -> T:
         return torch.sparse_coo_tensor(index, shares, size, check_invariants=True).coalesce().to_sparse_csr()
 
 
+def columns_used(matrix: T) -> tuple[T, T]:
+    """The columns in which a CSR matrix has anything, and the matrix of these alone."""
+    used, places = matrix.col_indices().unique(return_inverse=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        size = (matrix.shape[0], len(used))
+        return used, torch.sparse_csr_tensor(
+            matrix.crow_indices(), places, matrix.values(), size, check_invariants=True
+        )
+
+
 class Layer(nn.Module):
     """``relu(W x + b + V mean)``, where ``mean`` is that of the neighbours' ``x``; a last layer is without the relu."""
 
@@ -77,8 +90,8 @@ class GNN(nn.Module):
         self.layers = nn.ModuleList(Layer(widths[i], widths[i + 1], i + 1 == layers) for i in range(layers))
 
     def forward(self, graph: Graph) -> T:
-        x, everyone = graph.features, range(len(graph.labels))
-        matrix = mean_matrix(graph, everyone, everyone)
+        everyone = range(len(graph.labels))
+        x, matrix = graph.features[torch.arange(len(everyone))], mean_matrix(graph, everyone, everyone)
         for layer in self.layers:
             x = layer(x, matrix @ x)
         return x

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from examples.gnnpipe.model import GNN, Graph, mean_matrix
+from examples.gnnpipe.model import GNN, Graph, columns_used, mean_matrix
 from examples.gnnpipe.table import BACKWARD, FORWARD, chunk_order, graph_table
 from weft.schedule.actions import Action, Table, Value
 from weft.schedule.execute import execute, replay
@@ -37,15 +37,21 @@ class GraphPipeline:
         self.stages = partition([1.0] * len(model.layers), ranks)
         held = range(len(model.layers)) if group is None else self.stages[group.rank()]
         self.layers: dict[int, nn.Module] = {i: model.layers[i] for i in held}
-        nodes, x = len(graph.labels), graph.features
+        nodes, self.dtype = len(graph.labels), graph.features.dtype
         self.chunks = [range(nodes * c // chunks, nodes * (c + 1) // chunks) for c in range(chunks)]
         shapes: list[tuple[int, ...]] = [(len(cut), model.hidden) for cut in self.chunks]  # of what travels
-        self.wire = None if group is None else Wire(group, x.device, spec=lambda v: [(shapes[v.microbatch], x.dtype)])
+        self.wire = (
+            None
+            if group is None
+            else Wire(group, graph.labels.device, spec=lambda v: [(shapes[v.microbatch], self.dtype)])
+        )
         matrices = [[mean_matrix(graph, targets, sources) for sources in self.chunks] for targets in self.chunks]
         #: Chunk -> the chunks in which it has neighbours -> their part in its mean.
         self.near = [{e: m for e, m in enumerate(row) if m.values().numel()} for row in matrices]
-        #: Inputs of the layers, by layer and chunk, in the epoch before and in this one.
-        self.past = {(0, c): x[cut.start : cut.stop] for c, cut in enumerate(self.chunks)}
+        #: The same of the first layer, with the nodes whose features are needed: only these are looked up.
+        self.sources = [{e: columns_used(m) for e, m in row.items()} for row in self.near if 0 in held]
+        #: Inputs of the layers but the first, by layer and chunk, in the epoch before and in this one.
+        self.past: dict[tuple[int, int], T] = {}
         self.fresh: dict[tuple[int, int], T] = {}
         self.losses: dict[int, T] = {}
         self.logits: dict[int, T] = {}
@@ -67,10 +73,10 @@ class GraphPipeline:
         """Share of the test nodes that the model, with no stale input, gets right; equal on all ranks."""
         self.whole._run(graph_table(self.ranks, [0], backward=False))
         right = [y.argmax(1) == self.graph.labels for y in self.whole.logits.values()]
-        return float(self._sum([r[~self.graph.train].to(self.graph.features.dtype).mean() for r in right]))
+        return float(self._sum([r[~self.graph.train].to(self.dtype).mean() for r in right]))
 
     def _sum(self, shares: Sequence[T]) -> T:
-        total = torch.stack([self.graph.features.new_zeros(()), *shares]).sum()
+        total = torch.stack([torch.zeros((), dtype=self.dtype), *shares]).sum()
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
         return total
@@ -85,26 +91,32 @@ class GraphPipeline:
 
     def _forward(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         stage, chunk, got = a.stage, a.microbatch, dict(zip(a.reads, reads, strict=True))
-        x = got[Value("act", stage - 1, chunk)] if stage else self.past[0, chunk]  # [nodes of the chunk, width]
+        cut = self.chunks[chunk]
+        x = got[Value("act", stage - 1, chunk)] if stage else self.graph.features[torch.arange(cut.start, cut.stop)]
         earlier = {value.microbatch: inputs for value, inputs in got.items() if value.name == "layer_in"}
         tape: list[tuple[int, dict[int, T], T]] = []  # layer, current inputs by chunk, output
         for i, layer in enumerate(self.stages[stage]):
             # Every layer begins with a leaf: its gradient gets what later chunks send back, then backward goes on.
             x = x.detach().requires_grad_(layer > 0 and torch.is_grad_enabled())
-            self.fresh[layer, chunk] = x.detach()
-            current = {chunk: x} | {other: inputs[i] for other, inputs in earlier.items()}
-            mean = torch.zeros_like(x)
-            for other, matrix in self.near[chunk].items():
-                h = current[other] if other in current else self.past.get((layer, other))
-                mean = mean if h is None else mean + matrix @ h
+            current: dict[int, T] = {}
+            mean = torch.zeros_like(x)  # [nodes of the chunk, width]
+            if not layer:
+                for other, (used, matrix) in self.sources[chunk].items():
+                    mean = mean + matrix @ self.graph.features[used + self.chunks[other].start]
+            else:
+                self.fresh[layer, chunk] = x.detach()
+                current = {chunk: x} | {other: inputs[i] for other, inputs in earlier.items()}
+                for other, matrix in self.near[chunk].items():
+                    h = current[other] if other in current else self.past.get((layer, other))
+                    mean = mean if h is None else mean + matrix @ h
             x = self.layers[layer](x, mean)
             tape.append((layer, current, x))
         if stage == self.ranks - 1:
-            self.logits[chunk], nodes = x.detach(), slice(self.chunks[chunk].start, self.chunks[chunk].stop)
+            self.logits[chunk], nodes = x.detach(), slice(cut.start, cut.stop)
             labels = self.graph.labels[nodes].where(self.graph.train[nodes], -100)  # which the loss ignores
             loss = nn.functional.cross_entropy(x, labels, reduction="sum") / self.graph.train.sum()
             self.losses[chunk], tape[-1] = loss.detach(), (*tape[-1][:2], loss)
-        made = {"act": x.detach(), "saved": tape, "layer_in": [current[chunk] for _, current, _ in tape]}
+        made = {"act": x.detach(), "saved": tape, "layer_in": [current.get(chunk) for _, current, _ in tape]}
         return [made[value.name] for value in a.writes]
 
     def _backward(self, a: Action, reads: Sequence[Any]) -> list[Any]:
@@ -113,11 +125,10 @@ class GraphPipeline:
         grad = got.get("grad")  # None at the loss
         for layer, current, y in reversed(got["saved"]):
             parameters = list(self.layers[layer].parameters())
-            leaves = current if layer else {}  # features need no gradient
-            found = torch.autograd.grad(y, [*parameters, *leaves.values()], grad)
+            found = torch.autograd.grad(y, [*parameters, *current.values()], grad)  # features need none
             for p, g in zip(parameters, found, strict=False):
                 p.grad = g if p.grad is None else p.grad + g
-            for other, g in zip(leaves, found[len(parameters) :], strict=True):
+            for other, g in zip(current, found[len(parameters) :], strict=True):
                 late[layer, other] = late[layer, other] + g if (layer, other) in late else g
             grad = late.pop((layer, a.microbatch), None)
         made = {"grad": grad, "late": late}
@@ -133,5 +144,5 @@ def volumes(graph: Graph, ranks: int, hidden: int, layers: int) -> tuple[int, in
     source, nodes = graph.edges[0], len(graph.labels)
     home, target = graph.edges * ranks // nodes
     halo = (source * ranks + target)[home != target].unique().numel()
-    row = 2 * hidden * graph.features.element_size()
+    row = 2 * hidden * graph.features.dtype.itemsize
     return (ranks - 1) * nodes * row, (layers - 1) * halo * row

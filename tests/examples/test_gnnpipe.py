@@ -1,5 +1,7 @@
 """GNNPipe: exact with one chunk, equal to its replay to the last bit with more, and the bytes that the formula says."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch.distributed as dist
 from examples.gnnpipe.model import GNN, Graph, mean_matrix, planted
 from examples.gnnpipe.pipeline import GraphPipeline, volumes
 from examples.gnnpipe.table import FORWARD, chunk_order, graph_table
+from weft.memory.rows import Rows
+from weft.memory.tiers import TierFile
 from weft.schedule.actions import ScheduleError, Table, Value
 from weft.schedule.lower import SEND
 from weft.schedule.simulate import simulate, uniform
@@ -34,10 +38,15 @@ def named(model: GNN, layers: Any, what: str) -> dict[str, torch.Tensor]:
 
 
 def train(
-    chunks: int, ranks: int, layers: int, epochs: int, seed: int | None = 0, world: bool = True
+    chunks: int, ranks: int, layers: int, epochs: int, seed: int | None = 0, world: bool = True, folder: str = ""
 ) -> tuple[list[Any], int]:
-    """Losses, gradients and parameters after every epoch, and the bytes that this rank has sent."""
+    """Losses, gradients and parameters after every epoch, and the bytes that this rank has sent.
+
+    With a ``folder``, features rest in a file there.
+    """
     graph, model = case(layers)
+    if folder:
+        graph = replace(graph, features=Rows(graph.features, TierFile(Path(folder)), near=0))
     pipeline = GraphPipeline(model, graph, chunks, ranks, dist.group.WORLD if world else None, seed)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.02)
     seen = []
@@ -164,6 +173,16 @@ def test_orders_are_seeded_permutations() -> None:
     assert all(sorted(order) == list(range(8)) for order in orders)
     assert len(set(map(tuple, orders))) > 1 and orders[1] == chunk_order(8, 1, 3)
     assert chunk_order(3, 5, None) == [0, 1, 2]
+
+
+def test_features_in_a_file_change_no_bit(pool: Pool, tmp_path: Path) -> None:
+    for world, ranks in ((False, 1), (True, 2)):
+        found = pool.run(ranks, train, 3, ranks, 4, 3, 0, world, str(tmp_path))
+        compare(merged(found), merged(pool.run(ranks, train, 3, ranks, 4, 3, 0, world)), None)
+    graph, model = case(2)
+    rows = Rows(graph.features, TierFile(tmp_path), near=0)
+    GraphPipeline(model, replace(graph, features=rows), 3, 1).epoch()
+    assert rows.bytes["asked"] > graph.features.numel() * 8 and rows.bytes["read"] == rows.bytes["touched"]
 
 
 def test_volumes_by_hand() -> None:

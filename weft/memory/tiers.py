@@ -141,21 +141,32 @@ class Region:
         move, at = self.store if write else self.load, range(0, data.numel(), PIECE)
         return self.run([partial(move, data[i : i + PIECE], start + i) for i in at], data.numel(), write)
 
-    def run(self, moves: Iterable[Callable[[], None]], size: int, write: bool) -> Transfer:
-        """Have the file's threads make ``moves`` of so many bytes together, by :meth:`load` or :meth:`store`."""
+    def run(
+        self, moves: Iterable[Callable[[], None]], size: int, write: bool, threads: ThreadPoolExecutor | None = None
+    ) -> Transfer:
+        """Have the file's threads, or others, make ``moves`` of so many bytes together: loads or stores."""
         self.file.bytes["written" if write else "read"] += size
         what = f"{'writing' if write else 'reading'} {size:,} bytes of memory.folder = {str(self.file.folder)!r}"
-        return Transfer([self.file.threads.submit(move) for move in moves], what, self.file.timeout)
+        threads = threads or self.file.threads
+        return Transfer([threads.submit(move) for move in moves], what, self.file.timeout)
 
     def load(self, into: T, start: int) -> None:
         """Read bytes at once. What is not whole pages, or not on the host, goes through pages of the thread's own."""
         assert not start % PAGE
         pages = self.file.pages_for(into)
-        _whole(os.preadv, self.file.descriptor, pages, self.offset + start)
+        _whole(os.preadv, self.file.descriptor, memoryview(pages.numpy().data), self.offset + start)
         if self._sums.get(start, total := _sum(pages)) != total:
             raise OSError(errno.EIO, f"what was read at {self.offset + start:,} is not what was written: it is damaged")
         if pages is not into:
             into.copy_(pages[: into.numel()])
+
+    def load_runs(self, into: memoryview, runs: Iterable[tuple[int, int, int]]) -> None:
+        """Read many pieces at once: for each, where it comes to stand, from where on, and how much, in whole pages.
+
+        They are not compared with what was written.
+        """
+        for place, start, size in runs:
+            _whole(os.preadv, self.file.descriptor, into[place : place + size], self.offset + start)
 
     def store(self, data: T, start: int) -> None:
         """Write bytes at once, likewise."""
@@ -164,13 +175,12 @@ class Region:
         if pages is not data:
             pages[: data.numel()].copy_(data)
         self._sums.pop(start, None)
-        _whole(os.pwritev, self.file.descriptor, pages, self.offset + start)
+        _whole(os.pwritev, self.file.descriptor, memoryview(pages.numpy().data), self.offset + start)
         self._sums[start] = _sum(pages)
 
 
-def _whole(call: Callable[[int, list[memoryview], int], int], descriptor: int, data: T, offset: int) -> None:
-    """Repeat a call until all of ``data`` is through: the system may do less than it is asked."""
-    memory = memoryview(data.numpy().data)
+def _whole(call: Callable[[int, list[memoryview], int], int], descriptor: int, memory: memoryview, offset: int) -> None:
+    """Repeat a call until all of ``memory`` is through: the system may do less than it is asked."""
     while memory:
         done = call(descriptor, [memory], offset)
         if not done:
