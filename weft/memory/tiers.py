@@ -47,7 +47,7 @@ def whole_pages(size: int) -> int:
 def page_buffer(size: int, pinned: bool = False) -> T:
     """Just so many bytes of memory that begins at a page, uint8; ``pinned``: for copies to and from CUDA devices.
 
-    PyTorch's own allocator of pinned memory rounds to powers of two (MemAscend, Liaw et al. 2025).
+    PyTorch's own allocator of pinned memory rounds to powers of two (MemAscend, 2025).
     """
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     found = torch.frombuffer(mmap.mmap(-1, max(PAGE, size), **private), dtype=torch.uint8)

@@ -77,8 +77,9 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
         resumed.report(recorder)
         if model.saved is not None:
             model.saved.report = recorder.activations
-        for note in noted:
-            recorder.event(note)
+        for note in (*noted, state.tiers.note):
+            if note:
+                recorder.event(note)
         checkpoints = stack.enter_context(Checkpoints(
             run.levels, state, resumed.progress, about, tokenizer.files(), job.shape, mesh, recorder,
             strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,

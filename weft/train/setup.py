@@ -231,10 +231,12 @@ def _tokenizer_notes(recipe: Recipe, own: Tokenizer | None, tokenizer: Tokenizer
 
 
 def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Bytes of all parameters, and of the gradients and moments of those that learn."""
+    """Bytes in memory of all parameters, and of the gradients and moments of those that learn."""
     train, wide = recipe.train, 8 if recipe.train.dtype == "float64" else 4
-    learning = (2 - recipe.optimizer.in_backward) * wide + slot_bytes(recipe.optimizer, wide)
-    frozen = 2 if train.dtype == "bfloat16" else wide
+    here = {kind: recipe.memory.place_of(kind) != "file" for kind in ("weights", "gradients", "moments")}
+    moments = here["moments"] * slot_bytes(recipe.optimizer, wide)
+    learning = (here["weights"] + here["gradients"] * (not recipe.optimizer.in_backward)) * wide + moments
+    frozen = here["weights"] * (2 if train.dtype == "bfloat16" else wide)
     return sum(
         p.numel * (learning if learns(p.name, shape, train.freeze) else 1 if p.is_bytes else frozen)
         for p in parameters(shape)
