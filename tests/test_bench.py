@@ -120,3 +120,13 @@ def test_rows(tmp_path: Path) -> None:
                 "np.memmap",
                 "torch.from_file",
             }
+
+
+@pytest.mark.slow
+def test_resting(tmp_path: Path) -> None:
+    """Experts in a file make the same logits, and bytes are counted (asserted there)."""
+    script, path = Path(__file__).parents[1] / "bench" / "resting.py", tmp_path / "resting.json"
+    words = ("--folder", str(tmp_path), "--turns", "1", "--tokens", "2", "--json", str(path))
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert all(one["ratio"] > 0 and one["tokens"]["ahead"]["read"] > 0 for one in json.loads(path.read_text()))

@@ -9,40 +9,52 @@ from weft.checkpoint.convert.peft import write_adapter
 from weft.checkpoint.hub import local_path
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import Where
-from weft.checkpoint.store import load_newest, model_of, stored_files
+from weft.checkpoint.store import load_newest, stored_files
 from weft.checkpoint.weights import AVERAGE, base_name, is_foreign, of_checkpoint, open_pretrained, stored_name
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
+from weft.memory.experts import RestingExperts
 from weft.models.adapters import base_of, merged_parameters
 from weft.models.hf import export
 from weft.models.transformer import Transformer
+from weft.models.values import Values
 from weft.parallel.build import parallelize
-from weft.recipe import Train
+from weft.recipe import ModelShape, Train
 
 
 def open_model(
-    where: Where, device: str, warn: Callable[[str], None], ema: bool = False, mesh: Mesh | None = None
-) -> tuple[Transformer, dict[str, bytes]]:
+    where: Where, device: str, warn: Callable[[str], None], ema: bool = False, mesh: Mesh | None = None,
+    experts: RestingExperts | None = None,
+) -> tuple[Transformer, dict[str, bytes]]:  # fmt: skip
     """The model of a run, a checkpoint or whatever ``model.from`` can name, and the files of its tokenizer.
 
     ``ema``: with the averages of its parameters that its run has kept. ``warn`` hears of checkpoints that are damaged,
     if an older one is taken instead. ``mesh``: where this rank's part of it stands, if that is not all on ``device``.
+    ``experts``: where experts rest that have no memory of their own.
     """
     mesh, where = mesh or Mesh.single(device), local_path(str(where))
+
+    def made(shape: ModelShape, values: Values) -> Transformer:
+        model = parallelize(shape, mesh, Train(), values, lift=None if experts is None else experts.lift)[0]
+        if experts is not None:
+            experts.fill(values)
+        return model
+
     if is_foreign(where):
         found = open_pretrained(where)
         if found.values is None:
             raise WeftError(f"{where} is a configuration without weights; give the folder that has them")
         if ema:
             raise WeftError(f"{where} is no checkpoint of a run of Weft's, which alone have averages; leave out --ema")
-        return parallelize(found.shape, mesh, Train(), found.values)[0], dict(found.files)
+        return made(found.shape, found.values), dict(found.files)
 
     def load(checkpoint: StoredCheckpoint) -> Transformer:
-        if model_of(checkpoint).adapter is not None:
-            found = of_checkpoint(checkpoint, ema=ema)
-            return parallelize(found.shape, mesh, Train(), found.values)[0]
-        model, state = parallelize(model_of(checkpoint), mesh, Train(), lambda name, logical, box: torch.zeros(()))
+        found = of_checkpoint(checkpoint, ema=ema)
+        assert found.values is not None
+        if found.shape.adapter is not None or experts is not None:
+            return made(found.shape, found.values)
+        model, state = parallelize(found.shape, mesh, Train(), lambda name, logical, box: torch.zeros(()))
         checkpoint.load({stored_name(checkpoint, h.name, ema): h.part(h.local) for h in state.held})
         return model
 

@@ -26,6 +26,8 @@ _chat = "The prompt is what a user says (or a .json file with messages): apply t
 
 _layout = 'Ranks for long prompts, e.g. "cp=4"; each has the model, with "cp=4,ep=4" but a part of its experts.'
 
+_rest = "Where a mixture's experts rest that are not in use: a folder on a local disk, or host."
+
 #: Seconds that ranks wait for each other.
 WAIT_S = 1800
 
@@ -42,6 +44,8 @@ def generate(
     seed: int = 0,
     ema: Ema = False,
     layout: Annotated[str | None, typer.Option(help=_layout)] = None,
+    experts_in: Annotated[str | None, typer.Option(metavar="WHERE", help=_rest)] = None,
+    resident: Annotated[float, typer.Option(min=0, max=1, help="The share of them that memory has room for.")] = 0.5,
 ) -> int:
     """Continue a text with a trained model; a long one on several ranks, which cut it and its keys and values."""
     import torch
@@ -52,11 +56,16 @@ def generate(
     from weft.generate import engine
     from weft.generate.spread import check_spread, mesh_of_rank
     from weft.layout.layout import Layout
+    from weft.memory.experts import RestingExperts
 
     if (prompt is None) == (prompt_file is None):
         raise UsageError("give either --prompt TEXT or --prompt-file FILE")
     spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
     check_spread(spread)
+    if experts_in and spread.ep > 1:
+        raise UsageError("--experts-in is for ranks that have all experts; leave it out, or ep in --layout")
+    if experts_in == "host" and device == "cpu":
+        raise UsageError("--experts-in host is for models on a GPU; on the CPU give a folder on a local disk")
     if spread.world > 1 and not in_ranks():
         check_spread(spread, open_pretrained(checkpoint).shape)
         return launch(sys.argv[1:], spread.world)
@@ -75,7 +84,10 @@ def generate(
     with joined(device, WAIT_S) if spread.world > 1 else nullcontext():
         if spread.world > 1 and device == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"
-        model, files = open_model(checkpoint, device, warn, ema, mesh_of_rank(spread, device))
+        resting = RestingExperts(None if experts_in == "host" else Path(experts_in), resident) if experts_in else None
+        if resting and resting.file and resting.file.note:
+            warn(resting.file.note)
+        model, files = open_model(checkpoint, device, warn, ema, mesh_of_rank(spread, device), resting)
         tokenizer = tokenizer_of(files, checkpoint)
         check_spread(spread, model.shape)
         ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)
@@ -90,6 +102,8 @@ def generate(
             rate = (len(clock) - 2) / max(clock[-1] - clock[1], 1e-9)
             print(f"weft: {len(ids):,} tokens of prompt over {spread.world} ranks: first token after "
                   f"{clock[1] - clock[0]:.2f} s, then {rate:.1f} tokens/s", file=sys.stderr)  # fmt: skip
+        if resting is not None and _first():
+            print(f"weft: {resting.report()}", file=sys.stderr)
     return 0
 
 

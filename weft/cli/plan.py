@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ _check = "Run a step of our own modules on tensors without memory for the first 
 _own = "Rows that runs appended, or factors from bench/planner; runs/measured.csv if it is there."
 _hottest = "How often the busiest expert of a layer is chosen, over the mean (weft report shows it)."
 _sweep = "Fields of [model] to try all values of, such as experts=64,128; may be repeated. One line per model."
+_generate = "One device writes, weights come from its host: PROMPTS of TOKENS, and NEW ones for each (1000x512+128)."
 _probe = "Really run K of the best on this machine for some steps each; the others' times are moved accordingly."
 
 
@@ -74,6 +76,7 @@ def plan(
     probe: Annotated[int, typer.Option(min=0, metavar="K", help=_probe)] = 0,
     hottest: Annotated[float, typer.Option(min=1, metavar="FACTOR", help=_hottest)] = 1.0,
     sweep: Annotated[list[str] | None, typer.Option(metavar="FIELD=VALUE,...", help=_sweep)] = None,
+    generate: Annotated[str | None, typer.Option(metavar="PROMPTSxTOKENS+NEW", help=_generate)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time, and say why the first is first."""
@@ -91,6 +94,8 @@ def plan(
         return _plan_here(model, method or [], batch, seq, tokens, as_json)
     if cluster is None:
         raise UsageError("--cluster is missing; or give --here, for what this machine can do")
+    if generate is not None:
+        return _generating(model, load_cluster(cluster, gpus or 1), generate, as_json)
     gc.set_threshold(200_000)  # a simulation makes many small objects; looking for circles among them takes a quarter
     bits = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
     if engine not in ENGINES:
@@ -203,6 +208,33 @@ def plan(
     for path, name in ((recipe, "recipe"), (html, "page")):
         if path is not None:
             say(f"{name:<7} {path}")
+    return 0
+
+
+def _generating(model: str, cluster: "Cluster", asked: str, as_json: bool) -> int:
+    """Print how fast a device of ``cluster`` writes what is asked for."""
+    import numpy as np
+
+    from weft.errors import UsageError
+    from weft.planner.generation import Job, generating
+    from weft.planner.shape import load_model
+    from weft.shipped import find_recipe
+
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", asked)
+    if found is None:
+        raise UsageError(f"--generate {asked!r} is not of the form PROMPTSxTOKENS+NEW, such as 1000x512+128")
+    prompts, prompt, new = map(int, found.groups())
+    shape = load_model(str(find_recipe(model) or model), _shape_named).shape
+    answer = generating(shape, cluster.machine(), Job(np.full(prompts, prompt), new))
+    if as_json:
+        print(json.dumps(vars(answer)))
+        return 0
+    slowest = ", ".join(f"{name} {share:.0%}" for name, share in answer.limits.items() if share > 0.005)
+    say = partial(Console(highlight=False, soft_wrap=True).print, markup=False)
+    say(f"{model} ({_sizes(shape)}) on a {cluster.device}, weights, keys and values in its host's memory")
+    say(f"{prompts:,} prompts of {prompt:,} tokens, {new:,} new ones each: {answer.rate:,.4g} new tokens/s, all in "
+        f"{answer.seconds:,.4g} s")  # fmt: skip
+    say(f"bound   {answer.bound:,.4g} tokens/s, {answer.together:,.4g} sequences under way; the slowest is {slowest}")
     return 0
 
 

@@ -146,7 +146,7 @@ class Region:
     ) -> Transfer:
         """Have the file's threads, or others, make ``moves`` of so many bytes together: loads or stores."""
         self.file.bytes["written" if write else "read"] += size
-        what = f"{'writing' if write else 'reading'} {size:,} bytes of memory.folder = {str(self.file.folder)!r}"
+        what = f"{'writing' if write else 'reading'} {size:,} bytes of {self.file.name}"
         threads = threads or self.file.threads
         return Transfer([threads.submit(move) for move in moves], what, self.file.timeout)
 
@@ -197,23 +197,24 @@ class TierFile:
 
     ``bytes`` counts what transfers have ``read`` and ``written``. ``note`` says so where the file is not what one
     expects: read and written through the page cache, as its file system cannot do otherwise, or not on a disk at all.
-    ``timeout``: seconds for a transfer.
+    ``timeout``: seconds for a transfer. ``called``: what the user knows the folder by.
     """
 
-    def __init__(self, folder: Path, timeout: float = 600) -> None:
+    def __init__(self, folder: Path, timeout: float = 600, called: str = "memory.folder") -> None:
+        self.name = f"{called} = {str(folder)!r}"
         self.folder, self.timeout, self.size = folder, timeout, 0
         self.bytes: Counter[str] = Counter()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = nameless_file(folder)
         except OSError as error:
-            raise TierError(f"memory.folder = {str(folder)!r} cannot be used: {error.strerror or error}") from None
+            raise TierError(f"{self.name} cannot be used: {error.strerror or error}") from None
         self.note, self.descriptor = "", self._file
         try:
             self.descriptor = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_DIRECT)
         except (OSError, AttributeError):
             self.note = (
-                f"memory.folder = {str(folder)!r} knows no direct I/O: what rests there goes through the page cache, "
+                f"{self.name} knows no direct I/O: what rests there goes through the page cache, "
                 "slower, and takes memory if there is some; a folder on a local disk is better"
             )
         self.threads, self._own = ThreadPoolExecutor(THREADS, "weft-tier"), threading.local()
@@ -237,7 +238,7 @@ class TierFile:
             memory = mmap.mmap(self._file, room, offset=self.size)
         except OSError as error:
             raise TierError(
-                f"no room for {room:,} bytes more in memory.folder = {str(self.folder)!r}, beside {self.size:,}: "
+                f"no room for {room:,} bytes more in {self.name}, beside {self.size:,}: "
                 f"{error.strerror or error}; free some, or choose another folder"
             ) from None
         self.size += room

@@ -1,5 +1,7 @@
 """``parallelize``: the one function that turns a model description and a mesh into a model that runs, and its state."""
 
+from collections.abc import Callable
+
 import torch
 
 from weft.layout.conflicts import Asked, refuse
@@ -35,13 +37,14 @@ def check_fits(
 
 def parallelize(
     shape: ModelShape, mesh: Mesh, train: Train, values: Values | None = None, seq_len: int = 1024,
-    memory: Memory | None = None,
+    memory: Memory | None = None, lift: Callable[[Transformer], None] | None = None,
 ) -> tuple[Transformer, State]:  # fmt: skip
     """Build ``shape`` under ``mesh``: stages, attention across ranks, recompute, compile, data parallelism, values.
 
     Returns what computes and what it computes with. ``values`` default to the seeded initial values, which are the same
     under every layout; ``seq_len`` weighs attention where layers are dealt to stages. What ``train.freeze`` names is
     frozen, and so is all but the adapter of a model with one. ``memory``: where all that rests; on the device.
+    ``lift`` takes out what is to have no memory here.
     """
     memory = memory or Memory()
     check_fits(shape, mesh.layout, train, memory=memory)
@@ -51,6 +54,8 @@ def parallelize(
         pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)
     model = pipeline.model if pipeline else model_of_shape(shape, mesh, train.loss_chunk)
     connect(model, mesh, train.recompute)
+    if lift is not None:
+        lift(model)
     if train.compile:
         for block in model.blocks.values():
             block.compile()

@@ -1,0 +1,175 @@
+"""Experts in a file: read before they are needed, when they are needed, and all in memory; one process, tokens in turn.
+
+A mixture with random weights reads random tokens behind a long text, whose keys and values are drawn. The text is as
+long as makes a token's compute take as long as the reads of what it misses, measured in the run; half of the experts
+have room in memory. What is compared is the time of a token; the ways take turns.
+
+    OMP_NUM_THREADS=1 python bench/resting.py [--folder /tmp] [--json bench/results/resting.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.generate.cache import KeyValueCache
+from weft.generate.engine import LocalReader
+from weft.layout.dims import Box, Logical
+from weft.layout.mesh import Mesh
+from weft.memory.experts import RestingExperts
+from weft.models.init import initial_values
+from weft.models.transformer import Transformer
+from weft.parallel.build import parallelize
+from weft.recipe import ModelShape, Train
+
+T = torch.Tensor
+SHAPE = {"vocab": 512, "layers": 4, "embed": 512, "heads": 8, "kv_heads": 8, "ffn": 512, "experts": 32,
+         "experts_per_token": 6, "expert_ffn": 384}  # fmt: skip
+
+
+class OnDemand(RestingExperts):
+    """All of a layer's experts that are missing are read together when it needs them, and waited for."""
+
+    def lift(self, model: Transformer) -> None:
+        self.ahead = False
+        super().lift(model)
+        using = self.slots.using
+
+        def waiting(records: Sequence[int]) -> Iterator[tuple[int, T]]:
+            self.slots.choose(records)
+            for record in records:
+                self.slots._there[record].coming.wait()
+            return using(records)
+
+        self.slots.using = waiting  # type: ignore[method-assign]
+
+
+@cache
+def drawn(name: str, shape: tuple[int, ...]) -> T:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(name))) * 0.02
+
+
+def values(name: str, logical: Logical, box: Box) -> T:
+    """Of experts, the same in every layer but in another order: to draw them all takes longer than to compare."""
+    if logical.std is None or ".experts." not in name:
+        return initial_values(name, logical, box, seed=0)
+    layer = int(name.split(".")[1])
+    return drawn(name.rsplit(".", 1)[1], logical.shape).roll(5 * layer + 1, 0)[slice(*box[0])]
+
+
+def built(early: bool, experts: RestingExperts | None) -> Transformer:
+    shape = ModelShape(**SHAPE | {"router_early": early})
+    model, _ = parallelize(shape, Mesh.single(), Train(), values, lift=None if experts is None else experts.lift)
+    if experts is not None:
+        experts.fill(values)
+    return model
+
+
+def reader_behind(model: Transformer, past: int) -> LocalReader:
+    """What reads tokens behind a text of so many."""
+    reader = LocalReader(model)
+    generator = torch.Generator().manual_seed(1)
+    for one in reader.caches:
+        assert isinstance(one, KeyValueCache)
+        shape = (1, past, SHAPE["kv_heads"], SHAPE["embed"] // SHAPE["heads"])
+        one.past.append(*(torch.randn(shape, generator=generator) for _ in range(2)))
+    reader.past = past
+    return reader
+
+
+def timed(reader: LocalReader, ids: Collection[int]) -> tuple[float, list[T]]:
+    """Seconds for a token (the median), and all logits."""
+    times, found = [], []
+    for i in ids:
+        begun = time.perf_counter()
+        found.append(reader.read([i]))
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times), found
+
+
+def balanced(models: dict[str, Transformer], some: Callable[[], list[int]]) -> int:
+    """How long a text has to be so that a token's compute takes as long as reads that are waited for add."""
+    past = 4096
+    for _ in range(2):
+        short, here = (timed(reader_behind(models["in memory"], n), some())[0] for n in (512, past))
+        reader = reader_behind(models["on demand"], past)
+        timed(reader, some())  # slots fill
+        reads = timed(reader, some())[0] - here
+        each = max(1e-7, (here - short) / (past - 512))
+        past = min(20_000, max(1024, round(512 + (reads - short) / each)))
+    return past
+
+
+@torch.inference_mode()
+def compared(early: bool, folder: Path, turns: int, tokens: int) -> dict[str, Any]:
+    ways: dict[str, RestingExperts | None] = {
+        "ahead": RestingExperts(folder, 0.5), "on demand": OnDemand(folder, 0.5), "in memory": None
+    }  # fmt: skip
+    models = {name: built(early, way) for name, way in ways.items()}
+    tokens_drawn = random.Random(0)
+
+    def some() -> list[int]:
+        return [tokens_drawn.randrange(SHAPE["vocab"]) for _ in range(tokens)]
+
+    past = balanced(models, some)
+    readers = {name: reader_behind(model, past) for name, model in models.items()}
+    for way in ways.values():
+        if way is not None:
+            way.slots.counts.clear()
+            way.file.bytes.clear()
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(turns):
+        ids, logits = some(), {}
+        for name, reader in readers.items():
+            seconds, logits[name] = timed(reader, ids)
+            times[name].append(seconds)
+        for name in ways:
+            assert all(torch.equal(a, b) for a, b in zip(logits[name], logits["in memory"], strict=True)), name
+    return summed_up(early, past, ways, times)
+
+
+def summed_up(early: bool, past: int, ways: dict[str, Any], times: dict[str, list[float]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"router": "early" if early else "late", "past": past, "tokens": {}}
+    for name, way in ways.items():
+        one: dict[str, Any] = {"ms": 1e3 * statistics.median(times[name])}
+        if way is not None:
+            counts, size = way.slots.counts, way.slots.records.size
+            assert way.file.bytes["read"] == counts["read"] * size
+            one |= {name: counts[name] for name in ("used", "awaited", "read")} | {"bytes": counts["read"] * size}
+        found["tokens"][name] = one
+    ratios = sorted(b / a for a, b in zip(times["ahead"], times["on demand"], strict=True))
+    found["ratio"] = statistics.median(ratios)
+    found["quartiles"] = [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]]
+    reads = found["tokens"]["on demand"]["ms"] - found["tokens"]["in memory"]["ms"]
+    found["reads over compute"] = reads / found["tokens"]["in memory"]["ms"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--router", choices=("early", "late"))
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    found = []
+    for early in [True, False] if given.router is None else [given.router == "early"]:
+        found.append(compared(early, given.folder, given.turns, given.tokens))
+        print(json.dumps(found[-1], indent=1), flush=True)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

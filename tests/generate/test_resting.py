@@ -1,0 +1,197 @@
+"""Experts in a file: the same bits as with all in memory, and reads that begin before attention."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.test_mixtures import PROMPT, folder_of
+from tests.conftest import Command
+from weft.generate.engine import LocalReader
+from weft.layout.mesh import Mesh
+from weft.memory import tiers
+from weft.memory.experts import RestingExperts
+from weft.memory.records import Records, Slots
+from weft.memory.tiers import PAGE, TierError, TierFile
+from weft.models.transformer import Transformer
+from weft.models.values import seeded_values
+from weft.parallel.build import parallelize
+from weft.recipe import ModelShape, Train
+
+SMALL = {"vocab": 61, "layers": 3, "embed": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.5}
+SHAPES: dict[str, dict[str, Any]] = {
+    "smallthinker": {"experts": 8, "experts_per_token": 2, "router_early": True, "activation": "relu"},
+    "mixtral": {"experts": 8, "experts_per_token": 2},
+    "deepseek": {"experts": 8, "experts_per_token": 3, "router": "sigmoid", "router_groups": 4, "router_top_groups": 2,
+                 "shared_experts": 1, "first_dense": 1},
+    "pyramid": {"experts": [4, 0, 8], "experts_per_token": 1, "shared_experts": 1, "shared_mix": "residual",
+                "expert_ffn": 20},
+}  # fmt: skip
+PROMPT_IDS, FOLLOWING = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3]
+
+
+def whole(name: str) -> Transformer:
+    return parallelize(ModelShape(**SMALL | SHAPES[name]), Mesh.single(), Train(seed=2))[0]
+
+
+def resting(name: str, folder: Path | None, share: float, **how: Any) -> tuple[Transformer, RestingExperts]:
+    experts = RestingExperts(folder, share, **how)
+    shape = ModelShape(**SMALL | SHAPES[name])
+    model = parallelize(shape, Mesh.single(), Train(seed=2), lift=experts.lift)[0]
+    experts.fill(seeded_values(2))
+    return model, experts
+
+
+@torch.inference_mode()
+def logits(model: Transformer) -> torch.Tensor:
+    """Of a prompt and of each token after it."""
+    reader = LocalReader(model)
+    return torch.stack([reader.read(ids) for ids in (PROMPT_IDS, *([i] for i in FOLLOWING))])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_those_of_experts_in_memory_to_the_last_bit(name: str, tmp_path: Path) -> None:
+    expected = logits(whole(name))
+    for share, how in ((0.0, {}), (0.5, {}), (0.5, {"ahead": False}), (1.0, {})):
+        model, experts = resting(name, tmp_path, share, **how)
+        assert torch.equal(logits(model), expected), (share, how)
+        slots, file = experts.slots, experts.file
+        assert file is not None
+        assert file.bytes["read"] == slots.counts["read"] * slots.records.size
+        if share == 1:
+            assert slots.counts["read"] <= slots.count == slots.records.count
+        if share == 0:
+            assert slots.count == 1
+            assert slots.counts["read"] >= 0.9 * slots.counts["used"]
+        file.close()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_experts_in_the_hosts_memory() -> None:
+    model, experts = resting("mixtral", None, 0.5)
+    assert torch.equal(logits(model), logits(whole("mixtral")))
+    assert "the host's memory" in experts.report()
+
+
+@pytest.mark.parametrize("name", ["smallthinker", "mixtral"])
+def test_reads_begin_before_attention(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an early router chose, all of it; of what a late one will choose, what can be guessed."""
+    model, experts = resting(name, tmp_path, 1.0)
+    events: list[tuple[str, int]] = []
+    begin = experts.slots._begin
+    monkeypatch.setattr(experts.slots, "_begin", lambda i, memory: (events.append(("read", i)), begin(i, memory)))
+    for i, block in enumerate(model.blocks.values()):
+        block.attention.register_forward_pre_hook(lambda *_, i=i: events.append(("attention", i)))
+        block.ffn.experts.register_forward_pre_hook(lambda *_, i=i: events.append(("experts", i)))
+    with torch.inference_mode():
+        LocalReader(model).read([7])
+    for layer in range(3):
+        reads = [at for at, (kind, i) in enumerate(events) if kind == "read" and i // 8 == layer]
+        before = [at for at in reads if at < events.index(("attention", layer))]
+        assert len(before) == 2, "of one token"
+        assert name == "mixtral" or len(reads) == 2
+        assert all(at < events.index(("experts", layer)) for at in reads)
+
+
+class Late(Records):
+    """Records that come when the test lets them, or their reader waits."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count, PAGE, None, torch.device("cpu"))
+        self.under_way: list[Coming] = []
+        for i in range(count):
+            self.write(i, torch.full((PAGE,), i, dtype=torch.uint8))
+
+    def read(self, index: int, into: torch.Tensor) -> Any:
+        into.fill_(255)
+        self.under_way.append(Coming(lambda: super(Late, self).read(index, into)))
+        return self.under_way[-1]
+
+
+class Coming:
+    def __init__(self, copy: Any) -> None:
+        self.copy, self.done = copy, False
+
+    def wait(self) -> None:
+        if not self.done:
+            self.copy()
+        self.done = True
+
+
+def test_slots_hold_what_was_used_last_whatever_was_guessed() -> None:
+    drawn = random.Random(3)
+    for slots_count in (1, 2, 5, 12):
+        records = Late(12)
+        slots = Slots(records, slots_count, torch.device("cpu"))
+        for _ in range(200):
+            chosen = drawn.sample(range(12), drawn.randint(1, 8))
+            slots.choose(chosen)
+            guessed = drawn.sample(range(12), drawn.randint(0, 4))
+            slots.expect(guessed)
+            for coming in drawn.sample(records.under_way, len(records.under_way) // 2):
+                coming.wait()
+            used = []
+            for record, memory in slots.using(chosen):
+                assert bool((memory == record).all()), "it is there, and nothing overwrites it"
+                used.append(record)
+            assert sorted(used) == sorted(chosen)
+            assert len(slots._there) + len(slots._free) == slots_count
+            kept = [r for r in slots._there if r not in guessed]
+            assert kept == [r for r in kept if r not in used] + [r for r in used if r in kept], "in the order of use"
+            records.under_way = [c for c in records.under_way if not c.done]
+
+
+def test_a_read_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = resting("mixtral", tmp_path, 0.5)
+
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(tiers.os, "preadv", fail)
+    with pytest.raises(TierError, match=rf"reading [\d,]+ bytes of .*{tmp_path.name}.* failed: Input/output error"):
+        logits(model)
+
+
+def test_a_damaged_expert_is_found(tmp_path: Path) -> None:
+    file = TierFile(tmp_path)
+    records = Records(3, 5000, file, torch.device("cpu"))
+    assert records.region is not None
+    buffer = tiers.page_buffer(records.size)
+    for i in range(3):
+        records.write(i, buffer.fill_(i))
+    records.region.memory[records.size + 77] = 9
+    slots = Slots(records, 2, torch.device("cpu"))
+    with pytest.raises(TierError, match="damaged"):
+        [*slots.using([0, 1, 2])]
+
+
+def test_generate_writes_the_same(command: Command, tmp_path: Path) -> None:
+    folder, _ = folder_of("mixtral", tmp_path / "model")
+    words = ("generate", "--checkpoint", folder, "--prompt", PROMPT, "--tokens", "9", "--temperature", "0")
+    code, expected, err = command(*words)
+    assert code == 0, err
+    code, out, err = command(*words, "--experts-in", tmp_path / "experts", "--resident", "0.4")
+    assert code == 0, err
+    assert out == expected
+    assert "weft: tokens used" in err
+    assert "memory has room for 4 of 10" in err
+    for more, said in (
+        (("--experts-in", "host"), "is for models on a GPU"),
+        (("--experts-in", tmp_path, "--layout", "cp=2,ep=2"), "ranks that have all experts"),
+        (("--experts-in", folder / "config.json"), "cannot be used"),
+    ):
+        code, _, err = command(*words, *more)
+        assert code in (1, 2), err
+        assert said in err, err
+
+
+def test_models_without_experts_are_told(tmp_path: Path) -> None:
+    from weft.errors import UsageError
+
+    with pytest.raises(UsageError, match="no experts that could rest"):
+        experts = RestingExperts(tmp_path, 0.5)
+        parallelize(ModelShape(**SMALL), Mesh.single(), Train(), lift=experts.lift)

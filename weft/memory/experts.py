@@ -1,0 +1,162 @@
+"""Experts that rest in a file or in the host's memory while a model runs, and come when tokens choose them.
+
+Slots in memory hold those of all layers that were used last (:mod:`weft.memory.records`). As soon as a router has
+chosen, reads begin: beside attention where it stands before that (SmallThinker, Song et al. 2025). One that stands
+after it is asked, before, about what attention adds to; most that it then names it will choose (as Eliseev & Mazur 2023
+ask a later layer's). Where tokens are so many that they choose nearly all, as a long prompt's, the next layer's come
+while this one computes: slots are then the ring of sections that SE-MoE moves through a model (Shen et al. 2022).
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.errors import UsageError
+from weft.memory.records import Records, Slots
+from weft.memory.tiers import TierFile, page_buffer
+from weft.models.experts import Experts, Mixture, Stacks, counted, products, sizes_of
+from weft.models.module import Module
+from weft.models.router import Choice, Router
+from weft.models.transformer import Block, Transformer
+from weft.models.values import Values
+
+T = torch.Tensor
+
+#: Bytes of experts that are in memory at a time while a model is loaded; at least one expert.
+LOADED = 256 << 20
+
+#: What generation computes in.
+DTYPE = torch.float32
+
+
+class SlottedExperts(Experts):
+    """In the place of a layer's stack of experts: the weights of each come from ``slots``, the first's by ``first``."""
+
+    def __init__(self, experts: Experts, slots: Slots, first: int) -> None:
+        Module.__init__(self, experts.mesh)
+        self.activate, self.slots, self.first = experts.activate, slots, first
+        self.shapes = [logical.local_shape[1:] for logical in experts.logical.values()]
+
+    def forward(self, rows: T, counts: T, lent: object = (), stacks: Stacks | None = None) -> T:
+        """As of :class:`Experts`, whose experts are all this rank's own, to the last bit.
+
+        How PyTorch rounds an activation depends on where in a tensor a number is: so hidden units of all rows are
+        activated together, and experts are asked for twice. There is room for one layer's, but for the smallest shares.
+        """
+        sizes = sizes_of(counts, len(rows))
+        chosen = [e for e, size in enumerate(sizes) if size]
+        places = {e: slice(end - sizes[e], end) for e, end in enumerate(accumulate(sizes))}
+        self.slots.counts["used"] += len(chosen)
+        one, two = rows.new_empty(2, len(rows), self.shapes[0][0])
+        for e, (gate, up, _) in self._weights(chosen):
+            one[places[e]], two[places[e]] = products(rows[places[e]], counts[e : e + 1], gate, up)
+        hidden, out = self.activate(one) * two, torch.empty_like(rows)
+        for e, (_, _, down) in self._weights(chosen):
+            out[places[e]] = products(hidden[places[e]], counts[e : e + 1], down)[0]
+        return out
+
+    def _weights(self, chosen: list[int]) -> Iterator[tuple[int, list[T]]]:
+        """Each of these experts and its stacks, of one."""
+        for record, memory in self.slots.using([self.first + e for e in chosen]):
+            yield record - self.first, [w[None] for w in matrices(memory, self.shapes)]
+
+
+def matrices(record: T, shapes: list[tuple[int, ...]]) -> list[T]:
+    """Those that lie one after the other in a record's bytes."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    parts = record.view(DTYPE)[: sum(sizes)].split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class RestingExperts:
+    """All experts of a model, at rest in a file in ``folder`` or, without one, in the host's memory.
+
+    So many as ``share`` of them have ``slots`` in the device's memory. Without ``ahead`` none is read before its use.
+    """
+
+    slots: Slots
+    _seen: T
+
+    def __init__(self, folder: Path | None, share: float, ahead: bool = True) -> None:
+        self.share, self.ahead = share, ahead
+        self.file = None if folder is None else TierFile(folder, called="--experts-in")
+        self._stacks: dict[int, Experts] = {}  # by layer, without memory
+
+    def lift(self, model: Transformer) -> None:
+        """Put slots in the place of the experts of a model that has no memory yet."""
+        blocks = [b for b in model.blocks.values() if isinstance(b, Block) and isinstance(b.ffn, Mixture)]
+        mixtures = [b.ffn for b in blocks if isinstance(b.ffn, Mixture)]
+        if not mixtures:
+            raise UsageError("this model has no experts that could rest elsewhere; leave out --experts-in")
+        self._stacks = {mixture.router.layer: mixture.experts for mixture in mixtures}
+        firsts = [0, *accumulate(len(stack.gate) for stack in self._stacks.values())]
+        size = DTYPE.itemsize * sum(w[0].numel() for w in mixtures[0].experts.own)
+        device, count = model.mesh.device, firsts[-1]
+        records = Records(count, size, self.file, device)
+        self.slots = Slots(records, round(self.share * count), device)
+        for mixture, first in zip(mixtures, firsts, strict=False):
+            mixture.experts = SlottedExperts(mixture.experts, self.slots, first)
+        if self.ahead:
+            self._listen(blocks)
+
+    def fill(self, values: Values) -> None:
+        """Bring the experts' weights to where they rest, some at a time."""
+        index, records = 0, self.slots.records
+        some, buffer = max(1, LOADED // records.size), page_buffer(records.size)
+        for layer, stack in self._stacks.items():
+            named, count = stack.logical.items(), len(stack.gate)
+            for start in range(0, count, some):
+                rows = start, min(count, start + some)
+                found = [
+                    values(f"blocks.{layer}.ffn.experts.{name}", logical, (rows, *logical.box[1:]))
+                    for name, logical in named
+                ]
+                for expert in zip(*found, strict=True):
+                    parts = matrices(buffer, [tuple(weight.shape) for weight in expert])
+                    for part, weight in zip(parts, expert, strict=True):
+                        part.copy_(weight)
+                    records.write(index, buffer)
+                    index += 1
+
+    def report(self) -> str:
+        """What has been read, in a line."""
+        counts, size, slots = self.slots.counts, self.slots.records.size, self.slots
+        where = "the host's memory" if self.file is None else self.file.folder
+        return (
+            f"tokens used {counts['used']:,} experts and waited for {counts['awaited']:,}; {counts['read']:,} were "
+            f"read from {where}, {counts['read'] * size / 1e6:,.1f} MB; memory has room for {slots.count:,} of "
+            f"{slots.records.count:,}, {slots.count * size / 1e6:,.1f} MB"
+        )
+
+    def _listen(self, blocks: Sequence[Any]) -> None:
+        """Begin to read what the router of a block will choose or has chosen, and what the following one is to."""
+        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+            block.register_forward_pre_hook(self._before)
+            block.ffn.router.register_forward_hook(partial(self._chosen, block.ffn.experts.first, following))
+
+    def _before(self, block: Any, given: tuple[T, ...]) -> None:
+        self._seen = given[0]
+        if not block.ffn.shape.router_early:
+            self._expect(block)
+
+    def _chosen(self, first: int, following: Any, router: Router, given: object, choice: Choice) -> None:
+        self.slots.choose(_records(first, router, choice))
+        if following is not None and choice.ids.numel() >= following.ffn.router.count:
+            self._expect(following)
+
+    def _expect(self, block: Any) -> None:
+        """Begin to read what a block's router would choose of what the block that runs was given."""
+        norm, router = block.attention_norm if block.ffn.shape.router_early else block.ffn_norm, block.ffn.router
+        choice = router.forward(norm(self._seen).flatten(0, 1), None)
+        self.slots.expect(_records(block.ffn.experts.first, router, choice))
+
+
+def _records(first: int, router: Router, choice: Choice) -> list[int]:
+    """Those of the chosen experts, what most tokens chose first; ``first`` is that of the layer's first expert."""
+    counts = counted(choice.ids, router.count)
+    often = counts.argsort(descending=True, stable=True)[: int(counts.count_nonzero())]
+    return [first + e for e in often.tolist()]

@@ -1,0 +1,145 @@
+"""Records of one size that rest in a file or in the host's memory, and slots for those in use.
+
+One order of use covers all slots: what is needed and not there takes the slot of what was used longest ago (LRU), as
+SmallThinker does with the experts of all layers (Song et al. 2025). Reads run in threads beside what computes; who
+knows what will be needed says so ahead of time.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from weft.memory.tiers import TierFile, Transfer, page_buffer, whole_pages
+
+T = torch.Tensor
+
+
+class Copy:
+    """A copy from the host's memory to a device, on a stream beside what computes there."""
+
+    def __init__(self, memory: T, into: T, stream: torch.cuda.Stream) -> None:
+        stream.wait_stream(torch.cuda.current_stream(into.device))  # which may still use what is overwritten
+        with torch.cuda.stream(stream):
+            into.copy_(memory, non_blocking=True)
+        self._there, self._device = stream.record_event(), into.device
+
+    @property
+    def done(self) -> bool:
+        return self._there.query()
+
+    def wait(self) -> None:
+        """Let what computes wait."""
+        torch.cuda.current_stream(self._device).wait_event(self._there)
+
+
+class Records:
+    """``count`` records of ``size`` bytes, whole pages, in a file or, without one, in ``memory`` (``[count, size]``).
+
+    They are for ``device``.
+    """
+
+    def __init__(self, count: int, size: int, file: TierFile | None, device: torch.device) -> None:
+        self.count, self.size = count, whole_pages(size)
+        self.region = None if file is None else file.region(self.count * self.size)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if file is None:
+            self.memory = page_buffer(self.count * self.size, self._stream is not None).view(count, -1)
+
+    def read(self, index: int, into: T) -> Transfer | Copy:
+        """Let a record come to memory of the device."""
+        if self.region is not None:
+            return self.region.read(into, index * self.size)
+        if self._stream is not None:
+            return Copy(self.memory[index], into, self._stream)
+        into.copy_(self.memory[index])
+        return Transfer((), "", 0)
+
+    def write(self, index: int, data: T) -> None:
+        """Keep a record."""
+        if self.region is not None:
+            self.region.write(data, index * self.size).wait()
+        else:
+            self.memory[index].copy_(data)
+
+
+class Slot(NamedTuple):
+    """Memory for a record, and what brings it."""
+
+    memory: T
+    coming: Transfer | Copy
+
+
+class Slots:
+    """So many slots in a device's memory for ``records``.
+
+    ``counts``: how many records were ``read``, and how many ``awaited`` by who would use them.
+    """
+
+    def __init__(self, records: Records, slots: int, device: torch.device) -> None:
+        self.records, self.count = records, max(1, min(slots, records.count))
+        self.counts: Counter[str] = Counter()
+        self._there: OrderedDict[int, Slot] = OrderedDict()  # what was used longest ago comes first
+        self._expected: set[int] = set()  # of these, what is to be used and must not make room
+        size = self.count * records.size
+        memory = page_buffer(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+        self._free = list(memory.view(self.count, -1))
+
+    def choose(self, records: Sequence[int]) -> None:
+        """These will be used next. What else was expected was a wrong guess, and makes room before all others."""
+        for record in self._expected.difference(records):
+            self._there.move_to_end(record, last=False)
+        self._expected.intersection_update(records)
+        self.expect(records)
+
+    def expect(self, records: Iterable[int]) -> None:
+        """Begin to read what is not there, in this order, as long as there are slots of which nothing is expected."""
+        for record in records:
+            if record not in self._there:
+                if (memory := self._room()) is None:
+                    continue
+                self._begin(record, memory)
+            self._expected.add(record)
+
+    def using(self, records: Sequence[int]) -> Iterator[tuple[int, T]]:
+        """Each of these and its memory, uint8 ``[size]``, until the next is asked for: first those that are there.
+
+        They have been chosen. Raises :class:`weft.memory.tiers.TierError` if one cannot be read.
+        """
+        self.expect(records)
+        left = sorted(records, key=lambda r: 2 if (slot := self._there.get(r)) is None else not slot.coming.done)
+        while left:
+            record = left[0]
+            if record not in self._there:
+                self._begin(record, self._any_room(left))
+            memory, coming = self._there[record]
+            self.counts["awaited"] += not coming.done
+            coming.wait()
+            yield record, memory
+            self._expected.discard(record)
+            self._there.move_to_end(record)
+            del left[0]
+            self.expect(left)
+
+    def _room(self) -> T | None:
+        """Memory of a slot whose record is there, and not expected to be used; None if there is none."""
+        if self._free:
+            return self._free.pop()
+        idle = (r for r, slot in self._there.items() if r not in self._expected and slot.coming.done)
+        found = next(idle, None)
+        return None if found is None else self._there.pop(found).memory
+
+    def _any_room(self, left: Collection[int]) -> T:
+        """Memory of a slot of none of those that are ``left`` to be used, even if it must be waited for."""
+        if (found := self._room()) is not None:
+            return found
+        taken = min((r for r in self._there if r not in left), key=self._expected.__contains__)
+        self._expected.discard(taken)
+        memory, coming = self._there.pop(taken)
+        coming.wait()
+        return memory
+
+    def _begin(self, record: int, memory: T) -> None:
+        self.counts["read"] += 1
+        self._there[record] = Slot(memory, self.records.read(record, memory))
