@@ -20,6 +20,7 @@ from weft.memory import tiers
 from weft.memory.activations import PROFILED, SavedActivations, bandwidth
 from weft.memory.amount import MOST_LEAVING, BlockCost, Profile
 from weft.memory.tiers import TierError, TierFile
+from weft.observe.charts import saved_activations
 from weft.train.step import clear_gradients, train_step
 
 CPU, ROWS, WIDE = torch.device("cpu"), 64, 32
@@ -294,6 +295,15 @@ def test_curve_keeps_recomputes_and_offloads() -> None:
     assert found["recompute"][4] == (4, 4 * 20 + 80, 16.0)
     assert [choice.blocks for choice in found["offload"]] == [0, 1, 2, 3]
     assert "recompute" not in Profile([BlockCost(1, 2, 20, 20)] * 3, 1.0, 1.0).curve()  # recomputes already
+
+
+def test_the_report_shows_the_curve() -> None:
+    found = profile(1e9, 1e9, count=4)
+    (chart,) = saved_activations([{"blocks": 3, "of": 4, "place": "file", **found.curve()}])
+    offload, recompute = chart["traces"]
+    assert offload["x"][0] == recompute["x"][0] == 400 / 2**30 and offload["y"] == (12.0,) * 4
+    assert recompute["text"][4] == "4 of 4 blocks" and "3 leave for the file" in chart["note"]
+    assert saved_activations([]) == []
 
 
 def test_bandwidth_counts_what_overlaps_once() -> None:
