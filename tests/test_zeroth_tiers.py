@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from tests.test_equality import difference
 from tests.test_tiers import regions
 from weft.layout.mesh import Mesh
 from weft.memory.resting import Group
-from weft.memory.tiers import Pool
+from weft.memory.tiers import Pool, TierError
 from weft.parallel.state import State
 from weft.parallel.units import TableUnit
 from weft.recipe import Recipe
@@ -42,9 +44,14 @@ def streamed(corpus: str, folder: Path, **change: Any) -> Recipe:
     return recipe(corpus, memory__weights="file", memory__folder=str(folder), **{**given, **change})
 
 
-def run(settings: Recipe, steps: int, finish: bool = True) -> tuple[list[StepResult], State]:
+def run(
+    settings: Recipe, steps: int, finish: bool = True, seen: list[State] | None = None
+) -> tuple[list[StepResult], State]:
+    """Some steps on one device; ``seen`` gets the state before the first, also if they fail."""
     job, mesh = prepare(settings), Mesh.single()
     model, state = assemble(job.shape, mesh, settings)
+    if seen is not None:
+        seen.append(state)
     stepper, loader = build_stepper(model, state, mesh, settings.optimizer), job.loader(job.corpus.train, mesh)
     results: list[StepResult] = []
     for step in range(steps):
@@ -144,6 +151,35 @@ def test_two_units_are_in_memory(corpus: str, tmp_path: Path) -> None:
         largest = sorted(sum(g.region.size for g in groups.values()) for groups in state.tiers.groups.values())  # type: ignore[union-attr]
         assert most["gathered"] == 1 and 0 < most["buffers"] <= sum(largest[-2:])
     assert all(isinstance(g, Group) for groups in state.tiers.groups.values() for g in groups.values())
+
+
+def test_a_disk_that_fails_leaves_no_half_made_update_to_see(corpus: str, tmp_path: Path) -> None:
+    """At points of three steps and the update after them: the folder is named, and nobody can look at the state."""
+    settings = streamed(corpus, tmp_path, optimizer__kind="adamw")
+    calls, real = [0], {"preadv": os.preadv, "pwritev": os.pwritev}
+
+    def failing(name: str, at: int) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            calls[0] += 1
+            if calls[0] == at:
+                raise OSError(5, "Input/output error")
+            return real[name](*arguments)  # type: ignore[operator]
+
+        return call
+
+    def attempt(at: int) -> None:
+        calls[0] = 0
+        with mock.patch.multiple(os, **{name: failing(name, at) for name in real}):
+            run(settings, 3, seen=seen)
+
+    seen: list[State] = []
+    attempt(0)
+    for at in sorted({1 + calls[0] * i // 12 for i in range(12)}):
+        seen.clear()
+        with pytest.raises(TierError, match=r"memory\.folder = .*Input/output error"):
+            attempt(at)
+        with pytest.raises(TierError):
+            seen[0].tensors()
 
 
 @pytest.mark.parametrize("layout", [

@@ -126,6 +126,7 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "optimizer.state": lambda recipe, case, rng: list(STATES) if "optimizer.kind" not in case else [],
     "optimizer.ema": _any(0.5),
     "optimizer.estimate": _any("zeroth-order"),
+    "optimizer.pairs": lambda recipe, case, rng: [True] if "optimizer.estimate" in case else [],
     "adapter.kind": _any("lora", "dora", "qlora"),
     "adapter.rank": _if_adapter(1, 3),
     "train.freeze": lambda recipe, case, rng: [] if "adapter.kind" in case else [["norm.*"], ["blocks.0.*", "embed*"]],
@@ -178,7 +179,7 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
 }
 
 #: How often a setting is drawn where it can be; what has gone wrong before, and seldom shows, more often.
-OFTEN: dict[str, float] = {"layout.order": 0.8, "layout.ep": 0.8, "optimizer.estimate": 0.05, "model.kv_rank": 0.6}
+OFTEN: dict[str, float] = {"layout.order": 0.8, "layout.ep": 0.8, "optimizer.estimate": 0.1, "model.kv_rank": 0.6}
 SELDOM = 0.3
 
 #: What a case starts from, so that it takes a second and nothing of the recipe but the kind of its model is left.
@@ -191,7 +192,7 @@ SMALL: Case = {
     "memory.blocks": 0, "memory.folder": str(FOLDER),
     "train.recompute": "none", "train.loss_chunk": 64, "optimizer.post_validation": False, "optimizer.lr": 3e-4,
     "optimizer.kind": "adamw", "optimizer.state": "float32", "optimizer.ema": 0.0, "optimizer.rank": 3,
-    "optimizer.estimate": "backward",
+    "optimizer.estimate": "backward", "optimizer.pairs": False,
     "layout.zero": 3, "layout.pieces": 1, "layout.node": 0, "layout.secondary": 0,
     "layout.context": "zigzag", "layout.ulysses": 1, "layout.scan": "gather",
     "layout.schedule": "1f1b", "layout.vocab_barriers": 0, "layout.skip": 0.0, "layout.balance": "",
