@@ -85,7 +85,8 @@ def routing(steps: int) -> tuple[list[np.ndarray], list[np.ndarray], list[int], 
 
     With more layers and experts than the recipe has, so that there is something to place.
     """
-    changes = ["model.layers=4", "model.experts=16", "layout.shard=1", f"train.steps={steps}"]
+    changes = ["model.layers=4", "model.experts=16", "model.init_std=0.02", "model.balance_loss=0.01", "layout.shard=1",
+               f"train.steps={steps}"]  # fmt: skip
     settings = load_recipe(RECIPE, changes)
     job, mesh = prepare(settings), Mesh.single()
     model, state = assemble(job.shape, mesh, settings)

@@ -24,7 +24,8 @@ from weft.train.setup import assemble, prepare
 from weft.train.step import train_step
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "experts.toml"
-SETTINGS = ["model.expert_ffn=64", "optimizer.warmup=20", "train.batch=8", "data.seq_len=128"]
+SETTINGS = ["model.expert_ffn=64", "model.init_std=0.02", "model.balance_loss=0.01", "optimizer.warmup=20",
+            "train.batch=8", "data.seq_len=128"]  # fmt: skip
 
 
 def trained(steps: int, lsh: int, residual: bool) -> dict[str, Any]:
