@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.cases import Case, recipe, start, write_corpus
+from tests.checkpoint.test_resume import go, series, state_of
 from tests.test_equality import difference
 from tests.test_tiers import regions
 from weft.layout.mesh import Mesh
@@ -213,3 +214,26 @@ def test_ranks_make_the_same_update_to_the_last_bit(pool: Any, corpus: str, tmp_
     for found in pool.run(settings.layout.world, weights_after, settings.model_dump(mode="json"), slopes):
         for name, (index, values) in found.items():
             assert torch.equal(alone[name][1][index], values), name
+
+
+def test_runs_save_validate_and_go_on_as_in_memory(pool: Any, corpus: str, tmp_path: Path) -> None:
+    """What is validated and saved, averages of the parameters too, has every update; a run goes on from any tier."""
+    change = {"checkpoint__every": 3, "validation__every": 2, "validation__batches": 1, "optimizer__kind": "adamw",
+              "optimizer__ema": 0.5, "optimizer__use_ema": True}  # fmt: skip
+    away = streamed(corpus, tmp_path, **change)
+    resident, runs = in_memory(away).model_dump(mode="json"), {}
+    for name, values, resume in (
+        ("resident", resident, None),
+        ("streamed", away.model_dump(mode="json"), None),
+        ("on", away.model_dump(mode="json"), "resident"),
+    ):
+        runs[name] = tmp_path / name
+        start_from = str(runs[resume] / "checkpoints" / "step-000003") if resume else None
+        assert pool.run(1, go, values, str(runs[name]), start_from)[0][0] == 6
+    wanted = {kind: series(runs["resident"], kind) for kind in ("train", "validation")}
+    last = state_of(runs["resident"] / "checkpoints" / "step-000006", resident)
+    for name in ("streamed", "on"):
+        for kind, losses in wanted.items():
+            assert series(runs[name], kind) == {s: x for s, x in losses.items() if s > 3 or name != "on"}
+        found = state_of(runs[name] / "checkpoints" / "step-000006", resident)
+        assert found.keys() == last.keys() and all(torch.equal(found[key], last[key]) for key in last)
