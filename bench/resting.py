@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from weft.layout.mesh import Mesh
 from weft.memory.experts import RestingExperts
 from weft.models.init import initial_values
 from weft.models.transformer import Transformer
+from weft.models.values import Values
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 
@@ -40,9 +41,9 @@ SHAPE = {"vocab": 512, "layers": 4, "embed": 512, "heads": 8, "kv_heads": 8, "ff
 class OnDemand(RestingExperts):
     """All of a layer's experts that are missing are read together when it needs them, and waited for."""
 
-    def lift(self, model: Transformer) -> None:
+    def lift(self, model: Transformer, values: Values) -> None:
         self.ahead = False
-        super().lift(model)
+        super().lift(model, values)
         using = self.slots.using
 
         def waiting(records: Sequence[int]) -> Iterator[tuple[int, T]]:
@@ -69,10 +70,8 @@ def values(name: str, logical: Logical, box: Box) -> T:
 
 def built(early: bool, experts: RestingExperts | None) -> Transformer:
     shape = ModelShape(**SHAPE | {"router_early": early})
-    model, _ = parallelize(shape, Mesh.single(), Train(), values, lift=None if experts is None else experts.lift)
-    if experts is not None:
-        experts.fill(values)
-    return model
+    lift = None if experts is None else partial(experts.lift, values=values)
+    return parallelize(shape, Mesh.single(), Train(), values, lift=lift)[0]
 
 
 def reader_behind(model: Transformer, past: int) -> LocalReader:

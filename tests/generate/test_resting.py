@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,16 @@ import torch
 
 from tests.cli.test_mixtures import PROMPT, folder_of
 from tests.conftest import Command
+from weft.errors import UsageError, WeftError
 from weft.generate.engine import LocalReader
+from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.memory import tiers
 from weft.memory.experts import RestingExperts
 from weft.memory.records import Records, Slots
 from weft.memory.tiers import PAGE, TierError, TierFile
 from weft.models.transformer import Transformer
-from weft.models.values import seeded_values
+from weft.models.values import Values, seeded_values
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 
@@ -31,19 +36,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pyramid": {"experts": [4, 0, 8], "experts_per_token": 1, "shared_experts": 1, "shared_mix": "residual",
                 "expert_ffn": 20},
 }  # fmt: skip
+DRAWN = seeded_values(2)
 PROMPT_IDS, FOLLOWING = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3]
 
 
-def whole(name: str) -> Transformer:
-    return parallelize(ModelShape(**SMALL | SHAPES[name]), Mesh.single(), Train(seed=2))[0]
+def whole(name: str, values: Values = DRAWN) -> Transformer:
+    return parallelize(ModelShape(**SMALL | SHAPES[name]), Mesh.single(), Train(), values)[0]
 
 
-def resting(name: str, folder: Path | None, share: float, **how: Any) -> tuple[Transformer, RestingExperts]:
-    experts = RestingExperts(folder, share, **how)
-    shape = ModelShape(**SMALL | SHAPES[name])
-    model = parallelize(shape, Mesh.single(), Train(seed=2), lift=experts.lift)[0]
-    experts.fill(seeded_values(2))
-    return model, experts
+def resting(
+    name: str, folder: Path | None, share: float, ahead: bool = True, values: Values = DRAWN
+) -> tuple[Transformer, RestingExperts]:
+    experts = RestingExperts(folder, share, ahead)
+    lift = partial(experts.lift, values=values)
+    return parallelize(ModelShape(**SMALL | SHAPES[name]), Mesh.single(), Train(), values, lift=lift)[0], experts
 
 
 @torch.inference_mode()
@@ -56,9 +62,9 @@ def logits(model: Transformer) -> torch.Tensor:
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_are_those_of_experts_in_memory_to_the_last_bit(name: str, tmp_path: Path) -> None:
     expected = logits(whole(name))
-    for share, how in ((0.0, {}), (0.5, {}), (0.5, {"ahead": False}), (1.0, {})):
-        model, experts = resting(name, tmp_path, share, **how)
-        assert torch.equal(logits(model), expected), (share, how)
+    for share, ahead in ((0.0, True), (0.5, True), (0.5, False), (1.0, True)):
+        model, experts = resting(name, tmp_path, share, ahead)
+        assert torch.equal(logits(model), expected), (share, ahead)
         slots, file = experts.slots, experts.file
         assert file is not None
         assert file.bytes["read"] == slots.counts["read"] * slots.records.size
@@ -69,6 +75,20 @@ def test_logits_are_those_of_experts_in_memory_to_the_last_bit(name: str, tmp_pa
             assert slots.counts["read"] >= 0.9 * slots.counts["used"]
         file.close()
     assert not [*tmp_path.iterdir()]
+
+
+def test_what_is_stored_in_half_the_bytes_is_read_in_half_the_bytes(tmp_path: Path) -> None:
+    def narrow(name: str, logical: Logical, box: Box) -> torch.Tensor:
+        return DRAWN(name, logical, box).bfloat16()
+
+    def mixed(name: str, logical: Logical, box: Box) -> torch.Tensor:
+        return narrow(name, logical, box) if "1.ffn" not in name else DRAWN(name, logical, box)
+
+    model, experts = resting("mixtral", tmp_path, 0.5, values=narrow)
+    assert torch.equal(logits(model), logits(whole("mixtral", narrow)))
+    assert experts.slots.records.size == tiers.whole_pages(3 * 48 * 32 * 2)
+    with pytest.raises(WeftError, match=r"stored in torch.bfloat16 and in torch.float32"):
+        resting("mixtral", tmp_path, 0.5, values=mixed)
 
 
 def test_experts_in_the_hosts_memory() -> None:
@@ -190,8 +210,22 @@ def test_generate_writes_the_same(command: Command, tmp_path: Path) -> None:
 
 
 def test_models_without_experts_are_told(tmp_path: Path) -> None:
-    from weft.errors import UsageError
-
     with pytest.raises(UsageError, match="no experts that could rest"):
-        experts = RestingExperts(tmp_path, 0.5)
-        parallelize(ModelShape(**SMALL), Mesh.single(), Train(), lift=experts.lift)
+        lift = partial(RestingExperts(tmp_path, 0.5).lift, values=DRAWN)
+        parallelize(ModelShape(**SMALL), Mesh.single(), Train(), lift=lift)
+
+
+@pytest.mark.slow
+def test_every_rank_of_a_long_prompt_has_its_own(tmp_path: Path) -> None:
+    folder, _ = folder_of("mixtral", tmp_path / "model")
+    words = ["generate", "--checkpoint", str(folder), "--prompt", PROMPT, "--tokens", "9", "--temperature", "0"]
+    told = []
+    for more in ([], ["--layout", "cp=2", "--experts-in", str(tmp_path / "experts")]):
+        done = subprocess.run(
+            [sys.executable, "-m", "weft", *words, *more], capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        told.append(done)
+    assert told[0].stdout == told[1].stdout
+    assert "weft: tokens used" in told[1].stderr
+    assert not [*(tmp_path / "experts").iterdir()]

@@ -1,6 +1,7 @@
 """A trained model from wherever it lies, and as Hugging Face has it."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,10 +37,8 @@ def open_model(
     mesh, where = mesh or Mesh.single(device), local_path(str(where))
 
     def made(shape: ModelShape, values: Values) -> Transformer:
-        model = parallelize(shape, mesh, Train(), values, lift=None if experts is None else experts.lift)[0]
-        if experts is not None:
-            experts.fill(values)
-        return model
+        lift = None if experts is None else partial(experts.lift, values=values)
+        return parallelize(shape, mesh, Train(), values, lift=lift)[0]
 
     if is_foreign(where):
         found = open_pretrained(where)

@@ -62,6 +62,8 @@ def generate(
         raise UsageError("give either --prompt TEXT or --prompt-file FILE")
     spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
     check_spread(spread)
+    if experts_in == "":
+        raise UsageError("--experts-in is empty; give a folder on a local disk")
     if experts_in and spread.ep > 1:
         raise UsageError("--experts-in is for ranks that have all experts; leave it out, or ep in --layout")
     if experts_in == "host" and device == "cpu":

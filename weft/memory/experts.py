@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.memory.records import Records, Slots
 from weft.memory.tiers import TierFile, page_buffer
 from weft.models.experts import Experts, Mixture, Stacks, counted, products, sizes_of
@@ -36,9 +36,9 @@ DTYPE = torch.float32
 class SlottedExperts(Experts):
     """In the place of a layer's stack of experts: the weights of each come from ``slots``, the first's by ``first``."""
 
-    def __init__(self, experts: Experts, slots: Slots, first: int) -> None:
+    def __init__(self, experts: Experts, slots: Slots, first: int, stored: torch.dtype) -> None:
         Module.__init__(self, experts.mesh)
-        self.activate, self.slots, self.first = experts.activate, slots, first
+        self.activate, self.slots, self.first, self.stored = experts.activate, slots, first, stored
         self.shapes = [logical.local_shape[1:] for logical in experts.logical.values()]
 
     def forward(self, rows: T, counts: T, lent: object = (), stacks: Stacks | None = None) -> T:
@@ -62,13 +62,13 @@ class SlottedExperts(Experts):
     def _weights(self, chosen: list[int]) -> Iterator[tuple[int, list[T]]]:
         """Each of these experts and its stacks, of one."""
         for record, memory in self.slots.using([self.first + e for e in chosen]):
-            yield record - self.first, [w[None] for w in matrices(memory, self.shapes)]
+            yield record - self.first, [w[None].to(DTYPE) for w in matrices(memory, self.stored, self.shapes)]
 
 
-def matrices(record: T, shapes: list[tuple[int, ...]]) -> list[T]:
+def matrices(record: T, dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> list[T]:
     """Those that lie one after the other in a record's bytes."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    parts = record.view(DTYPE)[: sum(sizes)].split(sizes)
+    parts = record.view(dtype)[: sum(sizes)].split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -84,43 +84,39 @@ class RestingExperts:
     def __init__(self, folder: Path | None, share: float, ahead: bool = True) -> None:
         self.share, self.ahead = share, ahead
         self.file = None if folder is None else TierFile(folder, called="--experts-in")
-        self._stacks: dict[int, Experts] = {}  # by layer, without memory
 
-    def lift(self, model: Transformer) -> None:
-        """Put slots in the place of the experts of a model that has no memory yet."""
+    def lift(self, model: Transformer, values: Values) -> None:
+        """Put slots in the place of the experts of a model that has no memory yet, and bring ``values`` to their rest.
+
+        They rest as they are stored: half as many bytes are read of bfloat16, which is widened when it is used.
+        """
         blocks = [b for b in model.blocks.values() if isinstance(b, Block) and isinstance(b.ffn, Mixture)]
         mixtures = [b.ffn for b in blocks if isinstance(b.ffn, Mixture)]
         if not mixtures:
             raise UsageError("this model has no experts that could rest elsewhere; leave out --experts-in")
-        self._stacks = {mixture.router.layer: mixture.experts for mixture in mixtures}
-        firsts = [0, *accumulate(len(stack.gate) for stack in self._stacks.values())]
-        size = DTYPE.itemsize * sum(w[0].numel() for w in mixtures[0].experts.own)
-        device, count = model.mesh.device, firsts[-1]
-        records = Records(count, size, self.file, device)
+        firsts = [0, *accumulate(mixture.router.count for mixture in mixtures)]
+        (some,) = _experts(mixtures[0], values, 0, 1)
+        stored, device, count = some[0].dtype, model.mesh.device, firsts[-1]
+        records = Records(count, sum(weight.nbytes for weight in some), self.file, device)
         self.slots = Slots(records, round(self.share * count), device)
         for mixture, first in zip(mixtures, firsts, strict=False):
-            mixture.experts = SlottedExperts(mixture.experts, self.slots, first)
+            self._fill(mixture, values, first, stored)
+            mixture.experts = SlottedExperts(mixture.experts, self.slots, first, stored)
         if self.ahead:
             self._listen(blocks)
 
-    def fill(self, values: Values) -> None:
-        """Bring the experts' weights to where they rest, some at a time."""
-        index, records = 0, self.slots.records
+    def _fill(self, mixture: Mixture, values: Values, first: int, stored: torch.dtype) -> None:
+        """Bring a layer's experts to where they rest, some at a time."""
+        records, count = self.slots.records, mixture.router.count
         some, buffer = max(1, LOADED // records.size), page_buffer(records.size)
-        for layer, stack in self._stacks.items():
-            named, count = stack.logical.items(), len(stack.gate)
-            for start in range(0, count, some):
-                rows = start, min(count, start + some)
-                found = [
-                    values(f"blocks.{layer}.ffn.experts.{name}", logical, (rows, *logical.box[1:]))
-                    for name, logical in named
-                ]
-                for expert in zip(*found, strict=True):
-                    parts = matrices(buffer, [tuple(weight.shape) for weight in expert])
-                    for part, weight in zip(parts, expert, strict=True):
-                        part.copy_(weight)
-                    records.write(index, buffer)
-                    index += 1
+        for start in range(0, count, some):
+            for e, expert in enumerate(_experts(mixture, values, start, min(count, start + some)), first + start):
+                parts = matrices(buffer, stored, [tuple(weight.shape) for weight in expert])
+                for part, weight in zip(parts, expert, strict=True):
+                    if torch.promote_types(stored, weight.dtype) != stored:
+                        raise WeftError(f"experts are stored in {stored} and in {weight.dtype}; leave out --experts-in")
+                    part.copy_(weight)
+                records.write(e, buffer)
 
     def report(self) -> str:
         """What has been read, in a line."""
@@ -153,6 +149,14 @@ class RestingExperts:
         norm, router = block.attention_norm if block.ffn.shape.router_early else block.ffn_norm, block.ffn.router
         choice = router.forward(norm(self._seen).flatten(0, 1), None)
         self.slots.expect(_records(block.ffn.experts.first, router, choice))
+
+
+def _experts(mixture: Mixture, values: Values, start: int, end: int) -> list[tuple[T, ...]]:
+    """The matrices of these experts of a layer, as they are stored."""
+    path = f"blocks.{mixture.router.layer}.ffn.experts."
+    stacks = mixture.experts.logical.items()
+    found = (values(path + name, logical, ((start, end), *logical.box[1:])) for name, logical in stacks)
+    return [*zip(*found, strict=True)]
 
 
 def _records(first: int, router: Router, choice: Choice) -> list[int]:
