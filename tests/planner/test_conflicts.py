@@ -12,7 +12,7 @@ from weft.planner.engine import ENGINES
 from weft.planner.explain import layout_tree
 from weft.planner.finalists import Final, chunks_of
 from weft.planner.machine import Cluster
-from weft.planner.search import search
+from weft.planner.search import Pin, search
 from weft.recipe import Memory, ModelShape, Optimizer, Train
 from weft.schedule.build import BUILDERS
 
@@ -25,15 +25,19 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(("world", "site"), [(1, None), (6, None), (8, None), (16, 8)])
-def test_no_candidate_stands_in_the_table(name: str, world: int, site: int | None) -> None:
+@pytest.mark.parametrize(
+    ("world", "site", "pin"),
+    [(1, None, ""), (6, None, ""), (8, None, ""), (16, 8, ""),
+     (4, None, "weights=file"), (4, None, "moments=file"), (4, None, "activations=file")],
+)  # fmt: skip
+def test_no_candidate_stands_in_the_table(name: str, world: int, site: int | None, pin: str) -> None:
     """Every candidate that fits, with the vocabulary at the ends and over the pipeline."""
     model = SHAPES[name]
     between = 0.1 if site else None
     # Of little memory, so that secondary partitions and offloading are among the candidates as well.
     cluster = Cluster(device="H100-80GB", count=world, per_node=4, memory=1.0, site=site, between=between)
     engine = replace(ENGINES["weft"], constant=0.0)
-    found = search(shape_of(model), cluster, engine, 48, 4096)
+    found = search(shape_of(model), cluster, engine, 48, 4096, pins=[Pin.parse(pin)] if pin else ())
     layouts = set()
     for i in found.order:
         plan = found.plan(int(i))
@@ -43,7 +47,8 @@ def test_no_candidate_stands_in_the_table(name: str, world: int, site: int | Non
             layout = Layout.model_validate(layout_tree(final))
             train = Train(recompute=RECOMPUTE[int(plan.recompute)])  # type: ignore[arg-type]
             memory = Memory(**plan.away)  # type: ignore[arg-type]
-            asked = Asked(layout, model, train, Optimizer(post_validation=plan.pp > 1), BUILDERS, memory=memory)
+            optimizer = Optimizer(post_validation=plan.pp > 1 and not pin)
+            asked = Asked(layout, model, train, optimizer, BUILDERS, memory=memory)
             refuse(asked, "layout", "shape", "train", "memory", "optimizer", "schedules")
             assert layout.world == world
             layouts.add(layout)

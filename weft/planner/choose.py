@@ -7,7 +7,7 @@ from typing import Any
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.model_shape import shape_of
-from weft.planner.cost import AWAY, BITS, FILE, RECOMPUTE
+from weft.planner.cost import AWAY, BITS, FILE, HOST, RECOMPUTE
 from weft.planner.engine import ENGINES, Engine
 from weft.planner.explain import layout_tree, title, verdict
 from weft.planner.finalists import Final, finalists
@@ -44,8 +44,8 @@ def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
     places = {kind: recipe.memory.distance(kind) for kind in AWAY}
     on_host = cluster.machine().host_memory > 0  # on a CPU, device and host are one
     pins += [Pin(kind, "=", place) for kind, place in places.items() if place == FILE or (place and on_host)]
-    if recipe.optimizer.post_validation:
-        pins.append(Pin.parse("pp>=2"))
+    if recipe.optimizer.post_validation:  # for pipelines, with a copy of the state in memory
+        pins += [Pin("pp", ">=", 2), *(Pin(kind, "<=", HOST) for kind in AWAY)]
     return pins
 
 
