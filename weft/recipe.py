@@ -484,7 +484,7 @@ class Memory(Section):
     ``weights``: the rank's own rows of the parameters, in full precision. They are updated where they rest, or on the
     host if that is a file (ZeRO-Offload, Ren et al. 2021). ``gradients``, once reduced, and the optimizer's ``moments``
     are with the weights if left out; moments may be further away. ``activations``: what backward needs of each block,
-    of the first ``blocks`` of every pass; with 0, of as many as a profile of the first passes finds to cost nothing.
+    of the first ``blocks`` of every pass; with 0, of as many as nobody waits for, by a profile of passes.
     ``folder`` has the files. They have no names there, and are gone with the run however that ends.
     """
 

@@ -103,8 +103,8 @@ class Recorder:
         """Keep and say how many blocks' saved activations leave, and what other numbers would give."""
         self.log("activations", **found)
         self.event(
-            f"activations of {found['blocks']} of {found['of']} blocks leave for the {found['place']}, as many as cost "
-            f"nothing ({found['write'] / 1e9:.2g} GB/s there, {found['read'] / 1e9:.2g} back); memory.blocks sets it"
+            f"activations of {found['blocks']} of {found['of']} blocks leave for the {found['place']}: so many that "
+            f"nobody waits ({found['write'] / 1e9:.2g} GB/s, {found['read'] / 1e9:.2g} back); memory.blocks sets it"
         )
 
     @contextmanager
