@@ -1,6 +1,6 @@
 """``parallelize``: the one function that turns a model description and a mesh into a model that runs, and its state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 
@@ -69,7 +69,10 @@ def parallelize(
     if sharded:
         shard_data_parallel(model, mesh, train, memory)
     place = "cpu" if sharded and memory.offloads_state else mesh.device
-    model.to(place) if shape.kind else model.to_empty(device=place)  # a plugin's module has made its own buffers
+    if memory.weights == "file":
+        make_unheld(model, mesh.device, kept=everywhere)
+    else:
+        model.to(place) if shape.kind else model.to_empty(device=place)  # a plugin's module has made its own buffers
     model.freq = model.freq.to(mesh.device)
     for name in everywhere:
         model.get_parameter(name).data = model.get_parameter(name).to(mesh.device)
@@ -88,6 +91,18 @@ def parallelize(
     drawn = own_values(shape, train.seed) if shape.kind else seeded_values(train.seed)
     state.fill(values or with_adapter(drawn, shape, train.seed))
     return model, state
+
+
+def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) -> None:
+    """Give the parameters of a model on the meta device a place on this one, and only those in ``kept`` memory there.
+
+    Module by module: a model whose state rests in files may not fit in memory even for a moment.
+    """
+    for prefix, module in model.named_modules():
+        module.to_empty(device=device, recurse=False)
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            if name not in kept:
+                parameter.untyped_storage().resize_(0)
 
 
 def connect(model: Transformer, mesh: Mesh, recompute: str) -> None:

@@ -62,7 +62,7 @@ class TableUnit(Unit):
         self.full = [f.parameter for f in named]
         self.held = [self._hold(f) for f in named]
         # Every rank's share of a parameter takes as much room in a message as the largest.
-        self.chunks = [-(-full.shape[0] // self.size) * full[:1].numel() for full in self.full]
+        self.chunks = [-(-full.shape[0] // self.size) * full.shape[1:].numel() for full in self.full]
         self.shapes = [full.shape for full in self.full]
         self.live = not self.apart
         tiers.rest(self, "weights", [h.local for h in self.held])
@@ -78,7 +78,9 @@ class TableUnit(Unit):
 
     def _hold(self, f: Full) -> Held:
         full = shard = f.parameter
-        full.data = full.data.to(self.compute)
+        if full.dtype != self.compute:
+            held = full.untyped_storage().nbytes() > 0
+            full.data = full.data.to(self.compute) if held else torch.empty_like(full, dtype=self.compute)
         if self.apart:
             away = self.place != "device"
             place = torch.device("cpu") if away else full.device

@@ -98,12 +98,12 @@ def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | Non
     memory = recipe.memory
     if recipe.optimizer.estimate == "zeroth-order" and memory.place_of("gradients") == "file":
         memory = memory.model_copy(update={"gradients": "host"})  # there are none, so they take no room in a file
+    if "file" in memory.away.values():
+        give_heap_back()
     model, state = parallelize(shape, mesh, recipe.train, values, recipe.data.seq_len, memory)
     model.objective = objective(recipe.loss)
     model.criterion = own_loss(recipe.loss, shape.vocab) or model.criterion
     state.optimize(RuleOptimizer(recipe.optimizer, mesh))
-    if state.tiers.staging is not None:
-        give_heap_back()
     return model, state
 
 
