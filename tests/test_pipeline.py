@@ -102,10 +102,18 @@ def test_microbatches_of_different_lengths(pool: Any, corpus: str, schedule: str
     check(pool.run(4, differences, [tree(corpus, f"pp=4,schedule={schedule}", 7)], True))
 
 
-@pytest.mark.parametrize("schedule", mostly_slow("v-half"))
-def test_composed_with_shard_and_tp(pool: Any, corpus: str, schedule: str) -> None:
+#: Whether a case is for every day.
+WHERE = {True: pytest.mark.slow, False: pytest.mark.soak}
+
+
+@pytest.mark.parametrize(("schedule", "beside"), [
+    pytest.param(schedule, beside, marks=[] if j == 2 and schedule == "v-half" else WHERE[i % 2 == j])
+    for i, schedule in enumerate(BUILDERS)
+    for j, beside in enumerate(["shard=2", "tp=2", "shard=2,tp=2"])
+    if (schedule == "v-half") <= (j == 2)
+])  # fmt: skip
+def test_composed_with_shard_and_tp(pool: Any, corpus: str, schedule: str, beside: str) -> None:
     """Each under one of the two, and one of them under both; :func:`test_composed` has all axes beside each other."""
-    beside = "shard=2,tp=2" if schedule == "v-half" else ("shard=2", "tp=2")[[*BUILDERS].index(schedule) % 2]
     layout = Layout.parse(f"pp=2,{beside},schedule={schedule}")
     change = {"model__tied": schedule < "h", "model__layers": 4}
     check(pool.run(layout.world, differences, [tree(corpus, str(layout), 5, **change)]))
