@@ -92,7 +92,9 @@ def test_what_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
 
     with mock.patch.object(os, "open", buffered):
         slow = TierFile(tmp_path)
-    assert "knows no direct I/O" in slow.note
+    assert "knows no direct I/O" in slow.note and not file.note
+    if Path("/dev/shm").is_mount():
+        assert "is in memory itself" in TierFile(Path("/dev/shm")).note
     region, data = slow.region(PAGE), page_buffer(PAGE).fill_(7)
     region.write(data).wait()
     assert (region.memory == 7).all()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 
 from weft.errors import WeftError
@@ -217,6 +218,8 @@ class TierFile:
                 f"{self.name} knows no direct I/O: what rests there goes through the page cache, "
                 "slower, and takes memory if there is some; a folder on a local disk is better"
             )
+        if _kind_of(folder) in ("tmpfs", "ramfs"):
+            self.note = f"{self.name} is in memory itself; a folder on a local disk is better"
         self.threads, self._own = ThreadPoolExecutor(THREADS, "weft-tier"), threading.local()
         self.close = weakref.finalize(self, _close, {self._file, self.descriptor})
 
@@ -248,6 +251,13 @@ class TierFile:
 def _close(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def _kind_of(folder: Path) -> str:
+    """The file system that a folder is on, by name; nothing where that cannot be known."""
+    mounted = {disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)}
+    places = [str(folder.resolve()), *map(str, folder.resolve().parents)]
+    return next((mounted[place] for place in places if place in mounted), "")
 
 
 def nameless_file(folder: Path) -> int:
