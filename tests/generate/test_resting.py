@@ -118,6 +118,16 @@ def test_reads_begin_before_attention(name: str, tmp_path: Path, monkeypatch: py
         assert all(at < events.index(("experts", layer)) for at in reads)
 
 
+def test_a_prompt_has_the_next_layers_experts_read_beside_this_ones(tmp_path: Path) -> None:
+    model, experts = resting("smallthinker", tmp_path, 1.0)
+    begun: list[set[int]] = []
+    for block in model.blocks.values():
+        block.ffn.experts.register_forward_pre_hook(lambda *_: begun.append({i // 8 for i in experts.slots._there}))
+    with torch.inference_mode():
+        LocalReader(model).read(PROMPT_IDS)
+    assert begun == [{0, 1}, {0, 1, 2}, {0, 1, 2}]
+
+
 class Late(Records):
     """Records that come when the test lets them, or their reader waits."""
 
