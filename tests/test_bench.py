@@ -98,7 +98,7 @@ def test_experts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rows(tmp_path: Path) -> None:
     """All sides give the same rows (asserted there), and ours reads what it counts, far less than a map does."""
-    script, path = Path(__file__).parents[1] / "bench" / "rows.py", tmp_path / "rows.json"
+    script, path = Path(__file__).parents[1] / "bench" / "gathered_rows.py", tmp_path / "rows.json"
     command = [
         sys.executable,
         str(script),

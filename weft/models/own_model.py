@@ -35,7 +35,7 @@ class OwnModel(Transformer):
     def __init__(self, shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024) -> None:
         Module.__init__(self, mesh)
         self.shape, self.loss_chunk = shape, loss_chunk
-        self.pipeline, self.route, self.loads, self.objective = None, None, None, None
+        self.pipeline, self.route, self.loads, self.objective, self.saved = None, None, None, None, None
         self.criterion = cross_entropy(shape.vocab)
         self.freq = torch.zeros(0)
         self.blocks = nn.ModuleDict()

@@ -3,7 +3,7 @@
 The mapped file begins cold in every turn: what the page cache has of it is dropped first, and the map is a new one.
 ``read`` is what the kernel counts as read for this process, read-ahead included. All sides must give the same rows.
 
-    python bench/rows.py [--rounds 7] [--folder DIR] [--mib 512] [--json bench/results/rows.json]
+    python bench/gathered_rows.py [--rounds 7] [--folder DIR] [--mib 512] [--json bench/results/gathered_rows.json]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.memory.tiers import PAGE, TierFile
 
 T = torch.Tensor
 
-RESULTS = Path(__file__).parent / "results" / "rows.json"
+RESULTS = Path(__file__).parent / "results" / "gathered_rows.json"
 
 #: Rows of one gather.
 ASKED = 4096
