@@ -194,8 +194,9 @@ class Pipeline:
         return [self._share(range(i * len(batches), (i + 1) * len(batches))) for i in range(len(points))]
 
     def _share(self, microbatches: Container[int] = range(sys.maxsize)) -> T:
-        zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        return torch.stack([zero, *(loss for m, loss in self.losses.items() if m in microbatches)]).sum()
+        found = [loss for m, loss in self.losses.items() if m in microbatches]
+        # Added up as without stages, to the last bit.
+        return torch.stack(found or [torch.zeros((), dtype=torch.float64, device=self.mesh.device)]).sum()
 
     def _run(self, table: Table, batches: Sequence[Batch], total: Callable[[], T]) -> None:
         self.batches, self.total = [b.to(self.mesh.device) for b in batches], total
