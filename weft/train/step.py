@@ -36,7 +36,7 @@ from weft.layout.mesh import Mesh
 from weft.models.router import SENT
 from weft.models.transformer import Transformer
 from weft.parallel.hybrid import check_plan, share_pass
-from weft.parallel.state import State
+from weft.parallel.state import State, Unit
 from weft.recipe import Optimizer
 
 
@@ -297,14 +297,21 @@ class Stepper:
                 self.inspect(grads)
             self.before_update()
             if not result.skipped:
-                scale = clip_scale(result.grad_norm, self.settings.clip)
-                if self.model.pipeline is not None and self.model.pipeline.streamed:
-                    self.state.update_later(lambda unit: grads, lr, scale)  # beside the next step's forward
-                else:
-                    update(self.state, grads, lr, scale)
+                self.update(lambda unit: grads, lr, clip_scale(result.grad_norm, self.settings.clip))
                 self.model.learn_loads(result.loads)
             clear_gradients(self.model, self.state)
         return [result]
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the units of the model pass memory one by one, as their weights rest in files."""
+        return self.model.pipeline is not None and self.model.pipeline.streamed
+
+    def update(self, grads: Callable[[Unit], Mapping[str, torch.Tensor]], lr: float, scale: float = 1.0) -> None:
+        """Update every unit by what ``grads`` says of it, times ``scale``; of streamed ones in the next forward."""
+        self.state.update_later(grads, lr, scale)
+        if not self.streamed:
+            self.state.settle()
 
     def finish(self) -> list[StepResult]:
         """Make the state that after the last step, and return the results that were still due."""

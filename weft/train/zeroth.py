@@ -54,10 +54,6 @@ class ZerothOrder(Stepper):
     def paired(self) -> bool:
         return self.settings.pairs and self.mesh.size("dp") > 1
 
-    @property
-    def streamed(self) -> bool:
-        return self.model.pipeline is not None and self.model.pipeline.streamed
-
     def _shares(self, batches: Sequence[Batch], number: int) -> list[T]:
         """Shares of loss and weight at both points, nothing at one that the other of the pair evaluates.
 
@@ -101,9 +97,7 @@ class ZerothOrder(Stepper):
         def gradients(unit: Unit) -> dict[str, T]:
             return seen or {h.name: slope * direction(h, number) for h in unit.held if h.learns}
 
-        self.state.update_later(gradients, lr)
-        if not self.streamed:
-            self.state.settle()
+        self.update(gradients, lr)
 
 
 def direction(held: Held, number: int) -> T:
