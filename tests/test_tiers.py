@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ from weft.layout.mesh import Mesh
 from weft.memory.resting import Tiers
 from weft.memory.tiers import PAGE, PIECE, Pool, TierError, TierFile, page_buffer, whole_pages
 from weft.parallel.state import State
+from weft.parallel.units import TableUnit
 from weft.train.setup import assemble, prepare
 from weft.train.stepper import build_stepper
 
@@ -221,28 +224,40 @@ def test_what_rests_takes_no_memory(corpus: str, tmp_path: Path) -> None:
         assert state.tiers.pool.most <= 4 * max(units)
 
 
+def test_what_does_not_learn_has_no_gradients_anywhere(corpus: str, tmp_path: Path) -> None:
+    _, state = run(corpus, {**EVERYTHING, "folder": str(tmp_path)}, 1, adapter__rank=2)
+    kept = {name for unit in state.units if isinstance(unit, TableUnit) for name in unit.reduced}
+    assert kept == {h.name for h in state.learning} and len(kept) < len(state.held)
+
+
+@contextmanager
+def disk_that_fails(at: int) -> Iterator[Counter[str]]:
+    """In here the read or write of this number, from 1, fails. Gives how many have been ``made``."""
+    calls: Counter[str] = Counter()
+
+    def failing(real: Callable[..., int]) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            calls["made"] += 1
+            if calls["made"] == at:
+                raise OSError(5, "Input/output error")
+            return real(*arguments)
+
+        return call
+
+    with mock.patch.multiple(os, preadv=failing(os.preadv), pwritev=failing(os.pwritev)):
+        yield calls
+
+
 @pytest.mark.parametrize("points", [25, pytest.param(200, marks=pytest.mark.soak)])
 def test_a_disk_that_fails_is_named_and_nothing_is_half_updated(corpus: str, tmp_path: Path, points: int) -> None:
     """At so many points of three steps: the error names the folder, and what is left is never looked at."""
     memory = {**EVERYTHING, "folder": str(tmp_path)}
-    calls, real = [0], {"preadv": os.preadv, "pwritev": os.pwritev}
-
-    def failing(name: str, at: int) -> Callable[..., int]:
-        def call(*arguments: Any) -> int:
-            calls[0] += 1
-            if calls[0] == at:
-                raise OSError(5, "Input/output error")
-            return real[name](*arguments)  # type: ignore[operator]
-
-        return call
-
-    with mock.patch.multiple(os, **{name: failing(name, 0) for name in real}):
+    with disk_that_fails(at=0) as calls:
         run(corpus, memory, 3)
-    total = calls[0]
+    total = calls["made"]
     for at in sorted({1 + total * i // points for i in range(points)}):
-        calls[0] = 0
         seen: list[State] = []
-        with mock.patch.multiple(os, **{name: failing(name, at) for name in real}), pytest.raises(TierError) as error:
+        with disk_that_fails(at), pytest.raises(TierError) as error:
             run(corpus, memory, 3, seen)
         assert str(tmp_path) in str(error.value) and "Input/output error" in str(error.value)
         with pytest.raises(TierError):  # nobody, a checkpoint least of all, sees what may be half an update

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from tests.cases import Case, recipe, start, write_corpus
 from tests.checkpoint.test_resume import go, series, state_of
 from tests.test_equality import difference
-from tests.test_tiers import regions
+from tests.test_tiers import disk_that_fails, regions
 from weft.layout.mesh import Mesh
 from weft.memory.resting import Group
 from weft.memory.tiers import Pool, TierError
@@ -157,28 +155,13 @@ def test_two_units_are_in_memory(corpus: str, tmp_path: Path) -> None:
 def test_a_disk_that_fails_leaves_no_half_made_update_to_see(corpus: str, tmp_path: Path) -> None:
     """At points of three steps and the update after them: the folder is named, and nobody can look at the state."""
     settings = streamed(corpus, tmp_path, optimizer__kind="adamw")
-    calls, real = [0], {"preadv": os.preadv, "pwritev": os.pwritev}
-
-    def failing(name: str, at: int) -> Callable[..., int]:
-        def call(*arguments: Any) -> int:
-            calls[0] += 1
-            if calls[0] == at:
-                raise OSError(5, "Input/output error")
-            return real[name](*arguments)  # type: ignore[operator]
-
-        return call
-
-    def attempt(at: int) -> None:
-        calls[0] = 0
-        with mock.patch.multiple(os, **{name: failing(name, at) for name in real}):
-            run(settings, 3, seen=seen)
-
     seen: list[State] = []
-    attempt(0)
-    for at in sorted({1 + calls[0] * i // 12 for i in range(12)}):
+    with disk_that_fails(at=0) as calls:
+        run(settings, 3)
+    for at in sorted({1 + calls["made"] * i // 12 for i in range(12)}):
         seen.clear()
-        with pytest.raises(TierError, match=r"memory\.folder = .*Input/output error"):
-            attempt(at)
+        with disk_that_fails(at), pytest.raises(TierError, match=r"memory\.folder = .*Input/output error"):
+            run(settings, 3, seen=seen)
         with pytest.raises(TierError):
             seen[0].tensors()
 

@@ -153,7 +153,7 @@ class Tiers:
 
     def fetch(self, owner: Hashable, kind: str) -> None:
         """Begin to bring what will soon be used."""
-        if group := self.groups.get(owner, {}).get(kind):
+        if group := self._group(owner, kind):
             group.fetch()
 
     @contextmanager
@@ -162,7 +162,7 @@ class Tiers:
 
         What fails in here leaves them as they rest. Within another use of them this is nothing.
         """
-        group = self.groups[owner].get(kind) if owner in self.groups else None
+        group = self._group(owner, kind)
         if group is None or group.in_use:
             yield
             return
@@ -203,15 +203,19 @@ class Tiers:
 
     def settle(self) -> None:
         """End all transfers: whoever looks at the tensors from now on sees what they are."""
-        for groups in self.groups.values():
-            for group in groups.values():
-                group.settle()
+        for group in self._all():
+            group.settle()
         self.leaving.clear()
         self.last = None
 
     def forget_sums(self) -> None:
         """Somebody may change what rests from now on, without a word."""
-        for groups in self.groups.values():
-            for group in groups.values():
-                if group.region is not None:
-                    group.region.forget_sums()
+        for group in self._all():
+            if group.region is not None:
+                group.region.forget_sums()
+
+    def _group(self, owner: Hashable, kind: str) -> Group | None:
+        return self.groups.get(owner, {}).get(kind)
+
+    def _all(self) -> Iterator[Group]:
+        return (group for groups in self.groups.values() for group in groups.values())

@@ -69,8 +69,9 @@ class TableUnit(Unit):
         for h in self.held:
             h.parameter.data = h.local.data  # which is elsewhere now
         # Where reduced gradients go, if they do not stay in memory.
-        self.reduced = {h.name: torch.zeros_like(h.local) for h in self.held if tiers.places.get("gradients") == "file"}
-        tiers.rest(self, "gradients", self.reduced.values() if self.learns else ())
+        away = self.learns and tiers.places.get("gradients") == "file"
+        self.reduced = {h.name: torch.zeros_like(h.local) for h in self.held if away}
+        tiers.rest(self, "gradients", self.reduced.values())
         self.release(drop=True)
         self.near: torch.Tensor | None = None  # this rank's share of what the nearest ranks hold together
         self.sums: dict[str, torch.Tensor] = {}  # gradients in the wide type, until they are reduced
