@@ -28,7 +28,8 @@ train: install
 
 # Two processes, each with whole files of tests and a pool of ranks: one alone leaves a core idle half of the time.
 # Files begin in the order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest tests -q -n 2 --dist loadfile --no-loadscope-reorder
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest tests -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(PYTEST) -m "not soak"

@@ -22,7 +22,7 @@ from weft.layout.mesh import Mesh
 from weft.recipe import Optimizer, Recipe, load_recipe
 from weft.train.optim import learning_rate
 from weft.train.setup import Job, assemble, prepare
-from weft.train.step import clear_gradients, clipped, evaluate, gradients, result_of
+from weft.train.step import clear_gradients, clip_scale, evaluate, gradients, result_of, update
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "optimizers.json"
@@ -58,10 +58,9 @@ def trained(job: Job, optimizer: Optimizer, steps: int) -> Trained:
         batches = loader.step(step * recipe.train.batch)
         assert batches is not None
         grads, sums = gradients(model, state, batches, mesh)
-        clipped(grads, result_of(sums).grad_norm, optimizer.clip)
+        scale = clip_scale(result_of(sums).grad_norm, optimizer.clip)
         begun = time.process_time()
-        for unit in state.units:
-            state.update(unit, grads, learning_rate(optimizer, step, steps))
+        update(state, grads, learning_rate(optimizer, step, steps), scale)
         times.append(time.process_time() - begun)
         clear_gradients(model, state)
     assert job.corpus.validation is not None

@@ -22,9 +22,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from weft.resilience.hosts import Host, hosts, unavailable
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "two_sites.json"
-sys.path.insert(0, str(ROOT))
 
 #: Layout, recipe settings, and the site of every rank.
 CASES: dict[str, tuple[str, list[str], tuple[int, ...]]] = {
@@ -75,11 +76,9 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
 
 
 def on_sites(
-    prefixes: tuple[list[str], ...], sites: tuple[int, ...], layout: str, settings: list[str], what: str, port: int
+    made: tuple[Host, ...], sites: tuple[int, ...], layout: str, settings: list[str], what: str, port: int
 ) -> Any:
     """Start every rank on its site and return what rank 0 wrote."""
-    from tests.hosts import ADDRESSES
-
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found"
         ranks = []
@@ -88,12 +87,12 @@ def on_sites(
                 env = {
                     "RANK": rank, "WORLD_SIZE": len(sites), "LOCAL_RANK": sites[:rank].count(site),
                     "OMP_NUM_THREADS": 1, "TORCH_CPP_LOG_LEVEL": "ERROR",
-                    "LOCAL_WORLD_SIZE": sites.count(site), "MASTER_ADDR": ADDRESSES[sites[0]], "MASTER_PORT": port,
+                    "LOCAL_WORLD_SIZE": sites.count(site), "MASTER_ADDR": made[sites[0]].address, "MASTER_PORT": port,
                     "PYTHONPATH": ROOT,
                 }  # fmt: skip
-                told = [*(f"{k}={v}" for k, v in env.items()), sys.executable, __file__, "--rank", what]
+                told = ["env", *(f"{k}={v}" for k, v in env.items()), sys.executable, __file__, "--rank", what]
                 told += ["--layout", layout, "--json", str(out), *(w for s in settings for w in ("--set", s))]
-                ranks.append(subprocess.Popen([*prefixes[site], *told]))
+                ranks.append(subprocess.Popen(made[site].command(told)))
             codes = [rank.wait(timeout=150) for rank in ranks]
         finally:
             for rank in ranks:
@@ -139,21 +138,19 @@ def main() -> None:
     if options.rank:
         be_rank(options.layout, options.set, options.json, options.rank)
         return
-    from tests import hosts
-
-    if not hosts.available():
-        raise SystemExit("this needs root and network namespaces")
+    if why := unavailable():
+        raise SystemExit(why)
     found: dict[str, Any] = {
         "date": datetime.now().isoformat(timespec="seconds"), "rate": options.rate, "load_before": os.getloadavg()[0],
         "cores": os.cpu_count(), "cases": {},
     }  # fmt: skip
     port = 29600
-    with hosts.two_hosts(options.rate) as prefixes:
+    with hosts(2, rate=options.rate) as made:
         for name, (layout, settings, sites) in CASES.items():
             if options.case and name not in options.case:
                 continue
             port += 1
-            table = on_sites(prefixes, sites, layout, settings, "links", port)
+            table = on_sites(made, sites, layout, settings, "links", port)
             placed, best, naive, traffic = planned(layout, settings, table)
             sides = {"rank order": layout, "planned": f"{layout},order={placed.order}"}
             times: dict[str, list[float]] = {side: [] for side in sides}
@@ -161,7 +158,7 @@ def main() -> None:
             for _ in range(options.rounds):
                 for side, text in sides.items():
                     port += 1
-                    result = on_sites(prefixes, sites, text, settings, "steps", port)
+                    result = on_sites(made, sites, text, settings, "steps", port)
                     times[side] += result["seconds"]
                     losses[side] = result["loss"]
             middle = {side: statistics.median(values) for side, values in times.items()}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -16,13 +17,23 @@ from weft.cli import main
 from weft.train.pool import Pool
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with the largest share of slow tests go first, so that no long one is left to a single core at the end."""
-    slow, count = Counter[Path](), Counter[Path]()
+    """Most cases of campaigns are left to soak. Files with the most slow tests go first, so that none ends alone."""
+    cases = defaultdict[tuple[Path, str, int], list[pytest.Function]](list)
     for item in items:
-        count[item.path] += 1
-        slow[item.path] += item.get_closest_marker("slow") is not None
-    items.sort(key=lambda item: -slow[item.path] / count[item.path])
+        if isinstance(item, pytest.Function) and (mark := item.get_closest_marker("sampled")):
+            cases[item.path, item.originalname, mark.args[0]].append(item)
+    for (_, _, count), found in cases.items():
+        daily = [item for item in found if not item.get_closest_marker("soak")]
+        daily.sort(key=lambda item: (item.get_closest_marker("slow") is not None, crc32(item.name.encode())))
+        for item in daily[count:]:
+            item.add_marker("soak")
+    weight = Counter[Path]()
+    for item in items:
+        if not item.get_closest_marker("soak"):
+            weight[item.path] += 10 if item.get_closest_marker("slow") else 1
+    items.sort(key=lambda item: -weight[item.path])
 
 
 def pytest_collection_finish() -> None:

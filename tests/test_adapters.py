@@ -53,6 +53,7 @@ def name(case: Case) -> str:
     return "-".join(str(Layout(**v)) if k == "layout" else f"{k.partition('__')[2]}:{v}" for k, v in case.items())
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK)) for i, c in enumerate(CASES)]
@@ -132,6 +133,7 @@ def test_frozen_by_pattern(pool: Any, corpus: str) -> None:
         assert all(names and not any(n.startswith(("embedding", "blocks.0.")) for n in names) for names in found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"pp": 2}], ids=str)
 def test_frozen_weights_are_held_in_bfloat16(pool: Any, corpus: str, layout: dict[str, int], kind: str) -> None:

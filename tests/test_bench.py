@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from weft.resilience.hosts import unavailable
+
+BENCH = Path(__file__).parents[1] / "bench"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in [*BENCH.glob("*.py"), *BENCH.glob("planner/*.py")]))
+def test_every_benchmark_finds_what_it_imports(name: str) -> None:
+    """Two of them run every day, most others with ``make soak``."""
+    importlib.import_module(name)
 
 
 @pytest.mark.slow
@@ -24,7 +35,7 @@ def test_step(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_pipeline(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "bench" / "pipeline.py"
     path = tmp_path / "pipeline.json"
@@ -37,7 +48,7 @@ def test_pipeline(tmp_path: Path) -> None:
     assert all(row["deviation"] > -0.01 for row in found["simulated"].values())  # nothing ends before it can
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_balance(tmp_path: Path) -> None:
     """Every side trains the same (asserted there), static context parallelism waits, and plans by length hardly do."""
     script, path = Path(__file__).parents[1] / "bench" / "balance.py", tmp_path / "balance.json"
@@ -54,7 +65,7 @@ def test_balance(tmp_path: Path) -> None:
     assert found["trained"] and found["planning"]["greedy_over_flexsp"]["worst"] < 1.2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_activations(tmp_path: Path) -> None:
     """Keeping, recomputing and moving end at the same bits (asserted there); a slower disk takes fewer blocks."""
     script, path = Path(__file__).parents[1] / "bench" / "activations.py", tmp_path / "activations.json"
@@ -78,7 +89,7 @@ def test_placement(tmp_path: Path) -> None:
     assert found["static"]["max_over_mean"] > 1.5 and found["sharded"]["max_over_mean"] < 1.1 and found["ratio"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_experts(tmp_path: Path) -> None:
     """Weft and transformers, and all ways to spread experts, report the same losses (asserted there).
 
@@ -95,7 +106,7 @@ def test_experts(tmp_path: Path) -> None:
     assert all(placed[ranks]["load"]["load"] < placed[ranks]["random"]["load"] for ranks in "248")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_rows(tmp_path: Path) -> None:
     """All sides give the same rows (asserted there), and ours reads what it counts, far less than a map does."""
     script, path = Path(__file__).parents[1] / "bench" / "gathered_rows.py", tmp_path / "rows.json"
@@ -122,7 +133,7 @@ def test_rows(tmp_path: Path) -> None:
             }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_resting(tmp_path: Path) -> None:
     """Experts in a file make the same logits, and bytes are counted (asserted there)."""
     script, path = Path(__file__).parents[1] / "bench" / "resting.py", tmp_path / "resting.json"
@@ -130,3 +141,61 @@ def test_resting(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert all(one["ratio"] > 0 and one["tokens"]["ahead"]["read"] > 0 for one in json.loads(path.read_text()))
+
+
+@pytest.mark.soak
+def test_snapshot(tmp_path: Path) -> None:
+    """Steps run with and without a copy of the state after each, of which all that one rank alone has is sent."""
+    script, path = Path(__file__).parents[1] / "bench" / "snapshot.py", tmp_path / "snapshot.json"
+    command = [sys.executable, str(script), "--quick", "--rounds", "3", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert 0 < found["bytes_sent"] < found["bytes"] and found["ratio"] > 0 and found["cpu_ratio"] > 0
+
+
+@pytest.mark.soak
+def test_coded(tmp_path: Path) -> None:
+    """What every code decodes is the sum (asserted there)."""
+    script, path = Path(__file__).parents[1] / "bench" / "coded.py", tmp_path / "coded.json"
+    words = ("--rounds", "1", "--ranks", "4", "--jobs", "4", "--traces", "0", "--json", str(path))
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for table in json.loads(path.read_text()).values():
+        if isinstance(table, dict) and "slept" in table:
+            slept = table["slept"]
+            assert slept["m-sgc"]["load"] <= slept["gradient"]["load"] and all(
+                row["ratio"] > 0 for row in slept.values()
+            )
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(bool(WHY := unavailable()), reason=WHY)
+def test_islands(tmp_path: Path) -> None:
+    """All sides take their steps over a slow cable; those that agree in every step report the same losses."""
+    script, path = Path(__file__).parents[1] / "bench" / "islands.py", tmp_path / "islands.json"
+    words = ("--quick", "--json", str(path), "--picture", str(tmp_path / "islands.svg"), "--only")
+    sides = ("PyTorch's DDP", "CO2")
+    done = subprocess.run([sys.executable, str(script), *words, *sides], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    plain, ddp, _ = found["trained"].values()
+    assert ddp["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    (table,) = found["timed"].values()
+    # Of a ring over four ranks two ways cross the cable, each with 3/2 of the gradients, in float32.
+    assert table["PyTorch's DDP"]["wire"] == pytest.approx(2 * 1.5 * 4 * found["parameters"], rel=0.1)
+    assert "polyline" in (tmp_path / "islands.svg").read_text()
+
+
+@pytest.mark.soak
+def test_noloco(tmp_path: Path) -> None:
+    """Of many islands a pair's agreement takes as long as of few; one of all takes longer, level by level."""
+    script, path = Path(__file__).parents[1] / "bench" / "noloco.py", tmp_path / "noloco.json"
+    words = ("--islands", "2", "--seeds", "1", "--steps", "4", "--every", "2", "--rounds", "100", "--json", str(path))
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert all(loss > 0 for name, loss in found["trained"][0].items() if name.startswith(("DiLoCo", "NoLoCo")))
+    times = {row["islands"]: row for row in found["simulated"]}
+    assert times[1024]["noloco_s"] < 1.15 * times[64]["noloco_s"]
+    assert times[1024]["tree_s"] > 1.5 * times[64]["tree_s"] > 3 * times[64]["noloco_s"]

@@ -8,8 +8,6 @@ import pytest
 
 from tests.conftest import Command
 from weft.layout.conflicts import RULES, Conflict
-from weft.layout.layout import Layout
-from weft.layout.mesh import Mesh
 from weft.parallel.build import check_fits
 from weft.recipe import load_recipe
 from weft.train.types import check_types
@@ -51,6 +49,14 @@ SMALLEST: dict[str, tuple[str, str]] = {
         "",
         "optimizer.in_backward=true optimizer.clip=0 memory.weights=host",
     ),
+    "faulty replicas of a mean": ("dp=2", "resilience.faulty=1"),
+    "too few replicas for so many faulty": ("dp=4", "resilience.faulty=1 resilience.aggregate=krum"),
+    "a code without stragglers": ("dp=2", "resilience.code=gradient"),
+    "bursts that do not fit the window": ("dp=2", "resilience.code=m-sgc resilience.stragglers=1 resilience.burst=2"),
+    "a code with a rule": ("dp=2", "resilience.code=gradient resilience.stragglers=1 resilience.aggregate=flag"),
+    "a code with experts": ("dp=2", "resilience.code=gradient resilience.stragglers=1 model.experts=2"),
+    "combined replicas that are cut": ("dp=3,tp=2", "resilience.faulty=1 resilience.aggregate=flag"),
+    "combined replicas with a state apart": ("dp=1", "resilience.aggregate=flag memory.weights=host"),
     "4bit moments at odd columns": ("tp=2", "optimizer.state=4bit model.ffn=10"),
     "balance with pairs": (
         "cp=2,zero=1,balance=greedy",
@@ -61,7 +67,18 @@ SMALLEST: dict[str, tuple[str, str]] = {
         "data.kind=preference data.path=x loss.kind=reward",
     ),
     "adapter under a new head": ("", "data.kind=preference data.path=x loss.kind=reward adapter.rank=2"),
-    "islands": ("island=2", ""),
+    "islands with balance": ("island=2,dp=2,zero=1,balance=greedy", ""),
+    "islands with weights that rest or move": ("island=2", "memory.weights=file"),
+    "islands with gradients that nobody sees": ("island=2", "optimizer.in_backward=true optimizer.clip=0"),
+    "islands with pairs or codes": (
+        "island=2,dp=2", "optimizer.pairs=true optimizer.estimate=zeroth-order sync.every=2"),
+    "fragments of what goes whole": ("island=2", "sync.fragments=2"),
+    "an answer after the next question": ("island=2", "sync.update=streaming sync.delay=2 sync.every=2"),
+    "neighbours that make one model": ("island=2", "sync.update=co2 sync.partner=ring"),
+    "compressed neighbours": ("island=2", "sync.compress=int8 sync.update=noloco"),
+    "a way back without one there": ("island=2", "sync.compress_back=int8"),
+    "ranks for what has none": ("island=2", "sync.allocate=2 sync.compress=int8"),
+    "islands that never agree": ("island=2", "sync.every=1000"),
     "tp above heads": ("tp=5", ""),
     "tp above ffn": ("tp=3", "model.ffn=2"),
     "ep without experts": ("dp=2,ep=2", ""),
@@ -135,12 +152,6 @@ def test_refused_by_everything_with_the_same_reason(command: Command, tiny: str,
     assert {code for code, _, _ in said} == {2}
     assert len({err for _, _, err in said}) == 1
     assert str(refused.value) in " ".join(said[0][2].split())
-
-
-def test_ranks_that_nobody_has_checked_are_refused_before_they_make_groups() -> None:
-    layout = Layout.parse("dp=2,island=2")
-    with pytest.raises(Conflict, match="'island' is not available yet; use pp, dp, shard, cp, tp"):
-        Mesh.create(layout, "cpu")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)

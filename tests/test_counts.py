@@ -71,6 +71,7 @@ def run(pool: Any, corpus: str, layout: dict[str, Any], **change: Any) -> tuple[
     return *answers[0][:2], sum(sent for *_, sent in answers)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("context", "share"), [("ring", 1), ("zigzag", 1.5)])
 def test_rings_send_what_their_formula_says(pool: Any, corpus: str, size: int, context: str, share: float) -> None:
@@ -108,6 +109,7 @@ def test_zero_stages_differ_in_traffic(pool: Any, corpus: str, stage: int, gathe
     assert calls["c10d._reduce_scatter_base_"] == (LAYERS + 1) * scatters
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("mode", "runs"), [("none", 1), ("selective", 1), ("full", 2)])
 @pytest.mark.parametrize("layout", [
     {"tp": 2}, {"cp": 2}, {"cp": 2, "context": "ulysses"}, {"cp": 4, "ulysses": 2}, {"cp": 2, "context": "rsa"},

@@ -84,6 +84,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK)) for i, c in enumerate(CASES)]
 )
@@ -93,6 +94,7 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     assert found.ok, found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [
     {"layout": {"tp": 3}},
     {"layout": {"cp": 3}},
@@ -106,6 +108,7 @@ def test_odd_sizes(pool: Any, corpus: str, case: Case) -> None:
     assert found.ok, found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [
     {"layout": {"cp": 3}, "mixer": "retention", "context": "zigzag", "scan": "pass"},
     {"layout": {"cp": 4}, "mixer": "linear", "kv_heads": 1},
@@ -132,6 +135,7 @@ GEMMA = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", [
     {"layout": {"shard": 2}},
     {"layout": {"tp": 2}},
@@ -195,6 +199,7 @@ def test_all_layouts_and_pairs_are_covered() -> None:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("layout", [{"shard": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 2}], ids=str)
 def test_planted_faults_are_found(pool: Any, corpus: str, fault: str, layout: dict[str, int]) -> None:

@@ -87,6 +87,7 @@ def check(pool: Any, values: dict[str, Any]) -> None:
     assert check_types(shape, layout, Train(recompute=values["train"]["recompute"])) is None
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "case",
     [
@@ -118,6 +119,7 @@ def test_each_option_is_typed(experts: int) -> None:
             assert check_types(shape, Layout.parse("shard=2,cp=2,ep=4,dispatch=adaptive"), Train()) is None
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", [
     {"layout": "shard=2,cp=2", "model": "hugging face"},
     {"layout": "tp=3", "model": "deepseek-v3", "recompute": "full"},
@@ -152,6 +154,7 @@ def loads_of_a_step(values: dict[str, Any]) -> tuple[int, ...]:
     return train_step(model, state, loader.step(0) or [], mesh, lr=1e-3, clip=1.0).loads
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["shard=2", "tp=2", "cp=2,shard=2,ep=4", "shard=2,tp=2,ep=4", "dp=2,cp=2"])
 def test_what_is_chosen_and_dropped_is_counted_alike_under_every_cut(pool: Any, corpus: str, layout: str) -> None:
     case = {"model": "qwen3", "capacity": 0.6, "micro_batch": 1}
@@ -242,6 +245,7 @@ def expected_numbers(chosen: list[list[list[int]]], me: int, width: int) -> dict
     }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node"])
 def test_bytes_and_messages_of_each_dispatcher_are_those_of_its_formula(pool: Any, corpus: str, way: str) -> None:
     values = tree(corpus, {"layout": "shard=4,ep=4,node=2", "model": "eight experts", "dispatch": way})
@@ -303,6 +307,7 @@ def difference_with_idle_ranks(values: dict[str, Any]) -> Any:
         return difference(values)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive"])
 def test_ranks_with_nothing_but_padding_and_experts_without_tokens(pool: Any, corpus: str, way: str) -> None:
     case = {"layout": "shard=4,ep=4", "model": "qwen3", "dispatch": way, "pieces": 2, "micro_batch": 1}

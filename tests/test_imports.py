@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "weft"
 
 #: Every room may import those before it.
 ORDER = (
-    "layout", "models", "schedule", "data", "memory", "parallel", "checkpoint", "sync", "train", "resilience",
+    "layout", "models", "schedule", "data", "memory", "parallel", "peers", "checkpoint", "sync", "train", "resilience",
     "rehearse", "generate", "rl", "cli",
 )  # fmt: skip
 #: What the two rooms beside that order may import; the planner simulates the tables that training executes.
@@ -21,7 +21,10 @@ BESIDE: dict[str, set[str]] = {"observe": set(), "planner": {"observe", "schedul
 OPEN = ("layout.layout", "layout.conflicts", "layout.placement", "data.batch")
 
 #: What still points upward, and what will end it. Take an entry out as soon as it does.
-UPWARD = {("recipe.py", "checkpoint"): "where checkpoints go is opened when a recipe is read"}
+UPWARD = {
+    ("recipe.py", "checkpoint"): "where checkpoints go is opened when a recipe is read",
+    ("train/__init__.py", "resilience"): "the package that can be called has the name of the room",
+}
 
 
 def room(name: str) -> str:

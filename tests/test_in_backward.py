@@ -46,6 +46,7 @@ def name(case: Case) -> str:
     return "-".join(str(Layout(**v)) if k == "layout" else f"{k.partition('__')[2]}:{v}" for k, v in case.items())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK)) for i, c in enumerate(CASES)]
 )

@@ -46,6 +46,7 @@ def limits(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return limit(), {g.group_desc: g._get_backend(torch.device("cpu")).options._timeout for g in groups}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_group_waits_longer_than_the_default_one(pool: Any, corpus: str, layout: str) -> None:
     change = {"model__tied": True, "model__layers": 4, "train__micro_batch": 1}
@@ -92,12 +93,13 @@ def test_peer_lost_is_told_from_other_errors() -> None:
 
 
 def small(folder: Path, layout: str, *more: str) -> list[str]:
-    """``weft train`` with a tiny model."""
+    """``weft train`` with a tiny model, whose ranks end with each other."""
     values = (
         "model.layers=4", "model.embed=16", "model.heads=4", "model.kv_heads=2", "model.head_dim=4", "model.ffn=21",
         "data.seq_len=16", f"data.sources=[{{kind='jsonl',path='{write_corpus(folder)}'}}]", "data.tokenizer='bytes'",
         f"data.cache='{folder}/cache'", "train.batch=8", "train.micro_batch=1", "observe.split_every=0",
-        "observe.trackers=[]", "validation.every=0", "generate.tokens=1", f"train.timeout={TIMEOUT}", *more,
+        "observe.trackers=[]", "validation.every=0", "generate.tokens=1", f"train.timeout={TIMEOUT}",
+        "resilience.survive=false", *more,
     )  # fmt: skip
     command = [sys.executable, "-m", "weft", "train", str(ROOT / "recipes/quickstart.toml"), "--layout", layout]
     return [*command, "--out", str(folder / "run"), *(word for value in values for word in ("--set", value))]
@@ -109,7 +111,9 @@ def freeze(folder: Path, layout: str, victim: int) -> None:
     said, metrics = folder / "stderr", folder / "run/metrics.jsonl"
     with said.open("w") as stderr:
         parent = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=stderr)
+    deadline = time.monotonic() + 300
     while parent.poll() is None and not (metrics.exists() and metrics.read_text().count('"train"') > 3):
+        assert time.monotonic() < deadline, said.read_text()
         time.sleep(0.2)
     assert parent.poll() is None, said.read_text()
     ranks = psutil.Process(parent.pid).children()
@@ -121,8 +125,8 @@ def freeze(folder: Path, layout: str, victim: int) -> None:
     print(f"{layout}, rank {victim}: {took:.0f} s; {err}")
     assert parent.returncode == 1
     assert f"rank {victim} has not answered for {TIMEOUT} s and is stopped" in err and err.count("\n") == 1, err
-    assert TIMEOUT - 5 < took < TIMEOUT + 20
-    deadline = time.monotonic() + 20
+    assert TIMEOUT - 5 < took < TIMEOUT + 60
+    deadline = time.monotonic() + 60
     while left := [p for p in everyone if lives(p)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
@@ -136,7 +140,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "victim"), [("shard=2", 1), ("pp=2", 0)])
+@pytest.mark.parametrize(("layout", "victim"), [("shard=2", 1), pytest.param("pp=2", 0, marks=pytest.mark.soak)])
 def test_a_stopped_rank_ends_the_run_and_is_named(tmp_path: Path, layout: str, victim: int) -> None:
     freeze(tmp_path, layout, victim)
 

@@ -309,6 +309,7 @@ def slots_difference(values: dict[str, Any]) -> Any:
         small.SMALL = 4096
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("layout", "way"), [
     # Of the other layouts each way sees two, which are others for the next way; all are for soak.
     pytest.param(layout, way, id=f"{name(layout)}-{name(way)}",
@@ -331,6 +332,7 @@ def resumed(pool: Any, values: dict[str, Any], layout: dict[str, int], run: Path
     pool.run(Layout(**layout).world, go, values, str(to), str(run / "checkpoints" / "step-000003"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [
     {"kind": "galore"},
     pytest.param({"state": "8bit"}, marks=pytest.mark.slow),

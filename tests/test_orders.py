@@ -67,6 +67,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 SHARED = {"shard": 2, "cp": 2, "order": "cp shard"}  # both hold the state: the pair that PyTorch's sorting mixed up
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "layout",
     [

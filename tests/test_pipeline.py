@@ -87,6 +87,7 @@ def mostly_slow(*quick: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in BUILDERS]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", mostly_slow("gpipe", "1f1b", "interleaved-1f1b", "zb-v", "dualpipe"))
 def test_every_schedule(pool: Any, corpus: str, schedule: str, ranks: int) -> None:
@@ -97,6 +98,7 @@ def test_every_schedule(pool: Any, corpus: str, schedule: str, ranks: int) -> No
     check(pool.run(ranks, differences, trees))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", mostly_slow("zb-h1"))
 def test_microbatches_of_different_lengths(pool: Any, corpus: str, schedule: str) -> None:
     check(pool.run(4, differences, [tree(corpus, f"pp=4,schedule={schedule}", 7)], True))
@@ -106,6 +108,7 @@ def test_microbatches_of_different_lengths(pool: Any, corpus: str, schedule: str
 WHERE = {True: pytest.mark.slow, False: pytest.mark.soak}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("schedule", "beside"), [
     pytest.param(schedule, beside, marks=[] if j == 2 and schedule == "v-half" else WHERE[i % 2 == j])
     for i, schedule in enumerate(BUILDERS)
@@ -135,6 +138,7 @@ COMPOSED = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("layout", "recompute"), [pytest.param(*c, marks=[pytest.mark.slow] * (i % 2)) for i, c in enumerate(COMPOSED)]
 )
@@ -246,6 +250,7 @@ def forgotten(values: dict[str, Any]) -> int:
     return sum(ref() is not None for ref in seen)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_activations_are_gone_after_the_step(pool: Any, corpus: str, schedule: str, recompute: str) -> None:

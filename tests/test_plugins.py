@@ -304,6 +304,7 @@ def test_a_model_that_cannot_be_trained_is_refused(
     assert code in (1, 2) and said in " ".join(err.split()) and err.count("weft: error") == 1, err
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("world", "change"), [
     (2, {"layout__shard": 2}), (3, {"layout__tp": 3}), (2, {"layout__cp": 2, "train__micro_batch": 2}),
     (2, {"layout__pp": 2}), (4, {"layout__pp": 2, "layout__tp": 2}), (4, {"layout__cp": 2, "layout__tp": 2}),

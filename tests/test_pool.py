@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.measured import until_true
 from weft.errors import UsageError
 from weft.train.pool import Pool, WorkerDied
 
@@ -76,13 +77,14 @@ def test_results_come_in_rank_order_from_the_same_processes(pool: Pool) -> None:
 
 def test_calls_are_quick(pool: Pool) -> None:
     pool.run(4, rank_sum, 0)
-    times = []
-    for _ in range(5):
+
+    def took() -> float:
         start = time.perf_counter()
         pool.run(4, rank_sum, 0)
-        times.append(time.perf_counter() - start)
+        return time.perf_counter() - start
+
     # Importing PyTorch takes every rank seconds of processor time, however busy the machine is.
-    assert min(times) < 1, f"a call on 4 ranks takes {min(times):.3f} s at best"
+    until_true(took, lambda seconds: seconds < 1, tries=20)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +99,18 @@ def test_an_exception_reaches_the_test_with_its_trace(pool: Pool, kind: str, err
 
 
 def test_a_hang_names_the_ranks_and_the_pool_recovers(pool: Pool) -> None:
-    before = [pid for *_, pid in pool.run(3, rank_sum, 0)]
-    with pytest.raises(TimeoutError, match=r"rank 2 did not answer within 1 s(?s:.)*in hang_on"):
-        pool.run(3, hang_on, 2, timeout=1)
-    after = [pid for *_, pid in pool.run(3, rank_sum, 0)]
-    assert before[2] not in after
-    assert set(before[:2]) <= set(after)
-    assert not psutil.pid_exists(before[2])
+    limits = iter((1, 4, 16))  # on a busy machine the others do not answer within a second either
+
+    def hung() -> tuple[list[int], list[int]]:
+        limit = next(limits)
+        before = [pid for *_, pid in pool.run(3, rank_sum, 0)]
+        with pytest.raises(TimeoutError, match=rf"rank 2 did not answer within {limit} s(?s:.)*in hang_on"):
+            pool.run(3, hang_on, 2, timeout=limit)
+        after = [pid for *_, pid in pool.run(3, rank_sum, 0)]
+        assert before[2] not in after and not psutil.pid_exists(before[2])
+        return before, after
+
+    until_true(hung, lambda pids: {*pids[0][:2]} <= {*pids[1]}, tries=3)
 
 
 def test_an_error_is_not_hidden_by_the_hang_it_causes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,10 @@ from weft.layout.mesh import Mesh
 from weft.models.preference import LOSSES
 from weft.models.values import seeded_values
 from weft.recipe import PAIR_LOSSES, Loss, ModelShape, Recipe, Train, build_recipe
+from weft.resilience.start import start
 from weft.train import reference
 from weft.train.reference import log_probabilities, with_cached_reference, with_reference
 from weft.train.setup import Job, assemble, prepare
-from weft.train.start import start
 from weft.train.step import divisor, evaluate, pass_loss
 from weft.train.types import check_types
 
@@ -90,6 +90,7 @@ def compared(pairs: str, kind: str, **change: Any) -> Recipe:
     return recipe(pairs, **given | change)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("layout", "kind"), CASES, ids=str)
 def test_equal_to_one_device(pool: Any, pairs: str, layout: dict[str, Any], kind: str) -> None:
     values = compared(pairs, kind).model_dump(mode="json") | {"layout": layout}

@@ -48,6 +48,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, id=name(c)) for c in QUICK + USP[:2] + ULYSSES[:1]]
@@ -67,6 +68,7 @@ def test_every_scheme_is_well_typed(case: Case) -> None:
     assert check_types(shape, layout, Train(recompute=case.get("recompute", "none"))) is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"cp": 2, "context": "tokenring"}, {"cp": 4, "ulysses": 2}], ids=str)
 def test_compiled_equals_eager(pool: Any, corpus: str, layout: dict[str, Any]) -> None:
@@ -78,7 +80,7 @@ def test_compiled_equals_eager(pool: Any, corpus: str, layout: dict[str, Any]) -
     assert [r.grad_norm for r in runs[1]] == pytest.approx([r.grad_norm for r in runs[0]], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_benchmark(tmp_path: Path) -> None:
     """It runs, every side computes the same, and PyTorch's ring sends what ours does not need to."""
     script, path = Path(__file__).parents[1] / "bench" / "sequence.py", tmp_path / "sequence.json"

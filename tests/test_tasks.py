@@ -24,10 +24,10 @@ from weft.observe.charts import charts
 from weft.observe.metrics import Run, read_metrics
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Task, Train, build_recipe
+from weft.resilience.start import start as start_run
 from weft.train.loop import train
 from weft.train.score import scores
 from weft.train.setup import prepare
-from weft.train.start import start as start_run
 
 SHAPE = ModelShape(vocab=61, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5)
 TEXTS = [Text([3, 1, 4], [1, 5, 9]), Text([7], [2]), Text([2, 7, 1, 8, 2, 8], [1, 8]), Text([5, 5], [60, 0, 3, 4, 6])]
@@ -79,6 +79,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
 def test_scores_are_the_same_under_every_layout(pool: Any, corpus: str, world: int, layout: dict[str, Any]) -> None:
     change = {"model__layers": 4} if layout.get("pp") else {}

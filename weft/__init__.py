@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         Validation,
         load_recipe,
     )  # fmt: skip
-    from weft.train.start import start as train
+    from weft.resilience.start import start as train
 
 __version__ = "0.1.0"
 __all__ = [

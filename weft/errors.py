@@ -5,9 +5,13 @@ from collections.abc import Iterable
 
 
 class WeftError(Exception):
-    """Something failed although the request was legal (missing file, damaged checkpoint). Exit code 1."""
+    """Something failed although the request was legal (missing file, damaged checkpoint). Exit code 1.
+
+    One that is ``secondary`` only passes on what another rank has said.
+    """
 
     exit_code = 1
+    secondary = False
 
 
 class UsageError(WeftError):

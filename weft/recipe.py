@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from weft.compressor_word import compressor_word
 from weft.errors import UsageError, WeftError
 from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import BATCH_AXES, Layout
@@ -588,6 +589,13 @@ class Checkpoint(Level):
         return self
 
 
+#: Replicas that a rule of ``resilience.aggregate`` needs: so many for each that may be faulty, and so many more.
+REPLICAS_NEEDED = {
+    "flag": (2, 1), "krum": (2, 3), "multi-krum": (2, 3), "bulyan": (4, 3), "geometric-median": (2, 1),
+    "trimmed-mean": (2, 1),
+}  # fmt: skip
+
+
 class Observe(Section):
     """``trackers``: who gets the records: ``tensorboard``, ``wandb``, ``mlflow``, or a plugin's."""
 
@@ -595,6 +603,124 @@ class Observe(Section):
     trackers: tuple[str, ...] = ("tensorboard",)
     split_every: int = Field(25, ge=0, description="steps between profiled steps for the time split; 0 turns it off")
     trace: int = Field(0, ge=0, description="number of steps to write as a Chrome/Perfetto trace")
+
+
+class Resilience(Section):
+    """What a run of several ranks does when one of them dies, stalls or crawls (docs/resilience.md).
+
+    ``survive``: the others finish the step, or of islands the round; else the run ends, and goes on from its last
+    checkpoint, as islands always do that agree in every step. The ranks of a run that survives copy every rank's state
+    into another rank's memory each ``snapshot_every`` steps; with 0 they do not, and go on from the last checkpoint.
+    ``detect``: seconds after which a silent rank is taken to be lost. With fewer than ``min_ranks`` left the run saves
+    and ends. ``actions``: how far one goes about a slow rank: ``say`` who it is, ``rebalance`` so that it gets less to
+    do, or ``leave-out``.
+
+    ``aggregate``: how the gradients of replicas (``layout.dp``) become one. By another rule than their ``mean``
+    ``faulty`` of them may send whatever they like: ``flag`` (Almasi et al. 2024), ``krum`` or ``multi-krum`` (Blanchard
+    et al. 2017), ``bulyan`` (El Mhamdi et al. 2018), ``geometric-median`` (Pillutla et al. 2019) or ``trimmed-mean``
+    (Yin et al. 2018).
+
+    ``code``: replicas compute some of each other's samples, so that the sum of all gradients is known before up to
+    ``stragglers`` late ones are done (:mod:`weft.sync.coded`): by ``gradient`` coding (Tandon et al. 2017), or with a
+    step cut in ``jobs`` by one of the sequential codes (Krishnan et al. 2023), which compute less for it: ``sr-sgc`` or
+    ``m-sgc``, made for so many stragglers in any ``window`` jobs, each late for at most ``burst`` of them. These take
+    for late what takes longer than the first, by ``patience`` times as long.
+    """
+
+    survive: bool = True
+    snapshot_every: int = Field(1, ge=0)
+    detect: float = Field(1.5, gt=0)
+    min_ranks: PositiveInt = 1
+    actions: Literal["say", "rebalance", "leave-out"] = "say"
+    aggregate: Literal["mean", "flag", "krum", "multi-krum", "bulyan", "geometric-median", "trimmed-mean"] = "mean"
+    faulty: int = Field(0, ge=0)
+    code: Literal["", "gradient", "sr-sgc", "m-sgc"] = ""
+    stragglers: int = Field(0, ge=0)
+    jobs: PositiveInt = 1
+    burst: PositiveInt = 1
+    window: int = Field(2, ge=2)
+    patience: PositiveFloat = 1.0
+
+    @property
+    def replicas_needed(self) -> int:
+        each, more = REPLICAS_NEEDED.get(self.aggregate, (0, 1))
+        return each * self.faulty + more
+
+    @property
+    def combines(self) -> bool:
+        """Whether the replicas' gradients are put together otherwise than by a plain sum."""
+        return self.aggregate != "mean" or bool(self.code)
+
+
+#: Rate and momentum of the outer update, as published with each way to make it.
+OUTER = {
+    "nesterov": (0.7, 0.9), "streaming": (0.7, 0.9), "eager": (0.7, 0.9), "co2": (1.0, 0.2), "noloco": (0.7, 0.5),
+}  # fmt: skip
+
+
+class Sync(Section):
+    """How islands (``layout.island``) agree: docs/islands.md.
+
+    ``every`` so many steps, with all or with some (``partner``): ``ring`` neighbours or random ``pairs``; these by
+    ``update = "average"`` or ``"noloco"`` alone. ``update`` is how (:mod:`weft.sync.methods`): the ``average`` of all
+    parameters, ``nesterov`` momentum on what was learned (DiLoCo), that in ``fragments`` in turn, of each of which the
+    answer comes ``delay`` steps later and is mixed with a share ``mix`` of what is here then (``streaming``), with the
+    others' of the last round (``eager``, ``co2``), or in pairs (``noloco``). Where all average in every step it is
+    gradients that they exchange, so that they compute exactly what one would.
+
+    ``compress``: what is sent, as ``int8``, ``int4``, ``topk:0.01``, ``randk:0.1``, ``powersgd:4``, ``sign`` or
+    ``cocktail`` (:mod:`weft.sync.compress`), and ``compress_back`` what comes back, if not likewise. What a message
+    leaves out is added to the next. With ``allocate`` PowerSGD has a rank for each matrix, chosen anew every so many
+    rounds so that all together are smallest with no more error than one rank for all (L-GreCo).
+
+    Sums go around a ring of the islands: in the ``order`` that is ``measured`` to be quickest, or as ``numbered``.
+
+    ``lr`` and ``momentum`` of the outer update are those of its paper if left out. Of ``co2``: what is late is divided
+    by ``penalty``, and no element of the momentum is above ``clip``.
+    """
+
+    every: PositiveInt = 1
+    partner: Literal["all", "ring", "pairs"] = "all"
+    update: Literal["average", "nesterov", "streaming", "eager", "co2", "noloco"] = "average"
+    fragments: PositiveInt = 1
+    delay: int = Field(0, ge=0)
+    mix: float = Field(0.5, ge=0, le=1)
+    lr: PositiveFloat = 1.0
+    momentum: float = Field(0.0, ge=0, lt=1)
+    penalty: PositiveFloat = 1.0
+    clip: PositiveFloat = 1.0
+    compress: str = "none"
+    compress_back: str = ""
+    allocate: int = Field(0, ge=0)
+    order: Literal["measured", "numbered"] = "measured"
+
+    @model_validator(mode="after")
+    def _compressors(self) -> Self:
+        for field, word in (("compress", self.compress), ("compress_back", self.compress_back)):
+            try:
+                compressor_word(word or "none")
+            except UsageError as error:
+                raise ValueError(f"{field}: {error}") from None
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_published(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and tree.get("update") == "diloco":
+            raise ValueError("update = 'diloco': DiLoCo is update = 'nesterov', or 'streaming' with fragments")
+        if isinstance(tree, dict) and tree.get("update") in OUTER:
+            tree = dict(zip(("lr", "momentum"), OUTER[tree["update"]], strict=True)) | tree
+        return tree
+
+    @property
+    def of_gradients(self) -> bool:
+        """Whether gradients are exchanged, before every update, so that islands compute what one would."""
+        return (self.every, self.update, self.partner, self.compress) == (1, "average", "all", "none")
+
+    @property
+    def in_ring(self) -> bool:
+        """Whether sums of all islands go around a ring."""
+        return self.partner == "all" and self.update != "noloco" and self.compress.split(":")[0] in ("none", "powersgd")
 
 
 class Generate(Section):
@@ -651,6 +777,8 @@ class Recipe(Section):
     tasks: tuple[Task, ...] = ()
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
+    resilience: Resilience = Resilience()
+    sync: Sync = Sync()
     generate: Generate | None = None
 
     @model_validator(mode="after")
@@ -676,6 +804,16 @@ class Recipe(Section):
         refuse(asked, "layout", "train", "memory", "optimizer", "recipe")
         self._check_loss()
         return self
+
+    @property
+    def survives(self) -> bool:
+        """Whether the run goes on when ranks are lost."""
+        return self.resilience.survive and self.layout.world > 1 and self.layout.island == 1
+
+    @property
+    def islands_come_and_go(self) -> bool:
+        """Whether the run goes on when islands are lost; not if their gradients become one in every step."""
+        return self.resilience.survive and self.layout.island > 1 and not self.sync.of_gradients
 
     def dealt(self, layout: Layout) -> Layout:
         """The layout as sequences are dealt out to it: the two ranks of a pair get the same ones."""

@@ -119,9 +119,10 @@ def read_back(checkpoint: StoredCheckpoint, wanted: dict[str, set[tuple[Box, Ten
 
 def check_moves(name: str, tensor: Tensor, held: Sequence[Box | None], needed: Sequence[Box | None]) -> None:
     """Every element that a rank needs comes to it once, from a rank that has it."""
+    sides = [[[] if box is None else [box] for box in side] for side in (held, needed)]
     for rank, box in enumerate(needed):
         came = torch.zeros(tensor.shape, dtype=torch.int64)
-        for move in moves(name, tensor, held, needed, rank):
+        for move in moves(name, tensor, *sides, rank):
             if move.target == rank:
                 source = held[move.source]
                 assert source is not None and meet(source, move.box) == move.box, (name, move)

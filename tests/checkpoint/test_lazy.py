@@ -58,12 +58,15 @@ def states(folder: Path, corpus: str) -> dict[str, dict[str, torch.Tensor]]:
 
 def copy_after_update(updated: threading.Event) -> Callable[..., Callable[[], float]]:
     """A copy that begins when the next update is done, however slow the machine is; after the last there is none."""
+    saves = iter(range(1, 4))
 
     def late(self: Saver, places: list[torch.Tensor], values: list[torch.Tensor]) -> Callable[[], float]:
         updated.clear()
+        if next(saves) == 3:
+            updated.set()
 
         def work() -> float:
-            updated.wait(3)
+            updated.wait(60)
             return copied(places, values)
 
         return self._thread.submit(work).result

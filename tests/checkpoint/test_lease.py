@@ -68,7 +68,7 @@ def test_the_living_hold_a_place_and_the_dead_do_not(tmp_path: Path) -> None:
 
 
 def test_a_holder_elsewhere_is_known_by_its_renewals(tmp_path: Path) -> None:
-    place, mine = LocalStorage(tmp_path / "run"), Lease(beat=0.05, patience=0.5)
+    place, mine = LocalStorage(tmp_path / "run"), Lease(beat=0.05, patience=2)
     with mock.patch.object(module, "_machine", return_value="elsewhere"), Lease(beat=0.05, patience=1000) as far:
         far.take([place])
         with mock.patch.object(module, "_machine", return_value="here"):
@@ -76,7 +76,7 @@ def test_a_holder_elsewhere_is_known_by_its_renewals(tmp_path: Path) -> None:
                 mine.take([place])
             with far._renewing:  # it stands still
                 mine.take([place])
-            for _ in range(200):
+            for _ in range(1200):
                 if far.lost:
                     break
                 threading.Event().wait(0.05)
@@ -154,7 +154,7 @@ def test_places_on_an_object_store(bucket: str) -> None:
         (before,) = place.list("lease/")
         with Lease(beat=0.2, patience=5) as second, pytest.raises(PlaceInUse, match=f"{bucket} is in use by process"):
             second.take([place])
-        for _ in range(100):
+        for _ in range(1200):
             if before not in place.list("lease/"):
                 break
             threading.Event().wait(0.05)

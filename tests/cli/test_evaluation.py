@@ -17,7 +17,7 @@ from weft.checkpoint.store import committed
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "way", "code", "said"), [
-    ("shard=2", signal.SIGKILL, 1, "rank 1 was killed by SIGKILL"),
+    pytest.param("shard=2", signal.SIGKILL, 1, "rank 1 was killed by SIGKILL", marks=pytest.mark.soak),
     ("pp=2", signal.SIGSTOP, 1, f"rank 1 has not answered for {TIMEOUT} s and is stopped"),
     ("tp=2", signal.SIGINT, 130, ""),
 ])  # fmt: skip

@@ -35,12 +35,17 @@ def small(folder: Path) -> list[str]:
     return recipe + [word for value in values for word in ("--set", value)]
 
 
-def leave(*words: str) -> int:
-    """Exit code of ``weft`` with these words as two ranks whose interpreters must not be taken down."""
-    return launch([], 2, [sys.executable, "-c", ABORTS, *words])
+def leave(*words: str, ranks: int = 2) -> int:
+    """Exit code of ``weft`` with these words as ranks whose interpreters must not be taken down."""
+    return launch([], ranks, [sys.executable, "-c", ABORTS, *words])
 
 
-@pytest.mark.slow
+def test_one_rank_that_joins_others_ends_without_the_interpreter_s(capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave("techniques", ranks=1) == 0
+    assert "DiLoCo" in capfd.readouterr().out
+
+
+@pytest.mark.soak
 def test_ranks_of_verify_end_without_the_interpreter_s(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert leave("verify", *small(tmp_path), "--steps", "1") == 0
     out, err = capfd.readouterr()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import hosts
 from weft.errors import WeftError
 from weft.observe.metrics import read_metrics
+from weft.resilience.hosts import Host, hosts, unavailable
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -25,16 +25,18 @@ SMALL = [
     "checkpoint.every=100",
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hosts.available(), reason="needs root and network namespaces")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := unavailable()), reason=why)]
 
 
-def torchrun(prefix: list[str], host: int, out: Path, port: int) -> subprocess.Popen[str]:
-    words = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
-             f"--node-rank={host}", "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.ADDRESSES[0]}:{port}",
-             f"--rdzv-conf=is_host={1 - host}", f"--local-addr={hosts.ADDRESSES[host]}",
+def torchrun(on: tuple[Host, ...], host: int, out: Path, port: int) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
+             f"--node-rank={host}", "--rdzv-backend=c10d", f"--rdzv-endpoint={on[0].address}:{port}",
+             f"--rdzv-conf=is_host={1 - host}", f"--local-addr={on[host].address}",
              "-m", "weft", "train", str(ROOT / "recipes/quickstart.toml"), "--out", str(out), "--resume", "auto",
              *(w for s in SMALL for w in ("--set", s))]  # fmt: skip
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent)
+    return subprocess.Popen(
+        on[host].command(words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
+    )
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -52,29 +54,29 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
     for process in processes:
         if process.poll() is None:
             process.terminate()
-            process.wait(60)
+            process.wait(120)
 
 
 def test_two_hosts_train_stop_resume_like_one(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     one = [sys.executable, "-m", "weft", "train", str(ROOT / "recipes/quickstart.toml"), "--out", str(tmp_path / "one")]
-    subprocess.run([*one, *(w for s in SMALL for w in ("--set", s))], check=True, capture_output=True, timeout=240)
+    subprocess.run([*one, *(w for s in SMALL for w in ("--set", s))], check=True, capture_output=True, timeout=400)
 
     run = tmp_path / "two"
-    with hosts.two_hosts() as prefixes:
-        first = [torchrun(prefix, i, run, 29501) for i, prefix in enumerate(prefixes)]
+    with hosts(2, rate="1gbit") as two:
+        first = [torchrun(two, i, run, 29501) for i in range(2)]
         started += first
-        until = time.monotonic() + 180
+        until = time.monotonic() + 300
         while len(losses(run)) < 4 and time.monotonic() < until and first[0].poll() is None:
             time.sleep(0.05)
         first[0].send_signal(signal.SIGTERM)  # one host is told to stop; both save and stop
-        said = [p.communicate(timeout=120)[0] for p in first]
+        said = [p.communicate(timeout=300)[0] for p in first]
         stopped = len(losses(run))
         assert 4 <= stopped < 12, said
         assert f"step-{stopped:06d}" in {p.name for p in (run / "checkpoints").iterdir()}, said
 
-        second = [torchrun(prefix, i, run, 29502) for i, prefix in enumerate(prefixes)]
+        second = [torchrun(two, i, run, 29502) for i in range(2)]
         started += second
-        said = [p.communicate(timeout=240)[0] for p in second]
+        said = [p.communicate(timeout=400)[0] for p in second]
         assert [p.returncode for p in second] == [0, 0], said
         assert f"resumed from {run}/checkpoints/step-{stopped:06d}" in said[0]
     assert losses(run) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)

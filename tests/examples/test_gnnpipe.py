@@ -105,6 +105,7 @@ def compare(got: list[Any], wanted: list[Any], tolerance: float | None) -> None:
             assert torch.equal(a, b) if tolerance is None else torch.allclose(a, b, rtol=0, atol=tolerance)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "layers"), [(1, 3), (2, 2), (2, 5), (4, 4), (4, 6)])
 def test_one_chunk_is_full_graph_training(pool: Pool, ranks: int, layers: int) -> None:
     graph, model = case(layers)
@@ -114,6 +115,7 @@ def test_one_chunk_is_full_graph_training(pool: Pool, ranks: int, layers: int) -
     compare(merged(pool.run(ranks, train, 1, ranks, layers, 3)), wanted, 1e-10)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("chunks", [2, 3, 8])
 def test_chunks_equal_the_replay_to_the_last_bit(pool: Pool, ranks: int, chunks: int) -> None:
@@ -127,6 +129,7 @@ def test_chunks_equal_the_replay_to_the_last_bit(pool: Pool, ranks: int, chunks:
     assert sum(sent for _, sent in parts) == epochs * volume
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("chunks", [2, 3, 8])
 def test_the_stale_rule_is_what_autograd_makes_of_it(pool: Pool, chunks: int, seed: int | None) -> None:

@@ -58,6 +58,7 @@ def continued(name: str, dispatch: str) -> tuple[list[list[int]], list[Any], int
     return found, logits, experts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world", "name", "dispatch"), [
     (4, "mixtral", "all-to-all"), (2, "deepseek-v3", "per-rank"),
     pytest.param(4, "two experts", "all-to-all", marks=pytest.mark.slow),

@@ -73,6 +73,7 @@ def continued(lengths: tuple[int, ...], context: str, temperature: float = 0.0) 
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("world", "context"), [(2, "zigzag"), (4, "zigzag"), *[(3, scheme) for scheme in SCHEMES]])
 def test_tokens_and_logits_are_those_of_one_device(pool: Any, world: int, context: str) -> None:
     model = build()

@@ -238,3 +238,13 @@ def test_loads_of_experts_over_the_mean_of_their_layer() -> None:
     trace = found["Experts"]["traces"][0]
     assert [row[0] for row in trace["z"]] == [0.5, 1.5, 1, 1, 1, 1] and len(trace["x"]) <= 250
     assert found["Experts"]["layout"]["yaxis"] == {"tickvals": [0, 2], "ticktext": ["layer 1", "layer 4"]}
+
+
+def test_who_took_part_is_drawn_in_steps_up_to_the_end() -> None:
+    views = [{"step": 0, "time": 100.0, "ranks": 4}, {"step": 1, "time": 160.0, "ranks": 3}]
+    trained = [{"step": n, "time": 100.0 + 60 * n, "loss": 1 / n} for n in (1, 2, 3)]
+    found = {c["title"]: c for c in charts([Run("r", {"view": views, "train": trained})])}["Who took part"]
+    loss, ranks = found["traces"]
+    assert (loss["x"], loss["y"]) == ([1, 2, 3], [1.0, 0.5, 0.333333])
+    assert (ranks["x"], ranks["y"], ranks["line"]["shape"]) == ([0, 1, 3], [4, 3, 3], "hv")
+    assert "Who took part" not in [c["title"] for c in charts([Run("r", {"view": views[:1], "train": trained})])]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.profiler import record_function
 
+from tests.measured import until_true
 from weft.observe.split import Split, TraceEvent, profile_step, split_events, trace
 
 
@@ -32,10 +33,13 @@ def test_phases_of_one_process() -> None:
             time.sleep(0.10)
         return "result"
 
-    result, split = profile_step(step)
-    assert result == "result" and split.communication == 0
-    assert split.data == pytest.approx(0.05, abs=0.03) and split.optimizer == pytest.approx(0.10, abs=0.04)
-    assert sum((split.compute, split.communication, split.data, split.optimizer)) == pytest.approx(split.total)
+    def measured() -> Split:
+        result, split = profile_step(step)
+        assert result == "result" and split.communication == 0 and split.data >= 0.05 and split.optimizer >= 0.1
+        assert sum((split.compute, split.communication, split.data, split.optimizer)) == pytest.approx(split.total)
+        return split
+
+    until_true(measured, lambda split: split.data < 0.08 and split.optimizer < 0.14)
 
 
 def test_cpu_events_count_once_and_on_the_main_thread_only() -> None:
@@ -111,20 +115,31 @@ def _rank(rank: int, rendezvous: str, out: str) -> None:
 
 
 def test_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    mp.spawn(_rank, (str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    shares = [{name: s["communication"] / s["total"] for name, s in splits.items()} for splits in (first, second)]
-    # On a busy machine one rank waits for the other; the one that is waited for tells what the step is made of.
-    assert max(s["talk"] for s in shares) > 0.8 and max(s["talk_functionally"] for s in shares) > 0.6
-    assert min(s["compute"] for s in shares) < 0.4
-    for splits in (first, second):
-        assert splits["update"]["optimizer"] > 0.1 and splits["update"]["communication"] > 0
-        for split in splits.values():
-            assert sum(split[k] for k in ("compute", "communication", "data", "optimizer")) == pytest.approx(
-                split["total"]
-            )
-    assert first["wait_for_a_slow_rank"]["communication"] > 0.2
-    assert second["wait_for_a_slow_rank"]["communication"] < first["wait_for_a_slow_rank"]["communication"]
+
+    def measured() -> list[dict[str, dict[str, float]]]:
+        (tmp_path / "rendezvous").unlink(missing_ok=True)
+        mp.spawn(_rank, (str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
+        both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+        for splits in both:
+            assert splits["update"]["communication"] > 0
+            for split in splits.values():
+                parts = sum(split[k] for k in ("compute", "communication", "data", "optimizer"))
+                assert parts == pytest.approx(split["total"])
+        return both
+
+    def as_expected(both: list[dict[str, dict[str, float]]]) -> bool:
+        shares = [{name: s["communication"] / s["total"] for name, s in splits.items()} for splits in both]
+        waits = [splits["wait_for_a_slow_rank"]["communication"] for splits in both]
+        # On a busy machine one rank waits for the other; the one that is waited for tells what the step is made of.
+        return (
+            max(s["talk"] for s in shares) > 0.8
+            and max(s["talk_functionally"] for s in shares) > 0.6
+            and min(s["compute"] for s in shares) < 0.4
+            and min(splits["update"]["optimizer"] for splits in both) > 0.1
+            and waits[0] > max(0.2, waits[1])
+        )
+
+    until_true(measured, as_expected)
     assert "USDT" not in capfd.readouterr().err
 
 

@@ -180,8 +180,10 @@ def test_every_table_equals_one_device_many_times(pool: Any, world: int) -> None
     check()
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_every_way_to_lay_attention_over_ranks(pool: Any, world: int) -> None:
+@pytest.mark.parametrize(("world", "most"), [
+    (2, 4), (3, 4), (4, 2), (8, 1), *(pytest.param(*c, marks=pytest.mark.soak) for c in ((4, 4), (8, 2))),
+])  # fmt: skip
+def test_every_way_to_lay_attention_over_ranks(pool: Any, world: int, most: int) -> None:
     """Ulysses and USP too, with head counts that nothing divides and fewer key/value heads than ranks."""
     cases = []
     for context, ulysses in WAYS:
@@ -189,7 +191,7 @@ def test_every_way_to_lay_attention_over_ranks(pool: Any, world: int) -> None:
         heads = [(4, 2), (5, 1), (6, 3), (7, 7)] if layout.head_ranks <= 4 else [(8, 2), (9, 1), (12, 3)]
         if world % layout.head_ranks:
             continue
-        for i, shape in enumerate(heads[: 2 if world == 8 else 4]):
+        for i, shape in enumerate(heads[:most]):
             length = padded_length(61 + i, layout)
             cases.append((context, ulysses, [[length], [1, 7, length - 9, 1]][i % 2 :], shape, 13 * (i % 2)))
     answers = pool.run(world, layout_cases, cases)

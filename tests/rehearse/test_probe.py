@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.measured import until_true
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -94,21 +95,25 @@ def test_a_rehearsed_step_has_the_collectives_of_its_layout() -> None:
 
 def test_work_between_messages_is_all_the_work() -> None:
     """What a rank does itself is timed in pieces, each up to what it asks of the others, and nothing twice."""
-    with silent_rank(1, 2) as journal:
-        a, out = torch.ones(400, 400), torch.empty(8)
-        journal.begin()
-        before = worked()
-        for turn in range(3):
-            for _ in range(5 * (turn + 1)):
-                a @ a
-            dist.all_gather_into_tensor(out, torch.ones(4))
-            dist.send(out, 0)
-        journal.close()
-        whole = worked() - before
-    work = [e.seconds for e in journal.events if e.kind == "work"]
-    assert sum(work) == pytest.approx(whole, rel=0.2) and sum(work) <= whole
-    assert work[6] > work[3] > work[0] > 0 and out.tolist() == [1.0] * 8
-    assert [e.kind for e in journal.events if e.kind != "work"] == ["collective", "send", "wait"] * 3
+
+    def measured() -> tuple[list[float], float]:
+        with silent_rank(1, 2) as journal:
+            a, out = torch.ones(400, 400), torch.empty(8)
+            before = worked()  # first, as what is worked in here must be no less than what is found
+            journal.begin()
+            for turn in range(3):
+                for _ in range(5 * (turn + 1)):
+                    a @ a
+                dist.all_gather_into_tensor(out, torch.ones(4))
+                dist.send(out, 0)
+            journal.close()
+            whole = worked() - before
+        work = [e.seconds for e in journal.events if e.kind == "work"]
+        assert 0 < sum(work) <= whole and out.tolist() == [1.0] * 8
+        assert [e.kind for e in journal.events if e.kind != "work"] == ["collective", "send", "wait"] * 3
+        return work, whole
+
+    until_true(measured, lambda m: m[0][6] > m[0][3] > m[0][0] > 0 and sum(m[0]) == pytest.approx(m[1], rel=0.2))
 
 
 def test_measured_curves_are_a_cluster_file(tmp_path: Path) -> None:

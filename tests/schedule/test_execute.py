@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from bench.modelled import sleeping
+from tests.measured import until_true
 from weft.layout.lost import PeerLost
-from weft.schedule.actions import Action, ScheduleError, Table, Value
+from weft.schedule.actions import Action, Key, ScheduleError, Table, Value
 from weft.schedule.build import Times, build
 from weft.schedule.build.greedy import list_schedule
 from weft.schedule.execute import execute, replay
@@ -48,6 +49,7 @@ def traced(name: str, microbatches: int, window: int) -> dict[str, torch.Tensor]
     return results
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gpipe", "interleaved-1f1b", "zb-v", "dualpipe"])
 @pytest.mark.parametrize("window", [2, 4])
 def test_ranks_compute_what_one_process_computes(pool: Any, name: str, window: int) -> None:
@@ -60,15 +62,15 @@ def test_ranks_compute_what_one_process_computes(pool: Any, name: str, window: i
     assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
-def rehearse(table: Table, unit: float, move: float) -> list[tuple[float, float]]:
-    """When this rank's first action began and its last ended, in each of six runs after a barrier."""
+def rehearse(table: Table, unit: float, move: float) -> list[list[tuple[int, Key, float, float]]]:
+    """This rank, its actions, when each began and when it ended, in each of three runs after a barrier."""
     wire = Wire(dist.group.WORLD, CPU, 30, lambda value: [((1,), torch.float32)])
     costs = uniform(table, Times(unit, unit * 1.1, unit * 0.9, move))
     lowered, runs = lower(table), []
-    for _ in range(6):
+    for _ in range(3):
         dist.barrier()
         run = execute(lowered, dist.get_rank(), sleeping(costs.compute), wire)
-        runs.append((run.times[0][1], run.times[-1][2]))
+        runs.append([(a.rank, a.key, start, end) for a, start, end in run.times])
     return runs
 
 
@@ -78,15 +80,27 @@ def skipping() -> Table:
     return list_schedule("skip", holders, plan_paths(holders, 8, 0.25, costs), costs, ranks=4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "skippipe"])
 def test_time_is_the_simulated_one(pool: Any, name: str) -> None:
-    unit = 0.04  # long beside what a busy machine takes to wake a rank
     table = skipping() if name == "skippipe" else build(name, 4, 8, None, Times(1, 1.1, 0.9))
-    expected = simulate(table, uniform(table, Times(unit, unit * 1.1, unit * 0.9))).elapsed
-    ranks = pool.run(4, rehearse, table, unit, 0.0)
-    took = min(max(end for _, end in runs) - min(start for start, _ in runs) for runs in zip(*ranks, strict=True))
-    assert expected <= took < 1.1 * expected
+    units = iter((0.02, 0.04, 0.08, 0.16, 0.32))  # until what a busy machine takes to wake a rank is short beside it
+
+    def best() -> float:
+        ranks = pool.run(4, rehearse, table, next(units), 0.0)
+        return min(over_simulated(table, [timed for rank in run for timed in rank]) for run in zip(*ranks, strict=True))
+
+    until_true(best, lambda found: found < 1.1, tries=5)
+
+
+def over_simulated(table: Table, timed: list[tuple[int, Key, float, float]]) -> float:
+    """How long all took, over the simulated time of actions that take what these took: a busy machine oversleeps."""
+    seconds = {(rank, key): end - start for rank, key, start, end in timed}
+    expected = simulate(table, Costs(lambda a: seconds[a.rank, a.key])).elapsed
+    took = max(end for *_, end in timed) - min(start for _, _, start, _ in timed)
+    assert expected <= took + 1e-6
+    return took / expected
 
 
 def stalling(seconds: float, exits: bool) -> str:

@@ -6,6 +6,7 @@ one sees the other. Whether the holder of an object still lives is known at once
 any other it shows by whether its object is renewed. Objects are made once and never changed, as in every storage.
 """
 
+import hashlib
 import json
 import os
 import secrets
@@ -36,13 +37,17 @@ class PlaceInUse(WeftError):
 
 
 class Lease:
-    """The places that this process uses, until :meth:`close`. ``lost`` says so if one was taken away meanwhile."""
+    """The places that this process uses, until :meth:`close`. ``lost`` says so if one was taken away meanwhile.
 
-    def __init__(self, beat: float = BEAT, patience: float = PATIENCE) -> None:
+    ``run``: a secret of the ranks of one run, each of which may take over from another that it knows to be out of it.
+    """
+
+    def __init__(self, beat: float = BEAT, patience: float = PATIENCE, run: str = "") -> None:
         self.beat, self.patience, self.lost = beat, patience, ""
         pid = os.getpid()
         about = _machine(), socket.gethostname(), pid, _start_of(pid)
-        self._about = json.dumps(dict(zip(ABOUT, about, strict=True))).encode()
+        self._run = hashlib.sha256(run.encode()).hexdigest()[:16] if run else ""
+        self._about = json.dumps(dict(zip(ABOUT, about, strict=True)) | {"run": self._run}).encode()
         self._held: dict[Storage, str] = {}  # the name of the object in each place
         self._made: list[Path] = []  # folders that were not there before
         self._renewed, self._renewing, self._end = time.monotonic(), threading.Lock(), threading.Event()
@@ -97,11 +102,17 @@ class Lease:
         for other in _leases(place).values():
             if other == name:
                 continue
-            if about := _living(place, other, self.beat, self.patience):
+            if not self._is_kin(place, other) and (about := _living(place, other, self.beat, self.patience)):
                 raise PlaceInUse(
                     f"{place} is in use by {about}; stop that run or wait for its end, or choose another place"
                 )
             place.delete([other])
+
+    def _is_kin(self, place: Storage, name: str) -> bool:
+        """Whether the holder of an object is, or was, another rank of this run."""
+        with suppress(StorageError, ValueError, AttributeError):
+            return bool(self._run) and json.loads(place.read(name)).get("run") == self._run
+        return False
 
     def _make(self, folder: Path, new: bool) -> None:
         """Make a folder, and note what of the path to it was made here: another run's is not ours to remove."""

@@ -20,6 +20,7 @@ from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import PLACES, committed, first_problem, new_name, places, prune, step_of
 from weft.errors import UsageError, WeftError
+from weft.layout.mesh import from_all
 from weft.recipe import MEMORY, Checkpoint
 
 #: Where the kernel keeps files in memory.
@@ -61,8 +62,11 @@ def _path(place: Storage) -> Storage | Path:
     return place.root.resolve() if isinstance(place, LocalStorage) else place
 
 
-def levels_of(settings: Checkpoint, run: Path) -> list[LevelStore]:
-    """The recipe's levels, fastest first, for the run in the folder ``run``. Touches nothing."""
+def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelStore]:
+    """The recipe's levels, fastest first, for the run in the folder ``run``. Touches nothing.
+
+    ``apart``: what a place that is not of the folder is called below what the recipe says.
+    """
     found = []
     for level in settings.all_levels:
         place: Storage = LocalStorage(run / "checkpoints")
@@ -72,6 +76,7 @@ def levels_of(settings: Checkpoint, run: Path) -> list[LevelStore]:
         elif level.to:
             place = open_storage(level.to)
             place = LocalStorage(place.root.expanduser().absolute()) if isinstance(place, LocalStorage) else place
+            place = place / apart if apart else place
         found.append(LevelStore(place, level.every, level.keep, level.to == MEMORY))
     return found
 
@@ -109,8 +114,11 @@ def _check_memory(level: LevelStore, size: int) -> None:
 
 
 def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
-    """Refuse places that only some ranks see: with ``ranks`` of which ``local`` are on this host. Collective."""
-    if ranks == local:
+    """Refuse places that only some ranks see: with ``ranks`` of which ``local`` are on this host. Collective.
+
+    What launchers say of a host may differ from rank to rank, once others of theirs were lost.
+    """
+    if all(from_all(ranks == local)):
         return
     problem, token = "", [secrets.token_hex(6)]
     if any(level.in_memory for level in levels):

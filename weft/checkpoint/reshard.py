@@ -7,7 +7,7 @@ reads a share of what it and its replicas need from storage, and gets the rest f
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,16 +30,19 @@ ALIGN = 8
 
 @dataclass(frozen=True)
 class ElementMove:
-    """Elements ``box`` of tensor ``name`` go from rank ``source`` to rank ``target``."""
+    """Elements ``box`` of tensor ``name`` go from rank ``source``, which has them in its part ``held``, to ``target``,
+    which needs them in its part ``needed``."""
 
     name: str
     box: Box
+    held: Box
+    needed: Box
     source: int
     target: int
 
 
 def moves(
-    name: str, tensor: Tensor, held: Sequence[Box | None], needed: Sequence[Box | None], rank: int
+    name: str, tensor: Tensor, held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]], rank: int
 ) -> Iterator[ElementMove]:
     """What ``rank`` sends and receives of a tensor of which rank ``r`` has ``held[r]`` and needs ``needed[r]``.
 
@@ -47,32 +50,46 @@ def moves(
     being the same.
     """
     holders: dict[Box, list[int]] = {}
-    for r, box in enumerate(held):
-        if box is not None and volume(box):
-            holders.setdefault(box, []).append(r)
+    for r, boxes in enumerate(held):
+        for box in boxes:
+            if volume(box):
+                holders.setdefault(box, []).append(r)
     if sum(map(volume, holders)) != tensor.numel:
         raise WeftError(f"the running ranks do not hold {name} {list(tensor.shape)} once: {sorted(holders)}")
     turn = zlib.crc32(name.encode())
-    for target, box in enumerate(needed):
-        if box is None:
-            continue
-        for have, ranks in holders.items():
-            source = target if target in ranks else ranks[(turn + target) % len(ranks)]
-            if rank in (source, target) and (common := meet(have, box)) is not None:
-                yield ElementMove(name, common, source, target)
+    for target, boxes in enumerate(needed):
+        for box in boxes:
+            for have, ranks in holders.items():
+                source = target if target in ranks else ranks[(turn + target) % len(ranks)]
+                if rank in (source, target) and (common := meet(have, box)) is not None:
+                    yield ElementMove(name, common, have, box, source, target)
+
+
+#: A rank's parts of logical tensors, by the name of the tensor and the box.
+_Parts = dict[str, dict[Box, Part]]
+
+
+def _by_box(parts: Iterable[tuple[str, Part]]) -> _Parts:
+    found: _Parts = {}
+    for name, part in parts:
+        found.setdefault(name, {})[part.box] = part
+    return found
 
 
 def redistribute(
-    sources: Mapping[str, Part], targets: Mapping[str, Part], group: dist.ProcessGroup | None = None
+    sources: Iterable[tuple[str, Part]], targets: Mapping[str, Part], group: dist.ProcessGroup | None = None
 ) -> int:
     """Fill ``targets`` in place with what the ranks of ``group`` (default: all) hold as ``sources``. Collective.
 
-    Both name this rank's parts of logical tensors; a rank that takes no part in a layout gives nothing for it. Returns
-    the bytes that this rank sent. Raises :class:`WeftError` on all ranks if shapes or types differ or an element is
-    missing.
+    Both are this rank's parts of logical tensors, by name; among the sources there may be several of one name. A rank
+    that takes no part in a layout gives nothing for it. Returns the bytes that this rank sent. Raises
+    :class:`WeftError` on all ranks if shapes or types differ or an element is missing.
     """
     rank, world = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-    about = tuple({name: (v.tensor, v.box) for name, v in side.items()} for side in (sources, targets))
+    sides = _by_box(sources), _by_box(targets.items())
+    about = tuple(
+        {name: (next(iter(parts.values())).tensor, list(parts)) for name, parts in side.items()} for side in sides
+    )
     everyones = from_all(about, group)
     tensors: dict[str, Tensor] = {}
     for side in (side for sides in everyones for side in sides):
@@ -82,44 +99,51 @@ def redistribute(
                 raise WeftError(f"{name} is {known.dtype} {list(known.shape)} and {tensor.dtype} {list(tensor.shape)}")
     held, needed = zip(*everyones, strict=True)
 
-    def boxes(sides: Sequence[Mapping[str, tuple[Tensor, Box]]], name: str) -> list[Box | None]:
-        return [side[name][1] if name in side else None for side in sides]
+    def boxes(side: Sequence[Mapping[str, tuple[Tensor, list[Box]]]], name: str) -> list[list[Box]]:
+        return [of_rank[name][1] if name in of_rank else [] for of_rank in side]
 
     wanted = sorted({name for side in needed for name in side})
     plan = {name: list(moves(name, tensors[name], boxes(held, name), boxes(needed, name), rank)) for name in wanted}
     sent = 0
     for names in grouped(wanted, ROUND, lambda name: tensors[name].numel * tensors[name].itemsize):
         chosen = [move for name in names for move in plan[name]]
-        sent += _exchange(chosen, sources, targets, tensors, rank, world, group)
+        sent += _exchange(chosen, *sides, tensors, rank, world, group)
     return sent
 
 
 def _exchange(
     plan: Sequence[ElementMove],
-    sources: Mapping[str, Part],
-    targets: Mapping[str, Part],
+    sources: _Parts,
+    targets: _Parts,
     tensors: Mapping[str, Tensor],
     rank: int,
     world: int,
     group: dist.ProcessGroup | None,
 ) -> int:
     """One round: pack, exchange, unpack. The messages of two ranks hold their moves in the order of ``plan``."""
-    device = next((v.values.device for v in (*targets.values(), *sources.values())), torch.device("cpu"))
+    parts = (part for side in (targets, sources) for boxes in side.values() for part in boxes.values())
+    device = next((part.values.device for part in parts), torch.device("cpu"))
+
+    def source(move: ElementMove) -> torch.Tensor:
+        return _part(sources[move.name][move.held], move.box)
+
+    def target(move: ElementMove) -> torch.Tensor:
+        return _part(targets[move.name][move.needed], move.box)
+
     outgoing = [(m.target, m) for m in plan if m.source == rank != m.target]
     incoming = [(m.source, m) for m in plan if m.target == rank != m.source]
     send, sent, places = _message(outgoing, tensors, world, device)
     for move, place in places:
-        place.copy_(_part(sources[move.name], move.box))
+        place.copy_(source(move))
     receive, received, places = _message(incoming, tensors, world, device)
     if world > 1:
         dist.all_to_all_single(receive, send, received, sent, group=group)
     for move in plan:
-        if move.source == move.target == rank:
-            source, target = _part(sources[move.name], move.box), _part(targets[move.name], move.box)
-            if source.data_ptr() != target.data_ptr():  # else it is where it belongs already
-                target.copy_(source)
+        # Equal addresses: it is where it belongs already.
+        if move.source == move.target == rank and source(move).data_ptr() != target(move).data_ptr():
+            target(move).copy_(source(move))
     for move, place in places:
-        _part(targets[move.name], move.box).copy_(place)
+        target(move).copy_(place)
     return sum(sent)
 
 
@@ -167,7 +191,7 @@ def load(checkpoint: StoredCheckpoint, locals_: Mapping[str, Part], group: dist.
         if found is not None:
             raise found
     if shared:
-        redistribute(mine, locals_, group)
+        redistribute(mine.items(), locals_, group)
 
 
 def _share(name: str, local: Part) -> Part | None:

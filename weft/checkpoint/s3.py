@@ -41,12 +41,12 @@ MOST_PARTS = 9_000
 TRANSIENT = {408, 409, 425, 429, *range(500, 600)}
 
 
-#: A place, or the address of one: a folder or ``s3://bucket/prefix``.
+#: A place, or the address of one: a folder, ``s3://bucket/prefix`` or ``peer://path``.
 Where = str | Path | Storage
 
 
 def open_storage(where: Where) -> Storage:
-    """``s3://bucket/prefix`` or a folder. Raises :class:`UsageError` for another scheme or a malformed address."""
+    """``s3://bucket/prefix``, ``peer://path`` or a folder. Raises :class:`UsageError` for anything else."""
     if not isinstance(where, (str, Path)):
         return where
     text = str(where)
@@ -55,8 +55,14 @@ def open_storage(where: Where) -> Storage:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", bucket):  # nor key:secret@bucket
             raise UsageError("an object store is given as s3://bucket/prefix; credentials go into AWS_* variables")
         return S3Storage(bucket, re.sub("/+", "/", prefix))
+    if found := re.fullmatch(r"peer:/{1,2}(.*?)/*", text):
+        from weft.checkpoint.peer import PeerStorage
+
+        return PeerStorage(found[1])
     if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text):
-        raise UsageError(f"{scheme[1]}:// is no storage that Weft knows; give a folder or s3://bucket/prefix")
+        raise UsageError(
+            f"{scheme[1]}:// is no storage that Weft knows; give a folder, s3://bucket/prefix or peer://path"
+        )
     return LocalStorage(Path(where))
 
 

@@ -12,6 +12,9 @@ from weft.checkpoint import reshard
 from weft.checkpoint.load import StoredCheckpoint
 from weft.parallel.state import State
 
+#: Slots that begin with the parameters.
+LIKE_PARAMETERS = ("ema", "anchor")
+
 
 @dataclass
 class Progress:
@@ -33,15 +36,16 @@ class Progress:
 def load_state(checkpoint: StoredCheckpoint, state: State, group: dist.ProcessGroup | None = None) -> Progress:
     """Bring back what :class:`weft.checkpoint.checkpoints.Checkpoints` saved, under whatever layout ``state`` is of.
 
-    Averages of the parameters that the checkpoint has not got begin with the parameters. Collective over ``group``
-    (default: all ranks).
+    Averages of the parameters that the checkpoint has not got begin with the parameters, and so does what islands agree
+    by. Collective over ``group`` (default: all ranks).
     """
-    wanted = state.saved()
-    begun = {name for name in wanted if name.startswith("optimizer.ema.") and name not in checkpoint.tensors}
+    wanted, late = state.saved(), (*LIKE_PARAMETERS, "outer", "own", "answer", "up", "down")
+    begun = {name for name in wanted if name.split(".")[1] in late and name not in checkpoint.tensors}
     reshard.load(checkpoint, {name: part for name, part in wanted.items() if name not in begun}, group)
     for h in state.learning:
-        if f"optimizer.ema.{h.name}" in begun:
-            h.slots["ema"].values.copy_(h.local)
+        for slot in LIKE_PARAMETERS:
+            if f"optimizer.{slot}.{h.name}" in begun:
+                h.slots[slot].values.copy_(h.local)
     progress = Progress(**checkpoint.meta["progress"])
     state.updates = progress.updates
     return progress
@@ -52,7 +56,7 @@ def move_state(old: State | None, new: State | None, progress: Progress) -> int:
 
     A rank that has no place in one of the layouts gives None for it. Returns the bytes that this rank sent.
     """
-    sent = reshard.redistribute(old.tensors() if old else {}, new.tensors() if new else {})
+    sent = reshard.redistribute(old.tensors().items() if old else (), new.tensors() if new else {})
     if new is not None:
         new.updates = progress.updates
     return sent

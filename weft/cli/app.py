@@ -6,14 +6,18 @@ from typing import Annotated
 import typer
 
 import weft
+from weft.cli.chaos import chaos
 from weft.cli.checkpoint import app as checkpoint
 from weft.cli.data import app as data
+from weft.cli.doctor import doctor
 from weft.cli.eval import evaluate
 from weft.cli.export import export
 from weft.cli.generate import generate
 from weft.cli.new import new
+from weft.cli.peer import app as peer
 from weft.cli.plan import plan
 from weft.cli.probe import probe
+from weft.cli.ranks import app as ranks
 from weft.cli.recipes import recipes
 from weft.cli.report import report
 from weft.cli.schedule import schedule
@@ -54,12 +58,16 @@ app.command()(verify)
 app.command()(generate)
 app.command("eval")(evaluate)
 app.command()(report)
+app.command()(doctor)
 app.command()(export)
 app.command()(schedule)
 app.command()(probe)
+app.command()(chaos)
 app.command()(recipes)
 app.command()(new)
 app.command()(techniques)
+app.add_typer(ranks, name="ranks")
+app.add_typer(peer, name="peer")
 app.add_typer(data, name="data")
 app.add_typer(checkpoint, name="checkpoint")
 app.command(no_args_is_help=True)(plan)

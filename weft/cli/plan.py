@@ -85,6 +85,7 @@ def plan(
     from weft.planner.engine import ENGINES
     from weft.planner.explain import exchanges, layout_tree, recipe_tree, record, title, untrainable
     from weft.planner.finalists import finalists
+    from weft.planner.islands import islands_of
     from weft.planner.machine import load_cluster
     from weft.planner.shape import SHAPES, load_model
     from weft.recipe import build_recipe, load_recipe
@@ -162,6 +163,7 @@ def plan(
                         missing)  # fmt: skip
         write_page(html, told, found, finals, max(top, 8))
     checks = _checked(finals[:check], subject)
+    islands = None if probed else islands_of(shape, machines, constants, batch, seq, bits[precision], pins)
     exchanged = exchanges(found, finals[0])
     if as_json:
         refused = [vars(rule) for rule in found.refused]
@@ -170,6 +172,7 @@ def plan(
                           "calibration": error, "layouts": [record(final) for final in finals[:top]],
                           "rejected": [str(line) for line in found.rejected(top)], "refused": refused,
                           "checks": [vars(done) for done in checks], "probes": probes,
+                          "islands": islands.record() if islands else None,
                           "experts": exchanged or None, "not_trainable": missing or None}))  # fmt: skip
         return 0
     console = Console(highlight=False, soft_wrap=True)
@@ -194,6 +197,8 @@ def plan(
     )
     if exchanged:
         say(f"experts {_exchanges(exchanged)}")
+    for words in islands.lines(finals[0].seconds) if islands else ():
+        say(f"islands {words}")
     say(f"error   {error}")
     if missing:
         say(f"train   not trainable yet: {missing}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # `weft --help` does not wait for what reads a recipe
 
 _ranks = "Ranks for a recipe without a layout, which the planner then chooses; else one per GPU, or one."
 _probe_file = "From weft probe: the planner chooses by it, and also how many ranks."
-_resume = typer.Option(metavar="auto|DIR|s3://...", help="Continue a run or checkpoint, under any layout.")
+_resume = typer.Option(metavar="auto|DIR|s3://...|peer://...", help="Continue a run or checkpoint, under any layout.")
 
 
 def train(
@@ -39,7 +39,7 @@ def train(
     given = load_recipe(recipe, overrides or [], layout, origin)
     argv = sys.argv[1:]
     if "layout" not in given.model_fields_set:
-        from weft.train.start import planned
+        from weft.resilience.start import planned
 
         given, more = planned(given, ranks) if cluster is None else probed_choice(given, ranks, cluster)
         argv += more
@@ -56,12 +56,13 @@ def train(
         with Console(stderr=True).status("preparing the data"):
             prepare_run(given, out, resume)
         if given.layout.world > 1:
-            return launch(argv, given.layout.world, threads=given.train.threads)
-    from weft.train.start import be_rank
+            survive = given.survives or given.islands_come_and_go
+            return launch(argv, given.layout.world, threads=given.train.threads, survive=survive)
+    from weft.resilience.start import be_rank
 
-    outcome = be_rank(given, out, resume, _conclude)
+    outcome = be_rank(given, out, resume, conclude)
     # Of several ranks the launcher knows best what a signal means; each of them ended as it should.
-    return 128 + outcome.interrupted if given.layout.world == 1 and outcome.interrupted else 0
+    return 128 + outcome.interrupted if given.layout.world == 1 and outcome and outcome.interrupted else 0
 
 
 def probed_choice(recipe: "Recipe", ranks: int | None, file: str) -> "tuple[Recipe, list[str]]":
@@ -82,9 +83,9 @@ def probed_choice(recipe: "Recipe", ranks: int | None, file: str) -> "tuple[Reci
     return choice.recipe, list(choice.overrides)
 
 
-def _conclude(recipe: "Recipe", outcome: "Outcome") -> None:
+def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
     from weft.observe.metrics import Metrics
-    from weft.train.start import finish
+    from weft.resilience.start import finish
 
     say = Console(highlight=False, soft_wrap=True).print
     if outcome.interrupted:

@@ -82,11 +82,13 @@ def _numbers(recipe: "Recipe", steps: int, as_json: bool) -> int:
     difference, dtype = prove(recipe, steps), recipe.train.dtype
     if difference is None:  # another rank says it
         return 0
+    simulated = recipe.layout.island > 1 and not recipe.sync.of_gradients
+    peer = "islands simulated in one process" if simulated else "one device"
     if as_json:
         print(json.dumps(asdict(difference) | {"layout": str(recipe.layout), "steps": steps, "dtype": dtype}))
     else:
         limit = TOLERANCE[dtype]
-        typer.echo(f"{recipe.layout} against one device, {steps} steps in {dtype} (limit {limit:.0e}):")
+        typer.echo(f"{recipe.layout} against {peer}, {steps} steps in {dtype} (limit {limit:.0e}):")
         for what, value, where in (
             ("loss", difference.loss, ""),
             ("gradients", difference.grad, difference.worst_grad),
@@ -97,7 +99,7 @@ def _numbers(recipe: "Recipe", steps: int, as_json: bool) -> int:
             verdict = "equal" if value <= limit else "DIFFERENT"
             typer.echo(f"  {what:<14} {value:9.2e}  {verdict}" + (f"  (worst: {where})" if where else ""))
     if not difference.ok:
-        raise WeftError(f"{recipe.layout} does not compute what one device computes")
+        raise WeftError(f"{recipe.layout} does not compute the same as {peer}")
     return 0
 
 

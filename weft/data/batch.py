@@ -83,6 +83,7 @@ class Batch:
     ``documents``: int64 ``[rows, seq/cp]``, the segment that each token is of, -1 for padding; None if nobody asked.
     ``weights``: float32 ``[rows, seq/cp]``, how much the loss of each label counts; None where all count alike.
     ``paired``: of rows that hold pairs of documents to compare.
+    ``samples``: the numbers of those samples that this rank, of all that have a part of them, answers for.
     """
 
     tokens: torch.Tensor
@@ -93,6 +94,7 @@ class Batch:
     weights: torch.Tensor | None = None
     documents: torch.Tensor | None = None
     paired: PairedRows | None = None
+    samples: tuple[int, ...] = ()
 
     @property
     def real_tokens(self) -> int:

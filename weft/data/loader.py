@@ -2,7 +2,10 @@
 
 import sys
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -72,13 +75,23 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     return Corpus(tokenizer, train, validation, "; ".join(lines), identity)
 
 
+def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """How many of ``batch`` samples each rank gets, so that the last one is done as early as can be."""
+    shares = [0] * len(speeds)
+    for _ in range(batch):
+        first = min(range(len(speeds)), key=lambda rank: ((shares[rank] + 1) / speeds[rank], rank))
+        shares[first] += 1
+    return tuple(shares)
+
+
 @dataclass(frozen=True)
 class Loader:
     """Batches of one rank. With ``costs`` (of documents) and ``layout.balance`` every step is planned by length.
 
     ``ends``: the only labels are the last tokens of documents, where a reward model's score is read. ``joined``: the
     rows of a pass stand behind each other in one row, which is as long as the ranks' longest: documents do not see each
-    other, so that all that falls away is padding.
+    other, so that all that falls away is padding. ``more``: places among those that sequences are dealt out to whose
+    batches are wanted, too, after the own ones. ``speeds`` of these places: slower ones get fewer; none: all are alike.
     """
 
     order: Order | Listed
@@ -92,11 +105,40 @@ class Loader:
     costs: DocumentTimes | None = None
     ends: bool = False
     joined: bool = False
+    more: tuple[int, ...] = ()
+    speeds: tuple[float, ...] = ()
+
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
+        """How many samples of a whole step each rank gets."""
+        ranks = self.layout.size(*BATCH_AXES)
+        return shares_of(self.batch, self.speeds) if self.speeds else (-(-self.batch // ranks),) * ranks
+
+    def dealt(self, position: int) -> list[range]:
+        """The samples of the step after ``position`` that each rank gets, consecutive ones: first islands share them.
+
+        So an island's samples are the same whatever its own layout.
+        """
+        end, islands = min(position + self.batch, self.order.total or sys.maxsize), self.layout.island
+        share, ranks = -(-self.batch // islands), len(self.shares) // islands
+        found: list[range] = []
+        for i in range(islands):
+            first, last = (min(position + share * n, end) for n in (i, i + 1))
+            bounds = accumulate(self.shares[ranks * i : ranks * (i + 1)], initial=first)
+            found += [range(a, b) for a, b in pairwise(min(bound, last) for bound in bounds)]
+        return found
+
+    def due(self, position: int) -> range:
+        """The samples of the step after ``position`` that are for the ranks of this one's island."""
+        ranks = len(self.shares) // self.layout.island
+        first = self.batch_rank // ranks * ranks
+        own = self.dealt(position)[first : first + ranks]
+        return range(own[0].start, own[-1].stop)
 
     def step(self, position: int) -> list[Batch] | None:
         """The passes of the step that begins after ``position`` global samples, or None (on all ranks) past the end.
 
-        Every rank takes ``ceil(batch / ranks)`` consecutive samples, and rows of padding where there are none.
+        Every rank takes consecutive samples, as many as its share is, and rows of padding where there are none.
         """
         total = self.order.total
         if total is not None and position >= total:
@@ -104,18 +146,24 @@ class Loader:
         end = min(position + self.batch, total or sys.maxsize)
         if self.costs is not None and self.layout.size(*DATA_AXES) > 1:
             return self._balanced(range(position, end), self.costs)
-        ranks = self.layout.size(*BATCH_AXES)
-        per_rank = -(-self.batch // ranks)
-        firsts = [position + rank * per_rank for rank in range(ranks)]
-        dealt = [range(min(first, end), min(first + per_rank, end)) for first in firsts]
-        parts = [slice(p * self.rows, (p + 1) * self.rows) for p in range(self.passes)]
-        return [self._assemble([samples[part] for samples in dealt]) for part in parts]
+        shares = self.shares
+        dealt = self.dealt(position)
+        passes = []
+        for p in range(self.passes):
+            # Slow ranks compute no padding: a pass has as many rows as samples, but at least one.
+            begins, ends = (
+                [share * n // self.passes if self.speeds else self.rows * n for share in shares] for n in (p, p + 1)
+            )
+            rows = [max(1, last - first) for first, last in zip(begins, ends, strict=True)]
+            passes.append(([d[first:last] for d, first, last in zip(dealt, begins, ends, strict=True)], rows))
+        places = (self.batch_rank, *self.more)
+        return [self._assemble(samples, place, rows[place]) for place in places for samples, rows in passes]
 
-    def _assemble(self, dealt: list[range]) -> Batch:
-        """The pass in which every rank has those samples that are ``dealt`` to it."""
-        rows = [self._row(sample) for sample in dealt[self.batch_rank]]
+    def _assemble(self, dealt: list[range], place: int, count: int) -> Batch:
+        """The pass of those samples that are ``dealt`` to one ``place`` of all, in ``count`` rows."""
+        rows = [self._row(sample) for sample in dealt[place]]
         longest = self.seq_len
-        lines = [[row] for row in rows] + [[] for _ in range(self.rows - len(rows))]
+        lines = [[row] for row in rows] + [[] for _ in range(count - len(rows))]
         if self.joined:
             longest = max(1, *(sum(map(self.order.row_length, samples)) for samples in dealt))
             lines = [rows]
@@ -154,7 +202,7 @@ class Loader:
             paired = PairedRows(together, np.flatnonzero(numbers >= 0), counted=self.cp_rank == 0)
         return Batch(
             mine(tokens), mine(labels), mine(positions), cu, weights=mine(weights) if weighted else None,
-            documents=mine(documents), paired=paired,
+            documents=mine(documents), paired=paired, samples=() if self.cp_rank else tuple(dealt[place]),
         )  # fmt: skip
 
     @property
@@ -191,12 +239,14 @@ class Loader:
             plan = in_rounds(plan)
         number = zlib.crc32(repr(plan).encode())
         mine = plan[self.batch_rank * self.layout.cp + self.cp_rank]
-        return [self._batch_of_pass(p, number, together) for p in mine]
+        firsts = dict(zip(np.searchsorted(edges, sizes[:-1]).tolist(), samples, strict=True))  # documents: their sample
+        return [self._batch_of_pass(p, number, together, firsts) for p in mine]
 
-    def _batch_of_pass(self, p: Pass, plan: int, step: Row) -> Batch:
+    def _batch_of_pass(self, p: Pass, plan: int, step: Row, firsts: dict[int, int]) -> Batch:
         """This rank's blocks of a pass: its documents, joined and padded until all have the same number of tokens.
 
-        ``step``: all tokens of the step; its ``starts`` have the end of the last document as well.
+        ``step``: all tokens of the step; its ``starts`` have the end of the last document as well. ``firsts``: the
+        documents that stand for their samples, whose first ones they are.
         """
         edges = step.starts
         at = np.concatenate([np.empty(0, int), *(np.arange(edges[d], edges[d + 1]) for d in p.documents)])
@@ -221,4 +271,6 @@ class Loader:
             padded = np.append(step.weights[at], np.zeros(whole.shape[1] - len(at), np.float32))
             weights = torch.from_numpy(padded[columns][None])
         group = Group(plan, p.peers, index, lengths)
-        return Batch(tokens, targets, positions, torch.from_numpy(cu.astype(np.int32)), group, weights, documents)
+        samples = tuple(firsts[d] for d in p.documents if d in firsts and not index)
+        cu_seqlens = torch.from_numpy(cu.astype(np.int32))
+        return Batch(tokens, targets, positions, cu_seqlens, group, weights, documents, samples=samples)

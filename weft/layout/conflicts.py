@@ -6,7 +6,7 @@ known: a layout by itself when it is made, the rest when the model is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ class Conflict(UsageError, ValueError):
 class Asked:
     """What is to be combined; None is not known yet.
 
-    ``schedules``: those that can be built, by name; ``axes``: those that there are process groups for.
+    ``schedules``: those that can be built, by name.
     """
 
     layout: Layout = None  # type: ignore[assignment]
@@ -41,7 +41,6 @@ class Asked:
     train: Train = None  # type: ignore[assignment]
     optimizer: Optimizer = None  # type: ignore[assignment]
     schedules: Mapping[str, Any] = None  # type: ignore[assignment]
-    axes: Sequence[str] = None  # type: ignore[assignment]
     recipe: Recipe = None  # type: ignore[assignment]
     memory: Memory = None  # type: ignore[assignment]
 
@@ -125,10 +124,6 @@ class Asked:
     def most_skipped(self) -> float:
         """The largest share of stages that can be skipped: two thirds of those between the first and the last."""
         return max(0, self.layout.pp - 2) * 2 / 3 / self.layout.pp
-
-    @property
-    def axis_names(self) -> str:
-        return ", ".join(self.axes)
 
     @property
     def near_schedule(self) -> str:
@@ -261,6 +256,44 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.optimizer.in_backward and a.memory.offloads_state,
          "optimizer.in_backward frees gradients, and with memory.weights = {0.memory.weights!r} these wait there",
          "leave one of them out"),
+    Rule("faulty replicas of a mean", "recipe",
+         lambda a: a.recipe.resilience.faulty > 0 and a.recipe.resilience.aggregate == "mean",
+         "resilience.faulty = {0.recipe.resilience.faulty} replicas sway a mean as they like",
+         "set resilience.aggregate to a rule that they cannot sway, or leave faulty out"),
+    Rule("too few replicas for so many faulty", "layout recipe",
+         lambda a: a.layout.dp < a.recipe.resilience.replicas_needed,
+         "resilience.aggregate = {0.recipe.resilience.aggregate!r} with faulty = {0.recipe.resilience.faulty} needs "
+         "{0.recipe.resilience.replicas_needed} replicas, and dp={0.layout.dp}", "raise layout.dp, or lower faulty"),
+    Rule("a code without stragglers", "layout recipe",
+         lambda a: bool(a.recipe.resilience.code) != (a.recipe.resilience.stragglers > 0)
+         or a.recipe.resilience.stragglers >= a.layout.dp > 1,
+         "resilience.code = {0.recipe.resilience.code!r} is about stragglers = {0.recipe.resilience.stragglers} of "
+         "dp={0.layout.dp} replicas", "set code and stragglers, below layout.dp, or leave both out"),
+    Rule("bursts that do not fit the window", "recipe",
+         lambda a: a.recipe.resilience.code in ("sr-sgc", "m-sgc")
+         and (a.recipe.resilience.burst >= a.recipe.resilience.window
+              or (a.recipe.resilience.code == "sr-sgc"
+                  and (a.recipe.resilience.window - 1) % a.recipe.resilience.burst > 0)),
+         "resilience.burst = {0.recipe.resilience.burst} does not go with window = {0.recipe.resilience.window}",
+         "make window - 1 a multiple of burst"),
+    Rule("a code with a rule", "recipe",
+         lambda a: bool(a.recipe.resilience.code) and a.recipe.resilience.aggregate != "mean",
+         "resilience.code gives the sum of all gradients, and aggregate = {0.recipe.resilience.aggregate!r} wants to "
+         "see them one by one", "leave one of them out"),
+    Rule("a code with experts", "recipe",
+         lambda a: bool(a.recipe.resilience.code) and bool(a.recipe.model.mixtures),
+         "resilience.code computes samples several times, and routers of model.experts would count them so",
+         "leave one of them out"),
+    Rule("combined replicas that are cut", "layout recipe",
+         lambda a: a.recipe.resilience.combines and a.layout.world > a.layout.dp,
+         "resilience puts together gradients of whole replicas, and {0.layout} cuts these", "use layout.dp alone"),
+    Rule("combined replicas with a state apart", "train memory optimizer recipe",
+         lambda a: a.recipe.resilience.combines
+         and (a.train.dtype == "bfloat16" or bool(a.memory.away) or a.optimizer.in_backward
+              or a.optimizer.estimate == "zeroth-order" or bool(a.recipe.layout.balance)),
+         "resilience puts together gradients after backward, in their full precision and on the device, and "
+         "train.dtype = 'bfloat16', [memory], optimizer.in_backward, optimizer.estimate = 'zeroth-order' and "
+         "layout.balance have them otherwise", "leave these out"),
     Rule("4bit moments at odd columns", "layout shape optimizer",
          lambda a: a.optimizer.state == "4bit"
          and any(part(width, a.layout.tp, i)[0] % 2 for width in a.widths for i in range(a.layout.tp)),
@@ -277,8 +310,54 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.recipe.loss.kind == "reward" and a.recipe.adapter is not None,
          "loss.kind = 'reward' learns an output layer of its own, and what is stored of [adapter] has adapters alone",
          "leave [adapter] out; train.freeze keeps layers as they are"),
-    Rule("islands", "layout axes", lambda a: a.layout.island > 1 and "island" not in a.axes,
-         "layout axis 'island' is not available yet", "use {0.axis_names}"),
+    Rule("islands with balance", "layout", lambda a: a.layout.island > 1 and bool(a.layout.balance),
+         "layout.balance = {0.layout.balance!r} places a step's documents on all ranks, and islands step by themselves",
+         "leave one of them out"),
+    Rule("islands with weights that rest or move", "layout memory",
+         lambda a: a.layout.island > 1 and (a.memory.weights == "file" or a.layout.placement == "moving"),
+         "islands compare weights between steps, and memory.weights = 'file' or layout.placement = 'moving' have them "
+         "elsewhere then", "leave one of them out"),
+    Rule("islands with gradients that nobody sees", "layout optimizer recipe",
+         lambda a: a.layout.island > 1 and a.recipe.sync.of_gradients
+         and (a.optimizer.post_validation or a.optimizer.in_backward or a.optimizer.estimate == "zeroth-order"
+              or a.recipe.resilience.combines),
+         "islands that agree in every step exchange gradients between backward and update, and "
+         "optimizer.post_validation, optimizer.in_backward, optimizer.estimate = 'zeroth-order', resilience.aggregate "
+         "and resilience.code have no such moment", "set sync.every above 1, or leave these out"),
+    Rule("islands with pairs or codes", "layout optimizer recipe",
+         lambda a: a.layout.island > 1 and (a.optimizer.pairs or bool(a.recipe.resilience.code)),
+         "optimizer.pairs and resilience.code deal samples to several replicas, and islands have samples of their own",
+         "leave one of them out"),
+    Rule("fragments of what goes whole", "recipe",
+         lambda a: a.recipe.sync.update != "streaming" and (a.recipe.sync.fragments > 1 or a.recipe.sync.delay > 0),
+         "sync.fragments and sync.delay are about update = 'streaming', and it is {0.recipe.sync.update!r}",
+         "leave them out"),
+    Rule("an answer after the next question", "recipe", lambda a: a.recipe.sync.delay >= a.recipe.sync.every > 0,
+         "sync.delay = {0.recipe.sync.delay} steps after a round began the next one has begun, with every = "
+         "{0.recipe.sync.every}", "set delay below every"),
+    Rule("neighbours that make one model", "recipe",
+         lambda a: (a.recipe.sync.partner != "all" and a.recipe.sync.update not in ("average", "noloco"))
+         or (a.recipe.sync.partner == "ring" and a.recipe.sync.update == "noloco"),
+         "sync.update = {0.recipe.sync.update!r} does not go with partner = {0.recipe.sync.partner!r}: 'average' goes "
+         "with any, 'noloco' with 'pairs', the others with 'all'", "change one of them"),
+    Rule("compressed neighbours", "recipe",
+         lambda a: a.recipe.sync.compress != "none"
+         and (a.recipe.sync.partner != "all" or a.recipe.sync.update == "noloco"),
+         "sync.compress = {0.recipe.sync.compress!r} is for differences from an anchor that all islands share, and "
+         "neighbours have anchors of their own", "leave it out"),
+    Rule("a way back without one there", "recipe",
+         lambda a: bool(a.recipe.sync.compress_back)
+         and (a.recipe.sync.compress == "none" or "powersgd" in (a.recipe.sync.compress + a.recipe.sync.compress_back)),
+         "sync.compress_back is about the answer to what sync.compress = {0.recipe.sync.compress!r} has made small, "
+         "and 'none' and 'powersgd' have none of its own", "leave it out"),
+    Rule("ranks for what has none", "recipe",
+         lambda a: a.recipe.sync.allocate > 0 and "powersgd" not in a.recipe.sync.compress,
+         "sync.allocate chooses the ranks of powersgd, and sync.compress is {0.recipe.sync.compress!r}",
+         "leave it out, or set sync.compress = 'powersgd:4'"),
+    Rule("islands that never agree", "layout train recipe",
+         lambda a: a.layout.island > 1 and a.recipe.sync.every > a.train.steps,
+         "sync.every = {0.recipe.sync.every} is beyond the run's train.steps = {0.train.steps}, so that islands would "
+         "never agree", "lower sync.every"),
     Rule("tp above heads", "layout shape", lambda a: a.shape.heads < a.layout.tp,
          "tp={0.layout.tp} is more than the model's {0.shape.heads} heads", "use tp <= {0.shape.heads}"),
     Rule("tp above ffn", "layout shape", lambda a: (a.shape.ffn or 0) < a.layout.tp,

@@ -37,6 +37,28 @@ def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
     return found
 
 
+def enter_group(ranks: Sequence[int], name: str) -> dist.Store:
+    """Leave the default process group for one of just these ranks of it, who all call this; they are its world.
+
+    Returns the store of the group that was left, which the others can be told things by: nothing else leads to them.
+    """
+    # PyTorch has no public way to ask for the store of a group.
+    whole, rank, backend = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_backend()
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    patience = None
+    if backend != "fake":
+        patience = limit()
+        if whole.add("weft/met", 1) == dist.get_world_size():
+            whole.set("weft/all-met", "")
+        whole.wait(["weft/all-met"])  # who leaves earlier cuts connections that others are about to make
+    dist.destroy_process_group()
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(name, whole), rank=list(ranks).index(rank), world_size=len(ranks),
+        timeout=patience, device_id=device,
+    )  # fmt: skip
+    return whole
+
+
 @contextmanager
 def fake_rank(rank: int, world: int, backend: str = "fake") -> Iterator[None]:
     """In here a default process group that moves nothing: one process sees what ``rank`` of ``world`` would do."""

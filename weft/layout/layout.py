@@ -70,7 +70,7 @@ class Layout(BaseModel):
     messages of a MiB). ``lsh``: in training tokens of one hash, of so many random rotations, travel as their mean; with
     ``lsh_residual`` what they differ by is added (:mod:`weft.parallel.experts.hashed`). Not what one device computes.
 
-    ``island``: groups of ranks that train by themselves and agree at times.
+    ``island``: groups of ranks that train by themselves and agree as the recipe's [sync] says (docs/islands.md).
 
     ``order``: the axes from the slowest links to the fastest, e.g. ``"tp pp"``, if neighbouring ranks are to be
     neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.rehearse.mapping`` chooses).
@@ -149,6 +149,12 @@ class Layout(BaseModel):
     @property
     def world(self) -> int:
         return self.size(*AXES)
+
+    @property
+    def inside(self) -> Self:
+        """The layout of one island."""
+        order = " ".join(axis for axis in self.axis_order if axis != "island")
+        return self.model_copy(update={"island": 1, "order": order if self.order else ""})
 
     @property
     def head_ranks(self) -> int:

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +19,11 @@ from weft.layout.groups import limit
 PATIENCE_S = 5.0
 #: Most ranks that are named when it cannot be told which of them is the cause.
 MOST = 4
+
+#: Says where ranks are, in the words of :mod:`weft.resilience.trace` while that is at work.
+witness: Callable[[Sequence[int]], str] | None = None
+#: Where ranks watch each other, that which says at once who is lost, if it is known already.
+watch: list[Callable[[], str]] = []
 
 
 class PeerLost(RuntimeError):
@@ -32,6 +38,8 @@ def peer_lost(
     ``waits_for``: the rank of the world that this one needs something from, and ``doing`` why. ``seconds``: how long
     it waits for that, if not as long as in the default process group. Takes :data:`PATIENCE_S` seconds at most.
     """
+    if watch:
+        return PeerLost(watch[-1]() or str(error))
     if seconds is None:
         given = limit()
         seconds = given.total_seconds() if given else PATIENCE_S
@@ -58,7 +66,10 @@ def peer_lost(
         what += " and is stopped (SIGSTOP or a debugger)"
     via = f" (through rank {waits_for})" if waits_for not in (None, *culprits) else ""
     doing = doing or f"waited for it{_place(error)}"
-    return PeerLost(f"rank {' or '.join(map(str, culprits))} {what}: rank {dist.get_rank()} {doing}{via}")
+    seen = witness([dist.get_rank(), *culprits]) if witness else ""
+    return PeerLost(
+        f"rank {' or '.join(map(str, culprits))} {what}: rank {dist.get_rank()} {doing}{via}" + f"; {seen}" * bool(seen)
+    )
 
 
 def _place(error: BaseException) -> str:

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.errors import UsageError, WeftError
-from weft.layout.conflicts import Asked, refuse
 from weft.layout.dims import Logical
-from weft.layout.groups import group_along
+from weft.layout.groups import enter_group, group_along
 from weft.layout.layout import AXES, BATCH_AXES, FOLDED, Layout
 from weft.layout.placement import (
     EXPERT_AXES,
@@ -22,18 +21,22 @@ from weft.layout.placement import (
     expert_blocks,
     expert_sizes,
     expert_table,
+    island_ranks,
     rank_table,
 )
 
 T = TypeVar("T")
 
-#: Axes that there are process groups for, beside the folded ``ep``; ``island`` is counted with and must be 1.
+#: Axes that there are process groups for, beside the folded ``ep``. What crosses ``island`` is no process group's.
 LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout over the ranks of the default process group. ``device_mesh`` is None on a single device.
+    """The layout of an island over the ranks of the default process group. ``device_mesh`` is None on a single device.
+
+    ``island`` is this one's number among ``islands``, and ``shore`` the store that ranks of all islands share. All else
+    here is of the ranks of this island, which train as if there were no others.
 
     ``place`` is this rank's. Groups are known by axis, by ``state`` (:class:`weft.layout.placement.Place` says what it
     is), where ``layout.ep`` is above 1 by ``expert_state`` and ``expert_dp``, with ``exchange``, the ranks that have
@@ -49,6 +52,9 @@ class Mesh:
     _size: dict[str, int] = field(init=False)
     _group: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     step_group: dist.ProcessGroup | None = None
+    island: int = 0
+    islands: int = 1
+    shore: dist.Store | None = None
 
     def __post_init__(self) -> None:
         sizes = {axis: self.layout.size(axis) for axis in (*AXES, FOLDED)}
@@ -64,13 +70,11 @@ class Mesh:
 
     @classmethod
     def create(cls, layout: Layout, device: torch.device | str) -> Mesh:
-        """Lay ``layout`` over the initialised default process group.
+        """Lay ``layout`` over the initialised default process group; of islands each makes that into one of its own.
 
-        Raises :class:`UsageError` if an axis is not available, or if the layout does not have exactly as many places as
-        there are ranks.
+        Raises :class:`UsageError` if the layout does not have exactly as many places as there are ranks.
         """
         device = torch.device(device)
-        refuse(Asked(layout, axes=LIVE_AXES), "layout", "axes")
         if not dist.is_initialized():
             if layout.world > 1:
                 raise UsageError(f"layout {layout} needs {layout.world} ranks but no process group is initialised")
@@ -80,16 +84,20 @@ class Mesh:
                 f"layout {layout} has {layout.world} places but {dist.get_world_size()} ranks were started; "
                 f"start {layout.world} ranks or change --layout"
             )
+        island, islands, shore = 0, layout.island, None
+        if islands > 1:
+            island, members = island_ranks(layout, dist.get_rank())
+            layout, shore = layout.inside, enter_group(members, f"island-{island}")
         place = Place.of(layout, dist.get_rank())
         table = rank_table(layout)
-        ranks = torch.from_numpy(table[place.rank("island")].copy())  # [pp, dp, shard, cp, tp]
+        ranks = torch.from_numpy(table[0].copy())  # [pp, dp, shard, cp, tp]
         groups = {name: group_along(ranks, axis, name) for axis, name in enumerate(LIVE_AXES)}
         # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
         holders = ranks.flatten(2, 3).sort(dim=2).values  # [pp, dp, state, tp]
         groups["state"] = group_along(holders, 2, "state")
         if layout.ep > 1:
-            folded = torch.from_numpy(expert_table(layout, table)[place.rank("island")].copy())
-            together = torch.from_numpy(exchange_table(layout, table)[place.rank("island")].copy())
+            folded = torch.from_numpy(expert_table(layout, table)[0].copy())
+            together = torch.from_numpy(exchange_table(layout, table)[0].copy())
             groups |= {name: group_along(folded, i, name) for i, name in enumerate(EXPERT_AXES, 1)}
         for axis, group in groups.items():
             if dist.get_rank(group) != place.rank(axis):  # all index arithmetic rests on this
@@ -104,7 +112,7 @@ class Mesh:
             groups["near"] = group_along(holders.unflatten(2, (-1, layout.secondary)), 3, "near")
         along_axes = [groups[axis] for axis in LIVE_AXES]
         device_mesh = DeviceMesh.from_group(along_axes, device.type, mesh=ranks.contiguous(), mesh_dim_names=LIVE_AXES)
-        return cls(layout, device, place, device_mesh, groups, dist.group.WORLD)
+        return cls(layout, device, place, device_mesh, groups, dist.group.WORLD, island, islands, shore)
 
     def size(self, *axes: str) -> int:
         """Places along ``axes`` together. Plain integers from a dictionary, which ``torch.compile`` can read."""
@@ -145,7 +153,7 @@ class Mesh:
 
     @property
     def data_ranks(self) -> list[int]:
-        """World ranks of those that see the step's data with this rank's part of the model, ``dp`` slowest."""
+        """Ranks of those that see the step's data with this rank's part of the model, ``dp`` slowest."""
         if self.device_mesh is None:
             return [0]
         here = self.device_mesh.mesh[self.rank("pp"), ..., self.rank("tp")]
@@ -154,7 +162,13 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is the first rank of its island."""
         return not dist.is_initialized() or dist.get_rank() == 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the first rank of all islands, which is the one that prints."""
+        return self.is_main and not self.island
 
 
 def from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -111,10 +111,14 @@ class Place:
         copy = list(stages).index(self.rank("pp")) if len(stages) > 1 else 0
         uncut = [axis for axis in MODEL_AXES if not logical.cut_by(axis)]
         replica = (copy * replicas + replica) * layout.size(*uncut) + self.along(*uncut)
-        replicas *= len(stages) * layout.size(*uncut)
-        # Islands hold a model each; that of the first is what is saved and counted.
-        replica += self.rank("island") * replicas
-        return Placement(box, replica, layout.island * replicas)
+        return Placement(box, replica, replicas * len(stages) * layout.size(*uncut))
+
+
+def island_ranks(layout: Layout, rank: int) -> tuple[int, list[int]]:
+    """Which island world rank ``rank`` is of, and all ranks of it, in the order that they have there."""
+    table = rank_table(layout)
+    island = int(np.nonzero(table == rank)[0][0])
+    return island, sorted(table[island].flatten().tolist())
 
 
 def rank_table(layout: Layout) -> np.ndarray:

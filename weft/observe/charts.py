@@ -98,7 +98,8 @@ def charts(runs: Sequence[Run]) -> list[Record]:
     split = step_times(runs)
     loads = expert_loads(runs[0].records.get("experts", [])) if not several else []
     saved = saved_activations(runs[0].records.get("activations", [])) if not several else []
-    return found[:3] + split + found[3:] + loads + saved
+    members = membership(runs[0].records) if not several else []
+    return found[:3] + split + members + found[3:] + loads + saved
 
 
 def expert_loads(records: list[Record]) -> list[Record]:
@@ -141,6 +142,25 @@ def saved_activations(records: list[Record]) -> list[Record]:
     note = f"Predicted seconds of a pass by GiB its blocks save; {last['blocks']} leave for the {last['place']}"
     layout: Record = {"hovermode": "closest", "yaxis": {"rangemode": "tozero"}, "xaxis": {"rangemode": "tozero"}}
     return [{"title": "Saved activations", "note": note, "traces": traces, "layout": layout}]
+
+
+def membership(records: Records) -> list[Record]:
+    """The loss over time, and how many ranks there were, of a run that has lost or gained some."""
+    views, trained = records.get("view", []), records.get("train", [])
+    if len(views) < 2 or not trained:
+        return []
+    begun, end = views[0]["time"], max(views[-1]["time"], trained[-1]["time"])
+    x = [round((record["time"] - begun) / 60, 3) for record in (*views, views[-1] | {"time": end})]
+    ranks = style(range(99), "ranks", "--c2", "d") | {"x": x, "y": [v["ranks"] for v in (*views, views[-1])]}
+    ranks |= {"yaxis": "y2", "line": ranks["line"] | {"shape": "hv"}, "showlegend": True}
+    steps, values = column(trained, "loss")
+    times = {record["step"]: round((record["time"] - begun) / 60, 3) for record in trained}
+    loss = style(steps, "loss", "--c1", ".4f") | thin([times[step] for step in steps], values) | {"showlegend": True}
+    second = {"overlaying": "y", "side": "right", "rangemode": "tozero", "showgrid": False, "dtick": 1}
+    layout: Record = {"yaxis": {}, "yaxis2": second, "margin": {"l": 48, "r": 36, "t": 8, "b": 26}}
+    layout["xaxis"] = {"unifiedhovertitle": {"text": "minute %{x:.2f}"}}
+    note = f"Loss over minutes, and ranks that took part (right); {len(views) - 1} times these changed"
+    return [{"title": "Who took part", "note": note, "traces": [loss, ranks], "layout": layout}]
 
 
 def task_chart(runs: Sequence[Run]) -> list[Chart]:

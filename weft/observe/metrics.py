@@ -69,6 +69,21 @@ class Metrics:
         if kind not in MANY:  # trackers would draw one line through all ranks
             self._track(kind, step, values)
 
+    def forget(self, step: int) -> None:
+        """Take out what was recorded of steps after ``step``, which are taken again."""
+        if self._run is None:
+            return
+        self._file.seek(0)
+        lines = self._file.read().splitlines(keepends=True)
+        kept = [line for line in lines if (r := json.loads(line))["kind"] in HISTORY or r["step"] <= step]
+        if len(kept) < len(lines):
+            draft = self._run / f".{FILE}"
+            draft.write_bytes(b"".join(kept))
+            draft.replace(self._run / FILE)
+            self._file.close()
+            self._file = (self._run / FILE).open("a+b", buffering=0)
+            self._end = self._file.seek(0, os.SEEK_END)
+
     def _append(self, line: bytes) -> None:
         waiting = self._unwritten + line
         try:

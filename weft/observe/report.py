@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from weft.errors import UsageError
-from weft.observe import checkpoints
+from weft.observe import checkpoints, delays
 from weft.observe.charts import PARTS, RUNS, charts, checkpoint_charts, column
 from weft.observe.display import clock, compact
 from weft.observe.metrics import Record, Records, Run, read_metrics
@@ -61,6 +61,7 @@ def page_of(run: Run) -> str:
         subtitle=" · ".join([facts[k] for k in ("Layout", "Ranks", "Device") if k in facts] + [run.name]),
         tiles=tiles(run.records),
         checkpoints=checkpoint_card(run.records),
+        delays=delays.card(run.records.get("delays", [])),
         facts=facts.items(),
         events=events,
         recipe=json.dumps(run.recipe, indent=2),

@@ -6,7 +6,7 @@ import torch
 
 from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import Layout
-from weft.layout.mesh import LIVE_AXES, Mesh
+from weft.layout.mesh import Mesh
 from weft.memory.activations import SavedActivations
 from weft.memory.resting import Tiers
 from weft.model_parameters import learns
@@ -29,22 +29,20 @@ def check_fits(
     memory: Memory | None = None,
 ) -> None:  # fmt: skip
     """Raises :class:`Conflict` for what the table has; ``vocab`` may be 0, not yet known."""
-    asked = Asked(
-        layout, shape, train or Train(), optimizer or Optimizer(), BUILDERS, LIVE_AXES, memory=memory or Memory()
-    )
-    refuse(asked, "layout", "shape", "train", "memory", "optimizer", "schedules", "axes")
+    asked = Asked(layout, shape, train or Train(), optimizer or Optimizer(), BUILDERS, memory=memory or Memory())
+    refuse(asked, "layout", "shape", "train", "memory", "optimizer", "schedules")
 
 
 def parallelize(
     shape: ModelShape, mesh: Mesh, train: Train, values: Values | None = None, seq_len: int = 1024,
-    memory: Memory | None = None, lift: Callable[[Transformer], None] | None = None,
+    memory: Memory | None = None, lift: Callable[[Transformer], None] | None = None, summed: bool = True,
 ) -> tuple[Transformer, State]:  # fmt: skip
     """Build ``shape`` under ``mesh``: stages, attention across ranks, recompute, compile, data parallelism, values.
 
     Returns what computes and what it computes with. ``values`` default to the seeded initial values, which are the same
     under every layout; ``seq_len`` weighs attention where layers are dealt to stages. What ``train.freeze`` names is
     frozen, and so is all but the adapter of a model with one. ``memory``: where all that rests; on the device.
-    ``lift`` takes out what is to have no memory here.
+    ``lift`` takes out what is to have no memory here. Without ``summed`` a gradient stays that of its replica (``dp``).
     """
     memory = memory or Memory()
     check_fits(shape, mesh.layout, train, memory=memory)
@@ -60,7 +58,7 @@ def parallelize(
         for block in model.blocks.values():
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
-    sharded = pipeline is None and is_sharded(mesh, train, memory)
+    sharded = pipeline is None and is_sharded(mesh, train, memory, summed)
     everywhere = {name for name, logical in model.logical_parameters() if logical.everywhere}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(learns(name, shape, train.freeze))

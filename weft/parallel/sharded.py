@@ -59,9 +59,13 @@ class HookUnit(Unit):
         self.module.set_is_last_backward(last)
 
 
-def is_sharded(mesh: Mesh, train: Train, memory: Memory) -> bool:
-    """Whether state and parameters are different tensors: sharded, replicated, in another precision or offloaded."""
-    apart = mesh.size("dp", "state") > 1 or train.dtype == "bfloat16" or memory.offloads_state
+def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) -> bool:
+    """Whether state and parameters are different tensors: sharded, replicated, in another precision or offloaded.
+
+    Replicas whose gradients are not to be ``summed`` here can have one tensor for both.
+    """
+    replicas = mesh.size("dp") if summed else 1
+    apart = replicas * mesh.size("state") > 1 or train.dtype == "bfloat16" or memory.offloads_state
     return mesh.device_mesh is not None and apart
 
 
@@ -122,7 +126,7 @@ def _expert_placement(model: Transformer, mesh: Mesh) -> Callable[[nn.Parameter]
         info = FSDPMeshInfo(sharing, shard_mesh_dim=0)
     else:
         table = torch.from_numpy(expert_table(mesh.layout, rank_table(mesh.layout)).copy())
-        here = table[mesh.rank("island"), mesh.rank("pp"), :, :, mesh.rank(FOLDED), mesh.rank("tp")]
+        here = table[0, mesh.rank("pp"), :, :, mesh.rank(FOLDED), mesh.rank("tp")]
         names = ("replica", "expert_state")
         sharing = DeviceMesh.from_group(groups, mesh.device.type, mesh=here, mesh_dim_names=names)
         info = HSDPMeshInfo(sharing, shard_mesh_dim=1, replicate_mesh_dim=0)

@@ -252,6 +252,10 @@ class State:
         """Every tensor of the state as this rank's part of a logical one; slots go by parameter name. Collective."""
         self.go_home()
         self.expose()
+        return self.parts()
+
+    def parts(self) -> dict[str, Part]:
+        """The same for who only reads, between two steps: rows stay where they are, and no rank waits for another."""
         found = {f"model.{h.name}": h.part(h.local) for h in self.held}
         for h in self.held:
             found |= {f"optimizer.{slot}.{h.name}": part for slot, part in h.slots.items()}

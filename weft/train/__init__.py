@@ -16,8 +16,8 @@ class _Train(ModuleType):
     """So that ``from weft import train`` is the function, whoever has imported something of this package before."""
 
     def __call__(self, recipe: Recipe, out: str | Path | None = None, resume: str | None = None) -> Outcome:
-        """See :func:`weft.train.start.start`."""
-        from weft.train.start import start
+        """See :func:`weft.resilience.start.start`."""
+        from weft.resilience.start import start
 
         return start(recipe, out, resume)
 

@@ -38,7 +38,7 @@ class Running:
     @property
     def is_main(self) -> bool:
         """Whether this is the one rank that writes and prints."""
-        return self.mesh.is_main
+        return self.mesh.speaks
 
     def say(self, text: str) -> None:
         """Say something, and keep it with the run; the main rank's word counts."""

@@ -17,7 +17,7 @@ VALIDATION = "validation"
 
 
 class Evaluation:
-    """Validation and tasks, each when it is due. ``validations`` are the losses so far.
+    """Validation and tasks, each when it is due. ``validations`` are the losses so far, and get those that are found.
 
     ``before_change`` returns when the state may change: the averages of the parameters take their place if the recipe
     says so (``optimizer.use_ema``). Tasks are given up on all ranks as soon as any is ``interrupted``.
@@ -25,11 +25,11 @@ class Evaluation:
 
     def __init__(
         self, job: Job, mesh: Mesh, model: Transformer, state: State, recorder: Recorder,
-        before_change: Callable[[], None], interrupted: Callable[[], bool],
+        before_change: Callable[[], None], interrupted: Callable[[], bool], validations: list[float],
     ) -> None:  # fmt: skip
         self.job, self.mesh, self.model, self.state, self.recorder = job, mesh, model, state, recorder
         self.before_change, self.interrupted = before_change, interrupted
-        self.validations: list[float] = []
+        self.validations = validations
         self._every = {task.name: task.every for task in job.tasks}
         self._held_out = None
         if job.corpus.validation is not None and job.recipe.validation.every:

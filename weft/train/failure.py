@@ -57,7 +57,7 @@ def report_failure(error: BaseException) -> int:
     if cause is not None and not isinstance(cause, SystemExit) and is_secondary(cause):
         error = cause  # another rank is gone, which is not the plugin's doing
     if isinstance(error, WeftError):
-        message, code, grade = str(error), error.exit_code, Grade.WEFT_ERROR
+        message, code, grade = str(error), error.exit_code, Grade.LOST if error.secondary else Grade.WEFT_ERROR
     else:
         message = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
         message = message.removeprefix("PluginError: ")
@@ -114,9 +114,11 @@ def root_cause(records: list[Failure], failed: Mapping[int, Exit], oom: bool | N
         if code < 0:
             message = f"rank {rank} was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
-            message += {True: ": out of memory", False: ", but not by the kernel for want of memory", None: ""}[oom]
-            message += "; if nobody did that, it ran out of memory" if oom is None else ""
-            message += '; try a smaller train.micro_batch or train.recompute = "full"' if oom is not False else ""
+            message += {
+                True: ': out of memory; try a smaller train.micro_batch or train.recompute = "full"',
+                False: ", but not by the kernel for want of memory",
+                None: "; whether for want of memory the kernel does not say here",
+            }[oom]
         asked = {-code, code - 128} & {signal.SIGTERM, signal.SIGINT}
         candidates.append(Failure(rank, message, 1, Grade.ASKED if asked else Grade.UNEXPECTED, when))
     return min(candidates, key=lambda failure: (failure.grade, failure.when), default=None)
@@ -138,9 +140,11 @@ def show(failure: Failure, name_rank: bool = True) -> None:
 def leave(code: int) -> None:
     """End this process if it is a rank among others: what is buffered is written, and that is all.
 
-    Taking the interpreter down beside the threads of process groups can hang or abort.
+    Taking the interpreter down beside the threads of process groups can hang or abort. A rank that was started alone
+    is among others, too, if it has joined a run (``weft ranks add``).
     """
-    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    others = "WEFT_LAUNCHED" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if "RANK" not in os.environ or not others:
         return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more

@@ -29,7 +29,7 @@ from weft.train.verify import compare, run_layout
 #: Settings of one case by their full names, of those that were drawn.
 Case = dict[str, Any]
 
-AXES = LIVE_AXES
+AXES = ("island", *LIVE_AXES)
 FOLDER = Path(tempfile.gettempdir()) / "weft-verify-random"
 
 
@@ -93,8 +93,23 @@ def _if_plain(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]
     return found
 
 
+def _plain_replicas(case: Case) -> bool:
+    """Whether ranks are replicas, with all that belongs to them on the device."""
+    cut = [axis for axis in AXES if axis != "dp" and f"layout.{axis}" in case]
+    other = ("model.experts", "memory.", "layout.balance", "optimizer.estimate")
+    return "layout.dp" in case and not cut and not any(name.startswith(other) for name in case)
+
+
 def _any(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
     return lambda recipe, case, rng: list(values)
+
+
+def _updates(recipe: Recipe, case: Case, rng: random.Random) -> list[str]:
+    return ["nesterov", "streaming", "eager", "co2", "noloco"] if case.get("layout.island", 1) > 1 else []
+
+
+def _if_update(*names: str, values: Sequence[Any]) -> Callable[[Recipe, Case, random.Random], list[Any]]:
+    return lambda recipe, case, rng: list(values) if case.get("sync.update") in names else []
 
 
 #: What can be drawn: a setting, and its values for this recipe with what has been drawn before. None: as it is.
@@ -106,6 +121,17 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "layout.pieces": _if_above_one("ep", 0, 2, 3),
     "layout.placement": _if_above_one("ep", "sharded", "moving"),
     "layout.spare": _if_above_one("ep", 1, 3),
+    "sync.every": _if_above_one("island", 2),
+    "sync.update": _updates,
+    "sync.partner": lambda recipe, case, rng: (
+        ["ring", "pairs"] if "layout.island" in case and case.get("sync.update", "noloco") == "noloco" else []
+    ),
+    "sync.fragments": _if_update("streaming", values=(2, 3)),
+    "sync.delay": lambda recipe, case, rng: [1] if "sync.fragments" in case and "sync.every" in case else [],
+    "sync.mix": _if_update("streaming", values=(0.0, 0.25)),
+    "sync.momentum": _if_update("nesterov", "streaming", "eager", "co2", "noloco", values=(0.0, 0.3)),
+    "sync.penalty": _if_update("co2", values=(2.0,)),
+    "sync.clip": _if_update("co2", values=(1e-4,)),
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
     "layout.zero": _any(1, 2, 3),
     "layout.secondary": _if_above_one("shard", 2, 3),
@@ -176,10 +202,20 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "model.kv_rank": _if_plain(5),
     "model.q_rank": lambda recipe, case, rng: [7] if "model.kv_rank" in case else [],
     "model.value_dim": lambda recipe, case, rng: [3, 14] if "model.kv_rank" in case else [],
+    "resilience.code": lambda recipe, case, rng: ["gradient", "sr-sgc", "m-sgc"] if _plain_replicas(case) else [],
+    "resilience.stragglers": lambda recipe, case, rng: [1] if "resilience.code" in case else [],
+    "resilience.jobs": lambda recipe, case, rng: [2, 3] if "resilience.code" in case else [],
 }
 
 #: How often a setting is drawn where it can be; what has gone wrong before, and seldom shows, more often.
-OFTEN: dict[str, float] = {"layout.order": 0.8, "layout.ep": 0.8, "optimizer.estimate": 0.1, "model.kv_rank": 0.6}
+OFTEN: dict[str, float] = {
+    "layout.order": 0.8,
+    "layout.ep": 0.8,
+    "optimizer.estimate": 0.1,
+    "model.kv_rank": 0.6,
+    "resilience.stragglers": 1.0,
+    "sync.update": 0.6,
+}
 SELDOM = 0.3
 
 #: What a case starts from, so that it takes a second and nothing of the recipe but the kind of its model is left.
@@ -193,6 +229,9 @@ SMALL: Case = {
     "train.recompute": "none", "train.loss_chunk": 64, "optimizer.post_validation": False, "optimizer.lr": 3e-4,
     "optimizer.kind": "adamw", "optimizer.state": "float32", "optimizer.ema": 0.0, "optimizer.rank": 3,
     "optimizer.estimate": "backward", "optimizer.pairs": False,
+    "sync.every": 1, "sync.update": "average", "sync.partner": "all", "sync.fragments": 1, "sync.delay": 0,
+    "sync.compress": "none", "sync.compress_back": "",
+    "resilience.code": "", "resilience.stragglers": 0, "resilience.aggregate": "mean", "resilience.faulty": 0,
     "layout.zero": 3, "layout.pieces": 1, "layout.node": 0, "layout.secondary": 0,
     "layout.context": "zigzag", "layout.ulysses": 1, "layout.scan": "gather",
     "layout.schedule": "1f1b", "layout.vocab_barriers": 0, "layout.skip": 0.0, "layout.balance": "",

@@ -13,11 +13,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from weft.train.failure import Exit, Failure, Grade, oom_kills, root_cause, show
-from weft.train.ranks import noted_signals, threads_per_rank
+from weft.train.ranks import LEFT_OUT, MEMBERS, noted_signals, threads_per_rank
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 #: Seconds that ranks get, after Ctrl-C or SIGTERM, to save and stop before they are killed.
 GRACE_S = 60
@@ -41,21 +45,24 @@ os.execv(command[0], command)
 """
 
 
-def launch(argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0) -> int:
+def launch(
+    argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0, survive: bool = False
+) -> int:
     """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes, print why they failed, if they did, and return
     the exit code. See :func:`run_ranks`.
     """
-    code, cause = run_ranks(command or [sys.executable, "-m", "weft", *argv], ranks, threads)
+    code, cause = run_ranks(command or [sys.executable, "-m", "weft", *argv], ranks, threads, survive)
     if cause is not None:
         show(cause)
     return code
 
 
-def run_ranks(command: list[str], ranks: int, threads: int = 0) -> tuple[int, Failure | None]:
+def run_ranks(command: list[str], ranks: int, threads: int = 0, survive: bool = False) -> tuple[int, Failure | None]:
     """Run ``command`` as ``ranks`` local processes; their exit code, and why they failed if they did.
 
     Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop, a second signal
-    ends them at once, and the code is 128 + signal. If a rank fails the others are stopped.
+    ends them at once, and the code is 128 + signal. If a rank fails the others are stopped. Where ranks ``survive``
+    others, one that is killed or has been left out does not count, once all ranks have met.
     """
     import torch.distributed as dist
 
@@ -69,15 +76,19 @@ def run_ranks(command: list[str], ranks: int, threads: int = 0) -> tuple[int, Fa
     with folders as folder, noted_signals(numbers, _kill_all) as received:
         try:
             for rank in range(ranks):
-                env = _environment(rank, ranks, threads) | {
+                env = rank_environment(rank, ranks, threads) | {
                     "MASTER_PORT": str(store.port), "TORCHELASTIC_ERROR_FILE": f"{folder}/{rank}.json",
                 }  # fmt: skip
                 # In a session of its own: a terminal's Ctrl-C comes to it through this process alone.
                 started.append(psutil.Popen([*entry, *command], env=env, start_new_session=True))
-            while not received and (codes := [p.poll() for p in started]).count(0) < ranks and not any(codes):
+            met = False
+            while not received and not _over(started, met):
                 time.sleep(LOOK_S)
+                met = met or (survive and _have_met(store, ranks))
             if not received:
                 failed = {rank: Exit(p.returncode, time.time()) for rank, p in enumerate(started) if p.returncode}
+                if survive and 0 in (p.returncode for p in started):
+                    failed = {rank: end for rank, end in failed.items() if not _is_lost(end.code)}
             if received or failed:
                 stopped = _end(started, received)
         finally:
@@ -89,7 +100,37 @@ def run_ranks(command: list[str], ranks: int, threads: int = 0) -> tuple[int, Fa
     return (code if code > 128 else cause.exit_code), cause
 
 
-def _environment(rank: int, ranks: int, threads: int) -> dict[str, str]:
+def _over(started: Sequence[psutil.Popen], survive: bool) -> bool:
+    """Whether there is nothing more to wait for: a rank has failed, or all are done, or nobody is left to go on.
+
+    Among ranks that ``survive`` others, those that were stopped do not keep the launcher once the rest is done.
+    """
+    codes = [process.poll() for process in started]
+    if not survive:
+        return codes.count(0) == len(started) or any(codes)
+    left = [process for process, code in zip(started, codes, strict=True) if code is None]
+    return (
+        any(code and not _is_lost(code) for code in codes) or not left or (0 in codes and all(map(_is_stopped, left)))
+    )
+
+
+def _is_lost(code: int) -> bool:
+    """Whether a rank that ended with this exit code was killed, or left out by the others."""
+    return code < 0 or code == LEFT_OUT
+
+
+def _is_stopped(process: psutil.Popen) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
+    return False
+
+
+def _have_met(store: "dist.Store", ranks: int) -> bool:
+    """Whether all ranks have told each other where they are."""
+    return bool(store.check([f"{MEMBERS}/{rank}" for rank in range(ranks)]))
+
+
+def rank_environment(rank: int, ranks: int, threads: int) -> dict[str, str]:
     """The variables of a rank, as torchrun sets them."""
     # All ranks are on this machine: gloo needs no network, nor a host name that resolves.
     usual = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
@@ -115,7 +156,7 @@ def _end(started: Sequence[psutil.Popen], received: Sequence[int]) -> list[int]:
             process.send_signal(received[0] if received else signal.SIGTERM)
             if received:
                 process.resume()
-            elif process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            elif _is_stopped(process):
                 stopped.append(started.index(process))
                 process.kill()
     psutil.wait_procs(_living(started), GRACE_S if received else END_S)

@@ -6,23 +6,27 @@ import os
 import signal
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from weft.checkpoint.checkpoints import Checkpoints
 from weft.checkpoint.lease import Lease
 from weft.checkpoint.levels import check_hosts, open_levels
-from weft.checkpoint.same import base_of_run
 from weft.checkpoint.state import Progress
 from weft.checkpoint.storage import Storage
+from weft.data.order import marks
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.train.callbacks import Callbacks, Running
 from weft.train.evaluation import Evaluation
+from weft.train.guard import Guard, Regroup
+from weft.train.islands import put_in_ring
 from weft.train.optim import learning_rate
-from weft.train.ranks import noted_signals
 from weft.train.recorder import Recorder
 from weft.train.reference import with_cached_reference
-from weft.train.runs import checkpoint_size, open_run, resume_run
+from weft.train.runs import checkpoint_size, open_for_island
 from weft.train.setup import Job, assemble
 from weft.train.step import Stepper, StepResult
 from weft.train.stepper import build_stepper
@@ -42,37 +46,32 @@ class Outcome:
     interrupted: int
 
 
-def _interrupt(number: int) -> None:
-    """SIGINT and SIGTERM ask the run to stop after the current step; another SIGINT ends it at once."""
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
+def train(
+    job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = None, guard: Guard | None = None
+) -> Outcome:
+    """Train to the end of the recipe, of the data, or to a signal; save, and say how it went. Runs on every rank.
 
-
-def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = None) -> Outcome:
-    """Train to the end of the recipe, of the data, or to a signal; save, and say how it went. Runs on every rank."""
-    recipe, tokenizer = job.recipe, job.corpus.tokenizer
+    ``guard`` (default: one for ``out`` and ``resume``) is told of every step; with it :class:`Regroup` may be raised.
+    """
+    recipe, tokenizer, guard = job.recipe, job.corpus.tokenizer, guard or Guard(out, resume)
+    if mesh.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
     with ExitStack() as stack:
-        lease = stack.enter_context(Lease())
-        run = mesh.on_main(lambda: open_run(recipe, out, resume, lease, checkpoint_size(job)))
-        check_hosts(run.levels, mesh.layout.world, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.layout.world)))
+        lease = stack.enter_context(guard.lease())
+        size = checkpoint_size(job)
+        run = mesh.on_main(lambda: open_for_island(mesh, partial(guard.open, recipe, lease, size), recipe, lease, size))
+        check_hosts(run.levels, recipe.layout.world, int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world)))
         job, noted = with_cached_reference(job, mesh)
         values = None
-        if recipe.model.origin is not None and (run.fresh or job.shape.adapter):
+        if recipe.model.origin is not None and not run.in_memory and (run.fresh or job.shape.adapter):
             from weft.checkpoint.weights import starting_values  # other runs need not import what reads all formats
 
             values = starting_values(recipe, job.shape)
         model, state = assemble(job.shape, mesh, recipe, values)
-        resumed = resume_run(run, job, state, mesh)
-        about = {
-            "recipe": recipe.model_copy(update={"model": job.shape}).model_dump(mode="json"),
-            "layout": str(mesh.layout),
-            "world": mesh.layout.world,
-            "data": job.corpus.fingerprint,
-        }
-        if base := base_of_run(recipe, job.shape):
-            about["base"] = base
+        resumed = guard.fill(run, job, state, mesh)
+        about = job.about
         mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
-        signals = stack.enter_context(noted_signals((signal.SIGINT, signal.SIGTERM), _interrupt))
+        signals = stack.enter_context(guard.signals())
         recorder = stack.enter_context(Recorder(job, mesh, run.folder, resumed.progress, about))
         resumed.report(recorder)
         if model.saved is not None:
@@ -84,11 +83,28 @@ def train(job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = No
             run.levels, state, resumed.progress, about, tokenizer.files(), job.shape, mesh, recorder,
             strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
         ))  # fmt: skip
-        stepper = build_stepper(model, state, mesh, recipe.optimizer, checkpoints.wait_for_copy)
-        evaluation = Evaluation(job, mesh, model, state, recorder, checkpoints.wait_for_copy, lambda: bool(signals))
+
+        def before_update() -> None:
+            checkpoints.wait_for_copy()
+            guard.before_update()
+
+        streams = stack.enter_context(guard.streams(mesh, recipe.train.timeout))
+        if streams is not None and (said := put_in_ring(streams, state, recipe.sync)):
+            recorder.event(said)
+        stepper = build_stepper(
+            model, state, mesh, recipe.optimizer, before_update, resilience=recipe.resilience, streams=streams,
+            presence=guard.presence, sync=recipe.sync, begun=resumed.progress.step,
+        )  # fmt: skip
+        evaluation = Evaluation(
+            job, mesh, model, state, recorder, before_update, lambda: bool(signals), guard.validations
+        )
         running = Running(recipe, run.folder, mesh, model, state, resumed.progress, recorder)
         callbacks = Callbacks(recipe.callbacks, running)
-        loop = Loop(job, mesh, stepper, resumed.progress, recorder, checkpoints, evaluation, callbacks, signals, lease)
+        guard.begin(state, mesh, resumed, recorder)
+        loop = Loop(
+            job, mesh, stepper, resumed.progress, recorder, checkpoints, evaluation, callbacks, signals, lease, guard,
+            again=run.in_memory,
+        )  # fmt: skip
         loop.run()
     loop.check_fruitful()
     interrupted = [signal.SIGTERM, *signals][-1] if loop.stopped else 0
@@ -100,6 +116,7 @@ class Loop:
     """Data, step, agree, record, save: over and over, until the recipe is done, the data ends or a rank wants to stop.
 
     ``begun`` counts steps; those that are final are in ``progress``. ``fruitless`` are the last ones that were skipped.
+    With ``again`` what was due after the step that it begins with may not have been done.
     """
 
     job: Job
@@ -112,6 +129,8 @@ class Loop:
     callbacks: Callbacks
     signals: list[int]
     lease: Lease
+    guard: Guard
+    again: bool = False
     stopped: bool = False
     fruitless: int = 0
 
@@ -124,19 +143,28 @@ class Loop:
         self.callbacks.call("start")
         if not self.progress.step:
             self.evaluate(self.evaluation.missing(0))
+        elif self.again:
+            self.evaluate(self.evaluation.due(self.progress.step))
+            if to_save := self.checkpoints.due(self.progress.step):
+                self.checkpoints.save(to_save)
         self.recorder.restart_clock()
         while self.begun < self.steps and not self.ending:
             self.lease.check()
-            results = self.recorder.watch(self.begun, self.take_step)
+            with self.guard.step(self.begun + 1):
+                results = self.recorder.watch(self.begun, self.take_step)
             if results is None:
                 self.recorder.event(f"the data ended after {self.position:,} samples")
                 break
             self.begun += 1
             to_save, to_evaluate = self.checkpoints.due(self.begun), self.evaluation.due(self.begun)
             self.stopped = any(result.stop for result in results)
-            if to_save or to_evaluate or self.stopped or self.begun == self.steps:
+            last = self.stopped or self.begun == self.steps
+            if to_save or to_evaluate or last or self.guard.due(self.begun):
                 results += self.stepper.finish()
             self.account(results)
+            for news in self.stepper.news():
+                self.recorder.event(news)
+            self.guard.after_step()
             self.recorder.end_step()
             self.checkpoints.poll()
             self.evaluate(to_evaluate)
@@ -160,19 +188,36 @@ class Loop:
         self.recorder.lap(results)
         for result in results:
             lr = learning_rate(self.job.recipe.optimizer, self.progress.step, self.steps)
+            self.check_samples(result)
             self.progress.advance(self.batch, result.tokens, not result.skipped)
             self.fruitless = self.fruitless + 1 if result.skipped else 0
             self.stopped = self.stopped or result.stop
             self.recorder.step(result, lr)
             self.callbacks.call("after_step", result)
 
+    def check_samples(self, result: StepResult) -> None:
+        """Raise :class:`WeftError` if the next final step has not seen each of its samples once, and no other."""
+        due = self.loader.due(self.progress.position)
+        if result.samples not in (None, (len(due), int(marks(due).sum()))):
+            raise WeftError(
+                f"step {self.progress.step + 1} has not seen its samples {due.start} to {due.stop - 1} once each; this "
+                "is a defect of Weft: go on from the last checkpoint under another layout, and report it"
+            )
+
     def evaluate(self, names: list[str]) -> None:
         if names:
             self.callbacks.call("after_evaluation", self.evaluation.run(names, self.progress.step))
 
     def end(self) -> None:
-        """Make the last steps final, evaluate, save, and say why the run ends."""
+        """Make the last steps final, evaluate, save, and say why the run ends.
+
+        Raises :class:`Regroup` if it does not end, but ranks were about to leave or to join.
+        """
         self.account(self.stepper.finish())
+        if self.stopped and self.regroups():
+            if not self.guard.remembers:
+                self.checkpoints.finish(save=True)
+            raise Regroup
         if summary := self.stepper.summary():
             self.recorder.event(summary)
         if self.stopped and not self.complete():
@@ -195,9 +240,17 @@ class Loop:
         self.recorder.event(f"ended by a callback: {whys[0]}")
         return True
 
+    def regroups(self) -> bool:
+        """Whether ranks stopped just because some wanted to leave or to join, even if none does now. Collective."""
+        return self.mesh.islands == 1 and not any(from_all(self.wants_to_end, self.mesh.step_group))
+
+    @property
+    def wants_to_end(self) -> bool:
+        return bool(self.signals or self.callbacks.running.stopping)
+
     @property
     def wants_to_stop(self) -> bool:
-        return bool(self.signals or self.callbacks.running.stopping)
+        return self.wants_to_end or self.guard.regroup
 
     @property
     def position(self) -> int:

@@ -78,7 +78,7 @@ class Pool:
     def pids(self) -> list[int]:
         return [worker.process.pid or 0 for worker in self._workers]
 
-    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
         """Results of ``fn(*args)`` in rank order.
 
         An exception of a rank is raised here, with its traceback as a note. Ranks that do not answer within ``timeout``

@@ -7,9 +7,18 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from weft.errors import UsageError, WeftError
 from weft.memory.heap import keep_heap
+
+if TYPE_CHECKING:
+    import torch
+
+#: Where in the store every rank of a run that survives the loss of others says where it is.
+MEMBERS = "weft/member"
+#: The exit code of a rank that the others have gone on without.
+LEFT_OUT = 75
 
 
 def in_ranks() -> bool:
@@ -62,33 +71,65 @@ def noted_signals(numbers: Sequence[int], again: Callable[[int], None]) -> Itera
             signal.signal(number, handler)
 
 
+def stop_signals() -> tuple[Sequence[int], Callable[[int], None]]:
+    """SIGINT and SIGTERM ask a run to stop after the current step; another SIGINT ends it at once."""
+
+    def again(number: int) -> None:
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    return (signal.SIGINT, signal.SIGTERM), again
+
+
+def backend_of(device: str) -> "tuple[str, torch.device | None]":
+    """The backend of ``"cpu"`` or ``"cuda"``, and of the latter this rank's GPU, which becomes the current one."""
+    import torch
+
+    if device != "cuda":
+        return "gloo", None
+    local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if gpus == 1 and "SLURM_PROCID" in os.environ:
+        local = 0  # Slurm can show each task its own GPU only
+    if local >= gpus:
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "more")
+        raise UsageError(f"{ranks} ranks on this machine, {gpus} GPUs; start fewer ranks or set train.device=cpu")
+    torch.cuda.set_device(local)
+    return "nccl", torch.device("cuda", local)
+
+
 def init_ranks(device: str, timeout_s: int) -> None:
     """Join the default process group: gloo on ``"cpu"``, NCCL on ``"cuda"`` with one GPU per local rank.
 
     A process that nobody has started as a rank is a world of one.
     """
-    import torch
     import torch.distributed as dist
 
     if "RANK" not in os.environ:
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    backend, index = "gloo", None
-    if device == "cuda":
-        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if gpus == 1 and "SLURM_PROCID" in os.environ:
-            local = 0  # Slurm can show each task its own GPU only
-        if local >= gpus:
-            ranks = os.environ.get("LOCAL_WORLD_SIZE", "more")
-            raise UsageError(f"{ranks} ranks on this machine, {gpus} GPUs; start fewer ranks or set train.device=cpu")
-        backend, index = "nccl", torch.device("cuda", local)
-        torch.cuda.set_device(index)
+    backend, index = backend_of(device)
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=index)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         given = "rank {RANK} did not meet all {WORLD_SIZE} ranks at {MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
         raise WeftError(f"{given} in {timeout_s} s; check that all were started and can reach that port") from error
+
+
+def settle_in(device: str, threads: int = 0) -> None:
+    """Make this process ready to be a rank that trains: its ``threads`` (see :func:`threads_per_rank`), its memory."""
+    import torch
+
+    torch.set_num_threads(threads_per_rank(threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    if device == "cpu":
+        keep_heap()
+
+
+def own_device(device: str) -> str:
+    """The device on which this rank trains, once it has joined the others."""
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
 
 
 @contextlib.contextmanager
@@ -97,12 +138,9 @@ def joined(device: str, timeout_s: int, threads: int = 0) -> Iterator[None]:
 
     At the end all ranks wait for each other before any leaves, so that none that is still at work loses another.
     """
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(threads_per_rank(threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    if device == "cpu":
-        keep_heap()
+    settle_in(device, threads)
     init_ranks(device, timeout_s)
     try:
         yield

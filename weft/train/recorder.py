@@ -44,7 +44,8 @@ class Recorder:
         kind = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
         device = f"{mesh.layout.world} x {kind}"
         one = peak_flops(mesh.device, getattr(torch, job.recipe.train.dtype))
-        self._peak = one and one * mesh.layout.world
+        # What a step's tokens are of: this island, or all, where their gradients become one.
+        self._peak = one and one * mesh.layout.world * (mesh.islands if job.recipe.sync.of_gradients else 1)
         twice = job.recipe.optimizer.estimate == "zeroth-order"  # forward, and nothing else
         self._per_token = (1 + twice) * flops_per_token(
             job.shape, job.shape.vocab, job.recipe.data.seq_len, ("*",) if twice else frozen
@@ -55,8 +56,8 @@ class Recorder:
             "started": datetime.datetime.now().isoformat(timespec="seconds"),
         }  # fmt: skip
         size = f"{parameters / 1e6:.1f}M parameters" + f" ({learning / 1e6:.2f}M learn)" * (learning != parameters)
-        title = f"{job.recipe.name}: {size} on {mesh.layout}, {device}"
-        self._display = Display(job.recipe.train.steps, title, enabled=mesh.is_main)
+        title = f"{job.recipe.name}: {size} on {job.recipe.layout}, {device}"
+        self._display = Display(job.recipe.train.steps, title, enabled=mesh.speaks)
         self._hardware = Hardware(mesh.device)
         self._stack, self._tracing = ExitStack(), job.recipe.observe.trace > 0
         self._begun, self._seconds, self._data_s = time.perf_counter(), 0.0, 0.0
@@ -82,6 +83,10 @@ class Recorder:
         """Say something, and keep it."""
         self._display.note(text)
         self.log("event", message=text)
+
+    def forget(self, step: int) -> None:
+        """What was recorded of steps after ``step`` does not count, as they are taken again."""
+        self._metrics.forget(step)
 
     def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
         """Keep a record, of the step that the run has come to if no other is given."""
@@ -154,7 +159,8 @@ class Recorder:
         if result.loads:
             self._experts(result)
         if self._progress.step % self._recipe.observe.every == 0:
-            self.log("train", **seen, tokens=self._progress.tokens, skipped=int(result.skipped))
+            counted = dict(zip(("samples", "marks"), result.samples or (), strict=False))
+            self.log("train", **seen, **counted, tokens=self._progress.tokens, skipped=int(result.skipped))
         self._display.update(self._progress.step, **seen)
 
     def _experts(self, result: StepResult) -> None:

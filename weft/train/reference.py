@@ -44,7 +44,7 @@ def with_cached_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
     if damage:
         notes.append(f"{damage}; computed again")
     if table is None:
-        if mesh.is_main:
+        if mesh.speaks:
             print(f"log-probabilities of {pairs:,} pairs by the reference model, once", flush=True)
         shape, values = _reference(job)
         table = log_probabilities(job, mesh, shape, values, _all_steps(job, mesh))

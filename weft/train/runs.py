@@ -3,17 +3,23 @@
 All of it is looked at before ranks start and again, and then taken, by rank 0.
 """
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from weft.checkpoint.checkpoints import Listener
 from weft.checkpoint.lease import FOLDER, Lease
 from weft.checkpoint.levels import LevelStore, check_levels, levels_of
 from weft.checkpoint.load import StoredCheckpoint
+from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.same import base_of_run, check_goes_on, check_same_base, other_differences
 from weft.checkpoint.state import Progress, load_state
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
-from weft.checkpoint.store import PLACES, candidates, committed, load_newest, open_checkpoint, places
+from weft.checkpoint.store import PLACES, candidates, committed, load_newest, open_checkpoint, places, step_of
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.model_parameters import learns, parameters
@@ -26,11 +32,15 @@ from weft.train.setup import Job, prepare
 
 @dataclass
 class Run:
-    """A run's folder, the places to go on from (none: it is a new run), and where its checkpoints go."""
+    """A run's folder, the places to go on from (none: it is a new run), and where its checkpoints go.
+
+    ``in_memory``: its state is in the memory of ranks that have it, and goes on from there.
+    """
 
     folder: Path
     sources: list[str]
     levels: list[LevelStore]
+    in_memory: bool = False
 
     @property
     def fresh(self) -> bool:
@@ -86,6 +96,39 @@ def open_run(recipe: Recipe, out: Path | None, resume: str | None, lease: Lease,
         return run
 
 
+def open_for_island(mesh: Mesh, open_first: Callable[[], Run], recipe: Recipe, lease: Lease, size: int) -> Run:
+    """The run as ``open_first`` opens it, in which every island but the first has a folder, and places, of its own.
+
+    Runs on the first rank of each island.
+    """
+    if mesh.shore is None:
+        return open_first()
+    name = f"island-{mesh.island}"
+    if mesh.island == 0:
+        told: dict[str, Any] = {}
+        try:
+            run = open_first()
+            told = {"folder": str(run.folder), "sources": run.sources}
+            return run
+        finally:
+            mesh.shore.set("weft/run", json.dumps(told))
+    told = json.loads(mesh.shore.get("weft/run"))
+    if not told:
+        raise WeftError("the first island cannot open the run")
+    folder = Path(told["folder"]) / name
+    run = Run(folder, told["sources"], levels_of(recipe.checkpoint, folder, name))
+    lease.take(run.places, new=False)
+    check_levels(run.levels, size, run.fresh)
+    return run
+
+
+def _counterpart(run: Run, shore: dist.Store) -> str:
+    """The checkpoint from which an island goes on: its own of the step of the first island's, or else that one."""
+    first = open_storage(shore.get("weft/resumed").decode())
+    own = [place for level in run.levels for place in committed(level.place) if step_of(place) == step_of(first)]
+    return str((own or [first])[-1])
+
+
 @dataclass
 class Resumed:
     """What a run goes on from, ``notes`` on that for whoever watches, and where every rank's time to load went."""
@@ -109,13 +152,18 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
     notes = list(job.notes)
     if run.fresh:
         return Resumed(Progress(), notes)
+    shore, sources = mesh.shore, run.sources
+    if shore is not None and mesh.island:
+        sources = [mesh.on_main(lambda: _counterpart(run, shore))]
     checkpoint, progress = load_newest(
-        run.sources,
+        sources,
         lambda checkpoint: load_state(checkpoint, state, mesh.step_group),
         notes.append,
         lambda checkpoint: _check(checkpoint, job),
         mesh.step_group,
     )
+    if shore is not None and mesh.speaks:
+        shore.set("weft/resumed", str(checkpoint.storage))
     notes.append(f"resumed from {checkpoint} at step {progress.step}")
     differences = other_differences(checkpoint, job.recipe, job.corpus.fingerprint)
     notes += [f"resumed with {difference}" for difference in differences]
@@ -142,7 +190,7 @@ def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path,
         candidates(resume)
         path = Path(resume)
         own = next((p for p in (path, *list(path.parents)[:2]) if (p / FILE).is_file()), None)
-        return out or own or _unused(folder), [resume]
+        return out or own or unused_folder(folder), [resume]
     if resume == "auto":
         saved = [
             p for p in folder.parent.glob(f"{recipe.name}*") if committed(p / "checkpoints") or (p / PLACES).exists()
@@ -155,10 +203,10 @@ def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path,
         if out.exists() and any(p.name != FOLDER for p in out.iterdir()):
             raise UsageError(f"--out {out} already holds something; choose another folder or add --resume auto")
         return out, []
-    return _unused(folder), []
+    return unused_folder(folder), []
 
 
-def _unused(folder: Path) -> Path:
+def unused_folder(folder: Path) -> Path:
     run, number = folder, 1
     while run.exists():
         number += 1

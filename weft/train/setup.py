@@ -4,20 +4,22 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
+from weft.checkpoint.same import base_of_run
 from weft.data.balance import costs_of
 from weft.data.gguf_tokenizer import NO_TOKENIZER
-from weft.data.loader import Corpus, Loader, open_data
+from weft.data.loader import Corpus, Loader, open_data, shares_of
 from weft.data.order import Order
 from weft.data.tasks import OpenTask, open_tasks
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import UsageError, WeftError, nearest
-from weft.layout.layout import MODEL_AXES
+from weft.layout.layout import BATCH_AXES, MODEL_AXES, Layout
 from weft.layout.mesh import Mesh
+from weft.layout.placement import Place
 from weft.memory.heap import give_heap_back
 from weft.model_parameters import PROJECTIONS, is_target, learns, parameters, projections
 from weft.models.own_loss import own_loss
@@ -28,6 +30,9 @@ from weft.observe.flops import parameter_count
 from weft.parallel.build import check_fits, parallelize
 from weft.parallel.state import State
 from weft.recipe import ModelShape, Recipe, Train
+from weft.sync.coded import code_of
+from weft.sync.compress import build_compressor
+from weft.train.islands import add_slots
 from weft.train.optim import RuleOptimizer, slot_bytes
 
 if TYPE_CHECKING:  # a recipe without model.from does not wait for what reads checkpoints
@@ -40,26 +45,62 @@ LEARNING = ("balance", "balance_loss", "z_loss", "bias_rate")
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with everything looked up: open data, and the complete shape of the model. ``notes`` are to be said."""
+    """A recipe with everything looked up: open data, and the complete shape of the model. ``notes`` are to be said.
+
+    ``speeds`` of the ranks of the world, where they are not all alike.
+    """
 
     recipe: Recipe
     shape: ModelShape
     corpus: Corpus
     notes: tuple[str, ...] = ()
     tasks: tuple[OpenTask, ...] = ()
+    speeds: tuple[float, ...] = ()
 
     def loader(self, order: Order, mesh: Mesh) -> Loader:
-        rows, passes = self.recipe.rows_per_pass(mesh.layout)
-        data, dealt = self.recipe.data, self.recipe.dealt(mesh.layout)
-        rank = mesh.rank("dp") * dealt.dp // mesh.size("dp") * mesh.size("shard") + mesh.rank("shard")
+        data, layout = self.recipe.data, mesh.layout
+        trains = order is self.corpus.train
+        if trains:  # each island has samples of its own to learn from, and all evaluate on the same
+            layout = layout.model_copy(update={"island": mesh.islands})
+        code = code_of(self.recipe.resilience, layout.dp) if trains else None
+        if code is not None:  # samples are dealt to the parts of jobs, of which a rank has several
+            layout = layout.model_copy(update={"dp": code.jobs * code.parts})
+        rows, passes = self.recipe.rows_per_pass(layout)
+        dealt = self.recipe.dealt(layout)
+        first = mesh.island * dealt.size("dp", "shard") if trains else 0
+        ranks = [first + mesh.rank("dp") * dealt.dp // layout.dp * mesh.size("shard") + mesh.rank("shard")]
+        if code is not None:
+            own = code.parts_of(mesh.rank("dp"))
+            ranks = [job * code.parts + part for job in range(code.jobs) for part in own]
+        speeds = self.batch_speeds(layout) if dealt == mesh.layout else ()
+        if speeds:  # the fast ones get more rows than all would, and have memory for no more in a pass
+            passes = max(passes, -(-max(shares_of(self.recipe.train.batch, speeds)) // rows))
         # Only steps that train gather parameters once, which a balanced step needs.
-        costs = costs_of(self.shape) if mesh.layout.balance and order is self.corpus.train else None
+        costs = costs_of(self.shape) if mesh.layout.balance and trains else None
         return Loader(
-            order, dealt, rank, mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len, costs,
+            order, dealt, ranks[0], mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len, costs,
             ends=self.shape.output == "score",
             # A compiled model asks for one shape. Rows that are cut from a stream are full anyway.
             joined=any(s.rows_of != "tokens" for s in order.streams) and not self.recipe.train.compile,
+            more=tuple(ranks[1:]), speeds=speeds,
         )  # fmt: skip
+
+    def batch_speeds(self, layout: Layout) -> tuple[float, ...]:
+        """How fast those are that the sequences of a step are dealt to: each as its slowest rank; none: all alike."""
+        if len(set(self.speeds)) < 2:
+            return ()
+        ranks = [Place.of(layout, rank).along(*BATCH_AXES) for rank in range(layout.world)]
+        return tuple(
+            min(s for s, at in zip(self.speeds, ranks, strict=True) if at == one) for one in sorted(set(ranks))
+        )
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a run's record and its checkpoints say of it."""
+        recipe = self.recipe.model_copy(update={"model": self.shape})
+        layout, base = self.recipe.layout, base_of_run(self.recipe, self.shape)
+        about = {"recipe": recipe.model_dump(mode="json"), "layout": str(layout), "world": layout.world}
+        return about | {"data": self.corpus.fingerprint} | ({"base": base} if base else {})
 
 
 def device_type(recipe: Recipe) -> str:
@@ -87,7 +128,10 @@ def prepare(recipe: Recipe) -> Job:
         )
     shape = shape.model_copy(update={"vocab": shape.vocab or vocab})
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer, recipe.memory)
-    _check_memory(recipe, shape)
+    check_memory(recipe, shape)
+    if recipe.layout.island > 1:
+        for p in parameters(shape):
+            build_compressor(recipe.sync.compress).check(p.name, p.shape)
     tasks = open_tasks(recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer")
     reference_model(recipe, corpus.tokenizer)
     return Job(recipe, shape, corpus, _tokenizer_notes(recipe, own, corpus.tokenizer), tasks)
@@ -100,10 +144,14 @@ def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | Non
         memory = memory.model_copy(update={"gradients": "host"})  # there are none, so they take no room in a file
     if "file" in memory.away.values():
         give_heap_back()
-    model, state = parallelize(shape, mesh, recipe.train, values, recipe.data.seq_len, memory)
+    model, state = parallelize(
+        shape, mesh, recipe.train, values, recipe.data.seq_len, memory, summed=not recipe.resilience.combines
+    )
     model.objective = objective(recipe.loss)
     model.criterion = own_loss(recipe.loss, shape.vocab) or model.criterion
     state.optimize(RuleOptimizer(recipe.optimizer, mesh))
+    if mesh.islands > 1:
+        add_slots(state, recipe.sync)
     return model, state
 
 
@@ -243,15 +291,19 @@ def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
     )
 
 
-def _check_memory(recipe: Recipe, shape: ModelShape) -> None:
-    """Refuse what cannot even hold its own state: parameters, gradients and moments, before any activation."""
+def check_memory(recipe: Recipe, shape: ModelShape, here: int = 0) -> None:
+    """Refuse what cannot even hold its own state: parameters, gradients and moments, before any activation.
+
+    ``here``: ranks on this machine; 0: as many as the launcher says, else all.
+    """
     parameters = parameter_count(shape, shape.vocab)
     need = state_bytes(shape, recipe) / recipe.layout.size("pp", "shard", "cp", *MODEL_AXES)
     cuda = device_type(recipe) == "cuda" and not recipe.memory.offloads_state
     if cuda:
         free, ranks = torch.cuda.get_device_properties(0).total_memory, 1
-    else:  # this machine holds as many ranks as the launcher says, else all
-        free, ranks = psutil.virtual_memory().available, int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world))
+    else:
+        free = psutil.virtual_memory().available
+        ranks = here or int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world))
     if need * ranks > free:
         raise WeftError(
             f"too little memory: {parameters / 1e9:.2f}B parameters need {need * ranks / 2**30:.1f} GiB for weights, "

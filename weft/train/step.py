@@ -7,6 +7,7 @@ runs, and :func:`reduced` sums what ranks with the same data computed a share of
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from weft.data.batch import Batch
+from weft.data.order import marks
 from weft.layout.boundary import (
     BY_DATA,
     OWN,
@@ -39,12 +41,21 @@ from weft.parallel.hybrid import check_plan, share_pass
 from weft.parallel.state import State, Unit
 from weft.recipe import Optimizer
 
+#: What makes a sum over the ranks that step together one over all whose gradients become one update.
+Beyond = Callable[[torch.Tensor], torch.Tensor]
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
 
 class StepResult(NamedTuple):
     """``loss`` is the (weighted) mean over the step's real ``tokens``; a skipped step changed nothing.
 
     ``loads``: how often each expert was chosen, those of all layers in turn; with a capacity, then what each dropped.
     ``sent``: the bytes that ranks have sent each other for the experts, by :data:`weft.models.router.SENT`.
+    ``samples``: how many the step has really seen, and the sum of their marks (:func:`weft.data.order.marks`),
+    where that is counted.
     """
 
     loss: float
@@ -54,6 +65,7 @@ class StepResult(NamedTuple):
     stop: bool
     loads: tuple[int, ...] = ()
     sent: tuple[int, ...] = ()
+    samples: tuple[int, int] | None = None
 
 
 def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
@@ -61,17 +73,24 @@ def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     return share_of_sum(own_number(sum(b.real_tokens for b in batches), mesh, **BY_DATA), mesh, **BY_DATA)
 
 
+def share_of_samples(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
+    """The same of the step's samples: how many there are, and the sum of their marks. ``[2]``."""
+    seen = [sample for batch in batches for sample in batch.samples]
+    found = (own_number(number, mesh, **BY_DATA) for number in (len(seen), int(marks(seen).sum())))
+    return torch.stack([share_of_sum(number, mesh, **BY_DATA) for number in found])
+
+
 def share_of_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """The same of the weight of the step's labels, 1 each if the data says nothing else: the loss's one denominator."""
     return share_of_sum(own_number(sum(b.label_weight for b in batches), mesh, **BY_DATA), mesh, **BY_DATA)
 
 
-def count_loads(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> None:
+def count_loads(model: Transformer, batches: Sequence[Batch], mesh: Mesh, beyond: Beyond = same) -> None:
     """From now on routers count for a step of these batches. Collective, if their losses need to know its tokens."""
     if model.loads is None:
         return
     tokens = share_of_sum(own_number(sum(b.document_tokens for b in batches), mesh, **BY_DATA), mesh, **BY_DATA)
-    total = step_sum(tokens, mesh) if model.loads.balances else tokens
+    total = beyond(step_sum(tokens, mesh)) if model.loads.balances else tokens
     model.loads.begin(lambda: total)
 
 
@@ -109,19 +128,24 @@ def accumulate(
     mesh: Mesh,
     routes: Sequence[Sequence[int]] = (),
     before_last: Callable[[torch.Tensor], None] = lambda share: None,
+    weight: torch.Tensor | None = None,
+    beyond: Beyond = same,
 ) -> torch.Tensor:
     """Forward and backward of every pass. Returns this rank's share of the loss.
+
+    ``weight``: what losses are divided by; left out, it is that of the labels of all ranks' batches, and ``beyond``.
 
     ``routes``: the blocks that each pass runs (in turn, if there are more passes), where these are not all.
     ``before_last`` is called with that share before the last backward, of a model without pipeline.
     """
-    count_loads(model, batches, mesh)
+    count_loads(model, batches, mesh, beyond)
     if model.pipeline is not None:
         total = PendingSum(share_of_weight(batches, mesh), mesh)  # due when the first microbatch has passed all stages
-        return model.pipeline.accumulate(batches, lambda: divisor(total()))
+        return model.pipeline.accumulate(batches, cache(lambda: divisor(beyond(total()))))
     if check_plan(batches, mesh):
         state.gather()  # within a pass that not all ranks share it is too late
-    weight = divisor(step_sum(share_of_weight(batches, mesh), mesh))
+    if weight is None:
+        weight = divisor(beyond(step_sum(share_of_weight(batches, mesh), mesh)))
     shares = []
     for i, batch in enumerate(batches):
         state.begin_pass(last=i == len(batches) - 1)
@@ -204,16 +228,19 @@ def gradients(
     mesh: Mesh,
     stop: bool = False,
     routes: Sequence[Sequence[int]] = (),
+    before_sums: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Everything of a step up to the clip: reduced local gradients, and sums over the step's ranks.
 
     The sums are one vector of float64 from one all-reduce: mean loss, squared gradient norm, ranks that wish to stop,
-    real tokens, and of experts the bytes that were sent, and the loads.
+    real tokens, samples and their marks, and of experts the bytes that were sent, and the loads. ``before_sums`` is
+    called when this rank has computed its share.
     """
     loss = accumulate(model, state, batches, mesh, routes)
     with record_function("weft:optimizer"):
         grads = reduced(state, mesh)
         square = square_norm(grads, state, mesh)
+        before_sums()
         return grads, step_sum(shares_of_sums(loss, square, model, batches, stop, mesh), mesh)
 
 
@@ -228,7 +255,7 @@ def reduced(state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
 def shares_of_sums(
     loss: torch.Tensor, square: torch.Tensor, model: Transformer, batches: Sequence[Batch], stop: bool, mesh: Mesh
 ) -> torch.Tensor:
-    """This rank's shares of the step's sums (see :func:`gradients`), float64 ``[4]``, or ``[7 + experts]``.
+    """This rank's shares of the step's sums (see :func:`gradients`), float64 ``[6]``, or ``[9 + experts]``.
 
     ``square``: its share of the squared norm.
     """
@@ -238,17 +265,20 @@ def shares_of_sums(
         share_of_sum(own_number(stop, mesh, **OWN), mesh, **OWN),
         share_of_tokens(batches, mesh),
     )
-    found = torch.stack(shares)
+    found = torch.cat((torch.stack(shares), share_of_samples(batches, mesh)))
     return found if model.loads is None else torch.cat((found, model.loads.share_of_bytes(), model.loads.share()))
 
 
 def result_of(sums: torch.Tensor) -> StepResult:
     """What the sums over the step's ranks say of it."""
-    loss, square, stops, tokens, *counts = sums.tolist()
+    loss, square, stops, tokens, samples, marked, *counts = sums.tolist()
     sent, loads = counts[: len(SENT)], counts[len(SENT) :]
     norm = math.sqrt(square) if square >= 0 else math.nan
     skipped = not (math.isfinite(norm) and math.isfinite(loss))
-    return StepResult(loss, norm, round(tokens), skipped, stops > 0, tuple(map(round, loads)), tuple(map(round, sent)))
+    return StepResult(
+        loss, norm, round(tokens), skipped, stops > 0, tuple(map(round, loads)), tuple(map(round, sent)),
+        (round(samples), round(marked)),
+    )  # fmt: skip
 
 
 def update(state: State, grads: Mapping[str, torch.Tensor], lr: float, scale: float = 1.0) -> None:
@@ -274,7 +304,8 @@ class Stepper:
 
     Every step has one result, which may become final only while later steps run. A loss or gradient norm that is not
     finite skips the update, on all ranks alike. ``before_update`` returns when parameters and optimizer state may
-    change; ``inspect`` sees the reduced, unclipped local gradients; ``routes``: see :func:`accumulate`.
+    change. It is called before a rank gives its share to the step's sums, so whoever has these knows that it has
+    returned on all ranks. ``inspect`` sees the reduced, unclipped local gradients; ``routes``: see :func:`accumulate`.
     """
 
     model: Transformer
@@ -290,17 +321,20 @@ class Stepper:
 
         ``stop`` is this rank's wish to end the run; the step's result says whether any rank has it.
         """
-        grads, sums = gradients(self.model, self.state, batches, self.mesh, stop, self.routes)
+        grads, sums = self.gradients(batches, stop)
         with record_function("weft:optimizer"):
             result = result_of(sums)
             if self.inspect is not None:
                 self.inspect(grads)
-            self.before_update()
             if not result.skipped:
                 self.update(lambda unit: grads, lr, clip_scale(result.grad_norm, self.settings.clip))
                 self.model.learn_loads(result.loads)
             clear_gradients(self.model, self.state)
         return [result]
+
+    def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The reduced gradients and the sums of a step, as the function :func:`gradients`; calls ``before_update``."""
+        return gradients(self.model, self.state, batches, self.mesh, stop, self.routes, self.before_update)
 
     @property
     def streamed(self) -> bool:
@@ -321,6 +355,10 @@ class Stepper:
     def summary(self) -> str:
         """What there is to say of all steps at the end of a run; mostly nothing."""
         return ""
+
+    def news(self) -> list[str]:
+        """Lines for whoever watches the run, since this was asked last."""
+        return []
 
 
 def train_step(

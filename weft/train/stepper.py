@@ -1,16 +1,22 @@
 """Which technique makes an update of the state of the batches of a step."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.state import State
-from weft.recipe import Optimizer
+from weft.recipe import Optimizer, Resilience, Sync
+from weft.sync.presence import Presence
+from weft.sync.streams import Streams
+from weft.train.coding import Coding
 from weft.train.in_backward import InBackward
+from weft.train.islands import Apart, Together
 from weft.train.later import PostValidation
 from weft.train.step import Stepper
+from weft.train.voting import Voting
 from weft.train.zeroth import ZerothOrder
 
 
@@ -22,13 +28,41 @@ def build_stepper(
     before_update: Callable[[], None] = lambda: None,
     inspect: Callable[[dict[str, torch.Tensor]], None] | None = None,
     routes: Sequence[Sequence[int]] = (),
+    resilience: Resilience | None = None,
+    streams: Streams | None = None,
+    presence: Presence | None = None,
+    sync: Sync | None = None,
+    begun: int = 0,
 ) -> Stepper:
-    """The stepper that the recipe's ``settings`` ask for; arguments as of :class:`weft.train.step.Stepper`."""
-    kind = Stepper
+    """The stepper that the recipe's ``settings`` ask for; arguments as of :class:`weft.train.step.Stepper`.
+
+    ``resilience``: of a recipe whose replicas may be late or wrong; ``streams`` to the other islands, if there are any,
+    who agree as ``sync`` says, after ``begun`` steps; ``presence``: which of them are there, if not always all.
+    """
+    kind: Callable[..., Stepper] = Stepper
+    if resilience is not None and resilience.combines and mesh.size("dp") > 1:
+        kind = partial(Coding if resilience.code else Voting, resilience=resilience)
+    if streams is not None and sync is not None and sync.of_gradients:
+        kind = partial(Together, streams=streams)
     if settings.estimate == "zeroth-order":
         kind = ZerothOrder
     elif settings.post_validation and model.pipeline is not None:
         kind = PostValidation
     elif settings.in_backward:
         kind = InBackward
-    return kind(model, state, mesh, settings, before_update, inspect, routes)
+    found = kind(model, state, mesh, settings, before_update, inspect, routes)
+    if streams is None or sync is None or sync.of_gradients:
+        return found
+    return Apart(
+        model,
+        state,
+        mesh,
+        settings,
+        before_update,
+        inspect,
+        routes,
+        inner=found,
+        presence=presence or Presence(streams),
+        how=sync,
+        steps=begun,
+    )

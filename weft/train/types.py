@@ -57,7 +57,8 @@ def check_types(
     Tensors live on the meta device and collectives in a fake process group, so neither memory nor ranks are needed.
     What shards the state stands for its contract: gradients are partial sums over the data axes before, and rows of the
     sum after.
-    Pipeline stages hand each other tensors of one and the same type, so one place along ``pp`` stands for all.
+    Pipeline stages hand each other tensors of one and the same type, so one place along ``pp`` stands for all, as one
+    island does.
     """
     check_fits(shape, layout, train, optimizer, memory)
     if shape.kind:
@@ -68,7 +69,7 @@ def check_types(
     few = max(min(2, len(kinds)), 1 + max(kinds.index(kind) for kind in kinds))
     experts = shape.experts[:few] if isinstance(shape.experts, tuple) else shape.experts
     shape = shape.model_copy(update={"layers": few, "experts": experts})
-    layout = layout.model_copy(update={"pp": 1})
+    layout = layout.inside.model_copy(update={"pp": 1})
     with fake_rank(0, layout.world) if layout.world > 1 else nullcontext():
         mesh = dataclasses.replace(Mesh.create(layout, "cpu"), device=torch.device("meta"))
         model = Transformer(shape, mesh, train.loss_chunk)

@@ -1,14 +1,16 @@
 """Proof by numbers that a layout computes what one device computes. That by types is :mod:`weft.train.types`."""
 
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
 from weft.models.transformer import Transformer
@@ -16,9 +18,11 @@ from weft.models.values import seeded_values, with_adapter
 from weft.parallel.state import State
 from weft.recipe import Memory, Recipe
 from weft.schedule.stages import routes
+from weft.sync.streams import open_streams
 from weft.train.ranks import joined
 from weft.train.reference import with_reference
 from weft.train.setup import Job, assemble, device_type, prepare
+from weft.train.simulated import agree
 from weft.train.step import StepResult
 from weft.train.stepper import build_stepper
 
@@ -70,6 +74,22 @@ def run_layout(
 ) -> Trace:
     """Train ``steps`` steps from the seeded initial values and the first sample; keep what there is to compare.
 
+    Arguments are those of :func:`walk`.
+    """
+    *_, (_, trace) = walk(job, mesh, steps, watch, follow)
+    return trace
+
+
+def walk(
+    job: Job,
+    mesh: Mesh,
+    steps: int,
+    watch: Callable[[Transformer, State], object] | None = None,
+    follow: Sequence[dict[str, torch.Tensor]] = (),
+    begun: int = 0,
+) -> Iterator[tuple[State, Trace]]:
+    """Step by step, after ``begun``: the state after it, and the trace, which is complete when there are no more.
+
     ``watch`` sees the model and its state before the first step; ``follow`` are the gradients to update with, by step,
     where these are not the run's own. On one device, the reference of a partial pipeline skips what that skips,
     microbatch by microbatch.
@@ -97,14 +117,20 @@ def run_layout(
             if name in grads:
                 grads[name].copy_(grad)
 
-    stepper = build_stepper(model, state, mesh, settings, inspect=keep, routes=taken)
-    for step in range(steps):
-        batches = loader.step(step * job.recipe.train.batch)
-        if batches is None:
-            raise WeftError(f"the data ends after {step} steps; use fewer --steps or a smaller train.batch")
-        trace.grads.append({})
-        results += stepper.step(batches, settings.lr)
-    for result in results + stepper.finish():
+    with open_streams(mesh, job.recipe.train.timeout) as streams:  # none for islands that are simulated
+        stepper = build_stepper(
+            model, state, mesh, settings, inspect=keep, routes=taken, resilience=job.recipe.resilience,
+            streams=streams, sync=job.recipe.sync,
+        )  # fmt: skip
+        for step in range(begun, steps):
+            batches = loader.step(step * job.recipe.train.batch)
+            if batches is None:
+                raise WeftError(f"the data ends after {step} steps; use fewer --steps or a smaller train.batch")
+            trace.grads.append({})
+            results += stepper.step(batches, settings.lr)
+            yield state, trace
+        results += stepper.finish()
+    for result in results:
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
     for h in state.held:
@@ -112,7 +138,6 @@ def run_layout(
             trace.params[h.name] = h.part(h.local.clone().cpu())
         for slot, part in h.slots.items():
             trace.slots.setdefault(slot, {})[h.name] = dataclasses.replace(part, values=part.values.clone().cpu())
-    return trace
 
 
 def prove(recipe: Recipe, steps: int) -> Difference | None:
@@ -138,6 +163,44 @@ def compare(mine: Trace, job: Job, mesh: Mesh) -> Difference | None:
         dist.gather_object(mine, traces if mesh.is_main else None, group=mesh.step_group)
     if not mesh.is_main:
         return None
+    simulates = mesh.islands > 1 and not job.recipe.sync.of_gradients
+    return worst_island((_against_simulated if simulates else _against_one)(traces, job, mesh), mesh)
+
+
+def worst_island(mine: Difference, mesh: Mesh) -> Difference | None:
+    """What differs most on any of the islands, each of which has its ``mine``; on the first of them."""
+    if mesh.shore is None:
+        return mine
+    mesh.shore.set(f"weft/difference/{mesh.island}", json.dumps(dataclasses.asdict(mine)))
+    if mesh.island:
+        return None
+    told = (json.loads(mesh.shore.get(f"weft/difference/{island}")) for island in range(mesh.islands))
+    found = [Difference(**one) for one in told]
+    bad = max(found, key=lambda one: (not one.ok, one.grad, one.param))
+    return dataclasses.replace(bad, ok=all(one.ok for one in found))
+
+
+def _against_simulated(traces: Sequence[Trace], job: Job, mesh: Mesh) -> Difference:
+    """This island beside what it is where one process has all islands, each on one device."""
+    if job.recipe.sync.compress not in ("none", "topk:1"):
+        raise UsageError(
+            f"sync.compress = {job.recipe.sync.compress!r} loses a part of what is sent, so that no two layouts are "
+            "equal; verify with --set sync.compress=none"
+        )
+    alone = dataclasses.replace(Mesh.single(mesh.device), islands=mesh.islands)
+    job = dataclasses.replace(job, recipe=job.recipe.model_copy(update={"memory": Memory()}))
+    steps = len(traces[0].grads)
+    walks = [walk(job, dataclasses.replace(alone, island=i), steps) for i in range(mesh.islands)]
+    past: dict[str, Any] = {}
+    for step, now in enumerate(zip(*walks, strict=True), 1):
+        agree(dict(enumerate(state for state, _ in now)), step, job.recipe.sync, past)
+        mine = now[mesh.island][1]
+    mine.slots.pop("answer", None)  # which a simulation has no need to wait for
+    return difference(traces, mine, job.recipe.train.dtype)
+
+
+def _against_one(traces: Sequence[Trace], job: Job, mesh: Mesh) -> Difference:
+    mine = traces[0]
     follow = [_whole([t.grads[step] for t in traces]) for step in range(len(mine.grads))]
     plain = dataclasses.replace(job, recipe=job.recipe.model_copy(update={"memory": Memory()}))
     reference = run_layout(plain, Mesh.single(mesh.device), len(follow), follow=follow)

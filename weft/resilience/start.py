@@ -21,10 +21,14 @@ from weft.planner.choose import choose, local_cluster
 from weft.planner.engine import ENGINES
 from weft.planner.own import FILE, append, own_runs
 from weft.recipe import RUNS, Recipe, build_recipe
+from weft.resilience import trace
+from weft.resilience.islands import live
+from weft.resilience.run import survive
+from weft.resilience.watching import Watching
 from weft.train.failure import leave, report_failure
 from weft.train.launch import run_ranks
 from weft.train.loop import Outcome, train
-from weft.train.ranks import in_ranks, joined
+from weft.train.ranks import in_ranks, joined, own_device
 from weft.train.runs import prepare_run
 from weft.train.setup import device_type, model_shape, prepare
 
@@ -41,7 +45,10 @@ def start(recipe: Recipe, out: str | Path | None = None, resume: str | None = No
     if "layout" not in recipe.model_fields_set:
         recipe, _ = planned(recipe, None)
     if in_ranks() or recipe.layout.world == 1:
-        return be_rank(recipe, out, resume, finish)
+        outcome = be_rank(recipe, out, resume, finish)
+        if outcome is None:
+            raise WeftError("the other ranks have brought the run to its end without this one")
+        return outcome
     prepare_run(recipe, out, resume)
     return _in_ranks_of_its_own(recipe, out, resume)
 
@@ -76,25 +83,32 @@ def planned(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list[str]]:
 
 def be_rank(
     recipe: Recipe, out: Path | None, resume: str | None, conclude: Callable[[Recipe, Outcome], object]
-) -> Outcome:
-    """One rank's whole life. At its end the first rank, alone then, calls ``conclude``."""
-    device = device_type(recipe)
-    with joined(device, recipe.train.timeout, recipe.train.threads):
-        if device == "cuda":
-            torch.set_float32_matmul_precision("high")
-            device = f"cuda:{torch.cuda.current_device()}"
-        mesh = Mesh.create(recipe.layout, device)
-        main = mesh.is_main
-        try:
-            outcome = train(prepare(recipe), mesh, out, resume)
-        except torch.OutOfMemoryError as error:
-            raise WeftError(
-                f"out of memory on {mesh.device}: {str(error).splitlines()[0]}; lower train.micro_batch, "
-                "set train.recompute = 'selective' or 'full', or raise layout.shard"
-            ) from None
-    if main:
+) -> Outcome | None:
+    """One rank's whole life. At its end the first rank, alone then, calls ``conclude``.
+
+    Returns how the run ended; None if others have brought it to its end.
+    """
+    try:
+        lives = live if recipe.islands_come_and_go else survive if recipe.survives else _live_once
+        outcome, main = lives(recipe, out, resume)
+    except torch.OutOfMemoryError as error:
+        raise WeftError(
+            f"out of memory on the GPU: {str(error).splitlines()[0]}; lower train.micro_batch, "
+            "set train.recompute = 'selective' or 'full', or raise layout.shard"
+        ) from None
+    if main and outcome is not None:
         conclude(recipe, outcome)
     return outcome
+
+
+def _live_once(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome, bool]:
+    """Train with all ranks from beginning to end; how that ended, and whether this is the first of them."""
+    device = device_type(recipe)
+    with joined(device, recipe.train.timeout, recipe.train.threads):
+        mesh = Mesh.create(recipe.layout, own_device(device))
+        outcome = train(prepare(recipe), mesh, guard=Watching(out, resume))
+        trace.stop(everyone=mesh.is_main)
+        return outcome, mesh.speaks
 
 
 @dataclass(frozen=True)
@@ -124,8 +138,10 @@ def _in_ranks_of_its_own(recipe: Recipe, out: Path | None, resume: str | None) -
     with tempfile.TemporaryDirectory(prefix="weft-train-") as folder:
         task, done = Path(folder) / "task", Path(folder) / "outcome"
         task.write_bytes(pickle.dumps((recipe.model_dump(mode="json"), out, resume)))
-        command = [sys.executable, "-m", "weft.train.start", str(task), str(done)]
-        code, cause = run_ranks(command, recipe.layout.world, recipe.train.threads)
+        command = [sys.executable, "-m", "weft.resilience.start", str(task), str(done)]
+        code, cause = run_ranks(
+            command, recipe.layout.world, recipe.train.threads, recipe.survives or recipe.islands_come_and_go
+        )
         if done.exists():
             outcome: Outcome = pickle.loads(done.read_bytes())
             return outcome
@@ -137,10 +153,13 @@ def _in_ranks_of_its_own(recipe: Recipe, out: Path | None, resume: str | None) -
 def main(task: str, done: str) -> int:
     """Be one of the ranks; returns the exit code."""
     recipe, out, resume = pickle.loads(Path(task).read_bytes())
+
+    def conclude(recipe: Recipe, outcome: Outcome) -> None:
+        finish(recipe, outcome)
+        Path(done).write_bytes(pickle.dumps(outcome))
+
     try:
-        outcome = be_rank(build_recipe(recipe), out, resume, finish)
-        if os.environ["RANK"] == "0":
-            Path(done).write_bytes(pickle.dumps(outcome))
+        be_rank(build_recipe(recipe), out, resume, conclude)
     except Exception as error:
         return report_failure(error)
     leave(0)

@@ -1,0 +1,139 @@
+"""Runs of several ranks for tests of what happens when ranks are lost: light processes, started as a launcher does."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.observe.metrics import FILE, Record, read_metrics
+from weft.recipe import Recipe
+from weft.resilience.islands import come_back
+from weft.resilience.roster import read_roster
+from weft.resilience.run import join
+from weft.resilience.start import be_rank
+from weft.train import step
+from weft.train.failure import report_failure
+from weft.train.launch import rank_environment
+
+#: Seconds after which a run counts as hung.
+HUNG = 240
+
+
+def _be(rank: int, world: int, port: int, recipe: Recipe, out: str, joins: bool, row_s: float) -> None:
+    os.environ |= rank_environment(rank, world, 1)
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_ERROR_FILE": f"{out}.{rank}.json"}
+    if row_s:
+        _sleep_per_row(row_s)
+    with open(f"{out}.{rank}.log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        if joins:
+            folder = Path(out.rstrip("+"))
+            (come_back if "island" in read_roster(folder).about else join)(folder)
+        else:
+            be_rank(recipe, Path(out), None, lambda recipe, outcome: None)
+    except BaseException as error:
+        report_failure(error)
+    os._exit(0)
+
+
+def _sleep_per_row(seconds: float) -> None:
+    """From now on a forward pass of this process sleeps so long for every row, as if it computed on its own cores."""
+    plain = step.pass_loss
+
+    def slept(model: Any, batch: Any, *rest: Any) -> Any:
+        time.sleep(seconds * batch.tokens.shape[0])
+        return plain(model, batch, *rest)
+
+    step.pass_loss = slept
+
+
+class Ranks:
+    """The processes of one run, by the rank with which they were started.
+
+    ``row_s``: how long each of these sleeps for every row, the last one's is also that of all that come later.
+    """
+
+    def __init__(self, recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,)) -> None:
+        # Forking from a server that has imported PyTorch starts a rank in milliseconds.
+        context: Any = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", __name__])
+        self.recipe, self.out, self._context, self._row_s = recipe, out, context, row_s
+        self.processes: list[Any] = []
+        self.start(recipe.layout.world, joins=False)
+
+    def start(self, count: int, joins: bool = True, folder: Path | None = None) -> None:
+        """Start so many ranks; if the run has begun, they are to join it: that in ``folder``, if it is another."""
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(count):
+            row_s = self._row_s[min(len(self.processes), len(self._row_s) - 1)]
+            given = (rank, count, self._store.port, self.recipe, f"{folder or self.out}{'+' * joins}", joins, row_s)
+            self.processes.append(self._context.Process(target=_be, args=given, daemon=True))
+            self.processes[-1].start()
+
+    def signal(self, rank: int, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.processes[rank].pid, number)
+
+    def records(self, kind: str = "train") -> list[Record]:
+        with suppress(FileNotFoundError):
+            lines = (self.out / FILE).read_text().rpartition("\n")[0].splitlines()  # the last may not be whole
+            return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+        return []
+
+    def wait_for(self, done: Callable[[], bool], seconds: float = HUNG) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < deadline, f"hung:\n{self.words()}"
+            assert any(process.is_alive() for process in self.processes), f"all have ended:\n{self.words()}"
+            time.sleep(0.01)
+
+    def step(self, step: int) -> None:
+        """Wait until this step is recorded."""
+        self.wait_for(lambda: any(record["step"] >= step for record in self.records()))
+
+    def end(self, lost: Sequence[int] = ()) -> None:
+        """Wait until all but those that were ``lost`` have ended, and have ended well."""
+        for rank, process in enumerate(self.processes):
+            if rank not in lost:
+                process.join(HUNG)
+                assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}:\n{self.words()}"
+
+    def words(self) -> str:
+        logs = sorted(self.out.parent.glob(f"{self.out.name}*.[lj]*"))
+        return "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs if log.exists())
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextmanager
+def ranks(recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,)) -> Iterator[Ranks]:
+    """The ranks of a run in the folder ``out``; none is left at the end."""
+    started = Ranks(recipe, out, row_s)
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in read_metrics(run)["train"]}
+
+
+def recorded_once(run: Path) -> list[int]:
+    """The steps of all ``train`` records, as they stand in the file."""
+    lines = (run / FILE).read_text().splitlines()
+    return [record["step"] for line in lines if (record := json.loads(line))["kind"] == "train"]

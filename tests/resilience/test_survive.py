@@ -1,0 +1,120 @@
+"""A run goes on when ranks are lost: the same losses, every step once, and no survivor ends."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.cases import recipe, write_corpus
+from tests.resilience.survivors import HUNG, losses, ranks, recorded_once
+from tests.resilience.trials import KINDS, trial
+from weft.layout.layout import Layout
+from weft.layout.lost import PeerLost
+from weft.layout.mesh import Mesh
+from weft.recipe import Recipe
+from weft.resilience.members import Lost, Member, View
+from weft.resilience.membership import Membership
+from weft.resilience.roster import ask_to_leave, read_roster
+from weft.resilience.run import ATTEMPTS, LEAVE, Survivor
+from weft.train.loop import train
+from weft.train.setup import prepare
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("survive"))
+
+
+def job(corpus: str, layout: str, **change: Any) -> Recipe:
+    settings = {"train__steps": STEPS, "train__timeout": 60, "validation__every": 5, "validation__batches": 1} | change
+    return recipe(corpus, **settings).model_copy(update={"layout": Layout.parse(layout)})
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of a run of one rank that nobody disturbs."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(prepare(job(corpus, "")), Mesh.single(), out)
+    return losses(out)
+
+
+@pytest.mark.parametrize(("layout", "rank", "number"), [
+    ("shard=2,tp=2", 2, signal.SIGKILL),
+    ("dp=2,pp=2", 0, signal.SIGKILL),  # who leads the agreement, writes the records and holds the lease
+    ("shard=2,cp=2", 1, signal.SIGSTOP),
+])  # fmt: skip
+def test_a_lost_rank_costs_a_step_and_nothing_else(
+    corpus: str, whole: dict[int, float], tmp_path: Path, layout: str, rank: int, number: int
+) -> None:
+    out = tmp_path / "run"
+    with ranks(job(corpus, layout), out) as run:
+        run.step(4)
+        run.signal(rank, number)
+        run.end(lost=[rank])
+        views = run.records("view")
+    assert losses(out) == pytest.approx(whole, rel=1e-10)
+    assert recorded_once(out) == list(range(1, STEPS + 1))
+    assert [view["ranks"] for view in views] == [4, 3]
+    assert [lost["number"] for lost in views[1]["lost"]] == [rank]
+
+
+def test_ranks_join_and_leave(corpus: str, tmp_path: Path) -> None:
+    """Two ranks become four, three, by a file, and two, by a scheduler's signal; all that are left end well."""
+    out, alone, steps = tmp_path / "run", tmp_path / "alone", 200
+    train(prepare(job(corpus, "", train__steps=steps, validation__every=0)), Mesh.single(), alone)
+    with ranks(job(corpus, "dp=2", train__steps=steps, validation__every=0), out) as run:
+        run.step(1)
+        run.start(2)
+        run.wait_for(lambda: run.records("view")[-1]["ranks"] == 4)  # one by one, if they start far apart
+        ask_to_leave(out, [0])
+        run.wait_for(lambda: run.records("view")[-1]["ranks"] == 3)
+        number = read_roster(out).members[-1].number
+        run.signal(number, LEAVE)
+        run.end()
+        views = run.records("view")
+    assert losses(out) == pytest.approx(losses(alone), rel=1e-10)
+    assert recorded_once(out) == list(range(1, steps + 1))
+    assert [view["ranks"] for view in views][-3:] == [4, 3, 2]
+    assert views[-2]["lost"] == [{"number": 0, "rank": 0, "why": "left"}]
+
+
+def test_too_few_ranks_save_what_they_have(corpus: str, tmp_path: Path, whole: dict[int, float]) -> None:
+    """Below ``min_ranks`` the run ends with the reason; what it has saved from memory goes on under any layout."""
+    out = tmp_path / "run"
+    with ranks(job(corpus, "shard=2,tp=2", resilience__min_ranks=4), out) as run:
+        run.step(4)
+        run.signal(1, signal.SIGKILL)
+        for rank in (0, 2, 3):
+            run.processes[rank].join(HUNG)
+        said = run.words()
+    assert "3 ranks are left, and resilience.min_ranks = 4; the state after step" in said
+    step = max(losses(out))
+    train(prepare(job(corpus, "")), Mesh.single(), out, "auto")
+    assert losses(out) == pytest.approx(whole, rel=1e-10) and step < STEPS
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(20))
+def test_faults_at_random_instants(corpus: str, tmp_path: Path, kind: str, seed: int) -> None:
+    """Whatever a rank does when it is lost: forward, a collective, saving, or recovering from another loss."""
+    assert not trial(kind, 1000 + seed, corpus, tmp_path)["wrong"]
+
+
+def test_attempts_count_while_nobody_is_lost(corpus: str) -> None:
+    """Whose run went back from step 119 to a checkpoint may lose ranks more often than a step may fail, until 119."""
+    survivor = Survivor(job(corpus, ""), None, None, [])
+    survivor.membership = cast(Membership, SimpleNamespace(why="rank 1 is gone", fatal=lambda text: None))
+    survivor._last, survivor.progress.step = 119, 48
+    members = (Member(0, "127.0.0.1", 1, "", 1, 0.0), Member(1, "127.0.0.1", 2, "", 2, 0.0))
+    for lost in [(Lost(members[1], 1, "is gone"),)] * 2 * ATTEMPTS + [()] * ATTEMPTS:
+        survivor.take_as_loss(PeerLost("the connection is closed"))
+        survivor.excuse(View(2, members[:1], ({},), lost, {}))
+    with pytest.raises(PeerLost, match="connection"):
+        survivor.take_as_loss(PeerLost("the connection is closed"))

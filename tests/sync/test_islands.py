@@ -1,0 +1,273 @@
+"""Islands that agree: exactly as one, in every step; and nothing of a step leaves its island but by streams."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cases import recipe, write_corpus
+from tests.conftest import Command
+from weft.checkpoint.store import committed
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.observe.metrics import read_metrics
+from weft.recipe import Sync, build_recipe
+from weft.sync.methods import begins, fragment_of, partners
+from weft.sync.streams import Streams, open_streams
+from weft.train.islands import Apart
+from weft.train.loop import train
+from weft.train.setup import prepare
+from weft.train.verify import Difference, compare, run_layout
+
+LAYOUTS = [
+    "island=2,shard=2",
+    "island=2,pp=2",
+    pytest.param("island=2,tp=2", marks=pytest.mark.slow),
+    pytest.param("island=2,dp=2,cp=2", marks=pytest.mark.slow),
+    pytest.param("order=tp island,island=2,tp=2", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def tree(corpus: str, layout: str, **change: Any) -> dict[str, Any]:
+    values = recipe(corpus, **change).model_dump(mode="json")
+    return values | {"layout": Layout.parse(layout).model_dump(mode="json")}
+
+
+def difference(values: dict[str, Any], steps: int = 3) -> Difference | None:
+    """On every rank: its island, and on the first one what differs most from one device, or from a simulation."""
+    asked = build_recipe(values)
+    mesh, job = Mesh.create(asked.layout, "cpu"), prepare(asked)
+    return compare(run_layout(job, mesh, steps), job, mesh)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_islands_that_agree_in_every_step_are_one_device(pool: Any, corpus: str, layout: str) -> None:
+    values = tree(corpus, layout, optimizer__clip=0.1)
+    found = pool.run(Layout.parse(layout).world, difference, values, timeout=200)
+    assert [one.ok for one in found if one is not None] == [True], found
+
+
+#: How islands of one rank agree, in threads of this process.
+OUTER: list[tuple[int, dict[str, Any]]] = [
+    (2, {"every": 1}),  # which is one device
+    (3, {"every": 1}),
+    (3, {"every": 2, "update": "average"}),
+    (3, {"every": 1, "update": "average", "partner": "ring"}),
+    (3, {"every": 1, "update": "average", "partner": "pairs"}),
+    (2, {"every": 2, "update": "nesterov"}),
+    (2, {"every": 3, "update": "streaming", "fragments": 3, "delay": 1}),
+    (2, {"every": 2, "update": "streaming", "fragments": 2, "mix": 0.25}),
+    (3, {"every": 1, "update": "eager", "momentum": 0.5}),
+    (2, {"every": 2, "update": "co2", "penalty": 2.0, "clip": 1e-4}),
+    (4, {"every": 1, "update": "noloco"}),
+]
+
+
+def in_threads(values: dict[str, Any], steps: int) -> Difference:
+    """The same for islands of one rank each, all in this process."""
+    given_recipe, store = build_recipe(values), dist.HashStore()
+    job, count = prepare(given_recipe), given_recipe.layout.island
+    meshes = [replace(Mesh.single(), island=i, islands=count, shore=store) for i in range(count)]
+    with ThreadPoolExecutor(count) as threads:
+        found = threads.map(lambda mesh: compare(run_layout(job, mesh, steps), job, mesh), meshes)
+        return next(one for one in found if one is not None)
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize(("count", "sync"), OUTER, ids=lambda value: str(value).translate({34: None, 39: None}))
+def test_islands_are_what_one_process_simulates(corpus: str, count: int, sync: dict[str, Any]) -> None:
+    found = in_threads(
+        tree(corpus, f"island={count}", train__steps=20, optimizer__clip=0.1) | {"sync": sync}, 5 * sync["every"]
+    )
+    assert found.ok, found
+
+
+#: The same with compressed messages: what keeps everything is exact.
+OUTER.append((3, {"every": 1, "update": "nesterov", "compress": "topk:1"}))
+
+#: Bytes that an island sends of every parameter in a round, in float32.
+SENT: list[tuple[int, dict[str, Any], float]] = [
+    (2, {"every": 2, "update": "nesterov"}, 4),
+    (3, {"every": 2, "update": "average"}, 4 * 4 / 3),
+    (2, {"every": 2, "update": "streaming", "fragments": 2, "delay": 1}, 4),
+    (2, {"every": 2, "update": "eager"}, 4),
+    (2, {"every": 2, "update": "co2"}, 4),
+    (4, {"every": 2, "update": "noloco"}, 8),
+    (3, {"every": 2, "partner": "ring"}, 8),
+    (4, {"every": 2, "partner": "pairs"}, 4),
+    (2, {"every": 2, "update": "nesterov", "compress": "int8"}, 1 + 2 / 128),
+    (2, {"every": 2, "update": "streaming", "delay": 1, "compress": "int4"}, 0.5 + 2 / 128),
+]
+
+
+def bytes_sent(values: dict[str, Any], steps: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, int, int]:
+    """Bytes of messages that an island sends on average, with what is around them, and how many parameters it has."""
+    all_streams: list[Streams] = []
+
+    @contextmanager
+    def counted(*given: Any) -> Iterator[Streams | None]:
+        with open_streams(*given) as streams:
+            all_streams.append(streams)
+            yield streams
+
+    monkeypatch.setattr("weft.train.verify.open_streams", counted)
+    given_recipe, store = build_recipe(values), dist.HashStore()
+    job, count = prepare(given_recipe), given_recipe.layout.island
+    meshes = [replace(Mesh.single(), island=i, islands=count, shore=store) for i in range(count)]
+    with ThreadPoolExecutor(count) as threads:
+        traces = list(threads.map(lambda mesh: run_layout(job, mesh, steps), meshes))
+    sizes = sum(part.values.numel() for part in traces[0].params.values())
+    return sum(s.sent for s in all_streams) / count, sum(s.around for s in all_streams) // count, sizes
+
+
+@pytest.mark.parametrize(("count", "sync", "each"), SENT, ids=lambda value: str(value).translate({34: None, 39: None}))
+def test_bytes_on_the_wire_are_those_of_the_formula(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, count: int, sync: dict[str, Any], each: float
+) -> None:
+    values = tree(corpus, f"island={count}", train__dtype="float32") | {"sync": sync}
+    sent, around, parameters = bytes_sent(values, 4, monkeypatch)
+    assert sent == pytest.approx(2 * each * parameters, rel=0.01)
+    assert around < 0.01 * 4 * parameters
+
+
+def test_rare_and_small_messages_are_so_many_times_less(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tree(corpus, "island=2", train__dtype="float32", train__steps=20, train__batch=2)
+    often = bytes_sent(values, 20, monkeypatch)[0]
+    rare = bytes_sent(values | {"sync": {"every": 20, "update": "nesterov"}}, 20, monkeypatch)[0]
+    small = {"every": 20, "update": "nesterov", "compress": "int4"}
+    assert often / rare == pytest.approx(20, rel=0.01)
+    assert often / bytes_sent(values | {"sync": small}, 20, monkeypatch)[0] >= 150
+
+
+def test_ranks_that_are_chosen_send_less_and_make_one_model(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L-GreCo in a run: the first island chooses anew in every other round, and all end with the same anchors."""
+    change = {"train__dtype": "float32", "train__steps": 20, "model__embed": 32, "model__ffn": 64}
+    values = tree(corpus, "island=3", **change)
+    sync = {"every": 2, "update": "nesterov", "compress": "powersgd:4"}
+    alike, _, _ = bytes_sent(values | {"sync": sync}, 4, monkeypatch)
+    said: list[tuple[int, ...]] = []
+
+    def watched(*given: Any) -> list[int]:
+        said.append(tuple(ranks := choose(*given)))
+        return ranks
+
+    choose = Apart.ranks
+    monkeypatch.setattr(Apart, "ranks", watched)
+    chosen, _, _ = bytes_sent(values | {"sync": sync | {"allocate": 2}}, 4, monkeypatch)
+    assert chosen < 0.95 * alike
+    rounds = [set(said[i : i + 3]) for i in range(0, len(said), 3)]  # nobody has a round before all have ended the last
+    assert [len(of) for of in rounds] == [1, 1] and len(set(said[0])) > 1
+
+
+CUT = [
+    ("island=2,shard=2", {"every": 2, "update": "nesterov", "momentum": 0.5}),
+    ("island=2,pp=2", {"every": 2, "update": "streaming", "fragments": 2, "delay": 1}),
+]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("layout", "sync"), CUT)
+def test_islands_that_are_cut_are_what_one_process_simulates(
+    pool: Any, corpus: str, layout: str, sync: dict[str, Any]
+) -> None:
+    values = tree(corpus, layout, train__steps=20) | {"sync": sync}
+    found = pool.run(Layout.parse(layout).world, difference, values, 4, timeout=200)
+    assert [one.ok for one in found if one is not None] == [True], found
+
+
+def go(values: dict[str, Any], out: str, resume: str | None = None) -> int:
+    """Train on this rank; how many ranks can be in any collective of it."""
+    asked = build_recipe(values)
+    mesh = Mesh.create(asked.layout, "cpu")
+    train(prepare(asked), mesh, Path(out), resume)
+    return dist.get_world_size()
+
+
+def series(run: Path, name: str = "loss") -> dict[int, float]:
+    return {record["step"]: record[name] for record in read_metrics(run)["train"]}
+
+
+def test_a_run_of_islands_that_agree_in_every_step_is_one_of_replicas(pool: Any, corpus: str, tmp_path: Path) -> None:
+    change = {"validation__every": 3, "checkpoint__every": 3}
+    pool.run(2, go, tree(corpus, "dp=2", **change), str(tmp_path / "replicas"))
+    assert pool.run(2, go, tree(corpus, "island=2", **change), str(tmp_path / "run")) == [1, 1]
+    whole = series(tmp_path / "replicas")
+    for run in (tmp_path / "run", tmp_path / "run" / "island-1"):  # each island has records and checkpoints
+        assert series(run) == pytest.approx(whole, rel=1e-10)
+        assert series(run, "tokens") == series(tmp_path / "replicas", "tokens")
+        assert [p.name for p in committed(run / "checkpoints")] == ["step-000003", "step-000006"]
+
+
+GOING_ON: list[dict[str, Any]] = [
+    {"every": 2, "update": "nesterov"},
+    {"every": 3, "update": "streaming", "fragments": 3, "delay": 2, "compress": "int8"},
+    {"every": 2, "update": "co2", "compress": "topk:0.1"},
+]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sync", GOING_ON, ids=lambda sync: sync["update"])
+def test_islands_go_on_as_if_they_had_not_stopped(pool: Any, corpus: str, tmp_path: Path, sync: dict[str, Any]) -> None:
+    """Between two rounds: islands have parameters of their own, messages owe something, answers are awaited."""
+    values = tree(corpus, "island=2", checkpoint__every=3) | {"sync": sync}
+    pool.run(2, go, values, str(tmp_path / "run"))
+    runs = [tmp_path / "run", tmp_path / "run" / "island-1"]
+    whole = [series(run) for run in runs]
+    assert whole[0] != whole[1]
+    for run in runs:
+        shutil.rmtree(run / "checkpoints/step-000006")
+    pool.run(2, go, values, str(tmp_path / "run"), "auto")
+    assert [series(run) for run in runs] == whole
+    # More islands: a new one begins with what the first has.
+    values |= {"layout": {"island": 3}, "train": values["train"] | {"steps": 8}}
+    pool.run(3, go, values, str(tmp_path / "run"), "auto")
+    assert [max(series(run)) for run in (*runs, tmp_path / "run" / "island-2")] == [8, 8, 8]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 6), st.integers(0, 40))
+def test_every_parameter_has_one_round_in_so_many_steps(blocks: int, every: int, fragments: int, begun: int) -> None:
+    """Of whatever fragments, after whatever step."""
+    how = Sync(every=every, update="streaming", fragments=fragments)
+    for name in ["embedding", "norm.scale", *(f"blocks.{i}.ffn.up" for i in range(blocks))]:
+        f = fragment_of(name, fragments)
+        assert 0 <= f < fragments
+        assert sum(begins(step, f, how) for step in range(begun + 1, begun + every + 1)) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 33), st.integers(0, 500), st.sampled_from(["all", "pairs", "ring"]))
+def test_partners_have_each_other(islands: int, number: int, partner: str) -> None:
+    found = [partners(i, range(islands), Sync(partner=partner), number) for i in range(islands)]
+    assert all(i in group for i, group in enumerate(found))
+    assert all(i in found[j] for i, group in enumerate(found) for j in group)
+    if partner == "pairs":
+        assert sorted(map(len, found)) == [1] * (islands % 2) + [2] * (islands - islands % 2)
+
+
+def test_a_rank_above_the_matrix_and_an_unknown_compressor_are_one_line(command: Command) -> None:
+    for sync, said in [
+        ("compress=powersgd:100", "has a rank above the "),
+        ("compress=int5", "there is no compressor 'int5'; did you mean 'int"),
+        ("update=diloco", "DiLoCo is update = 'nesterov'"),
+        ("every=1000", "sync.every = 1000 is beyond the run's train.steps = 40"),
+    ]:
+        for words in (["train"], ["verify"]):
+            code, _, err = command(*words, "islands", "--layout", "island=2", "--set", f"sync.{sync}")
+            assert code == 2 and said in err and len(err.strip().splitlines()) <= 3, err

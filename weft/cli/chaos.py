@@ -1,0 +1,103 @@
+"""``weft chaos``: disturb a run on purpose, and show what became of every fault."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table as Grid
+
+from weft.cli.arguments import AsJson, LayoutText, Overrides, RecipeFile
+from weft.errors import UsageError
+
+if TYPE_CHECKING:
+    from weft.resilience.campaign import Found
+
+_reference = "A run of the same recipe that nobody has disturbed; without it one is made afterwards, of one rank."
+_hosts = "Put the ranks on so many hosts, which are network namespaces of this machine (root on Linux)."
+_seed = "What happens when to whom; the same seed means the same faults."
+_minutes = "Stop the run after so long; faults happen in the first nine tenths."
+
+
+def chaos(
+    recipe: RecipeFile,
+    layout: LayoutText = None,
+    overrides: Overrides = None,
+    kill: Annotated[int, typer.Option(min=0, help="Kill a rank, so many times.")] = 0,
+    leader: Annotated[int, typer.Option(min=0, help="Kill the rank that leads the others' agreement.")] = 0,
+    two: Annotated[int, typer.Option(min=0, help="Kill two ranks at once.")] = 0,
+    host: Annotated[int, typer.Option(min=0, help="Kill all ranks of a host.")] = 0,
+    freeze: Annotated[int, typer.Option(min=0, help="Freeze a rank; every other one thaws after a while.")] = 0,
+    link: Annotated[int, typer.Option(min=0, help="Pull the cable of a host for a while.")] = 0,
+    slow: Annotated[int, typer.Option(min=0, help="Slow a rank to half its speed for a while.")] = 0,
+    minutes: Annotated[float, typer.Option(min=0.05, help=_minutes)] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help=_seed)] = 0,
+    hosts: Annotated[int, typer.Option(min=0, max=200, help=_hosts)] = 0,
+    ranks: Annotated[int | None, typer.Option(min=2, help="Ranks for a recipe without a layout.")] = None,
+    reference: Annotated[Path | None, typer.Option(metavar="RUN", help=_reference)] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of all that this leaves; runs/chaos by default.")] = None,
+    json: AsJson = False,
+) -> int:
+    """Train with faults: ranks killed, frozen, cut off, slowed. Then: did it come through as if nothing had been?"""
+    from weft.recipe import RUNS, load_recipe
+    from weft.resilience.campaign import TOLERANCE, Plan, carry_out
+    from weft.resilience.chaos import schedule
+    from weft.resilience.hosts import unavailable
+    from weft.resilience.start import planned
+    from weft.train.runs import unused_folder
+
+    if hosts and (why := unavailable()):
+        raise UsageError(f"{why}; leave out --hosts")
+    if (link or host) and not hosts:
+        raise UsageError("--link and --host are for hosts, which have cables; add --hosts 3")
+    values = ["resilience.survive=true", *(overrides or [])]
+    given = load_recipe(recipe, values, layout)
+    if "layout" not in given.model_fields_set:
+        given, layout = planned(given, ranks)[0], ""
+    if given.layout.world < 2:
+        raise UsageError("a run of one rank has nobody to go on without it; add --ranks 4, or --layout")
+    counts = {"kill": kill, "leader": leader, "two": two, "host": host, "freeze": freeze, "link": link, "slow": slow}
+    faults = schedule(counts, 54 * minutes, seed)
+    tolerance = TOLERANCE.get(given.train.dtype, TOLERANCE["float32"])
+    plan = Plan(
+        recipe, str(given.layout) if layout == "" else layout, values, given.layout.world, faults, 60 * minutes,
+        out or unused_folder(RUNS / "chaos"), hosts, reference, tolerance,
+    )  # fmt: skip
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    found = carry_out(plan, console.print)
+    if json:
+        from json import dumps
+
+        print(dumps({"rows": found.rows, "medians": found.medians, "wrong": found.wrong}))
+    else:
+        _show(found, plan.out)
+    return int(bool(found.wrong))
+
+
+def _show(found: "Found", out: Path) -> None:
+    columns = {
+        "fault": "fault", "at_s": "at s", "hit": "ranks hit", "lasts_s": "lasts s", "survivors": "survivors",
+        "detect_s": "detect", "part_s": "part", "agree_s": "agree", "rebuild_s": "rebuild", "recover_s": "recover",
+        "recompute_s": "recompute", "stall_s": "stall s", "again": "steps again", "layout": "layout then",
+    }  # fmt: skip
+    grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for title in columns.values():
+        grid.add_column(title, justify="left" if title in ("fault", "layout then") else "right")
+    for row in [*found.rows, {"fault": "median", **found.medians}]:
+        grid.add_row(*(_cell(row.get(name)) for name in columns))
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, 150)
+    console.print(grid)
+    for problem in found.wrong:
+        console.print(f"wrong: {problem}", markup=False)
+    if not found.wrong:
+        console.print("every step was recorded once, with the losses and tokens of a run that nobody disturbed")
+    console.print(f"{out}: the run, the one beside it, their output and this table")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)

@@ -1,0 +1,30 @@
+"""``weft doctor``: who makes a run wait."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.console import print_table
+
+
+def doctor(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that goes on, or has ended.")],
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> int:
+    """Say who makes a run wait: a slow computer, sender, receiver or link, or a rank that hangs and where."""
+    from weft.resilience.doctor import examine, tables
+
+    found = examine(run)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+        return 0
+    for columns, rows in tables(found):
+        print_table(columns, rows)
+        typer.echo()
+    for verdict in found.verdicts:
+        typer.echo(verdict.text)
+    if not found.verdicts:
+        typer.echo("nobody is slow, and nobody hangs")
+    return 0

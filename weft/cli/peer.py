@@ -1,0 +1,162 @@
+"""``weft peer``: machines that cannot reach each other join by an invitation, share checkpoints and carry streams."""
+
+import json
+import os
+import re
+import secrets
+import signal
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli.arguments import AsJson
+from weft.cli.console import print_table, warn
+from weft.errors import UsageError
+
+if TYPE_CHECKING:
+    from weft.peers.peer import Peer
+
+app = typer.Typer(help="Join machines that cannot reach each other: invitations, a relay, shared checkpoints, streams.",
+                  no_args_is_help=True)  # fmt: skip
+
+_invitation = "The invitation, or a file that holds it; else the variable WEFT_INVITATION."
+Given = Annotated[str | None, typer.Option("--invitation", "-i", metavar="LINE", help=_invitation)]
+_expose = "Let others connect to this port of this machine, under a name."
+_reach = "A port of this machine that leads to what a peer exposes."
+_key = "The file of this peer's private key, made if it is not there; else the key is new each time."
+
+
+@app.command()
+def invite(relay: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where a relay will be reachable.")]) -> int:
+    """Make an invitation, and the ticket of its relay. Both are secrets; the ticket is for the relay alone."""
+    from weft.peers.invitation import invite as new
+
+    ticket, invitation = new(relay)
+    print(f"{invitation}\n{ticket}")
+    warn("the first line is for the peers, the second for `weft peer relay`")
+    return 0
+
+
+@app.command("relay")
+def serve(
+    ticket: Annotated[str, typer.Argument(help="The ticket that weft peer invite has printed, or a file with it.")],
+    bind: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address alone.")] = "0.0.0.0",
+) -> int:
+    """Carry packets between peers that cannot reach each other, until stopped. It cannot read what is in them."""
+    import asyncio
+
+    from weft.peers.invitation import read_ticket
+    from weft.peers.relay import Relay
+
+    relay = Relay(read_ticket(ticket), bind, _say)
+
+    async def until_stopped() -> None:
+        task = asyncio.create_task(relay.run())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(until_stopped())
+    return 0
+
+
+@app.command()
+def join(
+    given: Given = None,
+    name: Annotated[str, typer.Option(help="What others call this peer; else this machine's name.")] = "",
+    share: Annotated[list[Path] | None, typer.Option(metavar="FOLDER", help="Share a folder's files.")] = None,
+    expose: Annotated[list[str] | None, typer.Option(metavar="NAME=PORT", help=_expose)] = None,
+    reach: Annotated[list[str] | None, typer.Option(metavar="PEER:NAME=PORT", help=_reach)] = None,
+    key: Annotated[Path | None, typer.Option(metavar="FILE", help=_key)] = None,
+) -> int:
+    """Be a peer until stopped: say who comes and goes, share folders, carry streams."""
+    from weft.peers.invitation import read_invitation
+    from weft.peers.peer import Peer
+
+    exposed = [_parse(text, r"([\w.-]+)=(\d+)", "--expose NAME=PORT") for text in expose or ()]
+    reached = [_parse(text, r"([\w.-]+):([\w.-]+)=(\d+)", "--reach PEER:NAME=PORT") for text in reach or ()]
+    for folder in share or ():
+        if not folder.is_dir():
+            raise UsageError(f"--share {folder} is not a folder")
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    with Peer(read_invitation(given), name, share or (), _key_of(key), _say) as peer:
+        for service, port in exposed:
+            peer.expose(service, int(port))
+        for who, service, port in reached:
+            peer.reach(who, service, int(port))
+            _say(f"127.0.0.1:{port} leads to {service} of {who}")
+        _say(f"{peer.name} is {peer.id}")
+        stopped.wait()
+    return 0
+
+
+@app.command()
+def status(given: Given = None, as_json: AsJson = False) -> int:
+    """Show who is there, which way packets go, and what is shared."""
+    with _visitor(given) as peer:
+        peer.settle()
+        members = [(m.name, m.id, m.direct, m.milliseconds) for m in peer.members()]
+        files = [(path, about.size, peer.holders(about.root)) for path, about in peer.files().items()]
+    if as_json:
+        print(json.dumps({
+            "peers": [dict(zip(("name", "id", "direct", "milliseconds"), m, strict=True)) for m in members],
+            "files": [dict(zip(("path", "bytes", "holders"), f, strict=True)) for f in files],
+        }))  # fmt: skip
+        return 0
+    print_table(("peer", "key", "way", "ms"), [(n, i[:10], direct or "relay", str(ms)) for n, i, direct, ms in members])
+    print_table(("file", "bytes", "with"), [(path, f"{size:,}", ", ".join(who) or "-") for path, size, who in files])
+    return 0
+
+
+@app.command()
+def get(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A shared folder or file, as weft peer status lists it.")],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Put it in there.")] = Path("."),
+    given: Given = None,
+) -> int:
+    """Fetch what peers share, block by block and verified; what is there already is not fetched again."""
+    from weft.peers.download import download
+
+    with _visitor(given) as peer:
+        peer.settle()
+        fetched = download(peer, path.strip("/"), to)
+    print(f"{len(fetched)} files, {sum(fetched.values()):,} bytes fetched to {to / Path(path).name}")
+    return 0
+
+
+def _visitor(given: str | None) -> "Peer":
+    """A peer for one question, which shares nothing."""
+    from weft.peers.invitation import read_invitation
+    from weft.peers.peer import Peer
+
+    return Peer(read_invitation(given))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _parse(text: str, form: str, usage: str) -> tuple[str, ...]:
+    if (found := re.fullmatch(form, text)) is None or not 0 < int(found.groups()[-1]) < 65536:
+        raise UsageError(f"{text!r} is not of the form {usage}")
+    return found.groups()
+
+
+def _key_of(file: Path | None) -> bytes | None:
+    if file is None:
+        return None
+    try:
+        with suppress(FileExistsError), open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
+            new.write(secrets.token_hex(32))
+        key = bytes.fromhex(file.read_text().strip())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read a key from {file}: {error}") from None
+    if len(key) != 32:
+        raise UsageError(f"{file} holds no key: it has 64 hexadecimal digits")
+    return key

@@ -1,0 +1,78 @@
+"""``weft ranks``: who takes part in a run, and who is to join or to leave."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weft.cli.arguments import AsJson
+from weft.train.launch import launch
+from weft.train.ranks import in_ranks
+
+app = typer.Typer(name="ranks", help="Show, add or remove the ranks of a run while it goes on.", no_args_is_help=True)
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run of several ranks.")]
+
+
+@app.command("list")
+def show(run: RunFolder, json: AsJson = False) -> None:
+    """Show who takes part."""
+    from weft.resilience.roster import read_roster
+
+    roster = read_roster(run)
+    if json:
+        from dataclasses import asdict
+        from json import dumps
+
+        print(dumps({"epoch": roster.epoch, "members": [asdict(member) for member in roster.members]}))
+        return
+    table = Table("member", "rank", "process", "address", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for rank, member in enumerate(roster.members):
+        table.add_row(str(member.number), str(rank), str(member.pid), f"{member.host}:{member.port}")
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def add(
+    run: RunFolder, ranks: Annotated[int, typer.Option(min=1, help="So many processes of this machine.")] = 1
+) -> int:
+    """Add ranks to a run, and stay until they have ended. On another machine RUN must be the same folder.
+
+    Or bring an island back, all of its ranks, if RUN is the folder of one that was lost.
+    """
+    from weft.recipe import build_recipe
+    from weft.resilience.roster import read_roster
+
+    about = read_roster(run).about
+    if not in_ranks():
+        count = build_recipe(about["recipe"]).layout.inside.world if "island" in about else ranks
+        return launch(sys.argv[1:], count, survive=True)
+    from weft.cli.train import conclude
+    from weft.resilience.islands import come_back
+    from weft.resilience.run import join
+
+    recipe, outcome, main = (come_back if "island" in about else join)(run)
+    if outcome is not None and main:
+        conclude(recipe, outcome)
+    return 0
+
+
+@app.command()
+def remove(run: RunFolder, members: Annotated[list[int], typer.Argument(metavar="MEMBER...")]) -> None:
+    """Let members of a run leave after its present step; their numbers are those of weft ranks list."""
+    from weft.errors import UsageError
+    from weft.resilience.roster import ask_to_leave, read_roster
+
+    roster = read_roster(run)
+    if "island" in roster.about:
+        raise UsageError(
+            f"{run} is of an island, which leaves as a whole: end its ranks, and the others go on without it"
+        )
+    known = [member.number for member in roster.members]
+    if unknown := [number for number in members if number not in known]:
+        raise UsageError(f"{run} has no member {unknown[0]}; it has {', '.join(map(str, known))}")
+    if len(set(members)) == len(known):
+        raise UsageError("a run cannot go on without any member; stop it with Ctrl-C, or leave one of them")
+    ask_to_leave(run, members)

@@ -1,0 +1,142 @@
+"""End the waits of process groups from another thread, when it is known that they wait in vain.
+
+Gloo has no abort. What it waits for are TCP connections that it made with the groups; once these are shut down, all
+that waits for them raises within milliseconds, and the groups can be destroyed at once.
+
+They are shut for reading alone. When a peer asks for what is ready for it, gloo's loop takes that operation off its
+list before it writes; if the write then fails, as on a connection that was shut both ways in this moment, nobody wakes
+who waits for it until the time limit. The end of what can be read wakes all that is on the list. What peers have reset
+meanwhile, as of a rank that was frozen, can do the same: a wait that does not end is found, and said.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+#: Seconds between two passes while a hung up thread is on its way out, as it may make further connections.
+AGAIN_S = 0.05
+
+#: Seconds after which a wait whose connections are shut is lost, however much else the processors have to do.
+STUCK_S = 10.0
+#: Files whose functions wait for other ranks.
+WAITING = (os.path.join("torch", "distributed", ""), os.path.join("resilience", "hooks.py"))
+
+_spared: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def spare(*sockets: socket.socket) -> None:
+    """These sockets are none of a process group's, and are never shut here."""
+    with _lock:
+        _spared.update(sockets)
+
+
+@contextmanager
+def _connections() -> Iterator[dict[int, socket.socket]]:
+    """This process's TCP connections by inode, as copies of the sockets; closed at the end."""
+    found: dict[int, socket.socket] = {}
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    continue
+                copy = socket.socket(fileno=os.dup(int(name)))  # so that it stays this one while it is looked at
+                inode = os.fstat(copy.fileno()).st_ino
+                tcp = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+                # gloo ends the process when its listening socket fails
+                if tcp and inode not in found and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found[inode] = copy
+                else:
+                    copy.close()
+        yield found
+    finally:
+        for copy in found.values():
+            copy.close()
+
+
+def _inodes() -> set[int]:
+    with _connections() as found:
+        return set(found)
+
+
+class HangUp:
+    """The connections of one view's process groups. Make it before the groups.
+
+    ``groups_made()`` says that all are there: what is connected later is somebody else's. ``hang_up()``, from any
+    thread, makes all waits in the groups raise; ``close()`` when no thread is in any of them any more: nothing is shut
+    after that. ``stuck`` is called, in another thread, if the main thread is in such a wait that does not end.
+    """
+
+    def __init__(self, stuck: Callable[[], None] = lambda: None) -> None:
+        self._stuck = stuck
+        self._before = _inodes()
+        self._own: set[int] | None = None  # all that are made from now on
+        self._over = threading.Event()
+        self._hung, self._shutting = threading.Lock(), threading.Lock()
+
+    def groups_made(self) -> None:
+        self._own = _inodes() - self._before - self._spared()
+
+    def hang_up(self) -> None:
+        """Shut the connections down, and those that are still made until :meth:`close`. Returns at once."""
+        if self._over.is_set() or not self._hung.acquire(blocking=False):
+            return
+        self._shut()
+        threading.Thread(target=self._again, name="weft-hangup", daemon=True).start()
+
+    def close(self) -> None:
+        with self._shutting:
+            self._over.set()
+
+    def _again(self) -> None:
+        _abort_nccl()
+        place, since = _waits_at(), time.monotonic()
+        while not self._over.wait(AGAIN_S):
+            self._shut()
+            now, before, place = time.monotonic(), place, _waits_at()
+            if place is None or place != before:
+                since = now
+            elif now - since > STUCK_S:
+                return self._stuck()
+
+    def _shut(self) -> None:
+        with _connections() as found:
+            chosen = found.keys() - self._before - self._spared() if self._own is None else found.keys() & self._own
+            with self._shutting:
+                if self._over.is_set():  # meanwhile, and what was found may be the next view's
+                    return
+                for inode in chosen:
+                    with suppress(OSError):  # not connected any more
+                        found[inode].shutdown(socket.SHUT_RD)
+
+    @staticmethod
+    def _spared() -> set[int]:
+        found = set()
+        with _lock:
+            for one in _spared:
+                with suppress(OSError):
+                    found.add(os.fstat(one.fileno()).st_ino)
+        return found
+
+
+def _waits_at() -> tuple[object, int] | None:
+    """The frame and instruction at which the main thread waits for other ranks; None if it does something else."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    for one in (frame, frame.f_back if frame else None):
+        if one is not None and any(part in one.f_code.co_filename for part in WAITING):
+            return one, one.f_lasti
+    return None
+
+
+def _abort_nccl() -> None:
+    """End what waits in NCCL, in all groups. (Gloo's abort does nothing.)"""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        with suppress(RuntimeError, ValueError):  # the groups were destroyed meanwhile
+            dist.distributed_c10d._abort_process_group()

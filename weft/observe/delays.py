@@ -1,0 +1,54 @@
+"""What a run's page says of ranks that made the others wait: whom, when, and how all ranks stood then."""
+
+from math import log
+from statistics import quantiles
+
+from weft.observe.metrics import Record
+
+#: More ranks than this are not drawn.
+DRAWN = 32
+
+
+def periods(records: list[Record]) -> list[tuple[str, str]]:
+    """When and what: every verdict with the steps from the judgement that it is in to the one that it is not."""
+    found, begun = list[tuple[int, str, str]](), dict[str, tuple[int, str]]()
+    for record in records:
+        step, said = record["step"], {f"{v['kind']} {v['ranks']}": v["text"] for v in record["verdicts"]}
+        for key in begun.keys() - said.keys():
+            first, text = begun.pop(key)
+            found.append((first, f"steps {first:,} to {step:,}", text))
+        for key in said.keys() - begun.keys():
+            begun[key] = step, said[key]
+    found += [(first, f"since step {first:,}", text) for first, text in begun.values()]
+    return [(when, text) for _, when, text in sorted(found)]
+
+
+def card(records: list[Record]) -> Record:
+    """What the card shows; nothing if nobody was slow. Shares are of the longest step, heats from 0 to 100."""
+    telling = [record for record in records if record.get("verdicts")]
+    if not telling:
+        return {}
+    last = telling[-1]
+    longest = max(row["compute"] + row["wait"] for row in last["ranks"]) or 1.0
+    named = {rank for verdict in last["verdicts"] for rank in verdict["ranks"]}
+    rows: list[Record] = [
+        {"rank": row["rank"], "named": row["rank"] in named, "compute": 100 * row["compute"] / longest,
+         "wait": 100 * row["wait"] / longest, "ms": f"{row['compute'] * 1e3:.0f} ms"}
+        for row in last["ranks"]
+    ]  # fmt: skip
+    matrix = last.get("matrix") if any(v["kind"] != "computer" for v in last["verdicts"]) else None
+    return {
+        "periods": periods(records), "step": last["step"], "rows": rows if len(rows) <= DRAWN else [],
+        "matrix": heated(matrix) if matrix and len(matrix) <= DRAWN else [], "kib": last.get("size", 0) >> 10,
+    }  # fmt: skip
+
+
+def heated(matrix: list[list[float | None]]) -> list[list[tuple[str, int]]]:
+    """Milliseconds of every cell, and how hot it is: 0 for what fast ones take, 100 for ten times that or more."""
+    times = [seconds for row in matrix for seconds in row if seconds]
+    usual = quantiles(times, n=4)[0] if len(times) > 1 else sum(times)
+    return [[(f"{s * 1e3:.3g}", _heat(s / usual)) if s else ("", 0) for s in row] for row in matrix]
+
+
+def _heat(times_as_long: float) -> int:
+    return round(100 * min(1.0, max(0.0, log(times_as_long, 10))))

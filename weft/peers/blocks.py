@@ -1,0 +1,101 @@
+"""Files as blocks with a name that follows from what they hold, so that nobody has to be believed.
+
+A file is cut into blocks of a MiB; a block's name is the BLAKE2b-256 of its bytes. The names of a file's blocks, one
+after the other, are its *index*, which is a block as well: its name, the file's *root*, says all that the file holds.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+BLOCK = 1 << 20
+NAME = 32  # bytes of a block's name
+#: Bytes of the longest index: that of a file of 512 GiB.
+LONGEST = 16 << 20
+
+
+def name_of(block: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(block, digest_size=NAME).digest()
+
+
+class Shared(NamedTuple):
+    """A file as others know it: its size, and the name of its index."""
+
+    size: int
+    root: str
+
+
+def shared_from(said: Any) -> Shared | None:
+    """What another peer says of a file; ``None`` if that is malformed."""
+    match said:
+        case [int(size), str(root)] if size >= 0 and re.fullmatch("[0-9a-f]{64}", root):
+            return Shared(size, root)
+    return None
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path that another peer has given stays in the folder that it is put in."""
+    pure = PurePosixPath(path)
+    return not pure.is_absolute() and pure.parts != () and ".." not in pure.parts and "\0" not in path
+
+
+class _Seen(NamedTuple):
+    size: int
+    modified: int
+
+
+class Shelf:
+    """The blocks of all files in some folders. A file's path begins with the name of its folder."""
+
+    def __init__(self, folders: dict[str, Path]) -> None:
+        self.folders, self.files = folders, dict[str, Shared]()
+        self._seen: dict[str, _Seen] = {}
+        self._where: dict[bytes, tuple[Path, int, int]] = {}
+        self._indices: dict[bytes, bytes] = {}
+
+    def scan(self) -> None:
+        """Bring ``files`` up to date; files that have changed are read and hashed."""
+        found = dict(self._walk())
+        for path in self.files.keys() - found.keys():
+            del self.files[path], self._seen[path]
+        for path, file in found.items():
+            with suppress(OSError):  # deleted just now
+                about = file.stat()
+                seen = _Seen(about.st_size, about.st_mtime_ns)
+                if self._seen.get(path) != seen:
+                    self.files[path], self._seen[path] = self._hash(file), seen
+
+    def read(self, name: bytes) -> bytes | None:
+        """A block. If its file has been written to since, these are other bytes: who gets them will see that."""
+        if name in self._indices:
+            return self._indices[name]
+        if name in self._where:
+            file, offset, size = self._where[name]
+            with suppress(OSError), file.open("rb") as handle:
+                handle.seek(offset)
+                return handle.read(size)
+        return None
+
+    def _walk(self) -> Iterator[tuple[str, Path]]:
+        for name, folder in self.folders.items():
+            for parent, _, files in os.walk(folder):
+                for file in (
+                    Path(parent, f) for f in files if not f.startswith(".")
+                ):  # what begins so is not whole yet
+                    yield f"{name}/{file.relative_to(folder).as_posix()}", file
+
+    def _hash(self, file: Path) -> Shared:
+        index, offset = bytearray(), 0
+        with file.open("rb") as handle:
+            while block := handle.read(BLOCK):
+                name = name_of(block)
+                self._where[name] = file, offset, len(block)
+                index += name
+                offset += len(block)
+        root = name_of(bytes(index))
+        self._indices[root] = bytes(index)
+        return Shared(offset, root.hex())

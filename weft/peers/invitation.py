@@ -1,0 +1,94 @@
+"""An invitation: one line of text with where the relay is, which key it has, and the secret that members share."""
+
+import hashlib
+import os
+import re
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weft.errors import UsageError
+
+#: The variable that holds the invitation, or the name of a file with it, where no command line gives it.
+VARIABLE = "WEFT_INVITATION"
+_FORM = r"{scheme}://([0-9a-f]{{64}})@(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(\d{{1,5}})/([0-9a-f]{{64}})"
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a peer needs to join. ``relay``: the relay's public key; ``secret``: 32 bytes that only members have."""
+
+    host: str
+    port: int
+    relay: str
+    secret: bytes = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"weft-peer://{self.secret.hex()}@{self.host}:{self.port}/{self.relay}"
+
+    @property
+    def where(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def token(self) -> str:
+        """What the relay knows its users by. The secret does not follow from it, so a relay cannot join."""
+        return self._keyed("relay").hex()
+
+    def proof(self, prover: str, to: str) -> bytes:
+        """What only a member can say as ``prover`` to ``to``, both public keys: of no use to anybody else."""
+        return self._keyed(f"{prover} to {to}")
+
+    def _keyed(self, text: str) -> bytes:
+        return hashlib.blake2b(text.encode(), key=self.secret, digest_size=32, person=b"weft peers").digest()
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a relay needs to run: its private key, and the token of those it may serve."""
+
+    host: str
+    port: int
+    key: bytes = field(repr=False)
+    token: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"weft-relay://{self.token}@{self.host}:{self.port}/{self.key.hex()}"
+
+
+def invite(where: str) -> tuple[Ticket, Invitation]:
+    """A new circle of peers around a relay that will be at ``host:port``: the relay's ticket, and the invitation."""
+    from weft.peers.transport import public_key
+
+    if not (found := re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(\d{1,5})", where)):
+        raise UsageError(f"{where!r} is no address of a relay; give host:port, as all peers can reach it")
+    key = secrets.token_bytes(32)
+    invitation = Invitation(found[1], int(found[2]), public_key(key), secrets.token_bytes(32))
+    return Ticket(found[1], int(found[2]), key, invitation.token), invitation
+
+
+def read_invitation(text: str | None = None) -> Invitation:
+    """From the line itself, the name of a file that holds it, or else from ``WEFT_INVITATION``."""
+    secret, host, port, relay = _parts(text or os.environ.get(VARIABLE, ""), "weft-peer", "an invitation")
+    return Invitation(host, int(port), relay, bytes.fromhex(secret))
+
+
+def read_ticket(text: str) -> Ticket:
+    """From the line itself, or the name of a file that holds it."""
+    token, host, port, key = _parts(text, "weft-relay", "a relay's ticket")
+    return Ticket(host, int(port), bytes.fromhex(key), token)
+
+
+def _parts(text: str, scheme: str, what: str) -> tuple[str, str, str, str]:
+    """The four parts of a line. No message shows the line: it holds a secret."""
+    if not text:
+        raise UsageError(f"there is no invitation: give one, or set {VARIABLE} (`weft peer invite` makes one)")
+    if "://" not in text:
+        try:
+            text = Path(text).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read {what} from {text}: {getattr(error, 'strerror', error)}") from None
+    found = re.fullmatch(_FORM.format(scheme=scheme), text.strip())
+    if not found or not 0 < int(found[3]) < 65536:
+        raise UsageError(f"this is not {what}: it begins with {scheme}:// and is one whole line of `weft peer invite`")
+    return found[1], found[2], found[3], found[4]

@@ -1,0 +1,515 @@
+"""A peer: joins by an invitation, stays connected with all others, serves blocks and carries byte streams.
+
+Connections begin over the relay and at known addresses at once; as soon as a direct path works, it carries everything
+(QUIC's connection stays the same), and the relay takes over again when it breaks. Both ends know each other's public
+key from the handshake and prove to each other that they know the invitation's secret before anything else is said.
+"""
+
+import asyncio
+import hmac
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import TimeoutError as Late
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
+
+from weft.peers.blocks import BLOCK, LONGEST, NAME, Shared, Shelf, is_inside, name_of, shared_from
+from weft.peers.invitation import Invitation
+from weft.peers.relay import PROTOCOL as MIRROR
+from weft.peers.table import Table, as_json, from_json
+from weft.peers.transport import LIMIT, MEMBERS_HEAD, PIECE, PeerError, bind, cause, iroh, receive, send, within
+
+T = TypeVar("T")
+
+PROTOCOL = b"weft-peer/1"
+#: Seconds for a new connection; between two looks at what is new; for eight blocks over the slowest of links.
+DIAL, PAUSE, SLOWEST = 20.0, 1.0, 300.0
+#: Blocks that are asked for at a time.
+IN_FLIGHT = 8
+#: The code of a connection that ends because the other has not proved that it is invited, and of one that just ends.
+REFUSED, BYE = 1, 0
+
+
+class Member(NamedTuple):
+    """Another peer as it is connected now. ``direct``: the address that packets go to; ``None``: over the relay."""
+
+    id: str
+    name: str
+    direct: str | None
+    milliseconds: int
+
+
+@dataclass
+class _Link:
+    """A connection with another peer; how many changes of the table it was ``told``, and whether it was ``heard``."""
+
+    id: str
+    connection: Any
+    told: int = 0
+    heard: bool = False
+
+
+class Peer:
+    """``share``: folders whose files others may have; ``name``: what others call this peer, besides its public key.
+
+    ``key``: 32 bytes from which the public key follows, else it is new. All waiting has a limit. Methods are called
+    from any thread; the work is done in one of its own.
+    """
+
+    def __init__(
+        self,
+        invitation: Invitation,
+        name: str = "",
+        share: Iterable[Path] = (),
+        key: bytes | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.invitation, self.name, self.say = invitation, name or socket.gethostname(), say
+        self.shelf = Shelf({folder.resolve().name: folder.resolve() for folder in share})
+        self.problem = ""
+        self._key, self._links = key, dict[str, _Link]()
+        self._dialing, self._tasks = set[str](), set[asyncio.Task[None]]()
+        self._exposed: dict[str, tuple[str, int]] = {}
+        self._published: dict[str, str] = {}
+        self._listed: asyncio.Event
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weft-peer", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self._run(self._open(), DIAL)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        with suppress(PeerError, Late):
+            self._run(self._close(), LIMIT)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(LIMIT)
+
+    # What others see of this peer, and it of them.
+
+    def members(self) -> list[Member]:
+        return [self._member(link) for link in list(self._links.values())]
+
+    def files(self) -> dict[str, Shared]:
+        """All files that anybody of the circle has shared and not taken back, by their paths."""
+        found = {path: shared_from(about) for path, about in sorted(self.table.under("file/"))}
+        return {path: shared for path, shared in found.items() if shared is not None and is_inside(path)}
+
+    def holders(self, root: str) -> list[str]:
+        """The names of those who are there and have a file."""
+        return [self._name(peer) for peer, _ in self.table.under(f"has/{root}/") if peer in (self.id, *self._links)]
+
+    def settle(self, limit: float = 2 * DIAL) -> None:
+        """Wait until all peers that the relay knows are connected; :class:`PeerError` if there are none."""
+        self._run(self._settle(), limit)
+
+    def find(self, who: str, limit: float = 2 * DIAL) -> str:
+        """The public key of a peer that is there: of a name, or of the beginning of its key. Waits for it."""
+        until = time.monotonic() + limit
+        while True:
+            found = {link for link in list(self._links) if self._name(link) == who or (who and link.startswith(who))}
+            if len(found) == 1:
+                return found.pop()
+            if len(found) > 1:
+                raise PeerError(f"{len(found)} peers are called {who!r}; give the beginning of a key")
+            if time.monotonic() > until:
+                there = ", ".join(sorted(map(self._name, list(self._links)))) or "nobody"
+                raise PeerError(f"{who} is not there: {there} is" + (f" ({self.problem})" if self.problem else ""))
+            time.sleep(0.05)
+
+    # Byte streams.
+
+    def expose(self, service: str, port: int, host: str = "127.0.0.1") -> None:
+        """Let others connect to a port of this machine, under a name."""
+        self._exposed[service] = host, port
+
+    def reach(self, who: str, service: str, port: int = 0) -> int:
+        """A port of this machine's loopback whose connections end at the ``service`` that ``who`` exposes."""
+
+        async def listen() -> int:
+            server = await asyncio.start_server(lambda r, w: self._carry(who, service, r, w), "127.0.0.1", port)
+            return int(server.sockets[0].getsockname()[1])
+
+        try:
+            return self._run(listen(), LIMIT)
+        except OSError as error:
+            raise PeerError(f"cannot listen on 127.0.0.1:{port}: {error.strerror}") from None
+
+    def connect(self, who: str, service: str, limit: float = 2 * DIAL) -> socket.socket:
+        """A socket to what ``who`` exposes, encrypted and authenticated on its way."""
+        peer = self.find(who, limit)
+        ours, theirs = socket.socketpair()
+
+        async def open_() -> None:
+            stream = await self._tunnel(peer, service)
+            reader, writer = await asyncio.open_connection(sock=theirs)
+            self._task(_pump(stream, reader, writer))
+
+        self._run(open_(), LIMIT)
+        return ours
+
+    # Blocks.
+
+    def fetch(self, names: Iterable[bytes], holders: Iterable[str], longest: int = BLOCK) -> list[bytes]:
+        """Blocks, each from whichever of ``holders`` (public keys) has it whole.
+
+        Raises :class:`PeerError` that says of each one asked why it was not from it.
+        """
+
+        async def all_() -> list[bytes]:
+            room, bad = asyncio.Semaphore(IN_FLIGHT), dict[str, str]()
+
+            async def one(number: int, name: bytes) -> bytes:
+                async with room:
+                    return await self._fetch(name, number, sorted(holders), longest, bad)
+
+            return list(await asyncio.gather(*(one(i, name) for i, name in enumerate(names))))
+
+        names, holders = list(names), list(holders)
+        waves = 1 + len(names) // IN_FLIGHT
+        return self._run(all_(), SLOWEST * waves * max(1, len(holders)))
+
+    def index(self, path: str, shared: Shared) -> list[bytes]:
+        """The names of a file's blocks."""
+        (index,) = self.fetch([bytes.fromhex(shared.root)], self.having(path, shared), LONGEST)
+        names = [index[at : at + NAME] for at in range(0, len(index), NAME)]
+        if len(names) != -(-shared.size // BLOCK):
+            raise PeerError(f"{path} has {len(names)} blocks, which are not {shared.size} bytes")
+        return names
+
+    def having(self, path: str, shared: Shared) -> list[str]:
+        """The public keys of those who have a file and are there; :class:`PeerError` names those who are not."""
+        all_ = [peer for peer, _ in self.table.under(f"has/{shared.root}/")]
+        there = [peer for peer in all_ if peer in self._links]
+        if not there:
+            gone = ", ".join(map(self._name, all_))
+            raise PeerError(f"{path} is with {gone or 'nobody'}, who cannot be reached now")
+        return there
+
+    # From here on: in the thread of the loop.
+
+    async def _open(self) -> None:
+        where = self.invitation
+        self.relay_url = f"http://{where.where}"
+        try:
+            found = await self._loop.getaddrinfo(where.host.strip("[]"), where.port, type=socket.SOCK_DGRAM)
+        except OSError as error:
+            raise PeerError(f"the relay {where.where} has no address: {error.strerror}") from None
+        hosts = [str(address[0]) for *_, address in found]
+        self._relay_addresses = [f"[{host}]:{where.port}" if ":" in host else f"{host}:{where.port}" for host in hosts]
+        self.endpoint = await bind(PROTOCOL, self.relay_url, self._key)
+        self.id = str(self.endpoint.id())
+        self.table, self._listed = Table(self.id), asyncio.Event()
+        self.table.write(f"peer/{self.id}", {"name": self.name})
+        await asyncio.to_thread(self._publish)
+        for task in (self._listen(), self._ask_relay(), self._look()):
+            self._task(task)
+
+    async def _close(self) -> None:
+        for link in self._links.values():
+            link.connection.close(BYE, b"it has left")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if hasattr(self, "endpoint"):
+            await self.endpoint.close()
+
+    async def _settle(self) -> None:
+        await self._listed.wait()
+        while self._dialing or not all(link.heard for link in self._links.values()):
+            await asyncio.sleep(0.05)
+        if not self._links:
+            raise PeerError(self.problem or f"nobody else is at the relay {self.invitation.where}")
+
+    async def _ask_relay(self) -> None:
+        """Tell the relay again and again that this peer is here, and connect with those who are."""
+        first = True
+        while True:
+            try:
+                address = self._address(self.invitation.relay, self._relay_addresses)
+                connection = await within(DIAL, self.endpoint.connect(address, MIRROR))
+                stream = await within(LIMIT, connection.open_bi())
+                seen = None
+                while True:
+                    await send(stream.send(), {"token": self.invitation.token})
+                    answer, _ = await receive(stream.recv())
+                    if "error" in answer:
+                        connection.close(BYE, b"")
+                        raise PeerError(str(answer["error"]))
+                    if answer["seen"] and answer["seen"] != seen:
+                        seen = answer["seen"]
+                        await self.endpoint.add_external_addr(seen)
+                    for peer, where in answer["peers"].items():
+                        if peer != self.id and peer not in self._links and (first or self.id < peer):
+                            self._dial(peer, [where] if where else [])
+                    first, self.problem = False, ""
+                    self._listed.set()
+                    await asyncio.sleep(PAUSE)
+            except (PeerError, iroh().IrohError, KeyError, AttributeError) as error:
+                problem = f"the relay {self.invitation.where}: {cause(error)}"
+                problem += " (does `weft peer relay` run there?)" if problem.endswith("no answer in time") else ""
+                if problem != self.problem:
+                    self.say(problem)
+                self.problem = problem
+                self._listed.set()  # waiting on does not help
+                await asyncio.sleep(PAUSE)
+
+    def _address(self, peer: str, addresses: list[str]) -> Any:
+        return iroh().EndpointAddr(iroh().EndpointId.from_string(peer), self.relay_url, addresses)
+
+    def _dial(self, peer: str, addresses: list[str]) -> None:
+        async def dial() -> None:
+            try:
+                address = self._address(peer, addresses)
+                connection = await within(DIAL, self.endpoint.connect(address, PROTOCOL))
+                stream = await within(LIMIT, connection.open_bi())
+                await self._prove(peer, stream)
+                await self._greet(peer, connection, stream)
+            except PeerError as error:
+                self.say(f"{self._name(peer)} cannot be reached: {error}")
+            finally:
+                self._dialing.discard(peer)
+
+        if peer not in self._dialing:
+            self._dialing.add(peer)
+            self._task(dial())
+
+    async def _listen(self) -> None:
+        async def answer(incoming: Any) -> None:
+            with suppress(PeerError):  # who has not come so far has nothing to be told
+                accepting = await within(LIMIT, incoming.accept())
+                connection = await within(LIMIT, accepting.connect())
+                peer = str(connection.remote_id())
+                stream = await within(LIMIT, connection.accept_bi())
+                await self._greet(peer, connection, stream, first=False)
+
+        while incoming := await self.endpoint.accept_next():
+            self._task(answer(incoming))
+
+    async def _prove(self, peer: str, stream: Any) -> None:
+        await send(stream.send(), {"proof": self.invitation.proof(self.id, peer).hex()})
+
+    async def _greet(self, peer: str, connection: Any, stream: Any, first: bool = True) -> None:
+        """Hear the other's proof, and give one's own if that was not ``first``; nothing is told before. Then stay."""
+        try:
+            heard, _ = await receive(stream.recv())
+            proof = bytes.fromhex(str(heard.get("proof")))
+            if not hmac.compare_digest(proof, self.invitation.proof(peer, self.id)):
+                raise PeerError("it is not invited")
+        except (PeerError, ValueError) as error:
+            connection.close(REFUSED, b"you are not invited")
+            raise PeerError(f"{error}") from None
+        if not first:
+            await self._prove(peer, stream)
+        known, link = peer in self._links, _Link(peer, connection)  # known: both have dialled; either does, and stays
+        self._links[peer] = link
+        self._task(self._serve(link))
+        self._task(self._tend(link, known))
+
+    async def _tend(self, link: _Link, known: bool) -> None:
+        """Tell the other what is new, and see that it is there; say when its packets go another way."""
+        try:
+            while not link.heard:  # so its name is known
+                await self._tell(link)
+            path = self._path(link)
+            if not known:
+                self.say(f"{self._name(link.id)} is here ({path})")
+            while self._links.get(link.id) is link:
+                await asyncio.sleep(PAUSE)
+                await self._tell(link)
+                if path.split()[0] != (path := self._path(link)).split()[0]:
+                    self.say(f"{self._name(link.id)} is now {path}")
+        except PeerError as error:
+            link.connection.close(BYE, b"no answer")
+            if self._links.get(link.id) is link:
+                del self._links[link.id]
+                self.say(f"{self._name(link.id)} is gone: {error}")
+
+    async def _tell(self, link: _Link) -> None:
+        """Exchange what is new, or just that both are there."""
+        changes = self.table.changes
+        answer, _ = await self._request(link, {"table": as_json(self.table.since(link.told))})
+        if "ok" not in answer:
+            raise PeerError("its answer is malformed")
+        link.told = changes
+        if not link.heard:
+            await asyncio.sleep(0.05)
+
+    async def _serve(self, link: _Link) -> None:
+        with suppress(iroh().IrohError):
+            while True:
+                self._task(self._answer(link, await link.connection.accept_bi()))
+
+    async def _answer(self, link: _Link, stream: Any) -> None:
+        """One request of another peer."""
+        try:
+            asked, _ = await receive(stream.recv(), head=MEMBERS_HEAD)
+            if "table" in asked:
+                self.table.merge(from_json(asked["table"]))
+                link.heard = True
+                await send(stream.send(), {"ok": True})
+            elif "block" in asked:
+                block = await asyncio.to_thread(self.shelf.read, bytes.fromhex(str(asked["block"])))
+                await send(stream.send(), {"has": block is not None}, block or b"")
+            elif "tunnel" in asked:
+                await self._open_tunnel(stream, str(asked["tunnel"]))
+                return
+            await within(LIMIT, stream.send().finish())
+        except (ValueError, TypeError) as error:
+            self.say(f"{self._name(link.id)} has sent what is malformed, and is cut off: {error}")
+            link.connection.close(REFUSED, b"malformed")
+        except PeerError:
+            pass  # it has gone, or given up
+
+    async def _open_tunnel(self, stream: Any, service: str) -> None:
+        try:
+            host, port = self._exposed[service]
+            reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), LIMIT)
+        except (TimeoutError, KeyError, OSError) as error:
+            why = f"has no {service!r}" if isinstance(error, KeyError) else f"nothing answers as its {service!r}"
+            await send(stream.send(), {"error": why})
+            await within(LIMIT, stream.send().finish())
+            return
+        await send(stream.send(), {"ok": True})
+        await _pump(stream, reader, writer)
+
+    async def _tunnel(self, peer: str, service: str) -> Any:
+        """A stream to a service of a peer."""
+        try:
+            if peer not in self._links:
+                raise PeerError("it is not there")
+            stream = await within(LIMIT, self._links[peer].connection.open_bi())
+            await send(stream.send(), {"tunnel": service})
+            answer, _ = await receive(stream.recv())
+            if "ok" not in answer:
+                raise PeerError(str(answer.get("error")))
+            return stream
+        except PeerError as error:
+            raise PeerError(f"{self._name(peer)} {error}") from None
+
+    async def _carry(self, who: str, service: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection to a port of :meth:`reach`."""
+        try:
+            peer = await asyncio.to_thread(self.find, who, DIAL)
+            await _pump(await self._tunnel(peer, service), reader, writer)
+        except PeerError as error:
+            self.say(str(error))
+        finally:
+            writer.close()
+
+    async def _request(self, link: _Link, head: dict[str, Any], longest: int = 0) -> tuple[dict[str, Any], bytes]:
+        stream = await within(LIMIT, link.connection.open_bi())
+        await send(stream.send(), head)
+        await within(LIMIT, stream.send().finish())
+        return await receive(stream.recv(), longest)
+
+    async def _fetch(self, name: bytes, turn: int, holders: list[str], longest: int, bad: dict[str, str]) -> bytes:
+        """A block from the ``turn``-th of its holders, or else the next; ``bad``: whom not to ask, and why."""
+        why: dict[str, str] = {}
+        for at in range(len(holders)):
+            peer = holders[(turn + at) % len(holders)]
+            try:
+                if peer in bad:
+                    raise PeerError(bad[peer])
+                if peer not in self._links:
+                    raise PeerError("is gone")
+                answer, block = await self._request(self._links[peer], {"block": name.hex()}, longest)
+                if not answer.get("has"):
+                    raise PeerError("no longer has it")
+                if name_of(block) != name:
+                    bad[peer] = "has sent other bytes than its name says"
+                    self.say(f"{self._name(peer)} {bad[peer]} (block {name.hex()[:10]}); it is not asked again")
+                    raise PeerError(bad[peer])
+                return block
+            except PeerError as error:
+                why[peer] = str(error)
+        said = ", ".join(f"{self._name(peer)}: {text}" for peer, text in why.items())
+        raise PeerError(f"block {name.hex()[:10]} is not to be had ({said or 'nobody has it'})")
+
+    async def _look(self) -> None:
+        """Notice what is new in the folders that are shared."""
+        while True:
+            await asyncio.sleep(2 * PAUSE)
+            with suppress(OSError):
+                await asyncio.to_thread(self.shelf.scan)
+            self._publish(scan=False)
+
+    def _publish(self, scan: bool = True) -> None:
+        if scan:
+            self.shelf.scan()
+        now = self.shelf.files
+        for path, root in {p: r for p, r in self._published.items() if p not in now or now[p].root != r}.items():
+            del self._published[path]
+            if root not in {shared.root for shared in now.values()}:
+                self.table.write(f"has/{root}/{self.id}", None)
+            if not any(True for _ in self.table.under(f"has/{root}/")):
+                self.table.write(f"file/{path}", None)
+        for path, shared in now.items():
+            self._published[path] = shared.root
+            self.table.write(f"file/{path}", list(shared))
+            self.table.write(f"has/{shared.root}/{self.id}", True)
+
+    def _name(self, peer: str) -> str:
+        entry = self.table.entries.get(f"peer/{peer}")
+        return (
+            str(entry.value["name"]) if entry and isinstance(entry.value, dict) and "name" in entry.value else peer[:10]
+        )
+
+    def _member(self, link: _Link) -> Member:
+        path = next((p for p in link.connection.paths() if p.is_selected), None)
+        direct = path.remote_addr if path is not None and path.is_ip else None
+        return Member(link.id, self._name(link.id), direct, path.rtt_ms if path is not None else 0)
+
+    def _path(self, link: _Link) -> str:
+        direct = self._member(link).direct
+        return f"direct, {direct}" if direct else "over the relay"
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _run(self, work: Coroutine[Any, Any, T], limit: float) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(limit)
+        except Late:
+            future.cancel()
+            raise PeerError(self.problem or "no answer in time") from None
+
+
+async def _pump(stream: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Carry bytes both ways until both ends have said that there are no more, or either is gone."""
+
+    async def out() -> None:
+        while data := await reader.read(PIECE):
+            await stream.send().write_all(data)
+        await stream.send().finish()
+
+    async def in_() -> None:
+        while data := await stream.recv().read(PIECE):
+            writer.write(data)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+
+    try:
+        await asyncio.gather(out(), in_())
+    except (OSError, iroh().IrohError):
+        pass  # an end of a byte stream is all that the other end can be told
+    finally:
+        writer.close()

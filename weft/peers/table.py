@@ -1,0 +1,83 @@
+"""The table of who has what: replicated on all peers, and merged without conflict.
+
+A map whose entries are the last written ones. Every write has a stamp of a hybrid clock, greater than all stamps that
+its writer had seen; of two entries the one with the greater stamp stays. So merging is a maximum per key: in whatever
+order, however often and along whatever ways tables are merged, all end up the same.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+
+class Stamp(NamedTuple):
+    """When something was written: milliseconds, a number within them, and by whom, so that no two are equal."""
+
+    time: int
+    number: int
+    writer: str
+
+
+class Entry(NamedTuple):
+    """A value and its stamp. A value of ``None`` says that there is nothing any more."""
+
+    stamp: Stamp
+    value: Any
+
+    @property
+    def rank(self) -> tuple[Stamp, str]:
+        """What decides between two; the value counts only if a writer has used a stamp twice."""
+        return self.stamp, json.dumps(self.value, sort_keys=True)
+
+
+class Table:
+    """``writer``: this peer's name in stamps; ``clock``: milliseconds, which need neither be right nor steady."""
+
+    def __init__(self, writer: str, clock: Callable[[], int] = lambda: time.time_ns() // 1_000_000) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.changes = 0
+        self._changed: dict[str, int] = {}
+        self._writer, self._clock, self._last = writer, clock, Stamp(0, 0, "")
+
+    def write(self, key: str, value: Any) -> None:
+        """Set a key. Nothing happens if it has that value already."""
+        if key not in self.entries or self.entries[key].value != value:
+            now, last = self._clock(), self._last
+            stamp = Stamp(now, 0, self._writer) if now > last.time else Stamp(last.time, last.number + 1, self._writer)
+            self._put(key, Entry(stamp, value))
+
+    def merge(self, entries: Mapping[str, Entry]) -> None:
+        """Take over what is newer."""
+        for key, entry in entries.items():
+            if key not in self.entries or self.entries[key].rank < entry.rank:
+                self._put(key, entry)
+
+    def since(self, changes: int) -> dict[str, Entry]:
+        """Entries that have changed here after the first ``changes`` changes."""
+        return {key: self.entries[key] for key, at in self._changed.items() if at > changes}
+
+    def under(self, prefix: str) -> Iterator[tuple[str, Any]]:
+        """The rest of every key that begins with ``prefix``, and its value, of those that are there."""
+        for key, entry in self.entries.items():
+            if key.startswith(prefix) and entry.value is not None:
+                yield key[len(prefix) :], entry.value
+
+    def _put(self, key: str, entry: Entry) -> None:
+        self.changes += 1
+        self.entries[key], self._changed[key] = entry, self.changes
+        self._last = max(self._last, entry.stamp)
+
+
+def as_json(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    return {key: [*entry.stamp, entry.value] for key, entry in entries.items()}
+
+
+def from_json(data: Any) -> dict[str, Entry]:
+    """Entries as another peer has sent them. Raises :class:`ValueError` if they are none."""
+    entries = {}
+    for key, (time_, number, writer, value) in dict(data).items():
+        if not (isinstance(time_, int) and isinstance(number, int) and isinstance(writer, str)):
+            raise ValueError("an entry's stamp is malformed")
+        entries[key] = Entry(Stamp(time_, number, writer), value)
+    return entries

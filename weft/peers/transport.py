@@ -1,0 +1,113 @@
+"""The little that Weft needs of iroh: endpoints without any public service, and messages on a stream."""
+
+import asyncio
+import ctypes
+import json
+import re
+import struct
+from collections.abc import Awaitable
+from functools import cache
+from typing import Any, TypeVar
+
+from weft.errors import UsageError, WeftError
+
+T = TypeVar("T")
+
+#: Seconds for an answer, and for every further piece of it, after which who should give it counts as gone.
+LIMIT = 20.0
+#: Bytes of the head of a message, which is JSON, at most: from anybody, and from a member.
+HEAD, MEMBERS_HEAD = 1 << 20, 64 << 20
+#: Bytes that are handed to a stream at a time.
+PIECE = 256 << 10
+
+
+class PeerError(WeftError):
+    """A peer or a relay could not be reached, has refused, or has sent what it should not; the message names it."""
+
+
+@cache
+def iroh() -> Any:
+    """The package. Its bindings copy what is sent byte by byte in Python (a second a MiB), which is replaced here."""
+    try:
+        import iroh
+        from iroh import iroh_ffi
+    except ImportError:
+        raise UsageError("peers need the package iroh: pip install 'weft[peers]'") from None
+
+    def write(self: Any, value: bytes) -> None:
+        with self._reserve(len(value)):
+            ctypes.memmove(ctypes.addressof(self.rbuf.data.contents) + self.rbuf.len, bytes(value), len(value))
+
+    builder: Any = iroh_ffi._UniffiRustBufferBuilder
+    builder.write = write
+    return iroh
+
+
+def public_key(private: bytes) -> str:
+    return str(iroh().SecretKey.from_bytes(private).public())
+
+
+async def bind(protocol: bytes, relay: str, key: bytes | None = None, address: str | None = None) -> Any:
+    """An endpoint that knows one relay, ours, and asks nobody else for anything."""
+    api = iroh()
+    mode = api.RelayMode.custom_from_urls([relay])
+    options = {"preset": api.preset_minimal(), "relay_mode": mode, "alpns": [protocol]}
+    options |= {"secret_key": key} if key else {}
+    options |= {"bind_addr": address} if address else {}
+    try:
+        return await api.Endpoint.bind(api.EndpointOptions(**options))
+    except api.IrohError as error:
+        raise PeerError(f"cannot listen on {address or 'any port'}: {cause(error)}") from None
+
+
+def cause(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    text = " ".join((error.message() if isinstance(error, iroh().IrohError) else str(error)).split())
+    if closed := re.search(r'ApplicationClose \{ error_code: \d+, reason: b"(.*?)" \}', text):
+        return closed[1] or "it has left"
+    if "TimedOut" in text or "timed out" in text:
+        return "no answer in time"
+    return text.rpartition("Caused by: ")[2][:200] or type(error).__name__
+
+
+async def within(limit: float, awaitable: Awaitable[T]) -> T:
+    """Its result, or :class:`PeerError` after ``limit`` seconds or if the library gives up."""
+    try:
+        return await asyncio.wait_for(awaitable, limit)
+    except (TimeoutError, iroh().IrohError) as error:
+        raise PeerError(cause(error)) from None
+
+
+async def send(stream: Any, head: dict[str, Any], body: bytes | memoryview = b"") -> None:
+    """A message: length of the head, the head as JSON, and the body, whose size the head says."""
+    text = json.dumps(head | {"size": len(body)}).encode()
+    whole = memoryview(struct.pack("!I", len(text)) + text + body)
+    for at in range(0, len(whole), PIECE):
+        await within(LIMIT, stream.write_all(bytes(whole[at : at + PIECE])))
+
+
+async def receive(stream: Any, body: int = 0, head: int = HEAD) -> tuple[dict[str, Any], bytes]:
+    """A message with at most so many bytes of either part. Raises :class:`PeerError` for anything else."""
+    (length,) = struct.unpack("!I", await _read(stream, 4))
+    if length > head:
+        raise PeerError(f"a message of {length} bytes is too long")
+    try:
+        said = json.loads(await _read(stream, length))
+        size = int(said["size"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise PeerError("a message is malformed") from None
+    if not 0 <= size <= body:
+        raise PeerError(f"a body of {size} bytes is too long")
+    return said, await _read(stream, size)
+
+
+async def _read(stream: Any, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        piece = await within(LIMIT, stream.read(min(PIECE, size - len(found))))
+        if not piece:
+            raise PeerError("it has broken off")
+        found += piece
+    return bytes(found)

@@ -1,0 +1,112 @@
+"""Sites with slow links between them: the layout of one site, and how often sites agree as islands.
+
+A layout over all sites sends something over their links in every step. Islands (docs/islands.md) step by themselves,
+each on its site's devices with its share of the samples, and agree every so many steps, so that a slow link costs as
+much less. :func:`islands_of` says how rarely they must for the link to take little of the time.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from weft.errors import UsageError
+from weft.planner.engine import Engine
+from weft.planner.finalists import Final, finalists
+from weft.planner.machine import Cluster
+from weft.planner.search import Pin, search
+from weft.planner.shape import Shape
+
+#: Bytes per parameter of what is sent one way: float32, or codes and a bfloat16 scale for each block of 128.
+SENT = {"none": 4.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
+#: Share of the time that agreements may take, and how rarely islands can agree with little loss (Charles et al. 2025).
+EXPOSED, EVERY = 0.05, (1, 5, 10, 20, 50, 100, 200, 500)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Islands that agree ``every`` so many steps: seconds of a step with its share of the exchange.
+
+    ``nbytes``: what a device sends per round; ``exchange``: seconds of a round's exchange, in which nobody computes
+    (``update = "streaming"`` hides it).
+    """
+
+    compress: str
+    every: int
+    nbytes: float
+    exchange: float
+    seconds: float
+
+    @property
+    def exposed(self) -> float:
+        """The exchange's share of the time."""
+        return self.exchange / self.every / self.seconds
+
+
+@dataclass(frozen=True)
+class Islands:
+    """``count`` islands, each laid out like ``inside``, and ways for them to agree."""
+
+    count: int
+    inside: Final
+    ways: tuple[Agreement, ...]
+
+    def lines(self, together: float) -> list[str]:
+        """In words, beside a layout over all sites that takes ``together`` seconds per step."""
+        from weft.planner.explain import title
+
+        found = [f"{self.count} sites as islands of {title(self.inside)}; one layout over all: {together:.3g} s/step"]
+        for way in self.ways:
+            words = f"every = {way.every}" + (f', compress = "{way.compress}"' if way.compress != "none" else "")
+            found.append(
+                f"{words}: {way.seconds:.3g} s/step, {way.exposed:.1%} of it exchange; {way.nbytes / 1e9:.3g} GB per "
+                "device and round"
+            )
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        from weft.planner.explain import record
+
+        ways = [asdict(way) | {"exposed": way.exposed} for way in self.ways]
+        return {"count": self.count, "inside": record(self.inside), "agreements": ways}
+
+
+def islands_of(
+    shape: Shape, cluster: Cluster, engine: Engine, batch: int, seq: int, bits: int, pins: Sequence[Pin]
+) -> Islands | None:
+    """The best layout of one site as an island; None where there are no sites, or none that can be one.
+
+    Sites of equal size take equal shares of the ``batch``.
+    """
+    site = cluster.site
+    if site is None or site >= cluster.count or cluster.count % site or batch % (cluster.count // site):
+        return None
+    count = cluster.count // site
+    alone = cluster.model_copy(update={"count": site, "site": None, "between": None})
+    try:
+        inside = finalists(search(shape, alone, engine, batch // count, seq, bits, pins), 3)[0]
+    except UsageError:
+        return None  # no layout of the model fits one site
+    ways = [agreement(shape, cluster, inside, count, compress) for compress in SENT]
+    return Islands(count, inside, tuple(ways))
+
+
+def agreement(shape: Shape, cluster: Cluster, inside: Final, count: int, compress: str, every: int = 0) -> Agreement:
+    """Islands that exchange so compressed; ``every`` so many steps, or as often as agreements may take."""
+    assert cluster.between is not None
+    nbytes = 2 * (count - 1) / count * SENT[compress] * held(shape, inside)
+    hops = 2 * (count - 1) if compress == "none" else 2  # around a ring, or to all at once and back
+    exchange = nbytes / (cluster.between * 1e9) + hops * cluster.between_latency * 1e-6
+    rare = [n for n in EVERY if exchange / n <= EXPOSED * (inside.seconds + exchange / n)]
+    every = every or (rare[0] if rare else EVERY[-1])
+    return Agreement(compress, every, nbytes, exchange, inside.seconds + exchange / every)
+
+
+def held(shape: Shape, inside: Final) -> float:
+    """Parameters whose state the fullest rank of an island holds, and agrees on."""
+    plan = inside.plan
+    cut = float(plan.tp * plan.pp * (plan.state_ranks if plan.shard > 1 else 1))
+    return math.ceil(float(np.asarray(shape.parameters)) / cut)

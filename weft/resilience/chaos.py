@@ -1,0 +1,243 @@
+"""Faults on purpose: ranks of a run are killed, frozen, slowed and cut off at random instants.
+
+The run is ``weft train`` as a user starts it, and known by its files alone: ``ranks/members.json`` says who takes part
+(see :mod:`weft.resilience.membership`), ``metrics.jsonl`` what happens. :mod:`weft.resilience.campaign` judges it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+
+from weft.observe.metrics import FILE, Record
+from weft.resilience.hosts import Host
+
+#: Kinds of faults, and what each does.
+KINDS = {
+    "kill": "kills a rank (SIGKILL)",
+    "leader": "kills the rank that leads the agreement about who takes part: the member with the lowest number",
+    "two": "kills two ranks at once",
+    "host": "kills all ranks of a host at once",
+    "freeze": "stops a rank (SIGSTOP); every other one goes on after a while",
+    "link": "pulls the cable of a host for a while",
+    "slow": "stops a rank half of the time, for a while",
+}
+#: So many ranks are always left alone.
+LEAST = 2
+#: Seconds that a rank stays frozen, a cable out, a rank slow: any time between these.
+LASTS = {"freeze": (0.3, 6.0), "link": (0.5, 6.0), "slow": (2.0, 6.0)}
+#: Half of the time that a slow rank takes from one stop to the next, and the pause before a fault that cannot be yet.
+PULSE, PAUSE = 0.08, 0.5
+#: Seconds after which lost ranks are replaced: any time between these.
+REPLACED = (0.5, 4.0)
+
+Member = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, ``at`` seconds after the run's first step. ``draw`` decides who is hit; it ``lasts`` seconds, if not
+    for ever.
+    """
+
+    kind: str
+    at: float
+    draw: int
+    lasts: float | None = None
+
+
+def schedule(counts: Mapping[str, int], seconds: float, seed: int) -> list[Fault]:
+    """So many faults of each kind at random instants within ``seconds``; the same for the same seed."""
+    draw = Random(seed)
+    kinds = [kind for kind, count in counts.items() for _ in range(count)]
+    draw.shuffle(kinds)
+    faults, frozen = [], 0
+    for kind, at in zip(kinds, sorted(draw.uniform(0, seconds) for _ in kinds), strict=True):
+        frozen += kind == "freeze"
+        lasts = draw.uniform(*LASTS[kind]) if kind in LASTS and not (kind == "freeze" and frozen % 2) else None
+        faults.append(Fault(kind, round(at, 3), draw.getrandbits(32), lasts and round(lasts, 3)))
+    return faults
+
+
+@dataclass
+class Hit:
+    """A fault that has happened: when, to whom, of how many living ranks, and after which recorded step."""
+
+    fault: Fault
+    time: float
+    who: list[Member]
+    living: int
+    step: int
+
+    @property
+    def numbers(self) -> set[int]:
+        return {int(member["number"]) for member in self.who}
+
+
+class Running:
+    """A run that goes on: its processes, the members of its view, and its records so far."""
+
+    def __init__(self, folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        self.folder, self.processes = folder, list(processes)
+        self.added: list[subprocess.Popen[bytes]] = []  # what has started more ranks since
+        self.records: list[Record] = []
+        self._file = self._read = 0
+
+    def members(self) -> list[Member]:
+        """Of the view that is in force; none before the first one."""
+        with suppress(OSError, ValueError):
+            return list(json.loads((self.folder / "ranks/members.json").read_text())["members"])
+        return []
+
+    def look(self) -> bool:
+        """Read what has been recorded since the last look; whether a step has.
+
+        A run that goes back a step takes out of its file what it had recorded after that, and is read from the start.
+        """
+        path = self.folder / FILE
+        with suppress(OSError), path.open("rb") as file:
+            if (now := os.fstat(file.fileno()).st_ino) != self._file:
+                self._file, self._read, self.records = now, 0, []
+            file.seek(self._read)
+            whole = file.read().rpartition(b"\n")[0]
+            self._read += len(whole) + bool(whole)
+            new = [json.loads(line) for line in whole.splitlines()]
+            self.records += new
+            return any(record["kind"] == "train" for record in new)
+        return False
+
+    @property
+    def step(self) -> int:
+        return max((r["step"] for r in self.records if r["kind"] == "train"), default=0)
+
+    @property
+    def ended(self) -> bool:
+        return all(process.poll() is not None for process in (*self.processes, *self.added))
+
+
+class Injector:
+    """Does to a run what the faults say, and what each of them asks for later (thaw, put the cable back).
+
+    ``add`` starts so many new ranks, in place of those that are lost. ``hits`` are the faults that have happened, and
+    ``last`` is when the last one did.
+    """
+
+    def __init__(
+        self,
+        run: Running,
+        faults: Sequence[Fault],
+        hosts: Sequence[Host] = (),
+        add: Callable[[int, Random], None] | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.run, self.hosts, self.add, self.say = run, hosts, add, say
+        self.hits: list[Hit] = []
+        self.last = 0.0
+        self.processes: dict[int, psutil.Process] = {}  # by member
+        self._gone: set[int] = set()  # members that were killed, or frozen for ever
+        self._down: Host | None = None  # its cable is out
+        self._order = count()
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._planned = len(faults)
+        for fault in faults:
+            self._later(fault.at, partial(self._inject, fault))
+
+    def work(self) -> None:
+        """Do what is due."""
+        while self._due and self._due[0][0] <= time.monotonic():
+            heapq.heappop(self._due)[2]()
+
+    def restore(self) -> None:
+        """Put the cable back, thaw who was to thaw and end who was not: the run is about to end."""
+        self._due.clear()
+        if self._down:
+            self._down.link(up=True)
+        for number, process in self.processes.items():
+            with suppress(psutil.NoSuchProcess):
+                process.kill() if number in self._gone else process.resume()
+
+    @property
+    def left(self) -> int:
+        """Faults that have not happened."""
+        return self._planned - len(self.hits)
+
+    def _later(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._order), what))
+
+    def _inject(self, fault: Fault) -> None:
+        """Hit whom the fault's draw says, or look again soon if there are too few ranks."""
+        living = self._living()
+        who = self._victims(fault, living)
+        for_good = fault.lasts is None
+        if not who or (for_good and len(living) - len(who) < LEAST):
+            self._later(PAUSE, partial(self._inject, fault))
+            return
+        numbers, self.last = [int(m["number"]) for m in who], time.monotonic()
+        self.run.look()
+        self.hits.append(Hit(fault, time.time(), who, len(living), self.run.step))
+        self.say(f"{fault.kind}: " + ", ".join(f"rank {m['rank']} (process {m['pid']})" for m in who))
+        if fault.kind == "link":
+            self._pull(next(h for h in self.hosts if h.address == who[0]["host"]), fault.lasts or 0)
+        elif fault.kind == "slow":
+            self._slow(numbers[0], time.monotonic() + (fault.lasts or 0))
+        else:
+            for number in numbers:
+                self._signal(number, "suspend" if fault.kind == "freeze" else "kill")
+            if not for_good:
+                self._later(fault.lasts or 0, partial(self._signal, numbers[0], "resume"))
+        if for_good:
+            self._gone |= set(numbers)
+            if self.add is not None:
+                draw = Random(fault.draw)
+                self._later(draw.uniform(*REPLACED), partial(self.add, len(numbers), draw))
+
+    def _living(self) -> list[Member]:
+        """Members that no fault has ended; their processes are remembered."""
+        members = self.run.members()
+        for member in members:
+            if member["number"] not in self.processes:
+                with suppress(psutil.NoSuchProcess):
+                    self.processes[member["number"]] = psutil.Process(member["pid"])
+        return [m for m in members if m["number"] in self.processes and m["number"] not in self._gone]
+
+    def _victims(self, fault: Fault, living: Sequence[Member]) -> list[Member]:
+        draw = Random(fault.draw)
+        if not living or (fault.kind == "link" and self._down):
+            return []  # one cable at a time: of three hosts two must see each other
+        if fault.kind == "leader":
+            return [min(living, key=lambda m: int(m["number"]))]
+        if fault.kind in ("host", "link"):
+            address = draw.choice(sorted({m["host"] for m in living}))
+            return [m for m in living if m["host"] == address]
+        return draw.sample(list(living), min(len(living), 2 if fault.kind == "two" else 1))
+
+    def _signal(self, number: int, what: str) -> None:
+        with suppress(psutil.NoSuchProcess):
+            getattr(self.processes[number], what)()
+
+    def _slow(self, number: int, until: float, stop: bool = True) -> None:
+        self._signal(number, "suspend" if stop else "resume")
+        if stop or time.monotonic() < until:
+            self._later(PULSE, partial(self._slow, number, until, not stop))
+
+    def _pull(self, host: Host, lasts: float) -> None:
+        def back() -> None:
+            host.link(up=True)
+            self._down = None
+
+        host.link(up=False)
+        self._down = host
+        self._later(lasts, back)

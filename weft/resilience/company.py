@@ -1,0 +1,455 @@
+"""Islands that come and go: who takes part in an exchange, agreed by all ranks of all islands.
+
+All ranks are members of one view (:mod:`.membership`), which follows another as soon as one of them is lost or comes,
+whatever their main threads do meanwhile: each has a thread that agrees. An island of which a rank is missing is away.
+
+An exchange is over when all who take part have said, in the same epoch, that they have all they need for it. A rank
+that hears all say so goes on with the result. If somebody is lost before, the facts of the next view tell: if anybody
+has gone on, all have what they need, and go on too; else they do it again, without who is lost. What a rank says with
+its facts does not change until the next view is there, so that all come to the same.
+
+When islands join is agreed by number, too: from the next round on that nobody has begun. At its beginning one of
+those that are there hands over its state.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from weft.checkpoint.state import Progress
+from weft.errors import WeftError
+from weft.recipe import Sync
+from weft.resilience.members import GONE, LeftOut, View
+from weft.resilience.membership import Membership
+from weft.sync.presence import Draw, Presence, Work
+from weft.sync.streams import IslandLost, Streams
+from weft.train.failure import report_failure
+from weft.train.ranks import LEFT_OUT
+
+R = TypeVar("R")
+Facts = dict[str, Any]
+
+#: How often an exchange is tried again before the run ends, as whatever fails then is no loss of islands.
+ATTEMPTS = 8
+#: Seconds between two looks at the others; for who is there, but does not come to agree; and at the end for the others.
+LOOK_S, ABSENT_S, END_S = 0.05, 15.0, 60.0
+#: So many times ``detect``: within that it is known that an island is lost whose messages have ended.
+KNOWN = 4
+
+
+class Out(WeftError):
+    """The others go on without this island."""
+
+    exit_code = LEFT_OUT
+
+
+class Stay(NamedTuple):
+    """An island takes part in exchanges above ``after``, up to ``until`` if it has been lost since.
+
+    ``life`` tells apart the times that it was started.
+    """
+
+    island: int
+    life: str
+    after: int
+    until: int | None
+
+    def covers(self, number: int) -> bool:
+        return self.after < number and (self.until is None or number <= self.until)
+
+
+class Company(Presence):
+    """The islands that are there at present. ``mine`` says which rank this is: ``island``, ``place``, ``life``, ``at``.
+
+    ``islands`` have ``ranks`` each. ``events`` are records of what has changed, for whoever takes them away.
+    """
+
+    def __init__(
+        self, membership: Membership, mine: Facts, islands: int, ranks: int, how: Sync, streams: Streams, detect: float
+    ) -> None:
+        super().__init__(streams)
+        self.membership, self.mine, self.islands, self.ranks, self.how = membership, mine, islands, ranks, how
+        self.island, self.detect = int(mine["island"]), detect
+        self.changed = membership.news  # guards all that follows
+        self.view: View | None = None
+        self.stays: list[Stay] = []
+        self.members: dict[int, dict[int, int]] = {}  # numbers, by island and place
+        self.known: dict[int, Facts] = {}  # what each member has said of itself, by number
+        self.waiting: list[Stay] = []  # those who have no state yet
+        self.giver = 0
+        self.begun = self.committed = -1
+        self.pending: tuple[int, Draw] | None = None  # an exchange that this rank has all it needs for
+        self.got: int | None = None
+        self.changing, self.closing, self.ended = False, False, False
+        self.fatal: Exception | None = None
+        self.progress = Progress()
+        self.folder = ""  # of the run's first island
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self._since, self._group = 0.0, list[int]()
+        self._told: set[tuple[int, int, int]] = set()
+
+    # --- views ---
+
+    def begin_with(self, view: View, facts: Sequence[Facts]) -> None:
+        """The first view, in which all islands are there from the beginning."""
+        lives = {int(one["island"]): one["life"] for one in facts}
+        self.stays = [Stay(island, life, -1, None) for island, life in sorted(lives.items())]
+        self.got = -1
+        with self.changed:
+            self._adopt(view, [self._facts() | one for one in facts])
+        self._follow_on()
+
+    def come(self, contacts: Sequence[tuple[str, int]], limit: float) -> None:
+        """Ask the others to be let in."""
+        self.membership.publish(waits=True)
+        self.membership.join(contacts, limit)
+        self._take_view(limit)
+        self._follow_on()
+
+    def _follow_on(self) -> None:
+        threading.Thread(target=self._follow, name="weft-company", daemon=True).start()
+
+    def _follow(self) -> None:
+        """Life of the thread that agrees with the others."""
+        limit = self.streams.limit
+        while not self.closing:
+            with self.changed:
+                self.changed.wait(LOOK_S)
+                due = bool(self.membership.why) or self.membership.called
+                alone = self.got is None and self._all_ended()
+            if self.closing or (self.ended and self._all_ended()):
+                return
+            try:
+                if alone:
+                    raise Out(f"the run has ended before island {self.island} could take part again")
+                if due:
+                    self._take_view(limit)
+            except Exception as error:
+                if not self.ended:
+                    self.give_up(error)
+                return
+
+    def _take_view(self, limit: float) -> None:
+        with self.changed:
+            self.changing, self._since = True, time.time()
+            facts = self._facts()
+        self.streams.break_off(self.membership.why)
+        view = self.membership.next(facts, limit, max(ABSENT_S, KNOWN * self.detect))
+        with self.changed:
+            self._adopt(view, view.facts)
+            self.changing = False
+            self.changed.notify_all()
+
+    def _facts(self) -> Facts:
+        return {
+            **self.mine, "stays": [list(stay) for stay in self.stays], "begun": self.begun, "got": self.got,
+            "committed": self.committed,
+        }  # fmt: skip
+
+    def _adopt(self, view: View, facts: Sequence[Facts]) -> None:
+        """Who is there, by what all have said: the same on all ranks."""
+        lost = {one.member.number: one.why for one in view.lost}
+        self.view = view
+        found: dict[tuple[int, str], dict[int, Facts]] = {}
+        numbers: dict[tuple[int, str], dict[int, int]] = {}
+        for member, fact in zip(view.members, facts, strict=True):
+            self.known[member.number] = fact
+            who = (int(fact["island"]), str(fact["life"]))
+            found.setdefault(who, {})[int(fact["place"])] = fact
+            numbers.setdefault(who, {})[int(fact["place"])] = member.number
+        whole = {who: places for who, places in sorted(found.items()) if len(places) == self.ranks}
+        stays = next([Stay(*stay) for stay in fact["stays"]] for fact in facts if fact["stays"])
+        begun = max(int(fact["begun"]) for fact in facts)
+        if self.pending is not None:  # by those who took part in it with this one, as things were then
+            number, draw = self.pending
+            with_whom = draw(population(stays, number))
+            if any(int(one["island"]) in with_whom and int(one["committed"]) >= number for one in facts):
+                self.committed = number
+        went = [stay for stay in stays if stay.until is None and stay[:2] not in whole]
+        lacks = [
+            stay for stay in stays
+            if stay.until is None and stay[:2] in whole
+            and any(fact["got"] != stay.after for fact in whole[stay[:2]].values())
+        ]  # fmt: skip
+        stays = [stay._replace(until=begun) if stay in went else stay for stay in stays if stay not in lacks]
+        here = {stay.island for stay in stays if stay.until is None}
+        came = {island: life for island, life in whole if island not in here}
+        self.waiting = [Stay(island, life, self._end_of_round(begun), None) for island, life in came.items()]
+        self.giver = min(here, default=0)
+        self.stays = stays + self.waiting
+        self.members = {
+            stay.island: numbers[stay[:2]] for stay in self.stays if stay.until is None
+        }  # fmt: skip
+        place = int(self.mine["place"])
+        for stay in self.stays:
+            if stay.until is None:
+                at = whole[stay[:2]][place]["at"]
+                self.streams.store.set(f"weft/streams/{stay.island}/{place}", at)
+        self.streams.begin(view.epoch)
+        self._say(went, lacks, lost)
+        if (self.island, self.mine["life"]) not in whole:
+            others = [fact for who, places in found.items() if who[0] == self.island for fact in places.values()]
+            if self.got is not None or len(others) >= self.ranks:
+                self.give_up(Out(f"island {self.island} cannot go on without all of its ranks"))
+
+    def _end_of_round(self, begun: int) -> int:
+        """The last exchange that begins with the next round of the first fragment, after the one that has ``begun``."""
+        count, every = self.how.fragments, self.how.every
+        return count * (begun // count + 1) + sum(every * f // count == 0 for f in range(count)) - 1
+
+    def _say(self, went: list[Stay], lacked: list[Stay], lost: dict[int, str]) -> None:
+        """Keep what has changed, for records and for who watches."""
+        assert self.view is not None
+        now, gone = time.time(), []
+        for stay in went:
+            ranks = {fact["place"]: why for number, why in lost.items() if (fact := self.known[number])
+                     and (fact["island"], fact["life"]) == stay[:2]}  # fmt: skip
+            place, why = min(ranks.items(), default=(0, GONE))
+            who = f"island {stay.island}" + f" (its rank {place})" * (self.ranks > 1)
+            self.tell(f"{who} {why}: the others go on without it; to bring it back: {self.way_back(stay.island)}")
+            gone.append({"island": stay.island, "why": why})
+        joined = [stay.island for stay in self.waiting if stay.island not in [one.island for one in lacked]]
+        for island in joined:
+            self.tell(f"island {island} is back: it takes island {self.giver}'s state at the end of the next round")
+        if gone or joined:
+            here = sorted(stay.island for stay in self.stays if stay.until is None)
+            self.events.append(("islands", {
+                "epoch": self.view.epoch, "here": here, "lost": gone, "joined": joined, "noticed": self._since,
+                "agreed": now,
+            }))  # fmt: skip
+
+    def way_back(self, island: int) -> str:
+        """The command that starts an island again."""
+        return f"weft ranks add {self.folder or 'RUN'}{f'/island-{island}' if island else ''}"
+
+    def tell(self, text: str) -> None:
+        """Say something; if the island that speaks is away, the first that is there does."""
+        self._news.put(text)
+        first = min((stay.island for stay in self.stays if stay.until is None), default=0)
+        if first == self.island and self.island and not self.mine["place"]:
+            print(f"weft: {text}", flush=True)
+
+    # --- exchanges ---
+
+    def _steady(self) -> View:
+        """The present view, once there is one; with the lock."""
+        while self.changing and self.fatal is None:
+            self.changed.wait()
+        if self.fatal is not None:
+            raise self.fatal
+        assert self.view is not None
+        return self.view
+
+    def begin(self, number: int) -> None:
+        with self.changed:
+            self._steady()
+            self.begun = max(self.begun, number)
+
+    def exchange(self, number: int, draw: Draw, work: Work[R]) -> R:
+        error: Exception | None = None
+        for _ in range(ATTEMPTS):
+            with self.changed:
+                epoch = self._steady().epoch
+                here = {stay.island for stay in self.stays if stay.until is None and stay.covers(number)}
+                group = [island for island in draw(population(self.stays, number)) if island in here]
+            begun = time.monotonic()
+            try:
+                found = work(group, str(number))
+            except IslandLost as lost:
+                error = lost
+                if time.monotonic() - begun > self.streams.limit:
+                    break
+                self._await_change(epoch, str(lost))
+                continue
+            if self._all_done(number, draw, epoch, group):
+                self._note(number, group)
+                return found
+        raise error or IslandLost(f"exchange {number} between islands has failed {ATTEMPTS} times")
+
+    def _await_change(self, epoch: int, why: str) -> None:
+        """Something has ended an exchange. If nobody is lost, all do it again over new connections."""
+        with self.changed:
+            changed = self.changed.wait_for(
+                lambda: self.changing or self.fatal or (self.view and self.view.epoch != epoch), KNOWN * self.detect
+            )
+            if not changed:
+                self.membership.report(why)
+                self.changed.wait_for(lambda: self.changing or self.fatal, self.streams.limit)
+
+    def _all_done(self, number: int, draw: Draw, epoch: int, group: Sequence[int]) -> bool:
+        """Say that this rank has all it needs for an exchange, and wait for the others to say so."""
+        with self.changed:
+            if self._steady().epoch != epoch:
+                return False
+            self.pending = (number, draw)
+            self.membership.publish(done=number, epoch=epoch)
+            me = self.membership.me.number
+            others = [one for island in group for one in self.members[island].values() if one != me]
+
+            def all_say_so() -> bool:
+                said = (self.membership.published.get(one, {}) for one in others)
+                return all(one.get("epoch") == epoch and one.get("done", -1) >= number for one in said)
+
+            def is_over() -> bool:
+                assert self.view is not None
+                return self.changing or self.fatal is not None or self.view.epoch != epoch or all_say_so()
+
+            while not is_over():
+                self.changed.wait()
+            if self._steady().epoch == epoch and all_say_so():
+                self.committed = number
+            self.pending = None
+            return self.committed >= number
+
+    def _note(self, number: int, group: list[int]) -> None:
+        with self.changed:
+            if group != self._group:
+                self.events.append(("agreed", {"number": number, "members": group, "at": time.time()}))
+            self._group = group
+
+    # --- coming ---
+
+    def newcomers(self, number: int) -> Sequence[int]:
+        with self.changed:
+            self._steady()
+            mine = self.giver == self.island
+            count = self.how.fragments
+            return [stay.island for stay in self.waiting if mine and stay.after // count == number // count]
+
+    @property
+    def tokens(self) -> int:
+        return self.progress.tokens
+
+    def come_in(self, take: Callable[[int, int], list[int]], all_say: Callable[[Any], list[Any]]) -> tuple[int, int]:
+        """Be handed the state by ``take``, from an island at the end of a round; the round's number, and its tokens.
+
+        ``all_say``: what every rank of this island says.
+        """
+        while True:
+            with self.changed:
+                while not self._steady() or not any(stay[:2] == self._who for stay in self.waiting):
+                    self.changed.wait()
+                epoch, giver = self._steady().epoch, self.giver
+                after = next(stay.after for stay in self.waiting if stay[:2] == self._who)
+            tokens, done = 0, False
+            try:
+                tokens, *rest = take(giver, after // self.how.fragments)
+                self.counts, self.streams.order = rest[: self.how.fragments], rest[self.how.fragments :]
+                done = True
+            except IslandLost as error:
+                self._await_change(epoch, str(error))
+            with self.changed:
+                done = done and self._steady().epoch == epoch
+                if done:
+                    self.got = self.begun = self.committed = after
+            if all(said == (True, after) for said in all_say((done, after))):
+                self.membership.publish(waits=False)
+                return after // self.how.fragments, tokens
+
+    @property
+    def _who(self) -> tuple[int, str]:
+        return self.island, str(self.mine["life"])
+
+    # --- wishes, and the end ---
+
+    def wish(self, number: int) -> None:
+        self.membership.publish(stop=number)
+        with self.changed:
+            self.membership.published[self.membership.me.number] = {"stop": number}
+
+    def wished(self) -> int | None:
+        with self.changed:
+            self._steady()
+            said = [self.membership.published.get(one, {}) for at in self.members.values() for one in at.values()]
+        return min((int(one["stop"]) for one in said if "stop" in one), default=None)
+
+    def note_odd(self, odd: Sequence[int], step: int) -> None:
+        place = int(self.mine["place"])
+        self._note_odd(odd, step, place)
+        if place:
+            self.membership.publish(odd=[[island, step, place] for island in odd])
+
+    def _note_odd(self, odd: Sequence[int], step: int, place: int) -> None:
+        new = [island for island in odd if (island, step, place) not in self._told]
+        self._told |= {(island, step, place) for island in new}
+        super().note_odd(new, step)
+
+    def take_news(self) -> list[str]:
+        with self.changed:
+            mates = self.members.get(self.island, {})
+            said = [self.membership.published.get(one, {}).get("odd", []) for one in mates.values()]
+        for island, step, place in (one for odd in said for one in odd):
+            self._note_odd([island], step, place)
+        return super().take_news()
+
+    def take_events(self) -> list[tuple[str, dict[str, Any]]]:
+        with self.changed:
+            found, self.events = self.events, []
+        return found
+
+    def _all_ended(self) -> bool:
+        """Whether all others have come to the end of the run, are lost, or only wait to take part."""
+        with self.changed:
+            if self.view is None:
+                return False
+            gone, me = self.membership.lost, self.membership.me.number
+            others = [one.number for one in self.view.members if one.number != me and one.number not in gone]
+            said = (self.membership.published.get(number, {}) for number in others)
+            return all(one.get("ended") or one.get("waits") for one in said)
+
+    def end(self) -> None:
+        """This rank has come to the end of the run; returns when all others have, or it is known that they do not."""
+        deadline = time.monotonic() + END_S
+        self.ended = True
+        self.membership.publish(ended=True)
+        with self.changed:
+            self.changed.wait_for(self._all_ended, max(0.0, deadline - time.monotonic()))
+
+    @property
+    def first(self) -> bool:
+        """Whether this island is the first of those that are there."""
+        with self.changed:
+            return self.island == min(stay.island for stay in self.stays if stay.until is None)
+
+    def close(self) -> None:
+        self.closing = True
+        self.membership.close()
+
+    def on_break(self, why: str) -> None:
+        """In the agent's thread: somebody is lost to the view."""
+        with self.changed:
+            if self.membership.why:  # else the next one is there already
+                self.streams.break_off(why)
+        mates = self.members.get(self.island, {})
+        if self.view is not None and not self.ended:
+            gone = {place: number for place, number in mates.items() if number in self.membership.lost}
+            if gone:
+                self.give_up(Out(f"island {self.island} ends, as its {why}; the other islands go on"))
+
+    def give_up(self, error: Exception) -> None:
+        """End this process: by the main thread, if it comes by, or else soon without it."""
+        if isinstance(error, LeftOut):
+            back = self.way_back(self.island)
+            error = Out(f"the other islands have gone on without island {self.island}: start it again with {back}")
+        with self.changed:
+            if self.fatal is not None or self.closing:
+                return
+            self.fatal = error
+            self.changed.notify_all()
+        self.streams.break_off(str(error))
+        threading.Thread(target=self._end_process, args=(error,), name="weft-company-end", daemon=True).start()
+
+    def _end_process(self, error: Exception) -> None:
+        with suppress(Exception):
+            self.close()
+        if "WEFT_LAUNCHED" in os.environ and not self.mine["place"]:
+            print(f"weft: {error}", flush=True)
+        os._exit(report_failure(error))
+
+
+def population(stays: Sequence[Stay], number: int) -> list[int]:
+    """The islands among which partners are drawn in an exchange, be they there still or not."""
+    return sorted({stay.island for stay in stays if stay.covers(number)})

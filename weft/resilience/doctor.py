@@ -1,0 +1,213 @@
+"""What the rings of a run say from outside, while it goes on or afterwards: who is slow, and why it stands still."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from weft.errors import WeftError
+from weft.observe.metrics import FILE, read_metrics
+from weft.resilience.delays import Verdict, digest, ranks_text, slow_computers
+from weft.resilience.rings import KINDS, STEP, Group, Trace, called, held_in, newest, process_of, standing
+
+#: A wait is none of a healthy run if it takes so many seconds, and so many times as long as a step.
+STUCK_S, STUCK_STEPS = 5.0, 5.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rank as it was found. ``process`` is running, stopped or gone; ``now`` what it is in, ``since`` in seconds."""
+
+    rank: int
+    machine: str
+    pid: int
+    process: str
+    step: int
+    compute: float | None
+    wait: float | None
+    now: str
+    since: float
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What can be said of a run. ``record`` is the last one that the run itself has kept (kind ``delays``)."""
+
+    rows: list[Row]
+    verdicts: list[Verdict]
+    record: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        verdicts = [asdict(verdict) for verdict in self.verdicts]
+        return {"ranks": [asdict(row) for row in self.rows], "verdicts": verdicts, "record": self.record}
+
+
+def examine(run: Path) -> Examination:
+    """Look at the rings of this machine, and at what the run has recorded. Raises :class:`WeftError` without either."""
+    traces, now, recorded = newest(run), time.monotonic_ns(), (run / FILE).is_file()
+    if not traces and not recorded:
+        raise WeftError(f"{run} has no {FILE}, and no rank of it runs here; give the folder of a run that was started")
+    records = read_metrics(run).get("delays", []) if recorded else []
+    record = records[-1] if records else {}
+    try:
+        said = [Verdict(**one | {"ranks": tuple(one["ranks"])}) for one in record.get("verdicts", ())]
+        tables(Examination([], said, record))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise WeftError(f"{run / FILE}: its last record of kind delays is damaged; remove that line") from None
+    states = {rank: process_of(found) for rank, found in traces.items()}
+    digests = [one for one in map(digest, traces.values()) if one.steps]
+    if digests and len(digests) == next(iter(traces.values())).about["world"]:
+        said = slow_computers(digests, {}, {}) + [one for one in said if one.kind != "computer"]
+    rows = [row_of(found, states[rank], now) for rank, found in sorted(traces.items())]
+    return Examination(rows, standstill(traces, states, now) or said, record)
+
+
+def row_of(found: Trace, process: str, now: int) -> Row:
+    """A rank's row in the table."""
+    about, short, inside = found.about, digest(found), held_in(found)
+    steps = found.records[found.records["kind"] == STEP]
+    last = found.records[-1] if len(found.records) else None
+    what = called(found, inside) if inside is not None else "computes" if process == "running" else "-"
+    since = inside["begin"] if inside is not None else max(last["enter"], last["leave"]) if last is not None else now
+    return Row(
+        about["rank"], about["machine"], about["pid"], process, int(steps["sequence"][-1]) if len(steps) else 0,
+        short.compute if short.steps else None, short.waited if short.steps else None, what, (now - int(since)) / 1e9,
+    )  # fmt: skip
+
+
+def standstill(traces: Mapping[int, Trace], states: Mapping[int, str], now: int) -> list[Verdict]:
+    """For whom ranks wait that wait too long, or have given up: who has not come to where they are, and where it is.
+
+    Of a chain of ranks that each wait for the next, the last one is meant.
+    """
+    inside = {rank: one for rank, found in traces.items() if (one := held_in(found)) is not None}
+    stuck = sorted(rank for rank, one in inside.items() if _is_stuck(traces[rank], states[rank], one, now))
+    if not stuck:
+        return []
+    if differing := _differing(traces, inside, stuck):
+        return [differing]
+    missing = {rank: _missing(traces, rank, one) for rank, one in inside.items()}
+    awaited, todo = set[int](), list(stuck)
+    while todo:
+        todo += (new := set(missing.get(todo.pop(), ())) - awaited)
+        awaited |= new
+    roots = sorted(rank for rank in awaited if not missing.get(rank)) or sorted(awaited)
+    found = []
+    for root in roots:
+        waits = [rank for rank in sorted(inside) if root in missing[rank]]
+        waits = [rank for rank in waits if _same(traces, inside, rank, waits[0])]
+        how = {"gone": "is gone", "stopped": "is stopped (SIGSTOP or a debugger)"}.get(states[root], "hangs")
+        seconds, what = max(_seconds(inside[r], now) for r in waits), called(traces[waits[0]], inside[waits[0]])
+        found.append(Verdict(
+            "hang", (root,), seconds,
+            f"rank {root} {how}: it has not come to {what}, in which {_ranks(waits)} waited {seconds:.1f} s; "
+            f"it {standing(traces[root], now)}",
+        ))  # fmt: skip
+    return found or _everyone_inside(traces, states, inside, stuck[0], now)
+
+
+def _everyone_inside(
+    traces: Mapping[int, Trace], states: Mapping[int, str], inside: Mapping[int, Any], rank: int, now: int
+) -> list[Verdict]:
+    """The verdict on a wait of ``rank`` to which everybody has come who is known: who has ended or stopped in it."""
+    record, seconds = inside[rank], _seconds(inside[rank], now)
+    what, peer = called(traces[rank], record), int(record["peer"])
+    ranks = traces[rank].groups[record["group"]].ranks if peer < 0 else (rank, peer)
+    halted = [r for r in ranks if r in inside and states[r] != "running" and not inside[r]["leave"]]
+    if unknown := [other for other in ranks if other not in traces]:
+        text = f"rank {rank} is in {what} for {seconds:.1f} s; of {_ranks(unknown)} the rings are on other machines"
+    elif len(halted) == len(ranks):
+        return []  # all of them were ended there
+    elif halted:
+        how = "stopped" if {states[r] for r in halted} == {"stopped"} else "ended"
+        others = [r for r in ranks if r not in halted]
+        text = f"{_ranks(halted)} {how} in {what}, in which {_ranks(others)} waited {seconds:.1f} s"
+    else:
+        text = (
+            f"{_ranks(ranks)} are all in {what} for {seconds:.1f} s, and it does not end: a link between them is down"
+        )
+    return [Verdict("hang", tuple(halted or ranks), seconds, text)]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
+
+
+def _seconds(record: Any, now: int) -> float:
+    return float((int(record["leave"]) or now) - int(record["begin"])) / 1e9
+
+
+def _is_stuck(found: Trace, state: str, record: Any, now: int) -> bool:
+    steps = digest(found).steps.values()
+    usual = median(total for total, *_ in steps) if steps else 0.0
+    return state == "gone" or bool(record["failed"]) or _seconds(record, now) > max(STUCK_S, STUCK_STEPS * usual)
+
+
+def _missing(traces: Mapping[int, Trace], rank: int, record: Any) -> list[int]:
+    """The ranks that have not come to what ``rank`` is in, of those whose rings are here."""
+    other_end = {"send": "recv", "recv": "send"}.get(KINDS[record["kind"]])
+    group = traces[rank].groups[record["group"]]
+    others = [int(record["peer"])] if other_end else [other for other in group.ranks if other != rank]
+    return [r for r in others if r in traces and _come(traces[r], group, other_end, rank) < record["sequence"]]
+
+
+def _come(found: Trace, group: Group, kind: str | None, peer: int) -> int:
+    """How many collectives of a group a rank has begun; or messages of this kind, to or from ``peer``."""
+    numbers = [number for number, one in enumerate(found.groups) if one.id == group.id]
+    mine = found.records[np.isin(found.records["group"], numbers) & (found.records["kind"] != STEP)]
+    mine = (
+        mine[mine["peer"] < 0] if kind is None else mine[(mine["kind"] == KINDS.index(kind)) & (mine["peer"] == peer)]
+    )
+    return int(mine["sequence"].max(initial=0))
+
+
+def _same(traces: Mapping[int, Trace], inside: Mapping[int, Any], rank: int, other: int) -> bool:
+    """Whether two ranks are in what has the same number in the same group, be it a collective or one's message."""
+    one, two = inside[rank], inside[other]
+    group = traces[rank].groups[one["group"]].id == traces[other].groups[two["group"]].id
+    return rank == other or bool(group and one["peer"] == two["peer"] == -1 and one["sequence"] == two["sequence"])
+
+
+def _differing(traces: Mapping[int, Trace], inside: Mapping[int, Any], stuck: Sequence[int]) -> Verdict | None:
+    """What is said of ranks of which one has called another collective than the rest, as the same by number."""
+    for rank, other in product(stuck, inside):
+        one, two = inside[rank], inside[other]
+        same = traces[rank].groups[one["group"]].id == traces[other].groups[two["group"]].id
+        if (
+            same
+            and max(one["peer"], two["peer"]) < 0
+            and one["sequence"] == two["sequence"]
+            and one["kind"] != two["kind"]
+        ):
+            text = f"rank {rank} is in {called(traces[rank], one)}, and rank {other} in {called(traces[other], two)}"
+            return Verdict("mismatch", (rank, other), 0.0, f"{text}: they took different ways")
+    return None
+
+
+def tables(found: Examination) -> list[tuple[list[str], list[list[str]]]]:
+    """Columns and rows of the ranks, and of the matrix of delays if messages were timed."""
+    made = []
+    if found.rows:
+        shown = [
+            [str(r.rank), r.process, str(r.step), _ms(r.compute), _ms(r.wait), r.now, f"{r.since:.1f} s"]
+            for r in found.rows
+        ]
+        made.append((["rank", "process", "step", "computes ms", "waits ms", "is in", "since"], shown))
+    elif rows := found.record.get("ranks"):
+        shown = [[str(r["rank"]), _ms(r["compute"]), _ms(r["wait"])] for r in rows]
+        made.append((["rank", "computes ms", "waits ms"], shown))
+    if matrix := found.record.get("matrix"):
+        columns = [f"ms of {found.record['size'] >> 10} KiB", *(f"to {i}" for i in range(len(matrix)))]
+        made.append((columns, [[f"from {i}", *map(_ms, row)] for i, row in enumerate(matrix)]))
+    return made
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None or seconds != seconds else f"{seconds * 1e3:.3g}"

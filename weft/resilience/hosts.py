@@ -1,0 +1,129 @@
+"""Hosts on one machine: network namespaces with an address each, joined by a switch whose cables can be pulled.
+
+What runs on a host sees its own loopback device and ``eth0``, and reaches the other hosts through nothing else. All
+share the machine's processes and files. Making them takes Linux, root and the command ``ip``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+
+from weft.errors import WeftError
+
+#: Of Linux: what setns(2) is to change.
+CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace, its address, and the port of the namespace ``switch`` that its cable is in."""
+
+    name: str
+    address: str
+    switch: str
+    port: str
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """The command line that runs ``words`` on this host; gloo uses its network there."""
+        return ["ip", "netns", "exec", self.name, "env", "GLOO_SOCKET_IFNAME=eth0", *words]
+
+    def link(self, up: bool) -> None:
+        """Put the cable in, or pull it: what is sent is lost then, and nobody is told."""
+        _run("ip", "-n", self.switch, "link", "set", self.port, "up" if up else "down")
+
+    def limit(self, rate: str) -> None:
+        """Let no more than ``rate`` ("100mbit") go out, or come in."""
+        for space, device in ((self.name, "eth0"), (self.switch, self.port)):
+            bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+            _run("ip", "netns", "exec", space, "tc", "qdisc", "replace", "dev", device, "root", *bucket)
+
+    def limit_to(self, rates: Mapping[str, str]) -> None:
+        """Let no more than such rates go out to each of these addresses."""
+        tc = ("ip", "netns", "exec", self.name, "tc")
+        _run(*tc, "qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "htb")
+        for number, (address, rate) in enumerate(rates.items(), 1):
+            shape = ("htb", "rate", rate, "burst", "32kb", "cburst", "32kb", "quantum", "15000")
+            _run(*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", f"1:{number}", *shape)
+            match = ("u32", "match", "ip", "dst", f"{address}/32", "flowid", f"1:{number}")
+            _run(*tc, "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", "prio", "1", *match)
+
+    def enter(self) -> None:
+        """Move this thread, and those that it starts, to this host; sockets that are open stay where they are."""
+        with open(f"/run/netns/{self.name}") as space:
+            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
+                raise WeftError(f"cannot enter the host {self.name}: {os.strerror(ctypes.get_errno())}")
+
+    def processes(self) -> list[int]:
+        """Who runs on this host."""
+        return [int(pid) for pid in _run("ip", "netns", "pids", self.name).split()]
+
+
+def unavailable() -> str:
+    """Why this machine makes no hosts; empty if it does."""
+    if not shutil.which("ip"):
+        return "hosts need network namespaces, and so Linux with the command ip (package iproute2)"
+    if os.geteuid() != 0:
+        return "hosts need network namespaces, which only root may make"
+    try:
+        with hosts(1, f"weft-probe-{os.getpid()}"):
+            return ""
+    except WeftError as error:
+        return f"hosts need network namespaces, which this machine does not make: {error}"
+
+
+@contextmanager
+def hosts(count: int, name: str = "", rate: str = "") -> Iterator[tuple[Host, ...]]:
+    """``count`` hosts, each with a cable of ``rate`` (else as fast as the machine) to a switch.
+
+    At the end they are gone, and so is everything that still runs on them. ``name`` is what their names begin with.
+    """
+    name = name or f"weft-{os.getpid()}"
+    switch = f"{name}-switch"
+    made = tuple(Host(f"{name}-host{i}", f"10.77.0.{i + 1}", switch, f"port{i}") for i in range(count))
+    with ExitStack() as stack:
+        _space(switch, stack)
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for host in made:
+            _space(host.name, stack)
+            _wire(host)
+            if rate:
+                host.limit(rate)
+        yield made
+
+
+def _space(name: str, stack: ExitStack) -> None:
+    """Make a namespace; ``stack`` ends it and what runs in it."""
+
+    def end() -> None:
+        for pid in _run("ip", "netns", "pids", name).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        _run("ip", "netns", "del", name)
+
+    _run("ip", "netns", "add", name)
+    stack.callback(end)
+
+
+def _wire(host: Host) -> None:
+    # Made between two namespaces at once, so that no name is in use in this one.
+    ends = ("eth0", "netns", host.name, "type", "veth", "peer", "name", host.port, "netns", host.switch)
+    _run("ip", "link", "add", *ends)
+    _run("ip", "-n", host.switch, "link", "set", host.port, "master", "bridge", "up")
+    _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
+    for device in ("eth0", "lo"):
+        _run("ip", "-n", host.name, "link", "set", device, "up")
+
+
+def _run(*words: str) -> str:
+    try:
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    except subprocess.CalledProcessError as error:
+        raise WeftError(f"{' '.join(words)}: {error.stderr.strip()}") from None

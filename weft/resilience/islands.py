@@ -1,0 +1,212 @@
+"""A rank's life in a run of islands that come and go: it meets the others, or joins them later, and trains."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.checkpoint.lease import Lease
+from weft.checkpoint.levels import levels_of
+from weft.checkpoint.state import Progress
+from weft.layout.mesh import Mesh, from_all
+from weft.layout.placement import island_ranks
+from weft.parallel.state import State
+from weft.plugins import PluginError
+from weft.recipe import Recipe, build_recipe
+from weft.resilience import trace
+from weft.resilience.company import Company, Out
+from weft.resilience.members import NEWCOMER, Address, Member
+from weft.resilience.membership import Membership
+from weft.resilience.roster import read_roster, write_roster
+from weft.resilience.watching import Watching
+from weft.sync.streams import Streams, own_host, own_port
+from weft.train.failure import is_secondary
+from weft.train.islands import take_state
+from weft.train.loop import Outcome, train
+from weft.train.ranks import MEMBERS, backend_of, own_device, settle_in
+from weft.train.recorder import Recorder
+from weft.train.runs import Resumed, Run
+from weft.train.setup import Job, device_type, prepare
+
+#: Seconds within which it is known why a wait for a rank of this island has failed.
+VERDICT_S = 15.0
+
+
+def live(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome, bool]:
+    """Be one of the ranks that were started; how that ended, and whether this one concludes the run.
+
+    A rank that is started again, at the place where all have met, asks the others to be let in.
+    """
+    limit = timedelta(seconds=recipe.train.timeout)
+    store, rank, _ = next(dist.rendezvous("env://", timeout=limit))
+    island, members = island_ranks(recipe.layout, rank)
+    again = store.add(f"weft/starts/{rank}", 1)
+    token = store.compare_set("weft/islands/token", "", secrets.token_hex(16)).decode()
+    inside = dist.PrefixStore(f"weft/island-{island}/{again}", store)
+    with Islander(recipe, out, resume, island, members.index(rank), token, inside, rank) as islander:
+        mine = json.dumps({"member": asdict(islander.membership.me), "facts": islander.company.mine})
+        before = store.check(["weft/islands/met"])
+        contacts = [f"{MEMBERS}/{one}" for one in range(recipe.layout.world) if one not in members]
+        if before:
+            told = [json.loads(store.get(name)) for name in contacts if store.check([name])]
+            run = json.loads(store.get("weft/run"))
+            islander.folder = Path(run["folder"]) / f"island-{island}" if island else Path(run["folder"])
+            islander.contacts = [(one["member"]["host"], one["member"]["port"]) for one in told]
+            store.set(f"{MEMBERS}/{rank}", mine)
+            return islander.train(None)
+        store.set(f"{MEMBERS}/{rank}", mine)
+        all_ranks = range(recipe.layout.world)
+        met = [json.loads(store.get(f"{MEMBERS}/{one}")) for one in all_ranks]
+        store.set("weft/islands/met", "")
+        about = {"recipe": recipe.model_dump(mode="json"), "islands": True}
+        view = islander.membership.begin([Member(**one["member"]) for one in met], about)
+        islander.company.begin_with(view, [one["facts"] for one in met])
+        return islander.train(store)
+
+
+def come_back(folder: Path) -> tuple[Recipe, Outcome, bool]:
+    """Be a rank of the island of this folder, and join the others again; its recipe, and as of :func:`live`."""
+    roster = read_roster(folder)
+    recipe = build_recipe(roster.about["recipe"])
+    store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=recipe.train.timeout)))
+    store.set(f"{MEMBERS}/{rank}", "")  # the launcher is to see that this rank is there
+    island = int(roster.about["island"])
+    inside = dist.PrefixStore("weft/island", store)
+    with Islander(recipe, folder, None, island, rank, roster.token, inside, NEWCOMER) as islander:
+        islander.folder = folder
+        islander.contacts = [one.address for one in roster.members]
+        return recipe, *islander.train(None)
+
+
+class Islander(Watching):
+    """One rank of an island. ``contacts``: where the others are, if it comes later; ``folder`` is its island's then."""
+
+    presence: Company | None = None
+
+    def __init__(
+        self, recipe: Recipe, out: Path | None, resume: str | None, island: int, place: int, token: str,
+        inside: dist.Store, number: int,
+    ) -> None:  # fmt: skip
+        super().__init__(out, resume)
+        self.recipe, self.island, self.place, self.token, self.inside = recipe, island, place, token, inside
+        self.contacts: Sequence[Address] = ()
+        self.folder = Path()
+        self.device, limit = device_type(recipe), recipe.train.timeout
+        settle_in(self.device, recipe.train.threads)
+        ranks, host, detect = recipe.layout.inside.world, own_host(), recipe.resilience.detect
+        addresses = dist.HashStore()
+        addresses.set("weft/streams/token", token)
+        self.own_streams = Streams(island, recipe.layout.island, place, addresses, host, limit)
+        life = inside.compare_set("weft/life", "", secrets.token_hex(8)).decode()
+        at = addresses.get(f"weft/streams/{island}/{place}").decode()
+        port = own_port(ranks + place) if own_port(place) else 0
+        mine = {"island": island, "place": place, "life": life, "at": at}
+        self.membership = Membership(detect, token, lambda why: self.company.on_break(why), host, number, port=port)
+        self.company = Company(
+            self.membership, mine, recipe.layout.island, ranks, recipe.sync, self.own_streams, detect
+        )
+
+    def __enter__(self) -> "Islander":
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self.company.close()
+
+    def train(self, shore: dist.Store | None) -> tuple[Outcome, bool]:
+        """Train from beginning to end. ``shore``: the store where all islands have met; None: this one comes later."""
+        recipe, limit = self.recipe, timedelta(seconds=self.recipe.train.timeout)
+        layout = recipe.layout.inside
+        backend, index = backend_of(self.device)
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("group", self.inside), rank=self.place, world_size=layout.world,
+            timeout=limit, device_id=index,
+        )  # fmt: skip
+        mesh = replace(
+            Mesh.create(layout, own_device(self.device)), island=self.island, islands=recipe.layout.island, shore=shore
+        )
+        try:
+            outcome = train(prepare(recipe), mesh, guard=self)
+            concludes = mesh.is_main and self.company.first  # asked while the others wait for this one's end
+            self.company.end()
+            trace.stop(everyone=mesh.is_main)
+            if dist.get_world_size() > 1:
+                dist.barrier()
+        except Exception as error:
+            self.take_as_loss(error)
+            raise
+        dist.destroy_process_group()
+        return outcome, concludes
+
+    def take_as_loss(self, error: Exception) -> None:
+        """If ``error`` comes from the loss of a rank of this island, end with that; the other islands go on."""
+        cause = error.__cause__ if isinstance(error, PluginError) and error.__cause__ is not None else error
+        if isinstance(error, Out):
+            time.sleep(VERDICT_S)  # the process is about to be ended
+        if not is_secondary(cause):
+            return
+        deadline = time.monotonic() + VERDICT_S
+        while self.company.fatal is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self.company.fatal is not None:
+            time.sleep(VERDICT_S)
+        raise Out(f"island {self.island} ends, as a rank of it is lost ({cause}); the other islands go on") from error
+
+    # --- what the loop asks and says ---
+
+    def open(self, recipe: Recipe, lease: Lease, size: int) -> Run:
+        if not self.contacts:
+            return super().open(recipe, lease, size)
+        name = f"island-{self.island}" if self.island else ""
+        levels = levels_of(recipe.checkpoint, self.folder, *([name] if name else []))
+        run = Run(self.folder, [str(self.folder)], levels, in_memory=True)
+        lease.take(run.places)
+        return run
+
+    @contextmanager
+    def streams(self, mesh: Mesh, limit: float) -> Iterator[Streams | None]:
+        self.presence, self.own_streams.shared = self.company, mesh.shore
+        yield self.own_streams
+
+    def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
+        base = run.folder.parent if self.island else run.folder
+        self.company.folder, self.folder = str(base), run.folder
+        if not self.contacts:
+            return super().fill(run, job, state, mesh)
+        self.company.come(self.contacts, self.recipe.train.timeout)
+
+        def take(giver: int, number: int) -> list[int]:
+            return take_state(state, self.recipe.sync, self.own_streams, giver, number)
+
+        number, tokens = self.company.come_in(take, lambda said: from_all(said, mesh.step_group))
+        step = number * self.recipe.sync.every
+        progress = Progress(step, step * self.recipe.train.batch, tokens, step)
+        return Resumed(progress, [f"took the state after step {step} from island {self.company.giver}"])
+
+    def begin(self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder) -> None:
+        super().begin(state, mesh, resumed, recorder)
+        self.company.progress, self.recorder = resumed.progress, recorder
+        if self.contacts:
+            recorder.forget(resumed.progress.step)
+            recorder.log("came", giver=self.company.giver)
+        self.written = -1
+        self.write(mesh.is_main)
+
+    def write(self, main: bool) -> None:
+        """Keep where the others are, for this island to find them again."""
+        view = self.company.view
+        if main and view is not None and view.epoch != self.written:
+            write_roster(self.folder, replace(view, about=view.about | {"island": self.island}), self.token)
+            self.written = view.epoch
+
+    def after_step(self) -> None:
+        super().after_step()
+        for kind, values in self.company.take_events():
+            self.recorder.log(kind, **values)
+        self.write(not self.place)

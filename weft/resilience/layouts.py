@@ -1,0 +1,162 @@
+"""The layout for as many ranks as there are, given the one that the recipe wishes.
+
+With as many ranks as the wish has places, it is the wish. Otherwise:
+
+- ``dp`` and ``shard`` take what there is: they shrink first, and grow where there are more ranks than places.
+- ``pp``, ``tp``, ``cp`` and ``ep`` are at most what was wished. Fewer pipeline ranks are dealt the same layers anew, by
+  dynamic programming over their times (:mod:`weft.schedule.partition`); ``tp`` divides the heads, and ``ep`` the
+  experts, and folds over the data ranks.
+- No rank holds more of the state than if that of the lost ones were spread evenly, so ``dp`` takes nothing that would
+  not fit.
+- Settings that do not go with the new axes (an order, a schedule for an even number of ranks) are as if left out.
+
+Among all such layouts the planner's estimates say which use the ranks about as well as the wish does, or are about as
+fast as the fastest; of these the nearest to the wish is taken, where the least moves. Every rank comes to the same by
+itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import log2
+from typing import Any
+
+import numpy as np
+
+from weft.errors import UsageError
+from weft.layout.conflicts import Asked, refuse
+from weft.layout.layout import AXES, BATCH_AXES, FOLDED, Layout
+from weft.layout.mesh import LIVE_AXES
+from weft.layout.placement import expert_sizes
+from weft.model_shape import shape_of
+from weft.planner.choose import local_cluster
+from weft.planner.cost import BITS, CONTEXT, RECOMPUTE, SCHEDULES, Plan, step_time
+from weft.planner.engine import ENGINES
+from weft.planner.machine import Cluster
+from weft.planner.shape import vocab_of
+from weft.recipe import ModelShape, Optimizer, Recipe
+from weft.schedule.build import BUILDERS
+
+#: What takes at most so much longer, by the estimate, is about as fast.
+NEAR = 1.25
+#: How far off the wish a layout is that has half as many ranks along an axis: what it moves, roughly.
+WEIGHTS = {"dp": 1, "shard": 1, "pp": 2, "cp": 3, FOLDED: 3, "tp": 4}
+#: What may be left out, in this order, where it does not go with other axes: none of it changes what is computed.
+SETTINGS = {
+    "layout": ("order", "secondary", "ulysses", "virtual", "skip", "vocab_barriers", "overlap", "lsh_residual", "lsh",
+               "dispatch", "placement", "schedule", "context"),
+    "optimizer": ("pairs", "post_validation"),
+}  # fmt: skip
+
+
+def recipe_for(recipe: Recipe, shape: ModelShape, ranks: int, cluster: Cluster | None = None) -> Recipe:
+    """``recipe`` for ``ranks`` ranks, with all of them, or as many as some layout of its model can use.
+
+    ``shape``: the complete shape of the model; ``cluster``: what the ranks run on, for the estimates.
+    """
+    if ranks == recipe.layout.world:
+        return recipe
+    cluster = cluster or local_cluster("CPU", 64e9, ranks, ranks)
+    for count in range(ranks, 0, -1):
+        if found := [one for axes in _axes(recipe.layout, shape, count) if (one := _fitted(recipe, shape, axes))]:
+            break
+    else:
+        raise UsageError(f"this model and its settings have no layout for {ranks} ranks")
+    wish = recipe.layout
+    least = [pieces * min(1.0, count / wish.world) for pieces in _pieces(wish, shape)]
+    enough = [
+        one for one in found if all(n >= m * (1 - 1e-9) for n, m in zip(_pieces(one.layout, shape), least, strict=True))
+    ]
+    lean = enough or found
+    *seconds, wished = _seconds([*lean, recipe], shape, cluster)
+    most = NEAR * max(min(seconds), wished * wish.world / count)
+    near = [one for one, time in zip(lean, seconds, strict=True) if time <= most]
+    return min(near, key=lambda one: (_distance(wish, one.layout), one.layout.model_dump_json()))
+
+
+def _axes(wish: Layout, shape: ModelShape, ranks: int) -> Iterator[dict[str, int]]:
+    """Every way to set up so many ranks along the axes."""
+
+    def even(ep: int) -> bool:
+        return not any(count % ep for count in shape.mixtures.values())
+
+    for tp in _divisors(ranks, wish.tp):
+        if tp < wish.tp and (shape.heads % tp or max(tp, shape.kv_heads or 1) % min(tp, shape.kv_heads or 1)):
+            continue
+        for pp in _divisors(ranks // tp, wish.pp):
+            for cp in _divisors(ranks // tp // pp, wish.cp):
+                data = ranks // tp // pp // cp
+                for shard in _divisors(data, data):
+                    for ep in (n for n in range(1, min(wish.ep, ranks) + 1) if n == wish.ep or even(n)):
+                        yield {"tp": tp, "pp": pp, "cp": cp, "shard": shard, "dp": data // shard, FOLDED: ep}
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
+
+
+def _fitted(recipe: Recipe, shape: ModelShape, axes: dict[str, int]) -> Recipe | None:
+    """``recipe`` with these axes and without settings that do not go with them; None if that is not enough."""
+    trees = {"layout": recipe.layout.model_dump() | axes, "optimizer": recipe.optimizer.model_dump()}
+    usual = {"layout": Layout().model_dump(), "optimizer": Optimizer().model_dump()}
+    found = _tried(recipe, shape, trees)
+    for section, names in SETTINGS.items():
+        for name in names:
+            if not isinstance(found, str):
+                return found
+            changed = trees | {section: trees[section] | {name: usual[section][name]}}
+            without = _tried(recipe, shape, changed)
+            if without != found:  # it fits, or what it breaks now is another rule
+                found, trees = without, changed
+    return None if isinstance(found, str) else found
+
+
+def _tried(recipe: Recipe, shape: ModelShape, trees: dict[str, dict[str, Any]]) -> Recipe | str:
+    """``recipe`` with these sections, or the rule that they break."""
+    try:
+        layout, optimizer = Layout(**trees["layout"]), Optimizer(**trees["optimizer"])
+        found = recipe.model_copy(update={"layout": layout, "optimizer": optimizer})
+        asked = Asked(layout, shape, recipe.train, optimizer, BUILDERS, found, recipe.memory)
+        refuse(asked, "layout", "shape", "train", "optimizer", "schedules", "recipe", "memory")
+        return found
+    except ValueError as error:  # of the table, by itself or among pydantic's
+        return getattr(error, "rule", str(error))
+
+
+def _pieces(layout: Layout, shape: ModelShape) -> tuple[int, ...]:
+    """In how many different parts the ranks hold the state, and that of experts."""
+    state = layout.size("pp", "shard", "cp", "tp")
+    copies, _, _ = expert_sizes(layout)
+    return (state, layout.world // copies) if shape.mixtures else (state,)
+
+
+def _distance(wish: Layout, layout: Layout) -> float:
+    changed = sum(getattr(wish, name) != getattr(layout, name) for name in Layout.model_fields if name not in AXES)
+    moved = sum(weight * abs(log2(getattr(layout, axis) / getattr(wish, axis))) for axis, weight in WEIGHTS.items())
+    return round(moved + changed, 6)
+
+
+def _seconds(recipes: Sequence[Recipe], shape: ModelShape, cluster: Cluster) -> list[float]:
+    """What a step takes under each, as the planner has it; zeros of a model that it does not know.
+
+    Ranks that have fewer rows than others wait for these, which a plan's batch says.
+    """
+    columns: dict[str, list[float]] = {}
+    for recipe in recipes:
+        layout, (rows, passes) = recipe.layout, recipe.rows_per_pass(recipe.layout)
+        plan = {axis: getattr(layout, axis) for axis in (*LIVE_AXES, FOLDED, "zero", "secondary")} | {
+            "context": CONTEXT.index(layout.context) if layout.context in CONTEXT else 0,
+            "schedule": SCHEDULES.index(layout.schedule) if layout.schedule in SCHEDULES else 0,
+            "virtual": layout.virtual or 1, "micro_batch": rows, "batch": rows * passes * layout.size(*BATCH_AXES),
+            "seq": recipe.data.seq_len, "recompute": RECOMPUTE.index(recipe.train.recompute),
+            "bits": BITS[recipe.train.dtype],
+        }  # fmt: skip
+        for name, value in plan.items():
+            columns.setdefault(name, []).append(float(value))
+    try:
+        known = shape_of(shape, vocab_of(recipes[0]))
+    except UsageError:
+        return [0.0] * len(recipes)
+    plans = Plan(**{name: np.array(values) for name, values in columns.items()})
+    machine = cluster.machine(BITS[recipes[0].train.dtype])
+    # Rounded: ranks on unlike processors must not differ by a last bit.
+    total = np.broadcast_to(step_time(known, machine, plans, ENGINES["weft"]).total, len(recipes))
+    return [float(f"{time:.6g}") for time in total]

@@ -1,0 +1,151 @@
+"""Streams of bytes from rank to rank, beside the process groups, which end as soon as any rank is lost.
+
+A message is a line of JSON, its head, and as many bytes as the head's ``size`` says; the receiver says with one byte
+whether it has kept them. Sending and receiving run in threads of their own and leave Python's lock to the others.
+"""
+
+import json
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Lock
+from typing import Any
+
+from weft.sync.streams import serve_each
+
+Head = dict[str, Any]
+
+#: Bytes of a head, at most; of the first one, by which a rank shows that it is of this run, far fewer are enough.
+MOST, FIRST = 64 << 20, 4096
+#: Seconds that a stranger gets to show that it is none.
+HELLO_S = 10.0
+KEPT, REFUSED = b"+", b"-"
+
+
+class LinkBroken(ConnectionError):
+    """The other end is gone, or has not kept what it was sent."""
+
+
+class Inbox:
+    """Listens on ``host`` for the streams of ranks that know ``token``.
+
+    ``place`` says where the bytes of a message go, by its sender and head; ``keep`` is called when they are there, and
+    says whether they are what was sent.
+    """
+
+    def __init__(
+        self, host: str, token: str, place: Callable[[int, Head], memoryview], keep: Callable[[int, Head], bool]
+    ) -> None:
+        self._token, self._place, self._keep = token, place, keep
+        self._lock, self._open, self._closed = Lock(), set[socket.socket](), False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+
+    def start(self) -> None:
+        """Take messages from now on; who has connected before waits until then."""
+        serve_each(self._listener, self._serve, "weft-inbox")
+
+    def close(self) -> None:
+        """Take nothing more from now on: a message that is under way is not kept."""
+        with self._lock:
+            self._closed = True
+            ends = [self._listener, *self._open]
+        for end in ends:
+            _end(end)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._closed:
+                return _end(connection)
+            self._open.add(connection)
+        try:
+            connection.settimeout(HELLO_S)
+            hello = _read_head(connection, FIRST)
+            if hello["token"] == self._token:
+                connection.settimeout(None)  # only so a read goes on until all is there
+                self._receive(connection, int(hello["rank"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # a stranger's bytes may be anything; who it was does not matter
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            _end(connection)
+
+    def _receive(self, connection: socket.socket, sender: int) -> None:
+        while True:
+            head = _read_head(connection, MOST)
+            place = self._place(sender, head)
+            if len(place) != head["size"]:
+                raise ValueError("a message of another size than there is room for")
+            _fill(connection, place)
+            connection.sendall(KEPT if self._keep(sender, head) else REFUSED)
+
+
+class Outbox:
+    """One stream from rank ``rank`` to the :class:`Inbox` at ``address``, made when there is something to send.
+
+    ``limit``: seconds until a host that does not answer at all counts as gone.
+    """
+
+    def __init__(self, address: tuple[str, int], token: str, rank: int, limit: float) -> None:
+        self._address, self._hello, self._made = address, {"token": token, "rank": rank}, False
+        self._socket = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+        self._socket.settimeout(limit)
+
+    def send(self, head: Head, payload: Sequence[memoryview]) -> None:
+        """Send a message and wait until the receiver has kept it; raises :class:`LinkBroken` if it does not."""
+        try:
+            if not self._made:
+                self._socket.connect(self._address)
+                self._socket.settimeout(None)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _send_head(self._socket, self._hello)
+                self._made = True
+            _send_head(self._socket, head | {"size": sum(map(len, payload))})
+            for view in payload:
+                self._socket.sendall(view)
+            answer = self._socket.recv(1)
+        except OSError as error:
+            raise LinkBroken(error.strerror or str(error)) from None
+        if answer != KEPT:
+            raise LinkBroken("what came is not what was sent" if answer else "the connection has ended")
+
+    def close(self) -> None:
+        """End the stream; a :meth:`send` that waits in another thread raises."""
+        _end(self._socket)
+
+
+def _end(end: socket.socket) -> None:
+    """Close, and wake whoever waits in another thread."""
+    with suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
+
+
+def _send_head(connection: socket.socket, head: Head) -> None:
+    text = json.dumps(head).encode()
+    connection.sendall(struct.pack("!I", len(text)) + text)
+
+
+def _read_head(connection: socket.socket, most: int) -> Head:
+    size = bytearray(4)
+    _fill(connection, memoryview(size))
+    (count,) = struct.unpack("!I", size)
+    if count > most:
+        raise ValueError("no message of Weft's")
+    text = bytearray(count)
+    _fill(connection, memoryview(text))
+    head = json.loads(text)
+    if not isinstance(head, dict):
+        raise TypeError("no message of Weft's")
+    return head
+
+
+def _fill(connection: socket.socket, place: memoryview) -> None:
+    while place:
+        count = connection.recv_into(place, len(place), socket.MSG_WAITALL)
+        if not count:
+            raise LinkBroken("the connection has ended")
+        place = place[count:]

@@ -1,0 +1,192 @@
+"""Members and views: who takes part in a run, and the rules by which one view may follow another.
+
+Nothing here talks to anybody. :mod:`weft.resilience.membership` does, and asks these functions what may be decided.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.errors import WeftError
+
+Address = tuple[str, int]
+
+#: The number of a process that is no member yet.
+NEWCOMER = -1
+#: Why a member is lost, if that is beyond doubt: nobody but itself could say so, or the kernel that ran it.
+GONE, LEFT, STOPPED = "is gone", "left", "is stopped"
+
+
+class LeftOut(WeftError):
+    """The others have gone on without this member. ``asked``: because it was to leave."""
+
+    def __init__(self, text: str, asked: bool = False) -> None:
+        super().__init__(text)
+        self.asked = asked
+
+
+class TooFew(WeftError):
+    """No next view could be agreed on in time; the message says who was missing."""
+
+
+class Fatal(WeftError):
+    """A member has said that the run must end, and why."""
+
+    secondary = True
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of a run. Its ``number`` is never given to another, its rank is its place in the present view.
+
+    ``host`` and ``port``: where its agent listens. ``machine``, ``pid`` and ``started`` find the process from another
+    one of the same machine, so that those who wait for it can see whether it is gone, stopped or just slow.
+    """
+
+    number: int
+    host: str
+    port: int
+    machine: str
+    pid: int
+    started: float
+
+    @property
+    def address(self) -> Address:
+        return self.host, self.port
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a member is lost to this view, and whether that is beyond doubt."""
+
+    why: str
+    proved: bool
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A member that was in the view before and is not in this one; ``rank`` is the one that it had then."""
+
+    member: Member
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class View:
+    """Who takes part, until the next view. A member's rank is its index."""
+
+    epoch: int
+    members: tuple[Member, ...]  # those of the view before in their order, then newcomers
+    facts: tuple[dict[str, Any], ...]  # what each of them said when this view was agreed on; {} in the first one
+    lost: tuple[Lost, ...]  # since the view that this process was in before
+    about: dict[str, Any]  # what the run hands to newcomers, as it was given with the first view
+    numbers: int = 0  # how many numbers have been given in this run
+    reasons: Mapping[int, str] | None = None  # why each member that the run has ever lost was lost
+
+    def rank(self, number: int) -> int | None:
+        return next((rank for rank, member in enumerate(self.members) if member.number == number), None)
+
+    def at(self, address: Address) -> Member | None:
+        return next((member for member in self.members if member.address == address), None)
+
+    def message(self) -> dict[str, Any]:
+        """As JSON; without ``lost``, which is the receiver's own."""
+        return asdict(self) | {"lost": []}
+
+    @classmethod
+    def of(cls, message: dict[str, Any], before: View | None) -> View:
+        """From :meth:`message`, for a process that was in ``before``."""
+        reasons = {int(number): why for number, why in message["reasons"].items()}
+        members = tuple(Member(**member) for member in message["members"])
+        numbers = {member.number for member in members}
+        lost = tuple(
+            Lost(member, rank, reasons.get(member.number, GONE))
+            for rank, member in enumerate(before.members if before else ())
+            if member.number not in numbers
+        )
+        facts = tuple(message["facts"])
+        return cls(message["epoch"], members, facts, lost, message["about"], message["numbers"], reasons)
+
+
+def this_machine() -> str:
+    """Of two processes with the same answer, each sees the other's process and reaches it without any network."""
+    with suppress(OSError):
+        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
+        return "/".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
+    return ""
+
+
+def this_process(number: int, address: Address) -> Member:
+    return Member(number, *address, this_machine(), os.getpid(), _stat(f"/proc/{os.getpid()}")[2])
+
+
+def _stat(folder: str) -> tuple[str, int, float]:
+    """A process's or thread's state, clock ticks of processor time, and when it started. Raises OSError if gone."""
+    try:
+        fields = Path(folder, "stat").read_text().rpartition(")")[2].split()
+    except ProcessLookupError as error:  # between opening and reading
+        raise FileNotFoundError from error
+    return fields[0], int(fields[11]) + int(fields[12]), float(fields[19])
+
+
+Sight = Literal["gone", "stopped", "works", "idle"]
+
+
+def look_at(member: Member, ticks: int) -> tuple[Sight, int]:
+    """How a process of this machine is, and its processor time in clock ticks. ``ticks``: that of the last look.
+
+    A process that waits for a core works; it would, if the machine were less busy.
+    """
+    folder = f"/proc/{member.pid}"
+    try:
+        state, now, started = _stat(folder)
+        if started != member.started or state in "ZX":
+            return "gone", now
+        if state in "Tt":
+            return "stopped", now
+        if now != ticks:
+            return "works", now
+        tasks = [_stat(f"{folder}/task/{task}")[0] for task in os.listdir(f"{folder}/task")]
+        return ("works" if {"R", "D"} & {*tasks} else "idle"), now
+    except OSError:
+        return "gone", ticks
+
+
+def without_quarrels(numbers: Iterable[int], accusations: Iterable[tuple[int, int]]) -> list[int]:
+    """The members that can go on together: of two of which one does not reach the other, one must go.
+
+    It is the one with most such quarrels, of several the one with the highest number; newcomers first.
+    """
+    kept = set(numbers)
+    pairs = {frozenset(pair) for pair in accusations if kept.issuperset(pair)}
+    while pairs:
+        counts = Counter(number for pair in pairs for number in pair)
+        goes = max(counts, key=lambda number: (counts[number], number))
+        kept.remove(goes)
+        pairs = {pair for pair in pairs if goes not in pair}
+    return sorted(kept)
+
+
+def is_quorum(
+    view: Collection[Member], kept: Collection[Address], excused: Collection[Address], stopped: Collection[Address] = ()
+) -> bool:
+    """Whether ``kept`` may go on from ``view``, so that no others of it can do so too.
+
+    They are more than half of those that are not ``excused`` (which are known not to go on anywhere), or exactly half
+    with the lowest number among them. Members that are ``stopped`` may run again, and then go on with others that are
+    not kept; they are excused as well if there are no such others.
+    """
+    gone = {member.address for member in view}.intersection(excused)
+    if all(member.address in gone or member.address in kept or member.address in stopped for member in view):
+        gone |= {*stopped} - {*kept}
+    voters = [member for member in view if member.address not in gone]
+    count = sum(member.address in kept for member in voters)
+    lowest = min(voters, key=lambda member: member.number, default=None)
+    return 2 * count > len(voters) or (2 * count == len(voters) and lowest is not None and lowest.address in kept)

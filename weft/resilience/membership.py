@@ -1,0 +1,469 @@
+"""The agent of a member: it watches the others beside whatever its process does, and agrees with them on views.
+
+Every member has one, a thread with a port of its own; there is no central process. Each agent dials all others, says
+where it stands with every heartbeat, and finds out who is gone, stopped or silent. What follows from that is decided
+in :mod:`weft.resilience.agreement`; ``docs/resilience.md`` says what is promised.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import selectors
+import socket
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from weft.layout.hangup import spare
+from weft.resilience.agreement import Agreement, Message
+from weft.resilience.members import GONE, NEWCOMER, STOPPED, Address, Fatal, Member, TooFew, View, look_at, this_process
+from weft.resilience.wires import Wire, WireCut, key_of
+
+#: Heartbeats in the time after which a silent member is lost.
+BEATS = 6
+#: How much longer a silent member of the same machine is waited for if its process works; any, before its first word.
+PATIENCE = 10
+#: Seconds between two looks whether to go on waiting.
+LOOK_S = 0.2
+#: Seconds before a member is dialled again whose connection has ended, and one that was never reached.
+DIAL_S, PAUSE_S = 0.01, 0.05
+#: Seconds for which a newcomer tries places where nobody listens, and for which a member that is to end still waits.
+REFUSED_S, LEAVES_S = 5.0, 10.0
+#: Seconds that a stranger gets to say who it is, and that words of goodbye get to be sent.
+HELLO_S, GOODBYE_S = 5.0, 1.0
+
+
+@dataclass
+class _Link:
+    """What this agent knows of the way to another process."""
+
+    member: Member
+    heard: float  # when it said something last; before its first word: when it must
+    wire: Wire | None = None  # the connection that this agent dialled
+    dialled: float = 0.0
+    cut: bool = False  # a connection has ended since it was heard last
+    sure: bool = True  # it was heard since this process was away
+    refused: float = 0.0  # since when nobody listens there
+    looked: float = 0.0
+    ticks: int = -1
+
+
+class Membership:
+    """The agent of this process. ``on_break(why)`` is called from its thread when the view can do no further step.
+
+    It must return soon, as no heartbeats are sent meanwhile. ``detect``: seconds of silence after which a member counts
+    as lost. ``token``: the run's secret. ``host``: the address at which the others reach this process. ``interrupted``:
+    whether the process is to end, so that it does not wait for others much longer.
+    """
+
+    def __init__(
+        self,
+        detect: float,
+        token: str,
+        on_break: Callable[[str], None],
+        host: str = "127.0.0.1",
+        number: int = NEWCOMER,
+        interrupted: Callable[[], object] = lambda: False,
+        port: int = 0,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=256)
+        self._listener.setblocking(False)
+        spare(self._listener)
+        me = this_process(number, (host, self._listener.getsockname()[1]))
+        self.published: dict[int, dict[str, Any]] = {}
+        self._detect, self._beat, self._key, self._on_break = detect, detect / BEATS, key_of(token), on_break
+        self._interrupted = interrupted
+        self._lock = self.news = threading.Condition()  # guards all that follows; told whenever something may be new
+        self._agreement = Agreement(me, self._send_to)
+        self._links: dict[Address, _Link] = {}
+        self._incoming: set[Wire] = set()  # connections that others dialled
+        self._facts: dict[str, Any] = {}  # published
+        self._said: Message = {}  # to all, last
+        self._closing = False
+        self._last = self._next_beat = time.monotonic()
+        self._selector = selectors.DefaultSelector()
+        self._poke, self._poked = socket.socketpair()
+        for one in (self._poke, self._poked):
+            one.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._poked, selectors.EVENT_READ)
+        _agents.add(self)
+        self._thread = threading.Thread(target=self._run, name="weft-members", daemon=True)
+        self._thread.start()
+
+    # What the process's other threads call.
+
+    @property
+    def me(self) -> Member:
+        return self._agreement.me
+
+    @property
+    def view(self) -> View | None:
+        """The one that this process was given last."""
+        return self._agreement.seen
+
+    @property
+    def why(self) -> str:
+        """Why the view can do no further step; "" while it can."""
+        return self._agreement.why
+
+    def begin(self, members: Sequence[Member], about: dict[str, Any]) -> View:
+        """The first view of a run, whose members all call this with the same."""
+        numbers = max(member.number for member in members) + 1
+        view = View(1, tuple(members), ({},) * len(members), (), json.loads(json.dumps(about)), numbers, {})
+        with self._lock:
+            self._agreement.begin(view)
+        self._wake()
+        return view
+
+    def join(self, contacts: Sequence[Address], limit: float) -> None:
+        """Ask those who answer at ``contacts`` to be let in; :meth:`next` then waits for it. Raises :class:`TooFew`."""
+        with self._lock:
+            self._agreement.start_over([(host, port) for host, port in contacts])
+            self._drop_links(list(self._links))
+            self._wake()
+            if why := self._wait(lambda: self._agreement.noted, limit):
+                places = ", ".join(f"{host}:{port}" for host, port in contacts)
+                raise TooFew(f"no member of the run has answered at {places} {why}")
+
+    def next(self, facts: dict[str, Any], limit: float, patience: float | None = None) -> View:
+        """The next view, with everybody's ``facts``; blocks until it is agreed. Arguments as of ``Agreement.want``.
+
+        Raises :class:`LeftOut` if the others go on without this one, :class:`TooFew` if none is agreed within
+        ``limit`` seconds, and :class:`Fatal` if a member says that the run must end.
+        """
+        agreement = self._agreement
+        with self._lock:
+            agreement.want(facts, limit, patience)
+            self._wake()
+            why = self._wait(lambda: agreement.outcome or not self._thread.is_alive(), limit + GOODBYE_S)
+            outcome = agreement.take() or (TooFew(f"there is no next view {why}") if why else None)
+            self._wake()
+        if isinstance(outcome, View):
+            return outcome
+        raise outcome or Fatal(agreement.fatal or f"the agent of member {self.me.number} has ended")
+
+    def _wait(self, done: Callable[[], object], limit: float) -> str:
+        """Wait with the lock until this is done; else why no longer, as words that follow a sentence."""
+        begun = time.monotonic()
+        told = begun if self._agreement.view is None else math.inf  # who is in no view has nothing to wait for then
+        while not self._lock.wait_for(done, LOOK_S):
+            now = time.monotonic()
+            if now > begun + limit:
+                return f"within {limit:g} s"
+            if self._interrupted():
+                told = min(told, now + LEAVES_S)
+                if now > told:
+                    return "before this process was told to end"
+            if self._agreement.view is None and self._nobody_listens(now):
+                return "any more: they have ended"
+        return ""
+
+    def _nobody_listens(self, now: float) -> bool:
+        links = self._links.values()
+        return bool(links) and all(link.refused and now - link.refused > REFUSED_S for link in links)
+
+    @property
+    def called(self) -> bool:
+        """Whether others want the next view, or somebody to join or to leave: all should call :meth:`next`."""
+        with self._lock:
+            return self._agreement.called
+
+    @property
+    def lost(self) -> set[int]:
+        """The numbers of those that are known to be lost to the present view."""
+        with self._lock:
+            agreement = self._agreement
+            return {peer.member.number for address, peer in agreement.peers.items() if address in agreement.lost}
+
+    def wishes(self) -> bool:
+        """Whether somebody wants to join or to leave, so that all should call :meth:`next` after this step."""
+        with self._lock:
+            return self._agreement.wishes()
+
+    def report(self, text: str) -> None:
+        """The process met an error in a collective: this view can do no further step."""
+        with self._lock:
+            self._agreement.break_view(text)
+        self._wake()
+
+    def leave(self) -> None:
+        """This process will go away, at the next view or at the end of the run."""
+        with self._lock:
+            self._agreement.leaving = True
+        self._wake()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this member is to leave, by its own wish or that of others."""
+        with self._lock:
+            return self._agreement.leaving
+
+    def remove(self, number: int) -> None:
+        """Ask the member of this number to leave."""
+        if number == self.me.number:
+            self.leave()
+        with self._lock:
+            for address, link in self._links.items():
+                if link.member.number == number:
+                    self._send_to(address, {"t": "remove"})
+
+    def fatal(self, text: str) -> None:
+        """The run must end, at every member; waits for a moment so that all are told."""
+        with self._lock:
+            self._agreement.fatal = text
+            self._send_to_all({"t": "fatal", "text": text})
+        self._flush()
+
+    def end(self, limit: float) -> None:
+        """This process has come to the end of the run; returns when all others have, or in ``limit`` seconds.
+
+        No collective says so: one that is hung up at this moment may wait for ever (:mod:`weft.layout.hangup`).
+        """
+        with self._lock:
+            self._agreement.ended = True
+            self._wake()
+            self._lock.wait_for(lambda: self._agreement.all_ended or not self._thread.is_alive(), limit)
+
+    def publish(self, **facts: Any) -> None:
+        """Small facts that all others find in ``published`` under this member's number, as soon as may be."""
+        with self._lock:
+            self._facts = {**self._facts, **facts}
+        self._wake()
+
+    def close(self) -> None:
+        """Say goodbye and end the agent."""
+        with self._lock:
+            if self._closing:
+                return
+            self._agreement.leaving = True
+            self._send_to_all({"t": "bye"})
+        self._flush()
+        self._closing = True
+        self._wake()
+        self._thread.join(GOODBYE_S)
+        self._close_sockets()
+
+    def _flush(self) -> None:
+        deadline = time.monotonic() + GOODBYE_S
+        while time.monotonic() < deadline:
+            self._wake()
+            with self._lock:
+                if not any(link.wire and link.wire.waiting for link in self._links.values()):
+                    return
+            time.sleep(DIAL_S)
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # full: it wakes anyway; closed: nobody is there to be woken
+            self._poke.send(b"!")
+
+    def _close_sockets(self) -> None:
+        """Also called in a forked child, which must not hold connections open on behalf of its parent."""
+        for wire in [link.wire for link in self._links.values() if link.wire] + list(self._incoming):
+            wire.socket.close()
+        for one in (self._listener, self._poke, self._poked, self._selector):
+            one.close()
+
+    # The agent's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except Exception as error:  # a process without its agent would wait for ever, and others for it
+            traceback.print_exc()
+            with self._lock:
+                self._agreement.fatal = f"the agent of member {self.me.number} has failed: {error!r}"
+                self._agreement.break_view(self._agreement.fatal)
+            self._call_on_break()
+            self._close_sockets()
+        with self._lock:
+            self._lock.notify_all()
+
+    def _turn(self) -> None:
+        dials = any(link.wire is None and not self._is_gone(link) for link in self._links.values())
+        pause = max(0.0, self._next_beat - time.monotonic())
+        events = self._selector.select(min(pause, DIAL_S) if dials or self._agreement.held else pause)
+        with self._lock:
+            now = time.monotonic()
+            self._note_absence(now)
+            for key, mask in events:
+                self._handle(key, mask, now)
+            self._follow(now)
+            self._watch(now)
+            self._agreement.step()
+            self._tell(now)
+            self._lock.notify_all()
+        self._call_on_break()
+
+    def _call_on_break(self) -> None:
+        while self._agreement.breaks:
+            try:
+                self._on_break(self._agreement.breaks.pop(0))
+            except Exception:
+                traceback.print_exc()
+
+    def _note_absence(self, now: float) -> None:
+        """The time in which this process did not run says nothing about others, but they may have gone on.
+
+        What they said meanwhile has been heard by now, unless it was lost on its way from another machine.
+        """
+        away = now - max(self._last, self._next_beat)
+        if away > self._beat:
+            for link in self._links.values():
+                link.heard += away
+                link.sure = link.member.machine == self.me.machine
+        self._last = now
+
+    def _handle(self, key: selectors.SelectorKey, mask: int, now: float) -> None:
+        if isinstance(key.data, Wire):
+            if key.data.closed:  # by what came in the same moment
+                return
+            try:
+                if mask & selectors.EVENT_WRITE:
+                    key.data.flush()
+                if mask & selectors.EVENT_READ:
+                    for message in key.data.receive():
+                        self._hear(key.data, message, now)
+            except (OSError, WireCut) as error:
+                self._cut(key.data, error)
+        elif key.fileobj is self._poked:
+            with suppress(BlockingIOError):
+                self._poked.recv(1 << 12)
+        else:
+            with suppress(OSError):
+                self._incoming.add(Wire(self._listener.accept()[0], self._key, self._selector, now))
+
+    def _hear(self, wire: Wire, message: Message, now: float) -> None:
+        if message["t"] == "hello":
+            wire.address = (message["host"], message["port"])
+        elif wire.address:
+            self._agreement.hear(wire.address, message, lambda answer: self._send(wire, answer))
+            if link := self._links.get(wire.address):
+                link.heard, link.cut, link.sure, link.refused = now, False, True, 0.0
+                if message["t"] == "stand":
+                    self.published[message["from"]] = message["facts_published"]
+
+    def _send(self, wire: Wire, message: Message) -> None:
+        try:
+            wire.send(message | {"from": self.me.number})
+        except (OSError, WireCut) as error:
+            self._cut(wire, error)
+
+    def _send_to(self, address: Address, message: Message) -> None:
+        link = self._links.get(address)
+        if link and link.wire:
+            self._send(link.wire, message)
+
+    def _send_to_all(self, message: Message) -> None:
+        for address in list(self._links):
+            self._send_to(address, message)
+
+    def _tell(self, now: float) -> None:
+        """Say where this member stands, when that has changed and with every heartbeat."""
+        said = {**self._agreement.stand(), "facts_published": self._facts}
+        if said != self._said or now >= self._next_beat:
+            self._said = said
+            self._send_to_all(said)
+        if now >= self._next_beat:
+            self._agreement.repeat()
+            self._next_beat = now + self._beat
+
+    def _cut(self, wire: Wire, error: Exception) -> None:
+        """A connection has ended. If that process then refuses a new one, it is gone."""
+        wire.close()
+        self._incoming.discard(wire)
+        link = self._links.get(wire.address) if wire.address else None
+        if link is None:
+            return
+        if link.wire is wire:
+            link.wire = None
+        if not isinstance(error, ConnectionRefusedError):
+            link.cut, link.dialled = True, 0.0
+        else:
+            self._refused(link)
+
+    def _refused(self, link: _Link) -> None:
+        """Nobody listens there. If its connections have ended as well, with all that was said over them, it is gone."""
+        link.refused = link.refused or time.monotonic()
+        if link.cut and not any(wire.address == link.member.address for wire in self._incoming):
+            self._lose(link, GONE, proved=link.sure)
+
+    def _follow(self, now: float) -> None:
+        """Have a link to each process that the agreement is with, and no other."""
+        peers = self._agreement.peers
+        self._drop_links([address for address in self._links if address not in peers])
+        for address, peer in peers.items():
+            grace = 0.0 if peer.said else (PATIENCE - 1) * self._detect
+            link = self._links.setdefault(address, _Link(peer.member, now + grace))
+            link.member = peer.member
+
+    def _drop_links(self, addresses: Sequence[Address]) -> None:
+        for address in addresses:
+            link = self._links.pop(address)
+            if link.wire:
+                link.wire.close()
+
+    def _watch(self, now: float) -> None:
+        """Dial who is not connected, and find out who is lost."""
+        for link in list(self._links.values()):
+            if self._is_gone(link):
+                continue
+            if link.wire is None and now - link.dialled > (DIAL_S if link.cut else PAUSE_S):
+                self._dial(link, now)
+            if now - link.heard > self._detect / 2 and now - link.looked > self._beat:
+                self._look(link, now)
+        for wire in [wire for wire in self._incoming if wire.address is None and now - wire.made > HELLO_S]:
+            self._cut(wire, WireCut("a stranger"))
+
+    def _dial(self, link: _Link, now: float) -> None:
+        link.dialled = now
+        try:
+            wire = Wire.to(link.member.address, self._key, self._selector, now)
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError):
+                self._refused(link)
+            return
+        link.wire = wire
+        self._send(wire, {"t": "hello", "host": self.me.host, "port": self.me.port})
+        self._send(wire, {**self._agreement.stand(), "facts_published": self._facts})
+
+    def _look(self, link: _Link, now: float) -> None:
+        """It is silent: see what its process does if it is on this machine, and how long it may stay so."""
+        link.looked, limit = now, self._detect
+        if link.member.machine and link.member.machine == self.me.machine:
+            sight, link.ticks = look_at(link.member, link.ticks)
+            if sight in ("gone", "stopped"):
+                self._lose(link, GONE if sight == "gone" else STOPPED, proved=True)
+                return
+            limit *= PATIENCE if sight == "works" else 1
+        if now - link.heard > limit:
+            self._lose(link, f"has not answered for {now - link.heard:.1f} s", proved=False)
+
+    def _is_gone(self, link: _Link) -> bool:
+        loss = self._agreement.lost.get(link.member.address)
+        return loss is not None and loss.proved
+
+    def _lose(self, link: _Link, why: str, proved: bool) -> None:
+        if link.member.address in self._agreement.peers:
+            self._agreement.lose(link.member.address, why, proved)
+
+
+_agents: weakref.WeakSet[Membership] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for agent in list(_agents):
+        with suppress(Exception):
+            agent._close_sockets()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,115 @@
+"""From which copies the state comes back after a loss, and how it gets into the next view's layout.
+
+Every member says what it holds (:meth:`weft.resilience.snapshots.Snapshots.held`), and from that all work out the same:
+the newest step of which each part of the old layout is somewhere, and who gives it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.checkpoint.reshard import redistribute
+from weft.checkpoint.state import Progress
+from weft.layout.parts import Part
+from weft.parallel.state import State
+from weft.resilience.snapshots import Snapshots
+
+#: What a member says of its copies, by its rank in the view to come, under this name: a list, one of each old view.
+FACT = "snapshots"
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """All go back to the state after ``progress.step``, as the view of ``epoch`` had it.
+
+    ``gives``: by rank in the view to come, the owners (ranks of the old view) and numbers of the segments it gives.
+    ``helpers``: which new rank gives parts of which old one that is lost. ``odd``: new ranks whose copies are not what
+    most others have of the same, and so are not used.
+    """
+
+    epoch: int
+    progress: Progress
+    gives: tuple[tuple[tuple[int, int], ...], ...]
+    helpers: tuple[tuple[int, int], ...]
+    odd: tuple[int, ...]
+
+    def __str__(self) -> str:
+        text = [f"what rank {old} had is in the memory of the present rank {new}" for new, old in self.helpers]
+        text += [f"rank {new} has another state than the others" for new in self.odd]
+        return "; ".join([f"back to step {self.progress.step}", *text])
+
+
+def newest(facts: Sequence[Facts]) -> Recovery | None:
+    """The newest state that the copies of all members hold whole, of the newest view that does; None if none is.
+
+    ``facts``: what every member says, by its rank in the view to come. Copies that differ although they are of the same
+    elements count if most of their owners agree, and else not at all.
+    """
+    views: dict[int, dict[int, Facts]] = {}
+    for rank, fact in enumerate(facts):
+        for said in fact.get(FACT, ()):
+            views.setdefault(said["epoch"], {})[rank] = said
+    known = {
+        (one["step"], epoch): one["progress"]
+        for epoch, of_view in views.items()
+        for said in of_view.values()
+        for one in said["copies"]
+        if one["step"] is not None
+    }
+    for step, epoch in sorted(known, reverse=True):
+        if found := _recovery(epoch, step, Progress(**known[step, epoch]), views[epoch], len(facts)):
+            return found
+    return None
+
+
+def _recovery(epoch: int, step: int, progress: Progress, said: Mapping[int, Facts], world: int) -> Recovery | None:
+    """How the members bring back this step of this view, if they can. ``said``: what those say who were in it."""
+    holders = next(iter(said.values()))["segments"]
+    copies: dict[int, list[tuple[int, int, str]]] = {}  # by segment: new rank, owner, digest
+    for rank, facts in said.items():
+        for one in facts["copies"]:
+            if one["step"] in (step, None):
+                for number, digest in one["digests"].items():
+                    copies.setdefault(int(number), []).append((rank, one["owner"], digest))
+    gives: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+    helpers, odd = set[tuple[int, int]](), set[int]()
+    for number in range(len(holders)):
+        claims = {owner: digest for _, owner, digest in copies.get(number, ())}
+        right, count = (Counter(claims.values()).most_common(1) or [("", 0)])[0]
+        if count <= len(claims) / 2:
+            return None
+        own = [(rank, owner) for rank, owner, _ in copies[number] if said[rank]["rank"] == owner]
+        odd |= {rank for rank, owner in own if claims[owner] != right}
+        able = [(rank, owner) for rank, owner, digest in sorted(copies[number]) if digest == right]
+        first = [pair for pair in able if pair in own]
+        for rank, owner in first or able[:1]:
+            gives[rank].append((owner, number))
+        helpers |= set() if first else set(able[:1])
+    return Recovery(epoch, progress, tuple(map(tuple, gives)), tuple(sorted(helpers)), tuple(sorted(odd)))
+
+
+def restore(
+    recovery: Recovery, snapshots: Sequence[Snapshots], state: State, group: dist.ProcessGroup | None = None
+) -> int:
+    """Fill ``state``, of whatever layout, with what ``recovery`` says. Collective over the ranks of the new view.
+
+    ``snapshots``: those that this rank has of views before, which it may have had no part in. Returns the bytes that
+    this rank sent to others.
+    """
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    sent = redistribute(list(given(recovery, snapshots, rank)), state.tensors(), group)
+    state.updates = recovery.progress.updates
+    return sent
+
+
+def given(recovery: Recovery, snapshots: Sequence[Snapshots], rank: int) -> Iterator[tuple[str, Part]]:
+    """What this rank gives to the others, by name."""
+    for mine in snapshots:
+        if mine.epoch == recovery.epoch:
+            for owner, number in recovery.gives[rank]:
+                yield from mine.parts(recovery.progress.step, owner, number)

@@ -1,0 +1,58 @@
+"""Save a state that ranks have in memory, when those that are left cannot train on: too few, or too little memory."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+
+from weft.checkpoint.format import share
+from weft.checkpoint.lease import Lease
+from weft.checkpoint.levels import LevelStore
+from weft.checkpoint.reshard import redistribute
+from weft.checkpoint.save import Saver
+from weft.checkpoint.storage import Storage
+from weft.layout.dims import Tensor
+from weft.layout.mesh import Mesh, from_all
+from weft.layout.parts import TORCH_DTYPES, Part
+from weft.model_parameters import learns, parameters
+from weft.resilience.recover import Recovery, given
+from weft.resilience.snapshots import Snapshots
+from weft.train.runs import Run
+from weft.train.setup import Job
+
+
+def save_copies(
+    recovery: Recovery, snapshots: Sequence[Snapshots], job: Job, run: Run, lease: Lease, mesh: Mesh
+) -> Storage:
+    """Save what ``recovery`` says to the last level of the ``run``, each rank an equal share. Collective over ``mesh``.
+
+    Nobody needs memory for more than that share and its part of the copies. Raises :class:`WeftError` if it fails.
+    """
+    rank, world, about = mesh.rank("dp"), mesh.size("dp"), job.about
+    parts = list(given(recovery, snapshots, rank))
+    tensors: dict[str, Tensor] = {}
+    for theirs in from_all({name: part.tensor for name, part in parts}, mesh.step_group):
+        tensors |= theirs
+    if "base" in about:  # which has what does not learn
+        freeze = job.recipe.train.freeze
+        for parameter in parameters(job.shape):
+            if not learns(parameter.name, job.shape, freeze):
+                tensors.pop(f"model.{parameter.name}", None)
+    targets = {}
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        box = share(tuple((0, size) for size in tensor.shape), tensor.itemsize, rank, world, number)
+        if box is not None:
+            values = torch.empty([hi - lo for lo, hi in box], dtype=TORCH_DTYPES[tensor.dtype])
+            targets[name] = Part(values, box, tensor)
+    redistribute([(name, part) for name, part in parts if name in tensors], targets, mesh.step_group)
+    level: LevelStore = run.levels[-1]
+    mesh.on_main(lambda: lease.take(run.places))
+    saver = Saver(print, strict=True, timeout=job.recipe.train.timeout, group=mesh.step_group)
+    try:
+        step, meta = recovery.progress.step, {"progress": asdict(recovery.progress), **about}
+        place = level.next_place(step)
+        saver.save(place, step, targets, meta, job.corpus.tokenizer.files())
+        saver.finish()
+    finally:
+        saver.close()
+    return place

@@ -1,0 +1,146 @@
+"""The rings of a run as they are read, by whomever and whenever: their form, and what they say in words.
+
+A ring is a file: a head that says how many bytes of names there are; the names, a line of JSON each (whose ring it is,
+groups, lines of code); and records of 64 bytes, the oldest of which are written over. The rank writes without locks.
+Whoever reads takes the numbers of the records once more after the rest, and leaves out what has changed meanwhile.
+Times are nanoseconds of the machine's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+
+#: Records of a ring, and bytes of its head and names.
+RECORDS, HEAD, NAMES = 1 << 13, 64, 1 << 17
+MAGIC = b"weftrng1"
+KINDS = (
+    "step", "wait", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather",
+    "scatter", "barrier", "send", "recv",
+)  # fmt: skip
+STEP = 0
+#: ``number`` counts the rank's records from 1; ``sequence`` a group's collectives, or the messages of one rank to
+#: another in it. ``begin`` is when the rank began to wait, ``leave`` when it had what it waited for (0: not yet).
+#: ``step``: the one that the rank was in, or 0. ``size``: bytes. ``peer``: a rank of the world, or -1. ``group`` and
+#: ``place`` are numbers of names. Of a step, ``size`` is the time, in nanoseconds, that the main thread was ready to
+#: compute and had no processor.
+RECORD = np.dtype([
+    ("number", "<i8"), ("enter", "<i8"), ("begin", "<i8"), ("leave", "<i8"), ("size", "<i8"), ("sequence", "<u4"),
+    ("step", "<u4"), ("peer", "<i4"), ("group", "<u2"), ("place", "<u2"), ("kind", "u1"), ("failed", "u1"),
+    ("unused", "V6"),
+])  # fmt: skip
+SIZE, TIME = HEAD + NAMES + RECORDS * RECORD.itemsize, struct.Struct("<q")
+
+
+def rings_of(run: Path) -> Path:
+    """The folder of this machine in which the ranks of the run in the folder ``run`` keep their rings."""
+    memory = Path("/dev/shm")
+    base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"weft-{os.getuid()}" / hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+
+
+class Group(NamedTuple):
+    """Who takes part in collectives. ``id`` is what all of them call it."""
+
+    name: str
+    id: str
+    ranks: tuple[int, ...]
+
+
+class Trace(NamedTuple):
+    """A ring as it was read. ``about`` is whose it is; ``records`` are in the order in which they began."""
+
+    about: dict[str, Any]
+    groups: list[Group]
+    places: list[str]
+    records: np.ndarray[Any, Any]
+
+
+def read_ring(path: Path) -> Trace:
+    """What is in a ring, also while its rank writes. Raises ``ValueError`` if the file is none."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as found:
+        if found[: len(MAGIC)] != MAGIC or len(found) != SIZE:
+            raise ValueError(f"{path} is not a ring")
+        return parse(found)
+
+
+def parse(ring: mmap.mmap) -> Trace:
+    """What stands in the memory of a ring."""
+    records = np.frombuffer(ring[HEAD + NAMES :], RECORD)
+    after = np.frombuffer(ring[HEAD + NAMES :], RECORD)["number"]
+    names = ring[HEAD : HEAD + TIME.unpack_from(ring, len(MAGIC))[0]]
+    records = records[(records["number"] == after) & (after > 0)]
+    about, groups, places = dict[str, Any](), [Group("?", "?", ())], ["?"]
+    for line in map(json.loads, names.splitlines()):
+        about |= line.get("about", {})
+        if given := line.get("group"):
+            groups.append(Group(given["name"], given["id"], tuple(given.get("ranks") or range(*given["range"]))))
+        places += [line["place"]] if "place" in line else []
+    return Trace(about, groups, places, records[np.argsort(records["number"])])
+
+
+def newest(run: Path) -> dict[int, Trace]:
+    """The rings of the run's last view, by rank."""
+    found = dict[tuple[int, int], Trace]()
+    for path in rings_of(run).glob("*-*.ring"):
+        with suppress(OSError, ValueError, KeyError):  # it has just ended, or is none
+            one = read_ring(path)
+            found[one.about["epoch"], one.about["rank"]] = one
+    if not found:
+        return {}
+    last = max(found.values(), key=lambda one: one.about["started"]).about  # an earlier run had more views, perhaps
+    same = [one for one in found.values() if one.about["epoch"] == last["epoch"] and one.about["rank"] < last["world"]]
+    return {one.about["rank"]: one for one in same}
+
+
+def process_of(found: Trace) -> str:
+    """Whether the process of a ring is running, stopped or gone."""
+    try:
+        process = psutil.Process(found.about["pid"])
+        if abs(process.create_time() - found.about["created"]) > 1 or process.status() == psutil.STATUS_ZOMBIE:
+            return "gone"
+        return "stopped" if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
+    except psutil.Error:
+        return "gone"
+
+
+def called(found: Trace, record: Any) -> str:
+    """``all_reduce 812 of dp (weft/train/step.py:164)``"""
+    group, peer = found.groups[record["group"]], int(record["peer"])
+    kind = KINDS[record["kind"]]
+    way = {"send": f" to rank {peer}", "recv": f" from rank {peer}"}.get(kind, "")
+    return f"{kind} {record['sequence']}{way} of {group.name} ({found.places[record['place']]})"
+
+
+def held_in(found: Trace) -> Any:
+    """The record of what a rank waits in, or has given up waiting in; None if it computes."""
+    records = found.records[found.records["kind"] != STEP]
+    waits = records[(records["begin"] > 0) & ((records["leave"] == 0) | (records["failed"] > 0))]
+    if not len(waits):
+        return None
+    last = waits[-1]
+    # What came after a wait that failed is how the rank ends; after one that is still going on, other threads' doing.
+    return last if last["leave"] == 0 or not (records["enter"] > last["leave"] + 2e9).any() else None
+
+
+def standing(found: Trace, now: int) -> str:
+    """Where a rank is or was last: what follows ``it``."""
+    records = found.records[found.records["kind"] != STEP]
+    ago = lambda ns: f"{max(0, now - int(ns)) / 1e9:.1f} s ago"  # noqa: E731
+    if (inside := held_in(found)) is not None:
+        return f"went into {called(found, inside)} {ago(inside['begin'])}"
+    if not len(records):
+        return "has been in no collective"
+    last = records[-1]
+    what, when = ("left", last["leave"]) if last["leave"] else ("began", last["enter"])
+    return f"{what} {called(found, last)} {ago(when)}, in step {last['step']}"

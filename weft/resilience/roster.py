@@ -1,0 +1,73 @@
+"""Where the members of a run are: a file in its folder, for whoever wants to look, to join, or that one leaves."""
+
+import json
+import os
+import stat
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UsageError
+from weft.resilience.members import Member, View
+
+FILE = "ranks/members.json"
+#: Has the numbers of members that are to leave, one a line. The first rank takes it away when it has told them.
+REMOVE = "ranks/remove"
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The members of a view by rank, with the run's secret and what it hands to newcomers."""
+
+    epoch: int
+    members: tuple[Member, ...]
+    token: str
+    about: dict[str, Any]
+
+
+def write_roster(folder: Path, view: View, token: str) -> None:
+    """Keep a view with its run. Only the owner can read it: whoever has the token can take part."""
+    members = [asdict(member) | {"rank": rank} for rank, member in enumerate(view.members)]
+    path = folder / FILE
+    draft = path.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):  # a full disk must not end the run
+        path.parent.mkdir(exist_ok=True)
+        draft.touch(stat.S_IRUSR | stat.S_IWUSR)
+        draft.write_text(json.dumps({"epoch": view.epoch, "token": token, "about": view.about, "members": members}))
+        draft.replace(path)
+
+
+def read_roster(folder: Path) -> Roster:
+    """The view that the run in this folder was in last. Raises :class:`UsageError` if it has none."""
+    try:
+        found = json.loads((folder / FILE).read_text())
+        names = Member.__dataclass_fields__
+        members = tuple(Member(**{name: one[name] for name in names}) for one in found["members"])
+        return Roster(found["epoch"], members, found["token"], found["about"])
+    except FileNotFoundError:
+        raise UsageError(
+            f"{folder} has no {FILE}; give the folder of a run of several ranks that goes on, with resilience.survive"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{folder / FILE} cannot be read ({error}); is it a run of another version?") from None
+
+
+def ask_to_leave(folder: Path, numbers: list[int]) -> None:
+    """Leave word that these members are to leave."""
+    with (folder / REMOVE).open("a") as file:
+        file.write("".join(f"{number}\n" for number in numbers))
+
+
+def asked_to_leave(folder: Path) -> list[int]:
+    """Which members are to leave, by the word that was left; it is taken away."""
+    path = folder / REMOVE
+    if not path.exists():
+        return []
+    mine = path.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        path.rename(mine)
+        text = mine.read_text()
+        mine.unlink()
+        return [int(word) for word in text.split() if word.isdecimal()]
+    return []

@@ -1,0 +1,279 @@
+"""When this process enters and leaves every collective, written into a ring (:mod:`.rings`) that outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import shutil
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from weft.layout import lost
+from weft.resilience.hooks import install
+from weft.resilience.rings import (
+    HEAD,
+    KINDS,
+    MAGIC,
+    NAMES,
+    RECORD,
+    RECORDS,
+    SIZE,
+    TIME,
+    Trace,
+    newest,
+    parse,
+    process_of,
+    read_ring,
+    rings_of,
+    standing,
+)
+
+_NEW, _KIND = struct.Struct("<qqqqIIiHHBB"), {name: number for number, name in enumerate(KINDS)}
+_BEGIN, _LEAVE, _SIZE, _FAILED = (RECORD.fields[name][1] for name in ("begin", "leave", "size", "failed"))  # type: ignore[index]
+DAY_S = 24 * 3600
+_HERE = str(Path(__file__).parent)
+_WEFT, _TORCH = str(Path(_HERE).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep
+
+
+class Ring:
+    """What a rank writes into. ``step`` is the one that it is in; ``path`` the file, which comes into being whole."""
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path, self.step = path, 0
+        self._numbers, self._sequences = itertools.count(1), defaultdict[Any, Iterator[int]](lambda: itertools.count(1))
+        self._groups, self._places = dict[str, tuple[int, list[int]]](), dict[tuple[str, int], int]()
+        self._files = dict[str, int]()  # 2: a file of Weft, 1: of neither Weft nor PyTorch
+        self._naming, self._named = threading.Lock(), {"group": 0, "place": 0}
+        self._thread, self._since, self._waking = threading.get_ident(), 0, 0
+        self._schedule: int | None = None
+        with contextlib.suppress(OSError):  # of this thread, whoever reads it; not on every system
+            self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._map = mmap.mmap(-1, SIZE)  # where there is no room for a file, nobody else sees it
+        new = path.with_suffix(f".{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with new.open("w+b") as file:
+                os.posix_fallocate(file.fileno(), 0, SIZE)  # what is short now fails here, and not in a write later on
+                self._map = mmap.mmap(file.fileno(), SIZE)
+        except OSError:
+            new.unlink(missing_ok=True)
+        self._map[: len(MAGIC)] = MAGIC
+        self._name("about", about)
+        if new.exists():
+            new.replace(path)
+
+    def read(self) -> Trace:
+        return parse(self._map)
+
+    def enter(self, kind: str, group: dist.ProcessGroup, tensors: Sequence[Any], peer: int | None = None) -> int:
+        """A collective begins, or a message to or from the rank ``peer`` of the group; its number."""
+        index, ranks = self._group(group)
+        sequence = next(self._sequences[index if peer is None else (index, kind, peer)])
+        peer = -1 if peer is None else ranks[peer]
+        return self.write(kind, index, max(map(_bytes, tensors[:2]), default=0), sequence, peer, self._place())
+
+    def write(self, kind: str, group: int = 0, size: int = 0, sequence: int = 0, peer: int = -1, place: int = 0) -> int:
+        """A record of something that begins now; its number."""
+        number, now = next(self._numbers), time.monotonic_ns()
+        at = self._at(number)
+        TIME.pack_into(self._map, at, 0)  # until the rest is there
+        _NEW.pack_into(self._map, at + 8, now, 0, 0, size, sequence, self.step, peer, group, place, _KIND[kind], 0)
+        TIME.pack_into(self._map, at, number)
+        return number
+
+    def wait(self, number: int) -> None:
+        """From now on the rank does nothing but wait for the end of this."""
+        if threading.get_ident() == self._thread:
+            self._since = self._delay()
+        TIME.pack_into(self._map, self._at(number) + _BEGIN, time.monotonic_ns())
+
+    def leave(self, number: int, failed: bool = False, size: int = -1) -> None:
+        """This has ended; or it has ``failed``, and the rank has given up."""
+        if threading.get_ident() == self._thread and self._since:
+            self._waking, self._since = self._waking + self._delay() - self._since, 0
+        at = self._at(number)
+        if TIME.unpack_from(self._map, at)[0] != number:
+            return  # it began so long ago that it has been written over
+        if size >= 0:
+            TIME.pack_into(self._map, at + _SIZE, size)
+        self._map[at + _FAILED] = failed
+        TIME.pack_into(self._map, at + _LEAVE, time.monotonic_ns())
+
+    def __del__(self) -> None:
+        if self._schedule is not None:
+            os.close(self._schedule)
+
+    def starved(self) -> int:
+        """Nanoseconds so far that the main thread was ready to compute and had no processor."""
+        return self._delay() - self._waking
+
+    def _delay(self) -> int:
+        """The same, also of the ends of waits."""
+        return int(os.pread(self._schedule, 64, 0).split()[1]) if self._schedule is not None else 0
+
+    def _at(self, number: int) -> int:
+        return HEAD + NAMES + number % RECORDS * RECORD.itemsize
+
+    def _group(self, group: dist.ProcessGroup) -> tuple[int, list[int]]:
+        """A group's number in this ring, and its ranks in the world."""
+        if (found := self._groups.get(group.group_name)) is None:
+            ranks, name = dist.get_process_group_ranks(group), group.group_desc
+            even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+            short = {"range": [even.start, even.stop, even.step]} if list(even) == ranks else {"ranks": ranks}
+            said = {"name": name, "id": group.group_name, **short}
+            self._groups[group.group_name] = found = self._name("group", said), ranks
+        return found
+
+    def _place(self) -> int:
+        """The number of the line of Weft that has come here; else of the line nearest to it outside PyTorch."""
+        nearest = sys._getframe(3)
+        frame: FrameType | None = nearest
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if (whose := self._files.get(file)) is None:
+                own = file.startswith(_WEFT) and not file.startswith((_HERE, _WEFT + "layout"))  # which hands on
+                self._files[file] = whose = 2 if own else 0 if file.startswith((_TORCH, _HERE)) else 1
+            if whose == 2:
+                nearest = frame
+                break
+            if whose and self._files[nearest.f_code.co_filename] == 0:
+                nearest = frame
+            frame = frame.f_back
+        line = nearest.f_code.co_filename, nearest.f_lineno
+        if (found := self._places.get(line)) is None:
+            name = f"{os.path.relpath(line[0], Path(_WEFT).parent)}:{line[1]}"
+            self._places[line] = found = self._name("place", name)
+        return found
+
+    def _name(self, kind: str, value: Any) -> int:
+        """Write a name; its number from 1, or 0 if there is no room for it."""
+        line = json.dumps({kind: value}).encode() + b"\n"
+        with self._naming:
+            used = TIME.unpack_from(self._map, len(MAGIC))[0]
+            if used + len(line) > NAMES:
+                return 0
+            self._map[HEAD + used : HEAD + used + len(line)] = line
+            TIME.pack_into(self._map, len(MAGIC), used + len(line))
+            self._named[kind] = number = self._named.get(kind, 0) + 1
+        return number
+
+
+def _bytes(given: Any) -> int:
+    """Of a tensor or of tensors, however nested; of anything else 0."""
+    return sum(map(_bytes, given)) if isinstance(given, list) else getattr(given, "nbytes", 0)
+
+
+_ring: Ring | None = None
+_uninstall: Callable[[], None] = lambda: None  # noqa: E731
+
+
+def start(folder: Path, rank: int, epoch: int = 0) -> Ring:
+    """Trace this process from now on, as ``rank`` of this view of the run in ``folder``; all its groups have been made.
+
+    The rings of the view before stay, as they tell how it ended; older ones are removed.
+    """
+    global _ring, _uninstall
+    end()
+    place, process = rings_of(folder), psutil.Process()
+    for old in place.glob("*-*.ring"):
+        if old.name.partition("-")[0] not in (str(epoch - 1), str(epoch)):
+            old.unlink(missing_ok=True)
+    _ring = Ring(place / f"{epoch}-{rank}.ring", {
+        "rank": rank, "epoch": epoch, "world": dist.get_world_size(), "run": str(folder.resolve()),
+        "machine": machine(), "pid": process.pid, "created": process.create_time(), "started": time.time(),
+    })  # fmt: skip
+    _sweep(place)
+    _uninstall = install(_ring)
+    lost.witness = lambda ranks: _standings(folder, ranks)
+    return _ring
+
+
+def _standings(run: Path, ranks: Sequence[int]) -> str:
+    """Where these ranks are, as far as their rings are on this machine."""
+    with contextlib.suppress(Exception):  # whatever is wrong with them, what this is said of matters more
+        traces, now = newest(run), time.monotonic_ns()
+        return "; ".join(f"rank {rank} {standing(traces[rank], now)}" for rank in ranks if rank in traces)
+    return ""
+
+
+def end() -> None:
+    """Trace no longer. The ring stays."""
+    global _ring, _uninstall
+    if _ring is not None:
+        _uninstall()
+        lost.witness = None
+        _ring = None  # it closes when no thread is in a collective any more
+
+
+def stop(everyone: bool = False) -> None:
+    """Trace no longer, and remove the ring, or those of all ranks of this machine: they have come to a good end."""
+    path = _ring.path if _ring else None
+    end()
+    if path and everyone:
+        shutil.rmtree(path.parent, ignore_errors=True)
+    elif path:
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()  # by the last rank that leaves
+
+
+def _sweep(place: Path) -> None:
+    """Remove the rings of runs that ended badly, and that are gone or have not been asked about for a day."""
+    for folder in place.parent.iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            rings = list(folder.glob("*-*.ring"))
+            late = all(time.time() - ring.stat().st_mtime > DAY_S for ring in rings)
+            traces = list(map(read_ring, rings))
+            here = any(Path(one.about.get("run", "/")).exists() for one in traces)
+            if (late or not here) and all(process_of(one) == "gone" for one in traces):
+                shutil.rmtree(folder)
+
+
+def machine() -> str:
+    """The name of this machine; of several network namespaces on it, each is one."""
+    net = Path("/proc/self/ns/net")
+    return f"{socket.gethostname()}/{net.stat().st_ino if net.exists() else 0}"
+
+
+@contextlib.contextmanager
+def step(number: int) -> Iterator[None]:
+    """In here the main thread takes step ``number`` (from 1)."""
+    if (ring := _ring) is None:
+        yield
+        return
+    ring.step, starved = number, ring.starved()
+    record = ring.write("step", sequence=number)
+    try:
+        yield
+    finally:
+        ring.step = 0
+        if ring is _ring:
+            ring.leave(record, size=ring.starved() - starved)
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """In here the rank waits for something else than a collective: its time is not that of computing."""
+    ring, number = _ring, 0
+    if ring is not None:
+        ring.wait(number := ring.write("wait", place=ring._place()))
+    try:
+        yield
+    finally:
+        if ring is not None and ring is _ring:
+            ring.leave(number)

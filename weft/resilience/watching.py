@@ -1,0 +1,41 @@
+"""A run that says which of its ranks is slow: what it does for that beside its steps."""
+
+from contextlib import AbstractContextManager
+
+from weft.layout.mesh import Mesh
+from weft.parallel.state import State
+from weft.resilience import trace
+from weft.resilience.delays import Watch
+from weft.train.guard import Guard
+from weft.train.recorder import Recorder
+from weft.train.runs import Resumed, Run
+from weft.train.setup import Job
+
+
+class Watching(Guard):
+    """Traces a rank's collectives, and judges and records with the others who is slow."""
+
+    watch: Watch | None = None
+
+    def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
+        self.folder = run.folder
+        return super().fill(run, job, state, mesh)
+
+    def begin(self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder) -> None:
+        self.watch_ranks(mesh, recorder)
+
+    def watch_ranks(self, mesh: Mesh, recorder: Recorder, epoch: int = 0) -> None:
+        """From now on, in the groups of this view; the only rank left has nobody to watch."""
+        self.watch = None
+        if mesh.step_group is not None and mesh.layout.world > 1:
+            ring = trace.start(self.folder, mesh.step_group.rank(), epoch)
+            self.recorder, self.watch = recorder, Watch(ring, mesh.step_group, mesh.device)
+
+    def step(self, number: int) -> AbstractContextManager[None]:
+        return trace.step(number)
+
+    def after_step(self) -> None:
+        if self.watch is not None and self.watch.look():
+            for news in self.watch.news:
+                self.recorder.event(news)
+            self.recorder.log("delays", **self.watch.record())

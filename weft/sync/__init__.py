@@ -1,0 +1,1 @@
+"""How replicas of a model come to one gradient, or to one set of weights."""

@@ -1,0 +1,285 @@
+"""Results collected from whoever is first, by a code (:mod:`weft.sync.coded`): nobody waits for the slowest ranks.
+
+Rank 0 of a group puts results together, in threads of its own, so that it is no worse off for being late itself. Every
+rank, this one too, has a connection to it. A round ends when the code says that enough have come; everybody then hears
+whose results these were, from which the next round's tasks follow, and at the end of a step the sum of all its jobs. So
+all ranks go on from the same bits. A rank that is late finds that word of its round's end is there before it is done,
+drops what it has, and goes on with the round that the others are in. Messages have the numbers of their step and round:
+those of an earlier one are dropped, too.
+"""
+
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from weft.layout.lost import PeerLost
+from weft.sync.coded import Code, Result, Task
+
+#: Words of ended rounds that may wait for a late rank, whole gradients among them. Then all wait for it.
+BEHIND = 4
+
+
+class Sum(NamedTuple):
+    """A coded sum of some parts: a vector (a gradient), and numbers of the same parts (loss, tokens) in float64."""
+
+    vector: np.ndarray
+    numbers: np.ndarray
+
+
+class Sent(NamedTuple):
+    """What a rank sends in a round: its sums, by job; ``flag`` is a wish of its own."""
+
+    step: int
+    round: int
+    flag: bool
+    sums: dict[int, Sum]
+
+
+class Ended(NamedTuple):
+    """Word that a round is over: whose results came in time, and if it was the step's last, the sum of all jobs.
+
+    ``flag``: whether anybody has raised one so far. ``failed``: why nothing more will come.
+    """
+
+    arrived: frozenset[int] = frozenset()
+    total: Sum | None = None
+    flag: bool = False
+    failed: str = ""
+
+
+@dataclass
+class Link:
+    """A rank's end of its connection. ``step`` counts those that it has taken."""
+
+    connection: Any
+    rank: int
+    limit: float
+    step: int = 0
+
+    def take_step(self, code: Code, compute: Callable[[Task, Callable[[], bool]], Sum | None], flag: bool) -> Ended:
+        """Have a part in a step, and return its last word.
+
+        ``compute`` returns what a task is about, or None if what it is given says meanwhile that the round is over.
+        """
+        arrived: list[frozenset[int]] = []
+        while True:
+            sums = self._sums(code.tasks(self.rank, len(arrived), arrived), compute)
+            if sums is not None:
+                self._send(Sent(self.step, len(arrived), flag, sums))
+            word = self._next()
+            while word.total is None and self.connection.poll():  # a rank that is late finds several
+                arrived.append(word.arrived)
+                word = self._next()
+            if word.total is not None:
+                self.step += 1
+                return word
+            arrived.append(word.arrived)
+
+    def _sums(
+        self, tasks: Sequence[Task], compute: Callable[[Task, Callable[[], bool]], Sum | None]
+    ) -> dict[int, Sum] | None:
+        """What all tasks of a round are about, by job; None if the round is over before they are done."""
+        sums = {}
+        for task in tasks:
+            found = None if self.connection.poll() else compute(task, self.connection.poll)
+            if found is None:
+                return None
+            sums[task.job] = found
+        return sums
+
+    def _send(self, message: Sent) -> None:
+        with suppress(OSError):  # whoever was to have it has said why, or is gone: the next word tells
+            self.connection.send(message)
+
+    def _next(self) -> Ended:
+        try:
+            if not self.connection.poll(self.limit):
+                raise PeerLost(f"rank 0, which puts gradients together, has not answered for {self.limit:g} s")
+            word: Ended = self.connection.recv()
+        except (EOFError, OSError):
+            raise PeerLost("rank 0, which puts gradients together, is gone") from None
+        if word.failed:
+            raise PeerLost(word.failed)
+        return word
+
+
+def connected(code: Code, group: dist.ProcessGroup, limit: float, patience: float) -> Link:
+    """This rank's link, and on the first rank of ``group`` the threads at the other ends of all. Collective.
+
+    ``limit``: seconds that anybody waits; ``patience``: see :class:`weft.recipe.Resilience`. The threads end when the
+    links are closed, as they are when nobody refers to them any more.
+    """
+    rank, given = group.rank(), [("", 0, b"")]
+    if rank == 0:
+        # Ranks that are started on several hosts know the first one's by this name.
+        name, key = os.environ.get("MASTER_ADDR", "127.0.0.1"), secrets.token_bytes(16)
+        listener = Listener((name if name in ("127.0.0.1", "localhost") else "", 0), backlog=code.ranks, authkey=key)
+        given = [(name, listener.address[1], key)]
+        gathering = Gathering(code, patience, limit)
+        threading.Thread(target=gathering.run, args=(listener,), daemon=True).start()
+    dist.broadcast_object_list(given, group_src=0, group=group)
+    (name, port, key) = given[0]
+    connection = Client((name, port), authkey=key)
+    undelayed(connection)
+    connection.send(rank)
+    return Link(connection, rank, 2 * limit)  # the other end names those that it waits for, and is to be the first
+
+
+def undelayed(connection: Connection) -> None:
+    """Have short messages sent at once."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+@dataclass
+class Gathering:
+    """What rank 0 does beside its own work: it collects results, ends rounds, decodes, and tells everybody."""
+
+    code: Code
+    patience: float
+    limit: float
+    inbox: queue.SimpleQueue[tuple[int, Sent | None]] = field(default_factory=queue.SimpleQueue)
+    outboxes: dict[int, queue.Queue[Ended | None]] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    flag: bool = False
+
+    def run(self, listener: Listener) -> None:
+        """Let all ranks in, and take one step after the other until they have left."""
+        with listener:
+            while len(self.outboxes) < self.code.ranks:
+                with suppress(AuthenticationError, EOFError, OSError):  # a stranger
+                    self._admit(listener.accept())
+        step = 0
+        while len(self.gone) < self.code.ranks:
+            try:
+                self._take_step(step)
+            except PeerLost as error:
+                self._tell(Ended(failed=str(error)))
+                break
+            step += 1
+        for outbox in self.outboxes.values():
+            with suppress(queue.Full):
+                outbox.put(None, timeout=1)
+
+    def _admit(self, connection: Connection) -> None:
+        rank = connection.recv()
+        undelayed(connection)
+        self.outboxes[rank] = queue.Queue(BEHIND)
+        for work in (self._read, self._write):
+            threading.Thread(target=work, args=(rank, connection), daemon=True).start()
+
+    def _read(self, rank: int, connection: Connection) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                self.inbox.put((rank, connection.recv()))
+        self.inbox.put((rank, None))
+
+    def _write(self, rank: int, connection: Connection) -> None:
+        outbox = self.outboxes[rank]
+        while (word := outbox.get()) is not None:
+            with suppress(OSError):  # it is gone; what is for it is dropped, so that nobody waits
+                connection.send(word)
+        connection.close()
+
+    def _tell(self, word: Ended) -> None:
+        end = time.monotonic() + self.limit
+        for rank, outbox in self.outboxes.items():
+            try:
+                outbox.put(word, timeout=max(0.01, end - time.monotonic()))
+            except queue.Full:
+                if not word.failed:
+                    late = f"rank {rank} is {BEHIND} rounds late and has not answered for {self.limit:g} s"
+                    raise PeerLost(late) from None
+
+    def _take_step(self, step: int) -> None:
+        left: dict[int, dict[Result, Sum]] = {job: {} for job in range(self.code.jobs)}
+        arrived: list[set[int]] = []
+        total: Sum | None = None
+        while left:
+            arrived.append(set())
+            self._collect(step, arrived, left)
+            if len(self.gone) == self.code.ranks:
+                return
+            for job in list(left):
+                if (weights := self.code.decoding(job, arrived)) is not None:
+                    total = added(total, weights, left.pop(job))
+            self._tell(Ended(frozenset(arrived[-1]), None if left else total, self.flag))
+
+    def _collect(self, step: int, arrived: list[set[int]], left: dict[int, dict[Result, Sum]]) -> None:
+        """Fill ``left`` with the results of the last of the rounds that have ``arrived``, until it is over."""
+        number, begun, first = len(arrived) - 1, time.monotonic(), 0.0
+        while (most := self.duration(arrived, left, first)) is not None:
+            wait = begun + min(most, self.limit) - time.monotonic()
+            if wait <= 0:
+                if most > self.limit:
+                    self._give_up(step, set(range(self.code.ranks)) - self.gone - arrived[-1])
+                return
+            with suppress(queue.Empty):
+                rank, message = self.inbox.get(timeout=wait)
+                if message is None:
+                    self.gone.add(rank)
+                    continue
+                self.flag |= message.flag
+                if (message.step, message.round) != (step, number):
+                    continue  # it was too late
+                arrived[-1].add(rank)
+                if message.sums and not first:
+                    first = time.monotonic() - begun
+                for job, found in message.sums.items():
+                    if job in left:
+                        left[job][Result(rank, number)] = found
+
+    def duration(self, arrived: Sequence[set[int]], left: Iterable[int], first: float) -> float | None:
+        """How long the last of the rounds that have ``arrived`` may take; None if it is over.
+
+        ``first``: after how long the first result was there, or 0. A round must last until every job that it is about
+        is known, or still can be if from now on nobody is late. Then it ends if all such jobs are known. Else there is
+        as much time as one has patience for: even if ranks are late in another way than the code is made for, when
+        the paper waits for all, as often enough nobody is late when that would cost something.
+        """
+        here = set(range(self.code.ranks)) - self.gone
+        unknown = {job for job in left if self.code.decoding(job, arrived) is None}
+        all_in, under_way = here <= arrived[-1], {job for job in unknown if job < len(arrived)}
+        if not here or not unknown:
+            return None
+        rest = [here] * self.code.delay
+        if any(self.code.decoding(job, [*arrived, *rest]) is None for job in under_way):
+            if all_in:
+                raise PeerLost(f"rank {_listed(self.gone)} is gone, and a gradient cannot be decoded without it")
+            return inf
+        if all_in or not under_way:
+            return None
+        return (1 + self.patience) * first if first else inf
+
+    def _give_up(self, step: int, late: set[int]) -> None:
+        raise PeerLost(
+            f"rank {_listed(late)} has sent no coded gradient of step {step + 1} for {self.limit:g} s, and the sum of "
+            f"all cannot be decoded without {'it' if len(late) == 1 else 'one of them'}"
+        )
+
+
+def _listed(ranks: set[int]) -> str:
+    return " and ".join(map(str, sorted(ranks)))
+
+
+def added(total: Sum | None, weights: dict[Result, float], found: dict[Result, Sum]) -> Sum:
+    """``total`` and the weighted results of a job."""
+    some: Sequence[Sum] = [found[result] for result in weights]
+    vector, numbers = (np.zeros_like(x) for x in some[0]) if total is None else total
+    for weight, one in zip(weights.values(), some, strict=True):
+        vector += weight * one.vector
+        numbers += weight * one.numbers
+    return Sum(vector, numbers)

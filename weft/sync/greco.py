@@ -1,0 +1,93 @@
+"""L-GreCo: how strongly each tensor is compressed, so that all together are smallest within a total error.
+
+Tensors differ in what compressing them costs: one loses little at rank 2, another needs 8. Given the squared error and
+the size of each tensor under each of a few candidates, a choice per tensor is wanted that adds up to the least bytes,
+with errors that add up to no more than those of one setting for all (Markov et al. 2024). :func:`allocated` does it
+all. It depends on nothing but its arguments, so islands that call it with tensors on which they have agreed need to say
+nothing to each other, and can call it again whenever the tensors have changed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from weft.sync.compress import Compressor, PowerSGD, RandomK, Rounded, TopK
+
+T = torch.Tensor
+
+#: Choices for the first tensors that are kept beside each other while the next one is looked at. Fewer than these are
+#: all that matter; of more, those that differ least in their errors are thinned out.
+KEPT = 4_000
+#: Candidates: so many times the default's share.
+FACTORS = (0.125, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
+
+
+def allocated(tensors: Mapping[str, T], default: Compressor, seed: int = 0) -> dict[str, Compressor]:
+    """A compressor for each of the ``tensors``: together no larger than ``default`` for all, with no larger error."""
+    options = {name: candidates(default, x.shape) for name, x in tensors.items()}
+    errors = [[_error(one, x, seed) for one in options[name]] for name, x in tensors.items()]
+    sizes = [[one.nbytes(x.shape, x.dtype) for one in options[name]] for name, x in tensors.items()]
+    usual = [found.index(default) for found in options.values()]
+    chosen = smallest(errors, sizes, total(errors, usual))
+    if chosen is None or total(sizes, chosen) > total(sizes, usual):  # by what was thinned out
+        chosen = usual
+    return {name: found[i] for (name, found), i in zip(options.items(), chosen, strict=True)}
+
+
+def candidates(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
+    """The default and its like for a tensor of this shape: other ranks, shares or bits."""
+    found: list[Compressor] = [default]
+    if isinstance(default, PowerSGD) and len(default.specs(shape)) == 2:
+        ranks = range(max(1, default.rank // 2), 2 * default.rank + 1)
+        found += [one for rank in ranks if len((one := replace(default, rank=rank)).specs(shape)) == 2]
+    elif isinstance(default, TopK | RandomK):
+        found += [replace(default, share=min(1.0, default.share * factor)) for factor in FACTORS]
+    elif isinstance(default, Rounded):
+        found += [replace(default, bits=bits) for bits in (4, 8)]
+    return list(dict.fromkeys(found))
+
+
+def _error(compressor: Compressor, x: T, seed: int) -> float:
+    """What is lost of ``x``, squared; of what starts warm, in its second round."""
+    payload = compressor.encode(x, seed)
+    if (warm := compressor.warm(payload)) is not None:
+        payload = compressor.encode(x, seed, warm)
+    return float((compressor.decode(payload, x.shape, seed) - x).double().square().sum())
+
+
+def total(table: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
+    """What the ``chosen`` entries of the rows add up to, one after the other."""
+    return sum(row[i] for row, i in zip(table, chosen, strict=True))
+
+
+def smallest(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: float) -> list[int] | None:
+    """For each tensor which of its candidates, so that sizes add up to the least and errors to at most ``budget``.
+
+    None if no choice is within it. Tensor by tensor, all choices so far are kept that no other one beats in both sums
+    (Nemhauser & Ullmann 1969). Up to :data:`KEPT` of them the outcome is the best there is. What is kept has its exact
+    error, so thinning costs bytes but never breaks the budget.
+    """
+    least_left = np.cumsum([0.0, *(min(found) for found in errors[:0:-1])])[::-1]  # by the tensors after each
+    error, size = np.zeros(1), np.zeros(1, dtype=np.int64)
+    origins: list[np.ndarray] = []
+    for own_errors, own_sizes, left in zip(errors, sizes, least_left, strict=True):
+        sums = (error[:, None] + np.asarray(own_errors)).ravel()  # [kept, candidates], flat
+        bytes_ = (size[:, None] + np.asarray(own_sizes, dtype=np.int64)).ravel()
+        order = np.lexsort((bytes_, sums))
+        order = order[sums[order] + left * (1 - 1e-9) <= budget]  # sums in another order may round otherwise
+        least = np.minimum.accumulate(bytes_[order])
+        better = order[np.flatnonzero(np.diff(least, prepend=np.iinfo(np.int64).max) < 0)]
+        if len(better) > KEPT:
+            place = (sums[better] / budget * KEPT).astype(np.int64)
+            better = better[np.flatnonzero(np.diff(place, append=KEPT + 1))]  # the last of each, which has fewest bytes
+        error, size = sums[better], bytes_[better]
+        origins.append(better)
+    if not len(size):
+        return None
+    chosen, at = [], len(size) - 1  # sizes fall where errors rise
+    for own_errors, better in zip(reversed(errors), reversed(origins), strict=True):
+        at, candidate = divmod(int(better[at]), len(own_errors))
+        chosen.append(candidate)
+    return chosen[::-1]

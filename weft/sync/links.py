@@ -1,0 +1,156 @@
+"""The order of islands in a ring, by what their links can carry.
+
+In a ring all-reduce everybody sends to the next one all the time, so the slowest link of the ring sets the pace, unless
+delays do; and links between two sites share what there is between these. :func:`ring_times` says how long an all-reduce
+takes in given orders, :func:`ring_order` finds the best of all for up to ten islands, and a good one for more. As links
+between sites share, it passes between two sites once in each direction: the two levels need no routine of their own.
+
+The sum of a way's links, as in the travelling salesman's problem, is not what a ring takes, and dynamic programming
+over sums has no place for what is shared. So all orders are tried, which takes NumPy less than a second.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import WeftError
+
+Numbers = NDArray[np.float64]
+Orders = NDArray[np.int64]
+
+#: For so many all orders are tried.
+EXACT = 10
+#: Links within a site are at least so many times as fast as those between sites.
+GAP = 3.0
+#: What the sum of all links counts beside the time, so that of orders that take equally long the one with less to carry
+#: is taken, and steps of the search that mend one of several slow links are seen as better.
+TIE = 1e-3
+#: Bytes per second of a link that is down.
+SLOWEST = 1e-9
+#: Starts of the search.
+STARTS = 8
+
+
+@dataclass(frozen=True)
+class Links:
+    """``bandwidth[a][b]`` from ``a`` to ``b`` in bytes per second, 0 if there is no way; ``latency``: seconds, one way.
+
+    Each as measured while nothing else is sent.
+    """
+
+    bandwidth: Numbers
+    latency: Numbers
+
+    @cached_property
+    def sites(self) -> NDArray[np.int64]:
+        """The site of each: those whom fast links join, if links fall into fast and slow ones at all."""
+        count = len(self.bandwidth)
+        both = np.minimum(self.bandwidth, self.bandwidth.T)[np.triu_indices(count, 1)]
+        speeds = np.sort(both[both > 0])
+        found = np.arange(count)
+        jumps = speeds[1:] / speeds[:-1]
+        if not len(jumps) or jumps.max() < GAP:
+            return np.zeros(count, dtype=np.int64)
+        fast = speeds[jumps.argmax() + 1]
+        for a, b in zip(*np.triu_indices(count, 1), strict=True):
+            if min(self.bandwidth[a, b], self.bandwidth[b, a]) >= fast:
+                found[found == found[b]] = found[a]
+        return np.unique(found, return_inverse=True)[1]
+
+
+def ring_times(links: Links, orders: Orders, nbytes: float, pieces: int = 4) -> Numbers:
+    """Seconds of an all-reduce of so many bytes around each of the ``orders [count, islands]``.
+
+    Everybody's part goes ``2 (islands - 1)`` times from one to the next, in ``pieces`` that are passed on as they come.
+    That takes as long as the slowest link sends all its parts, or as one piece takes over so many links, delays
+    included, whichever is longer; what both take together at the beginning and the end is not counted.
+    """
+    slowest, around = _steps(links, orders, nbytes, pieces)
+    return 2 * (orders.shape[1] - 1) * np.maximum(slowest, around)
+
+
+def _steps(links: Links, orders: Orders, nbytes: float, pieces: int) -> tuple[Numbers, Numbers]:
+    """The time of a step by the slowest link of each order, and by the longest way of a piece."""
+    islands = orders.shape[1]
+    following = np.roll(orders, -1, axis=1)
+    site, count = links.sites, int(links.sites.max()) + 1
+    between = site[orders] * count + site[following]  # [count, islands]
+    sharing = np.ones(orders.shape)
+    for pair in np.unique(between):
+        if pair // count != pair % count:
+            here = between == pair
+            sharing = np.where(here, here.sum(1, keepdims=True), sharing)
+    sending = nbytes / islands * sharing / np.maximum(links.bandwidth, SLOWEST)[orders, following]
+    hops = sending / pieces + links.latency[orders, following]
+    spared = (hops + np.roll(hops, 1, axis=1)).min(1)  # twice around are two links more than the way has
+    return sending.max(1), (2 * hops.sum(1) - spared) / (2 * islands - 2)
+
+
+def ring_order(links: Links, nbytes: float, pieces: int = 4, exact: int = EXACT) -> list[int]:
+    """The order of all islands, from 0 on, in which an all-reduce of so many bytes takes least time.
+
+    For more than ``exact`` islands it is the best that can be reached from a few starts by moving a run of islands, or
+    turning it around. :class:`WeftError` if no ring joins all.
+    """
+    islands = len(links.bandwidth)
+    if islands == 1:
+        return [0]
+    if islands <= max(exact, 3):
+        orders = np.array([(0, *rest) for rest in permutations(range(1, islands))])
+        best = orders[_scores(links, orders, nbytes, pieces).argmin()]
+    else:
+        found = [_improved(links, start, nbytes, pieces) for start in _starts(links, nbytes, pieces)]
+        best = min(found, key=lambda order: float(_scores(links, order[None], nbytes, pieces)[0]))
+    if not links.bandwidth[best, np.roll(best, -1)].all():
+        raise WeftError("no ring of measured links joins all islands; see which pairs cannot reach each other")
+    return np.roll(best, -int(np.flatnonzero(best == 0)[0])).tolist()
+
+
+def _scores(links: Links, orders: Orders, nbytes: float, pieces: int) -> Numbers:
+    slowest, around = _steps(links, orders, nbytes, pieces)
+    return np.maximum(slowest, around) + TIE * around
+
+
+def _starts(links: Links, nbytes: float, pieces: int) -> list[Orders]:
+    """Orders to begin a search from: always on to the nearest that is left."""
+    hops = nbytes / len(links.bandwidth) / pieces / np.maximum(links.bandwidth, SLOWEST) + links.latency
+    found = []
+    for first in range(min(STARTS, len(hops))):
+        order, left = [first], set(range(len(hops))) - {first}
+        while left:
+            order.append(min(left, key=lambda island: (hops[order[-1], island], island)))
+            left.remove(order[-1])
+        found.append(np.array(order))
+    return found
+
+
+def _improved(links: Links, order: Orders, nbytes: float, pieces: int) -> Orders:
+    """``order`` after one best move after the other, until none makes it better."""
+    score = float(_scores(links, order[None], nbytes, pieces)[0])
+    while True:
+        moved = _moves(order)
+        scores = _scores(links, moved, nbytes, pieces)
+        best = int(scores.argmin())
+        if not scores[best] < score * (1 - 1e-12):
+            return order
+        order, score = moved[best], float(scores[best])
+
+
+def _moves(order: Orders) -> Orders:
+    """All orders with a run of up to three put somewhere else, or a run of any length turned around."""
+    islands, found = len(order), []
+    for first in range(islands):
+        turned = np.roll(order, -first)
+        for length in range(1, min(4, islands - 1)):
+            run, rest = turned[:length], turned[length:]
+            found += [_joined(rest[:at], run, rest[at:]) for at in range(1, len(rest))]
+        found += [_joined(turned[:length][::-1], turned[length:]) for length in range(2, islands)]
+    return np.array(found)
+
+
+def _joined(*parts: Sequence[int] | Orders) -> Orders:
+    return np.concatenate(parts)

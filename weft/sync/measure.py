@@ -1,0 +1,97 @@
+"""Links between islands, measured over their streams when a run begins, and the ring that goes best over them."""
+
+import json
+import time
+
+import numpy as np
+import torch
+
+from weft.sync.links import Links, ring_order, ring_times
+from weft.sync.streams import IslandLost, Streams
+
+#: Bytes of the first message that a link's speed is measured with, and of the largest; each is four times the last.
+FIRST, LARGEST = 1 << 16, 1 << 24
+#: A message that takes so many seconds is long enough.
+LONG_S = 0.2
+#: Times that a message which is not long is sent, of which the quickest counts.
+TRIES = 5
+#: So many times as fast as in the order of their numbers a ring must be, or islands stay in that. Which ring it is
+#: changes how sums are rounded, and links that are alike never measure alike.
+WORTH = 1.3
+
+
+def measured_ring(streams: Streams, nbytes: float) -> str:
+    """Put the islands into the ring that sums ``nbytes`` soonest, on all of their ranks; what there is to say of it.
+
+    The ranks of the first place measure every link in turn, the others wait for what the first island finds. If an
+    island is lost meanwhile, they stay in their order.
+    """
+    store, numbered = streams.shared, json.dumps((streams.order, 1.0))
+    assert store is not None
+    if streams.place == 0 and not store.check(["weft/ring"]):  # else this island comes to a run that is going on
+        try:
+            row = measured_links(streams, nbytes)
+            store.set(f"weft/links/{streams.island}", json.dumps(row.tolist()))
+            if streams.island == 0:
+                rows = [json.loads(store.get(f"weft/links/{i}")) for i in range(streams.islands)]
+                store.compare_set("weft/ring", "", json.dumps(best_ring(np.array(rows), nbytes)))
+        except IslandLost:
+            store.compare_set("weft/ring", "", numbered)
+    order, gain = json.loads(store.get("weft/ring"))
+    streams.order = order
+    ring = " ".join(map(str, order))
+    if gain < WORTH:
+        return f"islands agree in a ring as they are numbered: no other is {WORTH:g} times as fast"
+    return f"islands agree in the ring {ring}, by their links {gain:.2g} times as fast as in the order of their numbers"
+
+
+def best_ring(rows: np.ndarray, nbytes: float) -> tuple[list[int], float]:
+    """The ring by measurements ``[island, island, (bytes/s, seconds)]``, and how much faster it is than 0, 1, 2, ..."""
+    links = Links(rows[..., 0], rows[..., 1])
+    numbered = list(range(len(rows)))
+    found = ring_order(links, nbytes)
+    before, after = ring_times(links, np.array([numbered, found]), nbytes)
+    gain = float(before / after)
+    return (found, gain) if gain >= WORTH else (numbered, gain)
+
+
+def measured_links(streams: Streams, nbytes: float) -> np.ndarray:
+    """Of the links from this island to each: bytes per second, and seconds one way, ``[islands, 2]``.
+
+    One link at a time is measured, by messages of up to about the ``nbytes`` of a sum, island by island.
+    """
+    row = np.zeros((streams.islands, 2))
+    others = [i for i in range(streams.islands) if i != streams.island]
+    for sender in range(streams.islands):
+        if sender == streams.island:
+            for other in others:
+                row[other] = _link_to(streams, other, nbytes)
+            for other in others:
+                streams.send(other, "measure", torch.empty(0, dtype=torch.uint8), control=True)
+            streams.flush()
+        else:
+            while streams.receive(sender, "measure", torch.uint8).numel():
+                streams.send(sender, "measured", torch.ones(1, dtype=torch.uint8), control=True)
+                streams.flush()
+    return row
+
+
+def _link_to(streams: Streams, other: int, nbytes: float) -> tuple[float, float]:
+    def trip(message: torch.Tensor) -> float:
+        begun = time.perf_counter()
+        streams.send(other, "measure", message, control=True)
+        streams.receive(other, "measured", torch.uint8)
+        return time.perf_counter() - begun
+
+    def quickest(size: int, longest: float) -> float:
+        """What else the machine does makes a trip longer, never shorter: the best of up to five, if they are short."""
+        message, times = torch.ones(size, dtype=torch.uint8), list[float]()
+        while len(times) < TRIES and sum(times) < longest:
+            times.append(trip(message))
+        return min(times)
+
+    latency, size = quickest(1, 1.0) / 2, FIRST
+    largest = min(max(FIRST, int(nbytes)), LARGEST)
+    while (spent := quickest(size, LONG_S)) < LONG_S and size * 4 <= largest:
+        size *= 4
+    return size / max(spent - 2 * latency, 1e-6), latency

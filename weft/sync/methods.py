@@ -1,0 +1,131 @@
+"""How islands make one model of many: what each sends at the end of a round, and what it does with the answer.
+
+Every method is a row of :data:`METHODS`, two functions on flat vectors. Parameters are ``theta``; what belongs to them
+and outlasts a round is in slots, as ``anchor``, the parameters that all had when the round began. The *difference* is
+how far an island has come from there, with the sign of a gradient. An answer is the mean of what was sent, over those
+who took part. :mod:`weft.train.islands` is the clock.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from weft.recipe import Sync
+from weft.sync.compress import shuffled
+
+T = torch.Tensor
+Slots = Mapping[str, T]
+
+
+class Method(NamedTuple):
+    """``sent`` of parameters and slots; ``applied`` makes the next parameters of these and the answer.
+
+    It changes the ``slots``, which the method keeps, in place. The answer comes as many steps later as the recipe says;
+    that of a ``late`` method is applied when the next round begins, zeros in the first. With one that ``shares``, all
+    islands have the same anchor and momentum between two rounds.
+    """
+
+    slots: tuple[str, ...]
+    sent: Callable[[T, Slots], T]
+    applied: Callable[[T, Slots, T, Sync, int], T]
+    late: bool = False
+    shares: bool = True
+
+
+def difference(theta: T, slots: Slots) -> T:
+    return slots["anchor"] - theta
+
+
+def average(theta: T, slots: Slots, answer: T, how: Sync, islands: int) -> T:
+    """The mean of all parameters."""
+    slots["anchor"].sub_(answer)
+    return slots["anchor"]
+
+
+def gossip(theta: T, slots: Slots, answer: T, how: Sync, islands: int) -> T:
+    """The mean of the parameters of some islands, who need not have begun with the same."""
+    return answer
+
+
+def nesterov(theta: T, slots: Slots, answer: T, how: Sync, islands: int) -> T:
+    """Stochastic gradient descent with Nesterov's momentum by the mean difference (DiLoCo, Douillard et al. 2023)."""
+    slots["outer"].mul_(how.momentum).add_(answer)
+    slots["anchor"].sub_(how.lr * (answer + how.momentum * slots["outer"]))
+    return slots["anchor"]
+
+
+def streaming(theta: T, slots: Slots, answer: T, how: Sync, islands: int) -> T:
+    """The same for a fragment, mixed with what the island has learned meanwhile (Douillard et al. 2025)."""
+    return torch.lerp(nesterov(theta, slots, answer, how, islands), theta, how.mix)
+
+
+def eager(theta: T, slots: Slots, answer: T, how: Sync, islands: int) -> T:
+    """The same by the own difference of this round and those of the others in the last (Kale et al. 2025)."""
+    own = difference(theta, slots)
+    both = answer + (own - slots["own"]) / islands
+    slots["own"].copy_(own)
+    return nesterov(theta, slots, both, how, islands)
+
+
+def co2(theta: T, slots: Slots, answer: T, how: Sync, islands: int) -> T:
+    """Momentum on the last round's differences, made smaller for being late and clipped (CO2, Sun et al. 2024)."""
+    slots["outer"].mul_(how.momentum).add_(answer / how.penalty).clamp_(-how.clip, how.clip)
+    slots["anchor"].sub_(how.lr * slots["outer"])
+    return slots["anchor"]
+
+
+def difference_and_anchor(theta: T, slots: Slots) -> T:
+    return torch.cat((difference(theta, slots), slots["anchor"]))
+
+
+def noloco(theta: T, slots: Slots, answer: T, how: Sync, islands: int) -> T:
+    """Momentum by what two islands have learned, and how far their anchors are (NoLoCo, Kolehmainen et al. 2025)."""
+    learned, anchor = answer.chunk(2)
+    slots["outer"].mul_(how.momentum).sub_(how.lr * learned).add_(how.lr * (anchor - slots["anchor"]))
+    slots["anchor"].add_(slots["outer"])
+    return slots["anchor"]
+
+
+METHODS = {
+    "average": Method(("anchor",), difference, average),
+    "gossip": Method((), lambda theta, slots: theta.clone(), gossip, shares=False),
+    "nesterov": Method(("anchor", "outer"), difference, nesterov),
+    "streaming": Method(("anchor", "outer"), difference, streaming),
+    "eager": Method(("anchor", "outer", "own"), difference, eager, late=True, shares=False),
+    "co2": Method(("anchor", "outer"), difference, co2, late=True),
+    "noloco": Method(("anchor", "outer"), difference_and_anchor, noloco, shares=False),
+}
+
+
+def method_of(how: Sync) -> Method:
+    return METHODS["gossip" if how.update == "average" and how.partner in ("ring", "pairs") else how.update]
+
+
+def begins(step: int, fragment: int, how: Sync) -> bool:
+    """Whether a round of a fragment ends, and the next begins, after ``step`` (from 1)."""
+    return step > 0 and (step - how.every * fragment // how.fragments) % how.every == 0
+
+
+def fragment_of(name: str, count: int) -> int:
+    """Which of so many fragments a parameter is of. Blocks take turns, so that each has early and late ones."""
+    kind, _, rest = name.partition(".")
+    return (int(rest.partition(".")[0]) + 1) % count if kind == "blocks" else 0
+
+
+def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[int]:
+    """With whom an island agrees in exchange ``number``, itself included; pairs are drawn alike by all of ``among``."""
+    count, me = len(among), list(among).index(island)
+    if how.partner == "ring":
+        return sorted({among[(me + step) % count] for step in (-1, 0, 1)})
+    if how.partner != "pairs" and how.update != "noloco":
+        return list(among)
+    order = shuffled(count, number).tolist()
+    first = order.index(me) // 2 * 2
+    return sorted(among[i] for i in order[first : first + 2])
+
+
+def shared_slots(how: Sync) -> tuple[str, ...]:
+    """Which slots are the same on all islands between two rounds; none where no two need to have the same."""
+    method = method_of(how)
+    return tuple(name for name in method.slots if name in ("anchor", "outer")) if method.shares else ()

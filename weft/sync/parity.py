@@ -1,0 +1,45 @@
+"""Parity of what islands share: hashes are compared, and who has another state than most takes theirs.
+
+As in PCCL (Keiblinger et al. 2025), whose peers compare hashes of a shared state. A bit that flips in one island's
+momentum, or an answer that was applied twice, would otherwise pull that island away from the others for good.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from weft.sync.collectives import from_islands
+from weft.sync.streams import Streams
+
+T = torch.Tensor
+
+
+def digest(tensors: Iterable[T]) -> T:
+    """A hash of these tensors of the CPU, bit by bit: 16 bytes."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
+
+
+def made_same(
+    streams: Streams, mine: Mapping[str, T], members: Sequence[int], tag: str
+) -> tuple[Mapping[str, T], list[int]]:
+    """What most of these islands have of flat tensors, by name, and which islands have something else.
+
+    Where as many have one thing as another, that of the first island counts.
+    """
+    found = from_islands(streams, digest(mine.values()), members, f"{tag}/hash", control=True)
+    words = [bytes(one.numpy()) for one in found]
+    right = max(words, key=lambda word: (words.count(word), -words.index(word)))
+    odd = [island for island, word in zip(members, words, strict=True) if word != right]
+    giver = members[words.index(right)]
+    if streams.island in odd:
+        return {name: streams.receive(giver, f"{tag}/{name}", x.dtype) for name, x in mine.items()}, odd
+    if streams.island == giver:
+        for island in odd:
+            for name, x in mine.items():
+                streams.send(island, f"{tag}/{name}", x)
+        streams.flush()
+    return mine, odd

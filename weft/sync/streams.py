@@ -1,0 +1,347 @@
+"""Streams between islands: messages from a rank to the one with the same place in another island.
+
+They are TCP connections of their own, made when there is something to send. No process group knows of them, so an
+island that is gone keeps nobody else. A message is a tag and bytes, sealed with a key that both ends make of the run's
+token and of what they say to each other first; nothing that comes is ever unpickled. Whoever sends what is not sealed
+so is named, and not heard any more; a stranger is not heard at all.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
+from queue import Queue
+from threading import Condition, Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import UsageError, WeftError
+from weft.layout.hangup import spare
+from weft.layout.mesh import Mesh
+
+#: Bytes of a seal and of a challenge, and of a message's fixed beginning; longest introduction and tag.
+SEAL, HEAD, LONGEST = 16, 18, 1024
+#: Seconds that a stranger gets to show that it is none, and that what is still to be sent gets at the end.
+HELLO_S, END_S = 10.0, 30.0
+#: Seconds of one wait at most, as a thread's wait for ever is none that Python knows.
+MOST_S = 3600.0
+
+
+class IslandLost(WeftError):
+    """Another island is gone, late, or sends what nobody of this run would; the message names it."""
+
+
+class Streams:
+    """This rank's streams to the same place of all other islands. ``limit``: seconds that a message may take.
+
+    The ``store`` says where each of them listens, and has the run's secret. Where islands come and go, messages belong
+    to an ``epoch``, in which the same islands are there: :meth:`break_off` ends what is done in one, and :meth:`begin`
+    starts the next, in which nothing is left of those before.
+
+    ``sent`` and ``received`` count the bytes of messages, ``around`` what is sent beside: seals, tags, introductions,
+    and short messages to ``control`` others.
+    """
+
+    def __init__(self, island: int, islands: int, place: int, store: dist.Store, host: str, limit: float) -> None:
+        self.island, self.islands, self.limit = island, islands, limit
+        self.sent = self.received = self.around = 0
+        self.place, self.store = place, store
+        #: The store that all islands share, while there is one.
+        self.shared: dist.Store | None = store
+        #: The islands in the order of the ring that sums go around.
+        self.order = list(range(islands))
+        self._key = store.compare_set("weft/streams/token", "", secrets.token_hex(32))
+        self.epoch = 0
+        self._came: dict[tuple[int, int, str], deque[bytearray]] = defaultdict(deque)
+        self._news, self._closed, self._broken = Condition(), False, ""
+        self._lost: dict[int, str] = {}
+        self._outboxes: dict[int, Queue[Any]] = {}
+        self._waiting = 0  # messages of this epoch that are still to be sent
+        self._threads: list[Thread] = []
+        self._sockets: list[socket.socket] = []
+        self._to: dict[int, socket.socket] = {}
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, own_port(place)), family=family)
+        self._sockets.append(self._listener)
+        store.set(f"weft/streams/{island}/{place}", json.dumps(self._listener.getsockname()[:2]))
+        serve_each(self._listener, self._serve, "weft-streams")
+
+    def ring(self, islands: Container[int]) -> list[int]:
+        """These islands, in the order of the ring."""
+        return [island for island in self.order if island in islands]
+
+    def send(self, island: int, tag: str, tensor: torch.Tensor, control: bool = False) -> None:
+        """Send a flat tensor of the CPU, which must stay as it is until :meth:`flush` returns. Does not wait."""
+        if island not in self._outboxes:
+            self._outboxes[island] = Queue()
+            self._threads.append(Thread(target=self._deliver, args=(island,), name="weft-streams", daemon=True))
+            self._threads[-1].start()
+        with self._news:
+            self._waiting += 1
+            item = (self.epoch, tag, tensor.view(torch.uint8).numpy().data, control)
+        self._outboxes[island].put(item)
+
+    def flush(self) -> None:
+        """Wait until all that was to be sent has been sent, or nobody is there to read it."""
+        with self._news:
+            while self._waiting and not self._broken and not self._closed:
+                self._news.wait()
+            self._check()
+
+    def receive(self, island: int, tag: str, dtype: torch.dtype, limit: float = 0.0) -> torch.Tensor:
+        """The next message of this tag from an island, as a flat tensor; raises :class:`IslandLost`."""
+        deadline = time.monotonic() + (limit or self.limit)
+        with self._news:
+            key = (self.epoch, island, tag)
+            while not (waiting := self._came[key]):
+                left = deadline - time.monotonic()
+                self._check()
+                if self._closed:
+                    raise IslandLost(f"island {self.island} has ended while it waited for island {island}")
+                if island in self._lost or left <= 0:
+                    why = self._lost.get(island) or f"has not answered for {self.limit:g} s"
+                    raise IslandLost(
+                        f"island {island} {why}: island {self.island} waits for its {tag!r}; look at its ranks and the "
+                        "link, then go on from the last checkpoint with --resume auto"
+                    )
+                self._news.wait(min(left, MOST_S))
+            found = waiting.popleft()
+            if not waiting:
+                del self._came[key]
+        self.received += len(found)
+        return torch.frombuffer(found, dtype=dtype) if found else torch.empty(0, dtype=dtype)
+
+    def _check(self) -> None:
+        if self._broken:
+            raise IslandLost(self._broken)
+
+    def break_off(self, why: str) -> None:
+        """From now on all that waits here raises :class:`IslandLost`, until :meth:`begin`."""
+        with self._news:
+            self._broken = why or "islands come or go"
+            self._news.notify_all()
+
+    def begin(self, epoch: int) -> None:
+        """A new epoch, with connections of its own: what is still under way in those before goes nowhere."""
+        with self._news:
+            self.epoch, self._broken, self._waiting = epoch, "", 0
+            for key in [key for key in self._came if key[0] < epoch]:
+                del self._came[key]
+            ends, self._to = list(self._to.values()), {}
+            self._lost.clear()
+            self._news.notify_all()
+        for end in ends:  # a thread may be about to send there, to one who does not read
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self, flush: bool = True) -> None:
+        """Send what is still to be sent, unless nobody would read it, and end all streams."""
+        for outbox in self._outboxes.values():
+            outbox.put(None)
+        for thread in self._threads:
+            thread.join(END_S if flush else 0)
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        for end in self._sockets:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _loses(self, island: int, why: str) -> None:
+        with self._news:
+            self._lost.setdefault(island, why)
+            self._news.notify_all()
+
+    def _deliver(self, island: int) -> None:
+        """Life of the thread that sends to one island. Where nobody is there to read, what is left is dropped."""
+        outbox, connection, number = self._outboxes[island], None, 0
+        key = b""
+        while (item := outbox.get()) is not None:
+            epoch, tag, view, control = item
+            try:
+                if connection is None or self._to.get(island) is not connection:
+                    self._drop(connection)
+                    connection = None
+                    if epoch == self.epoch and island not in self._lost:
+                        connection, number = self._dial(island, epoch), 0
+                        key = self._introduce(connection, island, epoch)
+                if connection is not None and epoch == self.epoch:
+                    head = struct.pack("!HQQ", len(tag), len(view), epoch) + tag.encode()
+                    connection.sendall(head + _seal(key, number, head, view))
+                    connection.sendall(view)
+                    number += 1
+                    self.sent += 0 if control else len(view)
+                    self.around += len(head) + SEAL + (len(view) if control else 0)
+            except (OSError, RuntimeError, EOFError) as error:  # of the store, if it has gone
+                self._drop(connection)
+                connection = None
+                if not self._closed and epoch == self.epoch:
+                    self._loses(island, f"is gone ({getattr(error, 'strerror', None) or error})")
+            with self._news:
+                self._waiting -= epoch == self.epoch
+                self._news.notify_all()
+        if connection is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+
+    def _drop(self, connection: socket.socket | None) -> None:
+        if connection is not None:
+            connection.close()
+            with suppress(ValueError):
+                self._sockets.remove(connection)
+
+    def _dial(self, island: int, epoch: int) -> socket.socket:
+        name = f"weft/streams/{island}/{self.place}"
+        deadline = time.monotonic() + self.limit
+        while not self.store.check([name]):  # a wait in the store would hold other threads of this rank up
+            if time.monotonic() > deadline:
+                raise OSError(0, f"it has not said where it is for {self.limit:g} s")
+            time.sleep(0.05)
+        connection = socket.create_connection(json.loads(self.store.get(name)), self.limit)
+        connection.settimeout(self.limit)
+        self._adopt(connection)
+        with self._news:
+            if epoch != self.epoch:
+                raise OSError(0, "it is of an epoch before")
+            self._to[island] = connection
+        return connection
+
+    def _introduce(self, connection: socket.socket, island: int, epoch: int) -> bytes:
+        """Say who this is, sealed with what the other end asks, and return the key of this connection."""
+        challenge = _read(connection, SEAL)
+        hello = json.dumps({"from": self.island, "to": island, "place": self.place, "epoch": epoch}).encode()
+        key = hashlib.blake2b(challenge + hello, key=self._key[:64]).digest()
+        connection.sendall(struct.pack("!H", len(hello)) + hello + _seal(key, 0, hello, b""))
+        self.around += len(hello) + SEAL + 2
+        return key
+
+    def _adopt(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        spare(connection)
+        self._sockets.append(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Life of the thread that reads one connection."""
+        try:
+            self._adopt(connection)
+            connection.settimeout(HELLO_S)
+            challenge = secrets.token_bytes(SEAL)
+            connection.sendall(challenge)
+            hello = bytes(_read(connection, struct.unpack("!H", _read(connection, 2))[0], LONGEST))
+            key = hashlib.blake2b(challenge + hello, key=self._key[:64]).digest()
+            if not hmac.compare_digest(_read(connection, SEAL), _seal(key, 0, hello, b"")):
+                raise ValueError
+            said = json.loads(hello)
+            island, epoch = int(said["from"]), int(said["epoch"])
+            if (said["to"], said["place"]) != (self.island, self.place):
+                raise ValueError
+            connection.settimeout(None)
+        except (OSError, ValueError, KeyError, TypeError, EOFError):
+            self._drop(connection)  # a stranger's bytes may be anything; who it was does not matter
+            return
+        why = "is gone"
+        try:
+            self._hear(connection, island, key)
+        except ValueError:
+            why = "has sent a message that is not what was sealed (it is broken or forged)"
+        except (OSError, EOFError):
+            pass
+        if epoch == self.epoch:
+            self._loses(island, why)
+        self._drop(connection)
+
+    def _hear(self, connection: socket.socket, island: int, key: bytes) -> None:
+        number = 0
+        while True:
+            fixed = _read(connection, HEAD)
+            length, size, epoch = struct.unpack("!HQQ", fixed)
+            head = bytes(fixed + _read(connection, length, LONGEST))
+            seal, found = _read(connection, SEAL), _read(connection, size)
+            if not hmac.compare_digest(seal, _seal(key, number, head, found)):
+                raise ValueError
+            number += 1
+            with self._news:
+                if epoch >= self.epoch:
+                    self._came[epoch, island, head[HEAD:].decode()].append(found)
+                    self._news.notify_all()
+
+
+def serve_each(listener: socket.socket, serve: Callable[[socket.socket], None], name: str) -> None:
+    """From now on every connection is served in a thread of this name, until the listener is closed."""
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            Thread(target=serve, args=(connection,), name=name, daemon=True).start()
+
+    Thread(target=accept, name=name, daemon=True).start()
+
+
+def _seal(key: bytes, number: int, head: bytes, payload: bytes | bytearray | memoryview) -> bytes:
+    """Of a connection's message ``number``, so that none can be left out, repeated or put in another's place."""
+    found = hashlib.blake2b(struct.pack("!Q", number) + head, key=key, digest_size=SEAL)
+    found.update(payload)
+    return found.digest()
+
+
+def _read(connection: socket.socket, size: int, most: int | None = None) -> bytearray:
+    """So many bytes; raises EOFError if the other end has ended, and ValueError if they are more than ``most``."""
+    if most is not None and size > most:
+        raise ValueError(size)
+    found = bytearray(size)
+    view = memoryview(found)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+    return found
+
+
+def own_host() -> str:
+    """The address by which other hosts reach this one: that by which it reaches where the ranks have met."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def own_port(place: int) -> int:
+    """Any port; where tunnels and firewalls must know it, ``WEFT_STREAMS_PORT`` and on by the rank's place."""
+    text = os.environ.get("WEFT_STREAMS_PORT", "0")
+    if not text.isdecimal() or int(text) + place > 65535:
+        raise UsageError(f"WEFT_STREAMS_PORT={text} is no port; give a number such as 7100")
+    return int(text) + place if int(text) else 0
+
+
+@contextmanager
+def open_streams(mesh: Mesh, limit: float) -> Iterator[Streams | None]:
+    """In here this rank has streams to the other islands; None where there are none."""
+    if mesh.shore is None:
+        yield None
+        return
+    place = dist.get_rank() if dist.is_initialized() else 0
+    streams = Streams(mesh.island, mesh.islands, place, mesh.shore, own_host(), limit)
+    try:
+        yield streams
+    except BaseException:
+        streams.close(flush=False)
+        raise
+    streams.close()

@@ -1,0 +1,85 @@
+"""Steps whose gradient is decoded from coded sums of whoever is first (:mod:`weft.sync.coded`)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from weft.data.batch import Batch
+from weft.data.order import marks
+from weft.errors import UsageError
+from weft.layout.groups import limit
+from weft.recipe import Resilience
+from weft.sync.arrivals import Link, Sum, connected
+from weft.sync.coded import Task, code_of
+from weft.train.step import Stepper, accumulate, clear_gradients
+
+T = torch.Tensor
+
+#: A decoded weight of labels that is smaller is none.
+ROUNDING = 1e-7
+
+
+@dataclass
+class Coding(Stepper):
+    """A stepper that ends a step as soon as its gradient can be decoded.
+
+    A step's batches are those of all parts that this rank may have to compute, of one job after the other. Nothing in a
+    step waits for all ranks: loss, tokens and wishes to stop come with the gradients. The jobs of a step are parts of
+    one sum, so that all are computed with the same parameters, and the update waits for the last.
+    """
+
+    resilience: Resilience = field(default_factory=Resilience)
+
+    def __post_init__(self) -> None:
+        if self.model.loads is not None:
+            raise UsageError(
+                "resilience.code computes samples several times, and routers of experts would count them so"
+            )
+        code = code_of(self.resilience, self.mesh.size("dp"))
+        assert code is not None
+        waits = limit()
+        self.code, self.rank = code, self.mesh.rank("dp")
+        seconds = waits.total_seconds() if waits else 600.0
+        self.link: Link = connected(code, self.mesh.group("dp"), seconds, self.resilience.patience)
+
+    def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:
+        parts = self.code.parts_of(self.rank)
+        places = [(job, part) for job in range(self.code.jobs) for part in parts]
+        passes = len(batches) // len(places)
+        of = {place: batches[i * passes : (i + 1) * passes] for i, place in enumerate(places)}
+
+        def compute(task: Task, over: Callable[[], bool]) -> Sum | None:
+            numbers = torch.zeros(6, dtype=torch.float64)
+            for part, coefficient in zip(task.parts, task.coefficients, strict=True):
+                for batch in of[task.job, part]:
+                    if over():
+                        clear_gradients(self.model, self.state)
+                        return None
+                    numbers += self._pass(batch, coefficient)
+            vector = torch.cat([grad.flatten() for grad in self.state.gradients().values()]).cpu().numpy()
+            clear_gradients(self.model, self.state)
+            return Sum(vector, numbers.numpy())
+
+        last = self.link.take_step(self.code, compute, stop)
+        self.before_update()
+        assert last.total is not None
+        loss, weight, *counts = last.total.numbers.tolist()
+        weight = weight if abs(weight) > ROUNDING else 1.0
+        vector = torch.from_numpy(last.total.vector).to(self.mesh.device) / weight
+        held = self.state.learning
+        pieces = vector.split([h.local.numel() for h in held])
+        grads = {h.name: piece.view(h.local.shape) for h, piece in zip(held, pieces, strict=True)}
+        tokens, samples, low, high = map(round, counts)
+        sums = [loss / weight, vector.double().square().sum().item(), last.flag, tokens, samples, low + (high << 16)]
+        return grads, torch.tensor(sums, dtype=torch.float64)
+
+    def _pass(self, batch: Batch, coefficient: float) -> T:
+        """Forward and backward of a batch; its numbers times ``coefficient``, as its gradient is on top of what was."""
+        divisor = torch.tensor(1 / coefficient, dtype=torch.float64, device=self.mesh.device)
+        loss = accumulate(self.model, self.state, [batch], self.mesh, self.routes, weight=divisor)
+        marked = marks(batch.samples)  # in halves: their sums are whole numbers, and must be told from each other
+        found = [
+            batch.label_weight, batch.real_tokens, len(batch.samples), (marked & 0xFFFF).sum(), (marked >> 16).sum()
+        ]  # fmt: skip
+        return torch.tensor([loss.item(), *(coefficient * float(number) for number in found)], dtype=torch.float64)

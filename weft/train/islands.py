@@ -1,0 +1,376 @@
+"""What islands do in their steps, or between them, so that they agree with the other islands."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch.profiler import record_function
+
+from weft.data.batch import Batch
+from weft.parallel.state import Held, State
+from weft.recipe import Sync
+from weft.sync.collectives import compressed_mean, from_islands, power_mean, ring_sum
+from weft.sync.compress import Compressor, PowerSGD, build_compressor
+from weft.sync.greco import allocated
+from weft.sync.measure import measured_ring
+from weft.sync.methods import begins, fragment_of, method_of, partners, shared_slots
+from weft.sync.parity import made_same
+from weft.sync.presence import Presence
+from weft.sync.streams import Streams
+from weft.train.step import Stepper, StepResult, accumulate, in_one, reduced, shares_of_sums, square_norm, step_sum
+
+T = torch.Tensor
+
+#: Of a step's sums (:func:`weft.train.step.shares_of_sums`) those that each island knows by itself: the norm, which is
+#: of gradients that all have then, and which samples were seen.
+OWN = [1, 4, 5]
+
+
+def slots_of(how: Sync) -> tuple[str, ...]:
+    """What is kept with every parameter, beside the method's: ``answer``, of a round that is not applied yet.
+
+    And what messages have left out: those that were sent (``up``), and the means that this island sent back (``down``).
+    """
+    method, (there, back) = method_of(how), compressors(how)
+    found = [*method.slots, *(["answer"] if method.late or how.delay else [])]
+    if how.compress != "none":
+        found += ["up"] * (not there.unbiased) + ["down"] * (not back.unbiased and not isinstance(there, PowerSGD))
+    return tuple(found)
+
+
+def compressors(how: Sync) -> tuple[Compressor, Compressor]:
+    """Of what is sent, and of what comes back."""
+    return build_compressor(how.compress), build_compressor(how.compress_back or how.compress)
+
+
+def add_slots(state: State, how: Sync) -> None:
+    """Give every parameter that learns the slots of the method, in float32 or its own type if that is wider."""
+    if how.of_gradients:
+        return
+    for h in state.learning:
+        here = h.local.detach().to("cpu", wider(h.local), copy=True)
+        for name in slots_of(how):
+            h.slots[name] = h.part(here if name == "anchor" else torch.zeros_like(here))
+
+
+def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
+    """Put the islands into the ring that goes best over their links, if sums go around one; what there is to say."""
+    if streams.islands < 3 or not how.in_ring or how.order == "numbered" or streams.shared is None:
+        return ""  # two make one ring, and an island that comes later is told which it is
+    elements = sum(h.local.numel() for h in state.learning)
+    return measured_ring(streams, 4.0 * elements / how.fragments)
+
+
+@dataclass
+class Together(Stepper):
+    """A stepper for islands that agree in every step: their gradients are summed before the update.
+
+    So it is data parallelism, over streams: every label counts alike, whichever island it is on, and the norm that is
+    clipped is that of the whole gradient.
+    """
+
+    streams: Streams = field(kw_only=True)
+    steps: int = 0
+
+    def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:
+        self.steps += 1
+        model, state, mesh = self.model, self.state, self.mesh
+        loss = accumulate(model, state, batches, mesh, self.routes, beyond=self.of_all)
+        with record_function("weft:optimizer"):
+            grads = self.summed(reduced(state, mesh))
+            square = square_norm(grads, state, mesh)
+            self.before_update()
+            mine = step_sum(shares_of_sums(loss, square, model, batches, stop, mesh), mesh)
+            sums = self.of_all(mine)
+            sums[OWN] = mine[OWN]
+            return grads, sums
+
+    def of_all(self, number: T) -> T:
+        """The sum of some numbers of all islands."""
+        mine = number.detach().reshape(-1).cpu()
+        found = from_islands(self.streams, mine, range(self.mesh.islands), f"numbers of step {self.steps}")
+        return torch.stack(found).sum(0).view_as(number).to(number.device)
+
+    def summed(self, grads: Mapping[str, T]) -> dict[str, T]:
+        """The gradients of all islands, added up."""
+        if not grads:
+            return {}
+
+        def over_ring(flat: T) -> T:
+            return ring_sum(self.streams, flat, self.streams.order, f"gradients of step {self.steps}")
+
+        return in_one(list(grads), grads, torch.device("cpu"), over_ring)
+
+
+class Exchanged(NamedTuple):
+    """What an exchange of a fragment gives: the mean of what so many ``islands`` have sent.
+
+    ``kept`` replaces slots, of which it has the values end to end. ``warm``: what PowerSGD ended with, by parameter.
+    """
+
+    answer: T
+    islands: int
+    kept: Mapping[str, T] = {}
+    warm: Mapping[str, T] = {}
+
+
+@dataclass
+class Apart(Stepper):
+    """A stepper for islands that take steps by themselves, by another stepper, and agree between some of them.
+
+    ``presence`` says which islands take part, and ``steps`` have been taken before. A wish to end the run counts from
+    the round after the next on, so that all islands that agree with each other end after the same step.
+    """
+
+    inner: Stepper = field(kw_only=True)
+    presence: Presence = field(kw_only=True)
+    how: Sync = field(kw_only=True)
+    steps: int = 0
+    stops: bool = False
+
+    def __post_init__(self) -> None:
+        self.method, count = method_of(self.how), self.how.fragments
+        self.streams = self.presence.streams
+        self.there, self.back = compressors(self.how)
+        #: Of PowerSGD, by parameter: what the last round ended with.
+        self.warm: dict[str, T] = {}
+        self.fragments = [[h for h in self.state.learning if fragment_of(h.name, count) == f] for f in range(count)]
+        #: Exchanges under way, by fragment. One after the other, in the same order on all islands.
+        self.under_way: dict[int, Future[Exchanged]] = {}
+        #: Of answers that are slots, by fragment: how many islands they are of; all, if nothing is said.
+        self.counts: dict[int, int] = dict(enumerate(self.presence.counts))
+        self.exchanging = ThreadPoolExecutor(1, "weft-islands")
+
+    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
+        results = self.inner.step(batches, lr, stop)
+        self.steps += 1
+        due = [f for f in range(len(self.fragments)) if self.is_due(f)]
+        if due:
+            results += self.inner.finish()
+        results = self.without_wish(results)
+        if due:
+            number = self.steps // self.how.every  # of the round
+            if self.stops:
+                self.presence.wish(number + 1)
+            self.before_update()
+            self.state.expose()
+            for f in due:
+                self.agree(f)
+            self.state.release()  # what was gathered is of other values
+            if begins(self.steps, 0, self.how):
+                for island in self.presence.newcomers(self.number(0)):
+                    self.hand_over(island, sum(result.tokens for result in results))
+                ends = self.presence.wished()
+                if results and ends is not None and ends <= number:
+                    results[-1] = results[-1]._replace(stop=True)
+        return results
+
+    def finish(self) -> list[StepResult]:
+        """As of any stepper; answers that are on their way are waited for, and become slots of the state."""
+        results = self.without_wish(self.inner.finish())
+        self.keep_answers()
+        return results
+
+    def keep_answers(self) -> None:
+        """Wait for the answers that are on their way, and have them in slots."""
+        if self.under_way:
+            self.before_update()
+        for f in list(self.under_way):
+            answer, self.counts[f] = self.answer(f)
+            self.keep("answer", self.fragments[f], answer)
+
+    def summary(self) -> str:
+        sent = (self.streams.sent + self.streams.around) / 2**20
+        said = f"islands agreed {self.steps // self.how.every} times; this rank has sent {sent:.3g} MiB to others"
+        return "; ".join(filter(None, (self.inner.summary(), said)))
+
+    def news(self) -> list[str]:
+        return self.presence.take_news()
+
+    def without_wish(self, results: list[StepResult]) -> list[StepResult]:
+        """Note whether a rank of this island wishes to end the run, which no step by itself does."""
+        self.stops = self.stops or any(result.stop for result in results)
+        return [result._replace(stop=False) for result in results]
+
+    def is_due(self, f: int) -> bool:
+        """Whether something is to be done about a fragment after this step."""
+        return begins(self.steps, f, self.how) or begins(self.steps - self.how.delay, f, self.how)
+
+    def number(self, f: int) -> int:
+        """The number of a fragment's exchange that begins after this step."""
+        return self.steps // self.how.every * self.how.fragments + f
+
+    @torch.no_grad()
+    def agree(self, f: int) -> None:
+        """Begin a round of a fragment, or apply the answer to the last one, or both."""
+        held, delay = self.fragments[f], self.how.delay
+        starts, later, answer = begins(self.steps, f, self.how), bool(delay) or self.method.late, None
+        if starts:
+            self.presence.begin(self.number(f))
+        if later and (self.method.late or begins(self.steps - delay, f, self.how)):
+            answer = self.answer(f)
+        theta, slots = self.flat(held), {name: self.flat(held, name) for name in self.method.slots}
+        mine = self.method.sent(theta, slots) if starts else theta
+        shared = {name: slots[name] for name in shared_slots(self.how)}
+        if starts and not later:
+            found = self.exchanged(f, self.number(f), mine, shared, self.steps)
+            answer = self.settled(f, found)
+            slots |= {name: found.kept[name] for name in shared if name in found.kept}
+        if answer is not None:
+            theta = self.method.applied(theta, slots, answer[0], self.how, answer[1])
+            for name, values in slots.items():
+                self.keep(name, held, values)
+            self.keep("", held, theta)
+        if starts and later:
+            self.under_way[f] = self.exchanging.submit(self.exchanged, f, self.number(f), mine, shared, self.steps)
+
+    def answer(self, f: int) -> tuple[T, int]:
+        """The answer of a fragment's last exchange, and how many islands it is of."""
+        if f in self.under_way:
+            return self.settled(f, self.under_way.pop(f).result())
+        return self.flat(self.fragments[f], "answer"), self.counts.get(f, self.mesh.islands)
+
+    def settled(self, f: int, found: Exchanged) -> tuple[T, int]:
+        """The same, with what else an exchange has changed kept."""
+        for name, values in found.kept.items():
+            self.keep(name, self.fragments[f], values)
+        self.warm |= found.warm
+        return found.answer, found.islands
+
+    def exchanged(self, f: int, number: int, mine: T, shared: Mapping[str, T], step: int) -> Exchanged:
+        """The mean over the partners of what each sends of a fragment after a step. Changes nothing here.
+
+        ``shared``: the slots that all must have alike; an island that has not sends what it would have with the right
+        ones.
+        """
+        held = self.fragments[f]
+
+        def draw(among: Sequence[int]) -> Sequence[int]:
+            return partners(self.mesh.island, among, self.how, number)
+
+        def work(members: Sequence[int], tag: str) -> Exchanged:
+            if not held:
+                return Exchanged(mine, len(members))
+            sent, kept = mine.clone(), dict[str, T]()
+            if shared:
+                right, odd = made_same(self.streams, shared, members, tag)
+                if odd:
+                    self.presence.note_odd(odd, step)
+                if self.mesh.island in odd:
+                    kept |= right
+                    sent += right["anchor"] - shared["anchor"]
+            if self.how.compress != "none":
+                found = self.compressed(held, sent, tag, step // self.how.every, members)
+                return found._replace(kept={**found.kept, **kept})
+            if self.how.partner == "ring":
+                answer = torch.stack(from_islands(self.streams, sent, members, tag)).mean(0)
+            else:
+                answer = ring_sum(self.streams, sent, self.streams.ring(members), tag).div_(len(members))
+            return Exchanged(answer, len(members), kept)
+
+        return self.presence.exchange(number, draw, work)
+
+    def compressed(self, held: Sequence[Held], mine: T, tag: str, number: int, members: Sequence[int]) -> Exchanged:
+        """The mean over these islands, by compressed messages; what these leave out is to go to slots."""
+        left: dict[str, T] = {name: self.flat(held, name) for name in ("up", "down") if name in held[0].slots}
+        if not isinstance(self.there, PowerSGD):
+            answer = compressed_mean(
+                self.streams, mine, self.there, self.back, tag, number, left.get("up"), left.get("down"), members
+            )
+            return Exchanged(answer, len(members), left)
+        answer, kept, sizes = torch.empty_like(mine), dict[str, T](), [h.local.numel() for h in held]
+        flats = (mine, left["up"], answer)
+        parts = [[f.view(h.local.shape) for h, f in zip(held, flat.split(sizes), strict=True)] for flat in flats]
+        ranks = self.ranks(held, [x + up for x, up, _ in zip(*parts, strict=True)], tag, number, members)
+        ring = self.streams.ring(members)
+        for h, rank, x, up, out in zip(held, ranks, *parts, strict=True):
+            there, warm = replace(self.there, rank=rank), self.warm.get(h.name)
+            payload = power_mean(self.streams, x, there, f"{tag}/{h.name}", number, up, warm, ring)
+            if (warm := there.warm(payload)) is not None:
+                kept[h.name] = warm
+            out.copy_(there.decode(payload, x.shape, number))
+        return Exchanged(answer, len(members), left, kept)
+
+    def ranks(
+        self, held: Sequence[Held], wanted: Sequence[T], tag: str, number: int, members: Sequence[int]
+    ) -> list[int]:
+        """PowerSGD's rank for what is ``wanted`` of each parameter: one for all, or L-GreCo's choice.
+
+        The first member has chosen, anew every so many rounds. It says so in each, so that nobody needs to have taken
+        part in the last one.
+        """
+        there, allocate = self.there, self.how.allocate
+        assert isinstance(there, PowerSGD)
+        found = [self.warm[h.name].shape[1] if h.name in self.warm else there.rank for h in held]
+        if not allocate or len(members) == 1:
+            return found
+        if self.mesh.island != members[0]:
+            return [int(rank) for rank in self.streams.receive(members[0], f"{tag}/ranks", torch.int32)]
+        if number % allocate == 0 or not self.warm.keys() & {h.name for h in held}:
+            chosen = allocated({h.name: x for h, x in zip(held, wanted, strict=True)}, there, number)
+            found = [one.rank if isinstance(one, PowerSGD) else there.rank for one in chosen.values()]
+        for other in members[1:]:
+            self.streams.send(other, f"{tag}/ranks", torch.tensor(found, dtype=torch.int32))
+        self.streams.flush()
+        return found
+
+    def hand_over(self, island: int, tokens: int) -> None:
+        """Send an island that comes, or comes back, the state that it goes on from."""
+        self.keep_answers()
+        counts = [self.counts.get(f, self.mesh.islands) for f in range(self.how.fragments)]
+        about = [self.presence.tokens + tokens, *counts, *self.streams.order]
+        send_state(self.state, self.how, self.streams, island, self.steps // self.how.every, about)
+
+    def flat(self, held: Sequence[Held], slot: str = "") -> T:
+        """The parameters, or one of their slots, end to end: a copy on the host."""
+        flats = [values_of(h, slot) for h in held]
+        return torch.cat([x.flatten().to("cpu", wider(x)) for x in flats]) if held else torch.empty(0)
+
+    def keep(self, slot: str, held: Sequence[Held], flat: T) -> None:
+        for h, values in zip(held, flat.split([h.local.numel() for h in held]), strict=True):
+            values_of(h, slot).copy_(values.view_as(h.local))
+
+
+def values_of(h: Held, slot: str) -> T:
+    """One of a parameter's slots, or with "" the parameter, as they are here."""
+    return h.slots[slot].values if slot else h.local.detach()
+
+
+def wider(x: T) -> torch.dtype:
+    """Float32, or the tensor's own type if that is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def state_of(state: State, how: Sync, number: int) -> Iterator[tuple[str, Held, str]]:
+    """What an island that comes takes from another at the end of a round: tags, whose they are, and slots or "".
+
+    What messages have left out is each island's own, and so are the moments of its optimizer.
+    """
+    for h in state.held:
+        if h.local.is_floating_point():
+            yield f"state {number}/{h.name}", h, ""
+    for h in state.learning:
+        for slot in slots_of(how):
+            if slot not in ("up", "down"):
+                yield f"state {number}/{h.name}/{slot}", h, slot
+
+
+def send_state(state: State, how: Sync, streams: Streams, island: int, number: int, about: Sequence[int]) -> None:
+    """Send all that to the same place of another island, without waiting, and some numbers ``about`` it."""
+    streams.send(island, f"state {number}", torch.tensor(about))
+    for tag, h, slot in state_of(state, how, number):
+        values = values_of(h, slot)
+        streams.send(island, tag, values.flatten().to("cpu", wider(values), copy=True))  # which goes on to change here
+
+
+@torch.no_grad()
+def take_state(state: State, how: Sync, streams: Streams, island: int, number: int) -> list[int]:
+    """Take all that from the same place of another island; the numbers about it. Raises :class:`IslandLost`."""
+    about: list[int] = streams.receive(island, f"state {number}", torch.int64, limit=inf).tolist()  # when that ends
+    for tag, h, slot in state_of(state, how, number):
+        target = values_of(h, slot)
+        target.copy_(streams.receive(island, tag, wider(target)).view_as(target))
+    return about

@@ -1,0 +1,43 @@
+"""Steps by a gradient that a rule makes of all replicas', some of which may be garbage (:mod:`weft.sync.robust`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from weft.data.batch import Batch
+from weft.layout.boundary import step_sum
+from weft.recipe import Resilience
+from weft.sync.robust import RULES, aggregated
+from weft.train.step import Stepper, accumulate, divisor, shares_of_sums
+
+T = torch.Tensor
+
+
+@dataclass
+class Voting(Stepper):
+    """A stepper that takes from every replica the mean gradient of its own tokens, one vote each.
+
+    A replica whose gradient is not finite, or that has no tokens, has no part in the step, nor in its loss. The other
+    losses are weighted by tokens, as ever.
+    """
+
+    resilience: Resilience = field(default_factory=Resilience)
+
+    def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:
+        weight = torch.tensor(sum(b.label_weight for b in batches), dtype=torch.float64, device=self.mesh.device)
+        loss = accumulate(self.model, self.state, batches, self.mesh, self.routes, weight=divisor(weight))
+        grads = self.state.gradients()
+        vote = torch.cat([grad.flatten() for grad in grads.values()])
+        if not (weight > 0 and loss.isfinite()):
+            vote.fill_(torch.nan)
+        rule, group = RULES[self.resilience.aggregate], self.mesh.group("dp")
+        vote, counted = aggregated(vote, rule, self.resilience.faulty, group)
+        if not counted[self.mesh.rank("dp")]:
+            loss, weight = torch.zeros_like(loss), torch.zeros_like(weight)
+        self.before_update()
+        sums = step_sum(shares_of_sums(loss * weight, weight, self.model, batches, stop, self.mesh), self.mesh)
+        sums[0] = sums[0] / divisor(sums[1])
+        sums[1] = vote.double().square().sum()
+        pieces = vote.split([grad.numel() for grad in grads.values()])
+        return {name: x.view(grads[name].shape) for name, x in zip(grads, pieces, strict=True)}, sums
