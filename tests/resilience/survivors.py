@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from weft.observe.metrics import FILE, Record, read_metrics
 from weft.recipe import Recipe
+from weft.resilience.company import Company
 from weft.resilience.islands import come_back
 from weft.resilience.roster import read_roster
 from weft.resilience.run import join
@@ -27,17 +29,19 @@ from weft.train.launch import rank_environment
 HUNG = 240
 
 
-def _be(rank: int, world: int, port: int, recipe: Recipe, out: str, joins: bool, row_s: float) -> None:
+def _be(
+    rank: int, world: int, port: int, recipe: Recipe, out: str, joins: bool, row_s: float, gate: int | None
+) -> None:  # fmt: skip
     os.environ |= rank_environment(rank, world, 1)
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_ERROR_FILE": f"{out}.{rank}.json"}
-    if row_s:
-        _sleep_per_row(row_s)
+    _pass_as_told(row_s, None if joins else gate, Path(f"{out}.gate"))
     with open(f"{out}.{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
         if joins:
             folder = Path(out.rstrip("+"))
+            _note_when_let_in(Path(f"{out}.{rank}.in"))
             (come_back if "island" in read_roster(folder).about else join)(folder)
         else:
             be_rank(recipe, Path(out), None, lambda recipe, outcome: None)
@@ -46,28 +50,46 @@ def _be(rank: int, world: int, port: int, recipe: Recipe, out: str, joins: bool,
     os._exit(0)
 
 
-def _sleep_per_row(seconds: float) -> None:
-    """From now on a forward pass of this process sleeps so long for every row, as if it computed on its own cores."""
-    plain = step.pass_loss
+def _pass_as_told(row_s: float, gate: int | None, opened: Path) -> None:
+    """From now on a forward pass of this process sleeps so long for every row, as if it computed on its own cores.
 
-    def slept(model: Any, batch: Any, *rest: Any) -> Any:
-        time.sleep(seconds * batch.tokens.shape[0])
+    ``gate``: after so many passes this process waits until somebody has ``opened`` the gate.
+    """
+    plain, passes = step.pass_loss, itertools.count(1)
+
+    def told(model: Any, batch: Any, *rest: Any) -> Any:
+        time.sleep(row_s * batch.tokens.shape[0])
+        number = next(passes)
+        while gate is not None and number > gate and not opened.exists():
+            time.sleep(0.01)
         return plain(model, batch, *rest)
 
-    step.pass_loss = slept
+    step.pass_loss = told
+
+
+def _note_when_let_in(note: Path) -> None:
+    """Make the file when this process has been let in to islands that went on without its own."""
+    plain = Company.come
+
+    def come(*given: Any) -> None:
+        plain(*given)
+        note.touch()
+
+    Company.come = come
 
 
 class Ranks:
     """The processes of one run, by the rank with which they were started.
 
     ``row_s``: how long each of these sleeps for every row, the last one's is also that of all that come later.
+    ``gate``: those that begin the run go no further than so many passes before ``open`` is called.
     """
 
-    def __init__(self, recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,)) -> None:
+    def __init__(self, recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,), gate: int | None = None) -> None:
         # Forking from a server that has imported PyTorch starts a rank in milliseconds.
         context: Any = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", __name__])
-        self.recipe, self.out, self._context, self._row_s = recipe, out, context, row_s
+        self.recipe, self.out, self._context, self._row_s, self._gate = recipe, out, context, row_s, gate
         self.processes: list[Any] = []
         self.start(recipe.layout.world, joins=False)
 
@@ -76,9 +98,13 @@ class Ranks:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(count):
             row_s = self._row_s[min(len(self.processes), len(self._row_s) - 1)]
-            given = (rank, count, self._store.port, self.recipe, f"{folder or self.out}{'+' * joins}", joins, row_s)
+            where = f"{folder or self.out}{'+' * joins}"
+            given = (rank, count, self._store.port, self.recipe, where, joins, row_s, self._gate)
             self.processes.append(self._context.Process(target=_be, args=given, daemon=True))
             self.processes[-1].start()
+
+    def open(self) -> None:
+        Path(f"{self.out}.gate").touch()
 
     def signal(self, rank: int, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -120,9 +146,9 @@ class Ranks:
 
 
 @contextmanager
-def ranks(recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,)) -> Iterator[Ranks]:
+def ranks(recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,), gate: int | None = None) -> Iterator[Ranks]:
     """The ranks of a run in the folder ``out``; none is left at the end."""
-    started = Ranks(recipe, out, row_s)
+    started = Ranks(recipe, out, row_s, gate)
     try:
         yield started
     finally:

@@ -29,7 +29,8 @@ from weft.train.setup import prepare
 from weft.train.simulated import agree
 from weft.train.verify import walk
 
-STEPS = 36
+#: The steps of a run, and the one that islands go no further than before a lost one has been let in again.
+STEPS, GATE = 36, 24
 
 
 def job(corpus: str, layout: str, sync: dict[str, Any], **change: Any) -> Recipe:
@@ -146,7 +147,8 @@ def trial(
     hit = [draw.choice(victims)] if one_rank else victims
     since = draw.randint(2, STEPS // 3)
     frozen = kind in ("freeze", "thaw")
-    with ranks(asked, out, (0.01,)) as run:
+    returns = kind in ("return", "thaw")
+    with ranks(asked, out, (0.01,), GATE if returns else None) as run:
         wait_for_record(run, folder_of(out, there[0]), "train", lambda r: r["step"] >= since)
         time.sleep(draw.uniform(0, 0.3))
         begun = time.time()
@@ -157,16 +159,18 @@ def trial(
             time.sleep(draw.uniform(0, 0.5))
             for rank in hit:
                 run.signal(rank, signal.SIGCONT)
-        if kind in ("thaw", "return"):
+        if returns:
             for rank in victims:
                 run.processes[rank].join(60)
             codes = [run.processes[rank].exitcode for rank in victims]
             assert set(codes) <= {LEFT_OUT, -signal.SIGKILL}, codes
             run.start(each, folder=folder_of(out, victim))
+            run.wait_for(lambda: all(Path(f"{folder_of(out, victim)}+.{i}.in").exists() for i in range(each)))
+            run.open()
         run.end(lost=victims)
         words = run.words()
     row = {"kind": kind, "seed": seed, "seconds": [event["agreed"] - begun for event in events], "wrong": []}
-    present = sorted({*there, victim}) if kind in ("thaw", "return") else there
+    present = sorted({*there, victim}) if returns else there
     told = [read_metrics(folder_of(out, i)) for i in there]
     if asked.sync.partner == "all" and asked.sync.update != "noloco":
         said = [[(r["number"], r["members"]) for r in one.get("agreed", [])] for one in told]
