@@ -661,12 +661,13 @@ OUTER = {
 class Sync(Section):
     """How islands (``layout.island``) agree: docs/islands.md.
 
-    ``every`` so many steps, with all or with some (``partner``): ``ring`` neighbours or random ``pairs``; these by
-    ``update = "average"`` or ``"noloco"`` alone. ``update`` is how (:mod:`weft.sync.methods`): the ``average`` of all
-    parameters, ``nesterov`` momentum on what was learned (DiLoCo), that in ``fragments`` in turn, of each of which the
-    answer comes ``delay`` steps later and is mixed with a share ``mix`` of what is here then (``streaming``), with the
-    others' of the last round (``eager``, ``co2``), or in pairs (``noloco``). Where all average in every step it is
-    gradients that they exchange, so that they compute exactly what one would.
+    ``every`` so many steps, with all or with some (``partner``): ``ring`` neighbours, random ``pairs``, or those whom a
+    ``graph`` of pairs, as ``[[0, 1], [1, 2]]``, links; by ``update = "average"`` alone, or in pairs by ``"noloco"``.
+    ``update`` is how (:mod:`weft.sync.methods`): the ``average`` of all parameters, ``nesterov`` momentum on what was
+    learned (DiLoCo), that in ``fragments`` in turn, of each of which the answer comes ``delay`` steps later and is
+    mixed with a share ``mix`` of what is here then (``streaming``), with the others' of the last round (``eager``,
+    ``co2``), or in pairs (``noloco``). Where all average in every step it is gradients that they exchange, so that they
+    compute exactly what one would.
 
     ``compress``: what is sent, as ``int8``, ``int4``, ``topk:0.01``, ``randk:0.1``, ``powersgd:4``, ``sign`` or
     ``cocktail`` (:mod:`weft.sync.compress`), and ``compress_back`` what comes back, if not likewise. What a message
@@ -680,7 +681,8 @@ class Sync(Section):
     """
 
     every: PositiveInt = 1
-    partner: Literal["all", "ring", "pairs"] = "all"
+    partner: Literal["all", "ring", "pairs", "graph"] = "all"
+    graph: tuple[tuple[int, int], ...] = ()
     update: Literal["average", "nesterov", "streaming", "eager", "co2", "noloco"] = "average"
     fragments: PositiveInt = 1
     delay: int = Field(0, ge=0)

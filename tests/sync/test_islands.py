@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,11 +19,12 @@ from hypothesis import strategies as st
 from tests.cases import recipe, write_corpus
 from tests.conftest import Command
 from weft.checkpoint.store import committed
+from weft.layout.conflicts import connected
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
 from weft.recipe import Sync, build_recipe
-from weft.sync.methods import begins, fragment_of, partners
+from weft.sync.methods import begins, fragment_of, partners, shares
 from weft.sync.streams import Streams, open_streams
 from weft.train.islands import Apart
 from weft.train.loop import train
@@ -70,6 +72,7 @@ OUTER: list[tuple[int, dict[str, Any]]] = [
     (3, {"every": 2, "update": "average"}),
     (3, {"every": 1, "update": "average", "partner": "ring"}),
     (3, {"every": 1, "update": "average", "partner": "pairs"}),
+    (4, {"every": 1, "update": "average", "partner": "graph", "graph": [(0, 1), (1, 2), (1, 3), (3, 1)]}),
     (2, {"every": 2, "update": "nesterov"}),
     (2, {"every": 3, "update": "streaming", "fragments": 3, "delay": 1}),
     (2, {"every": 2, "update": "streaming", "fragments": 2, "mix": 0.25}),
@@ -259,6 +262,23 @@ def test_partners_have_each_other(islands: int, number: int, partner: str) -> No
     assert all(i in found[j] for i, group in enumerate(found) for j in group)
     if partner == "pairs":
         assert sorted(map(len, found)) == [1] * (islands % 2) + [2] * (islands - islands % 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_neighbours_in_a_graph_keep_the_mean(data: st.DataObject) -> None:
+    """Each island's shares are one together, and what all take of one is one: also with some of them away."""
+    count = data.draw(st.integers(2, 9))
+    links = {(data.draw(st.integers(0, i - 1)), i) for i in range(1, count)}
+    how = Sync(partner="graph", graph=tuple(links | {(b, a) for a, b in links if data.draw(st.booleans())}))
+    assert connected(how.graph, count) and not connected(how.graph, count + 1)
+    here = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
+    taken = torch.zeros(count, count, dtype=torch.float64)
+    for i in here:
+        group = [one for one in partners(i, range(count), how, 0) if one in here]
+        taken[i, group] = torch.tensor(shares(i, group, how), dtype=torch.float64)
+    mine = torch.tensor([float(i in here) for i in range(count)], dtype=torch.float64)
+    assert taken.min() >= 0 and all(torch.allclose(taken.sum(dim), mine) for dim in (0, 1))
 
 
 def test_a_rank_above_the_matrix_and_an_unknown_compressor_are_one_line(command: Command) -> None:

@@ -6,7 +6,7 @@ known: a layout by itself when it is made, the rest when the model is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -337,9 +337,16 @@ RULES: tuple[Rule, ...] = (
          "{0.recipe.sync.every}", "set delay below every"),
     Rule("neighbours that make one model", "recipe",
          lambda a: (a.recipe.sync.partner != "all" and a.recipe.sync.update not in ("average", "noloco"))
-         or (a.recipe.sync.partner == "ring" and a.recipe.sync.update == "noloco"),
+         or (a.recipe.sync.partner in ("ring", "graph") and a.recipe.sync.update == "noloco"),
          "sync.update = {0.recipe.sync.update!r} does not go with partner = {0.recipe.sync.partner!r}: 'average' goes "
          "with any, 'noloco' with 'pairs', the others with 'all'", "change one of them"),
+    Rule("a graph of other islands", "layout recipe",
+         lambda a: a.layout.island > 1 and a.recipe.sync.partner == "graph"
+         and not connected(a.recipe.sync.graph, a.layout.island),
+         "sync.partner = 'graph' links all of island={0.layout.island}, from 0 on, with each other by way of some, and "
+         "sync.graph = {0.recipe.sync.graph} does not", "give pairs of islands, as sync.graph = [[0, 1], [1, 2]]"),
+    Rule("a graph for nobody", "recipe", lambda a: bool(a.recipe.sync.graph) and a.recipe.sync.partner != "graph",
+         "sync.graph is about partner = 'graph', and it is {0.recipe.sync.partner!r}", "set sync.partner = 'graph'"),
     Rule("compressed neighbours", "recipe",
          lambda a: a.recipe.sync.compress != "none"
          and (a.recipe.sync.partner != "all" or a.recipe.sync.update == "noloco"),
@@ -511,6 +518,15 @@ RULES: tuple[Rule, ...] = (
          "layout.balance = {0.layout.balance!r} does not go together with train.compile: every pass has a length and a "
          "group of its own", "leave out one of them"),
 )  # fmt: skip
+
+
+def connected(edges: Sequence[tuple[int, int]], count: int) -> bool:
+    """Whether these pairs link all of so many islands, from 0 on, and nobody else."""
+    found = {0}
+    for _ in range(count):
+        found |= {one for edge in edges if found & {*edge} for one in edge}
+    named = {0, *(one for edge in edges for one in edge)}
+    return found == {*range(count)} == named and all(a != b for a, b in edges)
 
 
 def refuse(asked: Asked, *given: str) -> None:

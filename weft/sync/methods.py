@@ -6,6 +6,7 @@ how far an island has come from there, with the sign of a gradient. An answer is
 who took part. :mod:`weft.train.islands` is the clock.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -99,7 +100,7 @@ METHODS = {
 
 
 def method_of(how: Sync) -> Method:
-    return METHODS["gossip" if how.update == "average" and how.partner in ("ring", "pairs") else how.update]
+    return METHODS["gossip" if how.update == "average" and how.partner != "all" else how.update]
 
 
 def begins(step: int, fragment: int, how: Sync) -> bool:
@@ -118,11 +119,26 @@ def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[
     count, me = len(among), list(among).index(island)
     if how.partner == "ring":
         return sorted({among[(me + step) % count] for step in (-1, 0, 1)})
+    if how.partner == "graph":
+        return sorted({island, *(one for edge in how.graph if island in edge for one in edge if one in among)})
     if how.partner != "pairs" and how.update != "noloco":
         return list(among)
     order = shuffled(count, number).tolist()
     first = order.index(me) // 2 * 2
     return sorted(among[i] for i in order[first : first + 2])
+
+
+def shares(island: int, members: Sequence[int], how: Sync) -> list[float]:
+    """What an island takes of each of these when it averages with them; its own share is what is left.
+
+    In a graph these are Metropolis' weights: both ends of an edge take as much of each other, so that the mean over all
+    islands stays where it is, however many edges each has (Xiao & Boyd 2004).
+    """
+    if how.partner != "graph":
+        return [1 / len(members)] * len(members)
+    degree = Counter(one for edge in {tuple(sorted(edge)) for edge in how.graph} for one in edge)
+    found = {one: 1 / (1 + max(degree[island], degree[one])) for one in members if one != island}
+    return [found.get(one, 1 - sum(found.values())) for one in members]
 
 
 def shared_slots(how: Sync) -> tuple[str, ...]:

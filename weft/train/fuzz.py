@@ -124,7 +124,12 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "sync.every": _if_above_one("island", 2),
     "sync.update": _updates,
     "sync.partner": lambda recipe, case, rng: (
-        ["ring", "pairs"] if "layout.island" in case and case.get("sync.update", "noloco") == "noloco" else []
+        ["ring", "pairs", "graph"] if "layout.island" in case and case.get("sync.update", "noloco") == "noloco" else []
+    ),
+    "sync.graph": lambda recipe, case, rng: (
+        [[[rng.randrange(i), i] for i in range(1, case["layout.island"])]]
+        if case.get("sync.partner") == "graph"
+        else []
     ),
     "sync.fragments": _if_update("streaming", values=(2, 3)),
     "sync.delay": lambda recipe, case, rng: [1] if "sync.fragments" in case and "sync.every" in case else [],

@@ -16,7 +16,7 @@ from weft.sync.collectives import compressed_mean, from_islands, power_mean, rin
 from weft.sync.compress import Compressor, PowerSGD, build_compressor
 from weft.sync.greco import allocated
 from weft.sync.measure import measured_ring
-from weft.sync.methods import begins, fragment_of, method_of, partners, shared_slots
+from weft.sync.methods import begins, fragment_of, method_of, partners, shared_slots, shares
 from weft.sync.parity import made_same
 from weft.sync.presence import Presence
 from weft.sync.streams import Streams
@@ -265,8 +265,10 @@ class Apart(Stepper):
             if self.how.compress != "none":
                 found = self.compressed(held, sent, tag, step // self.how.every, members)
                 return found._replace(kept={**found.kept, **kept})
-            if self.how.partner == "ring":
-                answer = torch.stack(from_islands(self.streams, sent, members, tag)).mean(0)
+            if self.how.partner in ("ring", "graph"):
+                came = from_islands(self.streams, sent, members, tag)
+                parts = shares(self.mesh.island, members, self.how)
+                answer = sum((share * x for share, x in zip(parts, came, strict=True)), torch.zeros_like(sent))
             else:
                 answer = ring_sum(self.streams, sent, self.streams.ring(members), tag).div_(len(members))
             return Exchanged(answer, len(members), kept)

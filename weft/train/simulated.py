@@ -78,6 +78,8 @@ def partners(i: int, count: int, how: Sync, number: int) -> Collection[int]:
     """The island itself and whom it agrees with, if all are there."""
     if how.partner == "ring":
         return {(i - 1) % count, i, (i + 1) % count}
+    if how.partner == "graph":
+        return {i, *(j for j in range(count) if (i, j) in how.graph or (j, i) in how.graph)}
     if how.partner == "all" and how.update != "noloco":
         return range(count)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(number)).tolist()
@@ -100,9 +102,17 @@ def average(at: Round) -> None:
     if at.is_due:
         before = {i: one.now.clone() for i, one in at.ones.items()}
         for i, one in at.ones.items():
-            one.now.copy_(torch.stack([before[j] for j in sorted(at.near(i))]).mean(0))
+            if at.how.partner == "graph":
+                one.now.add_(sum(weight(i, j, at.how) * (before[j] - before[i]) for j in at.near(i)))
+            else:
+                one.now.copy_(torch.stack([before[j] for j in sorted(at.near(i))]).mean(0))
             if at.how.partner == "all":
                 one.kept["anchor"].copy_(one.now)
+
+
+def weight(i: int, j: int, how: Sync) -> float:
+    """How far an island of a graph goes towards another: less far where either has many neighbours."""
+    return 1 / max(sum(1 for edge in {frozenset(edge) for edge in how.graph} if one in edge) + 1 for one in (i, j))
 
 
 def nesterov(at: Round) -> None:
