@@ -60,7 +60,7 @@ class Side(NamedTuple):
     steps: int = EVERY
 
 
-APART = "island=2,shard=2"
+APART = "island=2,dp=2"
 PLAIN, TORCHFT = "plain data parallel", "torchft's DiLoCo"
 #: Outer rates and momenta as --tune found them best on seed 0, CO2's as published.
 NESTEROV = {"update": "nesterov", "lr": 0.7, "momentum": 0.6}

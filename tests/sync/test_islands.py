@@ -181,7 +181,33 @@ def test_ranks_that_are_chosen_send_less_and_make_one_model(corpus: str, monkeyp
 CUT = [
     ("island=2,shard=2", {"every": 2, "update": "nesterov", "momentum": 0.5}),
     ("island=2,pp=2", {"every": 2, "update": "streaming", "fragments": 2, "delay": 1}),
+    ("island=2,dp=2", {"every": 2, "update": "streaming", "fragments": 2, "delay": 1, "compress": "topk:1"}),
+    ("island=2,dp=2,ep=2", {"every": 2, "update": "co2"}),
 ]
+
+
+def sent_by(values: dict[str, Any]) -> tuple[int, int]:
+    """On every rank: bytes of messages, and the parameters that it holds."""
+    asked, found = build_recipe(values), list[Streams]()
+    mesh = Mesh.create(asked.layout, "cpu")
+
+    @contextmanager
+    def noted(*given: Any) -> Iterator[Streams | None]:
+        with open_streams(*given) as streams:
+            found.append(streams)
+            yield streams
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.train.verify.open_streams", noted)
+        trace = run_layout(prepare(asked), mesh, 2)
+    return found[0].sent, sum(part.values.numel() for part in trace.params.values())
+
+
+@pytest.mark.parametrize("sync", [{}, {"every": 2, "update": "nesterov", "compress": "int8"}])
+def test_replicas_of_an_island_send_a_part_each(pool: Any, corpus: str, sync: dict[str, Any]) -> None:
+    values = tree(corpus, "island=2,dp=2", train__dtype="float32", train__steps=2) | {"sync": sync}
+    for sent, parameters in pool.run(4, sent_by, values, timeout=200):
+        assert sent == pytest.approx((1 + 2 / 128 if sync else 2 * 4) * parameters / 2, rel=0.02)
 
 
 @pytest.mark.sampled(1)
@@ -189,7 +215,8 @@ CUT = [
 def test_islands_that_are_cut_are_what_one_process_simulates(
     pool: Any, corpus: str, layout: str, sync: dict[str, Any]
 ) -> None:
-    values = tree(corpus, layout, train__steps=20) | {"sync": sync}
+    experts = {"model__experts": 2} if "ep" in layout else {}
+    values = tree(corpus, layout, train__steps=20, **experts) | {"sync": sync}
     found = pool.run(Layout.parse(layout).world, difference, values, 4, timeout=200)
     assert [one.ok for one in found if one is not None] == [True], found
 

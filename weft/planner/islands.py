@@ -97,16 +97,10 @@ def islands_of(
 def agreement(shape: Shape, cluster: Cluster, inside: Final, count: int, compress: str, every: int = 0) -> Agreement:
     """Islands that exchange so compressed; ``every`` so many steps, or as often as agreements may take."""
     assert cluster.between is not None
-    nbytes = 2 * (count - 1) / count * SENT[compress] * held(shape, inside)
+    shared = math.ceil(float(np.asarray(shape.parameters)) / float(inside.plan.world))  # each agrees on a part
+    nbytes = 2 * (count - 1) / count * SENT[compress] * shared
     hops = 2 * (count - 1) if compress == "none" else 2  # around a ring, or to all at once and back
     exchange = nbytes / (cluster.between * 1e9) + hops * cluster.between_latency * 1e-6
     rare = [n for n in EVERY if exchange / n <= EXPOSED * (inside.seconds + exchange / n)]
     every = every or (rare[0] if rare else EVERY[-1])
     return Agreement(compress, every, nbytes, exchange, inside.seconds + exchange / every)
-
-
-def held(shape: Shape, inside: Final) -> float:
-    """Parameters whose state the fullest rank of an island holds, and agrees on."""
-    plan = inside.plan
-    cut = float(plan.tp * plan.pp * (plan.state_ranks if plan.shard > 1 else 1))
-    return math.ceil(float(np.asarray(shape.parameters)) / cut)

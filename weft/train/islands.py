@@ -10,6 +10,7 @@ import torch
 from torch.profiler import record_function
 
 from weft.data.batch import Batch
+from weft.layout.mesh import from_all
 from weft.parallel.state import Held, State
 from weft.recipe import Sync
 from weft.sync.collectives import compressed_mean, from_islands, power_mean, ring_sum
@@ -19,6 +20,7 @@ from weft.sync.measure import measured_ring
 from weft.sync.methods import begins, fragment_of, method_of, partners, shared_slots, shares
 from weft.sync.parity import made_same
 from weft.sync.presence import Presence
+from weft.sync.replicas import Replicas, replicas_of
 from weft.sync.streams import Streams
 from weft.train.step import Stepper, StepResult, accumulate, in_one, reduced, shares_of_sums, square_norm, step_sum
 
@@ -75,6 +77,9 @@ class Together(Stepper):
     streams: Streams = field(kw_only=True)
     steps: int = 0
 
+    def __post_init__(self) -> None:
+        self.replicas = replicas_of(self.state.learning, self.mesh)
+
     def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:
         self.steps += 1
         model, state, mesh = self.model, self.state, self.mesh
@@ -100,7 +105,9 @@ class Together(Stepper):
             return {}
 
         def over_ring(flat: T) -> T:
-            return ring_sum(self.streams, flat, self.streams.order, f"gradients of step {self.steps}")
+            mine = flat[self.replicas.part(flat.numel())]
+            ring_sum(self.streams, mine, self.streams.order, f"gradients of step {self.steps}")
+            return self.replicas.whole(mine, flat.numel())
 
         return in_one(list(grads), grads, torch.device("cpu"), over_ring)
 
@@ -138,6 +145,9 @@ class Apart(Stepper):
         #: Of PowerSGD, by parameter: what the last round ended with.
         self.warm: dict[str, T] = {}
         self.fragments = [[h for h in self.state.learning if fragment_of(h.name, count) == f] for f in range(count)]
+        #: Who shares in exchanging them: with PowerSGD nobody, as its matrices are not cut.
+        alone = isinstance(self.there, PowerSGD)
+        self.replicas = [Replicas() if alone else replicas_of(held, self.mesh) for held in self.fragments]
         #: Exchanges under way, by fragment. One after the other, in the same order on all islands.
         self.under_way: dict[int, Future[Exchanged]] = {}
         #: Of answers that are slots, by fragment: how many islands they are of; all, if nothing is said.
@@ -216,7 +226,7 @@ class Apart(Stepper):
         mine = self.method.sent(theta, slots) if starts else theta
         shared = {name: slots[name] for name in shared_slots(self.how)}
         if starts and not later:
-            found = self.exchanged(f, self.number(f), mine, shared, self.steps)
+            found = self.whole(f, self.exchanged(f, self.number(f), mine, shared, self.steps), mine.numel())
             answer = self.settled(f, found)
             slots |= {name: found.kept[name] for name in shared if name in found.kept}
         if answer is not None:
@@ -230,8 +240,24 @@ class Apart(Stepper):
     def answer(self, f: int) -> tuple[T, int]:
         """The answer of a fragment's last exchange, and how many islands it is of."""
         if f in self.under_way:
-            return self.settled(f, self.under_way.pop(f).result())
+            found = self.under_way.pop(f).result()
+            return self.settled(f, self.whole(f, found, sum(h.local.numel() for h in self.fragments[f])))
         return self.flat(self.fragments[f], "answer"), self.counts.get(f, self.mesh.islands)
+
+    def whole(self, f: int, found: Exchanged, sent: int) -> Exchanged:
+        """What an exchange of a fragment gives, with the parts that other replicas of this island have exchanged.
+
+        All together have ``sent`` so many elements.
+        """
+        replicas, held = self.replicas[f], self.fragments[f]
+        if replicas.group is None:
+            return found
+        size = sum(h.local.numel() for h in held)
+        here, kept = replicas.part(size), dict[str, T]()
+        for name in sorted({name for names in from_all([*found.kept], replicas.group) for name in names}):
+            mine = found.kept[name] if name in found.kept else self.flat(held, name)[here]
+            kept[name] = replicas.whole(mine, size)
+        return found._replace(answer=replicas.whole(found.answer, sent), kept=kept)
 
     def settled(self, f: int, found: Exchanged) -> tuple[T, int]:
         """The same, with what else an exchange has changed kept."""
@@ -241,12 +267,13 @@ class Apart(Stepper):
         return found.answer, found.islands
 
     def exchanged(self, f: int, number: int, mine: T, shared: Mapping[str, T], step: int) -> Exchanged:
-        """The mean over the partners of what each sends of a fragment after a step. Changes nothing here.
+        """The mean over the partners of what each sends of this rank's part of a fragment. Changes nothing here.
 
         ``shared``: the slots that all must have alike; an island that has not sends what it would have with the right
         ones.
         """
-        held = self.fragments[f]
+        held, here = self.fragments[f], self.replicas[f].part(mine.numel())
+        shared = {name: values[here] for name, values in shared.items()}
 
         def draw(among: Sequence[int]) -> Sequence[int]:
             return partners(self.mesh.island, among, self.how, number)
@@ -254,7 +281,7 @@ class Apart(Stepper):
         def work(members: Sequence[int], tag: str) -> Exchanged:
             if not held:
                 return Exchanged(mine, len(members))
-            sent, kept = mine.clone(), dict[str, T]()
+            sent, kept = mine[here].clone(), dict[str, T]()
             if shared:
                 right, odd = made_same(self.streams, shared, members, tag)
                 if odd:
@@ -263,7 +290,7 @@ class Apart(Stepper):
                     kept |= right
                     sent += right["anchor"] - shared["anchor"]
             if self.how.compress != "none":
-                found = self.compressed(held, sent, tag, step // self.how.every, members)
+                found = self.compressed(held, sent, here, tag, step // self.how.every, members)
                 return found._replace(kept={**found.kept, **kept})
             if self.how.partner in ("ring", "graph"):
                 came = from_islands(self.streams, sent, members, tag)
@@ -275,9 +302,11 @@ class Apart(Stepper):
 
         return self.presence.exchange(number, draw, work)
 
-    def compressed(self, held: Sequence[Held], mine: T, tag: str, number: int, members: Sequence[int]) -> Exchanged:
+    def compressed(
+        self, held: Sequence[Held], mine: T, here: slice, tag: str, number: int, members: Sequence[int]
+    ) -> Exchanged:
         """The mean over these islands, by compressed messages; what these leave out is to go to slots."""
-        left: dict[str, T] = {name: self.flat(held, name) for name in ("up", "down") if name in held[0].slots}
+        left: dict[str, T] = {name: self.flat(held, name)[here] for name in ("up", "down") if name in held[0].slots}
         if not isinstance(self.there, PowerSGD):
             answer = compressed_mean(
                 self.streams, mine, self.there, self.back, tag, number, left.get("up"), left.get("down"), members
