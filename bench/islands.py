@@ -63,7 +63,7 @@ class Side(NamedTuple):
 APART = "island=2,dp=2"
 PLAIN, TORCHFT = "plain data parallel", "torchft's DiLoCo"
 #: Outer rates and momenta as --tune found them best on seed 0, CO2's as published.
-NESTEROV = {"update": "nesterov", "lr": 0.7, "momentum": 0.6}
+NESTEROV = {"update": "nesterov", "lr": 1.0, "momentum": 0.3}
 STREAMING = {"update": "streaming", "fragments": 4, "delay": 2, "compress": "int8", "lr": 1.0, "momentum": 0.3}
 NOLOCO = {"update": "noloco", "lr": 1.0, "momentum": 0.3}
 SIDES = {

@@ -23,6 +23,8 @@ CO2 = {"every": 4, "update": "co2"}
 EAGER = {"every": 4, "update": "eager", "momentum": 0.5}
 NOLOCO = {"every": 4, "update": "noloco"}
 PAIRS = {"every": 4, "update": "average", "partner": "pairs"}
+WHOLE = {"every": 4, "update": "nesterov", "compress": "topk:1"}
+SMALL = {"every": 4, "update": "streaming", "fragments": 2, "delay": 2, "compress": "int8"}
 AVERAGE = {"every": 4, "update": "average", "compress": "none"}
 
 
@@ -45,12 +47,12 @@ def test_an_island_that_is_lost_costs_nobody_else_a_step(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("kind", ["kill", "thaw", "return"])
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kind", ["kill", "freeze", "thaw", "return"])
 def test_islands_lost_at_random_instants(corpus: str, tmp_path: Path, kind: str, seed: int) -> None:
     """Whatever an island does when it is lost: steps, the middle of an exchange, a hand-over."""
     layout = ["island=3", "island=2,shard=2", "island=4"][seed % 3]
-    sync = [NESTEROV, STREAMING, CO2, AVERAGE, EAGER, NOLOCO, PAIRS][(seed + 3 * len(kind)) % 7]
+    sync = [NESTEROV, STREAMING, CO2, AVERAGE, EAGER, NOLOCO, PAIRS, WHOLE, SMALL][(seed + 3 * len(kind)) % 9]
     row = trial(kind, 100 + seed, corpus, tmp_path, layout, sync, one_rank=seed % 2 == 1)
     assert not row["wrong"], row
 
