@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,8 +23,10 @@ from typing import Any
 
 import torch
 
-from weft.generate.cache import KeyValueCache
-from weft.generate.engine import LocalReader
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.generate.one_text import OneText
+from weft.generate.cache import KeyValuePages, Span
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.memory.experts import RestingExperts
@@ -74,19 +77,20 @@ def built(early: bool, experts: RestingExperts | None) -> Transformer:
     return parallelize(shape, Mesh.single(), Train(), values, lift=lift)[0]
 
 
-def reader_behind(model: Transformer, past: int) -> LocalReader:
+def reader_behind(model: Transformer, past: int) -> OneText:
     """What reads tokens behind a text of so many."""
-    reader = LocalReader(model)
+    reader = OneText(model)
     generator = torch.Generator().manual_seed(1)
-    for one in reader.caches:
-        assert isinstance(one, KeyValueCache)
+    for pages in reader.reader.pages:
+        assert isinstance(pages, KeyValuePages)
         shape = (1, past, SHAPE["kv_heads"], SHAPE["embed"] // SHAPE["heads"])
-        one.past.append(*(torch.randn(shape, generator=generator) for _ in range(2)))
-    reader.past = past
+        pages.spans, pages.slots = [Span(0, past, 0, range(-(-past // pages.size)))], torch.arange(past)
+        pages.write(*(torch.randn(shape, generator=generator) for _ in range(2)))
+    reader.ids = [0] * past
     return reader
 
 
-def timed(reader: LocalReader, ids: Collection[int]) -> tuple[float, list[T]]:
+def timed(reader: OneText, ids: Collection[int]) -> tuple[float, list[T]]:
     """Seconds for a token (the median), and all logits."""
     times, found = [], []
     for i in ids:

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -34,8 +35,9 @@ from modelled import critical_path, work_per_step
 from picture import FONT, INK, LANE, LINE, PAGE, SOFT, photograph, text
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.generate.cache import attending, layer_caches
-from weft.generate.engine import LocalReader
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.generate.one_text import OneText
 from weft.generate.spread import SpreadReader
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -334,12 +336,11 @@ def prompts(lengths: Sequence[int]) -> dict[str, dict[str, list[float]]]:
     def whole(ids: list[int]) -> T:
         """What reading took before: logits of every position, of which the last is used."""
         n = len(ids)
-        with attending(model, layer_caches(model)):
-            return model(torch.tensor([ids]), torch.arange(n)[None], torch.tensor([0, n]))[0, -1]
+        return model(torch.tensor([ids]), torch.arange(n)[None], torch.tensor([0, n]))[0, -1]
 
     ways: dict[str, tuple[int, Callable[[], Callable[[list[int]], object]]]] = {
         "one rank, all logits": (1, lambda: whole),
-        "one rank": (1, lambda: LocalReader(model).read),
+        "one rank": (1, lambda: OneText(model).read),
         f"cp={RANKS}": (RANKS, lambda: SpreadReader(model, Layout(cp=RANKS)).read),
     }
     found: dict[str, dict[str, list[float]]] = {name: {"s": [], "MiB": []} for name in ways}

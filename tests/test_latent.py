@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tests.cases import Case, recipe, write_corpus
 from tests.test_experts import check, name
-from weft.generate.cache import LatentCache, attending, layer_caches
+from weft.generate.cache import LatentPages, PagedReader, Part, Span
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.latent import LatentAttention
@@ -63,18 +64,15 @@ def test_absorbed_equals_expanded(more: dict[str, Any]) -> None:
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)  # norms and adapters are not as they begin
     ids, positions = torch.randint(0, 50, (2, 17)), torch.arange(17).expand(2, 17)
-
-    def ends(tokens: int) -> torch.Tensor:
-        return torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32)
-
-    caches, found = layer_caches(model), []
+    tables = [3, 0, 4], [1, 7, 2]
     with torch.no_grad():
-        expected = model(ids, positions, ends(17))
-        for a, b in ((0, 7), (7, 8), (8, 12), (12, 17)):
-            with attending(model, caches):
-                found.append(model(ids[:, a:b], positions[:, a:b], ends(b - a)))
+        expected = model(ids, positions, torch.tensor([0, 17, 34], dtype=torch.int32))
+        for edges in ((0, 7, 8, 12, 17), range(18)):
+            reader = PagedReader(model, 6)
+            for a, b in pairwise(edges):
+                found = reader.read([Part(ids[i, :b].tolist(), a, table) for i, table in enumerate(tables)])
+                assert (found - expected[:, b - 1]).abs().max() < 1e-10 * expected.abs().max()
     assert expected.std() > 0.3
-    assert (torch.cat(found, 1) - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
 def test_the_cache_has_the_published_size() -> None:
@@ -82,12 +80,13 @@ def test_the_cache_has_the_published_size() -> None:
     shape = ModelShape(vocab=9, layers=61, embed=8, heads=128, head_dim=128, q_rank=4, kv_rank=512, rope_dim=64,
                        value_dim=128, ffn=4)  # fmt: skip
     layer = LatentAttention(shape, Mesh.single(), 0).to_empty(device="cpu").to(torch.bfloat16)
-    layer.attend = cache = LatentCache()
+    layer.attend = pages = LatentPages(9)
+    pages.spans, pages.slots = [Span(0, 9, 0, [0])], torch.arange(9)
     rope = (torch.ones(1, 1, 9, 1, 32), torch.zeros(1, 1, 9, 1, 32))
     with torch.no_grad():
         layer(torch.ones(1, 9, 8, dtype=torch.bfloat16), rope, torch.tensor([0, 9], dtype=torch.int32))
-    assert cache.past.store is not None and cache.tokens == 9
-    kept = cache.past.store[:, :, : cache.tokens]
+    assert pages.store is not None
+    kept = pages.store[:, 0]
     assert kept.numel() == 9 * 576 and kept.nbytes * shape.layers == 9 * 70_272
     assert kept.nbytes * 64 < 9 * 2 * shape.heads * (128 + 64 + 128) * 2  # of keys and values of all heads
 

@@ -23,6 +23,7 @@ from weft.data.batch import IGNORE
 from weft.data.tasks import Text
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import generate
+from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models.loss import linear_cross_entropy
 from weft.models.own_loss import TokenLoss
@@ -273,7 +274,7 @@ def test_a_model_of_a_plugin_is_saved_goes_on_and_writes(
 
     model, _ = open_model(str(tmp_path / "moved"), "cpu", print)
     ids = [3, 1, 4, 1, 5]
-    written = list(generate(model, ids, 6, (), 0.0, 0))
+    written = list(generate(model, ids, 6, (), GREEDY))
     for i, expected in enumerate(written):
         seen = torch.tensor([ids + written[:i]])
         edges = torch.tensor([0, seen.shape[1]], dtype=torch.int32)

@@ -20,6 +20,7 @@ from weft.checkpoint.weights import open_pretrained
 from weft.data.batch import IGNORE, Batch
 from weft.errors import UsageError
 from weft.generate.engine import generate
+from weft.generate.sampling import GREEDY
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.preference import LOSSES
@@ -281,7 +282,7 @@ def test_transformers_scores_as_we_do(tmp_path: Path) -> None:
     logical = dict(model.logical_parameters())["head"]
     torch.testing.assert_close(values("head", logical, ((0, 1), (0, 16))), dict(model.named_parameters())["head"].data)
     with pytest.raises(UsageError, match="scores texts and writes none"):
-        next(generate(model, [2, 3], 1, [], 0.0, 0))
+        next(generate(model, [2, 3], 1, [], GREEDY))
 
 
 # --- TRL ---

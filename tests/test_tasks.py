@@ -18,6 +18,7 @@ from weft.data.tasks import Question, Score, Text, open_task, read_questions
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import WeftError
 from weft.generate.engine import generate
+from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.observe.charts import charts
@@ -51,7 +52,7 @@ def directly(model: Transformer, text: Text) -> Score:
 
 def test_scores_are_those_of_each_text_by_itself() -> None:
     own = model()
-    written = Text([3, 1, 4], list(generate(own, [3, 1, 4], 5, (), 0.0, 0)))
+    written = Text([3, 1, 4], list(generate(own, [3, 1, 4], 5, (), GREEDY)))
     texts = [*TEXTS, written]
     for room in (1, 9, 64):
         for found, text in zip(scores(own, None, own.mesh, texts, room=room), texts, strict=True):

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import UsageError
-from weft.generate.engine import choose, generate, stream_text
+from weft.generate.engine import generate
+from weft.generate.sampling import GREEDY, Sampling
+from weft.generate.text import stream_text
 from weft.layout.mesh import Mesh
 from weft.models.hf import export
 from weft.models.transformer import Transformer
@@ -47,7 +49,7 @@ def without_cache(model: Transformer, ids: list[int], count: int) -> list[int]:
 def test_greedy_equals_no_cache_and_transformers(name: str, prompt: list[int], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = build(name)
-    ids = list(generate(model, prompt, 24, (), 0.0, 0))
+    ids = list(generate(model, prompt, 24, (), GREEDY))
     assert ids == without_cache(model, prompt, 24)
     assert len(set(ids)) > 3
     export({p.name: p.local for p in resident_state(model, model.mesh).held}, model.shape, tmp_path / "out")
@@ -60,38 +62,29 @@ def test_greedy_equals_no_cache_and_transformers(name: str, prompt: list[int], t
 
 def test_it_ends_at_eos_and_yields_as_it_goes() -> None:
     model = build()
-    ids = list(generate(model, PROMPT, 24, (), 0.0, 0))
+    ids = list(generate(model, PROMPT, 24, (), GREEDY))
     eos = ids[5]
-    assert list(generate(model, PROMPT, 24, (eos,), 0.0, 0)) == ids[: ids.index(eos)]
-    steps = generate(model, PROMPT, 10**9, (), 0.0, 0)
+    assert list(generate(model, PROMPT, 24, (eos,), GREEDY)) == ids[: ids.index(eos)]
+    steps = generate(model, PROMPT, 10**9, (), GREEDY)
     assert [next(steps) for _ in range(3)] == ids[:3]
     assert not torch.is_inference_mode_enabled()  # not between two ids
-    assert list(generate(model, PROMPT, 0, (), 0.0, 0)) == []
+    assert list(generate(model, PROMPT, 0, (), GREEDY)) == []
 
 
 def test_sampling_follows_the_seed_and_top_k() -> None:
     model = build()
-    draw = [list(generate(model, PROMPT, 12, (), 1.0, 0, seed)) for seed in (1, 1, 2)]
+    draw = [list(generate(model, PROMPT, 12, (), Sampling(seed=seed))) for seed in (1, 1, 2)]
     assert draw[0] == draw[1] != draw[2]
-    greedy = list(generate(model, PROMPT, 12, (), 0.0, 0))
-    assert list(generate(model, PROMPT, 12, (), 5.0, 1)) == greedy
-    assert list(generate(model, PROMPT, 12, (), 1e-30, 0)) == greedy
-    assert len(list(generate(model, PROMPT, 3, (), 1.0, 10**6))) == 3
-
-
-def test_choice_has_the_right_distribution() -> None:
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5])
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.bincount(torch.tensor([choose(logits, 0.7, 3, generator) for _ in range(4000)]), minlength=5) / 4000
-    kept = torch.where(torch.tensor([False, True, True, False, True]), logits / 0.7, -torch.inf)
-    torch.testing.assert_close(drawn, kept.softmax(0), rtol=0, atol=0.03)
-    assert drawn[0] == drawn[3] == 0
+    greedy = list(generate(model, PROMPT, 12, (), GREEDY))
+    assert list(generate(model, PROMPT, 12, (), Sampling(5.0, 1))) == greedy
+    assert list(generate(model, PROMPT, 12, (), Sampling(1e-30))) == greedy
+    assert len(list(generate(model, PROMPT, 3, (), Sampling(top_k=10**6)))) == 3
 
 
 @pytest.mark.parametrize("prompt", [[], [61], [-1]])
 def test_impossible_prompts(prompt: list[int]) -> None:
     with pytest.raises(UsageError, match="at least one token, of ids below the model's 61"):
-        next(generate(build(), prompt, 1, (), 0.0, 0))
+        next(generate(build(), prompt, 1, (), GREEDY))
 
 
 TEXT = "naïve café: 日本語 🙂🙂 שלום\n  spaces, €5 �"
@@ -134,5 +127,5 @@ def test_spaces_that_a_tokenizer_drops_in_front_stay_within() -> None:
 def test_time_per_token_does_not_need_the_past_again() -> None:
     model, seen = build(), []
     model.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
-    list(generate(model, PROMPT, 4, (), 0.0, 0))
+    list(generate(model, PROMPT, 4, (), GREEDY))
     assert seen == [(1, 5), (1, 1), (1, 1), (1, 1)]

@@ -14,8 +14,8 @@ import torch
 
 from tests.cli.test_mixtures import PROMPT, folder_of
 from tests.conftest import Command
+from tests.generate.one_text import OneText
 from weft.errors import UsageError, WeftError
-from weft.generate.engine import LocalReader
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.memory import experts as memory_experts
@@ -56,7 +56,7 @@ def resting(
 @torch.inference_mode()
 def logits(model: Transformer) -> torch.Tensor:
     """Of a prompt and of each token after it."""
-    reader = LocalReader(model)
+    reader = OneText(model)
     return torch.stack([reader.read(ids) for ids in (PROMPT_IDS, *([i] for i in FOLLOWING))])
 
 
@@ -109,7 +109,7 @@ def test_reads_begin_before_attention(name: str, tmp_path: Path, monkeypatch: py
         block.attention.register_forward_pre_hook(lambda *_, i=i: events.append(("attention", i)))
         block.ffn.experts.register_forward_pre_hook(lambda *_, i=i: events.append(("experts", i)))
     with torch.inference_mode():
-        LocalReader(model).read([7])
+        OneText(model).read([7])
     for layer in range(3):
         reads = [at for at, (kind, i) in enumerate(events) if kind == "read" and i // 8 == layer]
         before = [at for at in reads if at < events.index(("attention", layer))]
@@ -124,7 +124,7 @@ def test_a_prompt_has_the_next_layers_experts_read_beside_this_ones(tmp_path: Pa
     for block in model.blocks.values():
         block.ffn.experts.register_forward_pre_hook(lambda *_: begun.append({i // 8 for i in experts.slots._there}))
     with torch.inference_mode():
-        LocalReader(model).read(PROMPT_IDS)
+        OneText(model).read(PROMPT_IDS)
     assert begun == [{0, 1}, {0, 1, 2}, {0, 1, 2}]
 
 

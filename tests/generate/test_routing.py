@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.test_mixtures import folder_of
 from tests.conftest import Command
+from tests.generate.one_text import OneText
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.errors import UsageError
-from weft.generate.engine import LocalReader, generate
+from weft.generate.engine import generate
 from weft.generate.routing import chosen_experts
+from weft.generate.sampling import GREEDY
 from weft.generate.spread import SpreadReader, check_spread, mesh_of_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -48,7 +50,7 @@ def continued(name: str, dispatch: str) -> tuple[list[list[int]], list[Any], int
     world = dist.get_world_size()
     layout = Layout(cp=world, ep=world, dispatch=dispatch)  # type: ignore[arg-type]
     model = build(name, mesh_of_rank(layout, "cpu"))
-    found = [list(generate(model, prompt, 8, (), 0.0, 0, layout=layout)) for prompt in PROMPTS]
+    found = [list(generate(model, prompt, 8, (), GREEDY, layout=layout)) for prompt in PROMPTS]
     logits = []
     with torch.inference_mode():
         for prompt in PROMPTS:
@@ -66,13 +68,13 @@ def continued(name: str, dispatch: str) -> tuple[list[list[int]], list[Any], int
 ])  # fmt: skip
 def test_experts_spread_over_ranks_write_the_same(pool: Any, world: int, name: str, dispatch: str) -> None:
     alone = build(name, Mesh.single())
-    expected = [list(generate(alone, prompt, 8, (), 0.0, 0)) for prompt in PROMPTS]
+    expected = [list(generate(alone, prompt, 8, (), GREEDY)) for prompt in PROMPTS]
     answers = pool.run(world, continued, name, dispatch)
     whole = sum(p.numel() for m in alone.modules() if isinstance(m, Mixture) for p in m.experts.parameters())
     assert {held for _, _, held in answers} == {whole // world}
     for number, prompt in enumerate(PROMPTS):
         assert all(found[number] == expected[number] for found, _, _ in answers)
-        reader = LocalReader(alone)
+        reader = OneText(alone)
         with torch.inference_mode():
             reference = [reader.read(prompt), reader.read([4])]
         for place, one in enumerate(reference):

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.generate.one_text import OneText
 from weft.errors import UsageError
 from weft.generate import engine, spread
-from weft.generate.cache import ROOM
 from weft.generate.engine import generate
+from weft.generate.sampling import GREEDY, Sampling
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
@@ -68,7 +69,7 @@ def continued(lengths: tuple[int, ...], context: str, temperature: float = 0.0) 
     model, layout, found = build(), Layout(cp=dist.get_world_size(), context=context), []
     for length in lengths:
         with recorded() as seen:
-            ids = list(generate(model, prompt(length), NEW, (), temperature, 10, 5, layout))
+            ids = list(generate(model, prompt(length), NEW, (), Sampling(temperature, 10, seed=5), layout))
         found.append((ids, seen))
     return found
 
@@ -80,7 +81,7 @@ def test_tokens_and_logits_are_those_of_one_device(pool: Any, world: int, contex
     answers = pool.run(world, continued, LENGTHS, context)
     for number, length in enumerate(LENGTHS):
         with recorded() as alone:
-            expected = list(generate(model, prompt(length), NEW, (), 0.0, 0))
+            expected = list(generate(model, prompt(length), NEW, (), GREEDY))
         assert len(set(expected)) > 2
         assert all(answer[number][0] == expected for answer in answers), length
         logits = [answer[number][1]["logits"] for answer in answers]
@@ -90,7 +91,7 @@ def test_tokens_and_logits_are_those_of_one_device(pool: Any, world: int, contex
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_samples_follow_the_seed_under_any_number_of_ranks(pool: Any, world: int) -> None:
-    expected = list(generate(build(), prompt(21), NEW, (), 1.0, 10, 5))
+    expected = list(generate(build(), prompt(21), NEW, (), Sampling(1.0, 10, seed=5)))
     for answer in pool.run(world, continued, (21,), "zigzag", 1.0):
         assert answer[0][0] == expected
 
@@ -98,7 +99,7 @@ def test_samples_follow_the_seed_under_any_number_of_ranks(pool: Any, world: int
 def test_only_the_last_position_is_evaluated_and_results_travel_instead_of_the_cache(pool: Any) -> None:
     """Also on one device: one row of logits per new token, never those of the prompt."""
     with recorded() as alone:
-        list(generate(build(), prompt(50), NEW, (), 0.0, 0))
+        list(generate(build(), prompt(50), NEW, (), GREEDY))
     assert alone["rows"] == [1] * NEW
     rows = []
     for ((_, seen),) in pool.run(4, continued, (50,), "zigzag"):
@@ -126,12 +127,12 @@ def test_the_cache_is_cut_evenly_and_grows_evenly(pool: Any) -> None:
         held = [tokens[layer] for tokens, _ in answers]
         assert sum(held) == length + new and max(held) - min(held) <= 2
     one_token = 2 * 8 * KV * EMBED // HEADS * LAYERS
-    assert all(size <= one_token * (max(held) * 9 / 8 + ROOM) for _, size in answers)
+    assert all(size <= one_token * (max(held) * 9 / 8 + spread.ROOM) for _, size in answers)
 
 
 def refused(settings: dict[str, Any], shape: dict[str, Any]) -> str:
     with pytest.raises(UsageError) as caught:
-        next(generate(build(**shape), [1], 1, (), 0.0, 0, layout=Layout(**settings)))
+        next(generate(build(**shape), [1], 1, (), GREEDY, layout=Layout(**settings)))
     return str(caught.value)
 
 
@@ -160,9 +161,7 @@ def precisions(length: int) -> list[list[int]]:
 def test_in_lower_precision_logits_are_as_close_as_on_one_device(pool: Any) -> None:
     """In float32 to 1e-5 of the largest logit; in bfloat16 no further from float64 than on one device."""
     with torch.inference_mode():
-        exact, half = (
-            engine.LocalReader(model).read(prompt(50)) for model in (build(), build("float32").to(torch.bfloat16))
-        )
+        exact, half = (OneText(model).read(prompt(50)) for model in (build(), build("float32").to(torch.bfloat16)))
     (single, low), *_ = [answer for answer in pool.run(4, precisions, 50) if answer[0]]
     assert (torch.tensor(single) - exact).abs().max() < 1e-5 * exact.abs().max()
     assert (torch.tensor(low) - exact).abs().max() < 2 * (half - exact).abs().max()

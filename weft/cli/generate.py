@@ -41,6 +41,10 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 120,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many; 0 means all.")] = 40,
+    top_p: Annotated[float, typer.Option(max=1, help="Sample among the likeliest that make up this much.")] = 1.0,
+    min_p: Annotated[float, typer.Option(min=0, max=1, help="Sample what is so likely beside the likeliest.")] = 0.0,
+    repetition: Annotated[float, typer.Option(help="Make what has been seen less likely, above 1.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End where this comes; repeatable.")] = None,
     seed: int = 0,
     ema: Ema = False,
     layout: Annotated[str | None, typer.Option(help=_layout)] = None,
@@ -54,12 +58,15 @@ def generate(
     from weft.checkpoint.weights import open_pretrained
     from weft.data.chat.encode import prompt_ids, read_messages
     from weft.generate import engine
+    from weft.generate.sampling import Sampling
     from weft.generate.spread import check_spread, mesh_of_rank
+    from weft.generate.text import stream_text
     from weft.layout.layout import Layout
     from weft.memory.experts import RestingExperts
 
     if (prompt is None) == (prompt_file is None):
         raise UsageError("give either --prompt TEXT or --prompt-file FILE")
+    how = Sampling(temperature, top_k, top_p, min_p, repetition, seed=seed)
     spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
     check_spread(spread)
     if experts_in == "":
@@ -94,10 +101,10 @@ def generate(
         check_spread(spread, model.shape)
         ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)
         clock = [time.perf_counter()]
-        fresh = _timed(engine.generate(model, ids, tokens, tokenizer.stops, temperature, top_k, seed, spread), clock)
+        fresh = _timed(engine.generate(model, ids, tokens, tokenizer.stops, how, spread), clock)
         if prompt and not chat:
             _say(prompt)
-        for piece in engine.stream_text(tokenizer, fresh):
+        for piece in stream_text(tokenizer, fresh, stop or ()):
             _say(piece)
         _say("\n")
         if spread.world > 1 and len(clock) > 1 and _first():

@@ -1,98 +1,201 @@
-"""Token by token generation with key/value caches, on one device or, of long prompts, over several ranks."""
+"""Many requests at once: a scheduler says which tokens are computed, one forward pass reads them, samplers choose.
 
-from collections.abc import Collection, Iterable, Iterator
+Whatever the budget, the policy, the size of the cache and the other requests are, a request gets the tokens that it
+gets alone. Long prompts can instead be cut over several ranks, one request at a time (:mod:`weft.generate.spread`).
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
 
 import torch
 
-from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
-from weft.generate.cache import attending, layer_caches
+from weft.generate.cache import PagedReader, Part, StatePages
+from weft.generate.pool import Pool
+from weft.generate.sampling import Sampling, choose, log_probabilities
+from weft.generate.scheduler import Policy, Request, Scheduler, exact_fill
 from weft.generate.spread import SpreadReader
 from weft.layout.layout import Layout
+from weft.models.linear_attention import CHUNK
 from weft.models.transformer import Transformer
 
+#: Tokens of a block, unless layers keep a state in each, which weighs as much as the keys of more tokens.
+BLOCK = 16
 
-@torch.inference_mode()
+#: Tokens of a step: enough to be bound by compute and not by reading weights.
+BUDGET = 512
+
+
+@dataclass(eq=False)
+class Generation(Request):
+    """A request and what is written for it."""
+
+    how: Sampling = field(default_factory=Sampling)
+    stops: Collection[int] = ()
+    prompt: int = 0  # tokens of the prompt
+    top: int | None = None  # log-probabilities of so many likeliest tokens are kept; None: of none, nor the chosen one
+    finished: str = ""  # "stop" or "length" in the end
+    log_probabilities: list[tuple[float, dict[int, float]]] = field(default_factory=list)
+    siblings: list["Generation"] = field(default_factory=list)  # those that go on from the same prompt, once it is read
+
+    def __post_init__(self) -> None:
+        self.stream = Random(self.how.seed)
+
+    @property
+    def written(self) -> list[int]:
+        return self.ids[self.prompt :]
+
+    @property
+    def score(self) -> float:
+        """Mean log-probability of what is written, by which the best of several is found."""
+        return sum(p for p, _ in self.log_probabilities) / max(1, len(self.log_probabilities))
+
+
+def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
+    """Raises :class:`UsageError` if ``model`` cannot go on with ``ids``."""
+    if model.shape.output == "score":
+        raise UsageError("this is a reward model, which scores texts and writes none; give one that writes")
+    if not ids or min(ids) < 0 or max(ids) >= model.shape.vocab:
+        raise UsageError(f"the prompt must be at least one token, of ids below the model's {model.shape.vocab}")
+
+
+class Engine:
+    """Writes for many requests with ``model``, on one device.
+
+    ``tokens``: those that the cache has room for, all requests together (None: as many as memory holds); ``budget``:
+    those that are computed in a step, of at most ``limit`` requests; ``policy``: :mod:`weft.generate.scheduler`.
+    """
+
+    def __init__(
+        self, model: Transformer, tokens: int | None = None, budget: int = BUDGET, limit: int = 64,
+        policy: Policy = exact_fill, size: int = 0,
+    ) -> None:  # fmt: skip
+        if budget < 1 or limit < 1:
+            raise UsageError("a step needs room for one token of one request; give a larger budget or limit")
+        self.reader = PagedReader(model, size or BLOCK)
+        if not size and any(isinstance(pages, StatePages) for pages in self.reader.pages):
+            self.reader = PagedReader(model, CHUNK)
+        blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
+        self.model, self.scheduler = model, Scheduler(Pool(blocks, self.reader.size), budget, limit, policy)
+
+    def submit(
+        self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
+        top: int | None = None, tenant: str = "",
+    ) -> list[Generation]:  # fmt: skip
+        """Ask for up to ``count`` tokens after ``ids``, ``n`` times with seeds that follow each other.
+
+        Ends at one of ``stops``, which is not written. The prompt is read once. Errors: prompts out of range, and those
+        that the cache can never hold.
+        """
+        check_prompt(self.model, ids)
+        how = how or Sampling()
+        if any(not 0 <= i < self.model.shape.vocab for i in how.bias):
+            raise UsageError(f"a bias is for an id that the model does not have; it has {self.model.shape.vocab}")
+        # The last token that is written is not computed.
+        found = [
+            Generation(list(ids), len(ids) + count - 1, tenant=tenant, how=replace(how, seed=how.seed + i),
+                       stops=stops, prompt=len(ids), top=top)
+            for i in range(n)
+        ]  # fmt: skip
+        if count < 1:
+            for one in found:
+                one.finished = "length"
+            return found
+        self.scheduler.add(found[0])
+        found[0].siblings = found[1:]
+        return found
+
+    def cancel(self, generation: Generation) -> None:
+        """Forget a request, wherever it stands."""
+        if left := [one for one in generation.siblings if not one.finished]:  # it was to read the prompt for them
+            left[0].siblings, generation.siblings = left[1:], []
+            self.scheduler.add(left[0])
+        if not generation.finished and (generation.runs or generation in self.scheduler.waiting):
+            self.scheduler.remove(generation)
+        generation.finished = generation.finished or "stop"
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Generation, int | None]]:
+        """One forward pass; returns whose turn it was, each with its new token, or None if one of its stops came."""
+        step = self.scheduler.plan()
+        if not step.work:
+            return []
+        parts = [
+            Part(request.ids[: request.computed + tokens], request.computed, request.table, tokens == request.wanted)
+            for request, tokens in step.work.items()
+        ]
+        rows = self.reader.read(parts, step.copies).cpu()
+        ending = [request for (request, _), part in zip(step.work.items(), parts, strict=True) if part.ends]
+        self.scheduler.advance(step)
+        found = []
+        for request, row in zip(ending, rows, strict=True):
+            assert isinstance(request, Generation)
+            family, request.siblings = [request, *(s for s in request.siblings if not s.finished)], []
+            for sibling in family[1:]:
+                self.scheduler.fork(request, sibling)
+            found += [(one, self._write(one, row)) for one in family]
+        return found
+
+    def _write(self, request: Generation, row: torch.Tensor) -> int | None:
+        """Choose the next token of ``request`` from the logits ``row`` ``[vocab]``; None if it ends without one."""
+        prompt, written = request.ids[: request.prompt], request.written
+        chosen = choose(row, request.how, prompt, written, request.stream)
+        if chosen in request.stops:
+            request.finished = "stop"
+        else:
+            if request.top is not None:
+                request.log_probabilities.append(log_probabilities(row, chosen, request.top))
+            request.ids.append(chosen)
+            if len(request.ids) > request.most:
+                request.finished = "length"
+        if request.finished:
+            self.scheduler.remove(request)
+        return None if request.finished == "stop" else chosen
+
+    def stream(self, generation: Generation) -> Iterator[int]:
+        """The tokens of one request as they come, while the others go on too. Left early, it is cancelled."""
+        given = 0
+        try:
+            while not generation.finished or given < len(generation.written):
+                if given == len(generation.written):
+                    self.step()
+                for i in generation.written[given:]:
+                    given += 1
+                    yield i
+        finally:
+            self.cancel(generation)
+
+    def run(self) -> None:
+        """Go on until every request has ended."""
+        while self.step() or self.scheduler.running or self.scheduler.waiting:
+            pass
+
+
 def generate(
     model: Transformer,
     prompt_ids: list[int],
     max_new: int,
     stops: Collection[int],
-    temperature: float,
-    top_k: int,
-    seed: int = 0,
+    how: Sampling,
     layout: Layout | None = None,
 ) -> Iterator[int]:
     """Yield up to ``max_new`` ids that continue ``prompt_ids``, as they come; ends at one of ``stops``, not yielded.
 
-    ``temperature`` 0 takes the likeliest id; ``top_k`` 0 samples from all; the same ``seed`` gives the same ids. With
-    ``cp`` > 1 in ``layout`` all its ranks call this with the same arguments, each with the whole model, and get the
-    same ids (:mod:`weft.generate.spread`). Errors: prompts out of range, and those of :func:`check_spread`.
+    With ``cp`` > 1 in ``layout`` all its ranks call this with the same arguments, each with the whole model, and get
+    the same ids (:mod:`weft.generate.spread`). Errors: prompts out of range, and those of :func:`check_spread`.
     """
-    if model.shape.output == "score":
-        raise UsageError("this is a reward model, which scores texts and writes none; give one that writes")
-    if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= model.shape.vocab:
-        raise UsageError(f"the prompt must be at least one token, of ids below the model's {model.shape.vocab}")
-    generator = torch.Generator(model.mesh.device).manual_seed(seed)
-    reader = SpreadReader(model, layout) if layout and layout.world > 1 else LocalReader(model)
-    ids = prompt_ids
-    for _ in range(max_new):
-        logits = reader.read(ids)
-        chosen = reader.agree(None if logits is None else choose(logits, temperature, top_k, generator))
+    if layout is None or layout.world == 1:
+        engine = Engine(model)
+        yield from engine.stream(engine.submit(prompt_ids, max_new, how, stops)[0])
+        return
+    check_prompt(model, prompt_ids)
+    reader, stream, written = SpreadReader(model, layout), Random(how.seed), list[int]()
+    while len(written) < max_new:
+        with torch.inference_mode():
+            logits = reader.read(written[-1:] or prompt_ids)
+            chosen = reader.agree(None if logits is None else choose(logits, how, prompt_ids, written, stream))
         if chosen in stops:
             return
+        written.append(chosen)
         yield chosen
-        ids = [chosen]
-
-
-class LocalReader:
-    """Reads tokens of one sequence on one device."""
-
-    def __init__(self, model: Transformer) -> None:
-        self.model, self.past = model, 0
-        self.caches = layer_caches(model)
-        self.whole: list[int] = []  # of a plugin's model, which cannot remember: all that has been read
-
-    def read(self, ids: list[int]) -> torch.Tensor:
-        """The prompt, later new tokens: logits ``[vocab]`` of the last one."""
-        device = self.model.mesh.device
-        if self.model.shape.kind:
-            self.past, self.whole = 0, self.whole + ids
-            ids = self.whole
-        tokens = torch.tensor([ids], device=device)
-        positions = torch.arange(self.past, self.past + len(ids), device=device)[None]
-        documents = torch.tensor([0, len(ids)], dtype=torch.int32)
-        self.past += len(ids)
-        with attending(self.model, self.caches):
-            return self.model(tokens, positions, documents, last=1)[0, 0]
-
-    def agree(self, chosen: int | None) -> int:
-        """What has been chosen, as there is nobody else."""
-        assert chosen is not None
-        return chosen
-
-
-def choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One id drawn from ``logits`` ``[vocab]``."""
-    if temperature == 0:
-        return int(logits.argmax())
-    best, index = logits.float().topk(min(top_k or len(logits), len(logits)))
-    # Largest logit 0 first: dividing by a tiny temperature then gives -inf at worst, never inf - inf.
-    weights = ((best - best[0]) / temperature).softmax(-1)
-    return int(index[torch.multinomial(weights, 1, generator=generator)])
-
-
-def stream_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Text of ``ids`` piece by piece, whole characters only; the pieces add up to the text of all ids."""
-    shown: list[int] = []
-    fresh: list[int] = []
-    for i in ids:
-        fresh.append(i)
-        # What new ids add to the text of the ones just before: tokenizers may drop the space of a first token.
-        before, text = tokenizer.decode(shown), tokenizer.decode(shown + fresh)
-        # U+FFFD at the end: some bytes of the last character are still to come.
-        if len(text) > len(before) and not text.endswith("\ufffd"):
-            yield text[len(before) :]
-            shown, fresh = fresh, []
-    if rest := tokenizer.decode(shown + fresh)[len(tokenizer.decode(shown)) :]:
-        yield rest

@@ -22,7 +22,9 @@ from weft.checkpoint.model import open_model, tokenizer_of
 from weft.data.chat.template import ChatTemplate
 from weft.data.tasks import Text
 from weft.errors import UsageError, WeftError
-from weft.generate.engine import generate, stream_text
+from weft.generate.engine import Engine
+from weft.generate.sampling import Sampling
+from weft.generate.text import Ask, write_texts
 from weft.train.score import scores
 
 #: A request of log-likelihood: its texts, and the ids of both.
@@ -34,7 +36,7 @@ class WeftLM(TemplateLM):
     """``pretrained``: a run, a checkpoint, a Hugging Face folder, a GGUF file or an id of the hub.
 
     ``max_length``: tokens that the model reads at most; ``ema``: the averages of its parameters. ``batch_size`` is how
-    many texts are scored together; they are packed into rows, so that short ones cost no padding.
+    many texts are scored or written together; they are packed into rows, so that short ones cost no padding.
     """
 
     def __init__(
@@ -110,14 +112,20 @@ class WeftLM(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        found = []
-        for context, settings in tqdm([request.args for request in requests], disable=disable_tqdm, desc="generating"):
-            found.append(self._continued(context, normalize_gen_kwargs(settings, self.max_gen_toks)))
-            self.cache_hook.add_partial("generate_until", (context, settings), found[-1])
+        asks = [
+            self._asked(text, normalize_gen_kwargs(how, self.max_gen_toks)) for text, how in (r.args for r in requests)
+        ]
+        with tqdm(total=len(asks), disable=disable_tqdm, desc="generating") as bar:
+            texts = write_texts(Engine(self.model, limit=self.batch_size), self.own, asks, bar.update)
+        found = [
+            str(postprocess_generated_text(text, list(a.until), None)) for a, text in zip(asks, texts, strict=True)
+        ]
+        for request, text in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
         return found
 
-    def _continued(self, context: str, settings: dict[str, Any]) -> str:
-        """What the model writes after ``context``, up to a stop sequence."""
+    def _asked(self, context: str, settings: dict[str, Any]) -> Ask:
+        """What is to be written after ``context``, up to a stop sequence."""
         until, most = settings.pop("until", []), settings.pop("max_gen_toks")
         until = [until] if isinstance(until, str) else [term for term in until if term]
         sampled, temperature = settings.pop("do_sample", False), settings.pop("temperature", 1.0)
@@ -128,12 +136,7 @@ class WeftLM(TemplateLM):
             raise UsageError(f"max_length = {self.max_length} leaves no room for a prompt before {most} new tokens")
         ids = self.tok_encode(context)[most - self.max_length :]
         stops = {*self.own.stops, *(self.own.specials[term] for term in until if term in self.own.specials)}
-        text = ""
-        for piece in stream_text(self.own, generate(self.model, ids, most, stops, temperature * bool(sampled), top_k)):
-            text += piece
-            if any(term in text for term in until):
-                break
-        return str(postprocess_generated_text(text, until, None))
+        return Ask(ids, most, Sampling(temperature * bool(sampled), top_k), stops, until)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
     for at in range(0, len(ids), TOKENS):
         tokens = torch.tensor([ids[at : at + TOKENS]], device=model.mesh.device)
         positions = torch.arange(tokens.shape[1], device=model.mesh.device)[None]
-        model(tokens, positions, torch.tensor([0, tokens.shape[1]], dtype=torch.int32), last=0)
+        model(tokens, positions, torch.tensor([0, tokens.shape[1]], dtype=torch.int32), only=slice(0))
     for hook in hooks:
         hook.remove()
     return [torch.cat(found[router.layer]).numpy() for router in routers]

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.checkpoint.s3 import Where
 from weft.data.chat.encode import prompt_ids
-from weft.generate.engine import generate, stream_text
+from weft.generate.engine import Engine
+from weft.generate.sampling import Sampling
+from weft.generate.text import Ask, write_texts
 from weft.recipe import Generate
 
 
@@ -16,9 +18,9 @@ def samples(where: Where, settings: Generate, warn: Callable[[str], None], ema: 
     """
     model, files = open_model(where, "cpu", warn, ema)
     tokenizer = tokenizer_of(files, where)
-    found = []
-    for prompt in settings.all_prompts:
-        ids = prompt_ids(tokenizer, prompt, settings.chat, str(where))
-        fresh = generate(model, ids, settings.tokens, tokenizer.stops, settings.temperature, settings.top_k)
-        found.append("".join(stream_text(tokenizer, fresh)))
-    return found
+    how = Sampling(settings.temperature, settings.top_k)
+    asks = [
+        Ask(prompt_ids(tokenizer, prompt, settings.chat, str(where)), settings.tokens, how, tokenizer.stops)
+        for prompt in settings.all_prompts
+    ]
+    return write_texts(Engine(model), tokenizer, asks)

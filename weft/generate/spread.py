@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import UsageError
-from weft.generate.cache import KeyValues, attending
+from weft.generate.cache import ROOM, attending
 from weft.layout.layout import AXES, Layout
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Place
@@ -73,6 +73,28 @@ def mesh_of_rank(layout: Layout, device: str) -> Mesh:
     place, ranks = Place.of(alike, dist.get_rank()), dist.group.WORLD
     assert ranks is not None
     return Mesh(alike, torch.device(device), place, _group={"exchange": ranks})
+
+
+class KeyValues:
+    """Keys and values of the first ``tokens`` tokens of each row, in memory that grows by at least an eighth."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.store: T | None = None  # [2, rows, room, kv_heads, head_dim]
+
+    def append(self, *new: T) -> tuple[T, ...]:
+        """Keep ``new``, ``[rows, new tokens, kv_heads, head_dim]`` each; returns those of all tokens."""
+        first, end = new[0], self.tokens + new[0].shape[1]
+        if self.store is None or end > self.store.shape[2]:
+            grown = first.new_empty(len(new), len(first), end + max(ROOM, self.tokens // 8), *first.shape[2:])
+            if self.store is not None:
+                grown[:, :, : self.tokens] = self.store[:, :, : self.tokens]
+            self.store = grown
+        kept = self.store[:, :, :end].unbind()
+        for all_tokens, each in zip(kept, new, strict=True):
+            all_tokens[:, self.tokens :] = each
+        self.tokens = end
+        return kept
 
 
 class SharedCache:
@@ -139,7 +161,9 @@ class SpreadReader:
         positions = torch.tensor([mine], dtype=torch.int64, device=device)
         documents = torch.tensor([0, len(ids)], dtype=torch.int32)
         with attending(self.model, self.caches):
-            logits = self.model(tokens, positions, documents, last=int(self.rank == self.root))
+            logits = self.model(
+                tokens, positions, documents, only=slice(-1, None) if self.rank == self.root else slice(0)
+            )
         if not self.past:  # tokens that follow are the same on all ranks
             for mixture in self.mixtures:
                 connect(mixture, Everywhere, Counter())

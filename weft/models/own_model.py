@@ -46,7 +46,7 @@ class OwnModel(Transformer):
             self.logical[f"net.{name}"] = mesh.place.logical(dims, std=None)
 
     def forward(
-        self, tokens: T, positions: T, cu_seqlens: T, learned: Batch | None = None, last: int | None = None,
+        self, tokens: T, positions: T, cu_seqlens: T, learned: Batch | None = None, only: slice | T | None = None,
         seen: Any = None,
     ) -> T:  # fmt: skip
         """As of :class:`Transformer`."""
@@ -56,7 +56,7 @@ class OwnModel(Transformer):
             wanted = [*tokens.shape, self.shape.vocab]
             raise WeftError(f"{who} returned {list(logits.shape)} where logits {wanted} are needed")
         if learned is None:
-            return logits if last is None else logits[:, logits.shape[1] - last :]
+            return logits if only is None else logits[:, only]
         counts = None if learned.weights is None else learned.weights.flatten()
         labels = learned.labels.flatten()
         return self.criterion(logits.flatten(0, 1), None, labels, 0, self.loss_chunk, self.mesh, counts)

@@ -230,13 +230,13 @@ class Transformer(Module):
         positions: T,
         cu_seqlens: T,
         learned: Batch | None = None,
-        last: int | None = None,
+        only: slice | T | None = None,
         seen: Pass | None = None,
     ) -> T:
         """Logits ``[batch, seq, vocab]``, or the sum of the losses of a batch that is ``learned``, on this rank's data.
 
         ``tokens, positions``: ``[batch, seq]``; these and ``cu_seqlens`` as in :class:`weft.data.batch.Batch`. Of a
-        model that scores there is one logit. ``last``: logits of so many last positions only; the output layer computes
+        model that scores there is one logit. ``only``: logits of these positions of each row; the output layer computes
         nothing else. ``seen``: see :class:`Block`.
         """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
@@ -246,8 +246,8 @@ class Transformer(Module):
         if learned is not None:
             return self.loss(self.norm(x), learned)
         hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]
-        if last is not None:
-            hidden = hidden[:, hidden.shape[1] - last :]
+        if only is not None:
+            hidden = hidden[:, only]
         if self.shape.output == "score":
             return F.linear(hidden, self.output)
         tp = self.mesh.size("tp")

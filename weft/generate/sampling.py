@@ -1,0 +1,105 @@
+"""From logits to a token: pure functions of one row of logits, what has been written, and a number drawn from [0, 1).
+
+A row is processed in the order of transformers' processors: bias, penalties (on what was written; ``repetition`` on
+the prompt too, Keskar et al. 2019), temperature, then of the likeliest tokens the first ``top_k``, those that make up
+``top_p`` (nucleus sampling, Holtzman et al. 2019) and those not below ``min_p`` of the likeliest (Nguyen et al. 2024).
+One number per token, from a stream of the request's own, says which of them it is: what others in the batch do changes
+nothing.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+
+from weft.errors import UsageError
+from weft.models.attention import wide
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. As it stands, from what the model says."""
+
+    temperature: float = 1.0  # 0 always takes the likeliest token
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0  # logits of what has been seen are divided by it, or multiplied if they are negative
+    presence: float = 0.0  # taken from logits of what has been written
+    frequency: float = 0.0  # taken as often as it was
+    bias: Mapping[int, float] = field(default_factory=dict)  # added to logits
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "temperature": (0, 100), "top_k": (0, 2**31), "top_p": (1e-9, 1), "min_p": (0, 1),
+            "repetition": (1e-3, 1e3), "presence": (-100, 100), "frequency": (-100, 100),
+        }  # fmt: skip
+        for name, (low, high) in ranges.items():
+            if not low <= getattr(self, name) <= high:
+                raise UsageError(f"{name} = {getattr(self, name)} is not possible; give {low:g} to {high:g}")
+
+
+#: Always the likeliest token.
+GREEDY = Sampling(0)
+
+
+def penalised(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int]) -> T:
+    """``logits`` ``[vocab]`` with bias and penalties, in :func:`wide` precision."""
+    row = logits.to(wide(logits.dtype))
+    if how.bias or how.repetition != 1 or how.presence or how.frequency:
+        row = row.clone()
+    if how.bias:
+        row[list(how.bias)] += row.new_tensor(list(how.bias.values()))
+    if how.repetition != 1 and (seen := list({*prompt, *written})):
+        row[seen] = torch.where(row[seen] > 0, row[seen] / how.repetition, row[seen] * how.repetition)
+    if (how.presence or how.frequency) and written:
+        counts = Counter(written)
+        row[list(counts)] -= how.presence + how.frequency * row.new_tensor(list(counts.values()))
+    return row
+
+
+def candidates(row: T, how: Sampling) -> tuple[T, T]:
+    """Ids that can be drawn from a penalised ``row``, the likeliest first unless all can, and their probabilities."""
+    count = min(how.top_k or len(row), len(row))
+    if how.top_p == 1 and not how.min_p and count == len(row):
+        best, ids = row, torch.arange(len(row), device=row.device)
+    else:
+        best, ids = row.topk(count)
+    # Largest logit 0 first: dividing by a tiny temperature then gives -inf at worst, never inf - inf.
+    probabilities = ((best - best.max()) / how.temperature).softmax(-1)
+    if how.top_p < 1:
+        before = probabilities.cumsum(-1) - probabilities
+        kept = max(1, int((before < how.top_p).sum()))
+        ids, probabilities = ids[:kept], probabilities[:kept]
+    if how.min_p:
+        kept = int((probabilities >= how.min_p * probabilities[0]).sum())
+        ids, probabilities = ids[:kept], probabilities[:kept]
+    return ids, probabilities / probabilities.sum()
+
+
+def draw(probabilities: T, number: float) -> int:
+    """Where ``number``, from [0, 1), falls among ``probabilities`` one after the other."""
+    ends = probabilities.double().cumsum(-1)
+    place = int(torch.searchsorted(ends, number * ends[-1], right=True))
+    return min(place, int(torch.searchsorted(ends, ends[-1])))  # the last one that is not zero
+
+
+def choose(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], stream: Random) -> int:
+    """The token that follows, given ``logits`` ``[vocab]``; takes one number of ``stream``, if any."""
+    row = penalised(logits, how, prompt, written)
+    if how.temperature == 0:
+        return int(row.argmax())
+    ids, probabilities = candidates(row, how)
+    return int(ids[draw(probabilities, stream.random())])
+
+
+def log_probabilities(logits: T, chosen: int, top: int) -> tuple[float, dict[int, float]]:
+    """Of the ``chosen`` token and of the ``top`` likeliest, as the model says and before any processing."""
+    row = logits.to(wide(logits.dtype)).log_softmax(-1)
+    best, ids = row.topk(min(top, len(row)))
+    return float(row[chosen]), dict(zip(ids.tolist(), best.tolist(), strict=True))

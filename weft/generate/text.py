@@ -1,0 +1,92 @@
+"""Text of ids that come one by one: whole characters only, and nothing of what a stop string may begin with."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from weft.data.tokenizer import Tokenizer
+from weft.generate.engine import Engine
+from weft.generate.sampling import Sampling
+
+
+class Writer:
+    """The pieces that :meth:`add` and :meth:`end` return add up to the text of all ids, up to the first stop string.
+
+    ``stopped`` is the stop string that has come, if any; it may have begun in one token and ended in another.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
+        self.stopped: str | None = None
+        self._shown: list[int] = []
+        self._fresh: list[int] = []
+        self._held = ""  # what a stop string may begin with
+
+    def add(self, i: int) -> str:
+        """What can be shown now that ``i`` has come."""
+        self._fresh.append(i)
+        # What new ids add to the text of the ones just before: tokenizers may drop the space of a first token.
+        before, text = self.tokenizer.decode(self._shown), self.tokenizer.decode(self._shown + self._fresh)
+        # U+FFFD at the end: some bytes of the last character are still to come.
+        if len(text) <= len(before) or text.endswith("\ufffd"):
+            return ""
+        self._shown, self._fresh = self._fresh, []
+        return self._checked(text[len(before) :])
+
+    def end(self) -> str:
+        """What is left when no more ids come."""
+        rest = self.tokenizer.decode(self._shown + self._fresh)[len(self.tokenizer.decode(self._shown)) :]
+        shown = self._checked(rest)
+        return shown if self.stopped else shown + self._held
+
+    def _checked(self, piece: str) -> str:
+        """``piece`` behind what was held, up to a stop string or to what may become one."""
+        if self.stopped:
+            return ""
+        text = self._held + piece
+        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, self.stopped = min(found, key=lambda one: one[0])
+            return text[:at]
+        begun = [n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        self._held = text[len(text) - max(begun, default=0) :]
+        return text[: len(text) - len(self._held)]
+
+
+def stream_text(tokenizer: Tokenizer, ids: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:
+    """Text of ``ids`` piece by piece, and no id more is asked for once one of ``stops`` has come."""
+    writer = Writer(tokenizer, stops)
+    for i in ids:
+        if piece := writer.add(i):
+            yield piece
+        if writer.stopped:
+            return
+    if rest := writer.end():
+        yield rest
+
+
+class Ask(NamedTuple):
+    """What is to be written: up to ``most`` tokens behind ``ids``, to one of ``stops`` or of the strings ``until``."""
+
+    ids: Sequence[int]
+    most: int
+    how: Sampling
+    stops: Collection[int]
+    until: Sequence[str] = ()
+
+
+def write_texts(
+    engine: Engine, tokenizer: Tokenizer, asks: Sequence[Ask], done: Callable[[], object] = lambda: None
+) -> list[str]:
+    """The texts that all of ``asks`` get, written side by side; ``done`` is called as each of them ends."""
+    writers = {engine.submit(a.ids, a.most, a.how, a.stops)[0]: Writer(tokenizer, a.until) for a in asks}
+    texts = dict.fromkeys(writers, "")
+    while not all(one.finished for one in writers):
+        for one, token in engine.step():
+            if token is not None:
+                texts[one] += writers[one].add(token)
+            if writers[one].stopped:
+                engine.cancel(one)
+            if one.finished:
+                texts[one] += writers[one].end()
+                done()
+    return list(texts.values())
