@@ -42,9 +42,17 @@ def _be(
         if joins:
             folder = Path(out.rstrip("+"))
             _note_when_let_in(Path(f"{out}.{rank}.in"))
-            (come_back if "island" in read_roster(folder).about else join)(folder)
+            concludes = (come_back if "island" in read_roster(folder).about else join)(folder)[-1]
         else:
-            be_rank(recipe, Path(out), None, lambda recipe, outcome: None)
+            concludes = False
+
+            def conclude(*given: Any) -> None:
+                nonlocal concludes
+                concludes = True
+
+            be_rank(recipe, Path(out), None, conclude)
+        if concludes:
+            Path(f"{out}.{rank}.concludes").touch()
     except BaseException as error:
         report_failure(error)
     os._exit(0)

@@ -169,7 +169,10 @@ def trial(
             run.open()
         run.end(lost=victims)
         words = run.words()
+        concluded = list(out.parent.glob("**/*.concludes"))
     row = {"kind": kind, "seed": seed, "seconds": [event["agreed"] - begun for event in events], "wrong": []}
+    if len(concluded) != 1:
+        row["wrong"].append(f"the run was concluded by {[str(one) for one in concluded]}")
     present = sorted({*there, victim}) if returns else there
     told = [read_metrics(folder_of(out, i)) for i in there]
     if asked.sync.partner == "all" and asked.sync.update != "noloco":
