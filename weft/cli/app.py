@@ -21,6 +21,7 @@ from weft.cli.ranks import app as ranks
 from weft.cli.recipes import recipes
 from weft.cli.report import report
 from weft.cli.schedule import schedule
+from weft.cli.serve import serve
 from weft.cli.techniques import techniques
 from weft.cli.train import train
 from weft.cli.verify import verify
@@ -56,6 +57,7 @@ def _root(
 app.command()(train)
 app.command()(verify)
 app.command()(generate)
+app.command()(serve)
 app.command("eval")(evaluate)
 app.command()(report)
 app.command()(doctor)

@@ -106,6 +106,16 @@ class Engine:
         found[0].siblings = found[1:]
         return found
 
+    def fit(self, memory: int) -> int:
+        """Let the cache have so many bytes at most; returns for how many tokens that is room."""
+        self.submit([0], 1)
+        self.run()
+        stores = [pages.store for pages in self.reader.pages if pages.store is not None]
+        block = sum(store.nbytes // store.shape[1] for store in stores)
+        if block:
+            self.scheduler.pool.blocks = max(1, memory // block)
+        return self.scheduler.pool.blocks * self.reader.size
+
     def cancel(self, generation: Generation) -> None:
         """Forget a request, wherever it stands."""
         if left := [one for one in generation.siblings if not one.finished]:  # it was to read the prompt for them

@@ -1,0 +1,336 @@
+"""A model over HTTP, asked by a real client: answers are the engine's, and nothing that goes wrong leaves a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Command
+from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.generate.engine import Engine
+from weft.generate.sampling import GREEDY, Sampling
+from weft.generate.text import Ask, write_texts
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
+from weft.parallel.build import parallelize
+from weft.recipe import ModelShape, Train
+
+httpx = pytest.importorskip("httpx")
+uvicorn = pytest.importorskip("uvicorn")
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+PROMPT = "a few words"
+
+
+def build() -> Transformer:
+    shape = ModelShape(vocab=257, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5)
+    return parallelize(shape, Mesh.single(), Train(seed=2, dtype="float64"))[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return replace(load_tokenizer("bytes"), chat_template=TEMPLATE)
+
+
+class Running:
+    """A server in a thread, and a client of it."""
+
+    def __init__(self, tokenizer: Tokenizer, keys: tuple[str, ...] = (), most: int = 1024, **engine: Any) -> None:
+        from weft.generate.server import Server
+        from weft.generate.service import Service
+
+        self.engine = Engine(build(), **{"tokens": 4096, "size": 8} | engine)
+        self.service = Service(self.engine, most)
+        app = Server(self.service, tokenizer, "tiny", keys, tokens=12).app()
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.uvicorn = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=60))
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.uvicorn.serve([listening])), daemon=True)
+        self.thread.start()
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=120)
+        until(lambda: self.uvicorn.started)
+
+    def close(self) -> None:
+        self.client.close()
+        self.uvicorn.should_exit = True
+        self.thread.join(120)
+        assert not self.thread.is_alive() and not self.service._thread.is_alive()
+
+    def empty(self) -> bool:
+        scheduler = self.engine.scheduler
+        return not (scheduler.running or scheduler.waiting or scheduler.pool.owners or self.service._tell)
+
+    def post(self, what: str, **asked: Any) -> Any:
+        return self.client.post(f"/v1/{what}", json=asked)
+
+    def events(self, what: str, **asked: Any) -> list[Any]:
+        """The chunks of a stream, which has to end as clients wait for it to."""
+        with self.client.stream("POST", f"/v1/{what}", json=asked | {"stream": True}) as answer:
+            assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+            lines = [line for line in answer.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def until(come: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if come():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not come")
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer: Tokenizer) -> Iterator[Running]:
+    running = Running(tokenizer)
+    yield running
+    until(running.empty)
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def expected(tokenizer: Tokenizer) -> Callable[..., str]:
+    """What the engine alone writes."""
+    model = build()
+
+    def write(text: str, most: int, how: Sampling = GREEDY, stops: tuple[str, ...] = ()) -> str:
+        ask = Ask(tokenizer.prompt_ids(text), most, how, tokenizer.stops, stops)
+        return write_texts(Engine(model), tokenizer, [ask])[0]
+
+    return write
+
+
+def test_health_and_models(server: Running) -> None:
+    assert server.client.get("/health").json() == {"status": "ok"}
+    (model,) = server.client.get("/v1/models").json()["data"]
+    assert model["id"] == "tiny" and model["object"] == "model"
+
+
+def test_completions_are_what_the_engine_writes(server: Running, expected: Callable[..., str]) -> None:
+    answer = server.post("completions", model="tiny", prompt=PROMPT, max_tokens=20, temperature=0).json()
+    (choice,) = answer["choices"]
+    assert choice == {"index": 0, "text": expected(PROMPT, 20), "finish_reason": "length", "logprobs": None}
+    assert answer["object"] == "text_completion" and answer["model"] == "tiny"
+    assert answer["usage"] == {"prompt_tokens": 11, "completion_tokens": 20, "total_tokens": 31}
+    how = {"temperature": 0.9, "top_p": 0.9, "top_k": 30, "min_p": 0.01, "seed": 5, "presence_penalty": 0.5,
+           "frequency_penalty": 0.2, "repetition_penalty": 1.1, "logit_bias": {"97": 1.5}}  # fmt: skip
+    sampling = Sampling(0.9, 30, 0.9, 0.01, 1.1, 0.5, 0.2, {97: 1.5}, 5)
+    answer = server.post("completions", prompt=[PROMPT, "b"], max_tokens=9, n=2, **how).json()
+    seeds = [sampling, replace(sampling, seed=6)]
+    assert [c["text"] for c in answer["choices"]] == [expected(p, 9, s) for p in (PROMPT, "b") for s in seeds]
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3] and answer["usage"]["completion_tokens"] == 36
+    default = server.post("completions", prompt=list(PROMPT.encode()), temperature=0).json()["choices"][0]
+    assert default["text"] == expected(PROMPT, 16)
+
+
+def test_streams_add_up_and_count(server: Running, expected: Callable[..., str]) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "n": 2}
+    chunks = server.events("completions", **asked, stream_options={"include_usage": True})
+    *chunks, usage = chunks
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 40
+    for index in range(2):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(c["text"] for c in mine) == expected(PROMPT, 20) and len(mine) > 5
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["length"]
+    assert len({c["id"] for c in chunks}) == 1 and all(c["usage"] is None for c in chunks)
+
+
+def test_chats_by_the_template(server: Running, expected: Callable[..., str]) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = expected("system: Be brief.\nuser: Hi\nassistant:", 12)
+    answer = server.post("chat/completions", messages=messages, temperature=0).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": text}
+    chunks = [c["choices"][0] for c in server.events("chat/completions", messages=messages, temperature=0)]
+    assert chunks[0]["delta"]["role"] == "assistant" and all("role" not in c["delta"] for c in chunks[1:])
+    assert "".join(c["delta"].get("content", "") for c in chunks) == text
+    assert server.events("chat/completions", messages=messages)[0]["object"] == "chat.completion.chunk"
+
+
+def test_stop_strings_across_tokens_and_log_probabilities(server: Running, expected: Callable[..., str]) -> None:
+    whole = expected(PROMPT, 20)
+    stop = whole[3:6]
+    asked = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stop": ["never", stop]}
+    (choice,) = server.post("completions", **asked).json()["choices"]
+    assert choice["text"] == expected(PROMPT, 20, GREEDY, (stop,)) == whole[: whole.index(stop)]
+    assert choice["finish_reason"] == "stop"
+    streamed = [c["choices"][0] for c in server.events("completions", **asked)]
+    assert "".join(c["text"] for c in streamed) == choice["text"] and streamed[-1]["finish_reason"] == "stop"
+    asked = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 2}
+    logs = server.post("completions", **asked).json()["choices"][0]["logprobs"]
+    model, ids = build(), torch.tensor([list(PROMPT.encode())])
+    with torch.no_grad():
+        logits = model(ids, torch.arange(11)[None], torch.tensor([0, 11], dtype=torch.int32))[0, -1]
+    scores = logits.log_softmax(-1)
+    assert logs["token_logprobs"][0] == pytest.approx(float(scores.max()), abs=1e-10) and len(logs["tokens"]) == 5
+    assert sorted(logs["top_logprobs"][0].values()) == pytest.approx(sorted(scores.topk(2).values.tolist()))
+    messages = [{"role": "user", "content": "Hi"}]
+    content = server.post("chat/completions", messages=messages, logprobs=True, top_logprobs=3).json()
+    (first, *_) = content["choices"][0]["logprobs"]["content"]
+    assert len(first["top_logprobs"]) == 3 and first["logprob"] <= 0 and isinstance(first["bytes"], list)
+
+
+def test_the_best_of_several(server: Running, tokenizer: Tokenizer) -> None:
+    engine = Engine(build())
+    family = engine.submit(list(PROMPT.encode()), 6, Sampling(seed=1), tokenizer.stops, n=4, top=0)
+    engine.run()
+    best = sorted(family, key=lambda one: -one.score)[:2]
+    answer = server.post("completions", prompt=PROMPT, max_tokens=6, n=2, best_of=4, seed=1).json()
+    assert [c["text"] for c in answer["choices"]] == [tokenizer.decode(one.written) for one in best]
+    assert [c["index"] for c in answer["choices"]] == [0, 1] and answer["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize(("what", "body", "status", "said"), [
+    ("completions", b"{not json", 400, "Invalid JSON"),
+    ("completions", b"[]", 400, "should be an object"),
+    ("completions", b'{"max_tokens": 3}', 400, "prompt: Field required"),
+    ("completions", b'{"prompt": "a", "colour": "red"}', 400, "colour: Extra inputs are not permitted"),
+    ("completions", b'{"prompt": "a", "temperature": 3}', 400, "temperature: Input should be less than or equal to 2"),
+    ("completions", b'{"prompt": [400]}', 400, "of ids below the model's 257"),
+    ("completions", b'{"prompt": []}', 400, "prompt"),
+    ("completions", b'{"prompt": "a", "logit_bias": {"999": 1}}', 400, "a bias is for an id that"),
+    ("completions", b'{"prompt": "a", "max_tokens": 100000}', 400, "do not fit into a cache of 4096; ask for fewer"),
+    ("completions", b'{"prompt": "a", "model": "other"}', 404, "there is no model 'other' here, but 'tiny'"),
+    ("completions", b'{"prompt": "a", "stream": true, "best_of": 2}', 400, "best_of cannot be streamed"),
+    ("completions", b'{"prompt": "a", "n": 100, "best_of": null, "seed": null, "x": 1}', 400, "x: Extra inputs"),
+    ("completions", b" " * (8 * 2**20 + 1), 413, "more than 8388608 bytes"),
+    ("chat/completions", b'{"messages": []}', 400, "messages: List should have at least 1 item"),
+    ("chat/completions", b'{"messages": [{"role": "user"}], "n": 0}', 400, "n: Input should be greater"),
+    ("nothing", b"{}", 404, "POST /v1/nothing: Not Found"),
+    ("models", b"{}", 405, "POST /v1/models: Method Not Allowed"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_in_openais_shape(
+    server: Running, what: str, body: bytes, status: int, said: str
+) -> None:
+    answer = server.client.post(f"/v1/{what}", content=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert said in error["message"] and error["type"] == "invalid_request_error" and {"param", "code"} <= error.keys()
+    assert server.client.get("/health").status_code == 200
+
+
+def test_who_goes_away_is_forgotten(server: Running) -> None:
+    """In the middle of a stream, before an answer is whole, and while others go on."""
+    asked = {"prompt": PROMPT, "max_tokens": 3000, "temperature": 0}
+    with server.client.stream("POST", "/v1/completions", json=asked | {"stream": True}) as answer:
+        next(answer.iter_lines())
+        assert not server.empty()
+    until(server.empty)
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post("/v1/completions", json=asked, timeout=0.3)
+    until(server.empty)
+    assert server.post("completions", prompt=PROMPT, max_tokens=2).status_code == 200
+
+
+def test_keys_are_asked_for_and_part_the_prefixes(tokenizer: Tokenizer) -> None:
+    server = Running(tokenizer, ("one", "two"))
+    asked = {"prompt": "a prompt of more than two blocks", "max_tokens": 2}
+    for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Bearer"}):
+        for answer in (server.client.post("/v1/completions", json=asked, headers=headers),
+                       server.client.get("/v1/models", headers=headers)):  # fmt: skip
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    assert server.client.get("/health").status_code == 200
+    hits = []
+    begin = server.engine.scheduler._begin
+    server.engine.scheduler._begin = lambda r: (begin(r), hits.append(r.hits))[0]  # type: ignore[method-assign]
+    for key in ("one", "one", "two"):
+        headers = {"authorization": f"Bearer {key}"}
+        assert server.client.post("/v1/completions", json=asked, headers=headers).status_code == 200
+    assert hits == [0, 24, 0]
+    server.close()
+
+
+def test_many_clients_are_served_or_refused_and_nothing_is_left(tokenizer: Tokenizer) -> None:
+    """More than are taken on, in a cache that is too small for all, some of whom go away."""
+    server = Running(tokenizer, most=12, limit=5, tokens=160, budget=20)
+
+    async def ask(client: Any, number: int) -> int:
+        asked = {"prompt": "x" * (number % 23 + 1), "max_tokens": 30, "seed": number, "stream": number % 2 == 0}
+        try:
+            answer = await client.post("/v1/completions", json=asked, timeout=0.4 if number % 5 == 4 else 120)
+        except httpx.ReadTimeout:
+            return 0
+        return int(answer.status_code)
+
+    async def all_of_them() -> list[int]:
+        async with httpx.AsyncClient(base_url=str(server.client.base_url), limits=httpx.Limits()) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(60)))
+
+    found = asyncio.run(all_of_them())
+    assert set(found) <= {0, 200, 429} and found.count(200) >= 10 and 429 in found
+    until(server.empty)
+    assert server.post("completions", prompt="x", max_tokens=2).status_code == 200
+    pool = server.engine.scheduler.pool
+    assert pool.free == pool.blocks == 20
+    server.close()
+
+
+def test_an_engine_that_fails_says_so_to_all(tokenizer: Tokenizer) -> None:
+    server = Running(tokenizer)
+
+    def fail() -> Any:
+        raise RuntimeError("out of memory")
+
+    server.engine.step = fail  # type: ignore[method-assign]
+    answer = server.post("completions", prompt="x", max_tokens=2)
+    assert answer.status_code == 500 and "out of memory" in answer.json()["error"]["message"]
+    assert server.post("completions", prompt="x").status_code == 500
+    health = server.client.get("/health")
+    assert health.status_code == 503 and health.json() == {"status": "out of memory"}
+    server.close()
+
+
+@pytest.mark.slow
+def test_the_command_serves_and_ends_with_its_last_answer(command: Command, tmp_path: Path, request: Any) -> None:
+    """Ctrl-C in the middle of a stream: it is written to its end, and the command leaves without an error."""
+    from weft.models.hf import export
+    from weft.parallel.build import resident_state
+
+    model = build().float()
+    export({p.name: p.local for p in resident_state(model, model.mesh).held}, model.shape, tmp_path / "tiny",
+           files=load_tokenizer("bytes").files())  # fmt: skip
+    (tmp_path / "keys").write_text("secret\n")
+    words = ["serve", "--from", tmp_path / "tiny", "--port", "0", "--api-key", tmp_path / "keys", "--cache", "9000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "weft", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    request.addfinalizer(process.kill)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    (address,) = re.findall(r"tiny at (http://127\.0\.0\.1:\d+)/v1, with a cache of 9,000 tokens; Ctrl-C ends it", line)
+    client = httpx.Client(base_url=address, headers={"authorization": "Bearer secret"}, timeout=120)
+    asked = {"prompt": "x", "max_tokens": 400, "temperature": 0, "stream": True, "ignore_eos": True}
+    with client.stream("POST", "/v1/completions", json=asked) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGINT)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
+    assert process.wait(120) == 0 and process.stderr is not None and not process.stderr.read()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--api-key", "none.txt"], "--api-key none.txt cannot be read"),
+    (["--api-key", "empty.txt"], "--api-key empty.txt has no key; write one per line"),
+    (["--host", "203.0.113.1"], "cannot listen at 203.0.113.1 port 8000"),
+], ids=["no file", "no key", "no host"])  # fmt: skip
+def test_mistakes_of_the_command(
+    command: Command, words: list[str], said: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text("\n")
+    code, _, error = command("serve", "--from", "nowhere", *words)
+    assert code == 2 and said in error, error

@@ -1,0 +1,82 @@
+"""``weft serve``: a model over HTTP, as OpenAI's clients ask for it."""
+
+import logging
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.arguments import Ema, ModelName
+from weft.cli.console import warn
+from weft.errors import UsageError
+
+_keys = "A file with a key per line: who sends none of them is refused. Prefixes are shared among requests of one key."
+
+#: The share of the free memory that the cache may fill.
+SHARE = 0.4
+
+
+def serve(
+    checkpoint: Annotated[str, ModelName],
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for all networks.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8000,
+    api_key: Annotated[Path | None, typer.Option(metavar="FILE", help=_keys)] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; without it its own.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 64,
+    waiting: Annotated[int, typer.Option(min=0, help="Answers that wait besides; more are refused with 429.")] = 960,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens of a step: prompts are read in such pieces.")] = 512,
+    cache: Annotated[int, typer.Option(min=0, help="Tokens that the cache has room for; 0: by the free memory.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="Of an answer, where a chat does not say.")] = 1024,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds that answers have to end, after Ctrl-C.")] = 30,
+    ema: Ema = False,
+) -> int:
+    """Serve a trained model over HTTP: /v1/completions, /v1/chat/completions, /v1/models and /health."""
+    import psutil
+    import torch
+
+    from weft.checkpoint.model import open_model, tokenizer_of
+    from weft.generate.engine import Engine, check_prompt
+
+    try:
+        import uvicorn
+
+        from weft.generate.server import Server
+        from weft.generate.service import Service
+    except ImportError as error:
+        raise UsageError(f"serving needs the package {error.name}: pip install 'weft[serve]'") from None
+    keys = _read_keys(api_key) if api_key else []
+    try:
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UsageError(f"cannot listen at {host} port {port}: {error.strerror}; give another --port") from None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, files = open_model(checkpoint, device, warn, ema)
+    check_prompt(model, [0])
+    engine = Engine(model, cache or None, budget, requests)
+    if not cache:
+        free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+        cache = engine.fit(int(SHARE * free))
+    service = Service(engine, requests + waiting)
+    name = name or checkpoint.rstrip("/").split("/")[-1]
+    server = Server(service, tokenizer_of(files, checkpoint), name, keys, tokens)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    config = uvicorn.Config(server.app(), log_config=None, access_log=False, timeout_graceful_shutdown=drain)
+    where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+    if not keys and host not in ("127.0.0.1", "::1", "localhost"):
+        warn(f"whoever can reach {host} can ask; give --api-key FILE to ask for a key")
+    print(f"{name} at {where}/v1, with a cache of {cache:,} tokens; Ctrl-C ends it", flush=True)
+    with suppress(KeyboardInterrupt):  # which comes again after the last answer
+        uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def _read_keys(file: Path) -> list[str]:
+    try:
+        keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key {file} cannot be read: {error}") from None
+    if not keys:
+        raise UsageError(f"--api-key {file} has no key; write one per line")
+    return keys

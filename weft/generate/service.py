@@ -1,0 +1,157 @@
+"""An engine in a thread of its own, asked from an event loop: steps go on while the loop talks to clients."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from weft.errors import WeftError
+from weft.generate.engine import Engine, Generation
+from weft.generate.sampling import Sampling
+
+
+class Wish(NamedTuple):
+    """One prompt, and what :meth:`Engine.submit` is to do with it."""
+
+    ids: Sequence[int]
+    most: int
+    how: Sampling
+    stops: Sequence[int]
+    answers: int
+    top: int | None
+    tenant: str
+
+
+class Event(NamedTuple):
+    """What a step made of one answer: its next token, or none where it ended without one."""
+
+    number: int  # which of the answers that were asked for together
+    token: int | None
+    log_probability: tuple[float, dict[int, float]] | None
+    finished: str  # "stop", "length", or "" if it goes on
+
+
+class Busy(WeftError):
+    """So many answers are being written or waited for that no more are taken on."""
+
+
+class Service:
+    """Takes on up to ``most`` answers at a time; others are refused, so that memory stays bounded."""
+
+    def __init__(self, engine: Engine, most: int = 1024) -> None:
+        self.engine, self.most = engine, most
+        self.failure: Exception | None = None
+        self._wake = threading.Condition()
+        self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._tell: dict[Generation, Callable[[int | None], None]] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+
+    @asynccontextmanager
+    async def answers(self, wishes: Sequence[Wish]) -> AsyncIterator["Answers"]:
+        """What is written for ``wishes``; whatever has not ended when this is left is cancelled.
+
+        Errors: :class:`Busy`, and those of :meth:`Engine.submit`, of any of the wishes.
+        """
+        answers = Answers(self, asyncio.get_running_loop(), wishes)
+        begun = asyncio.ensure_future(self.call(answers.begin))
+        try:
+            await asyncio.shield(begun)
+            yield answers
+        finally:  # also of a client that went away before it began
+            if self.failure is None and not self._closed:
+                await asyncio.shield(asyncio.ensure_future(self.call(answers.end)))
+
+    async def call(self, action: Callable[[], Any]) -> Any:
+        """Let the engine's thread do ``action`` between two steps."""
+        future: Future[Any] = Future()
+        with self._wake:
+            if self.failure is not None or self._closed:
+                raise WeftError("the engine has stopped") from self.failure
+            self._inbox.append((action, future))
+            self._wake.notify()
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """End the thread, after the step that it is in."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._tell or self._closed):
+                    self._wake.wait()
+                if self._closed:
+                    return
+                inbox, self._inbox = self._inbox, deque()
+            for action, future in inbox:
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(action())
+                    except Exception as error:
+                        future.set_exception(error)
+            try:
+                for one, token in self.engine.step():
+                    if tell := self._tell.pop(one, None) if one.finished else self._tell.get(one):
+                        tell(token)
+            except Exception as error:  # what the engine has in hand is lost
+                self.failure = error
+                for tell in self._tell.values():
+                    tell(None)
+                return
+
+
+class Answers:
+    """The events of answers that were asked for together, as they come."""
+
+    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, wishes: Sequence[Wish]) -> None:
+        self.service, self.loop, self.wishes = service, loop, wishes
+        self.generations: list[Generation] = []
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    def begin(self) -> None:
+        """In the engine's thread."""
+        service = self.service
+        if len(service._tell) + sum(wish.answers for wish in self.wishes) > service.most:
+            raise Busy(f"{len(service._tell)} answers are being written and no more are taken on; try again later")
+        for wish in self.wishes:
+            self.generations += service.engine.submit(*wish)
+        for index, one in enumerate(self.generations):
+            service._tell[one] = lambda token, index=index: self._pass_on(index, token)  # type: ignore[misc]
+
+    def end(self) -> None:
+        """In the engine's thread."""
+        for one in self.generations:
+            self.service._tell.pop(one, None)
+            if not one.finished:
+                self.service.engine.cancel(one)
+
+    def _pass_on(self, index: int, token: int | None) -> None:
+        one = self.generations[index]
+        said = one.log_probabilities[-1] if token is not None and one.log_probabilities else None
+        finished = "error" if self.service.failure else one.finished
+        self.loop.call_soon_threadsafe(self._events.put_nowait, Event(index, token, said, finished))
+
+    async def cancel(self, index: int) -> None:
+        """Stop one of them, whose text has ended."""
+        one = self.generations[index]
+
+        def stop() -> None:
+            self.service._tell.pop(one, None)
+            self.service.engine.cancel(one)
+
+        await self.service.call(stop)
+
+    async def next(self) -> Event:
+        """The next event of any of them."""
+        event = await self._events.get()
+        if event.finished == "error":
+            raise WeftError(f"the engine has failed: {self.service.failure}")
+        return event
