@@ -95,6 +95,20 @@ def test_a_text_goes_on_from_blocks_of_another_one(mixer: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-11 * float(expected.abs().max()))
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_what_others_left_in_blocks_is_never_read(mixer: str) -> None:
+    model, text, reader = build(mixer), draw_text(10), PagedReader(build(mixer), 4)
+    reader.read([Part(text, 0, [0, 1, 2])])
+    for pages in reader.pages:
+        assert pages.store is not None
+        pages.store.fill_(torch.nan)
+    expected = model(torch.tensor([text]), torch.arange(10)[None], document(10))[0]
+    for end in (3, 5, 10):
+        found = reader.read([Part(text[:end], {3: 0, 5: 3, 10: 5}[end], [2, 0, 1])])[0]
+        torch.testing.assert_close(found, expected[end - 1], rtol=0, atol=1e-11 * float(expected.abs().max()))
+
+
 def test_every_layer_has_the_pages_of_its_mixer_and_its_own() -> None:
     pages = layer_pages(build("hybrid"), 4)
     assert [type(one) for one in pages] == [StatePages, StatePages, KeyValuePages]

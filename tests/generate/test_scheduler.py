@@ -6,6 +6,7 @@ stale, shared or of somebody else shows in what is written.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -396,6 +397,24 @@ def test_policies_fill_steps_as_their_papers_say() -> None:
     assert found["fill"] == [[1, 1, 14], [1, 1, 14], [1, 1, 12, 2], [1, 1, 1, 7]]
     assert found["chunks"] == [[1, 1, 10]] * 4
     assert found["first"] == [[16], [16], [8, 8], [1, 1, 1, 1]]
+
+
+def test_requests_that_join_at_once_take_half_the_steps_of_batches_that_wait_for_their_longest() -> None:
+    """Lengths as of ShareGPT, log-normal with means of 161 and 338 tokens; steps of at most 8 requests."""
+    drawn, limit = random.Random(0), 8
+
+    def length(mean: int, sigma: float) -> int:
+        return max(4, min(1024, round(drawn.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+
+    lengths = [(length(161, 1.1), length(338, 0.9)) for _ in range(64)]
+    scheduler = Scheduler(Pool(10**6, 16), 512, limit)
+    for number, (prompt, new) in enumerate(lengths):
+        scheduler.add(Request([number] * prompt, prompt + new - 1))
+    steps = [sum(step) for step in drive(scheduler, 6000) if step]
+    waits = sum(max(new for _, new in lengths[i : i + limit]) for i in range(0, len(lengths), limit))
+    assert not scheduler.running and not scheduler.waiting
+    assert sum(steps) == sum(prompt + new - 1 for prompt, new in lengths)  # nothing twice, and no padding
+    assert 2 * len(steps) < waits
 
 
 def test_a_prefix_is_computed_once_and_found_until_its_blocks_are_needed() -> None:
