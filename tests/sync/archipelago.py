@@ -169,7 +169,7 @@ def trial(
             run.open()
         run.end(lost=victims)
         words = run.words()
-        concluded = list(out.parent.glob("**/*.concludes"))
+        concluded = [*out.parent.glob(f"{out.name}*.concludes"), *out.glob("*.concludes")]
     row = {"kind": kind, "seed": seed, "seconds": [event["agreed"] - begun for event in events], "wrong": []}
     if len(concluded) != 1:
         row["wrong"].append(f"the run was concluded by {[str(one) for one in concluded]}")
