@@ -75,6 +75,8 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "fragments of what goes whole": ("island=2", "sync.fragments=2"),
     "an answer after the next question": ("island=2", "sync.update=streaming sync.delay=2 sync.every=2"),
     "neighbours that make one model": ("island=2", "sync.update=co2 sync.partner=ring"),
+    "a graph of other islands": ("island=2", "sync.partner=graph"),
+    "a graph for nobody": ("island=2", "sync.graph=[[0,1]]"),
     "compressed neighbours": ("island=2", "sync.compress=int8 sync.update=noloco"),
     "a way back without one there": ("island=2", "sync.compress_back=int8"),
     "ranks for what has none": ("island=2", "sync.allocate=2 sync.compress=int8"),
