@@ -107,3 +107,18 @@ def test_rounding_of_losses_is_no_difference_of_slopes_between_near_points(off: 
     moved = trace(slope + off / 2e-3)
     assert difference([moved], trace(slope), "float64", 2e-3).ok is ok
     assert not difference([moved], trace(slope), "float64").ok
+
+
+@pytest.mark.parametrize(("slot", "off", "ok"), [
+    ("outer", 1e-13, True),  # of a parameter that hardly moves, whose own rounding is no less
+    ("outer", 1e-9, False),
+    ("exp_avg", 1e-13, False),
+])  # fmt: skip
+def test_a_difference_of_parameters_is_as_exact_as_these(slot: str, off: float, ok: bool) -> None:
+    def trace(moved: float) -> Trace:
+        grad, parameter = torch.tensor([1e-12], dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)
+        named = {name: Part(x, ((0, 1),), mock.Mock()) for name, x in [("grad", grad), ("w", parameter)]}
+        kept = {"w": Part(torch.tensor([moved], dtype=torch.float64), ((0, 1),), mock.Mock())}
+        return Trace([5.0], [1e-12], [{"w": named["grad"]}], {"w": named["w"]}, {slot: kept})
+
+    assert difference([trace(1e-12 + off)], trace(1e-12), "float64").ok is ok

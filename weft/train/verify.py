@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ TOLERANCE = {"float64": 1e-10, "float32": 5e-5}
 #: Rounding of sums over a whole model, in units of the precision and of the global norm. Gradients that are zero in
 #: exact arithmetic (of the keys' bias, of queries that see one key) are of this size, so that theirs is no measure.
 NOISE = 64
+#: Slots that are differences of parameters. What these may differ by shows in them, however small they are themselves.
+DIFFERENCES = ("outer", "own", "answer", "up", "down")
 
 #: What a rank holds of tensors, by name.
 Parts = dict[str, Part]
@@ -230,18 +233,26 @@ def difference(traces: Sequence[Trace], reference: Trace, dtype: str, apart: flo
     param = _worst([t.params for t in traces], reference.params, noise)
     slot = (0.0, "")
     for kind, whole in reference.slots.items():
-        value, name = _worst([t.slots.get(kind, {}) for t in traces], whole, noise)
+        scale = reference.params if kind in DIFFERENCES else {}
+        value, name = _worst([t.slots.get(kind, {}) for t in traces], whole, noise, scale)
         slot = max(slot, (value, f"{kind} of {name}"))
     ok = max(loss, norm, grad[0], param[0], slot[0]) <= limit
     return Difference(ok, loss, grad[0], norm, param[0], grad[1], param[1], *slot)
 
 
-def _worst(ranks: Sequence[Parts], reference: Parts, noise: float) -> tuple[float, str]:
+def _worst(
+    ranks: Sequence[Parts], reference: Parts, noise: float, scale: Mapping[str, Part] = MappingProxyType({})
+) -> tuple[float, str]:
     """Largest relative difference (2-norm) of any copy of any tensor, and its name; inf if a part is missing.
 
-    A tensor whose norm is below ``noise`` of the norm of all is measured against that.
+    A tensor whose norm is below ``noise`` of the norm of all is measured against that, and none against less than the
+    norm of its ``scale``.
     """
-    norms = {name: whole.values.double().norm().item() for name, whole in reference.items()}
+
+    def norm_of(whole: Part | None) -> float:
+        return 0.0 if whole is None else whole.values.double().norm().item()
+
+    norms = {name: norm_of(whole) for name, whole in reference.items()}
     least = max(noise * math.hypot(*norms.values()), 1e-300)
     worst = (0.0, "")
     for name, whole in reference.items():
@@ -252,7 +263,7 @@ def _worst(ranks: Sequence[Parts], reference: Parts, noise: float) -> tuple[floa
             where = part.rows, part.box
             square[where] = max(square.get(where, 0.0), diff) if diff == diff else float("inf")
             covered[where] = part.values.numel()
-        value = sum(square.values()) ** 0.5 / max(norms[name], least)
+        value = sum(square.values()) ** 0.5 / max(norms[name], least, norm_of(scale.get(name)))
         if sum(covered.values()) != whole.values.numel() or value != value:
             value = float("inf")
         worst = max(worst, (value, name))
