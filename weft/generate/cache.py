@@ -251,6 +251,5 @@ class PagedReader:
             pages.spans, pages.slots = spans, row[2]
         documents = torch.tensor([0, *(span.last for span in spans)], dtype=torch.int32)
         with attending(self.model, self.pages):
-            return self.model(row[:1], row[1:2], documents, only=torch.tensor(ends, dtype=torch.int64, device=device))[
-                0
-            ]
+            only = torch.tensor(ends, dtype=torch.int64, device=device)
+            return self.model(row[:1], row[1:2], documents, only=only)[0]

@@ -121,10 +121,9 @@ class Replies:
     """The JSON of answers to one question: whole, or chunk by chunk."""
 
     def __init__(self, question: Question, model: str, tokenizer: Tokenizer) -> None:
-        self.chat, self.include_usage = (
-            isinstance(question, Chat),
-            bool((question.stream_options or StreamOptions()).include_usage),
-        )
+        self.chat = isinstance(question, Chat)
+        self.include_usage = bool((question.stream_options or StreamOptions()).include_usage)
+        self.kind = "chat.completion.chunk" if self.chat else "text_completion"  # of a chunk
         self.logs = question.top is not None and (self.chat or getattr(question, "logprobs", None) is not None)
         self.tokenizer = tokenizer
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
@@ -137,8 +136,7 @@ class Replies:
             choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
         else:
             choice["text"] = text
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self.head, "object": kind, "choices": [choice]} | ({"usage": None} if self.include_usage else {})
+        return {**self.head, "object": self.kind, "choices": [choice]} | ({"usage": None} if self.include_usage else {})
 
     def whole(self, answers: Sequence[tuple[str, Sequence[Event], str]], usage: dict[str, int]) -> dict[str, Any]:
         """All of the answers: texts, what came, and why they ended."""
@@ -151,8 +149,7 @@ class Replies:
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
         """The last chunk of a stream that was asked to count."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self.head, "object": kind, "choices": [], "usage": usage}
+        return {**self.head, "object": self.kind, "choices": [], "usage": usage}
 
     def _logs(self, events: Sequence[Event]) -> dict[str, Any] | None:
         if not self.logs:

@@ -113,8 +113,9 @@ class Server:
         self, request: Request, asked: Question, prompts: Sequence[Sequence[int]], most: int, n: int
     ) -> Response:
         stops = [*([] if asked.ignore_eos else self.tokenizer.stops), *asked.stop_token_ids]
+        tenant = self._tenant(request)
         try:
-            wishes = [Wish(ids, most, asked.sampling, stops, n, asked.top, self._tenant(request)) for ids in prompts]
+            wishes = [Wish(ids, most, asked.sampling, stops, n, asked.top, tenant) for ids in prompts]
         except WeftError as error:
             raise Refusal(400, str(error)) from None
         replies = Replies(asked, self.name, self.tokenizer)

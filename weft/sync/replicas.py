@@ -17,7 +17,7 @@ T = torch.Tensor
 class Replicas:
     """The ``count`` ranks of an island that hold the same, of which this is the one of this ``index``.
 
-    They talk over ``group``, by tensors of ``device``. Both methods are for flat tensors that all of them have alike.
+    They talk over ``group``, by tensors of ``device``. All is about flat tensors that they have alike.
     """
 
     group: dist.ProcessGroup | None = None
@@ -25,19 +25,22 @@ class Replicas:
     count: int = 1
     device: torch.device | str = "cpu"
 
+    def each(self, size: int) -> int:
+        """How many of so many elements a rank exchanges at most: whole blocks of what compressors scale together."""
+        return -(-size // (self.count * BLOCK)) * BLOCK
+
     def part(self, size: int) -> slice:
-        """The elements, of so many, that this rank exchanges: whole blocks of what compressors scale together."""
-        each = -(-size // (self.count * BLOCK)) * BLOCK
+        """The elements, of so many, that this rank exchanges."""
+        each = self.each(size)
         return slice(min(self.index * each, size), min((self.index + 1) * each, size))
 
     def whole(self, part: T, size: int) -> T:
         """All elements, of which this rank has its part. Collective."""
         if self.group is None:
             return part
-        each = -(-size // (self.count * BLOCK)) * BLOCK
-        mine = torch.zeros(each, dtype=part.dtype, device=self.device)
+        mine = torch.zeros(self.each(size), dtype=part.dtype, device=self.device)
         mine[: part.numel()] = part
-        found = mine.new_empty(self.count * each)
+        found = mine.new_empty(self.count * mine.numel())
         dist.all_gather_into_tensor(found, mine, group=self.group)
         return found[:size].to(part.device)
 
