@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "weft"
 #: Every room may import those before it.
 ORDER = (
     "layout", "models", "schedule", "data", "memory", "parallel", "peers", "checkpoint", "sync", "train", "resilience",
-    "rehearse", "generate", "rl", "cli",
+    "rehearse", "generate", "serve", "rl", "cli",
 )  # fmt: skip
 #: What the two rooms beside that order may import; the planner simulates the tables that training executes.
 BESIDE: dict[str, set[str]] = {"observe": set(), "planner": {"observe", "schedule"}}

@@ -42,8 +42,8 @@ def serve(
     try:
         import uvicorn
 
-        from weft.generate.server import Server
-        from weft.generate.service import Service
+        from weft.serve.server import Server
+        from weft.serve.service import Service
     except ImportError as error:
         raise UsageError(f"serving needs the package {error.name}: pip install 'weft[serve]'") from None
     keys = _read_keys(api_key) if api_key else []

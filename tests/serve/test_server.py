@@ -50,8 +50,8 @@ class Running:
     """A server in a thread, and a client of it."""
 
     def __init__(self, tokenizer: Tokenizer, keys: tuple[str, ...] = (), most: int = 1024, **engine: Any) -> None:
-        from weft.generate.server import Server
-        from weft.generate.service import Service
+        from weft.serve.server import Server
+        from weft.serve.service import Service
 
         self.engine = Engine(build(), **{"tokens": 4096, "size": 8} | engine)
         self.service = Service(self.engine, most)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from weft.data.tokenizer import Tokenizer
 from weft.generate.sampling import Sampling
-from weft.generate.service import Event
+from weft.serve.service import Event
 
 Ids = Annotated[list[StrictInt], Field(min_length=1)]
 

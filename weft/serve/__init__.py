@@ -1,0 +1,1 @@
+"""A model over HTTP, as OpenAI's clients ask for it."""
