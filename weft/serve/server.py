@@ -18,9 +18,9 @@ from starlette.routing import Route
 from weft.data.chat.encode import prompt_ids
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
+from weft.generate.text import Writer
 from weft.serve.protocol import Chat, Completion, Question, Refusal, Replies, usage_of
 from weft.serve.service import Answers, Busy, Event, Service, Wish
-from weft.generate.text import Writer
 
 Q = TypeVar("Q", bound=Question)
 
