@@ -9,9 +9,11 @@ import torch
 
 from tests.generate.test_cache import build as build_double
 from weft.errors import UsageError
-from weft.generate.engine import Engine, Generation
+from weft.generate.engine import Engine
+from weft.generate.policies import chunked, exact_fill, prompts_first
+from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.scheduler import Scheduler, chunked, exact_fill, prompts_first
+from weft.generate.scheduler import Scheduler
 from weft.models.transformer import Transformer
 
 #: Prompts that begin alike, one twice, and single tokens.

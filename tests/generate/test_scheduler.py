@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 
 from weft.errors import UsageError
 from weft.generate import scheduler as module
+from weft.generate.policies import Policy, chunked, exact_fill, prompts_first
 from weft.generate.pool import Pool, chained_keys, root_key
-from weft.generate.scheduler import Policy, Request, Scheduler, Step, chunked, exact_fill, prompts_first
+from weft.generate.request import Request
+from weft.generate.scheduler import Scheduler, Step
 
 POLICIES: tuple[Policy, ...] = (exact_fill, chunked(3), chunked(16), prompts_first)
 ADAPTERS, TENANTS, VOCAB = ("", "a"), ("", "t"), 3  # a small vocabulary, so that prompts often begin alike

@@ -217,12 +217,12 @@ def layer_pages(model: Transformer, size: int) -> list[KeyValuePages | StatePage
 
 
 class Part(NamedTuple):
-    """What is read of a text ``ids``: all from ``past`` on; ``ends``: logits behind its last token are wanted."""
+    """What is read of a text ``ids``: all from ``past`` on; logits behind its last ``rows`` tokens are wanted."""
 
     ids: Sequence[int]
     past: int
     table: Sequence[int]
-    ends: bool = True
+    rows: int = 1
 
 
 class PagedReader:
@@ -232,18 +232,18 @@ class PagedReader:
         self.model, self.size, self.pages = model, size, layer_pages(model, size)
 
     def read(self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = ()) -> T:
-        """Logits ``[parts that end, vocab]``. ``copies``: blocks to copy into others before anything else."""
+        """Logits ``[rows of all parts, vocab]``. ``copies``: blocks to copy into others before anything else."""
         if self.model.shape.kind:  # a plugin's model cannot remember: it reads all again
             parts = [part._replace(past=0) for part in parts]
         spans: list[Span] = []
         ids, positions, slots, ends = list[int](), list[int](), list[int](), list[int]()
-        for text, past, table, wanted in parts:
+        for text, past, table, rows in parts:
             first, places = len(ids), range(past, len(text))
             ids += text[past:]
             positions += places
             slots += [table[at // self.size] * self.size + at % self.size for at in places]
             spans.append(Span(first, len(ids), past, table))
-            ends += [len(ids) - 1] * wanted
+            ends += range(len(ids) - rows, len(ids))
         device = self.model.mesh.device
         row = torch.tensor([ids, positions, slots], device=device)
         for pages in self.pages:

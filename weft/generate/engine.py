@@ -5,16 +5,20 @@ gets alone. Long prompts can instead be cut over several ranks, one request at a
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import islice
 from random import Random
 
 import torch
 
 from weft.errors import UsageError
 from weft.generate.cache import PagedReader, Part, StatePages
+from weft.generate.policies import Policy, exact_fill
 from weft.generate.pool import Pool
-from weft.generate.sampling import Sampling, choose, log_probabilities
-from weft.generate.scheduler import Policy, Request, Scheduler, exact_fill
+from weft.generate.request import Generation, Written
+from weft.generate.sampling import Guess, Sampling, choose, log_probabilities
+from weft.generate.scheduler import Scheduler, Step
+from weft.generate.speculation import Drafter
 from weft.generate.spread import SpreadReader
 from weft.layout.layout import Layout
 from weft.models.linear_attention import CHUNK
@@ -25,31 +29,6 @@ BLOCK = 16
 
 #: Tokens of a step: enough to be bound by compute and not by reading weights.
 BUDGET = 512
-
-
-@dataclass(eq=False)
-class Generation(Request):
-    """A request and what is written for it."""
-
-    how: Sampling = field(default_factory=Sampling)
-    stops: Collection[int] = ()
-    prompt: int = 0  # tokens of the prompt
-    top: int | None = None  # log-probabilities of so many likeliest tokens are kept; None: of none, nor the chosen one
-    finished: str = ""  # "stop" or "length" in the end
-    log_probabilities: list[tuple[float, dict[int, float]]] = field(default_factory=list)
-    siblings: list["Generation"] = field(default_factory=list)  # those that go on from the same prompt, once it is read
-
-    def __post_init__(self) -> None:
-        self.stream = Random(self.how.seed)
-
-    @property
-    def written(self) -> list[int]:
-        return self.ids[self.prompt :]
-
-    @property
-    def score(self) -> float:
-        """Mean log-probability of what is written, by which the best of several is found."""
-        return sum(p for p, _ in self.log_probabilities) / max(1, len(self.log_probabilities))
 
 
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
@@ -64,20 +43,23 @@ class Engine:
     """Writes for many requests with ``model``, on one device.
 
     ``tokens``: those that the cache has room for, all requests together (None: as many as memory holds); ``budget``:
-    those that are computed in a step, of at most ``limit`` requests; ``policy``: :mod:`weft.generate.scheduler`.
+    those that are computed in a step, of at most ``limit`` requests; ``policy``: :mod:`weft.generate.policies`;
+    ``drafter``: guesses what will be written (:mod:`weft.generate.speculation`), which changes nothing but the speed.
     """
 
     def __init__(
         self, model: Transformer, tokens: int | None = None, budget: int = BUDGET, limit: int = 64,
-        policy: Policy = exact_fill, size: int = 0,
+        policy: Policy = exact_fill, size: int = 0, drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
         if budget < 1 or limit < 1:
             raise UsageError("a step needs room for one token of one request; give a larger budget or limit")
         self.reader = PagedReader(model, size or BLOCK)
-        if not size and any(isinstance(pages, StatePages) for pages in self.reader.pages):
+        states = any(isinstance(pages, StatePages) for pages in self.reader.pages)
+        if states and not size:
             self.reader = PagedReader(model, CHUNK)
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
-        self.model, self.scheduler = model, Scheduler(Pool(blocks, self.reader.size), budget, limit, policy)
+        pool = Pool(blocks, self.reader.size, states)
+        self.model, self.drafter, self.scheduler = model, drafter, Scheduler(pool, budget, limit, policy)
 
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
@@ -126,42 +108,59 @@ class Engine:
         generation.finished = generation.finished or "stop"
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[Generation, int | None]]:
-        """One forward pass; returns whose turn it was, each with its new token, or None if one of its stops came."""
+    def step(self) -> list[Written]:
+        """One forward pass; returns what was written, in the order of each request's tokens."""
+        if self.drafter is not None:
+            self.drafter.propose([r for r in self.scheduler.running if isinstance(r, Generation) and r.may_guess])
         step = self.scheduler.plan()
         if not step.work:
             return []
-        parts = [
-            Part(request.ids[: request.computed + tokens], request.computed, request.table, tokens == request.wanted)
-            for request, tokens in step.work.items()
-        ]
-        rows = self.reader.read(parts, step.copies).cpu()
-        ending = [request for (request, _), part in zip(step.work.items(), parts, strict=True) if part.ends]
+        rows = iter(self.reader.read(parts_of(step), step.copies).cpu())
+        ending = [request for request, tokens in step.work.items() if tokens == request.wanted]
         self.scheduler.advance(step)
-        found = []
-        for request, row in zip(ending, rows, strict=True):
+        found: list[Written] = []
+        for request in ending:
             assert isinstance(request, Generation)
+            row, guessed = next(rows), [list(islice(rows, len(branch.path))) for branch in request.branches]
             family, request.siblings = [request, *(s for s in request.siblings if not s.finished)], []
             for sibling in family[1:]:
                 self.scheduler.fork(request, sibling)
-            found += [(one, self._write(one, row)) for one in family]
+            found += self._write_on(request, row, guessed)
+            found += [self._write(sibling, row) for sibling in family[1:]]
         return found
 
-    def _write(self, request: Generation, row: torch.Tensor) -> int | None:
-        """Choose the next token of ``request`` from the logits ``row`` ``[vocab]``; None if it ends without one."""
-        prompt, written = request.ids[: request.prompt], request.written
-        chosen = choose(row, request.how, prompt, written, request.stream)
+    def _write_on(self, request: Generation, row: torch.Tensor, guessed: list[list[torch.Tensor]]) -> list[Written]:
+        """Write from logits ``row``, and from those behind every guess, per branch in ``guessed``, that was right."""
+        found, right, best = list[Written](), 0, None
+        live = list(zip(request.branches, guessed, strict=True))
+        drawn = [Guess(*each) for b, _ in live[:1] for each in zip(b.path, request.odds, strict=False)]
+        while True:
+            found.append(self._write(request, row, drawn[right] if right < len(drawn) else None))
+            live = [(b, rows) for b, rows in live if b.path[right : right + 1] == [found[-1].token]]
+            if request.finished or not live:
+                break
+            (best, rows), right = live[0], right + 1
+            row = rows[right - 1]
+        if not request.finished:
+            self.scheduler.settle(request, best, right)
+        return found
+
+    def _write(self, request: Generation, row: torch.Tensor, guess: Guess | None = None) -> Written:
+        """Choose the next token of ``request`` from the logits ``row`` ``[vocab]``."""
+        prompt, written, said = request.ids[: request.prompt], request.written, None
+        chosen = choose(row, request.how, prompt, written, request.stream, guess)
         if chosen in request.stops:
             request.finished = "stop"
         else:
             if request.top is not None:
-                request.log_probabilities.append(log_probabilities(row, chosen, request.top))
+                said = log_probabilities(row, chosen, request.top)
+                request.log_probabilities.append(said)
             request.ids.append(chosen)
             if len(request.ids) > request.most:
                 request.finished = "length"
         if request.finished:
             self.scheduler.remove(request)
-        return None if request.finished == "stop" else chosen
+        return Written(request, None if request.finished == "stop" else chosen, said, request.finished)
 
     def stream(self, generation: Generation) -> Iterator[int]:
         """The tokens of one request as they come, while the others go on too. Left early, it is cancelled."""
@@ -180,6 +179,19 @@ class Engine:
         """Go on until every request has ended."""
         while self.step() or self.scheduler.running or self.scheduler.waiting:
             pass
+
+
+def parts_of(step: Step) -> list[Part]:
+    """What is read for a step: of every request its tokens and the guess in its own blocks, then its other guesses."""
+    parts = []
+    for request, tokens in step.work.items():
+        own = [b.path for b in request.branches if b.table is request.table]
+        ids = [*request.ids[: request.computed + tokens], *(i for path in own for i in path)]
+        rows = (tokens == request.wanted) * (1 + sum(map(len, own)))
+        parts.append(Part(ids, request.computed, request.table, rows))
+        for path, table in request.branches[len(own) :]:
+            parts.append(Part([*request.ids, *path], request.computed, table, len(path)))
+    return parts
 
 
 def generate(

@@ -25,10 +25,10 @@ def chained_keys(root: bytes, ids: Sequence[int], size: int) -> Iterator[bytes]:
 
 
 class Pool:
-    """``blocks`` blocks of ``size`` tokens each."""
+    """``blocks`` blocks of ``size`` tokens each; ``states``: they sum up their tokens, none of which can be undone."""
 
-    def __init__(self, blocks: int, size: int) -> None:
-        self.blocks, self.size = blocks, size
+    def __init__(self, blocks: int, size: int, states: bool = False) -> None:
+        self.blocks, self.size, self.states = blocks, size, states
         self.owners: dict[int, int] = {}  # of every block that is in use, how many
         self.known: dict[bytes, int] = {}  # blocks that can be found again
         self.keys: dict[int, bytes] = {}  # and their keys

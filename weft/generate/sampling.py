@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
 
 import torch
 
@@ -89,13 +90,32 @@ def draw(probabilities: T, number: float) -> int:
     return min(place, int(torch.searchsorted(ends, ends[-1])))  # the last one that is not zero
 
 
-def choose(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], stream: Random) -> int:
-    """The token that follows, given ``logits`` ``[vocab]``; takes one number of ``stream``, if any."""
+class Guess(NamedTuple):
+    """A token that was drawn in place of the next one, and the chances ``[vocab]`` with which it was."""
+
+    token: int
+    odds: T
+
+
+def choose(
+    logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], stream: Random, guess: Guess | None = None
+) -> int:
+    """The token that follows, given ``logits`` ``[vocab]``; takes a number of ``stream``, if any.
+
+    With a ``guess``, the token is as likely as without and the guess as often as can be: it stands if a number is below
+    the ratio of its chances, and otherwise the token is drawn from what the guess's chances leave (Leviathan et al.
+    2022, 2211.17192; Chen et al. 2023, 2302.01318).
+    """
     row = penalised(logits, how, prompt, written)
     if how.temperature == 0:
         return int(row.argmax())
     ids, probabilities = candidates(row, how)
-    return int(ids[draw(probabilities, stream.random())])
+    if guess is None:
+        return int(ids[draw(probabilities, stream.random())])
+    wanted = torch.zeros_like(guess.odds).index_put((ids,), probabilities.to(guess.odds.dtype))
+    if stream.random() * guess.odds[guess.token] < wanted[guess.token]:
+        return guess.token
+    return draw((wanted - guess.odds).clamp(min=0), stream.random())
 
 
 def log_probabilities(logits: T, chosen: int, top: int) -> tuple[float, dict[int, float]]:

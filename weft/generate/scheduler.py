@@ -5,71 +5,18 @@ drawn last. Each step hands out a budget of tokens, so that computed ones catch 
 prompts in chunks with other requests' new tokens beside them (SARATHI, Agrawal et al. 2023, 2308.16369), steps that are
 filled exactly (Dynamic SplitFuse, Holmes et al. 2024, 2401.08671), and requests that join and leave at any step (Orca,
 Yu et al. 2022; Flover, 2305.13484). Where no block is free, the request that came last gives its blocks back and is
-computed again later. Who is served first, and how much at once, is a *policy*: a function of who runs, who waits, and
-the budget.
+computed again later. Who is served first, and how much at once, is a policy (:mod:`weft.generate.policies`).
+
+Guesses of what a request will write (:mod:`weft.generate.speculation`) are more tokens of it, if a step has room.
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
 from typing import NamedTuple
 
 from weft.errors import UsageError
+from weft.generate.policies import Policy, exact_fill
 from weft.generate.pool import Pool, chained_keys, root_key
-
-_arrivals = count()
-
-
-@dataclass(eq=False)
-class Request:
-    """A text that grows: its tokens so far, how many of these are computed, and the blocks that remember them."""
-
-    ids: list[int]
-    most: int  # tokens that it may come to have
-    adapter: str = ""
-    tenant: str = ""  # whose cached prefixes it may find
-    arrival: int = field(default_factory=lambda: next(_arrivals))
-    computed: int = 0
-    table: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)  # of its full blocks; the first one is the root
-    hits: int = 0  # tokens that were found computed when it last began
-
-    @property
-    def runs(self) -> bool:
-        """Whether it has begun: it then has a root key at least."""
-        return bool(self.keys)
-
-    @property
-    def wanted(self) -> int:
-        return len(self.ids) - self.computed
-
-
-#: Of (running, waiting, budget): the requests in the order in which they are served, with the most tokens for each.
-Policy = Callable[[Sequence[Request], Sequence[Request], int], Iterable[tuple[Request, int]]]
-
-
-def exact_fill(running: Sequence[Request], waiting: Sequence[Request], budget: int) -> list[tuple[Request, int]]:
-    """New tokens first, then prompts, the oldest first, cut where the budget ends (Dynamic SplitFuse)."""
-    order = sorted(running, key=lambda r: (r.wanted > 1, r.arrival))
-    return [(r, r.wanted) for r in (*order, *waiting)]
-
-
-def chunked(chunk: int) -> Policy:
-    """New tokens first, then one chunk of one prompt, of at most ``chunk`` tokens: steps of equal length (SARATHI)."""
-
-    def policy(running: Sequence[Request], waiting: Sequence[Request], budget: int) -> list[tuple[Request, int]]:
-        order = exact_fill(running, waiting, budget)
-        later = [r for r, tokens in order if tokens > 1 or not r.runs][1:]
-        return [(r, min(tokens, chunk)) for r, tokens in order if r not in later]
-
-    return policy
-
-
-def prompts_first(running: Sequence[Request], waiting: Sequence[Request], budget: int) -> list[tuple[Request, int]]:
-    """Prompts before new tokens: whoever writes waits while others are read (Orca, and vLLM at first)."""
-    order = exact_fill(running, waiting, budget)
-    return sorted(order, key=lambda served: served[1] == 1 and served[0].runs)
+from weft.generate.request import Branch, Request
 
 
 class Step(NamedTuple):
@@ -104,6 +51,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Forget a request that is done or not wanted any more; its blocks can be found until they are needed."""
         (self.running if request.runs else self.waiting).remove(request)
+        self._release_branches(request)
         self.pool.release(request.table)
         request.table, request.keys, request.computed = [], [], 0
 
@@ -125,24 +73,49 @@ class Scheduler:
             tokens = min(tokens, request.wanted, left)
             while request.runs and not self._reserve(request, tokens, step):
                 full, last = True, max(self.running, key=lambda r: r.arrival)
-                left += step.work.pop(last, 0)
-                step.copies[:] = [(old, new) for old, new in step.copies if new not in last.table]
+                left += step.work.pop(last, 0) + sum(len(b.path) for b in last.branches)
+                lost = {*last.table, *(block for b in last.branches for block in b.table)}
+                step.copies[:] = [(old, new) for old, new in step.copies if new not in lost]
                 self.remove(last)
                 self.add(last)
             if request.runs:
                 step.work[request] = tokens
                 left -= tokens
+                if tokens == request.wanted:
+                    left -= self._branch(request, left, step)
         return step
 
     def advance(self, step: Step) -> None:
         """The tokens of ``step`` have been computed: full blocks can be found from now on."""
-        size = self.pool.size
         for request, tokens in step.work.items():
             request.computed += tokens
-            first, end = len(request.keys) - 1, request.computed // size
-            for key in chained_keys(request.keys[-1], request.ids[first * size : end * size], size):
-                self.pool.remember(request.table[len(request.keys) - 1], key)
-                request.keys.append(key)
+            self._remember(request)
+
+    def settle(self, request: Request, branch: Branch | None, right: int) -> None:
+        """The first ``right`` guesses of ``branch`` (None: of no one) are now tokens of ``request``."""
+        if branch and right and (branch.table is request.table or not self.pool.states or right == len(branch.path)):
+            if branch.table is not request.table:
+                request.table[:], branch.table[:] = list(branch.table), list(request.table)
+            request.computed += right
+        self._release_branches(request)
+        kept = -(-request.computed // self.pool.size)
+        self.pool.release(request.table[kept:])
+        del request.table[kept:]
+        self._remember(request)
+
+    def _release_branches(self, request: Request) -> None:
+        for branch in request.branches:
+            if branch.table is not request.table:
+                self.pool.release(branch.table)
+        request.branches = []
+
+    def _remember(self, request: Request) -> None:
+        """Let the blocks be found that are full of computed tokens."""
+        size = self.pool.size
+        first, end = len(request.keys) - 1, request.computed // size
+        for key in chained_keys(request.keys[-1], request.ids[first * size : end * size], size):
+            self.pool.remember(request.table[len(request.keys) - 1], key)
+            request.keys.append(key)
 
     def _begin(self, request: Request) -> bool:
         """Let a request run from what is known of its text, if there is room for what it wants first."""
@@ -172,3 +145,27 @@ class Scheduler:
             table[at] = step.copies[-1][1]
         table.extend(pool.take() for _ in range(new))
         return True
+
+    def _branch(self, request: Request, left: int, step: Step) -> int:
+        """Blocks for guesses of what follows, as far as there is room for them; returns how many tokens these are.
+
+        The first guess goes on in the request's own blocks. Others begin from copies of the last one, as all do where
+        a block's state cannot be taken back to a token before.
+        """
+        pool, begun = self.pool, left
+        for path in request.drafts:
+            own = not request.branches and not pool.states
+            again = 0 if own else request.wanted  # tokens that are computed in the copy too
+            path, kept = path[: max(0, left - again)], len(request.table) if own else request.computed // pool.size
+            new = -(-(request.computed + request.wanted + len(path)) // pool.size) - kept
+            if not path or new > pool.free:
+                break
+            table = request.table if own else request.table[:kept]
+            if not own:
+                pool.hold(table)
+            table.extend(pool.take() for _ in range(new))
+            if not own and request.computed % pool.size:
+                step.copies.append((request.table[kept], table[kept]))
+            request.branches.append(Branch(path, table))
+            left -= again + len(path)
+        return begun - left

@@ -79,14 +79,16 @@ def write_texts(
 ) -> list[str]:
     """The texts that all of ``asks`` get, written side by side; ``done`` is called as each of them ends."""
     writers = {engine.submit(a.ids, a.most, a.how, a.stops)[0]: Writer(tokenizer, a.until) for a in asks}
-    texts = dict.fromkeys(writers, "")
-    while not all(one.finished for one in writers):
-        for one, token in engine.step():
+    texts, left = dict.fromkeys(writers, ""), {one for one in writers if not one.finished}
+    while left:
+        for one, token, _, finished in engine.step():
+            if one not in left:
+                continue  # written after its stop string had come
             if token is not None:
                 texts[one] += writers[one].add(token)
-            if writers[one].stopped:
-                engine.cancel(one)
-            if one.finished:
+            if finished or writers[one].stopped:
                 texts[one] += writers[one].end()
+                engine.cancel(one)
+                left.discard(one)
                 done()
     return list(texts.values())

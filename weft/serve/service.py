@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from weft.errors import WeftError
-from weft.generate.engine import Engine, Generation
+from weft.generate.engine import Engine
+from weft.generate.request import Generation, Written
 from weft.generate.sampling import Sampling
 
 
@@ -46,7 +47,7 @@ class Service:
         self.failure: Exception | None = None
         self._wake = threading.Condition()
         self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._tell: dict[Generation, Callable[[int | None], None]] = {}
+        self._tell: dict[Generation, Callable[[Written | None], None]] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
@@ -98,9 +99,10 @@ class Service:
                     except Exception as error:
                         future.set_exception(error)
             try:
-                for one, token in self.engine.step():
-                    if tell := self._tell.pop(one, None) if one.finished else self._tell.get(one):
-                        tell(token)
+                for written in self.engine.step():
+                    one = written.request
+                    if tell := self._tell.pop(one, None) if written.finished else self._tell.get(one):
+                        tell(written)
             except Exception as error:  # what the engine has in hand is lost
                 self.failure = error
                 for tell in self._tell.values():
@@ -124,7 +126,7 @@ class Answers:
         for wish in self.wishes:
             self.generations += service.engine.submit(*wish)
         for index, one in enumerate(self.generations):
-            service._tell[one] = lambda token, index=index: self._pass_on(index, token)  # type: ignore[misc]
+            service._tell[one] = lambda written, index=index: self._pass_on(index, written)  # type: ignore[misc]
 
     def end(self) -> None:
         """In the engine's thread."""
@@ -133,11 +135,9 @@ class Answers:
             if not one.finished:
                 self.service.engine.cancel(one)
 
-    def _pass_on(self, index: int, token: int | None) -> None:
-        one = self.generations[index]
-        said = one.log_probabilities[-1] if token is not None and one.log_probabilities else None
-        finished = "error" if self.service.failure else one.finished
-        self.loop.call_soon_threadsafe(self._events.put_nowait, Event(index, token, said, finished))
+    def _pass_on(self, index: int, written: Written | None) -> None:
+        event = Event(index, *written[1:]) if written else Event(index, None, None, "error")
+        self.loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def cancel(self, index: int) -> None:
         """Stop one of them, whose text has ended."""

@@ -1,0 +1,88 @@
+"""A text that grows: as the scheduler sees it, and with how it is written."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import NamedTuple
+
+import torch
+
+from weft.generate.sampling import Sampling
+
+_arrivals = count()
+
+
+class Branch(NamedTuple):
+    """A guess of the tokens behind a request's own, and the table of the blocks in which it is computed."""
+
+    path: Sequence[int]
+    table: list[int]
+
+
+@dataclass(eq=False)
+class Request:
+    """A text that grows: its tokens so far, how many of these are computed, and the blocks that remember them."""
+
+    ids: list[int]
+    most: int  # tokens that it may come to have
+    adapter: str = ""
+    tenant: str = ""  # whose cached prefixes it may find
+    arrival: int = field(default_factory=lambda: next(_arrivals))
+    computed: int = 0
+    table: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)  # of its full blocks; the first one is the root
+    hits: int = 0  # tokens that were found computed when it last began
+    drafts: Sequence[Sequence[int]] = ()  # guesses of what follows, to be computed beside its next token
+    branches: list[Branch] = field(default_factory=list)  # those of them that are computed in this step
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has begun: it then has a root key at least."""
+        return bool(self.keys)
+
+    @property
+    def wanted(self) -> int:
+        return len(self.ids) - self.computed
+
+
+@dataclass(eq=False)
+class Generation(Request):
+    """A request and what is written for it."""
+
+    how: Sampling = field(default_factory=Sampling)
+    stops: Collection[int] = ()
+    prompt: int = 0  # tokens of the prompt
+    top: int | None = None  # log-probabilities of so many likeliest tokens are kept; None: of none, nor the chosen one
+    finished: str = ""  # "stop" or "length" in the end
+    log_probabilities: list[tuple[float, dict[int, float]]] = field(default_factory=list)
+    odds: Sequence[
+        torch.Tensor
+    ] = ()  # [vocab] each: the chances with which the first of its drafts was drawn, if it was
+    siblings: list["Generation"] = field(default_factory=list)  # those that go on from the same prompt, once it is read
+
+    def __post_init__(self) -> None:
+        self.stream = Random(self.how.seed)
+
+    @property
+    def written(self) -> list[int]:
+        return self.ids[self.prompt :]
+
+    @property
+    def may_guess(self) -> bool:
+        """Whether its next step, with nothing but the last token, can have guesses beside it."""
+        return self.wanted == 1 and not self.siblings and len(self.ids) < self.most
+
+    @property
+    def score(self) -> float:
+        """Mean log-probability of what is written, by which the best of several is found."""
+        return sum(p for p, _ in self.log_probabilities) / max(1, len(self.log_probabilities))
+
+
+class Written(NamedTuple):
+    """What a step made of a request: its next token, or None where it ended without one."""
+
+    request: Generation
+    token: int | None
+    log_probability: tuple[float, dict[int, float]] | None  # of the token, and of the likeliest ones, if asked for
+    finished: str  # "stop", "length", or "" if it goes on

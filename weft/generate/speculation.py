@@ -1,0 +1,147 @@
+"""Guesses of what a request will write, checked many at once by the pass that computes its next token.
+
+A guess is a path of tokens. The pass computes it behind the request's own tokens, and the sampler then chooses as it
+would have done without: at every position from the logits there, with penalties and grammar for what is written by
+then, with the request's next random number. While the choice is the guessed token, the logits behind it are there too.
+So what is written is the same, token by token, whatever is guessed; guesses only change how many passes it takes.
+Several paths that part somewhere are a tree (SpecInfer, Miao et al. 2023, 2305.09781); the sampler follows one of them.
+
+Guesses come from texts, at no cost: what followed when a request's last tokens stood there before (n-gram, or prompt
+lookup), or what mostly followed them in all requests' texts (suffix decoding, Oliaro et al. 2024, 2411.04975); or from
+a small model (:mod:`weft.generate.draft`).
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Protocol
+
+from weft.generate.request import Generation
+
+#: Places that are looked at for each run of tokens, the latest ones.
+PLACES = 32
+
+
+class Drafter(Protocol):
+    """Sets ``drafts``, a list of paths, of every one of the requests that are about to compute one token."""
+
+    def propose(self, requests: Sequence[Generation]) -> None: ...
+
+
+class Places:
+    """Where every run of ``least`` tokens stands in a text that grows at its end."""
+
+    def __init__(self, least: int) -> None:
+        self.least, self.ids = least, list[int]()
+        self._ends: dict[tuple[int, ...], deque[int]] = defaultdict(lambda: deque(maxlen=PLACES))
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Add ``ids``. A run is known once a token stands behind it."""
+        start = max(self.least, len(self.ids))
+        self.ids += ids
+        for end in range(start, len(self.ids)):
+            self._ends[tuple(self.ids[end - self.least : end])].append(end)
+
+    def find(self, tail: Sequence[int], depth: int) -> tuple[int, list[int]]:
+        """How many tokens of the end of ``tail`` stand here, up to ``depth``, and behind which places, latest first."""
+        longest, ends = 0, list[int]()
+        for end in reversed(self._ends.get(tuple(tail[-self.least :]), ())):
+            length = self.least
+            while length < min(depth, end, len(tail)) and self.ids[end - length - 1] == tail[-length - 1]:
+                length += 1
+            if length > longest:
+                longest, ends = length, []
+            if length == longest:
+                ends.append(end)
+        return longest, ends
+
+    def follow(self, ends: Sequence[int], path: list[int], count: int, floor: float) -> list[int]:
+        """``path``, which stands behind all ``ends``, and what mostly follows: up to ``count`` tokens in all.
+
+        It ends where less than a share ``floor`` of the places has it. Behind the text's end it is the path again.
+        """
+        text, chance, path = self.ids, 1.0, list(path)
+        while len(path) < count:
+            at = {end: end + len(path) for end in ends}
+            next_ = {end: text[i] if i < len(text) else path[i - len(text)] for end, i in at.items()}
+            token, places = Counter(next_.values()).most_common(1)[0]
+            chance *= places / len(ends)
+            if chance < floor:
+                break
+            path.append(token)
+            ends = [end for end in ends if next_[end] == token]
+        return path
+
+
+def agreeing(one: Sequence[int], two: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
+
+
+@dataclass
+class Trust:
+    """A request's text and how well it was guessed: rarely right, seldom guessed."""
+
+    text: Places
+    most: int = 4  # tokens of the next path
+    guessed: tuple[int, Sequence[Sequence[int]]] = (0, ())  # behind how many tokens, what
+    wrong: int = 0  # times in a row that nothing was right
+    pause: int = 0  # steps without a guess
+
+    def learn(self, ids: Sequence[int], most: int) -> None:
+        """Look at what was written, and judge the last guess by it."""
+        self.text.extend(ids[len(self.text.ids) :])
+        place, paths = self.guessed
+        self.guessed, self.pause = (0, ()), max(0, self.pause - 1)
+        if not paths:
+            return
+        right = max(agreeing(ids[place:], path) for path in paths)
+        self.wrong = 0 if right else self.wrong + 1
+        self.pause = (1 << min(self.wrong, 6)) >> 1
+        self.most = min(most, 2 * self.most) if right == max(map(len, paths)) else right + 1
+
+
+class Lookup:
+    """Guesses from texts: a request's own, and the last ``shared`` tokens that other requests of its tenant wrote.
+
+    Paths have up to ``most`` tokens, and no more than the request's last tokens that stand where they come from, which
+    are between ``least`` and ``depth``. ``width``: paths that begin with different tokens.
+    """
+
+    def __init__(
+        self, most: int = 16, least: int = 2, depth: int = 24, shared: int = 0, width: int = 1, floor: float = 0.1
+    ) -> None:
+        self.most, self.least, self.depth, self.width, self.floor = most, least, depth, width, floor
+        self.shared = shared
+        self._requests: dict[Generation, Trust] = {}
+        self._others: dict[tuple[str, str], deque[Places]] = defaultdict(lambda: deque(maxlen=2))
+
+    def propose(self, requests: Sequence[Generation]) -> None:
+        for gone in [one for one in self._requests if one.finished]:
+            self._keep(gone, self._requests.pop(gone))
+        for request in requests:
+            trust = self._requests.setdefault(request, Trust(Places(self.least)))
+            trust.learn(request.ids, self.most)
+            request.drafts = self._paths(request, trust) if not trust.pause else ()
+            trust.guessed = len(request.ids), request.drafts
+
+    def _paths(self, request: Generation, trust: Trust) -> list[list[int]]:
+        tail, sources = request.ids, [trust.text, *self._others[request.tenant, request.adapter]]
+        found = [(*source.find(tail, self.depth), source) for source in sources]
+        length, ends, source = max(found, key=lambda each: each[0])
+        count = min(trust.most, length, request.most - len(tail))
+        firsts = Counter(source.ids[end] for end in ends).most_common(self.width)
+        return [
+            source.follow([end for end in ends if source.ids[end] == first], [first], count, self.floor)
+            for first, places in firsts
+            if count > 0 and places >= self.floor * len(ends)
+        ]
+
+    def _keep(self, request: Generation, trust: Trust) -> None:
+        """What was written may help others. The older half is forgotten where there is too much."""
+        if self.shared:
+            kept = self._others[request.tenant, request.adapter]
+            if not kept or len(kept[-1].ids) > self.shared // 2:
+                kept.append(Places(self.least))
+            kept[-1].extend(request.written)
