@@ -16,7 +16,7 @@ from weft.generate.cache import PagedReader, Part, StatePages
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.pool import Pool
 from weft.generate.request import Generation, Written
-from weft.generate.sampling import Guess, Sampling, choose, log_probabilities
+from weft.generate.sampling import Guess, Sampling, choose, log_probabilities, odds
 from weft.generate.scheduler import Scheduler, Step
 from weft.generate.speculation import Drafter
 from weft.generate.spread import SpreadReader
@@ -155,6 +155,8 @@ class Engine:
             if request.top is not None:
                 said = log_probabilities(row, chosen, request.top)
                 request.log_probabilities.append(said)
+            if request.chances is not None:
+                request.chances.append(odds(row, request.how, prompt, written))
             request.ids.append(chosen)
             if len(request.ids) > request.most:
                 request.finished = "length"

@@ -59,6 +59,7 @@ class Generation(Request):
     odds: Sequence[
         torch.Tensor
     ] = ()  # [vocab] each: the chances with which the first of its drafts was drawn, if it was
+    chances: list[torch.Tensor] | None = None  # [vocab] each, with which its tokens were drawn, if they are to be kept
     siblings: list["Generation"] = field(default_factory=list)  # those that go on from the same prompt, once it is read
 
     def __post_init__(self) -> None:

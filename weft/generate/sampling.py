@@ -106,16 +106,21 @@ def choose(
     the ratio of its chances, and otherwise the token is drawn from what the guess's chances leave (Leviathan et al.
     2022, 2211.17192; Chen et al. 2023, 2302.01318).
     """
-    row = penalised(logits, how, prompt, written)
     if how.temperature == 0:
-        return int(row.argmax())
-    ids, probabilities = candidates(row, how)
+        return int(penalised(logits, how, prompt, written).argmax())
     if guess is None:
+        ids, probabilities = candidates(penalised(logits, how, prompt, written), how)
         return int(ids[draw(probabilities, stream.random())])
-    wanted = torch.zeros_like(guess.odds).index_put((ids,), probabilities.to(guess.odds.dtype))
+    wanted = odds(logits, how, prompt, written)
     if stream.random() * guess.odds[guess.token] < wanted[guess.token]:
         return guess.token
     return draw((wanted - guess.odds).clamp(min=0), stream.random())
+
+
+def odds(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int]) -> T:
+    """The chance of every token ``[vocab]`` to be drawn, in float64."""
+    ids, probabilities = candidates(penalised(logits, how, prompt, written), how)
+    return torch.zeros(len(logits), dtype=torch.float64).index_put((ids,), probabilities.double())
 
 
 def log_probabilities(logits: T, chosen: int, top: int) -> tuple[float, dict[int, float]]:

@@ -153,7 +153,8 @@ class Scheduler:
         a block's state cannot be taken back to a token before.
         """
         pool, begun = self.pool, left
-        for path in request.drafts:
+        drafts, request.drafts = request.drafts, ()  # each is drawn once
+        for path in drafts:
             own = not request.branches and not pool.states
             again = 0 if own else request.wanted  # tokens that are computed in the copy too
             path, kept = path[: max(0, left - again)], len(request.table) if own else request.computed // pool.size

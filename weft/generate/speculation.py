@@ -24,7 +24,10 @@ PLACES = 32
 
 
 class Drafter(Protocol):
-    """Sets ``drafts``, a list of paths, of every one of the requests that are about to compute one token."""
+    """Sets ``drafts``, a list of paths, of requests that are about to compute one token.
+
+    A path that was drawn at random is the only one, and ``odds`` are set too.
+    """
 
     def propose(self, requests: Sequence[Generation]) -> None: ...
 

@@ -1,0 +1,149 @@
+"""Guesses that a small model draws: what is written is distributed as without them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chi2_contingency, chisquare
+
+from tests.generate.test_many import PROMPTS, alone, build
+from weft.generate.draft import DraftModel
+from weft.generate.engine import Engine
+from weft.generate.sampling import GREEDY, Guess, Sampling, choose, draw, odds
+
+HOWS = {
+    "plain": Sampling(),
+    "top-p and penalties": Sampling(0.8, top_p=0.9, repetition=1.3, frequency=0.4, presence=0.2),
+    "top-k and a bias": Sampling(1.4, top_k=6, bias={3: 2.0, 7: -50.0}),
+    "min-p": Sampling(1.0, min_p=0.1),
+}
+
+
+class Given:
+    """A stream of numbers that are known beforehand."""
+
+    def __init__(self, *numbers: float) -> None:
+        self.numbers = list(numbers)
+
+    def random(self) -> float:
+        return self.numbers.pop(0)
+
+
+def rows(seed: int, count: int = 2) -> list[torch.Tensor]:
+    return list(torch.randn(count, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2)
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_the_enumerated_distribution_is_that_without_guesses(how: Sampling) -> None:
+    """Over all guesses and all numbers: where the first one is accepted, and what the second one then draws."""
+    for seed in range(20):
+        (row, other), prompt, written = rows(seed), [1, 2], [3, 3, 5]
+        p, q = odds(row, how, prompt, written), odds(other, how, prompt, written)
+        found = torch.zeros(16, dtype=torch.float64)
+        for x in q.nonzero().flatten().tolist():
+            edge = min(1.0, float(p[x] / q[x]))
+            guess, below = Guess(x, q), Given(edge * (1 - 1e-9))
+            if edge:
+                assert choose(row, how, prompt, written, below, guess) == x and not below.numbers  # type: ignore[arg-type]
+            found[x] += q[x] * edge
+            if edge < 1:  # the number that is drawn next falls on each token as its share of what is left
+                left = (p - q).clamp(min=0)
+                ends = torch.cat([torch.zeros(1, dtype=torch.float64), (left / left.sum()).cumsum(0)])
+                for token in left.nonzero().flatten().tolist():
+                    middle = float(ends[token] + ends[token + 1]) / 2
+                    stream: Any = Given(edge + (1 - edge) / 2, middle)
+                    assert choose(row, how, prompt, written, stream, guess) == token
+                    found[token] += q[x] * (1 - edge) * (left[token] / left.sum())
+        assert (found - p).abs().max() < 1e-12
+        rate = sum(float(q[x]) * min(1.0, float(p[x] / q[x])) for x in q.nonzero().flatten().tolist())
+        assert rate == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)  # 1 - total variation
+
+
+def test_a_guess_of_chances_that_are_not_its_own_is_seen() -> None:
+    """An argmax checked as if it had been drawn: the fault that makes other texts."""
+    row, other = rows(3)
+    p, q = odds(row, Sampling(), [], []), odds(other, Sampling(), [], [])
+    drawn, stream, x = Counter[int](), Random(0), int(q.argmax())
+    for _ in range(4000):
+        drawn[choose(row, Sampling(), [], [], stream, Guess(x, q))] += 1
+    assert chisquare([drawn[i] for i in range(16)], (p / p.sum() * 4000).numpy()).pvalue < 1e-6
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_samples_have_the_distribution_of_the_model(how: Sampling) -> None:
+    """Chi-square on 50,000 samples each of the second token, behind a first one that may be a guess."""
+    table = torch.stack(rows(0, 17))  # a toy model: the logits behind every token, at the start behind none
+    small = table + torch.stack(rows(1, 17)) * 0.5
+    first = odds(table[16], how, [], [])
+    expected = sum((first[a] * odds(table[a], how, [], [a]) for a in range(16)), torch.zeros(16, dtype=torch.float64))
+    stream, own, drawn, count = Random(5), Random(6), Counter[int](), 50_000
+    q = {a: odds(small[a], how, [], [a] if a < 16 else []) for a in range(17)}
+    for _ in range(count):
+        path = [draw(q[16], own.random())]
+        path.append(draw(q[path[0]], own.random()))
+        token = choose(table[16], how, [], [], stream, Guess(path[0], q[16]))
+        guess = Guess(path[1], q[token]) if token == path[0] else None
+        drawn[choose(table[token], how, [], [token], stream, guess)] += 1
+    kept = [i for i in range(16) if expected[i] > 0]
+    assert sum(drawn[i] for i in kept) == count
+    assert chisquare([drawn[i] for i in kept], (expected[kept] / expected[kept].sum() * count).numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("mixer", ["softmax", "hybrid"])
+def test_greedy_tokens_are_those_without_a_small_model(mixer: str, ahead: int) -> None:
+    """The same model as its own small one is always right; another one seldom."""
+    model, twin, other = (build(mixer, torch.float64) for _ in range(3))
+    for p in other.parameters():
+        p.data += 0.02 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(1))
+    expected = [alone(model, prompt, GREEDY).written for prompt in PROMPTS]
+    for small, most in itertools.product((twin, other), (1, 4)):
+        drafter = DraftModel(small, most, ahead)
+        engine, steps = Engine(model, size=4, drafter=drafter), 0
+        found = [engine.submit(prompt, 10, GREEDY)[0] for prompt in PROMPTS]
+        while engine.scheduler.running or engine.scheduler.waiting:
+            engine.step()
+            steps += 1
+        assert [one.written for one in found] == expected
+        assert not engine.scheduler.pool.owners and not drafter.engine.scheduler.pool.owners
+        if small is twin:
+            assert steps == 1 + -(-9 // (most + 1))
+            assert bool(drafter.ready) == bool(ahead)
+
+
+def test_drawn_tokens_of_requests_do_not_depend_on_what_was_made_ahead() -> None:
+    model = build("softmax", torch.float64)
+    other = build("softmax", torch.float64)
+    for p in other.parameters():
+        p.data *= 1.05
+    how, found = Sampling(0.9, top_p=0.95, seed=4), {}
+    for ahead in (0, 1, 3):
+        drafter = DraftModel(other, 3, ahead)
+        engine = Engine(model, size=4, drafter=drafter)
+        ones = [engine.submit(prompt, 30, how)[0] for prompt in PROMPTS]
+        engine.run()
+        found[ahead] = [one.written for one in ones]
+        assert ahead == 0 or drafter.ready > 5
+    assert found[0] == found[1] == found[3]
+
+
+def test_the_engine_draws_with_a_small_model_as_without() -> None:
+    """The third token, over seeds, of the model itself and with guesses of another one."""
+    model, other = build("softmax", torch.float64), build("softmax", torch.float64)
+    for p in other.parameters():
+        p.data *= 1.3
+    counts = {}
+    for name, drafter in (("without", None), ("with", DraftModel(other, 3))):
+        engine = Engine(model, drafter=drafter, limit=256, budget=4096)
+        ones = engine.submit([3, 1, 4], 3, Sampling(0.5, seed=10**6 * bool(drafter)), n=3000)
+        engine.run()
+        counts[name] = Counter(one.written[2] for one in ones)
+    both = counts["with"] + counts["without"]
+    often = [i for i, count in both.items() if count >= 40]
+    observed = [[counts[name][i] for i in often] for name in counts]
+    assert chi2_contingency(observed).pvalue > 1e-3

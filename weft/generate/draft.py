@@ -1,0 +1,85 @@
+"""Guesses from a small model that reads the same texts (speculative decoding, 2211.17192 and 2302.01318).
+
+The small model has an engine of its own. Every time it is asked it goes on from a request's text as it then is: what
+it computed before is found in its cache by the text's beginning, and what was guessed wrong is never looked for. So
+nothing has to be taken back, whatever its layers are.
+
+``ahead`` lets it go on in a thread while the large model checks its last guesses: from every position where these may
+turn out wrong, with the small model's likeliest other tokens there, and from their end (the branches of Mirror
+Speculative Decoding, 2510.13161, which takes them from an early layer of the large model). If one of these is what
+was written, its guesses are there at once. On a device of its own the small model then costs no time.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from random import Random
+from typing import NamedTuple
+
+import torch
+
+from weft.generate.engine import Engine
+from weft.generate.request import Generation
+from weft.models.transformer import Transformer
+
+#: A text: ids from its first token on.
+Text = tuple[int, ...]
+
+
+class Guessed(NamedTuple):
+    """What the small model wrote behind a text."""
+
+    path: list[int]
+    odds: list[torch.Tensor]  # [vocab] each, by which the path was drawn; none of greedy requests
+    likeliest: list[list[int]]  # at every position of the path and behind it
+
+
+class DraftModel:
+    """Guesses of up to ``most`` tokens by ``model``, which must have the large model's vocabulary.
+
+    ``ahead``: for how many other tokens at a position it goes on while its guesses are checked, in a thread of its own
+    (0: in none). ``tokens``: room of its cache; longer texts are not guessed.
+    """
+
+    def __init__(self, model: Transformer, most: int = 4, ahead: int = 0, tokens: int = 2**16) -> None:
+        self.most, self.ahead, self.tokens = most, ahead, tokens
+        self.engine = Engine(model, tokens, size=4)
+        self.ready = 0  # guesses that were there when they were needed
+        self._thread = ThreadPoolExecutor(1, "draft")
+        self._made: Future[dict[Text, Guessed]] | None = None
+
+    def propose(self, requests: Sequence[Generation]) -> None:
+        made = self._made.result() if self._made is not None else {}
+        texts = {one: tuple(one.ids) for one in requests if len(one.ids) + self.most < self.tokens}
+        self.ready += sum(text in made for text in texts.values())
+        made |= self._guess([(one, text) for one, text in texts.items() if text not in made])
+        for one, text in texts.items():
+            one.drafts, one.odds = [made[text].path[: one.most - len(text)]], made[text].odds
+        if self.ahead:
+            outcomes = [(one, each) for one, text in texts.items() for each in self._outcomes(text, made[text])]
+            self._made = self._thread.submit(self._guess, outcomes)
+
+    def _guess(self, texts: Sequence[tuple[Generation, Text]]) -> dict[Text, Guessed]:
+        """What the small model writes behind texts that requests have or may come to have."""
+        asked: dict[Text, Generation] = {}
+        for one, text in texts:
+            # Not by the numbers by which the large model draws.
+            seed = Random(f"draft {one.how.seed} {len(text)}").getrandbits(62)
+            count, top = self.most + bool(self.ahead), self.ahead + 1 if self.ahead else None
+            (asked[text],) = self.engine.submit(text, count, replace(one.how, seed=seed), top=top)
+            asked[text].chances = [] if one.how.temperature else None
+        self.engine.run()
+        return {
+            text: Guessed(one.written[: self.most], one.chances or [], [list(top) for _, top in one.log_probabilities])
+            for text, one in asked.items()
+        }
+
+    def _outcomes(self, text: Text, guessed: Guessed) -> list[Text]:
+        """What the text may be after the check: some of the path, and another token that is likely there."""
+        path = guessed.path
+        return [
+            (*text, *path[:right], token)
+            for right, likeliest in enumerate(guessed.likeliest)
+            for token in [i for i in likeliest if i not in path[right : right + 1]][: self.ahead]
+            if len(text) + right + 1 + self.most < self.tokens
+        ]
