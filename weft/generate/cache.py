@@ -10,7 +10,7 @@ take their place, such as keys and values of several ranks (:mod:`weft.generate.
 their positions.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
 from typing import NamedTuple
@@ -225,31 +225,59 @@ class Part(NamedTuple):
     rows: int = 1
 
 
+class Row(NamedTuple):
+    """Pieces of texts behind one another, which one forward pass reads without padding."""
+
+    ids: list[int]
+    positions: list[int]
+    spans: list[Span]
+    wanted: list[int]  # the places whose logits are wanted
+
+
+def pack(parts: Iterable[Part]) -> Row:
+    """The new tokens of all ``parts``."""
+    row = Row([], [], [], [])
+    for text, past, table, rows in parts:
+        first = len(row.ids)
+        row.ids.extend(text[past:])
+        row.positions.extend(range(past, len(text)))
+        row.spans.append(Span(first, len(row.ids), past, table))
+        row.wanted.extend(range(len(row.ids) - rows, len(row.ids)))
+    return row
+
+
+def slots(spans: Iterable[Span], size: int) -> list[int]:
+    """Where the tokens of ``spans`` go among the tokens of all blocks."""
+    return [
+        table[at // size] * size + at % size
+        for first, last, past, table in spans
+        for at in range(past, past + last - first)
+    ]
+
+
 class PagedReader:
-    """Reads pieces of many texts in one forward pass of ``model``, packed without padding."""
+    """Reads pieces of many texts in one forward pass of ``model``, ``depth`` of which may be under way at once."""
+
+    depth = 1
 
     def __init__(self, model: Transformer, size: int = 16) -> None:
         self.model, self.size, self.pages = model, size, layer_pages(model, size)
+
+    def start(self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = ()) -> Callable[[], T]:
+        """Begin to :meth:`read`; what is returned waits for the logits."""
+        found = self.read(parts, copies)
+        return lambda: found
 
     def read(self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = ()) -> T:
         """Logits ``[rows of all parts, vocab]``. ``copies``: blocks to copy into others before anything else."""
         if self.model.shape.kind:  # a plugin's model cannot remember: it reads all again
             parts = [part._replace(past=0) for part in parts]
-        spans: list[Span] = []
-        ids, positions, slots, ends = list[int](), list[int](), list[int](), list[int]()
-        for text, past, table, rows in parts:
-            first, places = len(ids), range(past, len(text))
-            ids += text[past:]
-            positions += places
-            slots += [table[at // self.size] * self.size + at % self.size for at in places]
-            spans.append(Span(first, len(ids), past, table))
-            ends += range(len(ids) - rows, len(ids))
-        device = self.model.mesh.device
-        row = torch.tensor([ids, positions, slots], device=device)
+        row, device = pack(parts), self.model.mesh.device
+        numbers = torch.tensor([row.ids, row.positions, slots(row.spans, self.size)], device=device)
         for pages in self.pages:
             pages.copy(copies)
-            pages.spans, pages.slots = spans, row[2]
-        documents = torch.tensor([0, *(span.last for span in spans)], dtype=torch.int32)
+            pages.spans, pages.slots = row.spans, numbers[2]
+        documents = torch.tensor([0, *(span.last for span in row.spans)], dtype=torch.int32)
         with attending(self.model, self.pages):
-            only = torch.tensor(ends, dtype=torch.int64, device=device)
-            return self.model(row[:1], row[1:2], documents, only=only)[0]
+            only = torch.tensor(row.wanted, dtype=torch.int64, device=device)
+            return self.model(numbers[:1], numbers[1:2], documents, only=only)[0]

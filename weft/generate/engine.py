@@ -4,7 +4,8 @@ Whatever the budget, the policy, the size of the cache and the other requests ar
 gets alone. Long prompts can instead be cut over several ranks, one request at a time (:mod:`weft.generate.spread`).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from random import Random
@@ -60,6 +61,7 @@ class Engine:
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
         pool = Pool(blocks, self.reader.size, states)
         self.model, self.drafter, self.scheduler = model, drafter, Scheduler(pool, budget, limit, policy)
+        self.sent: deque[tuple[Step, list[int], Callable[[], torch.Tensor]]] = deque()  # forward passes under way
 
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
@@ -109,19 +111,37 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Written]:
-        """One forward pass; returns what was written, in the order of each request's tokens."""
+        """Let as many forward passes set out as may be under way; returns what the first of them to come back wrote."""
+        while len(self.sent) < self.reader.depth and self._send():
+            pass
+        return self._receive(*self.sent.popleft()) if self.sent else []
+
+    def _send(self) -> bool:
+        """Let the next forward pass set out, if there is something to compute."""
+        scheduler = self.scheduler
         if self.drafter is not None:
-            self.drafter.propose([r for r in self.scheduler.running if isinstance(r, Generation) and r.may_guess])
-        step = self.scheduler.plan()
-        if not step.work:
-            return []
-        rows = iter(self.reader.read(parts_of(step), step.copies).cpu())
-        ending = [request for request, tokens in step.work.items() if tokens == request.wanted]
-        self.scheduler.advance(step)
+            able = [
+                r for r in scheduler.running if isinstance(r, Generation) and r.may_guess and r not in scheduler.due
+            ]
+            self.drafter.propose(able)
+        step = scheduler.plan(self.reader.depth)
+        if step.work:
+            logits = self.reader.start(parts_of(step), step.copies)
+            drawn = scheduler.send(step)
+            self.sent.append((drawn, [1 + sum(len(b.path) for b in r.branches) for r in drawn.work], logits))
+        return bool(step.work)
+
+    def _receive(self, drawn: Step, rows: list[int], logits: Callable[[], torch.Tensor]) -> list[Written]:
+        """What is written, in the order of each request's tokens, from so many ``rows`` of logits of each request."""
+        self.scheduler.advance(drawn)
         found: list[Written] = []
-        for request in ending:
+        for request, of_request in zip(drawn.work, logits().cpu().split(rows), strict=True):
             assert isinstance(request, Generation)
-            row, guessed = next(rows), [list(islice(rows, len(branch.path))) for branch in request.branches]
+            if request.finished:  # cancelled meanwhile
+                continue
+            row, *more = of_request
+            ahead = iter(more)
+            guessed = [list(islice(ahead, len(branch.path))) for branch in request.branches]
             family, request.siblings = [request, *(s for s in request.siblings if not s.finished)], []
             for sibling in family[1:]:
                 self.scheduler.fork(request, sibling)
@@ -141,7 +161,7 @@ class Engine:
                 break
             (best, rows), right = live[0], right + 1
             row = rows[right - 1]
-        if not request.finished:
+        if request.runs:  # and has neither ended nor lost its blocks
             self.scheduler.settle(request, best, right)
         return found
 

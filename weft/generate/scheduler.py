@@ -31,6 +31,7 @@ class Scheduler:
         self.pool, self.budget, self.limit, self.policy = pool, budget, limit, policy
         self.running: list[Request] = []
         self.waiting: list[Request] = []
+        self.due: set[Request] = set()  # whose next token is under way
         self.version = 0
 
     def add(self, request: Request) -> None:
@@ -62,10 +63,17 @@ class Scheduler:
             self.remove(request)
             self.add(request)
 
-    def plan(self) -> Step:
-        """What to compute next, and blocks for it. Without any work if and only if there is no request."""
+    def plan(self, depth: int = 1) -> Step:
+        """What to compute next, and blocks for it. Without any work if and only if there is no request that is not due.
+
+        Where ``depth`` steps may be under way at once, each has its share of the requests.
+        """
         step, left, full = Step({}, []), self.budget, False
-        for request, tokens in self.policy(tuple(self.running), tuple(self.waiting), self.budget):
+        most = -(-min(self.limit, len(self.running) + len(self.waiting)) // depth)
+        running, waiting = (tuple(r for r in some if r not in self.due) for some in (self.running, self.waiting))
+        for request, tokens in self.policy(running, waiting, self.budget):
+            if len(step.work) == most:
+                break
             if not request.runs:  # nobody overtakes, nor takes what was just taken away
                 full = full or not left or len(self.running) == self.limit or not self._begin(request)
             if not left or not request.runs:
@@ -85,11 +93,23 @@ class Scheduler:
                     left -= self._branch(request, left, step)
         return step
 
+    def send(self, step: Step) -> Step:
+        """``step`` is under way, and what is computed later comes behind it; returns the part that draws tokens.
+
+        Prompts can go on at once. Requests whose next token is drawn wait for it, until that part is advanced.
+        """
+        drawn = {request: tokens for request, tokens in step.work.items() if tokens == request.wanted}
+        self.advance(Step({r: tokens for r, tokens in step.work.items() if r not in drawn}, []))
+        self.due |= drawn.keys()
+        return Step(drawn, [])
+
     def advance(self, step: Step) -> None:
         """The tokens of ``step`` have been computed: full blocks can be found from now on."""
         for request, tokens in step.work.items():
-            request.computed += tokens
-            self._remember(request)
+            self.due.discard(request)
+            if request.runs:  # it may have lost its blocks meanwhile
+                request.computed += tokens
+                self._remember(request)
 
     def settle(self, request: Request, branch: Branch | None, right: int) -> None:
         """The first ``right`` guesses of ``branch`` (None: of no one) are now tokens of ``request``."""
