@@ -14,6 +14,7 @@ import torch
 
 from weft.errors import UsageError
 from weft.generate.cache import PagedReader, Part, StatePages
+from weft.generate.grammar import Grammar
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.pool import Pool
 from weft.generate.request import Generation, Written
@@ -65,12 +66,12 @@ class Engine:
 
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
-        top: int | None = None, tenant: str = "",
+        top: int | None = None, tenant: str = "", grammar: Grammar | None = None,
     ) -> list[Generation]:  # fmt: skip
         """Ask for up to ``count`` tokens after ``ids``, ``n`` times with seeds that follow each other.
 
-        Ends at one of ``stops``, which is not written. The prompt is read once. Errors: prompts out of range, and those
-        that the cache can never hold.
+        Ends at one of ``stops``, which is not written, or at one of ``grammar``. The prompt is read once. Errors:
+        prompts out of range, and those that the cache can never hold.
         """
         check_prompt(self.model, ids)
         how = how or Sampling()
@@ -79,7 +80,8 @@ class Engine:
         # The last token that is written is not computed.
         found = [
             Generation(list(ids), len(ids) + count - 1, tenant=tenant, how=replace(how, seed=how.seed + i),
-                       stops=stops, prompt=len(ids), top=top)
+                       stops={*stops, *grammar.ends} if grammar else stops, prompt=len(ids), top=top,
+                       grammar=grammar and grammar.copy())
             for i in range(n)
         ]  # fmt: skip
         if count < 1:
@@ -168,21 +170,24 @@ class Engine:
     def _write(self, request: Generation, row: torch.Tensor, guess: Guess | None = None) -> Written:
         """Choose the next token of ``request`` from the logits ``row`` ``[vocab]``."""
         prompt, written, said = request.ids[: request.prompt], request.written, None
-        chosen = choose(row, request.how, prompt, written, request.stream, guess)
+        allowed = request.grammar.mask() if request.grammar else None
+        chosen = choose(row, request.how, prompt, written, request.stream, guess, allowed)
         if chosen in request.stops:
-            request.finished = "stop"
+            request.finished = "error" if request.grammar and request.grammar.failure else "stop"
         else:
+            if request.grammar:
+                request.grammar.accept(chosen)
             if request.top is not None:
                 said = log_probabilities(row, chosen, request.top)
                 request.log_probabilities.append(said)
             if request.chances is not None:
-                request.chances.append(odds(row, request.how, prompt, written))
+                request.chances.append(odds(row, request.how, prompt, written, allowed))
             request.ids.append(chosen)
             if len(request.ids) > request.most:
                 request.finished = "length"
         if request.finished:
             self.scheduler.remove(request)
-        return Written(request, None if request.finished == "stop" else chosen, said, request.finished)
+        return Written(request, None if chosen in request.stops else chosen, said, request.finished)
 
     def stream(self, generation: Generation) -> Iterator[int]:
         """The tokens of one request as they come, while the others go on too. Left early, it is cancelled."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from weft.generate.grammar import Grammar
 from weft.generate.sampling import Sampling
 
 _arrivals = count()
@@ -54,7 +55,8 @@ class Generation(Request):
     stops: Collection[int] = ()
     prompt: int = 0  # tokens of the prompt
     top: int | None = None  # log-probabilities of so many likeliest tokens are kept; None: of none, nor the chosen one
-    finished: str = ""  # "stop" or "length" in the end
+    grammar: Grammar | None = None  # what the text may be
+    finished: str = ""  # "stop" or "length" in the end, or "error" if the grammar could not go on
     log_probabilities: list[tuple[float, dict[int, float]]] = field(default_factory=list)
     odds: Sequence[
         torch.Tensor
@@ -86,4 +88,4 @@ class Written(NamedTuple):
     request: Generation
     token: int | None
     log_probability: tuple[float, dict[int, float]] | None  # of the token, and of the likeliest ones, if asked for
-    finished: str  # "stop", "length", or "" if it goes on
+    finished: str  # "stop", "length", "error", or "" if it goes on

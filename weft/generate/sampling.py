@@ -1,10 +1,10 @@
 """From logits to a token: pure functions of one row of logits, what has been written, and a number drawn from [0, 1).
 
 A row is processed in the order of transformers' processors: bias, penalties (on what was written; ``repetition`` on
-the prompt too, Keskar et al. 2019), temperature, then of the likeliest tokens the first ``top_k``, those that make up
-``top_p`` (nucleus sampling, Holtzman et al. 2019) and those not below ``min_p`` of the likeliest (Nguyen et al. 2024).
-One number per token, from a stream of the request's own, says which of them it is: what others in the batch do changes
-nothing.
+the prompt too, Keskar et al. 2019), what a grammar allows, temperature, then of the likeliest tokens the first
+``top_k``, those that make up ``top_p`` (nucleus sampling, Holtzman et al. 2019) and those not below ``min_p`` of the
+likeliest (Nguyen et al. 2024). One number per token, from a stream of the request's own, says which of them it is: what
+others in the batch do changes nothing.
 """
 
 from collections import Counter
@@ -49,8 +49,8 @@ class Sampling:
 GREEDY = Sampling(0)
 
 
-def penalised(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int]) -> T:
-    """``logits`` ``[vocab]`` with bias and penalties, in :func:`wide` precision."""
+def penalised(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], allowed: T | None = None) -> T:
+    """``logits`` ``[vocab]`` with bias and penalties, in :func:`wide` precision; -inf where it is not ``allowed``."""
     row = logits.to(wide(logits.dtype))
     if how.bias or how.repetition != 1 or how.presence or how.frequency:
         row = row.clone()
@@ -61,7 +61,7 @@ def penalised(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence
     if (how.presence or how.frequency) and written:
         counts = Counter(written)
         row[list(counts)] -= how.presence + how.frequency * row.new_tensor(list(counts.values()))
-    return row
+    return row if allowed is None else row.masked_fill(~allowed, -torch.inf)
 
 
 def candidates(row: T, how: Sampling) -> tuple[T, T]:
@@ -98,8 +98,9 @@ class Guess(NamedTuple):
 
 
 def choose(
-    logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], stream: Random, guess: Guess | None = None
-) -> int:
+    logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], stream: Random, guess: Guess | None = None,
+    allowed: T | None = None,
+) -> int:  # fmt: skip
     """The token that follows, given ``logits`` ``[vocab]``; takes a number of ``stream``, if any.
 
     With a ``guess``, the token is as likely as without and the guess as often as can be: it stands if a number is below
@@ -107,19 +108,19 @@ def choose(
     2022, 2211.17192; Chen et al. 2023, 2302.01318).
     """
     if how.temperature == 0:
-        return int(penalised(logits, how, prompt, written).argmax())
+        return int(penalised(logits, how, prompt, written, allowed).argmax())
     if guess is None:
-        ids, probabilities = candidates(penalised(logits, how, prompt, written), how)
+        ids, probabilities = candidates(penalised(logits, how, prompt, written, allowed), how)
         return int(ids[draw(probabilities, stream.random())])
-    wanted = odds(logits, how, prompt, written)
+    wanted = odds(logits, how, prompt, written, allowed)
     if stream.random() * guess.odds[guess.token] < wanted[guess.token]:
         return guess.token
     return draw((wanted - guess.odds).clamp(min=0), stream.random())
 
 
-def odds(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int]) -> T:
+def odds(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], allowed: T | None = None) -> T:
     """The chance of every token ``[vocab]`` to be drawn, in float64."""
-    ids, probabilities = candidates(penalised(logits, how, prompt, written), how)
+    ids, probabilities = candidates(penalised(logits, how, prompt, written, allowed), how)
     return torch.zeros(len(logits), dtype=torch.float64).index_put((ids,), probabilities.double())
 
 

@@ -1,0 +1,100 @@
+"""What a text may be: a JSON schema, a regular expression or a grammar says which tokens can follow.
+
+The automaton is llguidance's (Earley's algorithm over derivatives of regular expressions, and a trie of the tokens), of
+``pip install 'weft[serve]'``. Here it becomes a mask over a model's logits that can go back, as drafts need it.
+"""
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from weft.data.tokenizer import Tokenizer
+from weft.errors import UsageError
+
+#: Between two tokens of JSON stand so many blanks at most: models that are lost write them for ever.
+BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"
+
+
+class Grammar:
+    """What may come next of one text. ``ends``: ids that end it, which are allowed where it is complete."""
+
+    def __init__(self, matcher: Any, vocab: int, ends: tuple[int, ...], ended: int = 0) -> None:
+        self._matcher, self._vocab, self.ends = matcher, vocab, ends
+        self._ended = ended  # how many ends were accepted, which the matcher does not count
+
+    def mask(self) -> torch.Tensor:
+        """Which ids can follow, bool ``[vocab]`` of the model, whose last ids a tokenizer may not have."""
+        if self._ended:
+            return torch.zeros(self._vocab, dtype=torch.bool).index_fill(0, torch.tensor(self.ends), True)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return torch.from_numpy(np.unpackbits(bits, count=self._vocab, bitorder="little")).view(torch.bool)
+
+    def accept(self, i: int) -> bool:
+        """Go on by one token, also one that ends the text; False, and nothing changes, if it cannot follow."""
+        if i in self.ends and self._matcher.is_accepting():
+            self._ended += 1
+            return True
+        return not self._ended and bool(self._matcher.try_consume_tokens([i]))
+
+    def rollback(self, count: int) -> None:
+        """Take back the last ``count`` tokens that were accepted."""
+        ended, self._ended = self._ended, max(0, self._ended - count)
+        if count > ended and not self._matcher.rollback(count - ended):
+            raise ValueError(f"{count} tokens to take back are more than were accepted")
+
+    def copy(self) -> "Grammar":
+        """Another one that stands where this does and goes its own way."""
+        return Grammar(self._matcher.deep_copy(), self._vocab, self.ends, self._ended)
+
+    @property
+    def failure(self) -> str:
+        """Why the text cannot go on, if the grammar has become too complex for it."""
+        return str(self._matcher.get_error()).split("\n")[0]
+
+
+class Grammars:
+    """Grammars over the tokens of ``tokenizer``, for a model that knows ``vocab`` ids. Takes a second to make."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        try:
+            import llguidance
+        except ImportError:
+            raise UsageError("grammars need the package llguidance: pip install 'weft[serve]'") from None
+        self._matcher, self._vocab, self._ends = llguidance.LLMatcher, vocab, tokenizer.stops
+        model = tokenizer.model.to_str() if tokenizer.model else llguidance.TokenizerWrapper(_Bytes(tokenizer.eos))
+        try:
+            self._tokens = llguidance.LLTokenizer(model, max(vocab, tokenizer.vocab), list(self._ends))
+        except Exception as error:  # the library raises nothing narrower
+            raise UsageError(f"no grammars for this tokenizer: {str(error).splitlines()[0]}") from None
+
+    def compile(self, kind: Literal["json", "regex", "lark"], text: str | dict[str, Any]) -> Grammar:
+        """The grammar of a JSON schema, a regular expression or a grammar in Lark's notation.
+
+        Takes milliseconds to a second, without the lock of the interpreter. Errors: what cannot be read, or be met.
+        """
+        try:
+            if kind == "json":
+                source = self._matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": BLANKS})
+            else:
+                source = getattr(self._matcher, f"grammar_from_{kind}")(text)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"the {kind} grammar cannot be read: {error}") from None
+        found = Grammar(self._matcher(self._tokens, source, log_level=0), self._vocab, self._ends)
+        possible = found.mask().any()
+        if found.failure or not possible:
+            raise UsageError(f"the {kind} grammar cannot be met: {found.failure or 'no token can begin it'}")
+        return found
+
+
+class _Bytes:
+    """The tokenizer of bytes in the library's words."""
+
+    bos_token_id = None
+
+    def __init__(self, eos: int) -> None:
+        self.eos_token_id, self.special_token_ids = eos, [eos]
+        self.tokens = [*(bytes([i]) for i in range(256)), b"<|endoftext|>"]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
