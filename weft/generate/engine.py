@@ -138,10 +138,12 @@ class Engine:
         self.scheduler.advance(drawn)
         found: list[Written] = []
         for request, of_request in zip(drawn.work, logits().cpu().split(rows), strict=True):
-            assert isinstance(request, Generation)
+            row, *more = of_request
+            if not isinstance(request, Generation):
+                request.logits = row
+                continue
             if request.finished:  # cancelled meanwhile
                 continue
-            row, *more = of_request
             ahead = iter(more)
             guessed = [list(islice(ahead, len(branch.path))) for branch in request.branches]
             family, request.siblings = [request, *(s for s in request.siblings if not s.finished)], []

@@ -36,6 +36,7 @@ class Request:
     hits: int = 0  # tokens that were found computed when it last began
     drafts: Sequence[Sequence[int]] = ()  # guesses of what follows, to be computed beside its next token
     branches: list[Branch] = field(default_factory=list)  # those of them that are computed in this step
+    logits: torch.Tensor | None = None  # [vocab] behind its tokens, of a request that somebody else writes for
 
     @property
     def runs(self) -> bool:

@@ -76,7 +76,7 @@ class Scheduler:
                 break
             if not request.runs:  # nobody overtakes, nor takes what was just taken away
                 full = full or not left or len(self.running) == self.limit or not self._begin(request)
-            if not left or not request.runs:
+            if not left or not request.runs or not request.wanted:
                 continue
             tokens = min(tokens, request.wanted, left)
             while request.runs and not self._reserve(request, tokens, step):

@@ -1,0 +1,125 @@
+"""Beam search against all texts that there are, and votes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.generate.test_many import PROMPTS, SETTINGS, alone, build
+from weft.generate.engine import Engine
+from weft.generate.sampling import GREEDY, Sampling
+from weft.generate.search import Search, length_penalty, vote
+from weft.models.transformer import Transformer
+
+
+def log_probabilities(model: Transformer, prompt: list[int], ids: list[int]) -> float:
+    """Of ``ids`` behind ``prompt``, in one pass over the whole text."""
+    whole = [*prompt, *ids]
+    with torch.no_grad():
+        logits = model(
+            torch.tensor([whole]), torch.arange(len(whole))[None], torch.tensor([0, len(whole)], dtype=torch.int32)
+        )[0]
+    rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    return float(rows.gather(1, torch.tensor(ids)[:, None]).sum())
+
+
+def every_text(model: Transformer, prompt: list[int], count: int, stops: set[int], allowed: range) -> dict[Any, float]:
+    """Every text of up to ``count`` tokens, with its log-probability."""
+    found = {}
+    for length in range(1, count + 1):
+        for ids in itertools.product(allowed, repeat=length):
+            if not stops & {*ids[:-1]} and (ids[-1] in stops or length == count):
+                found[ids] = log_probabilities(model, prompt, list(ids))
+    return found
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("mixer", ["softmax", "hybrid"])
+def test_beams_that_hold_everything_find_the_best_of_all_texts(mixer: str, alpha: float) -> None:
+    """Three tokens behind a prompt: of 31 ids, each with every other, in some order the likeliest of all."""
+    model, prompt, stops = build(mixer, torch.float64), PROMPTS[3], {4, 9}
+    for p in model.parameters():
+        p.data *= 1.5
+    engine = Engine(model, size=4, limit=2000, budget=5000)
+    found = Search(engine, prompt, 2, 31, stops, alpha).run()
+    texts = every_text(model, prompt, 2, stops, range(31))
+    scores = {ids: p / length_penalty(len(ids), alpha) for ids, p in texts.items()}
+    best = sorted(scores, key=lambda ids: -scores[ids])[:31]
+    assert [one.ids for one in found] == [[i for i in ids if i not in stops] for ids in best]
+    for one, ids in zip(found, best, strict=True):
+        assert one.log_probability == pytest.approx(texts[ids], abs=1e-9)
+        assert one.score == pytest.approx(scores[ids], abs=1e-9)
+    assert not engine.scheduler.pool.owners
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_one_beam_is_greedy_and_beams_do_not_depend_on_the_batch(setting: str) -> None:
+    """Beside other requests, preempted, in chunks, of few requests at a time."""
+    model, prompt = build("softmax", torch.float64), PROMPTS[2]
+    roomy = Engine(model, size=4)
+    assert Search(roomy, prompt, 8, 1).run()[0].ids == alone(model, prompt, GREEDY).written[:8]
+    expected = Search(roomy, prompt, 8, 3).run()
+    engine = Engine(model, **SETTINGS[setting])
+    others = [engine.submit(p, 10, GREEDY)[0] for p in PROMPTS]
+    found = Search(engine, prompt, 8, 3).run()
+    engine.run()
+    assert [one.ids for one in found] == [one.ids for one in expected]
+    assert [one.score for one in found] == pytest.approx([one.score for one in expected])
+    assert [one.written for one in others] == [alone(model, p, GREEDY).written for p in PROMPTS]
+    assert not engine.scheduler.pool.owners
+
+
+def test_beams_share_what_they_have_in_common() -> None:
+    model, engine = build("softmax", torch.float64), Engine(build("softmax", torch.float64), size=4)
+    prompt, most = [(3 * i + 1) % 31 for i in range(64)], 0
+    search = Search(engine, prompt, 16, 4)
+    plan = engine.scheduler.plan
+
+    def planning() -> Any:
+        nonlocal most
+        step = plan()
+        most = max(most, len(engine.scheduler.pool.owners))
+        return step
+
+    engine.scheduler.plan = planning  # type: ignore[method-assign]
+    (best, *_) = search.run()
+    assert best.log_probability == pytest.approx(log_probabilities(model, prompt, best.ids), abs=1e-9)
+    assert most < 0.5 * 4 * (64 + 16) / 4
+
+
+def test_pruning_ends_hopeless_beams() -> None:
+    model = build("softmax", torch.float64)
+    for p in model.parameters():
+        p.data *= 2
+    passes = []
+    for prune in (math.inf, 3.0):
+        engine, read = Engine(model, size=4), []
+        model.register_forward_pre_hook(lambda _, inputs, read=read: read.append(inputs[0].shape[1]))
+        found = Search(engine, PROMPTS[3], 12, 4, {21, 3, 17}, prune=prune).run()
+        passes.append((sum(read), found[0].ids))
+    assert passes[1][0] < passes[0][0] and passes[0][1] != []
+
+
+def test_a_vote_ends_when_it_is_decided() -> None:
+    model = build("softmax", torch.float64)
+    engine, n = Engine(model, size=4), 15
+    whole = [one.written for one in engine.submit(PROMPTS[1], 10, Sampling(seed=1), n=n)]
+    engine.run()
+    written: list[int] = []
+
+    def parity(ids: list[int]) -> bool | None:
+        written.append(len(ids))
+        return None if ids[0] % 5 == 0 else bool(sum(ids) % 2)
+
+    found, counts = vote(engine, PROMPTS[1], 10, Sampling(seed=1), n, parity)
+    assert found in (True, False) and counts[found] == max(counts.values())
+    assert not engine.scheduler.pool.owners and len(whole) == n
+    # All say the same: more than half of them is enough.
+    slow = Engine(model, size=4, limit=2)
+    found, counts = vote(slow, PROMPTS[1], 10, Sampling(seed=1), n, lambda ids: "always")
+    assert found == "always" and counts["always"] == 8 and not slow.scheduler.pool.owners
+    assert not slow.scheduler.running and not slow.scheduler.waiting

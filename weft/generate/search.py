@@ -1,0 +1,150 @@
+"""Several texts for one prompt, of which one is wanted: the likeliest (beam search), or what most of them say.
+
+Beams are requests like others: they share the blocks of what they have in common, are computed in the same steps as
+everybody else, and a beam that goes on in two ways is forked.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+import torch
+
+from weft.generate.engine import Engine, check_prompt
+from weft.generate.request import Request
+from weft.generate.sampling import Sampling
+from weft.models.attention import wide
+
+
+class Hypothesis(NamedTuple):
+    """A text that has ended, without the token that ended it."""
+
+    ids: list[int]  # behind the prompt
+    log_probability: float  # of all its tokens, with the one that ended it
+    score: float  # the log-probability, normalised by length
+
+
+@dataclass(eq=False)
+class Beam(Request):
+    """A text that may be continued."""
+
+    log_probability: float = 0.0
+
+
+def length_penalty(tokens: int, alpha: float) -> float:
+    """By what a log-probability is divided (GNMT, Wu et al. 2016, 1609.08144); 1 with ``alpha = 0``."""
+    return ((5 + tokens) / 6) ** alpha
+
+
+class Search:
+    """A beam search of ``width`` beams for up to ``count`` tokens behind ``prompt``, to one of ``stops``.
+
+    ``alpha``: how much long texts are favoured. ``prune``: a token is dropped that is so much less likely than the best
+    one behind its beam, and a beam whose score is so far below the best text that has ended (3 in the paper).
+    """
+
+    def __init__(
+        self, engine: Engine, prompt: Sequence[int], count: int, width: int, stops: Collection[int] = (),
+        alpha: float = 0.2, prune: float = inf,
+    ) -> None:  # fmt: skip
+        check_prompt(engine.model, prompt)
+        self.engine, self.prompt, self.count, self.width = engine, len(prompt), count, width
+        self.stops, self.alpha, self.prune = frozenset(stops), alpha, prune
+        self.ended: list[Hypothesis] = []
+        self.beams = [Beam(list(prompt), len(prompt) + count - 1)]
+        engine.scheduler.add(self.beams[0])
+
+    def run(self) -> list[Hypothesis]:
+        """The best ``width`` texts, the best one first; other requests of the engine go on meanwhile."""
+        try:
+            while self.beams:
+                self.engine.step()
+                if all(beam.logits is not None for beam in self.beams):
+                    self._advance()
+                elif not any(request.wanted for request in self.engine.scheduler.running):
+                    # There is no room for all of them at once: those that have been read make way for the others.
+                    self._leave([beam for beam in self.beams if beam.logits is not None])
+        finally:
+            self._leave(self.beams)
+        return sorted(self.ended, key=lambda one: -one.score)[: self.width]
+
+    def _advance(self) -> None:
+        """Give every beam its next tokens, of all that there are the ``width`` likeliest."""
+        rows = torch.stack([beam.logits for beam in self.beams if beam.logits is not None])  # [beams, vocab]
+        local = rows.to(wide(rows.dtype)).log_softmax(-1)
+        found = local + local.new_tensor([[beam.log_probability] for beam in self.beams])
+        found = found.masked_fill(local < local.amax(-1, keepdim=True) - self.prune, -inf).flatten()
+        vocab, last = rows.shape[1], len(self.beams[0].ids) + 1 - self.prompt == self.count
+        best, places = found.topk(min(len(found), self.width * (1 + len(self.stops))))
+        kept: list[tuple[int, int, float]] = []
+        for chance, place in zip(best.tolist(), places.tolist(), strict=True):
+            parent, token = divmod(place, vocab)
+            if chance == -inf or len(kept) == self.width:
+                break
+            if token in self.stops:
+                self._end(self.beams[parent].ids[self.prompt :], chance, 1)
+            else:
+                kept.append((parent, token, chance))
+        if last:
+            for parent, token, chance in kept:
+                self._end([*self.beams[parent].ids[self.prompt :], token], chance, 0)
+            kept = []
+        self._continue(kept)
+
+    def _end(self, ids: list[int], chance: float, ending: int) -> None:
+        self.ended.append(Hypothesis(ids, chance, chance / length_penalty(len(ids) + ending, self.alpha)))
+
+    def _leave(self, beams: Iterable[Beam]) -> None:
+        for beam in beams:
+            if beam.runs or beam in self.engine.scheduler.waiting:
+                self.engine.scheduler.remove(beam)
+
+    def _continue(self, kept: Sequence[tuple[int, int, float]]) -> None:
+        """Let the beams go on as ``kept`` says: behind which of them, with which token, and how likely that is."""
+        scheduler, parents, children = self.engine.scheduler, self.beams, list[Beam]()
+        best = max((one.score for one in self.ended), default=-inf)
+        first: dict[int, tuple[int, float]] = {}  # the ways in which the beams themselves go on
+        for parent, token, chance in kept:
+            beam = parents[parent]
+            if chance / length_penalty(len(beam.ids) + 1 - self.prompt, self.alpha) < best - self.prune:
+                continue
+            if first.setdefault(parent, (token, chance)) != (token, chance):
+                children.append(Beam([*beam.ids, token], beam.most, log_probability=chance))
+                scheduler.fork(beam, children[-1])
+        for place, beam in enumerate(parents):
+            if place in first:
+                token, beam.log_probability = first[place]
+                beam.ids.append(token)
+                beam.logits = None
+                children.append(beam)
+                if not beam.runs and beam not in scheduler.waiting:
+                    scheduler.add(beam)
+        self._leave(beam for place, beam in enumerate(parents) if place not in first)
+        self.beams = children
+
+
+def vote(
+    engine: Engine, prompt: Sequence[int], count: int, how: Sampling, n: int, answer: Callable[[list[int]], Hashable],
+    stops: Collection[int] = (),
+) -> tuple[Hashable, Counter[Hashable]]:  # fmt: skip
+    """What most of ``n`` texts say (self-consistency, Wang et al. 2022, 2203.11171), and how many say what.
+
+    ``answer`` finds it in the ids of a text, None if there is none. Texts that cannot change the outcome any more are
+    not written to their end.
+    """
+    texts = engine.submit(prompt, count, how, stops, n)
+    said, left = Counter[Hashable](), set(texts)
+    while left:
+        engine.step()
+        for one in [one for one in left if one.finished]:
+            left.discard(one)
+            if (found := answer(one.written)) is not None:
+                said[found] += 1
+        (_, most), (_, second) = (*said.most_common(2), (None, 0), (None, 0))[:2]
+        if most > second + len(left):
+            break
+    for one in left:
+        engine.cancel(one)
+    return (said.most_common(1)[0][0] if said else None), said
