@@ -79,9 +79,9 @@ def test_beams_share_what_they_have_in_common() -> None:
     search = Search(engine, prompt, 16, 4)
     plan = engine.scheduler.plan
 
-    def planning() -> Any:
+    def planning(*depth: int) -> Any:
         nonlocal most
-        step = plan()
+        step = plan(*depth)
         most = max(most, len(engine.scheduler.pool.owners))
         return step
 
