@@ -6,91 +6,31 @@ import asyncio
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from tests.conftest import Command
+from tests.serve.running import Running, build, until
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.text import Ask, write_texts
-from weft.layout.mesh import Mesh
-from weft.models.transformer import Transformer
-from weft.parallel.build import parallelize
-from weft.recipe import ModelShape, Train
-
-httpx = pytest.importorskip("httpx")
-uvicorn = pytest.importorskip("uvicorn")
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 PROMPT = "a few words"
 
 
-def build() -> Transformer:
-    shape = ModelShape(vocab=257, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5)
-    return parallelize(shape, Mesh.single(), Train(seed=2, dtype="float64"))[0]
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return replace(load_tokenizer("bytes"), chat_template=TEMPLATE)
-
-
-class Running:
-    """A server in a thread, and a client of it."""
-
-    def __init__(self, tokenizer: Tokenizer, keys: tuple[str, ...] = (), most: int = 1024, **engine: Any) -> None:
-        from weft.serve.server import Server
-        from weft.serve.service import Service
-
-        self.engine = Engine(build(), **{"tokens": 4096, "size": 8} | engine)
-        self.service = Service(self.engine, most)
-        app = Server(self.service, tokenizer, "tiny", keys, tokens=12).app()
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.uvicorn = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=60))
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.uvicorn.serve([listening])), daemon=True)
-        self.thread.start()
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=120)
-        until(lambda: self.uvicorn.started)
-
-    def close(self) -> None:
-        self.client.close()
-        self.uvicorn.should_exit = True
-        self.thread.join(120)
-        assert not self.thread.is_alive() and not self.service._thread.is_alive()
-
-    def empty(self) -> bool:
-        scheduler = self.engine.scheduler
-        return not (scheduler.running or scheduler.waiting or scheduler.pool.owners or self.service._tell)
-
-    def post(self, what: str, **asked: Any) -> Any:
-        return self.client.post(f"/v1/{what}", json=asked)
-
-    def events(self, what: str, **asked: Any) -> list[Any]:
-        """The chunks of a stream, which has to end as clients wait for it to."""
-        with self.client.stream("POST", f"/v1/{what}", json=asked | {"stream": True}) as answer:
-            assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-            lines = [line for line in answer.iter_lines() if line]
-        assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
-        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
-def until(come: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if come():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it did not come")
 
 
 @pytest.fixture(scope="module")

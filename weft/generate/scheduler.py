@@ -33,6 +33,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.due: set[Request] = set()  # whose next token is under way
         self.version = 0
+        self.preemptions = 0  # times that a request gave its blocks back
 
     def add(self, request: Request) -> None:
         """Let ``request`` wait for its turn."""
@@ -84,6 +85,7 @@ class Scheduler:
                 left += step.work.pop(last, 0) + sum(len(b.path) for b in last.branches)
                 lost = {*last.table, *(block for b in last.branches for block in b.table)}
                 step.copies[:] = [(old, new) for old, new in step.copies if new not in lost]
+                self.preemptions += 1
                 self.remove(last)
                 self.add(last)
             if request.runs:

@@ -239,13 +239,10 @@ class Transformer(Module):
         model that scores there is one logit. ``only``: logits of these positions of each row; the output layer computes
         nothing else. ``seen``: see :class:`Block`.
         """
-        x = self.embedding(tokens)  # [batch, seq/tp, embed]
-        rope = angles(positions, self.freq, x.dtype)
-        for i in range(len(self.blocks)) if self.route is None else self.route:
-            x = self.run_block(i, x, rope, cu_seqlens, seen)
+        hidden = self.hidden(tokens, positions, cu_seqlens, seen)
         if learned is not None:
-            return self.loss(self.norm(x), learned)
-        hidden = gather_tokens(self.norm(x), self.mesh)  # [batch, seq, embed]
+            return self.loss(hidden, learned)
+        hidden = gather_tokens(hidden, self.mesh)  # [batch, seq, embed]
         if only is not None:
             hidden = hidden[:, only]
         if self.shape.output == "score":
@@ -253,6 +250,14 @@ class Transformer(Module):
         tp = self.mesh.size("tp")
         sizes = [hi - lo for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))]
         return gather_vocab(F.linear(hidden, self.output), sizes, self.mesh)
+
+    def hidden(self, tokens: T, positions: T, cu_seqlens: T, seen: Pass | None = None) -> T:
+        """What the output layer reads: ``[batch, seq/tp, embed]``, normed."""
+        x = self.embedding(tokens)  # [batch, seq/tp, embed]
+        rope = angles(positions, self.freq, x.dtype)
+        for i in range(len(self.blocks)) if self.route is None else self.route:
+            x = self.run_block(i, x, rope, cu_seqlens, seen)
+        return self.norm(x)
 
     def run_block(self, i: int, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None = None) -> T:
         """Block ``i`` of ``[batch, seq/tp, embed]``."""

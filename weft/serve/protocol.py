@@ -1,17 +1,14 @@
-"""The words of OpenAI's HTTP interface: what is asked, what is answered, and how a refusal looks."""
+"""The words of OpenAI's HTTP interface: what is asked, and how a refusal looks."""
 
 import random
-import time
-import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
-from weft.data.tokenizer import Tokenizer
 from weft.generate.sampling import Sampling
-from weft.serve.service import Event
 
+Schema: TypeAlias = dict[str, Any]
 Ids = Annotated[list[StrictInt], Field(min_length=1)]
 
 
@@ -29,18 +26,65 @@ class Refusal(Exception):
         }  # fmt: skip
 
 
-class StreamOptions(BaseModel):
+class Strict(BaseModel):
+    """An object in which nothing else may stand: a field that nobody reads would be a wish that nobody fulfils."""
+
     model_config = ConfigDict(extra="forbid")
 
+
+class StreamOptions(Strict):
     include_usage: bool = False
 
 
-class Question(BaseModel):
-    """What both ways of asking share; names and ranges are OpenAI's, and some of vLLM's."""
+class NamedSchema(Strict):
+    name: str
+    description: str | None = None
+    schema_: Schema = Field({}, alias="schema")
+    strict: bool | None = None  # it always is
 
-    model_config = ConfigDict(extra="forbid")
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, which needs one")
+        return self
+
+
+class StructuredOutputs(Strict):
+    """vLLM's words for what a text may be; one of them."""
+
+    json_: Schema | None = Field(None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None  # in Lark's notation
+
+    @model_validator(mode="after")
+    def _has_one(self) -> "StructuredOutputs":
+        if sum(one is not None for one in (self.json_, self.regex, self.grammar)) != 1:
+            raise ValueError("give one of json, regex and grammar")
+        return self
+
+
+class Language(NamedTuple):
+    """What a text may be, as :meth:`weft.generate.grammar.Grammars.compile` takes it."""
+
+    kind: Literal["json", "regex", "lark"]
+    text: str | Schema
+
+
+class Modelled(Strict):
+    """What is asked of a model, by its name or of the only one."""
 
     model: str | None = None
+    user: str | None = None
+
+
+class Question(Modelled):
+    """What both ways of asking share; names and ranges are OpenAI's, and some of vLLM's."""
+
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
@@ -57,7 +101,26 @@ class Question(BaseModel):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def _can_end(self) -> "Question":
+        if self.language and self.ignore_eos:
+            raise ValueError("a text that has a form ends where it is complete; leave out ignore_eos")
+        return self
+
+    @property
+    def language(self) -> Language | None:
+        """What the text is to be, if that is said."""
+        if said := self.structured_outputs:
+            if said.json_ is not None:
+                return Language("json", said.json_)
+            return Language("regex", said.regex) if said.regex is not None else Language("lark", said.grammar or "")
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        asked = self.response_format.json_schema
+        return Language("json", asked.schema_ if asked else {"type": "object"})
 
     @property
     def stops(self) -> list[str]:
@@ -95,18 +158,63 @@ class Completion(Question):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
+        return several(self.prompt)
+
+
+class Function(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChosenName(Strict):
+    name: str
+
+
+class Chosen(Strict):
+    type: Literal["function"] = "function"
+    function: ChosenName
 
 
 class Chat(Question):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Chosen = "auto"
+    parallel_tool_calls: bool = True
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _tools_are_there(self) -> "Chat":
+        names = [tool.function.name for tool in self.offered]
+        if self.offered and self.language:
+            raise ValueError("a text cannot be a call and have another form; leave out tools or response_format")
+        if isinstance(self.tool_choice, Chosen) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is none of the tools")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice is 'required', but there are no tools")
+        return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """Tools that the model may call."""
+        return (self.tools or []) if self.tool_choice != "none" else []
+
+    @property
+    def forced(self) -> list[Schema]:
+        """Functions one of which the answer has to call."""
+        found = [tool.function.model_dump() for tool in self.offered if self.tool_choice != "auto"]
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, Chosen) else None
+        return [function for function in found if chosen in (None, function["name"])]
 
     @property
     def top(self) -> int | None:
@@ -117,61 +225,37 @@ class Chat(Question):
         return self.max_completion_tokens or self.max_tokens
 
 
-class Replies:
-    """The JSON of answers to one question: whole, or chunk by chunk."""
+class Texts(Modelled):
+    """``POST /v1/embeddings``. ``pooling``: of a text's tokens, the mean or the last one's vector."""
 
-    def __init__(self, question: Question, model: str, tokenizer: Tokenizer) -> None:
-        self.chat = isinstance(question, Chat)
-        self.include_usage = bool((question.stream_options or StreamOptions()).include_usage)
-        self.kind = "chat.completion.chunk" if self.chat else "text_completion"  # of a chunk
-        self.logs = question.top is not None and (self.chat or getattr(question, "logprobs", None) is not None)
-        self.tokenizer = tokenizer
-        self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
-        self.head = {"id": self.id, "created": int(time.time()), "model": model}
+    input: Annotated[str | Ids | list[str] | list[Ids], Field(min_length=1)]
+    encoding_format: Literal["float", "base64"] = "float"
+    pooling: Literal["mean", "last"] = "mean"
 
-    def chunk(self, index: int, text: str, events: Sequence[Event], finish: str | None, first: bool) -> dict[str, Any]:
-        """What is new of one answer."""
-        choice: dict[str, Any] = {"index": index, "logprobs": self._logs(events), "finish_reason": finish}
-        if self.chat:
-            choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
-        else:
-            choice["text"] = text
-        return {**self.head, "object": self.kind, "choices": [choice]} | ({"usage": None} if self.include_usage else {})
-
-    def whole(self, answers: Sequence[tuple[str, Sequence[Event], str]], usage: dict[str, int]) -> dict[str, Any]:
-        """All of the answers: texts, what came, and why they ended."""
-        choices = []
-        for index, (text, events, finish) in enumerate(answers):
-            said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            choices.append({"index": index, **said, "logprobs": self._logs(events), "finish_reason": finish})
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {**self.head, "object": kind, "choices": choices, "usage": usage}
-
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The last chunk of a stream that was asked to count."""
-        return {**self.head, "object": self.kind, "choices": [], "usage": usage}
-
-    def _logs(self, events: Sequence[Event]) -> dict[str, Any] | None:
-        if not self.logs:
-            return None
-        found = [(e.token, *e.log_probability) for e in events if e.token is not None and e.log_probability is not None]
-        if self.chat:
-            return {
-                "content": [
-                    self._named(token, p) | {"top_logprobs": [self._named(i, q) for i, q in top.items()]}
-                    for token, p, top in found
-                ]
-            }
-        return {
-            "tokens": [self.tokenizer.decode([token]) for token, _, _ in found],
-            "token_logprobs": [p for _, p, _ in found],
-            "top_logprobs": [{self.tokenizer.decode([i]): q for i, q in top.items()} for _, _, top in found],
-        }
-
-    def _named(self, token: int, p: float) -> dict[str, Any]:
-        text = self.tokenizer.decode([token])
-        return {"token": text, "logprob": p, "bytes": list(text.encode())}
+    @property
+    def texts(self) -> Sequence[str | list[int]]:
+        return several(self.input)
 
 
-def usage_of(prompt: int, written: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+class Untokenized(Modelled):
+    """``POST /tokenize``: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> "Untokenized":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages")
+        return self
+
+
+class Tokenized(Modelled):
+    """``POST /detokenize``."""
+
+    tokens: list[Annotated[StrictInt, Field(ge=0)]]
+
+
+def several(given: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
+    """One text, or ids of one, as a list of one."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given

@@ -2,30 +2,38 @@
 
 import asyncio
 import hmac
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from weft.data.chat.encode import prompt_ids
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
-from weft.generate.text import Writer
-from weft.serve.protocol import Chat, Completion, Question, Refusal, Replies, usage_of
-from weft.serve.service import Answers, Busy, Event, Service, Wish
+from weft.serve.answering import Answering, refusal_of
+from weft.serve.embeddings import embed, encoded
+from weft.serve.metrics import Metrics, Watch
+from weft.serve.prompts import Prompts
+from weft.serve.protocol import Chat, Completion, Language, Modelled, Question, Refusal, Texts, Tokenized, Untokenized
+from weft.serve.replies import usage_of
+from weft.serve.service import Service, Wish
+from weft.serve.tools import CallForm
 
-Q = TypeVar("Q", bound=Question)
+Q = TypeVar("Q", bound=Modelled)
 
 #: Bytes of a question at most.
 LARGEST = 8 * 2**20
+
+PAGE = Path(__file__).with_name("page.html")
 
 
 class Server:
@@ -38,9 +46,11 @@ class Server:
         self, service: Service, tokenizer: Tokenizer, name: str, keys: Sequence[str] = (), tokens: int = 1024
     ) -> None:
         self.service, self.tokenizer, self.name, self.keys, self.tokens = service, tokenizer, name, keys, tokens
+        self.prompts = Prompts(tokenizer, service.engine.model.shape.vocab, name)
+        self.metrics = Metrics(service.engine)
         self.begun = int(time.time())
 
-    def app(self) -> Starlette:
+    def app(self) -> Any:
         """What uvicorn runs; its end is the end of the engine's thread."""
 
         @asynccontextmanager
@@ -49,17 +59,30 @@ class Server:
             await asyncio.to_thread(self.service.close)
 
         routes = [
+            Route("/", self.page),
             Route("/health", self.health),
+            Route("/metrics", self.measures),
             Route("/v1/models", self.models),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
-        handlers: dict[Any, Any] = {Refusal: refused, HTTPException: no_route, ClientDisconnect: gone}
-        return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+        handlers: dict[Any, Any] = {
+            Refusal: refused, WeftError: failed, HTTPException: no_route, ClientDisconnect: gone, Exception: broken,
+        }  # fmt: skip
+        return self.metrics.counting(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan))
+
+    async def page(self, request: Request) -> Response:
+        return FileResponse(PAGE)
 
     async def health(self, request: Request) -> Response:
         failure = self.service.failure
         return JSONResponse({"status": "ok"} if failure is None else {"status": str(failure)}, 503 if failure else 200)
+
+    async def measures(self, request: Request) -> Response:
+        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def models(self, request: Request) -> Response:
         self._tenant(request)
@@ -71,16 +94,46 @@ class Server:
         if asked.stream and asked.best_of is not None:
             raise Refusal(400, "best_of cannot be streamed; leave out one of them", param="best_of")
         n = max(asked.n, asked.best_of or 0)
-        prompts = [self.tokenizer.prompt_ids(p) if isinstance(p, str) else p for p in asked.prompts]
-        return await self._answer(request, asked, prompts, asked.most or 16, n)
+        prompts = await self.prompts.texts(asked.prompts)
+        return await self._answer(request, asked, prompts, asked.most or 16, n, asked.language)
 
     async def chat(self, request: Request) -> Response:
         asked = await self._question(request, Chat)
         try:
-            ids = prompt_ids(self.tokenizer, asked.messages, True, self.name)
+            tools = [tool.model_dump(exclude_none=True) for tool in asked.offered]
+            ids = await self.prompts.chat(asked.messages, tools)
         except WeftError as error:
             raise Refusal(400, str(error), param="messages") from None
-        return await self._answer(request, asked, [ids], asked.most or self.tokens, asked.n)
+        form = await self.prompts.form() if tools else None
+        language = Language("lark", form.grammar(asked.forced)) if form and asked.forced else asked.language
+        return await self._answer(request, asked, [ids], asked.most or self.tokens, asked.n, language, form)
+
+    async def embeddings(self, request: Request) -> Response:
+        """Each text by itself, so that steps of answers go on between them."""
+        asked = await self._question(request, Texts)
+        texts = await self.prompts.texts(asked.texts)
+        model, data = self.service.engine.model, list[dict[str, Any]]()
+        for index, ids in enumerate(texts):
+            vector = await self.service.call(partial(embed, model, ids, asked.pooling))
+            data.append(
+                {"object": "embedding", "index": index, "embedding": encoded(vector, asked.encoding_format == "base64")}
+            )
+        usage = usage_of(sum(map(len, texts)), 0)
+        return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await self._question(request, Untokenized)
+        if asked.messages:
+            found = await self.prompts.chat(asked.messages)
+        else:
+            (found,) = await self.prompts.texts([asked.prompt or ""])
+        return JSONResponse({"tokens": found, "count": len(found)})
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await self._question(request, Tokenized)
+        if any(i >= self.tokenizer.vocab for i in asked.tokens):
+            raise Refusal(400, f"ids are below {self.tokenizer.vocab}", param="tokens")
+        return JSONResponse({"prompt": await self.prompts.decode(asked.tokens)})
 
     def _tenant(self, request: Request) -> str:
         """Whose cached prefixes this may find: those of the same key."""
@@ -103,133 +156,39 @@ class Server:
             asked = kind.model_validate_json(bytes(body))
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise Refusal(400, f"{where}: {first['msg']}" if where else first["msg"], param=where or None) from None
+            where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+            raise Refusal(400, f"{where}: {why}" if where else why, param=where or None) from None
         if asked.model not in (None, self.name):
             raise Refusal(404, f"there is no model {asked.model!r} here, but {self.name!r}", "model_not_found", "model")
         return asked
 
     async def _answer(
-        self, request: Request, asked: Question, prompts: Sequence[Sequence[int]], most: int, n: int
-    ) -> Response:
+        self, request: Request, asked: Question, prompts: Sequence[Sequence[int]], most: int, n: int,
+        language: Language | None, form: CallForm | None = None,
+    ) -> Response:  # fmt: skip
+        """Answers to ``prompts``, each with ``n`` of up to ``most`` tokens, in a ``language`` if there is one."""
+        prompt = sum(map(len, prompts))
+        watch = Watch(self.metrics, prompt)
         stops = [*([] if asked.ignore_eos else self.tokenizer.stops), *asked.stop_token_ids]
         tenant = self._tenant(request)
         try:
-            wishes = [Wish(ids, most, asked.sampling, stops, n, asked.top, tenant) for ids in prompts]
+            grammar = None if language is None else await self.prompts.grammar(language)
+            wishes = [Wish(ids, most, asked.sampling, stops, n, asked.top, tenant, grammar) for ids in prompts]
         except WeftError as error:
             raise Refusal(400, str(error)) from None
-        replies = Replies(asked, self.name, self.tokenizer)
-        prompt = sum(map(len, prompts))
-        open_answers = self.service.answers(wishes)
-        answers = await entered(open_answers)
-        if asked.stream:
-            return Stream(self._stream(answers, asked, replies, prompt), open_answers)
-        writing = asyncio.ensure_future(self._collect(answers, asked))
-        leaving = asyncio.ensure_future(left(request))
-        try:
-            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not writing.done():
-                raise ClientDisconnect
-            texts = writing.result()
-        except WeftError as error:
-            raise Refusal(500, str(error)) from None
-        finally:
-            writing.cancel()
-            leaving.cancel()
-            await open_answers.__aexit__(None, None, None)
-        usage = usage_of(prompt, sum(event.token is not None for _, events, _ in texts for event in events))
-        kept: list[tuple[str, Sequence[Event], str]] = []
-        for first in range(0, len(texts), n):  # the best of each prompt's
-            order = range(first, first + n)
-            if n > asked.n:
-                order = sorted(order, key=lambda i: -answers.generations[i].score)  # type: ignore[assignment]
-            kept += [texts[i] for i in order[: asked.n]]
-        return JSONResponse(replies.whole(kept, usage))
-
-    async def _pieces(self, answers: Answers, asked: Question) -> AsyncIterator[tuple[int, str, Event, str]]:
-        """Of every event: which answer it is of, what text can be shown now, and why it ended, if it did."""
-        writers = [Writer(self.tokenizer, asked.stops) for _ in answers.generations]
-        left = set(range(len(writers)))
-        while left:
-            event = await answers.next()
-            index, writer = event.number, writers[event.number]
-            if index not in left:
-                continue  # written after its stop string had come
-            text = "" if event.token is None else writer.add(event.token)
-            if event.finished and not writer.stopped:
-                text += writer.end()
-            finish = "stop" if writer.stopped else event.finished
-            if writer.stopped and not event.finished:
-                await answers.cancel(index)
-            if finish:
-                left.discard(index)
-            yield index, text, event, finish
-
-    async def _collect(self, answers: Answers, asked: Question) -> list[tuple[str, list[Event], str]]:
-        found: list[tuple[str, list[Event], str]] = [("", [], "") for _ in answers.generations]
-        async for index, text, event, finish in self._pieces(answers, asked):
-            before, events, _ = found[index]
-            found[index] = before + text, [*events, event], finish
-        return found
-
-    async def _stream(self, answers: Answers, asked: Question, replies: Replies, prompt: int) -> AsyncIterator[str]:
-        began: set[int] = set()
-        written = 0
-        held: dict[int, list[Event]] = {}  # whose text is not shown yet
-        try:
-            async for index, text, event, finish in self._pieces(answers, asked):
-                held.setdefault(index, []).append(event)
-                written += event.token is not None
-                if text or finish:
-                    yield said(replies.chunk(index, text, held.pop(index), finish or None, index not in began))
-                    began.add(index)
-            if replies.include_usage:
-                yield said(replies.usage_chunk(usage_of(prompt, written)))
-            yield "data: [DONE]\n\n"
-        except WeftError as error:
-            yield said(Refusal(500, str(error)).body)
-
-
-class Stream(StreamingResponse):
-    """Events as they come. What is written for them is cancelled when the client goes away, also before the first."""
-
-    def __init__(self, chunks: AsyncIterator[str], context: Any) -> None:
-        super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self.context = context
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self.context.__aexit__(None, None, None)
-
-
-async def entered(context: Any) -> Answers:
-    """What is being written; what cannot be is refused."""
-    try:
-        answers: Answers = await context.__aenter__()
-    except Busy as error:
-        raise Refusal(429, str(error), "busy") from None
-    except WeftError as error:
-        raise Refusal(400 if error.exit_code == 2 else 500, str(error)) from None
-    return answers
-
-
-async def left(request: Request) -> None:
-    """Returns when the client has gone away."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def said(what: dict[str, Any]) -> str:
-    """An event of a stream."""
-    return f"data: {json.dumps(what, ensure_ascii=False)}\n\n"
+        answering = Answering(asked, self.tokenizer, self.name, prompt, form, watch)
+        return await answering.respond(request, self.service.answers(wishes), n)
 
 
 async def refused(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, Refusal)
     headers = {"retry-after": "1"} if refusal.status == 429 else {}
     return JSONResponse(refusal.body, refusal.status, headers)
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, WeftError)
+    return await refused(request, refusal_of(error))
 
 
 async def no_route(request: Request, error: Exception) -> Response:
@@ -240,3 +199,8 @@ async def no_route(request: Request, error: Exception) -> Response:
 
 async def gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
+
+
+async def broken(request: Request, error: Exception) -> Response:
+    """A mistake of this program's, whose traceback the server writes down."""
+    return JSONResponse(Refusal(500, f"{type(error).__name__}: {error}").body, 500)

@@ -8,8 +8,9 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.generate.engine import Engine
+from weft.generate.grammar import Grammar
 from weft.generate.request import Generation, Written
 from weft.generate.sampling import Sampling
 
@@ -24,6 +25,7 @@ class Wish(NamedTuple):
     answers: int
     top: int | None
     tenant: str
+    grammar: Grammar | None
 
 
 class Event(NamedTuple):
@@ -85,6 +87,16 @@ class Service:
         self._thread.join()
 
     def _serve(self) -> None:
+        """Steps, until the end; whoever still waits for an action then gets an error."""
+        try:
+            self._take_steps()
+        finally:
+            with self._wake:
+                self._closed = True
+                for _, future in self._inbox:
+                    future.set_exception(WeftError("the engine has stopped"))
+
+    def _take_steps(self) -> None:
         while True:
             with self._wake:
                 while not (self._inbox or self._tell or self._closed):
@@ -152,6 +164,11 @@ class Answers:
     async def next(self) -> Event:
         """The next event of any of them."""
         event = await self._events.get()
+        if event.finished == "error" and self.service.failure is None:
+            grammar = self.generations[event.number].grammar
+            raise UsageError(
+                f"the text's form has become too complex; ask for a simpler one: {grammar and grammar.failure}"
+            )
         if event.finished == "error":
             raise WeftError(f"the engine has failed: {self.service.failure}")
         return event

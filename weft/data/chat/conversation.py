@@ -46,14 +46,20 @@ def conversation(messages: Any, tools: Any = None, weight: Any = None) -> Conver
     Arguments of tool calls become objects if they are JSON text, ``null`` is as good as nothing. A message may say
     ``weight`` or ``train``. Raises :class:`ConversationError`.
     """
-    if not isinstance(messages, list) or not messages:
-        raise ConversationError(f"a conversation is a list of messages, not {_shown(messages)}")
-    checked = [_message(cleaned(message), number) for number, message in enumerate(messages, 1)]
+    checked = check_messages(messages)
     weights = tuple(_message_weight(message, number) for number, message in enumerate(checked, 1))
     if not any(m["role"] == "assistant" for m in checked):
         raise ConversationError("it has no turn of the assistant's to learn from; leave it out")
-    _check_answers(checked)
     return Conversation(tuple(checked), _tools(tools), weights, weight_of(weight, "its 'weight'"))
+
+
+def check_messages(messages: Any) -> list[Message]:
+    """``messages`` in the form templates expect, of a conversation that may also be one to go on with."""
+    if not isinstance(messages, list) or not messages:
+        raise ConversationError(f"a conversation is a list of messages, not {_shown(messages)}")
+    checked = [_message(cleaned(message), number) for number, message in enumerate(messages, 1)]
+    _check_answers(checked)
+    return checked
 
 
 def weight_of(value: Any, name: str) -> float:

@@ -1,0 +1,148 @@
+"""Calls of tools: their form by the template of a model, found in its text, and forced by their schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.serve.running import Running, until
+from weft.data.chat.template import ChatTemplate
+from weft.data.tokenizer import load_tokenizer
+from weft.serve.tools import Call, CallFinder, CallForm, call_form
+
+#: As templates of Qwen and Hermes, of Llama and of Mistral write them, and as one of DeepSeek's does, which is no JSON.
+HEAD = "{% if tools %}Tools:{% for t in tools %} {{ t | tojson }}{% endfor %}\n{% endif %}"
+TURN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+TAIL = "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+HERMES = f"{HEAD}{TURN}{CALLS}\n<tool_call>\n" + (
+    '{{ {"name": f.name, "arguments": f.arguments} | tojson }}\n</tool_call>{% endfor %}' + TAIL
+)
+LLAMA = f"{HEAD}{TURN}{CALLS}" + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endfor %}' + TAIL
+MISTRAL = (
+    f"{HEAD}{TURN}{{% if m.tool_calls %}}[TOOL_CALLS] [{CALLS}"
+    '{"arguments": {{ f.arguments | tojson }}, "name": "{{ f.name }}"}{% if not loop.last %}, {% endif %}'
+    "{% endfor %}]{% endif %}" + TAIL
+)
+DEEPSEEK = f"{HEAD}{TURN}{CALLS}" + "call {{ f.name }} with x=3{% endfor %}" + TAIL
+DEAF = f"{TURN}{TAIL}"
+CITY = {
+    "type": "object", "properties": {"city": {"enum": ["Oslo", "Zürich \"Nord\""]}, "days": {"$ref": "#/$defs/few"}},
+    "required": ["city", "days"], "additionalProperties": False, "$defs": {"few": {"enum": [1, 2, 3]}},
+}  # fmt: skip
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "-", "parameters": CITY}}
+ZONE = {"type": "object", "properties": {"zone": {"const": "UTC"}}, "additionalProperties": False}
+TIME = {"type": "function", "function": {"name": "get_time", "parameters": ZONE}}
+ASKED = [{"role": "user", "content": "?"}]
+
+
+def form_of(template: str) -> CallForm | None:
+    return call_form(ChatTemplate(template, load_tokenizer("bytes")))
+
+
+@pytest.mark.parametrize(("template", "opening", "keys"), [
+    (HERMES, "<tool_call>", ("name", "arguments")), (LLAMA, "", ("name", "parameters")),
+    (MISTRAL, "[TOOL_CALLS] [", ("name", "arguments")),
+], ids=["hermes", "llama", "mistral"])  # fmt: skip
+def test_calls_are_found_as_the_template_writes_them(template: str, opening: str, keys: tuple[str, str]) -> None:
+    form = form_of(template)
+    assert form and form.opening == opening and (form.name, form.arguments) == keys
+    talk = ChatTemplate(template, load_tokenizer("bytes"))
+    calls = [Call("a", '{"x": "}] </tool_call> {\\""}'), Call("b", "{}")]
+    told = [{"function": {"name": c.name, "arguments": json.loads(c.arguments)}} for c in calls]
+    whole = talk.render([*ASKED, {"role": "assistant", "content": "", "tool_calls": told}], [WEATHER]).text
+    text = whole[len(talk.render(ASKED, [WEATHER], prompt=True).text) - 1 :]
+    for size in (1, 2, 7, len(text)):
+        finder = CallFinder(form)
+        shown = "".join(finder.add(text[at : at + size]) for at in range(0, len(text), size))
+        rest, found = finder.end()
+        assert not (shown + rest).strip() and found == calls, (size, shown, rest)
+
+
+@pytest.mark.parametrize("text", [
+    "no call", "a < b <tool", "<tool_call>{not json}</tool_call>", '<tool_call>{"name": 3}', "<tool_call>", '{"a": 1}',
+    'so: {"name": "a", "arguments": {}}', "  ",
+])  # fmt: skip
+@pytest.mark.parametrize("template", [HERMES, LLAMA, MISTRAL])
+def test_what_is_no_call_is_text(template: str, text: str) -> None:
+    form = form_of(template)
+    assert form is not None
+    finder = CallFinder(form)
+    shown = "".join(map(finder.add, text))
+    rest, found = finder.end()
+    assert shown + rest == text and not found
+
+
+def test_words_before_a_call_are_shown_as_they_come() -> None:
+    form = form_of(HERMES)
+    assert form is not None
+    finder = CallFinder(form)
+    assert finder.add("Let me look. <tool") == "Let me look. "
+    assert finder.add('_call>{"name": "a", "arguments": {"x": 1}}') == ""
+    assert finder.end() == ("", [Call("a", '{"x": 1}')])
+
+
+@pytest.mark.parametrize("template", [DEEPSEEK, DEAF])
+def test_templates_without_calls_as_json(template: str) -> None:
+    assert form_of(template) is None
+
+
+@pytest.fixture(scope="module", params=[HERMES, LLAMA, MISTRAL], ids=["hermes", "llama", "mistral"])
+def server(request: Any) -> Iterator[Running]:
+    running = Running(replace(load_tokenizer("bytes"), chat_template=request.param))
+    yield running
+    until(running.empty)
+    running.close()
+
+
+def test_a_required_call_meets_its_schema(server: Running) -> None:
+    """Of a model with random weights: names and arguments are what the tools say."""
+    for seed in range(8):
+        asked = {"messages": ASKED, "tools": [WEATHER, TIME], "tool_choice": "required", "max_tokens": 900,
+                 "seed": seed, "logit_bias": dict.fromkeys(map(str, b" \n\t\r"), -9)}  # fmt: skip
+        (choice,) = server.post("chat/completions", **asked).json()["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        assert call["type"] == "function" and call["function"]["name"] in ("get_weather", "get_time")
+        schema = CITY if call["function"]["name"] == "get_weather" else ZONE
+        jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+
+
+def test_a_named_call_streams_and_is_understood_when_it_comes_back(server: Running) -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    asked = {"messages": ASKED, "tools": [TIME, WEATHER], "tool_choice": choice, "max_tokens": 600, "seed": 1}
+    chunks = [c["choices"][0] for c in server.events("chat/completions", **asked)]
+    assert chunks[-1]["finish_reason"] == "tool_calls" and not any(c["delta"].get("content") for c in chunks)
+    (call,) = chunks[-1]["delta"]["tool_calls"]
+    assert call.pop("index") == 0 and call["function"]["name"] == "get_weather"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answered = {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "Rain."}]}
+    asked |= {"messages": [*ASKED, said, answered], "tool_choice": "auto", "max_tokens": 4}
+    assert server.post("chat/completions", **asked).status_code == 200
+
+
+@pytest.mark.parametrize(("asked", "said"), [
+    ({"tool_choice": "required"}, "there are no tools"),
+    ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "'x', which is none"),
+    ({"tools": [TIME], "response_format": {"type": "json_object"}}, "leave out tools or response_format"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "strin"}}}],
+      "tool_choice": "required"}, "Invalid type: strin"),
+])  # fmt: skip
+def test_mistakes_about_tools(server: Running, asked: Any, said: str) -> None:
+    answer = server.post("chat/completions", messages=ASKED, **asked)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+
+
+def test_tools_are_refused_where_a_template_has_none() -> None:
+    running = Running(replace(load_tokenizer("bytes"), chat_template=DEAF))
+    answer = running.post("chat/completions", messages=ASKED, tools=[TIME])
+    assert answer.status_code == 400 and "writes no calls of tools as JSON" in answer.json()["error"]["message"]
+    assert running.post("chat/completions", messages=ASKED, tools=[TIME], tool_choice="none").status_code == 200
+    running.close()

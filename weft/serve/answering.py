@@ -1,0 +1,149 @@
+"""Answers to one question as the engine's tokens come, whole or in a stream: text, calls of tools, why they ended."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from weft.data.tokenizer import Tokenizer
+from weft.errors import WeftError
+from weft.generate.text import Writer
+from weft.serve.metrics import Watch
+from weft.serve.protocol import Question, Refusal
+from weft.serve.replies import Answer, Replies, usage_of
+from weft.serve.service import Answers, Busy, Event
+from weft.serve.tools import Call, CallFinder, CallForm
+
+
+class Answering:
+    """Writes the answers to ``asked`` as JSON. ``form``: of calls of tools, if the model may make some."""
+
+    def __init__(
+        self, asked: Question, tokenizer: Tokenizer, model: str, prompt: int, form: CallForm | None, watch: Watch
+    ) -> None:
+        self.asked, self.tokenizer, self.prompt, self.form, self.watch = asked, tokenizer, prompt, form, watch
+        self.replies = Replies(asked, model, tokenizer)
+
+    async def respond(self, request: Request, context: Any, n: int) -> Response:
+        """The answers of ``context`` (:meth:`Service.answers`), of which there are ``n`` to each prompt."""
+        answers = await entered(context)
+        if self.asked.stream:
+            return Stream(self._stream(answers), context)
+        writing, leaving = asyncio.ensure_future(self._collect(answers)), asyncio.ensure_future(left(request))
+        try:
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                raise ClientDisconnect
+            found = writing.result()
+        except WeftError as error:
+            raise refusal_of(error) from None
+        finally:
+            writing.cancel()
+            leaving.cancel()
+            await context.__aexit__(None, None, None)
+        usage = usage_of(self.prompt, sum(event.token is not None for one in found for event in one.events))
+        kept = list[Answer]()
+        for first in range(0, len(found), n):  # the best of each prompt's
+            order = list(range(first, first + n))
+            if n > self.asked.n:
+                order.sort(key=lambda i: -answers.generations[i].score)
+            kept += [found[i] for i in order[: self.asked.n]]
+        return JSONResponse(self.replies.whole(kept, usage))
+
+    async def _pieces(self, answers: Answers) -> AsyncIterator[tuple[int, Answer]]:
+        """What is new of which answer: the text that can be shown now, and calls once they are whole."""
+        writers = [Writer(self.tokenizer, self.asked.stops) for _ in answers.generations]
+        finders = [CallFinder(self.form) if self.form else None for _ in writers]
+        left = set(range(len(writers)))
+        while left:
+            event = await answers.next()
+            index, writer, finder = event.number, writers[event.number], finders[event.number]
+            if index not in left:
+                continue  # written after its stop string had come
+            self.watch.saw(event, answers.generations[index])
+            text = "" if event.token is None else writer.add(event.token)
+            if event.finished and not writer.stopped:
+                text += writer.end()
+            finish, calls = "stop" if writer.stopped else event.finished, list[Call]()
+            if writer.stopped and not event.finished:
+                await answers.cancel(index)
+            if finder:
+                text = finder.add(text)
+                if finish:
+                    rest, calls = finder.end()
+                    text, finish = text + rest, "tool_calls" if calls else finish
+            if finish:
+                left.discard(index)
+            yield index, Answer(text, [event], calls, finish)
+
+    async def _collect(self, answers: Answers) -> list[Answer]:
+        texts, events = ["" for _ in answers.generations], [list[Event]() for _ in answers.generations]
+        found: dict[int, Answer] = {}
+        async for index, new in self._pieces(answers):
+            texts[index] += new.text
+            events[index] += new.events
+            if new.finish:
+                found[index] = new._replace(text=texts[index], events=events[index])
+        return [found[index] for index in range(len(texts))]
+
+    async def _stream(self, answers: Answers) -> AsyncIterator[str]:
+        began: set[int] = set()
+        written = 0
+        held: dict[int, list[Event]] = {}  # whose text is not shown yet
+        try:
+            async for index, new in self._pieces(answers):
+                events = held.setdefault(index, [])
+                events += new.events
+                written += sum(event.token is not None for event in new.events)
+                if new.text or new.finish:
+                    yield said(self.replies.chunk(index, new._replace(events=held.pop(index)), index not in began))
+                    began.add(index)
+            if self.replies.include_usage:
+                yield said(self.replies.usage_chunk(usage_of(self.prompt, written)))
+        except WeftError as error:
+            yield said(refusal_of(error).body)
+        yield "data: [DONE]\n\n"
+
+
+class Stream(StreamingResponse):
+    """Events as they come. What is written for them is cancelled when the client goes away, also before the first."""
+
+    def __init__(self, chunks: AsyncIterator[str], context: Any) -> None:
+        super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self.context = context
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.context.__aexit__(None, None, None)
+
+
+async def entered(context: Any) -> Answers:
+    """What is being written; what cannot be is refused."""
+    try:
+        answers: Answers = await context.__aenter__()
+    except WeftError as error:
+        raise refusal_of(error) from None
+    return answers
+
+
+def refusal_of(error: WeftError, param: str | None = None) -> Refusal:
+    """An error as a client sees it: what it asked wrongly, too much at a time, or what is wrong here."""
+    if isinstance(error, Busy):
+        return Refusal(429, str(error), "busy")
+    return Refusal(400 if error.exit_code == 2 else 500, str(error), param=param)
+
+
+async def left(request: Request) -> None:
+    """Returns when the client has gone away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def said(what: dict[str, Any]) -> str:
+    """An event of a stream."""
+    return f"data: {json.dumps(what, ensure_ascii=False)}\n\n"

@@ -1,0 +1,85 @@
+"""What a server counts and times, as Prometheus reads it."""
+
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from weft.generate.engine import Engine
+from weft.generate.request import Generation
+from weft.serve.service import Event
+
+#: Seconds to a first token, and between two tokens.
+FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+NEXT = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.3, 2.6)
+WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """Of one engine and of the requests to it."""
+
+    def __init__(self, engine: Engine) -> None:
+        registry = self.registry = CollectorRegistry()
+
+        def counter(name: str, said: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"weft_{name}", said, labels, registry=registry)
+
+        def timed(name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"weft_{name}_seconds", said, buckets=buckets, registry=registry)
+
+        self.requests = counter("requests", "Requests that were answered.", ("path", "status"))
+        self.prompt = counter("prompt_tokens", "Tokens of prompts.")
+        self.hits = counter("prefix_hit_tokens", "Tokens of prompts that were found computed.")
+        self.written = counter("generation_tokens", "Tokens that were written.")
+        self.first = timed("time_to_first_token", "From a question to its answer's first token.", FIRST)
+        self.next = timed("inter_token_latency", "From one token of an answer to the next.", NEXT)
+        self.whole = timed("e2e_request_latency", "From a question to an answer's end.", WHOLE)
+        scheduler, pool = engine.scheduler, engine.scheduler.pool
+        for name, said, value in (
+            ("requests_running", "Answers that are being written.", lambda: len(scheduler.running)),
+            ("requests_waiting", "Answers that wait for their turn.", lambda: len(scheduler.waiting)),
+            ("preemptions", "Answers that had to be computed again for want of blocks.", lambda: scheduler.preemptions),
+            ("cache_blocks_used", "Blocks of the cache that requests own.", lambda: len(pool.owners)),
+            ("cache_blocks", "Blocks of the cache.", lambda: pool.blocks),
+        ):
+            Gauge(f"weft_{name}", said, registry=registry).set_function(value)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def counting(self, app: Any) -> Any:
+        """``app``, of ASGI, whose answers are counted by path and status."""
+
+        async def counted(scope: Any, receive: Any, send: Any) -> None:
+            async def watched(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    path = scope["path"] if "endpoint" in scope else "other"
+                    self.requests.labels(path, message["status"]).inc()
+                await send(message)
+
+            await app(scope, receive, watched if scope["type"] == "http" else send)
+
+        return counted
+
+
+class Watch:
+    """The times of the answers to one question, from ``began``."""
+
+    def __init__(self, metrics: Metrics, prompt: int) -> None:
+        self.metrics, self.began = metrics, time.perf_counter()
+        self._last: dict[int, float] = {}
+        metrics.prompt.inc(prompt)
+
+    def saw(self, event: Event, generation: Generation) -> None:
+        """An event has come: a token, an end or both."""
+        metrics, now = self.metrics, time.perf_counter()
+        if event.token is not None:
+            metrics.written.inc()
+            if event.number in self._last:
+                metrics.next.observe(now - self._last[event.number])
+            else:
+                metrics.first.observe(now - self.began)
+                metrics.hits.inc(generation.hits)
+            self._last[event.number] = now
+        if event.finished:
+            metrics.whole.observe(now - self.began)

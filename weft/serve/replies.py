@@ -1,0 +1,96 @@
+"""The words of OpenAI's HTTP interface: what is answered."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from weft.data.tokenizer import Tokenizer
+from weft.serve.protocol import Chat, Question, StreamOptions
+from weft.serve.service import Event
+from weft.serve.tools import Call
+
+
+class Answer(NamedTuple):
+    """What there is of one answer, or what is new of it."""
+
+    text: str
+    events: Sequence[Event]
+    calls: Sequence[Call]
+    finish: str  # why it ended, or "" if it goes on
+
+
+class Replies:
+    """The JSON of answers to one question: whole, or chunk by chunk."""
+
+    def __init__(self, question: Question, model: str, tokenizer: Tokenizer) -> None:
+        self.chat = isinstance(question, Chat)
+        self.include_usage = bool((question.stream_options or StreamOptions()).include_usage)
+        self.kind = "chat.completion.chunk" if self.chat else "text_completion"  # of a chunk
+        self.logs = question.top is not None and (self.chat or getattr(question, "logprobs", None) is not None)
+        self.tokenizer = tokenizer
+        self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
+        self.head = {"id": self.id, "created": int(time.time()), "model": model}
+
+    def chunk(self, index: int, new: Answer, first: bool) -> dict[str, Any]:
+        """What is new of one answer."""
+        choice: dict[str, Any] = {
+            "index": index,
+            "logprobs": self._logs(new.events),
+            "finish_reason": new.finish or None,
+        }
+        if self.chat:
+            calls = [{"index": number} | called(call) for number, call in enumerate(new.calls)]
+            choice["delta"] = (
+                ({"role": "assistant"} if first else {})
+                | ({"content": new.text} if new.text or (first and not calls) else {})
+                | ({"tool_calls": calls} if calls else {})
+            )
+        else:
+            choice["text"] = new.text
+        return {**self.head, "object": self.kind, "choices": [choice]} | ({"usage": None} if self.include_usage else {})
+
+    def whole(self, answers: Sequence[Answer], usage: dict[str, int]) -> dict[str, Any]:
+        """All of the answers."""
+        choices = []
+        for index, (text, events, calls, finish) in enumerate(answers):
+            message: dict[str, Any] = {"role": "assistant", "content": text}
+            if calls:
+                message |= {"content": text or None, "tool_calls": [called(call) for call in calls]}
+            said = {"message": message} if self.chat else {"text": text}
+            choices.append({"index": index, **said, "logprobs": self._logs(events), "finish_reason": finish})
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self.head, "object": kind, "choices": choices, "usage": usage}
+
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The last chunk of a stream that was asked to count."""
+        return {**self.head, "object": self.kind, "choices": [], "usage": usage}
+
+    def _logs(self, events: Sequence[Event]) -> dict[str, Any] | None:
+        if not self.logs:
+            return None
+        found = [(e.token, *e.log_probability) for e in events if e.token is not None and e.log_probability is not None]
+        if self.chat:
+            return {
+                "content": [
+                    self._named(token, p) | {"top_logprobs": [self._named(i, q) for i, q in top.items()]}
+                    for token, p, top in found
+                ]
+            }
+        return {
+            "tokens": [self.tokenizer.decode([token]) for token, _, _ in found],
+            "token_logprobs": [p for _, p, _ in found],
+            "top_logprobs": [{self.tokenizer.decode([i]): q for i, q in top.items()} for _, _, top in found],
+        }
+
+    def _named(self, token: int, p: float) -> dict[str, Any]:
+        text = self.tokenizer.decode([token])
+        return {"token": text, "logprob": p, "bytes": list(text.encode())}
+
+
+def usage_of(prompt: int, written: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
+def called(call: Call) -> dict[str, Any]:
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call._asdict()}
