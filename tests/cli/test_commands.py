@@ -148,6 +148,9 @@ def test_train_report_generate_resume(tiny: str, command: Command, tmp_path: Pat
     assert [r["step"] for r in read_metrics(tmp_path / "run")["train"]] == list(range(1, 10))
     code, text, _ = command("generate", "--checkpoint", "run", "--prompt", "abc", "--tokens", 4, "--temperature", 0)
     assert code == 0 and text.startswith("abc")
+    words = ("generate", "--checkpoint", "run", "--prompt", "abc", "--tokens", 4)
+    assert command(*words, "--weights", "int8")[1].startswith("abc")
+    assert "weights cannot be 'int2'" in command(*words, "--weights", "int2")[2]
     code, _, err = command("export", "--checkpoint", "run", "--out", "hf")
     assert code == 0, err
     _, again, _ = command("generate", "--checkpoint", "hf", "--prompt", "abc", "--tokens", 4, "--temperature", 0)

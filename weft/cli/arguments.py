@@ -39,3 +39,6 @@ FromModel = Annotated[str | None, typer.Option("--from", metavar="MODEL", help=_
 
 _ema = "Take the averages of the parameters that the run has kept (optimizer.ema)."
 Ema = Annotated[bool, typer.Option("--ema", help=_ema)]
+
+_weights = "float as they are; int8 or int4: so many bits each, on the CPU, faster and a little less exact."
+Weights = Annotated[str, typer.Option(metavar="float|int8|int4", help=_weights)]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.arguments import Ema, ModelName
+from weft.cli.arguments import Ema, ModelName, Weights
 from weft.cli.console import warn
 from weft.errors import UsageError
 from weft.train.launch import launch
@@ -47,6 +47,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End where this comes; repeatable.")] = None,
     seed: int = 0,
     ema: Ema = False,
+    weights: Weights = "float",
     layout: Annotated[str | None, typer.Option(help=_layout)] = None,
     experts_in: Annotated[str | None, typer.Option(metavar="WHERE", help=_rest)] = None,
     resident: Annotated[float, typer.Option(min=0, max=1, help="The share of them that memory has room for.")] = 0.5,
@@ -63,6 +64,7 @@ def generate(
     from weft.generate.text import stream_text
     from weft.layout.layout import Layout
     from weft.memory.experts import RestingExperts
+    from weft.models.products import read_only
 
     if (prompt is None) == (prompt_file is None):
         raise UsageError("give either --prompt TEXT or --prompt-file FILE")
@@ -99,6 +101,7 @@ def generate(
         model, files = open_model(checkpoint, device, warn, ema, mesh_of_rank(spread, device), resting)
         tokenizer = tokenizer_of(files, checkpoint)
         check_spread(spread, model.shape)
+        read_only(model, weights)
         ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)
         clock = [time.perf_counter()]
         fresh = _timed(engine.generate(model, ids, tokens, tokenizer.stops, how, spread), clock)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.arguments import Ema, ModelName
+from weft.cli.arguments import Ema, ModelName, Weights
 from weft.cli.console import warn
 from weft.errors import UsageError
 
@@ -31,6 +31,7 @@ def serve(
     tokens: Annotated[int, typer.Option(min=1, help="Of an answer, where a chat does not say.")] = 1024,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that answers have to end, after Ctrl-C.")] = 30,
     ema: Ema = False,
+    weights: Weights = "float",
 ) -> int:
     """Serve a trained model over HTTP: /v1/completions, /v1/chat/completions, /v1/models and /health."""
     import psutil
@@ -38,6 +39,7 @@ def serve(
 
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.generate.engine import Engine, check_prompt
+    from weft.models.products import read_only
 
     try:
         import uvicorn
@@ -54,6 +56,7 @@ def serve(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, files = open_model(checkpoint, device, warn, ema)
     check_prompt(model, [0])
+    read_only(model, weights)
     engine = Engine(model, cache or None, budget, requests)
     if not cache:
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available

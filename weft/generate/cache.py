@@ -12,16 +12,15 @@ their positions.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from weft.models.attention import Attend, attend_forward, repeat_heads, wide
+from weft.generate.spans import Batch, Span, attend_batch, attend_span, batched, columns, rounds
+from weft.models.attention import Attend, repeat_heads, wide
 from weft.models.latent import LatentAttention
 from weft.models.linear_attention import forward, local_state, state_to_state, state_to_tokens
-from weft.models.segments import earlier_keys, windowed
 from weft.models.transformer import Attention, Block, T, Transformer
 
 #: Tokens by which the memory of a cache grows at least, so that it is seldom copied.
@@ -47,23 +46,23 @@ def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
             layer.attend = attend
 
 
-class Span(NamedTuple):
-    """New tokens of one text, ``first:last`` of a packed row, behind ``past`` others in the blocks of its ``table``."""
-
-    first: int
-    last: int
-    past: int
-    table: Sequence[int]
-
-
 class Pages:
-    """One layer's part of every block: ``[parts, blocks, size, ...]``. ``spans`` are what the next call reads."""
+    """One layer's part of every block: ``[parts, blocks, size, ...]``."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.store: T | None = None
-        self.spans: list[Span] = []
         self.slots: T | None = None  # [new tokens], where they go among the tokens of all blocks
+        self.spans = []
+
+    @property
+    def spans(self) -> list[Span]:
+        """What the next call reads. Layers may share its :attr:`batches`: what they attend to at once, by window."""
+        return self._spans
+
+    @spans.setter
+    def spans(self, spans: list[Span]) -> None:
+        self._spans, self.batches = spans, dict[int, list[Batch | Span]]()
 
     def copy(self, blocks: Iterable[tuple[int, int]]) -> None:
         """Copy what is in the first of each pair of blocks into the second."""
@@ -91,10 +90,21 @@ class KeyValuePages(Pages):
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
         """``[1, tokens, heads or kv_heads, head_dim]``; spans say where texts begin."""
         self.write(k, v)
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        for span in self.spans:
-            rows, (keys, values, before) = slice(span.first, span.last), self.read(span, window)
-            out[0, rows] = attend_span(q[0, rows], keys, values, span.past - before, window)
+        return self.attend(q, v.shape[-1], window)
+
+    def attend(self, q: T, width: int, window: int) -> T:
+        """What is found with ``q`` in all that is remembered, the first ``width`` numbers of it."""
+        assert self.store is not None
+        out = q.new_empty(*q.shape[:3], width)
+        if window not in self.batches:
+            self.batches[window] = batched(self.spans, self.size, window, q, q.shape[2] // self.store.shape[3])
+        for piece in self.batches[window]:
+            if isinstance(piece, Batch):
+                found = attend_batch(q[0, piece.rows], *self.gather(piece.blocks), piece.bias)
+                out[0, piece.rows] = found[..., :width]
+            else:
+                rows, (keys, values, before) = slice(piece.first, piece.last), self.read(piece, window)
+                out[0, rows] = attend_span(q[0, rows], keys, values, piece.past - before, window)[..., :width]
         return out
 
     def write(self, *new: T) -> None:
@@ -104,34 +114,24 @@ class KeyValuePages(Pages):
         for kept, each in zip(store, new, strict=True):
             kept.flatten(0, 1)[self.slots] = each[0]
 
+    def gather(self, blocks: T) -> tuple[T, T]:
+        """Keys and values in ``blocks`` ``[texts, blocks]``: ``[texts, tokens, kv_heads, width]`` each."""
+        assert self.store is not None
+        kept = range(len(self.store))  # one part can be both
+        found = [self.store[i].index_select(0, blocks.flatten()).unflatten(0, blocks.shape).flatten(1, 2) for i in kept]
+        return found[0], found[-1]
+
     def read(self, span: Span, window: int) -> tuple[T, T, int]:
         """Keys and values that any of a span's tokens sees, ``[tokens, kv_heads, width]``, and how many come before."""
         assert self.store is not None
-        end = span.past + span.last - span.first
-        first = max(0, span.past - window + 1) // self.size if window else 0
-        table = span.table[first : -(-end // self.size)]
+        end, (first, last) = span.past + span.last - span.first, columns(span, self.size, window)
+        table = span.table[first:last]
         if table[-1] - table[0] == len(table) - 1 and all(b - a == 1 for a, b in pairwise(table)):
             found = self.store[:, table[0] : table[-1] + 1]  # side by side: nothing is copied
         else:
             found = self.store[:, torch.tensor(table, device=self.store.device)]
         tokens = found.flatten(1, 2)[:, : end - first * self.size]
         return tokens[0], tokens[-1], first * self.size
-
-
-def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:
-    """Attention of a text's last tokens, ``[tokens, heads or kv_heads, width]``, with ``past`` keys before them."""
-    if len(q) > 1:
-        a, b = past, past + len(q)
-        earlier = earlier_keys(a, b, 0, a, window) if a else []
-        pieces = [*windowed(a, b, window), *(s._replace(joins=True) for s in earlier)]
-        return attend_forward(q, k, v, [s._replace(q0=s.q0 - a, q1=s.q1 - a) for s in pieces])[0]
-    if window:
-        k, v = k[-window:], v[-window:]
-    # One token sees every key. The query heads that share a key head can then be so many queries of it, and the keys
-    # are read once for all of them: [1, kv_heads, group, width].
-    shared = q.reshape(1, k.shape[1], -1, q.shape[2])
-    out = F.scaled_dot_product_attention(shared, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
-    return out.reshape(*q.shape[:2], -1)
 
 
 class LatentPages(KeyValuePages):
@@ -149,12 +149,7 @@ class LatentPages(KeyValuePages):
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
         """``k`` are the new tokens' latent vectors, and ``v`` their first elements, which are not kept twice."""
         self.write(k)
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        for span in self.spans:
-            rows, (latents, _, before) = slice(span.first, span.last), self.read(span, window)
-            mean = attend_span(q[0, rows], latents, latents, span.past - before, window)  # kernels take equal widths
-            out[0, rows] = mean[..., : v.shape[-1]]
-        return out
+        return self.attend(q, v.shape[-1], window)  # kernels take equal widths
 
 
 class StatePages(Pages):
@@ -189,20 +184,6 @@ class StatePages(Pages):
             out[:, rows] = made.transpose(0, 1)
             store[here] = local_state(kr, vr, positions, decay) + state * state_to_state(positions, decay)
         return out.transpose(0, 1)[None].to(q.dtype)
-
-
-def rounds(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
-    """Spans cut where blocks end, as lists of equally long pieces of different texts, in the order of each text."""
-    pieces: list[tuple[int, Span]] = []
-    for span in spans:
-        first, past, turn = span.first, span.past, 0
-        while first < span.last:
-            count = min(size - past % size, span.last - first)
-            pieces.append((turn, Span(first, first + count, past, span.table)))
-            first, past, turn = first + count, past + count, turn + 1
-    order = sorted(pieces, key=lambda p: (p[0], p[1].last - p[1].first))
-    for _, alike in groupby(order, key=lambda p: (p[0], p[1].last - p[1].first)):
-        yield [piece for _, piece in alike]
 
 
 def layer_pages(model: Transformer, size: int) -> list[KeyValuePages | StatePages]:
@@ -274,9 +255,11 @@ class PagedReader:
             parts = [part._replace(past=0) for part in parts]
         row, device = pack(parts), self.model.mesh.device
         numbers = torch.tensor([row.ids, row.positions, slots(row.spans, self.size)], device=device)
+        batches = dict[int, list[Batch | Span]]()
         for pages in self.pages:
             pages.copy(copies)
             pages.spans, pages.slots = row.spans, numbers[2]
+            pages.batches = batches
         documents = torch.tensor([0, *(span.last for span in row.spans)], dtype=torch.int32)
         with attending(self.model, self.pages):
             only = torch.tensor(row.wanted, dtype=torch.int64, device=device)

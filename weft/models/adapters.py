@@ -8,6 +8,7 @@ that is cut on ``in``, ``a`` is cut and ``b`` whole, of one that is cut on ``out
 follows from a parameter's dimensions (what is held, summed, counted, saved) therefore holds for adapters too.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from weft.models.nf4 import Quantized
 from weft.recipe import Adapter, ModelShape
 
 T = torch.Tensor
+
+#: What stands for some weights that are multiplied with the same input: the product with each of them.
+Products = Callable[[T], tuple[T, ...]]
 
 
 class LowRank(Module):
@@ -46,11 +50,15 @@ class LowRank(Module):
 class Projections(Module):
     """A module whose weights project, each with an adapter if ``adapter`` targets it. ``path``: its own name."""
 
+    #: Names of the weights that may be one product each time, as they have the same input.
+    TOGETHER: tuple[tuple[str, ...], ...] = ()
+
     def __init__(self, mesh: Mesh, adapter: Adapter | None, path: str) -> None:
         super().__init__(mesh)
         self.adapter, self.path = adapter, path
         self.own_rows: dict[str, tuple[int, int]] = {}
         self.adapters, self.quantized = nn.ModuleDict(), nn.ModuleDict()
+        self.products: dict[tuple[str, ...], Products] = {}  # in place of weights (weft.models.products)
 
     def projection(self, name: str, out: Dim, into: Dim, std: float, own_rows: tuple[int, int] | None = None) -> None:
         """Register the weight ``name``. ``own_rows``: it is held whole, and this rank uses these rows of it."""
@@ -75,12 +83,20 @@ class Projections(Module):
             weight = weight * (adapter.magnitude / row_norms(weight).to(weight.dtype))[:, None]
         return weight
 
+    def forget(self, *names: str) -> None:
+        """Give back the memory of weights that :attr:`products` stand for, and of their adapters."""
+        for name in names:
+            for holder in (self._parameters, self.adapters._modules, self.quantized._modules):
+                holder.pop(name, None)
+
     def own(self, name: str, values: T) -> T:
         """Of ``values``, whose rows are those of weight ``name``, what this rank uses."""
         return own(values, *self.own_rows[name], self.mesh) if name in self.own_rows else values
 
     def project(self, x: T, *names: str) -> tuple[T, ...]:
         """What the weights ``names`` and their adapters make of ``x``: ``[batch, seq, in]`` to ``[..., out]`` each."""
+        if made_at_once := self.products.get(names):
+            return made_at_once(x)
         dense = [name for name in names if name not in self.quantized]
         adapted = [name for name in names if name in self.adapters]
         weights = [self.own(name, getattr(self, name)) for name in dense]

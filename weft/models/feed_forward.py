@@ -23,6 +23,8 @@ ACTIVATE: dict[str, Callable[[T], T]] = {
 class FeedForward(Projections):
     """``down(activate(gate(x)) * up(x))``, of ``width`` hidden units."""
 
+    TOGETHER = (("gate", "up"), ("down",))
+
     def __init__(self, shape: ModelShape, mesh: Mesh, path: str, width: int, adapter: Adapter | None) -> None:
         super().__init__(mesh, adapter, path)
         self.activate = ACTIVATE[shape.activation]

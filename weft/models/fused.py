@@ -84,6 +84,8 @@ def project(x: T, *weights: T) -> tuple[T, ...]:
     tape = _tape.get()
     if torch.compiler.is_compiling() or (tape is None and not own_gradients_pay(x)):
         return tuple(F.linear(x, w) for w in weights)
+    if torch.is_inference_mode_enabled():  # a function of autograd's costs as much as a small product
+        return tuple(times(x.flatten(0, 1), w).unflatten(0, x.shape[:2]) for w in weights)
     later = None if tape is None else (tape, weights)
     return _Project.apply(x, later, *weights)
 
@@ -136,7 +138,14 @@ def rms_norm(x: T, scale: T, eps: float) -> T:
     """RMSNorm over the last dimension (Zhang & Sennrich 2019)."""
     if not own_gradients_pay(x) or x.dtype == torch.bfloat16:  # which F.rms_norm computes in float32
         return F.rms_norm(x, scale.shape, scale, eps)
+    if torch.is_inference_mode_enabled():
+        return (x * inverse_root_mean_square(x, eps)).mul_(scale)
     return _RmsNorm.apply(x, scale, eps)
+
+
+def inverse_root_mean_square(x: T, eps: float) -> T:
+    """Of ``[..., size]``: ``[..., 1]``."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -146,8 +155,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, scale, eps):  # type: ignore[no-untyped-def]
-        # 1 / root mean square, [..., 1]
-        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        inverse = inverse_root_mean_square(x, eps)
         ctx.save_for_backward(x, scale, inverse)
         return (x * inverse).mul_(scale)
 

@@ -5,7 +5,7 @@ holds. Data changes hands only at ``gather_tokens`` / ``scatter_tokens`` (into a
 ``attend``; on one device these are identities. Shapes below are those of one rank.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -56,6 +56,8 @@ class Embedding(Module):
 
 class Attention(Projections):
     """Grouped-query attention (Ainslie et al. 2023) over packed documents, or linear attention in its place."""
+
+    TOGETHER = (("wq", "wk", "wv"), ("wo",))
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
         super().__init__(mesh, shape.adapter, f"blocks.{layer}.attention")
@@ -212,6 +214,7 @@ class Transformer(Module):
         self.objective: Objective | None = None  # of pairs of answers; None: cross entropy of the labels
         self.route: Sequence[int] | None = None  # the blocks to run and their order, if not all (partial pipelines)
         self.saved: Any = None  # what moves what blocks save for backward, if it does (weft.memory.activations)
+        self.logits: Callable[[T], T] | None = None  # in place of the output layer's product (weft.models.products)
         self.freq = frequencies(shape)
         self.loads = Loads(shape, mesh) if shape.mixtures else None
         if "embedding" in ends or (shape.tied and "head" in ends):
@@ -249,7 +252,8 @@ class Transformer(Module):
             return F.linear(hidden, self.output)
         tp = self.mesh.size("tp")
         sizes = [hi - lo for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))]
-        return gather_vocab(F.linear(hidden, self.output), sizes, self.mesh)
+        logits = F.linear(hidden, self.output) if self.logits is None else self.logits(hidden)
+        return gather_vocab(logits, sizes, self.mesh)
 
     def hidden(self, tokens: T, positions: T, cu_seqlens: T, seen: Pass | None = None) -> T:
         """What the output layer reads: ``[batch, seq/tp, embed]``, normed."""

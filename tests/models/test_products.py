@@ -1,0 +1,105 @@
+"""Weights that are only read, packed or in few bits, against the model as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from weft.errors import UsageError
+from weft.generate.engine import Engine
+from weft.generate.sampling import GREEDY
+from weft.layout.mesh import Mesh
+from weft.models.products import Int8, Packed, form_of, read_only
+from weft.models.transformer import Transformer
+from weft.parallel.build import parallelize
+from weft.recipe import Adapter, ModelShape, Train
+
+SHAPE: dict[str, Any] = {"vocab": 128, "layers": 2, "embed": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "init_std": 0.2}
+
+
+def build(**shape: Any) -> Transformer:
+    return parallelize(ModelShape(**SHAPE | shape), Mesh.single(), Train(seed=3))[0]
+
+
+@torch.no_grad()
+def logits(model: Transformer) -> torch.Tensor:
+    ids = torch.randint(0, 128, (1, 20), generator=torch.Generator().manual_seed(1))
+    return model(ids, torch.arange(20)[None], torch.tensor([0, 20], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("word", "near", "bytes_per_weight"), [
+    ("float", 1e-6, 4), ("int8", 0.1, 1 + 4 / 64), ("int4", 0.6, 0.5 + 4 / 32),
+])  # fmt: skip
+@pytest.mark.parametrize("shape", [{}, {"tied": True, "qkv_bias": True, "qk_norm": True}], ids=["plain", "other"])
+def test_a_model_that_is_only_read_says_the_same(word: str, near: float, bytes_per_weight: float, shape: Any) -> None:
+    expected = logits(build(**shape))
+    model = build(**shape)
+    held = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    held -= 0 if model.shape.tied else model.embedding.table.numel()
+    size = read_only(model, word)
+    assert size <= held * bytes_per_weight
+    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    assert not names & {"wq", "wk", "wv", "wo", "gate", "up", "down", "head"}, "the memory of weights is given back"
+    error = (logits(model) - expected).norm() / expected.norm()
+    assert (1e-3 if word != "float" else -1) < error < near
+    engine, single = Engine(model), Engine(model)
+    prompts = ([3, 5, 7], [9] * 5, [11])
+    found = [engine.submit(prompt, 8, GREEDY)[0] for prompt in prompts]
+    engine.run()
+    assert [one.written for one in found] == [[*single.stream(single.submit(p, 8, GREEDY)[0])] for p in prompts]
+
+
+def test_adapters_are_merged() -> None:
+    shape = {"adapter": Adapter(rank=4, alpha=8)}
+    model = build(**shape)
+    for name, p in model.named_parameters():
+        if name.endswith(".b"):
+            p.data.normal_(std=0.2)
+    expected, plain = logits(model), logits(build())
+    assert (expected - plain).norm() > 0.1 * plain.norm()
+    read_only(model)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    assert not any("adapters" in name for name, _ in model.named_parameters())
+
+
+def test_in_eight_bits_a_row_is_multiplied_alike_whatever_stands_beside_it() -> None:
+    drawn = torch.Generator().manual_seed(0)
+    product = Int8(torch.randn(96, 64, generator=drawn))
+    x = torch.randn(40, 64, generator=drawn) * torch.logspace(-6, 6, 40)[:, None]
+    x[7] = 0
+    whole = product(x)
+    assert all(torch.equal(whole[i : i + n], product(x[i : i + n])) for i in range(40) for n in (1, 2, 5))
+    assert not whole[7].any() and whole.isfinite().all()
+
+
+@pytest.mark.parametrize(("word", "near"), [("float", 1e-6), ("int8", 0.013), ("int4", 0.1)])
+def test_one_product(word: str, near: float) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(96, 128, generator=drawn), torch.randn(2, 5, 128, generator=drawn)
+    expected = x @ weight.T
+    assert (form_of(word, weight)(x) - expected).norm() < near * expected.norm()
+
+
+def test_sizes_that_kernels_do_not_take() -> None:
+    x, odd = torch.randn(3, 40), torch.randn(17, 40)
+    assert not form_of("float", odd).packed and isinstance(form_of("int4", odd), Int8)
+    torch.testing.assert_close(Packed(odd)(x), x @ odd.T)
+    torch.testing.assert_close(form_of("int4", odd)(x), x @ odd.T, rtol=0, atol=0.5)
+
+
+@pytest.mark.parametrize(("shape", "word", "said"), [
+    ({}, "int5", "weights cannot be 'int5'; give one of float, int8, int4"),
+    ({"experts": 4, "experts_per_token": 2}, "int8", "weights in int8 are for dense models with plain attention"),
+])  # fmt: skip
+def test_what_cannot_be(shape: Any, word: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read_only(build(**shape), word)
+
+
+def test_mixtures_are_packed_as_far_as_they_are_dense() -> None:
+    shape = {"experts": 4, "experts_per_token": 2}
+    model, expected = build(**shape), logits(build(**shape))
+    read_only(model)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)

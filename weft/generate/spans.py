@@ -1,0 +1,116 @@
+"""Pieces of texts that are read in one forward pass, and the attention of many of them in one call."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from weft.models.attention import attend_forward
+from weft.models.segments import earlier_keys, windowed
+
+T = torch.Tensor
+
+#: Spans of up to so many tokens are attended to together with others that have as many; longer ones fill a call alone.
+SHORT = 16
+
+#: Within a call nobody's keys are padded to more than so many times their number, and no more blocks are copied.
+PADDED, MOST = 1.5, 1024
+
+
+class Span(NamedTuple):
+    """New tokens of one text, ``first:last`` of a packed row, behind ``past`` others in the blocks of its ``table``."""
+
+    first: int
+    last: int
+    past: int
+    table: Sequence[int]
+
+
+class Batch(NamedTuple):
+    """Spans of equally many tokens, which one call attends to."""
+
+    rows: T  # [texts, tokens], places in the packed row
+    blocks: T  # [texts, blocks], shorter tables filled up with their last block
+    bias: T  # [texts, 1, tokens * group, keys]: 0 where a token sees a key, else -inf
+
+
+def columns(span: Span, size: int, window: int) -> tuple[int, int]:
+    """The first block of its table that any of the span's tokens sees, and the one behind the last."""
+    first = max(0, span.past - window + 1) // size if window else 0
+    return first, -(-(span.past + span.last - span.first) // size)
+
+
+def batched(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> list[Batch | Span]:
+    """What is attended to in a call each: many short spans, or a long one."""
+
+    def measure(span: Span) -> tuple[int, int]:
+        first, last = columns(span, size, window)
+        return span.last - span.first, last - first
+
+    found: list[Batch | Span] = []
+    alike: list[Span] = []
+    for span in sorted(spans, key=measure):
+        tokens, blocks = measure(span)
+        if alike and (measure(alike[0])[0] != tokens or blocks > PADDED * measure(alike[0])[1]
+                      or blocks * (len(alike) + 1) > MOST or tokens > SHORT):  # fmt: skip
+            found.append(_batch(alike, size, window, q, group) if len(alike) > 1 else alike[0])
+            alike = []
+        alike.append(span)
+    return [*found, _batch(alike, size, window, q, group) if len(alike) > 1 else alike[0]]
+
+
+def _batch(spans: Sequence[Span], size: int, window: int, q: T, group: int) -> Batch:
+    seen = [columns(span, size, window) for span in spans]
+    width = max(last - first for first, last in seen)
+    tables = [[*s.table[a:b], *[s.table[b - 1]] * (width - (b - a))] for s, (a, b) in zip(spans, seen, strict=True)]
+    rows = torch.tensor([[*range(span.first, span.last)] for span in spans], device=q.device)
+    past = torch.tensor([[span.past] for span in spans], device=q.device)
+    before = torch.tensor([[first * size] for first, _ in seen], device=q.device)
+    at = (past + torch.arange(rows.shape[1], device=q.device))[:, :, None]  # [texts, tokens, 1]
+    keys = (before + torch.arange(width * size, device=q.device))[:, None]  # [texts, 1, keys]
+    hidden = (keys > at) | (keys <= at - window) if window else keys > at
+    bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).repeat_interleave(group, 1)[:, None]
+    return Batch(rows, torch.tensor(tables, device=q.device), bias)
+
+
+def attend_batch(q: T, k: T, v: T, bias: T) -> T:
+    """Attention of ``[texts, tokens, heads, width]`` to ``[texts, keys, kv_heads, width]``, with the bias of a batch.
+
+    The query heads that share a key head are so many queries of it, and its keys are read once for all of them.
+    """
+    tokens, kv_heads = q.shape[1], k.shape[2]
+    shared = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)  # [texts, kv_heads, tokens * group, width]
+    out = F.scaled_dot_product_attention(shared, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias)
+    return out.unflatten(2, (tokens, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:
+    """Attention of a text's last tokens, ``[tokens, heads or kv_heads, width]``, with ``past`` keys before them."""
+    if len(q) > 1:
+        a, b = past, past + len(q)
+        earlier = earlier_keys(a, b, 0, a, window) if a else []
+        pieces = [*windowed(a, b, window), *(s._replace(joins=True) for s in earlier)]
+        return attend_forward(q, k, v, [s._replace(q0=s.q0 - a, q1=s.q1 - a) for s in pieces])[0]
+    if window:
+        k, v = k[-window:], v[-window:]
+    # One token sees every key. The query heads that share a key head can then be so many queries of it, and the keys
+    # are read once for all of them: [1, kv_heads, group, width].
+    shared = q.reshape(1, k.shape[1], -1, q.shape[2])
+    out = F.scaled_dot_product_attention(shared, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    return out.reshape(*q.shape[:2], -1)
+
+
+def rounds(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
+    """Spans cut where blocks end, as lists of equally long pieces of different texts, in the order of each text."""
+    pieces: list[tuple[int, Span]] = []
+    for span in spans:
+        first, past, turn = span.first, span.past, 0
+        while first < span.last:
+            count = min(size - past % size, span.last - first)
+            pieces.append((turn, Span(first, first + count, past, span.table)))
+            first, past, turn = first + count, past + count, turn + 1
+    order = sorted(pieces, key=lambda p: (p[0], p[1].last - p[1].first))
+    for _, alike in groupby(order, key=lambda p: (p[0], p[1].last - p[1].first)):
+        yield [piece for _, piece in alike]

@@ -1,0 +1,135 @@
+"""Weights that are only read: packed for the CPU's kernels once for all, or kept in eight or four bits.
+
+A model whose weights were taken over here (:func:`read_only`) generates and does nothing else: its parameters are gone.
+Weights that multiply the same input become one product, adapters are merged into them.
+
+The operators are private to PyTorch, which has no public name for products with packed or quantised weights on the CPU
+(torch.compile and torchao call the same ones); no other file knows them.
+"""
+
+import torch
+from torch import nn
+
+from weft.errors import UsageError
+from weft.models.adapters import Products, Projections
+from weft.models.fused import ONEDNN, times
+from weft.models.transformer import Transformer
+
+T = torch.Tensor
+mkldnn, onednn, aten = torch.ops.mkldnn, torch.ops.onednn, torch.ops.aten
+
+#: Weights of a row that share a scale in four bits.
+GROUP = 32
+
+
+class Packed(nn.Module):
+    """A weight ``[out, in]`` in the order in which oneDNN's kernel reads it, in its own precision."""
+
+    def __init__(self, weight: T) -> None:
+        super().__init__()
+        self.nbytes, self.weight = weight.nbytes, weight.contiguous()
+        usual = min(weight.shape) >= 64 and not any(n % 16 for n in weight.shape)
+        self.packed = ONEDNN and usual and weight.dtype in (torch.float32, torch.bfloat16)
+        if self.packed:
+            self.weight = mkldnn._reorder_linear_weight(self.weight, None)
+
+    def forward(self, x: T) -> T:
+        """``[..., in]`` to ``[..., out]``."""
+        if self.packed:
+            return mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        return times(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+
+
+class Int8(nn.Module):
+    """A weight as whole numbers up to 127 and one scale per row; what it multiplies is rounded alike, row by row.
+
+    Sums of whole numbers are exact, so that a row's result does not depend on others (LLM.int8, Dettmers et al. 2022,
+    without its outliers; ZeroQuant, Yao et al. 2022, has scales per token too).
+    """
+
+    def __init__(self, weight: T) -> None:
+        super().__init__()
+        scales = weight.float().abs().amax(1).clamp_min(1e-30) / 127
+        codes = (weight.float() / scales[:, None]).round().to(torch.int8)
+        self.nbytes = codes.nbytes + scales.nbytes
+        self.codes, self.scales = onednn.qlinear_prepack(codes, None), scales
+        self.zeros, self.middle = torch.zeros(len(scales), dtype=torch.int32), torch.tensor(128.5)
+
+    def forward(self, x: T) -> T:
+        """``[..., in]`` to ``[..., out]``."""
+        rows = x.flatten(0, -2).float()
+        largest = torch.linalg.vector_norm(rows, float("inf"), -1, keepdim=True).clamp_min(1e-30)
+        # 128 stands for zero. Instructions of CPUs multiply signed by unsigned bytes, and truncation with 0.5 rounds.
+        codes = torch.addcmul(self.middle, rows, largest.reciprocal(), value=127).to(torch.uint8)
+        made = onednn.qlinear_pointwise(
+            codes, 1 / 127, 128, self.codes, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return made.mul_(largest).to(x.dtype).unflatten(0, x.shape[:-1])
+
+
+class Int4(nn.Module):
+    """A weight in four bits, with a scale and an offset per :data:`GROUP` neighbours, times bfloat16."""
+
+    def __init__(self, weight: T) -> None:
+        super().__init__()
+        groups = weight.float().unflatten(1, (-1, GROUP))  # [out, groups, 32]
+        low, high = groups.aminmax(dim=-1, keepdim=True)
+        scales = ((high - low) / 15).clamp_min(1e-30)
+        codes = ((groups - low) / scales).round().clamp(0, 15).flatten(1).int()
+        # A code stands for (code - 8) * scale + offset.
+        both = torch.cat((scales, low + 8 * scales), -1).transpose(0, 1)  # [groups, out, 2]
+        self.codes = aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        self.scales = both.bfloat16().contiguous()
+        self.nbytes = self.codes.nbytes + self.scales.nbytes
+
+    def forward(self, x: T) -> T:
+        """``[..., in]`` to ``[..., out]``."""
+        rows = x.flatten(0, -2).bfloat16()
+        return (
+            aten._weight_int4pack_mm_for_cpu(rows, self.codes, GROUP, self.scales)
+            .to(x.dtype)
+            .unflatten(0, x.shape[:-1])
+        )
+
+
+#: By the word for it, what a weight becomes.
+FORMS: dict[str, type[Packed | Int8 | Int4]] = {"float": Packed, "int8": Int8, "int4": Int4}
+
+
+def form_of(word: str, weight: T) -> Packed | Int8 | Int4:
+    """``weight`` in the form of that name, or in eight bits if the kernel for four does not take its sizes."""
+    fits = weight.shape[0] % 16 == 0 and weight.shape[1] % GROUP == 0
+    return FORMS["int8" if word == "int4" and not fits else word](weight)
+
+
+def read_only(model: Transformer, word: str = "float") -> int:
+    """Let ``model`` only generate from now on, with weights in the form ``word``; returns their bytes.
+
+    Those of attention, dense feed-forwards and the output layer, that is; what is looked up row by row stays as it is.
+    """
+    if word not in FORMS:
+        raise UsageError(f"weights cannot be {word!r}; give one of {', '.join(FORMS)}")
+    if word != "float" and (model.mesh.device.type != "cpu" or model.shape.kv_rank or model.shape.mixtures):
+        raise UsageError(
+            f"weights in {word} are for dense models with plain attention on the CPU; leave them as they are"
+        )
+    if model.mesh.device.type != "cpu" or model.shape.kind:
+        return 0
+    size = 0
+    for module in model.modules():
+        if isinstance(module, Projections):
+            for names in module.TOGETHER:
+                weights = [module.own(name, module.merged(name).detach()) for name in names]
+                product = form_of(word, torch.cat(weights) if len(names) > 1 else weights[0])
+                module.products[names] = split_product(product, [len(weight) for weight in weights])
+                size += product.nbytes
+                module.forget(*names)
+    model.logits = head = form_of(word, model.output.detach())
+    if not model.shape.tied:
+        del model.head
+    return size + head.nbytes
+
+
+def split_product(product: nn.Module, sizes: list[int]) -> Products:
+    """What ``product`` makes, in pieces of ``sizes`` along the last dimension."""
+    return lambda x: product(x).split(sizes, -1)
