@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from weft.generate.context import Tile, attend_tiles
 from weft.generate.spans import Batch, Span, attend_batch, attend_span, batched, columns, rounds
 from weft.models.attention import Attend, repeat_heads, wide
 from weft.models.latent import LatentAttention
@@ -85,7 +86,14 @@ class Pages:
 
 
 class KeyValuePages(Pages):
-    """Softmax attention of each span's tokens to themselves and to all earlier ones of their text."""
+    """Softmax attention of each span's tokens to themselves and to all earlier ones of their text.
+
+    ``freq``: by what keys and queries are rotated.
+    """
+
+    def __init__(self, size: int, freq: T | None = None) -> None:
+        super().__init__(size)
+        self.freq = freq
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
         """``[1, tokens, heads or kv_heads, head_dim]``; spans say where texts begin."""
@@ -103,9 +111,17 @@ class KeyValuePages(Pages):
                 found = attend_batch(q[0, piece.rows], *self.gather(piece.blocks), piece.bias)
                 out[0, piece.rows] = found[..., :width]
             else:
-                rows, (keys, values, before) = slice(piece.first, piece.last), self.read(piece, window)
-                out[0, rows] = attend_span(q[0, rows], keys, values, piece.past - before, window)[..., :width]
+                rows = slice(piece.first, piece.last)
+                out[0, rows] = self.attend_alone(q[0, rows], piece, window)[..., :width]
         return out
+
+    def attend_alone(self, q: T, span: Span, window: int) -> T:
+        """Attention of one span's tokens ``[tokens, heads, width]``, also to its context."""
+        keys, values, before = self.read(span, window)
+        if not span.context:
+            return attend_span(q, keys, values, span.past - before, window)
+        tiles = ((*self.read(Span(0, t.tokens, 0, t.table), 0)[:2], t.turn) for t in span.context)
+        return attend_tiles(q, keys, values, span.past, tiles, self.freq)
 
     def write(self, *new: T) -> None:
         """Put ``new``, ``[1, tokens, kv_heads, width]`` each, into their slots."""
@@ -140,7 +156,7 @@ class LatentPages(KeyValuePages):
     @property
     def tokens(self) -> int:
         """Of earlier tokens, how many any text has: none if all that is read are whole beginnings."""
-        return max(span.past for span in self.spans)
+        return max(span.past + sum(tile.tokens for tile in span.context) for span in self.spans)
 
     def keep(self, latents: T) -> None:
         """Remember ``latents``, ``[1, new tokens, 1, kv_rank + rope_dim]``."""
@@ -191,19 +207,26 @@ def layer_pages(model: Transformer, size: int) -> list[KeyValuePages | StatePage
 
     def pages(layer: Attention | LatentAttention) -> KeyValuePages | StatePages:
         if isinstance(layer, LatentAttention):
-            return LatentPages(size)
-        return KeyValuePages(size) if layer.mixer == "softmax" else StatePages(size, layer.decay)
+            return LatentPages(size, model.freq[0])
+        if layer.mixer == "softmax":
+            return KeyValuePages(size, model.freq[layer.base])
+        return StatePages(size, layer.decay)
 
     return [pages(layer) for layer in attention_layers(model)]
 
 
 class Part(NamedTuple):
-    """What is read of a text ``ids``: all from ``past`` on; logits behind its last ``rows`` tokens are wanted."""
+    """What is read of a text ``ids``: all from ``past`` on; logits behind its last ``rows`` tokens are wanted.
+
+    The text begins at position ``offset``, behind ``context``.
+    """
 
     ids: Sequence[int]
     past: int
     table: Sequence[int]
     rows: int = 1
+    offset: int = 0
+    context: Sequence[Tile] = ()
 
 
 class Row(NamedTuple):
@@ -218,11 +241,11 @@ class Row(NamedTuple):
 def pack(parts: Iterable[Part]) -> Row:
     """The new tokens of all ``parts``."""
     row = Row([], [], [], [])
-    for text, past, table, rows in parts:
+    for text, past, table, rows, offset, context in parts:
         first = len(row.ids)
         row.ids.extend(text[past:])
-        row.positions.extend(range(past, len(text)))
-        row.spans.append(Span(first, len(row.ids), past, table))
+        row.positions.extend(range(offset + past, offset + len(text)))
+        row.spans.append(Span(first, len(row.ids), past, table, context))
         row.wanted.extend(range(len(row.ids) - rows, len(row.ids)))
     return row
 
@@ -231,7 +254,7 @@ def slots(spans: Iterable[Span], size: int) -> list[int]:
     """Where the tokens of ``spans`` go among the tokens of all blocks."""
     return [
         table[at // size] * size + at % size
-        for first, last, past, table in spans
+        for first, last, past, table, _ in spans
         for at in range(past, past + last - first)
     ]
 

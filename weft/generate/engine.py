@@ -7,17 +7,18 @@ gets alone. Long prompts can instead be cut over several ranks, one request at a
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from random import Random
 
 import torch
 
 from weft.errors import UsageError
 from weft.generate.cache import PagedReader, Part, StatePages
+from weft.generate.context import Tile
 from weft.generate.grammar import Grammar
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.pool import Pool
-from weft.generate.request import Generation, Written
+from weft.generate.request import Generation, Request, Written
 from weft.generate.sampling import Guess, Sampling, choose, log_probabilities, odds
 from weft.generate.scheduler import Scheduler, Step
 from weft.generate.speculation import Drafter
@@ -165,7 +166,7 @@ class Engine:
                 break
             (best, rows), right = live[0], right + 1
             row = rows[right - 1]
-        if request.runs:  # and has neither ended nor lost its blocks
+        if request.runs and not request.finished:  # nor has it lost its blocks
             self.scheduler.settle(request, best, right)
         return found
 
@@ -176,6 +177,7 @@ class Engine:
         chosen = choose(row, request.how, prompt, written, request.stream, guess, allowed)
         if chosen in request.stops:
             request.finished = "error" if request.grammar and request.grammar.failure else "stop"
+            request.stopped = chosen
         else:
             if request.grammar:
                 request.grammar.accept(chosen)
@@ -187,7 +189,7 @@ class Engine:
             request.ids.append(chosen)
             if len(request.ids) > request.most:
                 request.finished = "length"
-        if request.finished:
+        if request.finished and not request.kept:
             self.scheduler.remove(request)
         return Written(request, None if chosen in request.stops else chosen, said, request.finished)
 
@@ -217,10 +219,18 @@ def parts_of(step: Step) -> list[Part]:
         own = [b.path for b in request.branches if b.table is request.table]
         ids = [*request.ids[: request.computed + tokens], *(i for path in own for i in path)]
         rows = (tokens == request.wanted) * (1 + sum(map(len, own)))
-        parts.append(Part(ids, request.computed, request.table, rows))
+        parts.append(Part(ids, request.computed, request.table, rows, request.offset, tiles_of(request, step)))
         for path, table in request.branches[len(own) :]:
             parts.append(Part([*request.ids, *path], request.computed, table, len(path)))
     return parts
+
+
+def tiles_of(request: Request, step: Step) -> list[Tile]:
+    """What a request sees of others in a step, with the tokens that these have in it."""
+    counts = [other.computed + step.work.get(other, 0) if n is None else n for other, n in request.context]
+    ends = [sum(counts) - n for n in accumulate(counts, initial=0)] if request.turned else [0] * len(counts)
+    views = zip(request.context, counts, ends, strict=False)
+    return [Tile(tuple(view.request.table), n, turn) for view, n, turn in views if n]
 
 
 def generate(

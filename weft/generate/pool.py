@@ -12,9 +12,9 @@ from hashlib import blake2b
 from itertools import takewhile
 
 
-def root_key(version: int, adapter: str, tenant: str) -> bytes:
-    """What the keys of a text begin from: blocks of other weights, adapters or tenants are never found."""
-    return blake2b(repr((version, adapter, tenant)).encode(), digest_size=16).digest()
+def root_key(version: int, adapter: str, tenant: str, context: int | None = None) -> bytes:
+    """What the keys of a text begin from: blocks of other weights, adapters, tenants or contexts are never found."""
+    return blake2b(repr((version, adapter, tenant, context)).encode(), digest_size=16).digest()
 
 
 def chained_keys(root: bytes, ids: Sequence[int], size: int) -> Iterator[bytes]:

@@ -21,6 +21,13 @@ class Branch(NamedTuple):
     table: list[int]
 
 
+class View(NamedTuple):
+    """What a request sees of another one: its first ``tokens`` tokens, or (None) all, as it grows."""
+
+    request: "Request"
+    tokens: int | None
+
+
 @dataclass(eq=False)
 class Request:
     """A text that grows: its tokens so far, how many of these are computed, and the blocks that remember them."""
@@ -36,6 +43,11 @@ class Request:
     hits: int = 0  # tokens that were found computed when it last began
     drafts: Sequence[Sequence[int]] = ()  # guesses of what follows, to be computed beside its next token
     branches: list[Branch] = field(default_factory=list)  # those of them that are computed in this step
+    context: Sequence[View] = ()  # others that it sees, all of them before its own tokens
+    offset: int = 0  # position of its first token
+    turned: bool = False  # what it sees stands side by side for it, though every text has been read from position 0
+    kept: bool = False  # others see it: when it ends, it stays with its blocks until it is removed
+    pinned: bool = False  # its tokens could not be computed again, as others grew with it: it never gives blocks back
     logits: torch.Tensor | None = None  # [vocab] behind its tokens, of a request that somebody else writes for
 
     @property
@@ -47,6 +59,11 @@ class Request:
     def wanted(self) -> int:
         return len(self.ids) - self.computed
 
+    @property
+    def ready(self) -> bool:
+        """Whether all that it sees has been computed."""
+        return all(view.request.computed >= (view.tokens or 0) for view in self.context)
+
 
 @dataclass(eq=False)
 class Generation(Request):
@@ -57,6 +74,7 @@ class Generation(Request):
     prompt: int = 0  # tokens of the prompt
     top: int | None = None  # log-probabilities of so many likeliest tokens are kept; None: of none, nor the chosen one
     grammar: Grammar | None = None  # what the text may be
+    stopped: int | None = None  # which of its stops came
     finished: str = ""  # "stop" or "length" in the end, or "error" if the grammar could not go on
     log_probabilities: list[tuple[float, dict[int, float]]] = field(default_factory=list)
     odds: Sequence[
@@ -75,7 +93,7 @@ class Generation(Request):
     @property
     def may_guess(self) -> bool:
         """Whether its next step, with nothing but the last token, can have guesses beside it."""
-        return self.wanted == 1 and not self.siblings and len(self.ids) < self.most
+        return self.wanted == 1 and not (self.siblings or self.context or self.finished) and len(self.ids) < self.most
 
     @property
     def score(self) -> float:

@@ -75,13 +75,15 @@ class Scheduler:
         for request, tokens in self.policy(running, waiting, self.budget):
             if len(step.work) == most:
                 break
+            if not request.ready:
+                continue
             if not request.runs:  # nobody overtakes, nor takes what was just taken away
                 full = full or not left or len(self.running) == self.limit or not self._begin(request)
             if not left or not request.runs or not request.wanted:
                 continue
             tokens = min(tokens, request.wanted, left)
             while request.runs and not self._reserve(request, tokens, step):
-                full, last = True, max(self.running, key=lambda r: r.arrival)
+                full, last = True, max((r for r in self.running if not r.pinned), key=lambda r: r.arrival)
                 left += step.work.pop(last, 0) + sum(len(b.path) for b in last.branches)
                 lost = {*last.table, *(block for b in last.branches for block in b.table)}
                 step.copies[:] = [(old, new) for old, new in step.copies if new not in lost]
@@ -120,7 +122,7 @@ class Scheduler:
                 request.table[:], branch.table[:] = list(branch.table), list(request.table)
             request.computed += right
         self._release_branches(request)
-        kept = -(-request.computed // self.pool.size)
+        kept = -(-(request.most + 1 if request.pinned else request.computed) // self.pool.size)
         self.pool.release(request.table[kept:])
         del request.table[kept:]
         self._remember(request)
@@ -141,15 +143,18 @@ class Scheduler:
 
     def _begin(self, request: Request) -> bool:
         """Let a request run from what is known of its text, if there is room for what it wants first."""
-        pool, root, last = self.pool, root_key(self.version, request.adapter, request.tenant), len(request.ids) - 1
+        pool, last, seen = self.pool, len(request.ids) - 1, request.arrival if request.context else None
+        root = root_key(self.version, request.adapter, request.tenant, seen)
         keys = [root, *chained_keys(root, request.ids[:last], pool.size)]  # one token is computed in any case
         found = pool.find(keys[1:])
         known = len(found) * pool.size
-        most = min(len(request.ids), known + self.budget)
+        most = request.most + 1 if request.pinned else min(len(request.ids), known + self.budget)
         if -(-most // pool.size) - sum(block in pool.owners for block in found) > pool.free:
             return False
         pool.hold(found)
         request.table, request.keys, request.computed, request.hits = found, keys[: len(found) + 1], known, known
+        if request.pinned:
+            request.table.extend(pool.take() for _ in range(-(-most // pool.size) - len(found)))
         self.waiting.remove(request)
         self.running.append(request)
         return True

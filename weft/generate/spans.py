@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from weft.generate.context import Tile, own_segments
 from weft.models.attention import attend_forward
-from weft.models.segments import earlier_keys, windowed
 
 T = torch.Tensor
 
@@ -26,6 +26,7 @@ class Span(NamedTuple):
     last: int
     past: int
     table: Sequence[int]
+    context: Sequence[Tile] = ()  # of other texts, all of which comes before
 
 
 class Batch(NamedTuple):
@@ -54,7 +55,7 @@ def batched(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> 
     for span in sorted(spans, key=measure):
         tokens, blocks = measure(span)
         if alike and (measure(alike[0])[0] != tokens or blocks > PADDED * measure(alike[0])[1]
-                      or blocks * (len(alike) + 1) > MOST or tokens > SHORT):  # fmt: skip
+                      or blocks * (len(alike) + 1) > MOST or tokens > SHORT or span.context or alike[0].context):  # fmt: skip
             found.append(_batch(alike, size, window, q, group) if len(alike) > 1 else alike[0])
             alike = []
         alike.append(span)
@@ -89,10 +90,7 @@ def attend_batch(q: T, k: T, v: T, bias: T) -> T:
 def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:
     """Attention of a text's last tokens, ``[tokens, heads or kv_heads, width]``, with ``past`` keys before them."""
     if len(q) > 1:
-        a, b = past, past + len(q)
-        earlier = earlier_keys(a, b, 0, a, window) if a else []
-        pieces = [*windowed(a, b, window), *(s._replace(joins=True) for s in earlier)]
-        return attend_forward(q, k, v, [s._replace(q0=s.q0 - a, q1=s.q1 - a) for s in pieces])[0]
+        return attend_forward(q, k, v, own_segments(len(q), past, window))[0]
     if window:
         k, v = k[-window:], v[-window:]
     # One token sees every key. The query heads that share a key head can then be so many queries of it, and the keys

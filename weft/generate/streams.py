@@ -1,0 +1,163 @@
+"""Several streams of tokens with one cache: workers who see each other write, and texts that part and meet again.
+
+**Hogwild! Inference** (Rodionov et al. 2025, 2504.06261): workers answer one prompt together. Each sees the prompt,
+what all others have written by now, and then its own text, as if these stood behind each other.
+
+**Multiverse** (Yang et al. 2025, 2506.09991): the model says itself where its text parts. Paths begin at one position,
+do not see each other, and are requests like others; what concludes them begins behind the longest one and sees them
+all. Nothing is computed again or copied: a text sees others by their block tables.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from weft.errors import UsageError
+from weft.generate.cache import KeyValuePages
+from weft.generate.engine import Engine, check_prompt
+from weft.generate.request import Generation, Request, View
+from weft.generate.sampling import Sampling
+
+
+def check_streams(engine: Engine, ids: Sequence[int]) -> None:
+    """Raises :class:`UsageError` where texts cannot see each other, or ``ids`` cannot be read."""
+    check_prompt(engine.model, ids)
+    if not all(isinstance(pages, KeyValuePages) for pages in engine.reader.pages):
+        raise UsageError("streams see each other's keys, which linear attention does not keep; use one stream")
+    if engine.model.shape.window:
+        raise UsageError("streams see all of each other, and this model's layers the last tokens only; use one stream")
+
+
+def hogwild(
+    engine: Engine, prompt: Sequence[int], openings: Sequence[Sequence[int]], count: int, how: Sampling,
+    stops: Collection[int] = (),
+) -> list[Generation]:  # fmt: skip
+    """Texts of up to ``count`` tokens behind each of ``openings``, one per worker, that are written at the same time.
+
+    The cache must have room for all of them at once.
+    """
+    for ids in (prompt, *openings):
+        check_streams(engine, ids)
+    scheduler = engine.scheduler
+    total = sum(-(-n // scheduler.pool.size) for n in (len(prompt), *(len(ids) + count for ids in openings)))
+    if total > scheduler.pool.blocks or len(openings) >= scheduler.limit:
+        raise UsageError(
+            f"{len(openings)} workers need {total} blocks of the cache's {scheduler.pool.blocks} and "
+            f"{len(openings) + 1} of {scheduler.limit} requests at once; ask for fewer workers or tokens"
+        )
+    root = Request(list(prompt), len(prompt), kept=True, pinned=True)
+    workers = [
+        Generation(list(ids), len(ids) + count - 1, prompt=len(ids), how=replace(how, seed=how.seed + i), stops=stops,
+                   turned=True, kept=True, pinned=True)
+        for i, ids in enumerate(openings)
+    ]  # fmt: skip
+    for one in workers:
+        one.context = [View(root, len(prompt)), *(View(other, None) for other in workers if other is not one)]
+    with held(engine, [root, *workers]):
+        while not all(one.finished for one in workers):
+            engine.step()
+    return workers
+
+
+@contextmanager
+def held(engine: Engine, requests: Sequence[Request]) -> Iterator[None]:
+    """Let ``requests`` be computed, and what is added to the list; in the end all blocks are given back."""
+    for request in requests:
+        engine.scheduler.add(request)
+    try:
+        yield
+    finally:
+        for request in requests:
+            if request.runs or request in engine.scheduler.waiting:
+                engine.scheduler.remove(request)
+
+
+class Tags(NamedTuple):
+    """The tokens by which a model says where its text parts: an outline for each path, and where they all begin."""
+
+    outline: int
+    split: int  # the paths begin behind it
+    path: int
+    path_end: int
+    conclusion: int
+
+
+@dataclass
+class Thread:
+    """A path, or the text that all begins with: pieces that follow each other, with paths between them."""
+
+    pieces: list[Generation]
+    paths: list["Thread"] = field(default_factory=list)  # those that are being written
+    done: bool = False
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.pieces[-1].offset + len(self.pieces[-1].ids)
+
+    @property
+    def seen(self) -> list[View]:
+        """Its text, as what follows sees it."""
+        return [*self.pieces[-1].context, View(self.pieces[-1], len(self.pieces[-1].ids))]
+
+
+def multiverse(
+    engine: Engine, prompt: Sequence[int], tags: Tags, count: int, how: Sampling, stops: Collection[int] = (),
+    opening: Callable[[int, list[int]], list[int]] = lambda number, outline: outline,
+) -> Thread:  # fmt: skip
+    """A text behind ``prompt`` that parts where the model says so, each of its pieces of up to ``count`` tokens.
+
+    ``opening``: what is put behind the tag of path ``number``, given the tokens of its outline.
+    """
+    check_streams(engine, prompt)
+    pieces: list[Generation] = []
+
+    def begin(ids: list[int], offset: int, context: Sequence[View], ends: Collection[int]) -> Generation:
+        seed = how.seed + len(pieces)
+        one = Generation(ids, len(ids) + count - 1, prompt=len(ids), how=replace(how, seed=seed), offset=offset,
+                         stops={tags.split, *ends}, context=tuple(context), kept=True)  # fmt: skip
+        pieces.append(one)
+        pool = engine.scheduler.pool
+        total = sum(-(-(len(r.ids) if r.finished else r.most + 1) // pool.size) for r in pieces)
+        if total > pool.blocks:
+            raise UsageError(f"{len(pieces)} paths and pieces may need {total} blocks at once, and the cache has "
+                             f"{pool.blocks}; give it more room, or paths fewer tokens")  # fmt: skip
+        engine.scheduler.add(one)
+        return one
+
+    def advance(thread: Thread, ends: Collection[int]) -> None:
+        """Go on with a thread whose piece has ended, or all of whose paths have."""
+        for path in thread.paths:
+            advance(path, {tags.path_end})
+        last = thread.pieces[-1]
+        if thread.paths and all(path.done for path in thread.paths):
+            shared = thread.seen  # by all of the paths
+            seen = [*shared, *(view for path in thread.paths for view in path.seen[len(shared) :])]
+            offset = max(path.end for path in thread.paths)
+            thread.pieces.append(begin([tags.conclusion], offset, seen, ends))
+            thread.paths = []
+        elif last.finished and not thread.paths and not thread.done:
+            if last.stopped is not None:
+                last.ids.append(last.stopped)  # what follows sees the tag too
+            outlines = outlines_of(last, tags) if last.stopped == tags.split else []
+            thread.done = not outlines
+            thread.paths = [
+                Thread([begin([tags.path, *opening(i, outline)], thread.end, thread.seen, {tags.path_end})])
+                for i, outline in enumerate(outlines)
+            ]
+
+    whole = Thread([])
+    with held(engine, pieces):
+        whole.pieces.append(begin(list(prompt), 0, (), stops))
+        while not whole.done:
+            engine.step()
+            advance(whole, stops)
+    return whole
+
+
+def outlines_of(piece: Generation, tags: Tags) -> list[list[int]]:
+    """The tokens behind each tag of an outline, of those that were written in ``piece``."""
+    written = piece.written[:-1]
+    places = [i for i, token in enumerate(written) if token == tags.outline]
+    return [written[a + 1 : b] for a, b in zip(places, [*places[1:], len(written)], strict=True)]
