@@ -54,8 +54,9 @@ def batched(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> 
     alike: list[Span] = []
     for span in sorted(spans, key=measure):
         tokens, blocks = measure(span)
-        if alike and (measure(alike[0])[0] != tokens or blocks > PADDED * measure(alike[0])[1]
-                      or blocks * (len(alike) + 1) > MOST or tokens > SHORT or span.context or alike[0].context):  # fmt: skip
+        alone = tokens > SHORT or any(one.context for one in (span, *alike[:1]))
+        if alike and (alone or measure(alike[0])[0] != tokens or blocks > PADDED * measure(alike[0])[1]
+                      or blocks * (len(alike) + 1) > MOST):  # fmt: skip
             found.append(_batch(alike, size, window, q, group) if len(alike) > 1 else alike[0])
             alike = []
         alike.append(span)
