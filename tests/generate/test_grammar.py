@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from random import Random
 from typing import Any
 
@@ -23,7 +24,7 @@ from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Source, Train
 
 pytest.importorskip("llguidance")
-from weft.generate.grammar import Grammar, Grammars
+from weft.generate.grammar import EACH, FIRST, Grammar, Grammars
 
 VOCAB, END = 300, 256  # the model's, and the end of a text for a tokenizer of bytes with 257 ids
 ANYTHING = "start: <[0-255]>*"
@@ -208,3 +209,15 @@ def test_a_grammar_that_gives_up_ends_its_own_text_alone(grammars: Grammars) -> 
     engine.run()
     assert lost.finished == "error" and lost.grammar and "limit" in lost.grammar.failure
     assert fine.finished == "length" and engine.scheduler.pool.free == engine.scheduler.pool.blocks
+
+
+def test_a_grammar_that_takes_too_long_ends_its_own_text_alone(grammars: Grammars) -> None:
+    """Its time grows with the cube of the text: all others would wait for it."""
+    slow = grammars.compile("lark", "start: a\na: a a a | a a | /[ab]/")
+    engine = Engine(build())
+    (lost,) = engine.submit([1], 3000, Sampling(0, bias={END: -90.0}), grammar=slow)
+    began = time.thread_time()
+    engine.run()
+    assert lost.finished == "error" and lost.grammar and lost.grammar.failure == "it takes too much time"
+    assert time.thread_time() - began < FIRST + 3000 * EACH
+    assert len(lost.written) > 30 and not lost.grammar.copy().accept(97)

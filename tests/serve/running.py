@@ -34,9 +34,9 @@ class Running:
     def __init__(self, tokenizer: Tokenizer, keys: tuple[str, ...] = (), most: int = 1024, **engine: Any) -> None:
         self.engine = Engine(build(), **{"tokens": 4096, "size": 8} | engine)
         self.service = Service(self.engine, most)
-        app = Server(self.service, tokenizer, "tiny", keys, tokens=12).app()
+        self.server = Server(self.service, tokenizer, "tiny", keys, tokens=12)
         listening = socket.create_server(("127.0.0.1", 0))
-        self.uvicorn = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=60))
+        self.uvicorn = uvicorn.Server(uvicorn.Config(self.server.app(), log_config=None, timeout_graceful_shutdown=60))
         self.thread = threading.Thread(target=lambda: asyncio.run(self.uvicorn.serve([listening])), daemon=True)
         self.thread.start()
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=120)

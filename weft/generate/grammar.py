@@ -4,6 +4,7 @@ The automaton is llguidance's (Earley's algorithm over derivatives of regular ex
 ``pip install 'weft[serve]'``. Here it becomes a mask over a model's logits that can go back, as drafts need it.
 """
 
+from time import thread_time
 from typing import Any, Literal
 
 import numpy as np
@@ -16,18 +17,26 @@ from weft.errors import UsageError
 BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"
 
 
+#: Seconds that a grammar may take at first, and more for each token: ambiguous ones get slower with every token, and
+#: all other requests would wait.
+FIRST, EACH = 0.3, 0.002
+
+
 class Grammar:
     """What may come next of one text. ``ends``: ids that end it, which are allowed where it is complete."""
 
-    def __init__(self, matcher: Any, vocab: int, ends: tuple[int, ...], ended: int = 0) -> None:
+    def __init__(self, matcher: Any, vocab: int, ends: tuple[int, ...], ended: int = 0, left: float = FIRST) -> None:
         self._matcher, self._vocab, self.ends = matcher, vocab, ends
         self._ended = ended  # how many ends were accepted, which the matcher does not count
+        self._left = left  # seconds that are not used yet
 
     def mask(self) -> torch.Tensor:
         """Which ids can follow, bool ``[vocab]`` of the model, whose last ids a tokenizer may not have."""
-        if self._ended:
+        if self._ended or self._left < 0:
             return torch.zeros(self._vocab, dtype=torch.bool).index_fill(0, torch.tensor(self.ends), True)
+        began = thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._left += EACH - (thread_time() - began)
         return torch.from_numpy(np.unpackbits(bits, count=self._vocab, bitorder="little")).view(torch.bool)
 
     def accept(self, i: int) -> bool:
@@ -35,7 +44,10 @@ class Grammar:
         if i in self.ends and self._matcher.is_accepting():
             self._ended += 1
             return True
-        return not self._ended and bool(self._matcher.try_consume_tokens([i]))
+        began = thread_time()
+        accepted = not self._ended and self._left >= 0 and bool(self._matcher.try_consume_tokens([i]))
+        self._left -= thread_time() - began
+        return accepted
 
     def rollback(self, count: int) -> None:
         """Take back the last ``count`` tokens that were accepted."""
@@ -45,12 +57,13 @@ class Grammar:
 
     def copy(self) -> "Grammar":
         """Another one that stands where this does and goes its own way."""
-        return Grammar(self._matcher.deep_copy(), self._vocab, self.ends, self._ended)
+        return Grammar(self._matcher.deep_copy(), self._vocab, self.ends, self._ended, self._left)
 
     @property
     def failure(self) -> str:
         """Why the text cannot go on, if the grammar has become too complex for it."""
-        return str(self._matcher.get_error()).split("\n")[0]
+        said = "it takes too much time" if self._left < 0 else str(self._matcher.get_error())
+        return said.split("\n")[0]
 
 
 class Grammars:

@@ -31,6 +31,8 @@ class Prompts:
 
     async def texts(self, texts: Sequence[str | list[int]]) -> list[list[int]]:
         """Ids of texts that a model is to continue; what are ids stays as it is."""
+        if not any(isinstance(text, str) for text in texts):
+            return list(texts)  # type: ignore[arg-type]
         return await self._run(
             lambda: [self.tokenizer.prompt_ids(text) if isinstance(text, str) else text for text in texts]
         )

@@ -99,14 +99,17 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         asked = await self._question(request, Chat)
-        try:
-            tools = [tool.model_dump(exclude_none=True) for tool in asked.offered]
-            ids = await self.prompts.chat(asked.messages, tools)
-        except WeftError as error:
-            raise Refusal(400, str(error), param="messages") from None
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.offered]
+        ids = await self._conversation(asked.messages, tools)
         form = await self.prompts.form() if tools else None
         language = Language("lark", form.grammar(asked.forced)) if form and asked.forced else asked.language
         return await self._answer(request, asked, [ids], asked.most or self.tokens, asked.n, language, form)
+
+    async def _conversation(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        try:
+            return await self.prompts.chat(messages, tools)
+        except WeftError as error:
+            raise Refusal(400, str(error), param="messages") from None
 
     async def embeddings(self, request: Request) -> Response:
         """Each text by itself, so that steps of answers go on between them."""
@@ -124,7 +127,7 @@ class Server:
     async def tokenize(self, request: Request) -> Response:
         asked = await self._question(request, Untokenized)
         if asked.messages:
-            found = await self.prompts.chat(asked.messages)
+            found = await self._conversation(asked.messages)
         else:
             (found,) = await self.prompts.texts([asked.prompt or ""])
         return JSONResponse({"tokens": found, "count": len(found)})
