@@ -77,12 +77,18 @@ def next_token(seen: Sequence[tuple[Any, ...]], draw: int) -> int:
     return random.Random(repr((found, draw))).randrange(VOCAB)
 
 
+def adapter_keys(name: str) -> list[bytes]:
+    """An adapter needs two blocks."""
+    return [f"{name} {i}".encode() for i in range(2 * bool(name))]
+
+
 class Machine:
     """Runs a world and checks it after every event."""
 
     def __init__(self, world: World, kind: type[Scheduler], blocks: int) -> None:
         self.size, self.run = world.size, Run()
         self.scheduler = kind(Pool(blocks, world.size), world.budget, world.limit, world.policy)
+        self.scheduler.adapter_keys = adapter_keys
         self.memory = [[(None,)] * world.size for _ in range(blocks)]
         self.requests: list[Request] = []
         self.first_drawn: dict[Request, int] = {}  # where what a request writes begins
@@ -101,7 +107,7 @@ class Machine:
         elif kind == "cancel" and (live := self._live()):
             gone = live[rest[0] % len(live)]
             before = Counter(self.scheduler.pool.owners)
-            before.subtract(Counter(gone.table))
+            before.subtract(Counter([*gone.shelf, *gone.table]))
             self.scheduler.remove(gone)
             assert not gone.table and +before == Counter(self.scheduler.pool.owners), (
                 "property 10: cancelled, yet there"
@@ -154,7 +160,12 @@ class Machine:
     def _execute(self, step: Step) -> None:
         for old, new in step.copies:
             self.memory[new] = list(self.memory[old])
+        for name, table in step.loads:
+            for block, key in zip(table, adapter_keys(name), strict=True):
+                self.memory[block] = [(key,)] * self.size
         for r, tokens in step.work.items():
+            shelf = [self.memory[block][0] for block in r.shelf]
+            assert shelf == [(key,) for key in adapter_keys(r.adapter)], "property 8: another adapter is there"
             held, wanted = self._read(r, r.computed), contents(r, self.scheduler.version, r.ids[: r.computed])
             assert held[: r.hits] == wanted[: r.hits], "property 8: a key found somebody else's tokens"
             assert held == wanted, "property 1: computed tokens are not there"
@@ -168,7 +179,9 @@ class Machine:
 
     def check_owners(self) -> None:
         pool = self.scheduler.pool
-        assert pool.owners == Counter(b for r in self.requests for b in r.table), "property 3: owners are miscounted"
+        assert pool.owners == Counter(b for r in self.requests for b in (*r.shelf, *r.table)), (
+            "property 3: owners are miscounted"
+        )
         reachable = pool.free + len(pool.owners)
         assert reachable == pool.blocks and not set(pool.owners) & set(pool._freed), "property 3: a block is lost"
         assert len(pool._freed) + len(pool.owners) == pool._fresh, "property 3: a block is lost"
@@ -178,7 +191,7 @@ class Machine:
 def blocks_of(world: World) -> int:
     """A pool that is tiny, but holds the largest request."""
     largest = max((len(e[1]) + e[2] + 1 for e in world.events if e[0] == "add"), default=1)
-    return -(-largest // world.size) + world.blocks
+    return -(-largest // world.size) + world.blocks + 2
 
 
 def run(world: World, kind: type[Scheduler] = Scheduler, blocks: int | None = None) -> Run:

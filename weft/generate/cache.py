@@ -11,9 +11,9 @@ their positions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -227,6 +227,7 @@ class Part(NamedTuple):
     rows: int = 1
     offset: int = 0
     context: Sequence[Tile] = ()
+    adapter: tuple[str, Sequence[int]] | None = None  # its name, and the blocks that it is in
 
 
 class Row(NamedTuple):
@@ -241,7 +242,7 @@ class Row(NamedTuple):
 def pack(parts: Iterable[Part]) -> Row:
     """The new tokens of all ``parts``."""
     row = Row([], [], [], [])
-    for text, past, table, rows, offset, context in parts:
+    for text, past, table, rows, offset, context, _ in parts:
         first = len(row.ids)
         row.ids.extend(text[past:])
         row.positions.extend(range(offset + past, offset + len(text)))
@@ -259,21 +260,39 @@ def slots(spans: Iterable[Span], size: int) -> list[int]:
     ]
 
 
+class Adapted(Protocol):
+    """Has adapters for some requests (:mod:`weft.generate.adapters`)."""
+
+    def load(self, name: str, table: Sequence[int]) -> None: ...
+
+    def adapting(self, spans: Sequence[tuple[Span, str, Sequence[int]]]) -> AbstractContextManager[None]: ...
+
+
+#: Adapters by name, and the blocks into which they are put.
+Loads = Sequence[tuple[str, Sequence[int]]]
+
+
 class PagedReader:
     """Reads pieces of many texts in one forward pass of ``model``, ``depth`` of which may be under way at once."""
 
     depth = 1
+    shelf: Adapted | None = None
 
     def __init__(self, model: Transformer, size: int = 16) -> None:
         self.model, self.size, self.pages = model, size, layer_pages(model, size)
 
-    def start(self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = ()) -> Callable[[], T]:
+    def start(
+        self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = (), loads: Loads = ()
+    ) -> Callable[[], T]:
         """Begin to :meth:`read`; what is returned waits for the logits."""
-        found = self.read(parts, copies)
+        found = self.read(parts, copies, loads)
         return lambda: found
 
-    def read(self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = ()) -> T:
-        """Logits ``[rows of all parts, vocab]``. ``copies``: blocks to copy into others before anything else."""
+    def read(self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = (), loads: Loads = ()) -> T:
+        """Logits ``[rows of all parts, vocab]``.
+
+        ``copies``: blocks to copy into others before anything else; ``loads``: adapters to put into blocks then.
+        """
         if self.model.shape.kind:  # a plugin's model cannot remember: it reads all again
             parts = [part._replace(past=0) for part in parts]
         row, device = pack(parts), self.model.mesh.device
@@ -283,7 +302,11 @@ class PagedReader:
             pages.copy(copies)
             pages.spans, pages.slots = row.spans, numbers[2]
             pages.batches = batches
+        for name, table in loads:
+            assert self.shelf is not None
+            self.shelf.load(name, table)
         documents = torch.tensor([0, *(span.last for span in row.spans)], dtype=torch.int32)
-        with attending(self.model, self.pages):
+        adapted = [(span, *p.adapter) for span, p in zip(row.spans, parts, strict=True) if p.adapter]
+        with attending(self.model, self.pages), self.shelf.adapting(adapted) if self.shelf else nullcontext():
             only = torch.tensor(row.wanted, dtype=torch.int64, device=device)
             return self.model(numbers[:1], numbers[1:2], documents, only=only)[0]

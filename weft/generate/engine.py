@@ -13,6 +13,7 @@ from random import Random
 import torch
 
 from weft.errors import UsageError
+from weft.generate.adapters import HostAdapter, Shelf
 from weft.generate.cache import PagedReader, Part, StatePages
 from weft.generate.context import Tile
 from weft.generate.grammar import Grammar
@@ -62,12 +63,13 @@ class Engine:
             self.reader = PagedReader(model, CHUNK)
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
         pool = Pool(blocks, self.reader.size, states)
+        self.shelf: Shelf | None = None
         self.model, self.drafter, self.scheduler = model, drafter, Scheduler(pool, budget, limit, policy)
         self.sent: deque[tuple[Step, list[int], Callable[[], torch.Tensor]]] = deque()  # forward passes under way
 
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
-        top: int | None = None, tenant: str = "", grammar: Grammar | None = None,
+        top: int | None = None, tenant: str = "", grammar: Grammar | None = None, adapter: str = "",
     ) -> list[Generation]:  # fmt: skip
         """Ask for up to ``count`` tokens after ``ids``, ``n`` times with seeds that follow each other.
 
@@ -76,11 +78,13 @@ class Engine:
         """
         check_prompt(self.model, ids)
         how = how or Sampling()
+        if adapter and (self.shelf is None or adapter not in self.shelf.host):
+            raise UsageError(f"there is no adapter {adapter!r} here")
         if any(not 0 <= i < self.model.shape.vocab for i in how.bias):
             raise UsageError(f"a bias is for an id that the model does not have; it has {self.model.shape.vocab}")
         # The last token that is written is not computed.
         found = [
-            Generation(list(ids), len(ids) + count - 1, tenant=tenant, how=replace(how, seed=how.seed + i),
+            Generation(list(ids), len(ids) + count - 1, adapter, tenant, how=replace(how, seed=how.seed + i),
                        stops={*stops, *grammar.ends} if grammar else stops, prompt=len(ids), top=top,
                        grammar=grammar and grammar.copy())
             for i in range(n)
@@ -93,10 +97,22 @@ class Engine:
         found[0].siblings = found[1:]
         return found
 
-    def fit(self, memory: int) -> int:
-        """Let the cache have so many bytes at most; returns for how many tokens that is room."""
+    def add_adapter(self, name: str, adapter: HostAdapter) -> None:
+        """Let requests name ``adapter``. Needed ones are copied into the cache, and compete with texts for its room."""
+        if self.shelf is None:
+            self.probe()
+            self.shelf = self.reader.shelf = Shelf(self.model, self.reader.pages)
+            self.scheduler.adapter_keys = self.shelf.keys
+        self.shelf.add(name, adapter)
+
+    def probe(self) -> None:
+        """Read one token, so that it is known what a block weighs."""
         self.submit([0], 1)
         self.run()
+
+    def fit(self, memory: int) -> int:
+        """Let the cache have so many bytes at most; returns for how many tokens that is room."""
+        self.probe()
         stores = [pages.store for pages in self.reader.pages if pages.store is not None]
         block = sum(store.nbytes // store.shape[1] for store in stores)
         if block:
@@ -129,7 +145,7 @@ class Engine:
             self.drafter.propose(able)
         step = scheduler.plan(self.reader.depth)
         if step.work:
-            logits = self.reader.start(parts_of(step), step.copies)
+            logits = self.reader.start(parts_of(step), step.copies, step.loads)
             drawn = scheduler.send(step)
             self.sent.append((drawn, [1 + sum(len(b.path) for b in r.branches) for r in drawn.work], logits))
         return bool(step.work)
@@ -217,11 +233,12 @@ def parts_of(step: Step) -> list[Part]:
     parts = []
     for request, tokens in step.work.items():
         own = [b.path for b in request.branches if b.table is request.table]
+        beside = (request.adapter, tuple(request.shelf)) if request.adapter else None
         ids = [*request.ids[: request.computed + tokens], *(i for path in own for i in path)]
         rows = (tokens == request.wanted) * (1 + sum(map(len, own)))
-        parts.append(Part(ids, request.computed, request.table, rows, request.offset, tiles_of(request, step)))
+        parts.append(Part(ids, request.computed, request.table, rows, request.offset, tiles_of(request, step), beside))
         for path, table in request.branches[len(own) :]:
-            parts.append(Part([*request.ids, *path], request.computed, table, len(path)))
+            parts.append(Part([*request.ids, *path], request.computed, table, len(path), adapter=beside))
     return parts
 
 

@@ -40,15 +40,22 @@ class Pool:
         """How many blocks nobody owns."""
         return self.blocks - len(self.owners)
 
-    def take(self) -> int:
-        """A block for one owner, whose contents nobody needs. There must be one that is free."""
+    def take(self, key: bytes | None = None) -> int:
+        """A block for one owner, whose contents nobody needs; ``key``: by which it is found from now on.
+
+        There must be one that is free.
+        """
         if (not self._freed or next(iter(self._freed)) in self.keys) and self._fresh < self.blocks:
             block, self._fresh = self._fresh, self._fresh + 1
         else:
             block, _ = self._freed.popitem(last=False)
-        if key := self.keys.pop(block, None):
-            del self.known[key]
+        if old := self.keys.pop(block, None):
+            del self.known[old]
         self.owners[block] = 1
+        if key is not None:
+            if key in self.known:
+                del self.keys[self.known.pop(key)]
+            self.remember(block, key)
         return block
 
     def hold(self, blocks: Iterable[int]) -> None:

@@ -40,6 +40,7 @@ class Request:
     computed: int = 0
     table: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of its full blocks; the first one is the root
+    shelf: list[int] = field(default_factory=list)  # the blocks in which its adapter is
     hits: int = 0  # tokens that were found computed when it last began
     drafts: Sequence[Sequence[int]] = ()  # guesses of what follows, to be computed beside its next token
     branches: list[Branch] = field(default_factory=list)  # those of them that are computed in this step

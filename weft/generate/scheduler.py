@@ -11,6 +11,7 @@ Guesses of what a request will write (:mod:`weft.generate.speculation`) are more
 """
 
 from bisect import insort
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from weft.errors import UsageError
@@ -22,6 +23,7 @@ from weft.generate.request import Branch, Request
 class Step(NamedTuple):
     work: dict[Request, int]  # tokens of each request, behind its computed ones
     copies: list[tuple[int, int]]  # blocks whose contents are needed in another one before anything is written
+    loads: Sequence[tuple[str, list[int]]] = ()  # adapters, and the blocks that they are needed in, after that
 
 
 class Scheduler:
@@ -33,11 +35,13 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.due: set[Request] = set()  # whose next token is under way
         self.version = 0
+        self.adapter_keys: Callable[[str], list[bytes]] = lambda name: []  # of the blocks of an adapter
+        self._loads: list[tuple[str, list[int]]] = []
         self.preemptions = 0  # times that a request gave its blocks back
 
     def add(self, request: Request) -> None:
         """Let ``request`` wait for its turn."""
-        if -(-request.most // self.pool.size) > self.pool.blocks:
+        if -(-request.most // self.pool.size) + len(self.adapter_keys(request.adapter)) > self.pool.blocks:
             raise UsageError(f"{request.most} tokens of prompt and answer do not fit into a cache of "
                              f"{self.pool.blocks * self.pool.size}; ask for fewer")  # fmt: skip
         insort(self.waiting, request, key=lambda r: r.arrival)
@@ -47,15 +51,16 @@ class Scheduler:
         if not parent.runs or len(self.running) == self.limit:
             return self.add(child)
         child.computed, child.table, child.keys = parent.computed, list(parent.table), list(parent.keys)
-        self.pool.hold(child.table)
+        child.shelf = list(parent.shelf)
+        self.pool.hold([*child.shelf, *child.table])
         self.running.append(child)
 
     def remove(self, request: Request) -> None:
         """Forget a request that is done or not wanted any more; its blocks can be found until they are needed."""
         (self.running if request.runs else self.waiting).remove(request)
         self._release_branches(request)
-        self.pool.release(request.table)
-        request.table, request.keys, request.computed = [], [], 0
+        self.pool.release([*request.shelf, *request.table])
+        request.shelf, request.table, request.keys, request.computed = [], [], [], 0
 
     def renew(self) -> None:
         """The weights have changed: nothing that was computed with the old ones is used any more."""
@@ -95,7 +100,10 @@ class Scheduler:
                 left -= tokens
                 if tokens == request.wanted:
                     left -= self._branch(request, left, step)
-        return step
+        # Of whoever lost the blocks again in the same step, others may have them now.
+        loads = [(name, table) for name, table in self._loads if self.pool.find(self.adapter_keys(name)) == table]
+        self._loads = []
+        return step._replace(loads=loads)
 
     def send(self, step: Step) -> Step:
         """``step`` is under way, and what is computed later comes behind it; returns the part that draws tokens.
@@ -149,9 +157,16 @@ class Scheduler:
         found = pool.find(keys[1:])
         known = len(found) * pool.size
         most = request.most + 1 if request.pinned else min(len(request.ids), known + self.budget)
-        if -(-most // pool.size) - sum(block in pool.owners for block in found) > pool.free:
+        beside = self.adapter_keys(request.adapter)
+        shelf = on_shelf if len(on_shelf := pool.find(beside)) == len(beside) else []
+        owned = sum(block in pool.owners for block in (*found, *shelf))
+        if -(-most // pool.size) + len(beside) - owned > pool.free:
             return False
-        pool.hold(found)
+        pool.hold([*shelf, *found])
+        if len(shelf) < len(beside):
+            shelf = [pool.take(key) for key in beside]
+            self._loads.append((request.adapter, shelf))
+        request.shelf = list(shelf)
         request.table, request.keys, request.computed, request.hits = found, keys[: len(found) + 1], known, known
         if request.pinned:
             request.table.extend(pool.take() for _ in range(-(-most // pool.size) - len(found)))

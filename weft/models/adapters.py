@@ -59,6 +59,8 @@ class Projections(Module):
         self.own_rows: dict[str, tuple[int, int]] = {}
         self.adapters, self.quantized = nn.ModuleDict(), nn.ModuleDict()
         self.products: dict[tuple[str, ...], Products] = {}  # in place of weights (weft.models.products)
+        # Adds other adapters to what weights of some names made of an input, if set (weft.generate.adapters).
+        self.beside: Callable[[T, tuple[str, ...], tuple[T, ...]], None] | None = None
 
     def projection(self, name: str, out: Dim, into: Dim, std: float, own_rows: tuple[int, int] | None = None) -> None:
         """Register the weight ``name``. ``own_rows``: it is held whole, and this rank uses these rows of it."""
@@ -95,6 +97,12 @@ class Projections(Module):
 
     def project(self, x: T, *names: str) -> tuple[T, ...]:
         """What the weights ``names`` and their adapters make of ``x``: ``[batch, seq, in]`` to ``[..., out]`` each."""
+        made = self._project(x, *names)
+        if self.beside is not None:
+            self.beside(x, names, made)
+        return made
+
+    def _project(self, x: T, *names: str) -> tuple[T, ...]:
         if made_at_once := self.products.get(names):
             return made_at_once(x)
         dense = [name for name in names if name not in self.quantized]

@@ -79,6 +79,11 @@ class PeftAdapter:
                     raise WeftError(f"{self.folder / TENSORS} adapts {theirs}, which Weft has no adapter for")
                 yield f"blocks.{layer}.{known}"
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """What is stored under PEFT's ``name``."""
+        with safe_open(self.folder / TENSORS, "pt") as file:
+            return file.get_tensor(name)
+
     def values(self, shape: ModelShape) -> Values:
         """Of the adapter's parameters in ``shape``; :class:`WeftError` if it is for another model than that."""
         wanted = {name: logical for name, logical in Transformer(shape, Mesh.single()).logical_parameters()
