@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import weft
+from weft.cli.bench import app as bench
 from weft.cli.chaos import chaos
 from weft.cli.checkpoint import app as checkpoint
 from weft.cli.data import app as data
@@ -72,4 +73,5 @@ app.add_typer(ranks, name="ranks")
 app.add_typer(peer, name="peer")
 app.add_typer(data, name="data")
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(bench, name="bench")
 app.command(no_args_is_help=True)(plan)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from weft.errors import UsageError
 from weft.shipped import shipped_recipes
 
 
@@ -42,3 +43,14 @@ Ema = Annotated[bool, typer.Option("--ema", help=_ema)]
 
 _weights = "float as they are; int8 or int4: so many bits each, on the CPU, faster and a little less exact."
 Weights = Annotated[str, typer.Option(metavar="float|int8|int4", help=_weights)]
+
+
+def read_keys(file: Path) -> list[str]:
+    """The keys of ``--api-key``, one per line."""
+    try:
+        keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key {file} cannot be read: {error}") from None
+    if not keys:
+        raise UsageError(f"--api-key {file} has no key; write one per line")
+    return keys

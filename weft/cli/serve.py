@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.arguments import Ema, ModelName, Weights
+from weft.cli.arguments import Ema, ModelName, Weights, read_keys
 from weft.cli.console import warn
 from weft.errors import UsageError
 
@@ -48,7 +48,7 @@ def serve(
         from weft.serve.service import Service
     except ImportError as error:
         raise UsageError(f"serving needs the package {error.name}: pip install 'weft[serve]'") from None
-    keys = _read_keys(api_key) if api_key else []
+    keys = read_keys(api_key) if api_key else []
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -73,13 +73,3 @@ def serve(
     with suppress(KeyboardInterrupt):  # which comes again after the last answer
         uvicorn.Server(config).run(sockets=[listening])
     return 0
-
-
-def _read_keys(file: Path) -> list[str]:
-    try:
-        keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key {file} cannot be read: {error}") from None
-    if not keys:
-        raise UsageError(f"--api-key {file} has no key; write one per line")
-    return keys
