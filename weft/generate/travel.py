@@ -1,0 +1,135 @@
+"""A request that moves to another engine while it is being written (live migration as in Llumnix, 2406.03243).
+
+Blocks that are full never change: they are sent in rounds while the request goes on, each round what was filled in the
+one before. It stops only for what is left then, which is less than two blocks, and its state: tokens, sampler, random
+stream. What is sent is bytes, in the form of safetensors, and can take any way. Nothing is lost if it does not arrive:
+until :meth:`Departure.leave` the request is the first engine's, and what the other one has taken it can drop.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from weft.errors import UsageError, WeftError
+from weft.generate.engine import Engine
+from weft.generate.pool import root_key
+from weft.generate.request import Generation
+from weft.generate.sampling import Sampling
+
+#: What of a request moves as it is.
+FIELDS = ("ids", "most", "adapter", "tenant", "computed", "prompt", "top", "log_probabilities")
+
+
+class Departure:
+    """Sends ``request`` away from ``engine``, which goes on with it until it leaves."""
+
+    def __init__(self, engine: Engine, request: Generation) -> None:
+        if request.context or request.grammar or request.siblings or request.kept:
+            raise UsageError("a request with a grammar, with others that read its prompt, or that sees others, cannot "
+                             "move; let it end where it is")  # fmt: skip
+        self.engine, self.request, self.sent = engine, request, 0
+
+    def round(self) -> bytes | None:
+        """The blocks that have been filled since the last round; None if there are none, or it has ended."""
+        size = self.engine.scheduler.pool.size
+        full = self.request.computed // size if self.request.runs else 0
+        if full <= self.sent:
+            return None
+        return self._message(full, {})
+
+    def leave(self) -> bytes:
+        """What is left, and its state. The engine forgets it: from now on it is whoever gets this message's."""
+        request, engine = self.request, self.engine
+        if not request.runs or request.finished or request in engine.scheduler.due:
+            raise WeftError("the request does not run any more, or a step with it is under way; it stays")
+        state = {name: getattr(request, name) for name in FIELDS}
+        state |= {"how": asdict(request.how), "stops": sorted(request.stops), "stream": request.stream.getstate()}
+        message = self._message(-(-request.computed // engine.scheduler.pool.size), state)
+        engine.scheduler.remove(request)
+        return message
+
+    def _message(self, end: int, state: dict[str, Any]) -> bytes:
+        table = self.request.table[self.sent : end]
+        tensors = {
+            str(number): pages.store[:, table].cpu() for number, pages in enumerate(self.engine.reader.pages)
+            if pages.store is not None and table
+        }  # fmt: skip
+        about = {"first": self.sent, "blocks": len(table), "size": self.engine.scheduler.pool.size, "state": state}
+        self.sent = end
+        return save(tensors, {"request": json.dumps(about)})
+
+
+class Arrival:
+    """Takes what a :class:`Departure` sends into ``engine``, which then goes on with the request."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.table = engine, list[int]()
+
+    def take(self, message: bytes) -> Generation | None:
+        """Keep the blocks of a message; of the last one the request, which runs here from now on.
+
+        Errors: :class:`WeftError` if there is no room, or the message is damaged or out of turn. What was taken is then
+        given back.
+        """
+        try:
+            return self._take(*parsed(message))
+        except WeftError:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Give back what was taken, as nothing more will come."""
+        self.engine.scheduler.pool.release(self.table)
+        self.table = []
+
+    def _take(self, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Generation | None:
+        scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
+        state, blocks = about["state"], about["blocks"]
+        if about["first"] != len(self.table) or about["size"] != pool.size:
+            raise WeftError(f"blocks from {about['first']} on of {about['size']} tokens do not go on where "
+                            f"{len(self.table)} blocks of {pool.size} end; send the request again")  # fmt: skip
+        if blocks > pool.free or (state and len(scheduler.running) == scheduler.limit):
+            raise WeftError("there is no room for the request here; try another engine, or later")
+        if state and state["adapter"]:
+            raise WeftError("a request with an adapter has to be read again elsewhere; submit its tokens there")
+        fresh = [pool.take() for _ in range(blocks)]
+        self.table += fresh
+        for number, pages in enumerate(self.engine.reader.pages):
+            if blocks:
+                self._put(pages, fresh, tensors.get(str(number)))
+        return self._adopt(state) if state else None
+
+    @torch.inference_mode()
+    def _put(self, pages: Any, fresh: Sequence[int], values: torch.Tensor | None) -> None:
+        if values is None or (pages.store is not None and values.shape[2:] != pages.store.shape[2:]):
+            raise WeftError("the blocks are not of this model; give an engine with the same one")
+        store = pages.room(max(fresh) + 1, values, len(values), values.shape[2:])
+        store[:, list(fresh)] = values.to(store)
+
+    def _adopt(self, state: dict[str, Any]) -> Generation:
+        scheduler = self.engine.scheduler
+        said = [(p, {int(i): q for i, q in top.items()}) for p, top in state["log_probabilities"]]
+        how = Sampling(**state["how"] | {"bias": {int(i): b for i, b in state["how"]["bias"].items()}})
+        request = Generation(**{name: state[name] for name in FIELDS} | {"log_probabilities": said}, how=how,
+                             stops=frozenset(state["stops"]), table=self.table)  # fmt: skip
+        version, inner, gauss = state["stream"]
+        request.stream.setstate((version, tuple(inner), gauss))
+        request.keys = [root_key(scheduler.version, request.adapter, request.tenant)]
+        self.table = []
+        scheduler.adopt(request)
+        return request
+
+
+def parsed(message: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a message says, and its blocks by layer."""
+    try:
+        length = int.from_bytes(message[:8], "little")
+        about = json.loads(json.loads(message[8 : 8 + length])["__metadata__"]["request"])
+        return about, load(message)
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise WeftError(f"a message of a moving request is damaged ({error}); send the request again") from None
