@@ -18,6 +18,7 @@ from weft.cli.new import new
 from weft.cli.peer import app as peer
 from weft.cli.plan import plan
 from weft.cli.probe import probe
+from weft.cli.profile import profile
 from weft.cli.ranks import app as ranks
 from weft.cli.recipes import recipes
 from weft.cli.report import report
@@ -65,6 +66,7 @@ app.command()(doctor)
 app.command()(export)
 app.command()(schedule)
 app.command()(probe)
+app.command()(profile)
 app.command()(chaos)
 app.command()(recipes)
 app.command()(new)

@@ -1,0 +1,58 @@
+"""``weft profile``: bound by launches or by compute, from traces."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weft.cli.arguments import AsJson, ModelName
+from weft.cli.console import warn
+from weft.errors import UsageError
+
+_traces = "Traces of torch.profiler's (export_chrome_trace), of growing batches if there are several."
+_batches = "Texts that go on at a time, with commas between them."
+
+
+def profile(
+    traces: Annotated[list[Path] | None, typer.Argument(metavar="[TRACE]...", help=_traces)] = None,
+    checkpoint: Annotated[str | None, ModelName] = None,
+    batches: Annotated[str, typer.Option(help=_batches)] = "1,4,16,64",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each text before.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens that each text goes on by.")] = 16,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where new traces go.")] = Path("traces"),
+    as_json: AsJson = False,
+) -> int:
+    """Say what a program waits for, of traces there are, or of --checkpoint while it writes."""
+    from weft.observe.launches import knee, read_launches
+
+    if bool(traces) == bool(checkpoint):
+        raise UsageError("give traces to read, or --checkpoint MODEL to record some")
+    if checkpoint:
+        import torch
+
+        from weft.checkpoint.model import open_model
+        from weft.serve.traced import record
+
+        if not all(word.isdecimal() and int(word) for word in batches.split(",")):
+            raise UsageError(f"--batches {batches}: give numbers, for instance 1,4,16")
+        model, _ = open_model(checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, False)
+        traces = [record(model, int(batch), prompt, steps, out) for batch in batches.split(",")]
+    found = [read_launches(trace) for trace in traces or ()]
+    if as_json:
+        print(json.dumps([asdict(one) | {"verdict": one.verdict} for one in found]))
+        return 0
+    table = Table("trace", "ms", "kernels", "TKLQT ms", "per kernel us", "kernel or operator us", "device busy")
+    for one in found:
+        times = (f"{1e3 * one.seconds:.1f}", f"{one.kernels:,}", f"{one.waited / 1e3:.2f}", f"{one.queued:.1f}")
+        table.add_row(one.name, *times, f"{one.mean:.1f}", f"{one.busy:.0%}" if one.kernels else "-")
+    Console().print(table)
+    for one in found:
+        print(f"{one.name}: {one.verdict}")
+    if len(found) > 1 and found[0].kernels:
+        at = knee(found)
+        print(f"compute-bound from {at.name} on" if at else "launch-bound in all of them")
+    return 0

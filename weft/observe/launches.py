@@ -1,0 +1,104 @@
+"""Whether a program waits for its launches or for its kernels, from traces of PyTorch's profiler.
+
+A kernel that is launched while the device has nothing to do starts at once; one that is launched while others run
+queues. The time from launch to start, summed over all kernels, is TKLQT (SKIP, Vellaisamy et al. 2025, 2504.11750). It
+stays flat while the host is the slower of the two, and rises once kernels queue: with growing batches, the first one
+whose time per kernel is twice the least is bound by compute. Without a device there are no launches, and only the time
+in and between operators can be told.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UsageError
+
+#: Kernels queue once they wait so many times as long as the quickest.
+QUEUED = 2.0
+
+#: Microseconds: of an operator that is shorter, most is what PyTorch does around the computation.
+SMALL = 20.0
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What one trace says; times in microseconds."""
+
+    name: str
+    seconds: float  # from its first event to its last
+    kernels: int
+    waited: float  # TKLQT
+    floor: float  # of the quickest tenth of the kernels, each from launch to start
+    busy: float  # share of the time in which a kernel runs
+    mean: float  # of a kernel, or of an operator if there is no device
+    between: float  # share of the time in no operator of the host
+    small: float  # share of the operators' time in short ones
+
+    @property
+    def queued(self) -> float:
+        """TKLQT per kernel."""
+        return self.waited / max(1, self.kernels)
+
+    @property
+    def verdict(self) -> str:
+        """Of this trace alone."""
+        if not self.kernels:
+            overhead = self.between + (1 - self.between) * self.small
+            bound = "overhead-bound" if overhead > 0.5 else "compute-bound"
+            return f"{bound}: {overhead:.0%} of the time between operators or in short ones (no device in the trace)"
+        if self.queued > QUEUED * self.floor:
+            return f"compute-bound: kernels queue {self.queued / self.floor:.1f} times as long as the quickest"
+        return f"launch-bound: kernels start at once, and the device rests {1 - self.busy:.0%} of the time"
+
+
+def read_launches(path: Path) -> Launches:
+    """The figures of a trace that ``torch.profiler`` has exported for Chrome. Errors: no such trace."""
+    try:
+        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X" and "dur" in e]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is no trace of torch.profiler's (export_chrome_trace): {error!r}") from None
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    operators = [e for e in events if e.get("cat") == "cpu_op"]
+    if not operators and not kernels:
+        raise UsageError(f"{path} has no operator and no kernel; record activities of the host and the device")
+    launched = {_number(e): e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    waits = sorted(max(0.0, e["ts"] - launched[_number(e)]) for e in kernels if _number(e) in launched)
+    counted = kernels or operators
+    first, last = (min(e["ts"] for e in counted), max(e["ts"] + e["dur"] for e in counted))
+    leaves = list(_leaves(operators))
+    inside, total = _covered(operators), max(last - first, 1e-9)
+    return Launches(
+        path.name, total / 1e6, len(waits), sum(waits), sum(waits[: len(waits) // 10 + 1]) / (len(waits) // 10 + 1),
+        _covered(kernels) / total, sum(e["dur"] for e in counted) / len(counted), max(0.0, 1 - inside / total),
+        sum(x for x in leaves if x < SMALL) / max(sum(leaves), 1e-9),
+    )  # fmt: skip
+
+
+def _number(event: dict[str, Any]) -> Any:
+    return event.get("args", {}).get("correlation")
+
+
+def _covered(events: Iterable[dict[str, Any]]) -> float:
+    """Microseconds in which at least one of ``events`` goes on."""
+    total, end = 0.0, float("-inf")
+    for event in sorted(events, key=lambda e: e["ts"]):
+        total += max(0.0, event["ts"] + event["dur"] - max(event["ts"], end))
+        end = max(end, event["ts"] + event["dur"])
+    return total
+
+
+def _leaves(events: Sequence[dict[str, Any]]) -> Iterable[float]:
+    """The lengths of the operators that call no other one."""
+    order = sorted(events, key=lambda e: (str(e.get("tid")), e["ts"], -e["dur"]))
+    for event, following in zip(order, [*order[1:], None], strict=True):
+        end = event["ts"] + event["dur"]
+        if following is None or following.get("tid") != event.get("tid") or following["ts"] >= end:
+            yield event["dur"]
+
+
+def knee(found: Sequence[Launches]) -> Launches | None:
+    """Of traces with growing batches, the first in which kernels queue; None if they do in none."""
+    least = min((one.queued for one in found if one.kernels), default=0.0)
+    return next((one for one in found if one.kernels and one.queued > QUEUED * least), None)

@@ -1,0 +1,26 @@
+"""A trace of the steps in which many texts go on by one token each."""
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from weft.generate.engine import Engine
+from weft.generate.sampling import GREEDY
+from weft.models.transformer import Transformer
+
+
+def record(model: Transformer, batch: int, prompt: int, steps: int, folder: Path) -> Path:
+    """A file: ``batch`` texts go on by ``steps`` tokens behind ``prompt``; prompts and first tokens are not in it."""
+    engine = Engine(model, budget=max(512, batch), limit=batch)
+    texts = [[(7 * number + i) % model.shape.vocab for i in range(prompt)] for number in range(batch)]
+    written = [engine.submit(ids, steps + 1, GREEDY)[0] for ids in texts]
+    while not all(one.written for one in written):
+        engine.step()
+    device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    with profile(activities=[ProfilerActivity.CPU, *device]) as found:
+        engine.run()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"batch-{batch}.json"
+    found.export_chrome_trace(str(file))
+    return file
