@@ -57,7 +57,7 @@ def test_the_knee_is_where_kernels_begin_to_queue(tmp_path: Path) -> None:
 
 
 def test_a_model_on_a_cpu(tmp_path: Path, command: Command, monkeypatch: Any) -> None:
-    """Two batches of a tiny model: all overhead; and the number of kernels is honest."""
+    """Two batches of a tiny model: what is said is of operators alone. How long they take is the machine's."""
     from weft.serve import traced
 
     files = [traced.record(build(), batch, 9, 4, tmp_path) for batch in (1, 3)]
@@ -65,7 +65,8 @@ def test_a_model_on_a_cpu(tmp_path: Path, command: Command, monkeypatch: Any) ->
     found = json.loads(out)
     assert code == 0, error
     assert [one["name"] for one in found] == ["batch-1.json", "batch-3.json"]
-    assert all(one["kernels"] == 0 and one["verdict"].startswith("overhead-bound") for one in found)
+    assert all(one["kernels"] == 0 and "no device in the trace" in one["verdict"] for one in found)
+    assert all(one["mean"] > 0 and 0 < one["between"] < 1 and 0 < one["small"] <= 1 for one in found)
     code, out, _ = command("profile", *files)
     assert code == 0 and "no device in the trace" in out and "launch-bound" not in out
 
