@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 from weft.serve.server import Server
-from weft.serve.service import Service
+from weft.serve.service import Service, add_adapters
 
 
 def build() -> Transformer:
@@ -31,10 +32,14 @@ def build() -> Transformer:
 class Running:
     """A server in a thread, and a client of it."""
 
-    def __init__(self, tokenizer: Tokenizer, keys: tuple[str, ...] = (), most: int = 1024, **engine: Any) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, keys: tuple[str, ...] = (), most: int = 1024, adapters: Path | None = None,
+        **engine: Any,
+    ) -> None:  # fmt: skip
         self.engine = Engine(build(), **{"tokens": 4096, "size": 8} | engine)
+        names = add_adapters(self.engine, adapters, "tiny") if adapters else []
         self.service = Service(self.engine, most)
-        self.server = Server(self.service, tokenizer, "tiny", keys, tokens=12)
+        self.server = Server(self.service, tokenizer, "tiny", keys, 12, names)
         listening = socket.create_server(("127.0.0.1", 0))
         self.uvicorn = uvicorn.Server(uvicorn.Config(self.server.app(), log_config=None, timeout_graceful_shutdown=60))
         self.thread = threading.Thread(target=lambda: asyncio.run(self.uvicorn.serve([listening])), daemon=True)

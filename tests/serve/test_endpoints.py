@@ -126,10 +126,11 @@ def test_metrics_are_what_happened() -> None:
     assert found["weft_requests_running"] == found["weft_requests_waiting"] == found["weft_cache_blocks_used"] == 0
     assert found["weft_cache_blocks"] == 8 and found["weft_preemptions"] == server.engine.scheduler.preemptions > 0
     step = server.engine.step
-    server.engine.step = lambda: (time.sleep(0.05), step())[1]  # type: ignore[method-assign]
+    server.engine.step = lambda: (time.sleep(0.1), step())[1]  # type: ignore[method-assign]
     with server.client.stream("POST", "/v1/completions", json=asked | {"max_tokens": 30, "stream": True}) as answer:
         next(answer.iter_lines())
-        assert read()["weft_requests_running"] == 1 and read()["weft_cache_blocks_used"] > 0
+        found = read()
+        assert found["weft_requests_running"] == 1 and found["weft_cache_blocks_used"] > 0
     server.close()
 
 

@@ -12,6 +12,7 @@ from weft.cli.arguments import Ema, ModelName, Weights, read_keys
 from weft.cli.console import warn
 from weft.errors import UsageError
 
+_adapters = "A folder of adapters as PEFT writes them: each is a model by its folder's name."
 _keys = "A file with a key per line: who sends none of them is refused. Prefixes are shared among requests of one key."
 
 #: The share of the free memory that the cache may fill.
@@ -30,10 +31,11 @@ def serve(
     cache: Annotated[int, typer.Option(min=0, help="Tokens that the cache has room for; 0: by the free memory.")] = 0,
     tokens: Annotated[int, typer.Option(min=1, help="Of an answer, where a chat does not say.")] = 1024,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that answers have to end, after Ctrl-C.")] = 30,
+    adapters: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_adapters)] = None,
     ema: Ema = False,
     weights: Weights = "float",
 ) -> int:
-    """Serve a trained model over HTTP: /v1/completions, /v1/chat/completions, /v1/models and /health."""
+    """Serve a trained model over HTTP as OpenAI's clients ask for it, with metrics and a chat page."""
     import psutil
     import torch
 
@@ -45,7 +47,7 @@ def serve(
         import uvicorn
 
         from weft.serve.server import Server
-        from weft.serve.service import Service
+        from weft.serve.service import Service, add_adapters
     except ImportError as error:
         raise UsageError(f"serving needs the package {error.name}: pip install 'weft[serve]'") from None
     keys = read_keys(api_key) if api_key else []
@@ -61,9 +63,10 @@ def serve(
     if not cache:
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
         cache = engine.fit(int(SHARE * free))
-    service = Service(engine, requests + waiting)
     name = name or checkpoint.rstrip("/").split("/")[-1]
-    server = Server(service, tokenizer_of(files, checkpoint), name, keys, tokens)
+    adapted = add_adapters(engine, adapters, name) if adapters else []
+    service = Service(engine, requests + waiting)
+    server = Server(service, tokenizer_of(files, checkpoint), name, keys, tokens, adapted)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     config = uvicorn.Config(server.app(), log_config=None, access_log=False, timeout_graceful_shutdown=drain)
     where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"

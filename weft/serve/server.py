@@ -37,15 +37,19 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 class Server:
-    """One model, ``name``. ``keys``: who has none of them is refused (none given: nobody is).
+    """One model, ``name``, and its ``adapters``, which are models by their names too.
+
+    ``keys``: who has none of them is refused (none given: nobody is).
 
     ``tokens``: an answer's at most, where a chat does not say.
     """
 
     def __init__(
-        self, service: Service, tokenizer: Tokenizer, name: str, keys: Sequence[str] = (), tokens: int = 1024
-    ) -> None:
+        self, service: Service, tokenizer: Tokenizer, name: str, keys: Sequence[str] = (), tokens: int = 1024,
+        adapters: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.service, self.tokenizer, self.name, self.keys, self.tokens = service, tokenizer, name, keys, tokens
+        self.adapters = adapters
         self.prompts = Prompts(tokenizer, service.engine.model.shape.vocab, name)
         self.metrics = Metrics(service.engine)
         self.begun = int(time.time())
@@ -86,8 +90,9 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         self._tenant(request)
-        model = {"id": self.name, "object": "model", "created": self.begun, "owned_by": "weft"}
-        return JSONResponse({"object": "list", "data": [model]})
+        made: dict[str, Any] = {"object": "model", "created": self.begun, "owned_by": "weft"}
+        adapters = [{"id": name, "parent": self.name} | made for name in self.adapters]
+        return JSONResponse({"object": "list", "data": [{"id": self.name, "parent": None} | made, *adapters]})
 
     async def completions(self, request: Request) -> Response:
         asked = await self._question(request, Completion)
@@ -114,6 +119,8 @@ class Server:
     async def embeddings(self, request: Request) -> Response:
         """Each text by itself, so that steps of answers go on between them."""
         asked = await self._question(request, Texts)
+        if asked.model in self.adapters:
+            raise Refusal(400, f"vectors are those of {self.name!r}; adapters make none", param="model")
         texts = await self.prompts.texts(asked.texts)
         model, data = self.service.engine.model, list[dict[str, Any]]()
         for index, ids in enumerate(texts):
@@ -161,7 +168,7 @@ class Server:
             first = error.errors()[0]
             where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
             raise Refusal(400, f"{where}: {why}" if where else why, param=where or None) from None
-        if asked.model not in (None, self.name):
+        if asked.model not in (None, self.name, *self.adapters):
             raise Refusal(404, f"there is no model {asked.model!r} here, but {self.name!r}", "model_not_found", "model")
         return asked
 
@@ -176,10 +183,11 @@ class Server:
         tenant = self._tenant(request)
         try:
             grammar = None if language is None else await self.prompts.grammar(language)
-            wishes = [Wish(ids, most, asked.sampling, stops, n, asked.top, tenant, grammar) for ids in prompts]
+            how, adapter = asked.sampling, asked.model if asked.model in self.adapters else ""
+            wishes = [Wish(ids, most, how, stops, n, asked.top, tenant, grammar, adapter or "") for ids in prompts]
         except WeftError as error:
             raise Refusal(400, str(error)) from None
-        answering = Answering(asked, self.tokenizer, self.name, prompt, form, watch)
+        answering = Answering(asked, self.tokenizer, asked.model or self.name, prompt, form, watch)
         return await answering.respond(request, self.service.answers(wishes), n)
 
 

@@ -6,9 +6,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from weft.checkpoint.convert.peft import is_adapter
 from weft.errors import UsageError, WeftError
+from weft.generate.adapters import read_adapter
 from weft.generate.engine import Engine
 from weft.generate.grammar import Grammar
 from weft.generate.request import Generation, Written
@@ -26,6 +29,7 @@ class Wish(NamedTuple):
     top: int | None
     tenant: str
     grammar: Grammar | None
+    adapter: str = ""
 
 
 class Event(NamedTuple):
@@ -35,6 +39,23 @@ class Event(NamedTuple):
     token: int | None
     log_probability: tuple[float, dict[int, float]] | None
     finished: str  # "stop", "length", or "" if it goes on
+
+
+def add_adapters(engine: Engine, folder: Path, model: str) -> list[str]:
+    """Let requests name the adapters that are folders in ``folder``; returns their names, none of which is ``model``.
+
+    Errors: a folder without any, and adapters of other models.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"--adapters {folder} is no folder")
+    found = sorted(path for path in folder.iterdir() if is_adapter(path))
+    if not found:
+        raise UsageError(f"--adapters {folder} has no folder with an adapter as PEFT or `weft export` writes it")
+    for path in found:
+        if path.name == model:
+            raise UsageError(f"the adapter {path} is named like the model; rename it, or give --name")
+        engine.add_adapter(path.name, read_adapter(path, engine.model))
+    return [path.name for path in found]
 
 
 class Busy(WeftError):
