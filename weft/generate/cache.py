@@ -20,6 +20,7 @@ import torch
 from weft.generate.context import Tile, attend_tiles
 from weft.generate.spans import Batch, Span, attend_batch, attend_span, batched, columns, rounds
 from weft.models.attention import Attend, repeat_heads, wide
+from weft.models.invariant import TILE, invariant
 from weft.models.latent import LatentAttention
 from weft.models.linear_attention import forward, local_state, state_to_state, state_to_tokens
 from weft.models.transformer import Attention, Block, T, Transformer
@@ -103,12 +104,12 @@ class KeyValuePages(Pages):
     def attend(self, q: T, width: int, window: int) -> T:
         """What is found with ``q`` in all that is remembered, the first ``width`` numbers of it."""
         assert self.store is not None
-        out = q.new_empty(*q.shape[:3], width)
+        out = q.new_zeros(*q.shape[:3], width)  # a row may be filled up
         if window not in self.batches:
             self.batches[window] = batched(self.spans, self.size, window, q, q.shape[2] // self.store.shape[3])
         for piece in self.batches[window]:
             if isinstance(piece, Batch):
-                found = attend_batch(q[0, piece.rows], *self.gather(piece.blocks), piece.bias)
+                found = attend_batch(q[0, piece.rows], *self.gather(piece.blocks), piece)
                 out[0, piece.rows] = found[..., :width]
             else:
                 rows = slice(piece.first, piece.last)
@@ -125,10 +126,11 @@ class KeyValuePages(Pages):
 
     def write(self, *new: T) -> None:
         """Put ``new``, ``[1, tokens, kv_heads, width]`` each, into their slots."""
+        assert self.slots is not None
         first, blocks = new[0], max(max(span.table) for span in self.spans) + 1
         store = self.room(blocks, first, len(new), (self.size, *first.shape[2:]))
         for kept, each in zip(store, new, strict=True):
-            kept.flatten(0, 1)[self.slots] = each[0]
+            kept.flatten(0, 1)[self.slots] = each[0, : len(self.slots)]
 
     def gather(self, blocks: T) -> tuple[T, T]:
         """Keys and values in ``blocks`` ``[texts, blocks]``: ``[texts, tokens, kv_heads, width]`` each."""
@@ -278,8 +280,9 @@ class PagedReader:
     depth = 1
     shelf: Adapted | None = None
 
-    def __init__(self, model: Transformer, size: int = 16) -> None:
-        self.model, self.size, self.pages = model, size, layer_pages(model, size)
+    def __init__(self, model: Transformer, size: int = 16, alike: bool = False) -> None:
+        """``alike``: every token is computed alike whatever is read beside it (:mod:`weft.models.invariant`)."""
+        self.model, self.size, self.pages, self.alike = model, size, layer_pages(model, size), alike
 
     def start(
         self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = (), loads: Loads = ()
@@ -296,17 +299,20 @@ class PagedReader:
         if self.model.shape.kind:  # a plugin's model cannot remember: it reads all again
             parts = [part._replace(past=0) for part in parts]
         row, device = pack(parts), self.model.mesh.device
-        numbers = torch.tensor([row.ids, row.positions, slots(row.spans, self.size)], device=device)
+        filled = [0] * (-len(row.ids) % TILE if self.alike else 0)
+        numbers = torch.tensor([row.ids + filled, row.positions + filled], device=device)
+        places = torch.tensor(slots(row.spans, self.size), device=device)
         batches = dict[int, list[Batch | Span]]()
         for pages in self.pages:
             pages.copy(copies)
-            pages.spans, pages.slots = row.spans, numbers[2]
+            pages.spans, pages.slots = row.spans, places
             pages.batches = batches
         for name, table in loads:
             assert self.shelf is not None
             self.shelf.load(name, table)
         documents = torch.tensor([0, *(span.last for span in row.spans)], dtype=torch.int32)
         adapted = [(span, *p.adapter) for span, p in zip(row.spans, parts, strict=True) if p.adapter]
-        with attending(self.model, self.pages), self.shelf.adapting(adapted) if self.shelf else nullcontext():
+        shelf = self.shelf.adapting(adapted) if self.shelf else nullcontext()
+        with attending(self.model, self.pages), shelf, invariant(self.alike):
             only = torch.tensor(row.wanted, dtype=torch.int64, device=device)
             return self.model(numbers[:1], numbers[1:2], documents, only=only)[0]

@@ -43,21 +43,33 @@ def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
         raise UsageError(f"the prompt must be at least one token, of ids below the model's {model.shape.vocab}")
 
 
+def check_invariant(model: Transformer) -> None:
+    """Raises :class:`UsageError` if ``model`` cannot be computed alike in every batch."""
+    shape = model.shape
+    other = shape.kv_rank or shape.mixtures or shape.kind or (shape.ffn or 0) % 2
+    if other or model.mesh.device.type != "cpu" or {*map(shape.mixer_of, range(shape.layers))} != {"softmax"}:
+        raise UsageError("bits that no batch changes are for dense models with plain attention on the CPU, with an "
+                         "even ffn; leave out invariant")  # fmt: skip
+
+
 class Engine:
     """Writes for many requests with ``model``, on one device.
 
     ``tokens``: those that the cache has room for, all requests together (None: as many as memory holds); ``budget``:
     those that are computed in a step, of at most ``limit`` requests; ``policy``: :mod:`weft.generate.policies`;
     ``drafter``: guesses what will be written (:mod:`weft.generate.speculation`), which changes nothing but the speed.
+    ``invariant``: log-probabilities are to the last bit those of the whole text (:mod:`weft.models.invariant`).
     """
 
     def __init__(
         self, model: Transformer, tokens: int | None = None, budget: int = BUDGET, limit: int = 64,
-        policy: Policy = exact_fill, size: int = 0, drafter: Drafter | None = None,
+        policy: Policy = exact_fill, size: int = 0, drafter: Drafter | None = None, invariant: bool = False,
     ) -> None:  # fmt: skip
         if budget < 1 or limit < 1:
             raise UsageError("a step needs room for one token of one request; give a larger budget or limit")
-        self.reader = PagedReader(model, size or BLOCK)
+        if invariant:
+            check_invariant(model)
+        self.reader = PagedReader(model, size or BLOCK, invariant)
         states = any(isinstance(pages, StatePages) for pages in self.reader.pages)
         if states and not size:
             self.reader = PagedReader(model, CHUNK)

@@ -1,5 +1,6 @@
 """Pieces of texts that are read in one forward pass, and the attention of many of them in one call."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from weft.generate.context import Tile, own_segments
 from weft.models.attention import attend_forward
+from weft.models.invariant import Reach, attend_each, bias_of, is_invariant, reaches
 
 T = torch.Tensor
 
@@ -35,6 +37,7 @@ class Batch(NamedTuple):
     rows: T  # [texts, tokens], places in the packed row
     blocks: T  # [texts, blocks], shorter tables filled up with their last block
     bias: T  # [texts, 1, tokens * group, keys]: 0 where a token sees a key, else -inf
+    keys: slice | None = None  # those of the blocks that are read, where every token is attended to for itself
 
 
 def columns(span: Span, size: int, window: int) -> tuple[int, int]:
@@ -45,6 +48,8 @@ def columns(span: Span, size: int, window: int) -> tuple[int, int]:
 
 def batched(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> list[Batch | Span]:
     """What is attended to in a call each: many short spans, or a long one."""
+    if is_invariant():
+        return [*apart(spans, size, window, q, group)]
 
     def measure(span: Span) -> tuple[int, int]:
         first, last = columns(span, size, window)
@@ -63,6 +68,23 @@ def batched(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> 
     return [*found, _batch(alike, size, window, q, group) if len(alike) > 1 else alike[0]]
 
 
+def apart(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> Iterator[Batch]:
+    """What is attended to in a call each where every query is for itself (:mod:`weft.models.invariant`)."""
+    found: dict[tuple[int, int, int], list[tuple[Span, Reach]]] = defaultdict(list)
+    for span in spans:
+        for reach in reaches(span.past, span.past + span.last - span.first, window):
+            alone = span.first if reach.last - reach.first > 1 else -1  # several queries of one text share its keys
+            found[reach.low, reach.high, alone].append((span, reach))
+    for (low, high, _), alike in found.items():
+        first, last = low // size, -(-high // size)
+        tables = [[*s.table[first:last], *[s.table[-1]] * (last - max(first, len(s.table)))] for s, _ in alike]
+        rows = [[*range(s.first + r.first - s.past, s.first + r.last - s.past)] for s, r in alike]
+        bias = torch.cat([bias_of(reach, window, group, q) for _, reach in alike])
+        blocks = torch.tensor(tables, device=q.device)
+        keys = slice(low - first * size, high - first * size)
+        yield Batch(torch.tensor(rows, device=q.device), blocks, bias, keys)
+
+
 def _batch(spans: Sequence[Span], size: int, window: int, q: T, group: int) -> Batch:
     seen = [columns(span, size, window) for span in spans]
     width = max(last - first for first, last in seen)
@@ -77,14 +99,17 @@ def _batch(spans: Sequence[Span], size: int, window: int, q: T, group: int) -> B
     return Batch(rows, torch.tensor(tables, device=q.device), bias)
 
 
-def attend_batch(q: T, k: T, v: T, bias: T) -> T:
-    """Attention of ``[texts, tokens, heads, width]`` to ``[texts, keys, kv_heads, width]``, with the bias of a batch.
+def attend_batch(q: T, k: T, v: T, batch: Batch) -> T:
+    """Attention of ``[texts, tokens, heads, width]`` to ``[texts, keys, kv_heads, width]``, the blocks of ``batch``.
 
     The query heads that share a key head are so many queries of it, and its keys are read once for all of them.
     """
+    if batch.keys is not None:
+        found, _ = attend_each(q.flatten(0, 1), k[:, batch.keys], v[:, batch.keys], batch.bias)
+        return found.view(q.shape)
     tokens, kv_heads = q.shape[1], k.shape[2]
     shared = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)  # [texts, kv_heads, tokens * group, width]
-    out = F.scaled_dot_product_attention(shared, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias)
+    out = F.scaled_dot_product_attention(shared, k.transpose(1, 2), v.transpose(1, 2), attn_mask=batch.bias)
     return out.unflatten(2, (tokens, -1)).transpose(1, 2).flatten(2, 3)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.library import CustomOpDef
 
+from weft.models.invariant import attend_documents, is_invariant
 from weft.models.segments import Segment, cut, document_segments, uniform
 
 aten = torch.ops.aten
@@ -196,8 +197,11 @@ def attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
     :class:`weft.data.batch.Batch`; ``window``: the tokens that a token sees, itself among them, 0 for all. Returns
     ``out`` like ``q`` and ``lse`` ``[batch * seq, heads]``.
     """
-    segments = document_segments(cu_seqlens, window)
-    out, lse = attend_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), segments)
+    flat = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+    if is_invariant():
+        out, lse = attend_documents(*flat, cu_seqlens.tolist(), window)
+    else:
+        out, lse = attend_forward(*flat, document_segments(cu_seqlens, window))
     return out.view(q.shape), lse.contiguous()
 
 

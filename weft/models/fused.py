@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from spmd_types import rules
 
+from weft.models.invariant import TILE, by_tiles, is_invariant
 from weft.models.numbers import has_numbers
 
 #: On the CPU ``torch.mm`` goes to MKL, and the operator that ``torch.compile`` uses for linear layers to oneDNN, which
@@ -71,6 +72,8 @@ def own_gradients_pay(x: T) -> bool:
 
 def times(x: T, weight: T, plus: T | None = None) -> T:
     """``x @ weight.T (+ plus)`` of ``[tokens, in]`` and ``[out, in]``, without a gradient."""
+    if is_invariant() and plus is None and len(x) not in (0, TILE):
+        return by_tiles(lambda tile: times(tile, weight), x)
     # Only for usual sizes, where it pays: this call is under suspicion for two sporadic crashes of float32 ranks.
     usual = min(weight.shape) >= 64 and not any(n % 16 for n in weight.shape) and has_numbers(x)
     if ONEDNN and usual and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel():

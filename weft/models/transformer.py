@@ -22,7 +22,8 @@ from weft.layout.mesh import Mesh
 from weft.models.adapters import Projections
 from weft.models.attention import Attend, local_attention
 from weft.models.experts import Early, Mixture, feed_forward
-from weft.models.fused import Tape, current_tape, deferred
+from weft.models.fused import Tape, current_tape, deferred, project
+from weft.models.invariant import is_invariant
 from weft.models.latent import LatentAttention
 from weft.models.linear_attention import linear_mixer, log_decay
 from weft.models.loss import Criterion, linear_cross_entropy
@@ -252,7 +253,10 @@ class Transformer(Module):
             return F.linear(hidden, self.output)
         tp = self.mesh.size("tp")
         sizes = [hi - lo for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))]
-        logits = F.linear(hidden, self.output) if self.logits is None else self.logits(hidden)
+        if self.logits is not None:
+            logits = self.logits(hidden)
+        else:
+            logits = project(hidden, self.output)[0] if is_invariant() else F.linear(hidden, self.output)
         return gather_vocab(logits, sizes, self.mesh)
 
     def hidden(self, tokens: T, positions: T, cu_seqlens: T, seen: Pass | None = None) -> T:
