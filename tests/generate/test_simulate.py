@@ -1,0 +1,104 @@
+"""The simulator against engines."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.generate.test_many import build
+from weft.generate.engine import Engine
+from weft.generate.policies import chunked, exact_fill, prompts_first
+from weft.generate.pool import Pool
+from weft.generate.request import Request
+from weft.generate.scheduler import Scheduler, Step
+from weft.generate.simulate import Arrival, Curve, measure, play, simulate, work_of
+
+
+def load(seed: int, rate: float, count: int = 30) -> list[Arrival]:
+    drawn, time, found = random.Random(seed), 0.0, []
+    for _ in range(count):
+        time += drawn.expovariate(rate)
+        prompt = [drawn.randrange(31) for _ in range(drawn.choice([3, 20, 60]))]
+        found.append(Arrival(time, prompt, drawn.choice([1, 5, 25])))
+    return found
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"policy": chunked(7), "budget": 20}, {"policy": prompts_first, "tokens": 160, "limit": 4},
+], ids=["roomy", "chunks", "small"])  # fmt: skip
+def test_it_plans_every_step_as_the_engine_does(settings: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that counts work: latencies are the same to the last bit, preemption and waiting included."""
+    monkeypatch.setattr("weft.generate.simulate.thread_time", lambda: 0.0)
+    engine = Engine(build("softmax", torch.float32), size=4, **settings)  # type: ignore[arg-type]
+    arrivals = load(1, 0.004)
+    real: list[list[float]] = []
+    taken = play_engine(engine, arrivals, real)
+    own: list[list[float]] = []
+
+    def curve(step: Step) -> float:
+        own.append(work_of(step))
+        return sum(own[-1])
+
+    pool = engine.scheduler.pool
+    scheduler = Scheduler(
+        Pool(pool.blocks, 4), engine.scheduler.budget, engine.scheduler.limit, engine.scheduler.policy
+    )
+    found = simulate(scheduler, arrivals, curve)
+    assert own == real and len(own) > 40
+    assert found.first == taken.first and found.between == taken.between
+    assert len(found.first) == len(arrivals) and len(found.between) == sum(a.tokens - 1 for a in arrivals)
+
+
+def play_engine(engine: Engine, arrivals: list[Arrival], real: list[list[float]]):  # type: ignore[no-untyped-def]
+    """Latencies of an engine whose clock counts the work of its steps."""
+    numbers, plan = {}, engine.scheduler.plan
+
+    def planning(depth: int = 1) -> Step:
+        step = plan(depth)
+        real.append(work_of(step))
+        return step
+
+    engine.scheduler.plan = planning  # type: ignore[method-assign]
+
+    def add(i: int) -> None:
+        numbers[engine.submit(arrivals[i].prompt, arrivals[i].tokens)[0]] = i
+
+    def step() -> tuple[float, list[int]]:
+        written = engine.step()
+        return sum(real[-1]), [numbers[one.request] for one in written]
+
+    return play(arrivals, add, step)
+
+
+def test_a_curve_finds_what_a_step_is_made_of() -> None:
+    """Times of 0.01 s and 0.001 s a token, with noise of 5 %, and of what else there is nothing."""
+    drawn, samples = random.Random(0), []
+    scheduler = Scheduler(Pool(1000, 4), 40, 8, exact_fill)
+    for number in range(400):
+        if number % 7 == 0:
+            scheduler.add(Request([number % 31] * drawn.randrange(1, 90), 120))
+        step = scheduler.plan()
+        if step.work:
+            work = work_of(step)
+            samples.append((work, (0.01 + 0.001 * work[1]) * drawn.uniform(0.95, 1.05)))
+        scheduler.advance(step)
+        for request in step.work:
+            if not request.wanted:
+                request.ids.append(0)
+                if len(request.ids) > request.most:
+                    scheduler.remove(request)
+    curve = Curve(samples)
+    for work, _ in samples[::10]:
+        assert float(curve.rates @ work) == pytest.approx(0.01 + 0.001 * work[1], rel=0.05)
+
+
+def test_samples_are_of_the_steps_that_were_timed() -> None:
+    engine = Engine(build("softmax", torch.float32), size=4)
+    arrivals = load(3, 50.0, 10)
+    found, samples = measure(engine, arrivals)
+    assert len(found.first) == 10 and min(found.first) > 0 and found.end > 0
+    assert all(seconds > 0 and work[0] == 1 for work, seconds in samples)
+    assert sum(work[3] for work, _ in samples) == sum(a.tokens for a in arrivals)
+    assert "planning" not in engine.scheduler.plan.__qualname__

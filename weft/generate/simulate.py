@@ -1,0 +1,131 @@
+"""When requests would get their tokens: the engine's own scheduler, with the time of a step from a curve.
+
+Nothing is computed, so that policies, cache sizes and loads can be compared in seconds. The curve is fitted to steps of
+a real engine. It is linear in what a step has to do: its tokens, its texts, the rows whose logits are wanted, the keys
+that are read, and the products of queries and keys.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import thread_time
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from weft.generate.engine import Engine
+from weft.generate.request import Request
+from weft.generate.sampling import GREEDY
+from weft.generate.scheduler import Scheduler, Step
+
+
+class Arrival(NamedTuple):
+    """A request of a load: when it comes, in seconds, and how many tokens it wants behind its prompt."""
+
+    time: float
+    prompt: Sequence[int]
+    tokens: int
+
+
+@dataclass
+class Latencies:
+    """Seconds, of every request to its first token, and between each two tokens that follow each other."""
+
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    end: float = 0.0
+
+
+def work_of(step: Step) -> list[float]:
+    """What a step has to do, as numbers that its time is linear in."""
+    ends = [(tokens, request.computed + tokens) for request, tokens in step.work.items()]
+    rows = sum(tokens == request.wanted for request, tokens in step.work.items())
+    tokens = sum(n for n, _ in ends)
+    return [1.0, tokens, len(ends), rows, sum(end for _, end in ends), sum(n * (end - n / 2) for n, end in ends)]
+
+
+class Curve:
+    """The seconds of a step, from ``samples``: what steps had to do, and how long they took."""
+
+    def __init__(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:
+        work, seconds = np.array([each for each, _ in samples]), np.array([each for _, each in samples])
+        # Every step counts alike by its relative error, and nothing makes a step shorter.
+        self.rates, _ = nnls(work / seconds[:, None], np.ones(len(seconds)))
+
+    def __call__(self, step: Step) -> float:
+        return float(self.rates @ np.array(work_of(step)))
+
+
+def play(load: Sequence[Arrival], add: Callable[[int], None], step: Callable[[], tuple[float, list[int]]]) -> Latencies:
+    """Let requests come when ``load`` says. ``step`` returns its seconds and the numbers of those who got a token."""
+    found, order = Latencies(), sorted(range(len(load)), key=lambda i: load[i].time)
+    clock, last, written = 0.0, dict[int, float](), defaultdict[int, int](int)
+    while order or any(written[i] < load[i].tokens for i in last):
+        if order and all(written[i] == load[i].tokens for i in last):
+            clock = max(clock, load[order[0]].time)  # there is nothing to do until then
+        while order and load[order[0]].time <= clock:
+            last[order[0]] = load[order[0]].time
+            add(order.pop(0))
+        seconds, numbers = step()
+        clock += seconds
+        for i in numbers:
+            (found.between if written[i] else found.first).append(clock - last[i])
+            last[i], written[i] = clock, written[i] + 1
+    found.end = clock
+    return found
+
+
+def simulate(scheduler: Scheduler, load: Sequence[Arrival], curve: Callable[[Step], float]) -> Latencies:
+    """What ``load`` would get of an engine with this scheduler, whose steps take what ``curve`` says."""
+    numbers: dict[Request, int] = {}
+
+    def add(i: int) -> None:
+        request = Request(list(load[i].prompt), len(load[i].prompt) + load[i].tokens - 1)
+        numbers[request] = i
+        scheduler.add(request)
+
+    def step() -> tuple[float, list[int]]:
+        planned = scheduler.plan()
+        seconds = curve(planned)
+        scheduler.advance(planned)
+        ended = [request for request in planned.work if not request.wanted]
+        for request in ended:
+            request.ids.append(0)
+            if len(request.ids) > request.most:
+                scheduler.remove(request)
+        return seconds, [numbers[request] for request in ended]
+
+    return play(load, add, step)
+
+
+def measure(engine: Engine, load: Sequence[Arrival]) -> tuple[Latencies, list[tuple[list[float], float]]]:
+    """What ``load`` gets of a real engine, and samples of its steps for a :class:`Curve`.
+
+    The clock is this thread's processor time, so that what else the machine does is left out.
+    """
+    numbers: dict[Request, int] = {}
+    samples: list[tuple[list[float], float]] = []
+    work: list[list[float]] = []
+    plan = engine.scheduler.plan
+
+    def planning(depth: int = 1) -> Step:
+        planned = plan(depth)
+        work.append(work_of(planned))  # before it is done
+        return planned
+
+    def add(i: int) -> None:
+        (one,) = engine.submit(load[i].prompt, load[i].tokens, GREEDY)
+        numbers[one] = i
+
+    def step() -> tuple[float, list[int]]:
+        begun = thread_time()
+        written = engine.step()
+        samples.append((work[-1], thread_time() - begun))
+        return samples[-1][1], [numbers[one.request] for one in written]
+
+    engine.scheduler.plan = planning  # type: ignore[method-assign]
+    try:
+        return play(load, add, step), samples
+    finally:
+        engine.scheduler.plan = plan  # type: ignore[method-assign]
