@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -70,6 +71,11 @@ def test_a_form_that_becomes_too_complex_ends_its_own_answer(server: Running) ->
     ("/v1/embeddings", {"input": "x" * 8193}, "8193 tokens is too long"),
     ("/v1/embeddings", {"input": []}, "input"),
     ("/v1/embeddings", {"input": [[400]]}, "of ids below the model's 257"),
+    ("/v1/embeddings", {"input": ["x"] * 2049}, "input"),
+    ("/v1/completions", {"prompt": "x", "stop": ["x"] * 17}, "stop"),
+    ("/v1/completions", {"prompt": "x", "stop": "x" * 257}, "stop"),
+    ("/v1/completions", {"prompt": ["x"] * 9, "n": 128}, "1152 answers are asked for at once; the most is 1024"),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "x" * 300_000}}, "262144 characters at most"),
     ("/tokenize", {}, "give prompt or messages"),
     ("/tokenize", {"messages": [{"role": "nobody", "content": "x"}]}, "unknown role"),
     ("/detokenize", {"tokens": [5000]}, "ids are below 257"),
@@ -157,3 +163,40 @@ def test_long_texts_hold_nobody_up(server: Running, monkeypatch: Any) -> None:
             return took
 
     assert asyncio.run(both()) < 1.5
+
+
+def test_questions_in_hand_weigh_so_much_at_most(monkeypatch: Any) -> None:
+    """A long body that does not end: others are told to come back, and are taken on afterwards."""
+    monkeypatch.setattr("weft.serve.server.ALL", 1_000_000)
+    server = Running(load_tokenizer("bytes"))
+    address = (server.client.base_url.host, server.client.base_url.port)
+    with socket.create_connection(address) as slow:
+        slow.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 1200000\r\n\r\n" + b" " * 999_000)
+        until(lambda: server.server.held >= 999_000)
+        refused = server.post("completions", prompt="x" * 2000, max_tokens=1)
+        assert refused.status_code == 429 and "retry-after" in refused.headers
+    until(lambda: server.server.held == 0)
+    assert server.post("completions", prompt="x", max_tokens=1).status_code == 200
+    server.close()
+
+
+def test_questions_that_do_not_end_are_given_up(monkeypatch: Any) -> None:
+    monkeypatch.setattr("weft.serve.server.PATIENCE", 0.3)
+    server = Running(load_tokenizer("bytes"))
+    with socket.create_connection((server.client.base_url.host, server.client.base_url.port)) as slow:
+        slow.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 12\r\n\r\n{")
+        slow.settimeout(30)
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
+    server.close()
+
+
+def test_vectors_that_nobody_waits_for_are_not_computed(server: Running, monkeypatch: Any) -> None:
+    seen = []
+    monkeypatch.setattr(
+        "weft.serve.server.embed", lambda *asked: (seen.append(asked), time.sleep(0.05), torch.ones(2))[2]
+    )
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post("/v1/embeddings", json={"input": ["x"] * 400}, timeout=0.5)
+    count = len(seen)
+    time.sleep(0.5)
+    assert len(seen) <= count + 3 and count < 60

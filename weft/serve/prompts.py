@@ -17,6 +17,9 @@ from weft.serve.tools import CallForm, call_form
 
 R = TypeVar("R")
 
+#: Characters of a schema or grammar, of which some stay compiled.
+LARGEST_FORM = 2**18
+
 
 class Prompts:
     """Prompts of a model with ``vocab`` ids; ``name`` says in errors whose chat template is missing.
@@ -59,7 +62,14 @@ class Prompts:
         """Errors: a language that cannot be read or met."""
         kind, text = language
         key = text if isinstance(text, str) else json.dumps(text)
+        if len(key) > LARGEST_FORM:
+            raise UsageError(f"a form of text has {LARGEST_FORM} characters at most")
         return await asyncio.get_running_loop().run_in_executor(self._compiling, self._compiled, kind, key)
+
+    def close(self) -> None:
+        """End both threads."""
+        self._tokenizing.shutdown()
+        self._compiling.shutdown()
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await self._run(lambda: self.tokenizer.decode(ids))

@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from weft.generate.sampling import Sampling
 
 Schema: TypeAlias = dict[str, Any]
+Stop = Annotated[str, Field(max_length=256)]
 Ids = Annotated[list[StrictInt], Field(min_length=1)]
+Several = Annotated[list[str] | list[Ids], Field(min_length=1, max_length=2048)]
 
 
 class Refusal(Exception):
@@ -96,7 +98,7 @@ class Question(Modelled):
     seed: int | None = None
     n: int = Field(1, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     stream: bool = False
@@ -228,7 +230,11 @@ class Chat(Question):
 class Texts(Modelled):
     """``POST /v1/embeddings``. ``pooling``: of a text's tokens, the mean or the last one's vector."""
 
-    input: Annotated[str | Ids | list[str] | list[Ids], Field(min_length=1)]
+    input: (
+        Annotated[str, Field(min_length=1)]
+        | Ids
+        | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=2048)]
+    )
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Literal["mean", "last"] = "mean"
 

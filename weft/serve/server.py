@@ -30,8 +30,11 @@ from weft.serve.tools import CallForm
 
 Q = TypeVar("Q", bound=Modelled)
 
-#: Bytes of a question at most.
-LARGEST = 8 * 2**20
+#: Bytes of a question at most, and of all questions that are being answered.
+LARGEST, ALL = 8 * 2**20, 64 * 2**20
+
+#: Seconds in which a question has to come.
+PATIENCE = 60
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -53,6 +56,8 @@ class Server:
         self.prompts = Prompts(tokenizer, service.engine.model.shape.vocab, name)
         self.metrics = Metrics(service.engine)
         self.begun = int(time.time())
+        self.held = 0  # bytes of questions that are being answered
+        self.embedding = asyncio.Lock()
 
     def app(self) -> Any:
         """What uvicorn runs; its end is the end of the engine's thread."""
@@ -61,6 +66,7 @@ class Server:
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             yield
             await asyncio.to_thread(self.service.close)
+            self.prompts.close()
 
         routes = [
             Route("/", self.page),
@@ -76,7 +82,28 @@ class Server:
         handlers: dict[Any, Any] = {
             Refusal: refused, WeftError: failed, HTTPException: no_route, ClientDisconnect: gone, Exception: broken,
         }  # fmt: skip
-        return self.metrics.counting(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan))
+        app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+        return self.metrics.counting(self._weighing(app))
+
+    def _weighing(self, app: Any) -> Any:
+        """``app``, of ASGI, that knows how many bytes of questions are in hand."""
+
+        async def weighed(scope: Any, receive: Any, send: Any) -> None:
+            mine = 0
+
+            async def counted() -> Any:
+                nonlocal mine
+                message = await receive()
+                size = len(message.get("body", b""))
+                mine, self.held = mine + size, self.held + size
+                return message
+
+            try:
+                await app(scope, counted, send)
+            finally:
+                self.held -= mine
+
+        return weighed
 
     async def page(self, request: Request) -> Response:
         return FileResponse(PAGE)
@@ -117,14 +144,17 @@ class Server:
             raise Refusal(400, str(error), param="messages") from None
 
     async def embeddings(self, request: Request) -> Response:
-        """Each text by itself, so that steps of answers go on between them."""
+        """Each text by itself and one at a time, so that steps of answers go on between them."""
         asked = await self._question(request, Texts)
         if asked.model in self.adapters:
             raise Refusal(400, f"vectors are those of {self.name!r}; adapters make none", param="model")
         texts = await self.prompts.texts(asked.texts)
         model, data = self.service.engine.model, list[dict[str, Any]]()
         for index, ids in enumerate(texts):
-            vector = await self.service.call(partial(embed, model, ids, asked.pooling))
+            async with self.embedding:
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+                vector = await self.service.call(partial(embed, model, ids, asked.pooling))
             data.append(
                 {"object": "embedding", "index": index, "embedding": encoded(vector, asked.encoding_format == "base64")}
             )
@@ -155,15 +185,25 @@ class Server:
             raise Refusal(401, "no valid API key; send the header Authorization: Bearer KEY", "invalid_api_key")
         return f"key {found[0]}"
 
-    async def _question(self, request: Request, kind: type[Q]) -> Q:
-        self._tenant(request)
+    async def _body(self, request: Request) -> bytes:
         body = bytearray()
         async for piece in request.stream():
             body += piece
             if len(body) > LARGEST:
                 raise Refusal(413, f"the request has more than {LARGEST} bytes")
+            if self.held > ALL:
+                raise Refusal(429, "too many bytes of questions are in hand; try again later", "busy")
+        return bytes(body)
+
+    async def _question(self, request: Request, kind: type[Q]) -> Q:
+        self._tenant(request)
         try:
-            asked = kind.model_validate_json(bytes(body))
+            async with asyncio.timeout(PATIENCE):
+                body = await self._body(request)
+        except TimeoutError:
+            raise Refusal(408, f"the request was not whole after {PATIENCE} seconds") from None
+        try:
+            asked = kind.model_validate_json(body)
         except ValidationError as error:
             first = error.errors()[0]
             where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")

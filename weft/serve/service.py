@@ -154,7 +154,10 @@ class Answers:
     def begin(self) -> None:
         """In the engine's thread."""
         service = self.service
-        if len(service._tell) + sum(wish.answers for wish in self.wishes) > service.most:
+        count = sum(wish.answers for wish in self.wishes)
+        if count > service.most:
+            raise UsageError(f"{count} answers are asked for at once; the most is {service.most}")
+        if len(service._tell) + count > service.most:
             raise Busy(f"{len(service._tell)} answers are being written and no more are taken on; try again later")
         for wish in self.wishes:
             self.generations += service.engine.submit(*wish)
