@@ -21,7 +21,7 @@ from weft.errors import UsageError
 from weft.generate import scheduler as module
 from weft.generate.policies import Policy, chunked, exact_fill, prompts_first
 from weft.generate.pool import Pool, chained_keys, root_key
-from weft.generate.request import Request
+from weft.generate.request import Branch, Request
 from weft.generate.scheduler import Scheduler, Step
 
 POLICIES: tuple[Policy, ...] = (exact_fill, chunked(3), chunked(16), prompts_first)
@@ -37,6 +37,7 @@ class World:
     budget: int
     limit: int
     policy: Policy
+    states: bool  # blocks sum up their tokens
     events: tuple[tuple[Any, ...], ...]  # ("add", prompt, new, adapter, tenant), ("fork" or "cancel", whom), ...
 
 
@@ -46,11 +47,12 @@ events = st.one_of(
     st.tuples(st.just("fork"), st.integers(0, 9)),
     st.tuples(st.just("cancel"), st.integers(0, 9)),
     st.tuples(st.just("renew")),
+    st.tuples(st.just("guess"), st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), max_size=3)),
     st.tuples(st.just("step")),
 )
 worlds = st.builds(
     World, st.integers(1, 17), st.integers(0, 12), st.integers(1, 40), st.integers(1, 5), st.sampled_from(POLICIES),
-    st.lists(events, min_size=1, max_size=30).map(tuple),
+    st.booleans(), st.lists(events, min_size=1, max_size=30).map(tuple),
 )  # fmt: skip
 
 
@@ -66,6 +68,10 @@ class Run:
 def contents(request: Request, version: int, ids: Sequence[int]) -> list[tuple[Any, ...]]:
     """What the cache should hold of a request."""
     return [(version, request.adapter, request.tenant, at, token) for at, token in enumerate(ids)]
+
+
+def tokens_of_guesses(r: Request) -> int:
+    return sum(len(b.path) + (0 if b.table is r.table else r.wanted) for b in r.branches)
 
 
 def next_token(seen: Sequence[tuple[Any, ...]], draw: int) -> int:
@@ -87,7 +93,7 @@ class Machine:
 
     def __init__(self, world: World, kind: type[Scheduler], blocks: int) -> None:
         self.size, self.run = world.size, Run()
-        self.scheduler = kind(Pool(blocks, world.size), world.budget, world.limit, world.policy)
+        self.scheduler = kind(Pool(blocks, world.size, world.states), world.budget, world.limit, world.policy)
         self.scheduler.adapter_keys = adapter_keys
         self.memory = [[(None,)] * world.size for _ in range(blocks)]
         self.requests: list[Request] = []
@@ -108,11 +114,16 @@ class Machine:
             gone = live[rest[0] % len(live)]
             before = Counter(self.scheduler.pool.owners)
             before.subtract(Counter([*gone.shelf, *gone.table]))
+            assert not gone.branches, "property 3: guesses outlive a step"
             self.scheduler.remove(gone)
             assert not gone.table and +before == Counter(self.scheduler.pool.owners), (
                 "property 10: cancelled, yet there"
             )
             self.done.add(gone)
+        elif kind == "guess":
+            for r in self.scheduler.running:
+                if r.wanted == 1 and len(r.ids) < r.most:
+                    r.drafts = [path[: r.most - len(r.ids)] for path in rest[0]]
         elif kind == "renew":
             self.scheduler.renew()
         elif kind == "step":
@@ -134,7 +145,9 @@ class Machine:
         waiting, fresh = [r for r in self._live() if not r.runs], [r for r in self._live() if r.runs and r not in begun]
         for r in fresh:
             assert not any(other.arrival < r.arrival for other in waiting), "property 9: somebody overtook"
-        assert sum(step.work.values()) <= scheduler.budget, "property 2: more tokens than the budget"
+        spent = sum(step.work.values()) + sum(map(tokens_of_guesses, step.work))
+        assert spent <= scheduler.budget, "property 2: more tokens than the budget"
+        assert all(not r.branches for r in scheduler.running if r not in step.work), "property 3: guesses of nobody"
         assert len(scheduler.running) <= scheduler.limit, "property 2: more requests than the limit"
         assert step.work or not self._live(), "property 6: nobody goes on"
         for r, tokens in step.work.items():
@@ -145,12 +158,24 @@ class Machine:
         for r in step.work:
             assert r.computed <= len(r.ids), "property 5: more computed than there is"
             if r.computed == len(r.ids):
-                self.draws[r] += 1
-                r.ids.append(next_token(self._read(r, len(r.ids)), self.draws[r]))
-                expected = next_token(contents(r, scheduler.version, r.ids[:-1]), self.draws[r])
-                assert r.ids[-1] == expected, "property 1: not what it would write alone"
-                if len(r.ids) > r.most:
-                    self.finish(r)
+                self._write(r)
+
+    def _write(self, r: Request) -> None:
+        """The next token, and more while they are guessed."""
+        live, right, best, table = list(r.branches), 0, None, r.table
+        while True:
+            self.draws[r] += 1
+            r.ids.append(next_token(self._read(table, len(r.ids)), self.draws[r]))
+            expected = next_token(contents(r, self.scheduler.version, r.ids[:-1]), self.draws[r])
+            assert r.ids[-1] == expected, "property 1: not what it would write alone"
+            live = [b for b in live if list(b.path[right : right + 1]) == r.ids[-1:]]
+            if len(r.ids) > r.most:
+                return self.finish(r)
+            if not live:
+                break
+            best, table, right = live[0], live[0].table, right + 1
+        self.scheduler.settle(r, best, right)
+        assert r.computed < len(r.ids), "property 5: more computed than there is"
 
     def finish(self, request: Request) -> None:
         self.run.written[request.arrival] = request.ids[self.first_drawn[request] :]
@@ -166,16 +191,26 @@ class Machine:
         for r, tokens in step.work.items():
             shelf = [self.memory[block][0] for block in r.shelf]
             assert shelf == [(key,) for key in adapter_keys(r.adapter)], "property 8: another adapter is there"
-            held, wanted = self._read(r, r.computed), contents(r, self.scheduler.version, r.ids[: r.computed])
+            held, wanted = self._read(r.table, r.computed), contents(r, self.scheduler.version, r.ids[: r.computed])
             assert held[: r.hits] == wanted[: r.hits], "property 8: a key found somebody else's tokens"
             assert held == wanted, "property 1: computed tokens are not there"
             for at in range(r.computed, r.computed + tokens):
                 block = r.table[at // self.size]
                 assert self.scheduler.pool.owners[block] == 1, "property 4: a shared block is written"
                 self.memory[block][at % self.size] = contents(r, self.scheduler.version, r.ids)[at]
+            for path, table in r.branches:
+                text = contents(r, self.scheduler.version, [*r.ids, *path])
+                for at in range(r.computed + (tokens if table is r.table else 0), len(text)):
+                    assert self.scheduler.pool.owners[table[at // self.size]] == 1, (
+                        "property 4: a shared block is written"
+                    )
+                    self.memory[table[at // self.size]][at % self.size] = text[at]
+        for r in step.work:  # a state that has taken in a guess has forgotten what was before it
+            if self.scheduler.pool.states and any(table is r.table for _, table in r.branches):
+                raise AssertionError("property 1: a guess is in a state that cannot be taken back")
 
-    def _read(self, request: Request, count: int) -> list[tuple[Any, ...]]:
-        return [self.memory[request.table[at // self.size]][at % self.size] for at in range(count)]
+    def _read(self, table: Sequence[int], count: int) -> list[tuple[Any, ...]]:
+        return [self.memory[table[at // self.size]][at % self.size] for at in range(count)]
 
     def check_owners(self) -> None:
         pool = self.scheduler.pool
@@ -212,7 +247,9 @@ def hold_properties(world: World, kind: type[Scheduler] = Scheduler) -> None:
     """Raises AssertionError with the number of a property that does not hold."""
     found = run(world, kind)
     assert found.trace == run(world, kind).trace, "property 11: not the same again"
-    if not {"cancel", "renew", "fork"} & {event[0] for event in world.events}:  # which happen to whoever is there
+    if not {"cancel", "renew", "fork", "guess"} & {
+        event[0] for event in world.events
+    }:  # which happen to whoever is there
         roomy = run(world, kind, 10_000)
         assert found.written == roomy.written and not roomy.preempted, "property 7: preempted requests write otherwise"
 
@@ -265,6 +302,31 @@ class Leaking(Scheduler):
     def remove(self, request: Request) -> None:
         self.pool.hold(request.table[1:])
         super().remove(request)
+
+
+class Littering(Scheduler):
+    """3: guesses keep their blocks."""
+
+    def _release_branches(self, request: Request) -> None:
+        request.branches = []
+
+
+class Gullible(Scheduler):
+    """5: a guess that was wrong is taken for right."""
+
+    def settle(self, request: Request, branch: Branch | None, right: int) -> None:
+        branch = branch or next(iter(request.branches), None)
+        super().settle(request, branch, min(len(branch.path), len(request.ids) - request.computed) if branch else 0)
+
+
+class Sharing(Scheduler):
+    """4: guesses are written where others write too."""
+
+    def _branch(self, request: Request, left: int, step: Step) -> int:
+        spent = super()._branch(request, left, step)
+        if request.branches:
+            self.pool.hold(request.branches[-1].table[-1:])
+        return spent
 
 
 class Writing(Scheduler):
@@ -359,7 +421,8 @@ def caught(property_: int, kind: type[Scheduler]) -> None:
 
 
 @pytest.mark.parametrize(("property_", "kind"), [
-    (1, Forgetful), (2, Greedy), (2, Crowded), (3, Unowned), (3, Leaking), (4, Writing), (5, Overshooting), (5, Idle),
+    (1, Forgetful), (2, Greedy), (2, Crowded), (3, Unowned), (3, Leaking), (3, Littering), (4, Writing),
+    (5, Gullible), (4, Sharing), (5, Overshooting), (5, Idle),
     (6, Starving), (7, Losing), (9, Impatient), (10, Clinging), (11, Moody),
 ])  # fmt: skip
 def test_a_planted_fault_is_caught(property_: int, kind: type[Scheduler]) -> None:

@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from weft.generate.context import Tile, attend_tiles
-from weft.generate.spans import Batch, Span, attend_batch, attend_span, batched, columns, rounds
+from weft.generate.context import Views, attend_views, views_of
+from weft.generate.spans import Batch, Span, Tile, attend_batch, attend_span, batched, columns, rounds
 from weft.models.attention import Attend, repeat_heads, wide
 from weft.models.invariant import TILE, invariant
 from weft.models.latent import LatentAttention
@@ -64,7 +64,7 @@ class Pages:
 
     @spans.setter
     def spans(self, spans: list[Span]) -> None:
-        self._spans, self.batches = spans, dict[int, list[Batch | Span]]()
+        self._spans, self.batches = spans, dict[int, list[Batch | Span | Views]]()
 
     def copy(self, blocks: Iterable[tuple[int, int]]) -> None:
         """Copy what is in the first of each pair of blocks into the second."""
@@ -106,23 +106,26 @@ class KeyValuePages(Pages):
         assert self.store is not None
         out = q.new_zeros(*q.shape[:3], width)  # a row may be filled up
         if window not in self.batches:
-            self.batches[window] = batched(self.spans, self.size, window, q, q.shape[2] // self.store.shape[3])
+            self.batches[window] = self._pieces(q, window)
         for piece in self.batches[window]:
             if isinstance(piece, Batch):
                 found = attend_batch(q[0, piece.rows], *self.gather(piece.blocks), piece)
                 out[0, piece.rows] = found[..., :width]
+            elif isinstance(piece, Views):
+                found = attend_views(q[0, piece.rows], piece, lambda span: self.read(span, 0)[:2])
+                out[0, piece.rows] = found[..., :width]
             else:
-                rows = slice(piece.first, piece.last)
-                out[0, rows] = self.attend_alone(q[0, rows], piece, window)[..., :width]
+                rows, (keys, values, before) = slice(piece.first, piece.last), self.read(piece, window)
+                out[0, rows] = attend_span(q[0, rows], keys, values, piece.past - before, window)[..., :width]
         return out
 
-    def attend_alone(self, q: T, span: Span, window: int) -> T:
-        """Attention of one span's tokens ``[tokens, heads, width]``, also to its context."""
-        keys, values, before = self.read(span, window)
-        if not span.context:
-            return attend_span(q, keys, values, span.past - before, window)
-        tiles = ((*self.read(Span(0, t.tokens, 0, t.table), 0)[:2], t.turn) for t in span.context)
-        return attend_tiles(q, keys, values, span.past, tiles, self.freq)
+    def _pieces(self, q: T, window: int) -> list[Batch | Span | Views]:
+        """What is attended to at once: spans by themselves or in batches, and all those together that see others."""
+        assert self.store is not None
+        plain, others = ([s for s in self.spans if bool(s.context) is sees] for sees in (False, True))
+        group = q.shape[2] // self.store.shape[3]
+        found: list[Batch | Span | Views] = [*batched(plain, self.size, window, q, group)] if plain else []
+        return [*found, views_of(others, self.freq, q)] if others else found
 
     def write(self, *new: T) -> None:
         """Put ``new``, ``[1, tokens, kv_heads, width]`` each, into their slots."""
@@ -302,7 +305,7 @@ class PagedReader:
         filled = [0] * (-len(row.ids) % TILE if self.alike else 0)
         numbers = torch.tensor([row.ids + filled, row.positions + filled], device=device)
         places = torch.tensor(slots(row.spans, self.size), device=device)
-        batches = dict[int, list[Batch | Span]]()
+        batches = dict[int, list[Batch | Span | Views]]()
         for pages in self.pages:
             pages.copy(copies)
             pages.spans, pages.slots = row.spans, places

@@ -1,53 +1,83 @@
-"""Attention of a text to others beside its own tokens, wherever these stand in what it sees.
+"""Attention of texts to others beside their own tokens, wherever these stand in what they see.
 
 What a text sees is a row of tiles: blocks of other texts, of which so many tokens are there. Keys are never copied or
-rotated again. A tile whose keys were rotated to other positions than those at which the text sees them is met by
-queries that are turned by the difference, once for all of its tokens (as in Hogwild! Inference, Rodionov et al. 2025,
-2504.06261); what the tiles make is merged by its log-sum-exp.
+rotated again. A tile whose keys were rotated to other positions than those at which a text sees them is met by queries
+that are turned by the difference, once for all of its tokens (as in Hogwild! Inference, Rodionov et al. 2025,
+2504.06261). All texts that see a tile attend to it in one call, and what the tiles make is merged by its log-sum-exp.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from weft.generate.spans import Span, own_segments
 from weft.models.attention import Segment, attend_forward, join, wide
 from weft.models.rope import angles, rotate
-from weft.models.segments import earlier_keys, windowed
 
 T = torch.Tensor
 
 
-class Tile(NamedTuple):
-    """The first ``tokens`` tokens of a table; its reader's queries are turned by ``turn`` positions."""
+class Seen(NamedTuple):
+    """The first ``tokens`` tokens of a table, and who sees them."""
 
     table: Sequence[int]
     tokens: int
-    turn: int = 0
+    places: T  # [queries], among all of the views
+    turns: tuple[T, T] | None  # cosine and sine [queries, 1, rotated / 2] of what turns each query, if anything does
 
 
-def own_segments(tokens: int, past: int, window: int) -> list[Segment]:
-    """What a text's last ``tokens`` tokens see of it, if ``past`` keys come before them."""
-    earlier = earlier_keys(past, past + tokens, 0, past, window) if past else []
-    pieces = [*windowed(past, past + tokens, window), *(s._replace(joins=True) for s in earlier)]
-    return [s._replace(q0=s.q0 - past, q1=s.q1 - past) for s in pieces]
+class Views(NamedTuple):
+    """Spans that see others, behind one another, and all that any of them sees."""
+
+    spans: Sequence[Span]
+    rows: T  # [queries], places in the packed row
+    seen: Sequence[Seen]
 
 
-def turned(q: T, by: int, freq: T) -> T:
-    """``q`` ``[tokens, heads, width]``, whose last elements are rotated, at positions that are ``by`` further on."""
-    cos, sin = angles(torch.tensor([[by]], device=q.device), freq[None], q.dtype)
-    width = 2 * len(freq)
-    return torch.cat([q[..., :-width], rotate(q[None, ..., -width:], cos[0], sin[0])[0]], -1)
+def views_of(spans: Sequence[Span], freq: T | None, like: T) -> Views:
+    """The tiles of ``spans``, each once. ``freq``: by what queries are rotated; ``like`` has their type."""
+    rows = [list(range(span.first, span.last)) for span in spans]
+    viewers = defaultdict[tuple[tuple[int, ...], int], list[tuple[int, int]]](list)
+    at = 0
+    for span in spans:
+        for tile in span.context:
+            places = range(at, at + span.last - span.first)
+            viewers[tuple(tile.table), tile.tokens] += [(place, tile.turn) for place in places]
+        at += span.last - span.first
+
+    def seen(table: tuple[int, ...], tokens: int, who: Sequence[tuple[int, int]]) -> Seen:
+        places, turns = torch.tensor(who, device=like.device).T
+        if freq is None or not turns.any():
+            return Seen(table, tokens, places, None)
+        cos, sin = angles(turns[None], freq[None], like.dtype)  # [1, 1, queries, 1, rotated / 2]
+        return Seen(table, tokens, places, (cos[0, 0], sin[0, 0]))
+
+    flat = torch.tensor([row for each in rows for row in each], device=like.device)
+    return Views(spans, flat, [seen(*key, who) for key, who in viewers.items()])
 
 
-def attend_tiles(q: T, k: T, v: T, past: int, tiles: Iterable[tuple[T, T, int]], freq: T | None) -> T:
-    """Attention of a text's last tokens ``q`` to its own keys ``k``, and to tiles: keys, values, and what turns ``q``.
+def turned(q: T, cos: T, sin: T) -> T:
+    """``q`` ``[queries, heads, width]`` with its last elements, which are the rotated ones, turned on."""
+    width = 2 * cos.shape[-1]
+    return torch.cat([q[..., :-width], rotate(q[..., -width:], cos, sin)], -1)
 
-    ``[tokens, heads or kv_heads, width]``.
-    """
-    own, lse = attend_forward(q, k, v, own_segments(len(q), past, 0))
-    out = own.to(wide(q.dtype))
-    for keys, values, turn in tiles:
-        asked = turned(q, turn, freq) if turn and freq is not None else q
-        join(out, lse, *attend_forward(asked, keys, values, [Segment(0, len(q), 0, len(keys), False)]))
-    return out.to(q.dtype)
+
+def attend_views(q: T, views: Views, read: Callable[[Span], tuple[T, T]]) -> T:
+    """Attention ``[queries, heads, width]`` of all tokens of ``views``; ``read`` finds keys and values of a span."""
+    outs, logs, first = [], [], 0
+    for span in views.spans:
+        last = first + span.last - span.first
+        out, lse = attend_forward(q[first:last], *read(span), own_segments(last - first, span.past, 0))
+        outs.append(out.to(wide(q.dtype)))
+        logs.append(lse)
+        first = last
+    total, lse = torch.cat(outs), torch.cat(logs)
+    for table, tokens, places, turns in views.seen:
+        asked = q[places] if turns is None else turned(q[places], *turns)
+        found = attend_forward(asked, *read(Span(0, tokens, 0, table)), [Segment(0, len(places), 0, tokens, False)])
+        some = total[places], lse[places]
+        join(*some, *found)
+        total[places], lse[places] = some
+    return total.to(q.dtype)

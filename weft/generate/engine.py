@@ -15,13 +15,13 @@ import torch
 from weft.errors import UsageError
 from weft.generate.adapters import HostAdapter, Shelf
 from weft.generate.cache import PagedReader, Part, StatePages
-from weft.generate.context import Tile
 from weft.generate.grammar import Grammar
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.pool import Pool
 from weft.generate.request import Generation, Request, Written
 from weft.generate.sampling import Guess, Sampling, choose, log_probabilities, odds
 from weft.generate.scheduler import Scheduler, Step
+from weft.generate.spans import Tile
 from weft.generate.speculation import Drafter
 from weft.generate.spread import SpreadReader
 from weft.layout.layout import Layout

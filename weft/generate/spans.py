@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from weft.generate.context import Tile, own_segments
-from weft.models.attention import attend_forward
+from weft.models.attention import Segment, attend_forward
 from weft.models.invariant import Reach, attend_each, bias_of, is_invariant, reaches
+from weft.models.segments import earlier_keys, windowed
 
 T = torch.Tensor
 
@@ -19,6 +19,14 @@ SHORT = 16
 
 #: Within a call nobody's keys are padded to more than so many times their number, and no more blocks are copied.
 PADDED, MOST = 1.5, 1024
+
+
+class Tile(NamedTuple):
+    """The first ``tokens`` tokens of a table; its reader's queries are turned by ``turn`` positions."""
+
+    table: Sequence[int]
+    tokens: int
+    turn: int = 0
 
 
 class Span(NamedTuple):
@@ -59,9 +67,8 @@ def batched(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> 
     alike: list[Span] = []
     for span in sorted(spans, key=measure):
         tokens, blocks = measure(span)
-        alone = tokens > SHORT or any(one.context for one in (span, *alike[:1]))
-        if alike and (alone or measure(alike[0])[0] != tokens or blocks > PADDED * measure(alike[0])[1]
-                      or blocks * (len(alike) + 1) > MOST):  # fmt: skip
+        if alike and (measure(alike[0])[0] != tokens or blocks > PADDED * measure(alike[0])[1]
+                      or blocks * (len(alike) + 1) > MOST or tokens > SHORT):  # fmt: skip
             found.append(_batch(alike, size, window, q, group) if len(alike) > 1 else alike[0])
             alike = []
         alike.append(span)
@@ -111,6 +118,13 @@ def attend_batch(q: T, k: T, v: T, batch: Batch) -> T:
     shared = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)  # [texts, kv_heads, tokens * group, width]
     out = F.scaled_dot_product_attention(shared, k.transpose(1, 2), v.transpose(1, 2), attn_mask=batch.bias)
     return out.unflatten(2, (tokens, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def own_segments(tokens: int, past: int, window: int) -> list[Segment]:
+    """What a text's last ``tokens`` tokens see of it, if ``past`` keys come before them."""
+    earlier = earlier_keys(past, past + tokens, 0, past, window) if past else []
+    pieces = [*windowed(past, past + tokens, window), *(s._replace(joins=True) for s in earlier)]
+    return [s._replace(q0=s.q0 - past, q1=s.q1 - past) for s in pieces]
 
 
 def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:

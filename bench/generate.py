@@ -1,0 +1,153 @@
+"""What speculation, workers and adapters gain, each beside the same engine without; one process, in turn.
+
+``editing``: a text is written again with a small change, with guesses from the text; ``random text``: drawn at a
+temperature at which nothing repeats, where guesses can only cost. ``workers``: four Hogwild workers beside one.
+``adapters``: requests with sixteen adapters of two ranks together, beside one after the other. float32, one thread.
+The same tokens are written either way, which is checked; of drawn texts and of workers, as many.
+
+    OMP_NUM_THREADS=1 python bench/generate.py --model FOLDER [--json bench/results/generate.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from weft.checkpoint.model import open_model, tokenizer_of
+from weft.data.tokenizer import Tokenizer
+from weft.generate.adapters import HostAdapter, LowRank, layer_modules
+from weft.generate.engine import Engine
+from weft.generate.sampling import GREEDY, Sampling
+from weft.generate.speculation import Lookup
+from weft.generate.streams import hogwild
+from weft.models.products import read_only
+from weft.models.transformer import Transformer
+
+CODE = """def mean(values):
+    total = 0.0
+    for value in values:
+        total += value
+    return total / len(values)
+
+
+def variance(values):
+    center = mean(values)
+    total = 0.0
+    for value in values:
+        total += (value - center) ** 2
+    return total / len(values)
+
+
+def deviation(values):
+    return variance(values) ** 0.5
+"""
+
+#: What writes tokens, and how many, by name: ours first, then what it is compared with.
+Case = tuple[Callable[[], object], Callable[[], object]]
+
+
+def write(
+    engine: Engine, prompts: list[list[int]], count: int, how: Sampling, names: list[str] | None = None
+) -> object:
+    asked = zip(prompts, names or [""] * len(prompts), strict=True)
+    found = [engine.submit(prompt, count, how, adapter=name)[0] for prompt, name in asked]
+    engine.run()
+    return [one.written for one in found]
+
+
+def speculation(model: Transformer, prompt: list[int], count: int, how: Sampling) -> Case:
+    def written(drafter: Lookup | None) -> object:
+        found = write(Engine(model, drafter=drafter), [prompt], count, how)
+        return count if how.temperature else found  # one of many tokens at random may fall otherwise by rounding
+
+    return lambda: written(Lookup()), lambda: written(None)
+
+
+def workers(model: Transformer, tokenizer: Tokenizer) -> Case:
+    """Tokens a second: four workers write 24 tokens each, one writes 96."""
+    prompt = tokenizer.prompt_ids("Four friends write down everything that they know about the sea.\n")
+    openings = [tokenizer.prompt_ids(f"\n{name}:") for name in ("Ada", "Ben", "Cleo", "Dan")]
+
+    def written(names: int, count: int) -> object:
+        return sum(len(one.written) for one in hogwild(Engine(model), prompt, openings[:names], count, GREEDY))
+
+    return lambda: written(4, 24), lambda: written(1, 96)
+
+
+def adapters(model: Transformer) -> Case:
+    drawn, known = torch.Generator().manual_seed(0), dict[str, HostAdapter]()
+    for number in range(16):
+        forms, values = [], []
+        for modules in layer_modules(model):
+            form, at = [], 0
+            for module, projections in modules.items():
+                for name in ("wq", "wv"):
+                    if name in projections.logical:
+                        (out, into), rank = projections.logical[name].shape, 8 + 8 * (number % 2)
+                        form.append(LowRank(module, name, rank, into, out, at))
+                        at += rank * (into + out)
+            forms.append(tuple(form))
+            values.append(torch.randn(at, generator=drawn) * 0.02)
+        known[f"a{number}"] = HostAdapter(tuple(forms), tuple(values))
+    prompts = [[(7 * i + n) % 40_000 for i in range(12)] for n in range(16)]
+
+    def engine() -> Engine:
+        made = Engine(model)
+        for name, adapter in known.items():
+            made.add_adapter(name, adapter)
+        return made
+
+    together, single = engine(), engine()
+    return (
+        lambda: write(together, prompts, 16, GREEDY, list(known)),
+        lambda: [write(single, [p], 16, GREEDY, [a])[0] for p, a in zip(prompts, known, strict=True)],  # type: ignore[index]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    model, files = open_model(given.model, "cpu", print)
+    tokenizer = tokenizer_of(files, given.model)
+    edit = tokenizer.prompt_ids(f"Original:\n{CODE}\nThe same with the name values changed to numbers:\n{CODE[:120]}")
+    read_only(model)
+    cases = {
+        "editing": speculation(model, edit, 120, GREEDY),
+        "random text": speculation(model, edit[:20], 100, Sampling(1.5, seed=3)),
+        "workers": workers(model, tokenizer),
+        "adapters": adapters(model),
+    }
+    rows = {}
+    for name, (ours, other) in cases.items():
+        if given.only not in name:
+            continue
+        times: list[list[float]] = [[], []]
+        assert ours() == other(), f"{name}: not the same tokens"
+        for _ in range(given.turns):
+            for kept, run in zip(times, (ours, other), strict=True):
+                begun = time.thread_time()
+                run()
+                kept.append(time.thread_time() - begun)
+        a, b = (statistics.median(each) for each in times)
+        ratios = sorted(y / x for x, y in zip(*times, strict=True))
+        rows[name] = {"with_s": a, "without_s": b, "ratio": statistics.median(ratios), "ratios": ratios}
+        print(
+            f"{name:12} {a:7.2f} s with, {b:7.2f} s without: {statistics.median(ratios):.2f} times as fast", flush=True
+        )
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
