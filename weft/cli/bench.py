@@ -56,16 +56,17 @@ def serve(
     limits = load.read_limits(goodput or [])
     percentiles = load.read_percentiles(metric_percentiles)
     asks = load.make_asks(
-        dataset_name, num_prompts, dataset_path, random_input_len, random_output_len, random_range_ratio,
+        dataset_name, num_prompts + num_warmups, dataset_path, random_input_len, random_output_len, random_range_ratio,
         random_prefix_len, seed,
     )  # fmt: skip
     key = read_keys(api_key)[0] if api_key else None
     target = load.Target(base_url.rstrip("/").removesuffix("/v1"), model, key, ignore_eos)
-    waits = load.pauses(len(asks), request_rate, burstiness, seed)
+    waits = load.pauses(len(asks[:num_prompts]), request_rate, burstiness, seed)
 
     async def measure() -> tuple[list[load.Outcome], float]:
-        await load.run(target, asks[:1] * num_warmups, [0.0] * num_warmups, 1)
-        return await load.run(target, asks, waits, max_concurrency)
+        early = asks[num_prompts:]  # other ones, so that no prefix of those that count is known
+        await load.run(target, early, [0.0] * len(early), 1)
+        return await load.run(target, asks[:num_prompts], waits, max_concurrency)
 
     found = load.summary(*asyncio.run(measure()), percentiles, limits)
     if as_json:
