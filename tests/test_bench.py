@@ -199,3 +199,26 @@ def test_noloco(tmp_path: Path) -> None:
     times = {row["islands"]: row for row in found["simulated"]}
     assert times[1024]["noloco_s"] < 1.15 * times[64]["noloco_s"]
     assert times[1024]["tree_s"] > 1.5 * times[64]["tree_s"] > 3 * times[64]["noloco_s"]
+
+
+@pytest.mark.soak
+def test_serve(tmp_path: Path) -> None:
+    """Batch after batch writes what joining requests do (asserted there), and each policy is good for something."""
+    script, path = Path(__file__).parents[1] / "bench" / "serve.py", tmp_path / "serve.json"
+    command = [
+        sys.executable,
+        str(script),
+        "--turns",
+        "1",
+        "--json",
+        str(path),
+        "--only",
+        "injected",
+        "static",
+        "shared",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["injected"]["chunked / whole"] < 0.6 and found["shared"]["known / new"] < 0.4
+    assert found["static"]["continuous / static"] > 1.5
