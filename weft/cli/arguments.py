@@ -44,6 +44,12 @@ Ema = Annotated[bool, typer.Option("--ema", help=_ema)]
 _weights = "float as they are; int8 or int4: so many bits each, on the CPU, faster and a little less exact."
 Weights = Annotated[str, typer.Option(metavar="float|int8|int4", help=_weights)]
 
+_draft = (
+    "Guess what will be written, so that fewer passes are needed, and not one token changes: text (from the text "
+    "itself), texts (also from others'), or a small model with the same tokenizer."
+)
+Draft = Annotated[str, typer.Option("--draft", metavar="text|texts|MODEL", help=_draft)]
+
 
 def read_keys(file: Path) -> list[str]:
     """The keys of ``--api-key``, one per line."""

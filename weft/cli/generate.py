@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.arguments import Ema, ModelName, Weights
+from weft.cli.arguments import Draft, Ema, ModelName, Weights
 from weft.cli.console import warn
 from weft.errors import UsageError
 from weft.train.launch import launch
@@ -48,6 +48,7 @@ def generate(
     seed: int = 0,
     ema: Ema = False,
     weights: Weights = "float",
+    draft: Draft = "",
     layout: Annotated[str | None, typer.Option(help=_layout)] = None,
     experts_in: Annotated[str | None, typer.Option(metavar="WHERE", help=_rest)] = None,
     resident: Annotated[float, typer.Option(min=0, max=1, help="The share of them that memory has room for.")] = 0.5,
@@ -59,6 +60,7 @@ def generate(
     from weft.checkpoint.weights import open_pretrained
     from weft.data.chat.encode import prompt_ids, read_messages
     from weft.generate import engine
+    from weft.generate.draft import drafter_for
     from weft.generate.sampling import Sampling
     from weft.generate.spread import check_spread, mesh_of_rank
     from weft.generate.text import stream_text
@@ -104,7 +106,8 @@ def generate(
         read_only(model, weights)
         ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)
         clock = [time.perf_counter()]
-        fresh = _timed(engine.generate(model, ids, tokens, tokenizer.stops, how, spread), clock)
+        drafter = drafter_for(draft, model, warn)
+        fresh = _timed(engine.generate(model, ids, tokens, tokenizer.stops, how, spread, drafter), clock)
         if prompt and not chat:
             _say(prompt)
         for piece in stream_text(tokenizer, fresh, stop or ()):

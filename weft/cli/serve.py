@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.arguments import Ema, ModelName, Weights, read_keys
+from weft.cli.arguments import Draft, Ema, ModelName, Weights, read_keys
 from weft.cli.console import warn
 from weft.errors import UsageError
 
@@ -34,12 +34,14 @@ def serve(
     adapters: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_adapters)] = None,
     ema: Ema = False,
     weights: Weights = "float",
+    draft: Draft = "",
 ) -> int:
     """Serve a trained model over HTTP as OpenAI's clients ask for it, with metrics and a chat page."""
     import psutil
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
+    from weft.generate.draft import drafter_for
     from weft.generate.engine import Engine, check_prompt
     from weft.models.products import read_only
 
@@ -59,7 +61,7 @@ def serve(
     model, files = open_model(checkpoint, device, warn, ema)
     check_prompt(model, [0])
     read_only(model, weights)
-    engine = Engine(model, cache or None, budget, requests)
+    engine = Engine(model, cache or None, budget, requests, drafter=drafter_for(draft, model, warn))
     if not cache:
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
         cache = engine.fit(int(SHARE * free))

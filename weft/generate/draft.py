@@ -10,7 +10,7 @@ Speculative Decoding, 2510.13161, which takes them from an early layer of the la
 was written, its guesses are there at once. On a device of its own the small model then costs no time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from random import Random
@@ -18,9 +18,27 @@ from typing import NamedTuple
 
 import torch
 
+from weft.checkpoint.model import open_model
+from weft.errors import UsageError
 from weft.generate.engine import Engine
 from weft.generate.request import Generation
+from weft.generate.speculation import Drafter, Lookup
 from weft.models.transformer import Transformer
+
+#: Tokens of other requests' texts that guesses are looked up in.
+SHARED = 2**18
+
+
+def drafter_for(word: str, model: Transformer, warn: Callable[[str], None]) -> Drafter | None:
+    """What guesses for ``model``: ``text`` (a request's own), ``texts`` (also others'), or the small model so named."""
+    if word in ("", "text", "texts"):
+        return Lookup(shared=SHARED * (word == "texts")) if word else None
+    small, _ = open_model(word, str(model.mesh.device), warn)
+    if small.shape.vocab != model.shape.vocab:
+        raise UsageError(f"{word} has {small.shape.vocab} ids and the model {model.shape.vocab}; a small model that "
+                         "guesses needs the same tokenizer")  # fmt: skip
+    return DraftModel(small)
+
 
 #: A text: ids from its first token on.
 Text = tuple[int, ...]

@@ -269,6 +269,7 @@ def generate(
     stops: Collection[int],
     how: Sampling,
     layout: Layout | None = None,
+    drafter: Drafter | None = None,
 ) -> Iterator[int]:
     """Yield up to ``max_new`` ids that continue ``prompt_ids``, as they come; ends at one of ``stops``, not yielded.
 
@@ -276,7 +277,7 @@ def generate(
     the same ids (:mod:`weft.generate.spread`). Errors: prompts out of range, and those of :func:`check_spread`.
     """
     if layout is None or layout.world == 1:
-        engine = Engine(model)
+        engine = Engine(model, drafter=drafter)
         yield from engine.stream(engine.submit(prompt_ids, max_new, how, stops)[0])
         return
     check_prompt(model, prompt_ids)
