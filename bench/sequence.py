@@ -38,7 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.generate.one_text import OneText
-from weft.generate.spread import SpreadReader
+from weft.generate.engine import Engine
+from weft.generate.ranks import follow, mesh_of_rank
+from weft.generate.sampling import GREEDY
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners, owned_ranges
@@ -332,6 +334,15 @@ def prompts(lengths: Sequence[int]) -> dict[str, dict[str, list[float]]]:
     """Seconds and MiB to read a prompt, cache and logits included; alone means that the other ranks wait."""
     shape = ModelShape(vocab=PROMPT_VOCAB, layers=2, embed=256, heads=HEADS, kv_heads=2)
     model, _ = parallelize(shape, Mesh.single(), Train())
+    cut, _ = parallelize(shape, mesh_of_rank(Layout(cp=RANKS), "cpu"), Train(), summed=False)
+
+    def over_ranks(ids: list[int]) -> None:
+        if dist.get_rank():
+            return follow(cut)
+        engine = Engine(cut, budget=2048 * RANKS, ranks=True)  # as weft generate has it
+        engine.submit(ids, 1, GREEDY)
+        engine.run()
+        engine.close()
 
     def whole(ids: list[int]) -> T:
         """What reading took before: logits of every position, of which the last is used."""
@@ -341,7 +352,7 @@ def prompts(lengths: Sequence[int]) -> dict[str, dict[str, list[float]]]:
     ways: dict[str, tuple[int, Callable[[], Callable[[list[int]], object]]]] = {
         "one rank, all logits": (1, lambda: whole),
         "one rank": (1, lambda: OneText(model).read),
-        f"cp={RANKS}": (RANKS, lambda: SpreadReader(model, Layout(cp=RANKS)).read),
+        f"cp={RANKS}": (RANKS, lambda: over_ranks),
     }
     found: dict[str, dict[str, list[float]]] = {name: {"s": [], "MiB": []} for name in ways}
     for length in (64, *lengths):

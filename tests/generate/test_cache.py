@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from weft.generate.cache import (
+    ROOM,
     KeyValuePages,
     PagedReader,
     Part,
@@ -18,7 +19,6 @@ from weft.generate.cache import (
     attention_layers,
     layer_pages,
 )
-from weft.generate.spread import ROOM, KeyValues
 from weft.layout.mesh import Mesh
 from weft.models.attention import attention
 from weft.models.transformer import Transformer
@@ -154,13 +154,3 @@ def test_pages_grow_with_what_is_used_and_keep_what_they_have() -> None:
         assert pages.store is not None and pages.store.shape[1] * 4 <= (at + 4) * 9 / 8 + ROOM
         seen.add(pages.store.shape)
     assert torch.equal(pages.store[:, :1000].flatten(1, 2), kept.expand(2, -1, -1, -1)) and len(seen) < 20
-
-
-def test_keys_and_values_survive_growth_in_memory_that_is_an_eighth_larger_at_most() -> None:
-    k, v = torch.randn(2, 2, 3000, 2, 4).unbind()
-    kept, copies = KeyValues(), set()
-    for a, b in zip(k.split(7, 1), v.split(7, 1), strict=True):
-        keys, values = kept.append(a, b)
-        assert kept.store is not None and kept.store.shape[2] <= kept.tokens * 9 / 8 + ROOM
-        copies.add(kept.store.shape)
-    assert torch.equal(keys, k) and torch.equal(values, v) and len(copies) < 15

@@ -10,87 +10,29 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.cli.test_mixtures import folder_of
 from tests.conftest import Command
-from tests.generate.one_text import OneText
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.errors import UsageError
-from weft.generate.engine import generate
+from weft.generate.ranks import check_layout
 from weft.generate.routing import chosen_experts
-from weft.generate.sampling import GREEDY
-from weft.generate.spread import SpreadReader, check_spread, mesh_of_rank
 from weft.layout.layout import Layout
-from weft.layout.mesh import Mesh
-from weft.models.experts import Mixture
-from weft.models.transformer import Transformer
-from weft.parallel.build import parallelize
-from weft.recipe import ModelShape, Train
+from weft.recipe import ModelShape
 
 TEXT = "".join(f"def add_{i}(a, b):\n    return a + {i * 7} * b  # and the sum of {i}\n" for i in range(40))
-MODELS: dict[str, dict[str, Any]] = {
-    "mixtral": {"experts": 8, "experts_per_token": 2},
-    "deepseek-v3": {"experts": 6, "router": "sigmoid", "router_groups": 3, "router_top_groups": 2, "router_norm": True,
-                    "shared_experts": 1, "kv_rank": 10, "rope_dim": 4, "kv_heads": None},
-    "two experts": {"experts": 2, "first_dense": 1, "router_early": True},
-}  # fmt: skip
-PROMPTS = [[3], [7, 1], [(5 * i + 2) % 61 for i in range(13)], [(3 * i + 1) % 61 for i in range(50)]]
-
-
-def build(name: str, mesh: Mesh) -> Transformer:
-    shape = ModelShape(**{"vocab": 61, "layers": 3, "embed": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.5,
-                          "expert_ffn": 24, **MODELS[name]})  # fmt: skip
-    return parallelize(shape, mesh, Train(seed=2, dtype="float64"))[0]
-
-
-def continued(name: str, dispatch: str) -> tuple[list[list[int]], list[Any], int]:
-    """On every rank: what follows each prompt, the logits after it and a token, and numbers of experts held here."""
-    world = dist.get_world_size()
-    layout = Layout(cp=world, ep=world, dispatch=dispatch)  # type: ignore[arg-type]
-    model = build(name, mesh_of_rank(layout, "cpu"))
-    found = [list(generate(model, prompt, 8, (), GREEDY, layout=layout)) for prompt in PROMPTS]
-    logits = []
-    with torch.inference_mode():
-        for prompt in PROMPTS:
-            reader = SpreadReader(model, layout)
-            logits.append([None if x is None else x.tolist() for x in (reader.read(prompt), reader.read([4]))])
-    experts = sum(p.numel() for m in model.modules() if isinstance(m, Mixture) for p in m.experts.parameters())
-    return found, logits, experts
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("world", "name", "dispatch"), [
-    (4, "mixtral", "all-to-all"), (2, "deepseek-v3", "per-rank"),
-    pytest.param(4, "two experts", "all-to-all", marks=pytest.mark.slow),
-    pytest.param(3, "deepseek-v3", "all-to-all", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_experts_spread_over_ranks_write_the_same(pool: Any, world: int, name: str, dispatch: str) -> None:
-    alone = build(name, Mesh.single())
-    expected = [list(generate(alone, prompt, 8, (), GREEDY)) for prompt in PROMPTS]
-    answers = pool.run(world, continued, name, dispatch)
-    whole = sum(p.numel() for m in alone.modules() if isinstance(m, Mixture) for p in m.experts.parameters())
-    assert {held for _, _, held in answers} == {whole // world}
-    for number, prompt in enumerate(PROMPTS):
-        assert all(found[number] == expected[number] for found, _, _ in answers)
-        reader = OneText(alone)
-        with torch.inference_mode():
-            reference = [reader.read(prompt), reader.read([4])]
-        for place, one in enumerate(reference):
-            (logits,) = [found for _, all_of_rank, _ in answers if (found := all_of_rank[number][place]) is not None]
-            torch.testing.assert_close(torch.tensor(logits, dtype=torch.float64), one, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("layout", "shape", "words"), [
-    ("cp=4,ep=2", {"experts": 8}, "generation spreads experts over all ranks of cp, .* use --layout cp=4,ep=4"),
-    ("cp=4,ep=4,dispatch=all-gather", {"experts": 8}, "by all-to-all or per-rank, as they have unequal"),
+    ("cp=4,ep=3", {"experts": 8}, "ep"),
+    ("cp=4,ep=4,dispatch=all-gather", {"experts": 8}, "'all-gather' does not send; use all-to-all or per-rank"),
     ("cp=4,ep=4", {}, "ep = 4 spreads experts over ranks, and the model has none"),
     ("cp=4,ep=4", {"experts": 3}, "ep = 4 cuts the 3 experts of a layer"),
 ])  # fmt: skip
 def test_layouts_that_cannot_are_one_line(layout: str, shape: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words) as caught:
-        check_spread(Layout.parse(layout), ModelShape(**{"expert_ffn": 6, **shape}))
+        check_layout(Layout.parse(layout), ModelShape(**{"expert_ffn": 6, **shape}))
     assert "\n" not in str(caught.value)
 
 

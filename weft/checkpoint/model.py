@@ -38,7 +38,7 @@ def open_model(
 
     def made(shape: ModelShape, values: Values) -> Transformer:
         lift = None if experts is None else partial(experts.lift, values=values)
-        return parallelize(shape, mesh, Train(), values, lift=lift)[0]
+        return parallelize(shape, mesh, Train(), values, lift=lift, summed=False)[0]
 
     if is_foreign(where):
         found = open_pretrained(where)
@@ -53,7 +53,7 @@ def open_model(
         assert found.values is not None
         if found.shape.adapter is not None or experts is not None:
             return made(found.shape, found.values)
-        model, state = parallelize(found.shape, mesh, Train(), lambda name, logical, box: torch.zeros(()))
+        model, state = parallelize(found.shape, mesh, Train(), lambda name, logical, box: torch.zeros(()), summed=False)
         checkpoint.load({stored_name(checkpoint, h.name, ema): h.part(h.local) for h in state.held})
         return model
 

@@ -1,9 +1,9 @@
-"""``weft generate``: continue a text on one device, or a long one on several."""
+"""``weft generate``: continue a text, on one device or on several."""
 
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +14,8 @@ from rich.text import Text
 
 from weft.cli.arguments import Draft, Ema, ModelName, Weights
 from weft.cli.console import warn
+from weft.cli.spread import Spread, as_rank, leads, run_ranks
 from weft.errors import UsageError
-from weft.train.launch import launch
-from weft.train.ranks import in_ranks, joined
 
 if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
     from weft.checkpoint.s3 import Where
@@ -24,12 +23,10 @@ if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
 
 _chat = "The prompt is what a user says (or a .json file with messages): apply the chat template, print the answer."
 
-_layout = 'Ranks for long prompts, e.g. "cp=4"; each has the model, with "cp=4,ep=4" but a part of its experts.'
-
 _rest = "Where a mixture's experts rest that are not in use: a folder on a local disk, or host."
 
-#: Seconds that ranks wait for each other.
-WAIT_S = 1800
+#: Tokens of a step for each rank along cp: of long prompts as many as fill the processor well.
+CHUNK = 2048
 
 
 def generate(
@@ -49,20 +46,19 @@ def generate(
     ema: Ema = False,
     weights: Weights = "float",
     draft: Draft = "",
-    layout: Annotated[str | None, typer.Option(help=_layout)] = None,
+    layout: Spread = None,
     experts_in: Annotated[str | None, typer.Option(metavar="WHERE", help=_rest)] = None,
     resident: Annotated[float, typer.Option(min=0, max=1, help="The share of them that memory has room for.")] = 0.5,
 ) -> int:
-    """Continue a text with a trained model; a long one on several ranks, which cut it and its keys and values."""
+    """Continue a text with a trained model, on one rank or on several."""
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
-    from weft.checkpoint.weights import open_pretrained
     from weft.data.chat.encode import prompt_ids, read_messages
-    from weft.generate import engine
     from weft.generate.draft import drafter_for
+    from weft.generate.engine import BUDGET, Engine
+    from weft.generate.ranks import follow, mesh_of_rank
     from weft.generate.sampling import Sampling
-    from weft.generate.spread import check_spread, mesh_of_rank
     from weft.generate.text import stream_text
     from weft.layout.layout import Layout
     from weft.memory.experts import RestingExperts
@@ -72,16 +68,14 @@ def generate(
         raise UsageError("give either --prompt TEXT or --prompt-file FILE")
     how = Sampling(temperature, top_k, top_p, min_p, repetition, seed=seed)
     spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
-    check_spread(spread)
     if experts_in == "":
         raise UsageError("--experts-in is empty; give a folder on a local disk")
-    if experts_in and spread.ep > 1:
-        raise UsageError("--experts-in is for ranks that have all experts; leave it out, or ep in --layout")
+    if experts_in and spread.world > spread.cp:
+        raise UsageError("--experts-in is for ranks that have all experts; leave it out, or have cp alone in --layout")
     if experts_in == "host" and device == "cpu":
         raise UsageError("--experts-in host is for models on a GPU; on the CPU give a folder on a local disk")
-    if spread.world > 1 and not in_ranks():
-        check_spread(spread, open_pretrained(checkpoint).shape)
-        return launch(sys.argv[1:], spread.world)
+    if (code := run_ranks(spread, checkpoint)) is not None:
+        return code
     if system is not None and not chat:
         raise UsageError("--system is for --chat, whose template says where it belongs")
     try:
@@ -94,44 +88,38 @@ def generate(
         messages, tools = read_messages(text)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
-    with joined(device, WAIT_S) if spread.world > 1 else nullcontext():
-        if spread.world > 1 and device == "cuda":
-            device = f"cuda:{torch.cuda.current_device()}"
+    with as_rank(spread, device) as device:
         resting = RestingExperts(None if experts_in == "host" else Path(experts_in), resident) if experts_in else None
         if resting and resting.file and resting.file.note:
             warn(resting.file.note)
         model, files = open_model(checkpoint, device, warn, ema, mesh_of_rank(spread, device), resting)
-        tokenizer = tokenizer_of(files, checkpoint)
-        check_spread(spread, model.shape)
         read_only(model, weights)
+        if not leads():
+            follow(model)
+            return 0
+        tokenizer = tokenizer_of(files, checkpoint)
         ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)
-        clock = [time.perf_counter()]
+        budget = CHUNK * spread.cp if spread.cp > 1 else BUDGET
         drafter = drafter_for(draft, model, warn)
-        fresh = _timed(engine.generate(model, ids, tokens, tokenizer.stops, how, spread, drafter), clock)
-        if prompt and not chat:
-            _say(prompt)
-        for piece in stream_text(tokenizer, fresh, stop or ()):
-            _say(piece)
-        _say("\n")
-        if spread.world > 1 and len(clock) > 1 and _first():
+        with closing(Engine(model, budget=budget, drafter=drafter, ranks=spread.world > 1)) as engine:
+            clock = [time.perf_counter()]
+            fresh = _timed(engine.stream(engine.submit(ids, tokens, how, tokenizer.stops)[0]), clock)
+            if prompt and not chat:
+                _say(prompt)
+            for piece in stream_text(tokenizer, fresh, stop or ()):
+                _say(piece)
+            _say("\n")
+        if spread.world > 1 and len(clock) > 1:
             rate = (len(clock) - 2) / max(clock[-1] - clock[1], 1e-9)
             print(f"weft: {len(ids):,} tokens of prompt over {spread.world} ranks: first token after "
                   f"{clock[1] - clock[0]:.2f} s, then {rate:.1f} tokens/s", file=sys.stderr)  # fmt: skip
-        if resting is not None and _first():
+        if resting is not None:
             print(f"weft: {resting.report()}", file=sys.stderr)
     return 0
 
 
-def _first() -> bool:
-    import torch.distributed as dist
-
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def _say(text: str) -> None:
-    """Print on one of the ranks."""
-    if _first():
-        print(text, end="", flush=True)
+    print(text, end="", flush=True)
 
 
 def _timed(ids: Iterator[int], clock: list[float]) -> Iterator[int]:

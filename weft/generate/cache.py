@@ -6,8 +6,8 @@ layers use them for the time of one forward pass (:func:`attending`). What they 
 tokens, which a table per text lists (:mod:`weft.generate.pool`; PagedAttention, Kwon et al. 2023): keys and values of
 softmax layers, what these are made from of latent ones, and of linear layers the state behind the last token of every
 block. So a text can begin from blocks of another one, whatever its layers are. Anything else with this signature can
-take their place, such as keys and values of several ranks (:mod:`weft.generate.spread`). Keys arrive already rotated to
-their positions.
+take their place, such as keys and values of several ranks (:mod:`weft.generate.striped`). Keys arrive already rotated
+to their positions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -190,7 +190,7 @@ class StatePages(Pages):
         qs, ks, vs = (x[0].to(dtype).transpose(0, 1) for x in heads_first)  # [heads, tokens, head_dim]
         decay = torch.tensor(self.decay, dtype=dtype, device=q.device)
         store = self.room(max(max(s.table) for s in self.spans) + 1, qs, 1, (q.shape[2], q.shape[3], v.shape[3]))[0]
-        out = torch.empty(q.shape[2], q.shape[1], v.shape[3], dtype=dtype, device=q.device)
+        out = torch.zeros(q.shape[2], q.shape[1], v.shape[3], dtype=dtype, device=q.device)
         for pieces in rounds(self.spans, self.size):
             rows = torch.tensor([[*range(p.first, p.last)] for p in pieces], device=q.device)  # [texts, tokens]
             past = torch.tensor([p.past for p in pieces], device=q.device)
@@ -293,6 +293,9 @@ class PagedReader:
         """Begin to :meth:`read`; what is returned waits for the logits."""
         found = self.read(parts, copies, loads)
         return lambda: found
+
+    def close(self) -> None:
+        """Nobody else has to know that it ends."""
 
     def read(self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = (), loads: Loads = ()) -> T:
         """Logits ``[rows of all parts, vocab]``.

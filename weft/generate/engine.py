@@ -1,30 +1,28 @@
 """Many requests at once: a scheduler says which tokens are computed, one forward pass reads them, samplers choose.
 
 Whatever the budget, the policy, the size of the cache and the other requests are, a request gets the tokens that it
-gets alone. Long prompts can instead be cut over several ranks, one request at a time (:mod:`weft.generate.spread`).
+gets alone. Model, cache and steps can be cut over several ranks (:mod:`weft.generate.ranks`).
 """
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice
-from random import Random
 
 import torch
 
 from weft.errors import UsageError
 from weft.generate.adapters import HostAdapter, Shelf
-from weft.generate.cache import PagedReader, Part, StatePages
+from weft.generate.cache import PagedReader, Part
 from weft.generate.grammar import Grammar
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.pool import Pool
+from weft.generate.ranks import Leader
 from weft.generate.request import Generation, Request, Written
 from weft.generate.sampling import Guess, Sampling, choose, log_probabilities, odds
 from weft.generate.scheduler import Scheduler, Step
 from weft.generate.spans import Tile
 from weft.generate.speculation import Drafter
-from weft.generate.spread import SpreadReader
-from weft.layout.layout import Layout
 from weft.models.linear_attention import CHUNK
 from weft.models.transformer import Transformer
 
@@ -46,33 +44,34 @@ def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
 def check_invariant(model: Transformer) -> None:
     """Raises :class:`UsageError` if ``model`` cannot be computed alike in every batch."""
     shape = model.shape
-    other = shape.kv_rank or shape.mixtures or shape.kind or (shape.ffn or 0) % 2
+    other = shape.kv_rank or shape.mixtures or shape.kind or (shape.ffn or 0) % 2 or model.mesh.layout.world > 1
     if other or model.mesh.device.type != "cpu" or {*map(shape.mixer_of, range(shape.layers))} != {"softmax"}:
-        raise UsageError("bits that no batch changes are for dense models with plain attention on the CPU, with an "
+        raise UsageError("bits that no batch changes are for dense models with plain attention on one CPU, with an "
                          "even ffn; leave out invariant")  # fmt: skip
 
 
 class Engine:
-    """Writes for many requests with ``model``, on one device.
+    """Writes for many requests with ``model``.
 
     ``tokens``: those that the cache has room for, all requests together (None: as many as memory holds); ``budget``:
     those that are computed in a step, of at most ``limit`` requests; ``policy``: :mod:`weft.generate.policies`;
-    ``drafter``: guesses what will be written (:mod:`weft.generate.speculation`), which changes nothing but the speed.
-    ``invariant``: log-probabilities are to the last bit those of the whole text (:mod:`weft.models.invariant`).
+    ``drafter``: guesses what will be written (:mod:`weft.generate.speculation`), which changes nothing but the speed;
+    ``invariant``: log-probabilities are to the last bit those of the whole text (:mod:`weft.models.invariant`);
+    ``ranks``: the model is cut over several, which follow this one (:mod:`weft.generate.ranks`).
     """
 
     def __init__(
         self, model: Transformer, tokens: int | None = None, budget: int = BUDGET, limit: int = 64,
         policy: Policy = exact_fill, size: int = 0, drafter: Drafter | None = None, invariant: bool = False,
+        ranks: bool = False,
     ) -> None:  # fmt: skip
         if budget < 1 or limit < 1:
             raise UsageError("a step needs room for one token of one request; give a larger budget or limit")
         if invariant:
             check_invariant(model)
-        self.reader = PagedReader(model, size or BLOCK, invariant)
-        states = any(isinstance(pages, StatePages) for pages in self.reader.pages)
-        if states and not size:
-            self.reader = PagedReader(model, CHUNK)
+        states = any(model.shape.mixer_of(i) != "softmax" for i in range(model.shape.layers))
+        size = size or (CHUNK if states else BLOCK)
+        self.reader: PagedReader | Leader = Leader(model, size) if ranks else PagedReader(model, size, invariant)
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
         pool = Pool(blocks, self.reader.size, states)
         self.shelf: Shelf | None = None
@@ -111,6 +110,8 @@ class Engine:
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> None:
         """Let requests name ``adapter``. Needed ones are copied into the cache, and compete with texts for its room."""
+        if not isinstance(self.reader, PagedReader):
+            raise UsageError("adapters are for models on one rank; leave out --layout, or merge the adapter")
         if self.shelf is None:
             self.probe()
             self.shelf = self.reader.shelf = Shelf(self.model, self.reader.pages)
@@ -239,6 +240,10 @@ class Engine:
         while self.step() or self.scheduler.running or self.scheduler.waiting:
             pass
 
+    def close(self) -> None:
+        """Let other ranks go, if there are any."""
+        self.reader.close()
+
 
 def parts_of(step: Step) -> list[Part]:
     """What is read for a step: of every request its tokens and the guess in its own blocks, then its other guesses."""
@@ -263,30 +268,8 @@ def tiles_of(request: Request, step: Step) -> list[Tile]:
 
 
 def generate(
-    model: Transformer,
-    prompt_ids: list[int],
-    max_new: int,
-    stops: Collection[int],
-    how: Sampling,
-    layout: Layout | None = None,
-    drafter: Drafter | None = None,
+    model: Transformer, prompt_ids: list[int], max_new: int, stops: Collection[int], how: Sampling
 ) -> Iterator[int]:
-    """Yield up to ``max_new`` ids that continue ``prompt_ids``, as they come; ends at one of ``stops``, not yielded.
-
-    With ``cp`` > 1 in ``layout`` all its ranks call this with the same arguments, each with the whole model, and get
-    the same ids (:mod:`weft.generate.spread`). Errors: prompts out of range, and those of :func:`check_spread`.
-    """
-    if layout is None or layout.world == 1:
-        engine = Engine(model, drafter=drafter)
-        yield from engine.stream(engine.submit(prompt_ids, max_new, how, stops)[0])
-        return
-    check_prompt(model, prompt_ids)
-    reader, stream, written = SpreadReader(model, layout), Random(how.seed), list[int]()
-    while len(written) < max_new:
-        with torch.inference_mode():
-            logits = reader.read(written[-1:] or prompt_ids)
-            chosen = reader.agree(None if logits is None else choose(logits, how, prompt_ids, written, stream))
-        if chosen in stops:
-            return
-        written.append(chosen)
-        yield chosen
+    """Yield up to ``max_new`` ids that continue ``prompt_ids``, as they come; ends at one of ``stops``, not yielded."""
+    engine = Engine(model)
+    yield from engine.stream(engine.submit(prompt_ids, max_new, how, stops)[0])

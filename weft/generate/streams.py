@@ -25,6 +25,8 @@ def check_streams(engine: Engine, ids: Sequence[int]) -> None:
     check_prompt(engine.model, ids)
     if not all(isinstance(pages, KeyValuePages) for pages in engine.reader.pages):
         raise UsageError("streams see each other's keys, which linear attention does not keep; use one stream")
+    if engine.model.mesh.size("dp", "pp") > 1:
+        raise UsageError("streams see each other's keys in the same step, which cp and pp keep apart; use tp")
     if engine.model.shape.window:
         raise UsageError("streams see all of each other, and this model's layers the last tokens only; use one stream")
 

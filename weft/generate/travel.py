@@ -32,6 +32,8 @@ class Departure:
         if request.context or request.grammar or request.siblings or request.kept:
             raise UsageError("a request with a grammar, with others that read its prompt, or that sees others, cannot "
                              "move; let it end where it is")  # fmt: skip
+        if engine.model.mesh.layout.world > 1:
+            raise UsageError("blocks of several ranks cannot move; let the request end where it is")
         self.engine, self.request, self.sent = engine, request, 0
 
     def round(self) -> bytes | None:

@@ -47,7 +47,12 @@ def gather_vocab(logits: torch.Tensor, sizes: list[int], mesh: Mesh) -> torch.Te
     """Whole logits ``[batch, seq, vocab]`` from vocabulary shares of (possibly unequal) ``sizes``."""
     if mesh.size("tp") == 1:
         return logits
-    return spmd.all_gather(logits, mesh.group("tp"), src=S(2), dst=R, split_sizes=sizes)
+    most = max(sizes)
+    if most == min(sizes):
+        return spmd.all_gather(logits, mesh.group("tp"), src=S(2), dst=R)
+    even = torch.nn.functional.pad(logits, (0, most - logits.shape[2]))  # gloo takes equal parts only
+    parts = spmd.all_gather(even, mesh.group("tp"), src=S(2), dst=R).split(most, dim=2)
+    return torch.cat([one[..., :size] for one, size in zip(parts, sizes, strict=True)], dim=2)
 
 
 def own(weight: torch.Tensor, start: int, stop: int, mesh: Mesh) -> torch.Tensor:

@@ -131,6 +131,8 @@ def read_only(model: Transformer, word: str = "float") -> int:
                 module.products[names] = split_product(product, [len(weight) for weight in weights])
                 size += product.nbytes
                 module.forget(*names)
+    if not hasattr(model, "norm"):  # a stage of a pipeline, without an output layer
+        return size
     head = form_of(word, model.output.detach())
     model.logits = partial(multiplied, product=head)
     if not model.shape.tied:

@@ -244,8 +244,10 @@ class Transformer(Module):
         nothing else. ``seen``: see :class:`Block`.
         """
         hidden = self.hidden(tokens, positions, cu_seqlens, seen)
-        if learned is not None:
-            return self.loss(hidden, learned)
+        return self.loss(hidden, learned) if learned is not None else self.scores(hidden, only)
+
+    def scores(self, hidden: T, only: slice | T | None = None) -> T:
+        """Logits ``[batch, seq, vocab]`` of what the output layer reads; ``only``: see :meth:`forward`."""
         hidden = gather_tokens(hidden, self.mesh)  # [batch, seq, embed]
         if only is not None:
             hidden = hidden[:, only]

@@ -19,6 +19,8 @@ LONGEST = 8192
 def embed(model: Transformer, ids: Sequence[int], pooling: Literal["mean", "last"]) -> torch.Tensor:
     """A vector of length 1, float32 ``[embed]``: of the normed hidden states the mean, or the last one."""
     check_prompt(model, ids)
+    if model.mesh.layout.world > 1:
+        raise UsageError("vectors are made by models on one rank; serve this one without --layout")
     if len(ids) > LONGEST:
         raise UsageError(f"a text of {len(ids)} tokens is too long for one vector; give {LONGEST} at most")
     device = model.mesh.device

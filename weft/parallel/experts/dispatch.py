@@ -13,7 +13,6 @@ brings one copy to each node that has any of a token's experts, and from there o
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from weft.layout.boundary import untyped
@@ -132,21 +131,6 @@ class AllGather:
         inner, tokens = meta
         back = scattered(self.fan_out.combine(rows, inner)(), self.members)
         return lambda: back()[:tokens]
-
-
-class Everywhere:
-    """All ranks have the same tokens, as generation has: each adds up what its experts make of them, then all do."""
-
-    def __init__(self, members: Members) -> None:
-        self.members, self.fan_out = members, here(members)
-
-    def dispatch(self, x: T, choice: Choice) -> Arriving:
-        return self.fan_out.dispatch(x, choice)
-
-    def combine(self, rows: T, meta: Any) -> Awaited:
-        share = self.fan_out.combine(rows, meta)()
-        dist.all_reduce(share, group=self.members.group)
-        return lambda: share
 
 
 class EachChoice:

@@ -1,0 +1,235 @@
+"""The engine over several ranks, each of which has a part of the model, of the cache and of every step.
+
+The first rank schedules and samples as one process would. Every step becomes a numbered ticket that it leaves for the
+others in the store that all ranks share, and each rank reads its part of the row: along ``tp`` its heads of all tokens,
+along ``cp`` its tokens (:mod:`weft.generate.striped`), with ``ep`` its experts, along ``pp`` its layers. Stages need
+not wait for what they hand on: as many steps as there are stages are under way at once (EnergonAI, Du et al. 2022,
+2209.02341). Logits come home to the first rank. The model is that of training, laid out and loaded in the same way;
+nothing of it is cut along ``cp`` but experts.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from weft.errors import UsageError
+from weft.generate.cache import KeyValuePages, LatentPages, Loads, Part, Row, StatePages, attending, layer_pages, pack
+from weft.generate.striped import SplitStates, StripedKeys, StripedLatents, Stripes
+from weft.layout.dims import part
+from weft.layout.groups import limit
+from weft.layout.layout import Layout
+from weft.layout.lost import peer_lost
+from weft.layout.mesh import Mesh
+from weft.layout.placement import rank_table
+from weft.models.rope import angles
+from weft.models.transformer import Transformer
+from weft.parallel.build import check_fits
+from weft.recipe import ModelShape
+from weft.schedule.actions import Value
+from weft.schedule.wire import Wire
+from weft.train.failure import is_secondary
+from weft.train.ranks import noted_signals, stop_signals
+
+T = torch.Tensor
+
+#: What generation reads of a layout; all else is about training.
+READ = ("tp", "cp", "pp", "ep", "dispatch", "order")
+
+#: The ways to experts on other ranks that take any number of tokens from each.
+SENDS = ("all-to-all", "per-rank")
+
+#: How long a rank waits for a ticket before it does so again; the end of the store it hears of at once.
+IDLE = timedelta(days=1)
+
+
+def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
+    """Raises :class:`UsageError` for layouts and models (None: not known yet) that cannot generate."""
+    usual = Layout()
+    if other := [
+        name for name in Layout.model_fields if name not in READ and getattr(layout, name) != getattr(usual, name)
+    ]:
+        raise UsageError(f"generation goes over tp, cp, pp and ep, and has no use for {other[0]}; leave it out")
+    if layout.ep > 1 and layout.dispatch not in SENDS:
+        raise UsageError(f"ranks that generate have unequally many tokens, which dispatch = {layout.dispatch!r} does "
+                         f"not send; use {' or '.join(SENDS)}")  # fmt: skip
+    if shape is not None and layout.world > 1:
+        if shape.kind:
+            raise UsageError(f"a plugin's model ({shape.kind}) reads on one rank; leave out --layout")
+        check_fits(shape, of_parameters(layout))
+
+
+def of_parameters(layout: Layout) -> Layout:
+    """What generation under ``layout`` is to a model's parameters, which are whole along ``cp``, but for experts."""
+    order = layout.order.replace("cp", "dp")
+    return Layout(dp=layout.cp, tp=layout.tp, pp=layout.pp, ep=layout.ep, dispatch=layout.dispatch, order=order)
+
+
+def mesh_of_rank(layout: Layout, device: str) -> Mesh:
+    """Where this rank's model stands, among ranks that were started together."""
+    if layout.world > 1 and (not dist.is_initialized() or dist.get_world_size() != layout.world):
+        raise UsageError(f"generation under {layout} needs {layout.world} ranks that are started together")
+    return Mesh.create(of_parameters(layout), device) if layout.world > 1 else Mesh.single(device)
+
+
+class RankReader:
+    """Reads this rank's part of every step, in blocks of ``size`` tokens, or a few more."""
+
+    def __init__(self, model: Transformer, size: int) -> None:
+        self.model, self.mesh, world, patience = model, model.mesh, dist.group.WORLD, limit()
+        assert world is not None
+        ranks = self.mesh.size("dp")
+        self.group = self.mesh.group("dp") if ranks > 1 else None
+        self.size = size + -size % ranks
+        self.pages = [self._striped(pages) for pages in layer_pages(model, self.size)]
+        stages, stage = dist.get_process_group_ranks(self.mesh.group("pp")), self.mesh.rank("pp")
+        self.before, self.after = ([None, *stages][stage], [*stages, None][stage + 1])
+        self.depth = len(stages)
+        self.ends = rank_table(self.mesh.layout)[0, -1, :, 0, 0, 0].tolist()  # who has logits, by the place along cp
+        self.wire = Wire(world, self.mesh.device, patience.total_seconds() if patience else 600)
+        links = [(self.before, world.rank()), (world.rank(), self.after), *((end, 0) for end in self.ends if end)]
+        self.wire.connect({(a, b) for a, b in links if a is not None and b is not None})
+
+    def _striped(self, pages: KeyValuePages | StatePages) -> KeyValuePages | StatePages:
+        """What a layer has in the place of these if its tokens are cut over ranks."""
+        if self.group is None:
+            return pages
+        if isinstance(pages, StatePages):
+            lo, hi = part(len(pages.decay), self.group.size(), self.group.rank())
+            return SplitStates(self.size, pages.decay[lo:hi])
+        return (StripedLatents if isinstance(pages, LatentPages) else StripedKeys)(self.size // self.group.size())
+
+    @torch.inference_mode()
+    def run(self, number: int, row: Row, copies: Sequence[tuple[int, int]]) -> tuple[Stripes, T]:
+        """This rank's part of step ``number``; how it is cut, and at the end of a model the logits that are wanted."""
+        model, mesh, stripes = self.model, self.mesh, Stripes(row, self.size, self.group)
+        slots, batches = torch.tensor(stripes.slots, dtype=torch.int64, device=mesh.device), dict[int, Any]()
+        for pages in self.pages:
+            pages.copy(copies)
+            pages.slots, pages.spans = slots, row.spans if isinstance(pages, StatePages) else stripes.spans
+            pages.batches = batches
+            if isinstance(pages, StripedKeys | SplitStates):
+                pages.stripes = stripes
+        padding = -stripes.count % mesh.size("tp")
+        ids, positions = F.pad(torch.tensor([row.ids, row.positions])[:, stripes.own], (0, padding)).to(mesh.device)
+        documents = torch.tensor([0, *(span.last for span in stripes.spans)], dtype=torch.int32)
+        x = model.embedding(ids[None]) if self.before is None else self.take("act", number, self.before)
+        rope = angles(positions[None], model.freq, x.dtype)
+        with attending(model, self.pages):
+            for layer in sorted(map(int, model.blocks)):
+                x = model.run_block(layer, x, rope, documents)
+        if self.after is not None:
+            self.wire.send(Value("act", 0, number), x, self.after, self.depth)
+            return stripes, x[:0]
+        wanted = stripes.place[row.wanted] - stripes.first
+        wanted = wanted[(wanted >= 0) & (wanted < stripes.count)].to(mesh.device)
+        logits = model.scores(model.norm(x), wanted)[0]
+        rank = dist.get_rank()
+        if len(wanted) and rank and rank in self.ends:
+            self.wire.send(Value("logits", 0, number), logits, 0, self.depth)
+        return stripes, logits
+
+    def take(self, what: str, number: int, source: int) -> T:
+        """What another rank has sent of step ``number``."""
+        self.wire.ask(Value(what, 0, number), source)
+        found: T = self.wire.take(Value(what, 0, number), source, f"step {number}")
+        return found
+
+
+class Tickets:
+    """What the first rank tells the others, in order, by the store that they share.
+
+    Nobody needs to be ready for it, and who waits for the next one can do so for as long as nobody asks anything.
+    """
+
+    def __init__(self) -> None:
+        # The store of the default process group; PyTorch has no public way to it.
+        self.store = dist.distributed_c10d._get_default_store()
+        engine = self.store.add(f"weft/generate/{dist.get_rank()}", 1)  # the same on all ranks
+        self.name, self.number = f"weft/generate/{engine}/ticket", 0
+        self.oldest = 1
+
+    def give(self, message: Any) -> int:
+        """Leave ``message`` for all; returns its number."""
+        self.number += 1
+        self.store.set(f"{self.name}/{self.number}", pickle.dumps(message))  # type: ignore[arg-type]
+        return self.number
+
+    def forget(self, number: int) -> None:
+        """All have read the tickets up to this one."""
+        for read in range(self.oldest, number + 1):
+            self.store.delete_key(f"{self.name}/{read}")
+        self.oldest = number + 1
+
+    def next(self) -> Any:
+        """The next message, as soon as there is one."""
+        self.number += 1
+        key = f"{self.name}/{self.number}"
+        while True:
+            try:
+                self.store.wait([key], IDLE)
+            except dist.DistStoreError:  # nothing to do so far
+                continue
+            return pickle.loads(self.store.get(key))
+
+
+class Leader(RankReader):
+    """The reader of the first rank, which the others :func:`follow`."""
+
+    def __init__(self, model: Transformer, size: int) -> None:
+        self.tickets = Tickets()
+        self.tickets.give(size)
+        super().__init__(model, size)
+
+    def start(
+        self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = (), loads: Loads = ()
+    ) -> Callable[[], T]:
+        """Let all ranks begin with a step; what is returned waits for the logits ``[rows of all parts, vocab]``."""
+        row = pack(parts)
+        number = self.tickets.give((row, copies))
+        with named():
+            stripes, own = self.run(number, row, copies)
+
+        def logits() -> T:
+            owner, found = stripes.owner[row.wanted], own.new_empty(len(row.wanted), self.model.shape.vocab)
+            with named():
+                for place in sorted(set(owner.tolist())):
+                    rank = self.ends[place]
+                    found[owner == place] = own if rank == 0 else self.take("logits", number, rank)
+            if row.wanted:  # all ranks had to do with them
+                self.tickets.forget(number)
+            return found
+
+        return logits
+
+    def close(self) -> None:
+        """Let the others go."""
+        self.tickets.give(None)
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """In here the failed wait for another rank says which one it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_secondary(error) and (lost := peer_lost(error)):
+            raise lost from error
+        raise
+
+
+def follow(model: Transformer) -> None:
+    """On every rank but the first: do what the engine of the first one says, until it ends.
+
+    Ctrl-C is for the first rank, which may have answers to end.
+    """
+    tickets = Tickets()
+    with noted_signals(*stop_signals()):
+        reader = RankReader(model, tickets.next())
+        while (ticket := tickets.next()) is not None:
+            reader.run(tickets.number, *ticket)

@@ -1,0 +1,178 @@
+"""Pages of a cache whose tokens are spread over ranks, which all attend: for texts that are too long for one rank.
+
+The token at a position is computed, and remembered, by the rank whose number is the position modulo the ranks (Striped
+Attention, Brandon et al. 2023, 2311.09431). So every block lies on all ranks, which have an equal part of its tokens,
+of any window and of the work under the causal mask; tables, shared blocks and copies are the same on all of them. Keys
+and values never travel. Queries do, to all ranks, and what each makes of its own keys comes back with its log-sum-exp
+(DistAttention, Lin et al. 2024, 2401.02669): of a token ``heads * head_dim`` numbers and one more per head, however
+long its text is. Linear layers remember one state per block, which no token has a part in that could stay apart: every
+rank has a share of their heads, and gets these heads' queries, keys and values of all tokens.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from weft.generate.cache import KeyValuePages, Row, StatePages, slots
+from weft.generate.spans import Span, own_segments
+from weft.layout.dims import part
+from weft.models.attention import attend_forward, join, repeat_heads, wide
+from weft.models.segments import Segment
+from weft.parallel.units import exchanged_rows
+
+T = torch.Tensor
+
+
+class Piece(NamedTuple):
+    """What a rank has of a text's new tokens: ``first:last`` of all ranks' rows, ``past`` others of its own before."""
+
+    first: int
+    last: int
+    past: int
+
+
+class Stripes:
+    """Which rows of a step are whose, among the ranks of ``group`` (None: all are this one's).
+
+    Rows of all ranks come rank by rank, those of each as they are in the step. ``size``: tokens of a block.
+    """
+
+    def __init__(self, row: Row, size: int, group: dist.ProcessGroup | None) -> None:
+        self.row, self.group = row, group
+        self.ranks, self.rank = (1, 0) if group is None else (group.size(), group.rank())
+        places = [at for span in row.spans for at in range(span.past, span.past + span.last - span.first)]
+        self.owner = torch.tensor(places) % self.ranks
+        self.order = self.owner.argsort(stable=True)
+        self.place = self.order.argsort()
+        self.counts = self.owner.bincount(minlength=self.ranks).tolist()
+        self.first = sum(self.counts[: self.rank])
+        self.own = self.order[self.first : self.first + self.count]
+        self.pieces = self._cut(row.spans)  # of every text, those of all ranks
+        mine = [of_text[self.rank] for of_text in self.pieces]
+        self.spans = [
+            Span(p.first - self.first, p.last - self.first, p.past, span.table, span.context)
+            for p, span in zip(mine, row.spans, strict=True)
+        ]
+        self.slots = slots(self.spans, size // self.ranks)
+
+    @property
+    def count(self) -> int:
+        """Rows of this rank."""
+        return self.counts[self.rank]
+
+    def _cut(self, spans: Sequence[Span]) -> list[list[Piece]]:
+        ends, found = [sum(self.counts[:rank]) for rank in range(self.ranks)], []
+        for first, last, past, *_ in spans:
+            here = []
+            for rank in range(self.ranks):
+                before, until = (-((rank - end) // self.ranks) for end in (past, past + last - first))
+                here.append(Piece(ends[rank], ends[rank] + until - before, before))
+                ends[rank] += until - before
+            found.append(here)
+        return found
+
+    def gathered(self, x: T) -> T:
+        """The rows of all ranks, of this one's."""
+        copies = x.repeat(self.ranks, *[1] * (x.dim() - 1))
+        assert self.group is not None
+        found, work = exchanged_rows(copies, [self.count] * self.ranks, self.counts, self.group)
+        work.wait()
+        return found
+
+    def returned(self, x: T) -> T:
+        """What every rank has made of this one's rows, ``[ranks, rows, ...]``, of what this one made of all rows."""
+        assert self.group is not None
+        found, work = exchanged_rows(x, self.counts, [self.count] * self.ranks, self.group)
+        work.wait()
+        return found.view(self.ranks, self.count, *x.shape[1:])
+
+
+class StripedKeys(KeyValuePages):
+    """Keys and values of every rank's own tokens; ``spans`` are in these, and blocks have so many fewer of them."""
+
+    stripes: Stripes
+
+    def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
+        """``[1, own tokens, heads or kv_heads, head_dim]``; behind them there may be padding."""
+        self.keep(k, v)
+        stripes, width = self.stripes, v.shape[-1]
+        queries = stripes.gathered(q[0, : stripes.count])
+        mine = queries.new_zeros(*queries.shape[:2], width + 1, dtype=wide(q.dtype))  # out beside its log-sum-exp
+        mine[..., -1] = -torch.inf
+        for of_text, span in zip(stripes.pieces, self.spans, strict=True):
+            if span.past + span.last > span.first:
+                self._attend(queries, mine, of_text, span, window)
+        parts = stripes.returned(mine)
+        total, logs = parts[0, ..., :-1], parts[0, ..., -1]
+        for part_ in parts[1:]:
+            join(total, logs, part_[..., :-1], part_[..., -1])
+        return F.pad(total.to(q.dtype), (0, 0, 0, 0, 0, q.shape[1] - stripes.count))[None]
+
+    def keep(self, k: T, v: T) -> None:
+        """Remember what is new."""
+        self.write(k, v)
+
+    def _attend(self, queries: T, out: T, of_text: Sequence[Piece], span: Span, window: int) -> None:
+        """Write to ``out`` what the new tokens of a text, on all ranks, see of the keys on this one.
+
+        Of ranks ``c`` (queries) and ``r`` (keys), query ``m`` and key ``j`` of the text stand at ``c + m * ranks`` and
+        ``r + j * ranks``. So the query sees the keys up to its own number, or to the one before where ``c < r``.
+        """
+        rank, ranks = self.stripes.rank, self.stripes.ranks
+        keys, values, before = self.read(span, window and window // ranks + 3)
+        for other, piece in enumerate(of_text):
+            shift = int(other < rank)
+            reach = (window - 1 + rank - other) // ranks + 1 - shift if window else 0  # keys that a query sees
+            past, first = piece.past - shift - before, piece.first
+            if past < 0:  # the first of all sees nothing here
+                past, first = 0, first + 1
+            if piece.last > first and not (window and reach < 1):
+                found = attend_behind(queries[first : piece.last], keys, values, past, reach)
+                out[first : piece.last, :, :-1], out[first : piece.last, :, -1] = (
+                    found[0][..., : out.shape[-1] - 1],
+                    found[1],
+                )
+
+
+def attend_behind(q: T, k: T, v: T, past: int, window: int) -> tuple[T, T]:
+    """Attention of tokens ``[tokens, heads, width]`` to ``past`` keys and as many as they are; and its log-sum-exp."""
+    end = past + len(q)
+    if len(q) > 1:
+        return attend_forward(q, k[:end], v[:end], own_segments(len(q), past, window))
+    # Without a mask the query heads that share a key head are so many queries: [group, kv_heads, width].
+    shared = q[0].unflatten(0, (k.shape[1], -1)).transpose(0, 1).contiguous()
+    start = max(0, end - window) if window else 0
+    out, lse = attend_forward(shared, k, v, [Segment(0, len(shared), start, end, False)])
+    return out.transpose(0, 1).reshape(q.shape), lse.transpose(0, 1).reshape(1, -1)
+
+
+class StripedLatents(StripedKeys):
+    """Latent vectors, in the place of keys and values."""
+
+    tokens = 1  # attended to in absorbed form in any case, as nobody has all of a beginning
+
+    def keep(self, k: T, v: T) -> None:
+        """Their first elements are the values, which are not kept twice."""
+        self.write(k)
+
+
+class SplitStates(StatePages):
+    """States of a share of the heads of all tokens."""
+
+    stripes: Stripes
+
+    def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
+        """``[1, own tokens, heads or kv_heads, head_dim]``; behind them there may be padding."""
+        stripes, group = self.stripes, q.shape[2] // k.shape[2]
+        shares = [part(q.shape[2], stripes.ranks, rank) for rank in range(stripes.ranks)]
+        (lo, hi), most = shares[stripes.rank], shares[0][1]  # the first share is the largest
+        whole = stripes.gathered(torch.cat((q, k, v), 2)[0, : stripes.count])[stripes.place]
+        heads = whole[None].split([x.shape[2] for x in (q, k, v)], 2)  # [1, tokens, heads or kv_heads, head_dim] each
+        q_own, k_own, v_own = (repeat_heads(x, n)[:, :, lo:hi] for x, n in zip(heads, (1, group, group), strict=True))
+        made = super().__call__(q_own, k_own, v_own, cu_seqlens)[0, stripes.order]
+        parts = stripes.returned(F.pad(made, (0, 0, 0, most - (hi - lo))))
+        own = torch.cat([parts[rank, :, : b - a] for rank, (a, b) in enumerate(shares)], 1)
+        return F.pad(own, (0, 0, 0, 0, 0, q.shape[1] - stripes.count))[None]
