@@ -74,21 +74,29 @@ def test_a_guess_of_chances_that_are_not_its_own_is_seen() -> None:
     assert chisquare([drawn[i] for i in range(16)], (p / p.sum() * 4000).numpy()).pvalue < 1e-6
 
 
+def follow(token: int) -> torch.Tensor:
+    """A grammar of the toy model: which tokens can follow this one, bool ``[16]``."""
+    return torch.tensor([(3 * token + i) % 5 != 0 for i in range(16)])
+
+
+@pytest.mark.parametrize("count", [12_500, pytest.param(200_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-def test_samples_have_the_distribution_of_the_model(how: Sampling) -> None:
-    """Chi-square on 50,000 samples each of the second token, behind a first one that may be a guess."""
+def test_samples_have_the_distribution_of_the_model(how: Sampling, count: int) -> None:
+    """Chi-square on the second token, behind a first one that may be a guess; the grammar forbids some guesses."""
     table = torch.stack(rows(0, 17))  # a toy model: the logits behind every token, at the start behind none
     small = table + torch.stack(rows(1, 17)) * 0.5
-    first = odds(table[16], how, [], [])
-    expected = sum((first[a] * odds(table[a], how, [], [a]) for a in range(16)), torch.zeros(16, dtype=torch.float64))
-    stream, own, drawn, count = Random(5), Random(6), Counter[int](), 50_000
+    first = odds(table[16], how, [], [], follow(16))
+    expected = sum(
+        (first[a] * odds(table[a], how, [], [a], follow(a)) for a in range(16)), torch.zeros(16, dtype=torch.float64)
+    )
+    stream, own, drawn = Random(5), Random(6), Counter[int]()
     q = {a: odds(small[a], how, [], [a] if a < 16 else []) for a in range(17)}
     for _ in range(count):
         path = [draw(q[16], own.random())]
         path.append(draw(q[path[0]], own.random()))
-        token = choose(table[16], how, [], [], stream, Guess(path[0], q[16]))
+        token = choose(table[16], how, [], [], stream, Guess(path[0], q[16]), follow(16))
         guess = Guess(path[1], q[token]) if token == path[0] else None
-        drawn[choose(table[token], how, [], [token], stream, guess)] += 1
+        drawn[choose(table[token], how, [], [token], stream, guess, follow(token))] += 1
     kept = [i for i in range(16) if expected[i] > 0]
     assert sum(drawn[i] for i in kept) == count
     assert chisquare([drawn[i] for i in kept], (expected[kept] / expected[kept].sum() * count).numpy()).pvalue > 1e-3
