@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from step import machine, write
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from weft.checkpoint.model import open_model
@@ -199,11 +200,28 @@ def shared(folder: Path, turns: int) -> dict[str, Any]:
 
 
 def weights(folder: Path, turns: int) -> dict[str, Any]:
-    """Tokens per second of one request: bfloat16 as it is loaded and packed, float32, and eight and four bits."""
-    bf16 = torch.bfloat16
+    """Tokens per second of one request, for the model and for one of 0.43 billion parameters with random weights.
+
+    bfloat16 as it is loaded and packed, float32, and eight and four bits.
+    """
+    wide = ModelShape(vocab=32768, layers=6, embed=2048, heads=32, kv_heads=8, ffn=8192, tied=True)
+
+    def made(word: str | None, dtype: torch.dtype) -> Transformer:
+        model = parallelize(wide, Mesh.single(), Train())[0].to(dtype)
+        if word is not None:
+            read_only(model, word)
+        return model
+
+    small = by_weights(lambda word, dtype: opened(folder, word, dtype), turns)
+    return {"the model": small, "0.43 billion parameters": by_weights(made, turns)}
+
+
+def by_weights(make: Callable[[str | None, torch.dtype], Transformer], turns: int) -> dict[str, Any]:
+    """Of one model in every form."""
+    bf16, f32 = torch.bfloat16, torch.float32
     models = {
-        "bfloat16 as loaded": opened(folder, None, bf16), "bfloat16": opened(folder, "float", bf16),
-        "float32": opened(folder), "int8": opened(folder, "int8"), "int4": opened(folder, "int4"),
+        "bfloat16 as loaded": make(None, bf16), "bfloat16": make("float", bf16), "float32": make("float", f32),
+        "int8": make("int8", f32), "int4": make("int4", f32),
     }  # fmt: skip
     took: dict[str, list[float]] = {name: [] for name in models}
     engines = {name: Engine(model, tokens=CACHE) for name, model in models.items()}
@@ -257,15 +275,15 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    found: dict[str, Any] = {"weights are random": given.model is None}
+    found: dict[str, Any] = {"machine": machine(), "weights are random": given.model is None}
     with tempfile.TemporaryDirectory() as room:
         folder = given.model or random_weights(Path(room) / "model")
         for name in given.only:
             more = {"vllm": given.vllm} if name == "throughput" else {}
-            found[name] = CASES[name](folder, given.turns, **more) | {"load": os.getloadavg()[0]}
+            found[name] = CASES[name](folder, given.turns, **more) | {"load": round(os.getloadavg()[0], 1)}
             print(json.dumps({name: found[name]}, indent=1), flush=True)
     if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+        write(found, given.json)
 
 
 if __name__ == "__main__":

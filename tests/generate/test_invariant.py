@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from weft.errors import UsageError
+from weft.generate.adapters import HostAdapter
 from weft.generate.engine import Engine, Generation
 from weft.generate.policies import chunked, exact_fill, prompts_first
 from weft.generate.sampling import Sampling
@@ -123,3 +124,8 @@ def test_packed_weights_and_gradients() -> None:
 def test_what_cannot_be(shape: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="are for dense models with plain attention on the CPU"):
         Engine(build(**shape), invariant=True)
+
+
+def test_adapters_are_refused() -> None:
+    with pytest.raises(UsageError, match="what adapters add depends on the batch"):
+        Engine(build(), invariant=True).add_adapter("one", HostAdapter((), ()))

@@ -66,12 +66,17 @@ def test_adapters_are_merged() -> None:
 
 def test_in_eight_bits_a_row_is_multiplied_alike_whatever_stands_beside_it() -> None:
     drawn = torch.Generator().manual_seed(0)
-    product = Int8(torch.randn(96, 64, generator=drawn))
+    weight = torch.randn(96, 64, generator=drawn)
+    product = Int8(weight)
     x = torch.randn(40, 64, generator=drawn) * torch.logspace(-6, 6, 40)[:, None]
     x[7] = 0
     whole = product(x)
     assert all(torch.equal(whole[i : i + n], product(x[i : i + n])) for i in range(40) for n in (1, 2, 5))
     assert not whole[7].any() and whole.isfinite().all()
+    # Two bytes per number: what is lost is the weight's rounding.
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    rounded = x @ ((weight / scales).round() * scales).T
+    assert ((whole - rounded).norm(dim=1) <= 1e-4 * rounded.norm(dim=1)).all()
 
 
 @pytest.mark.parametrize(("word", "near"), [("float", 1e-6), ("int8", 0.013), ("int4", 0.1)])

@@ -112,6 +112,8 @@ class Engine:
         """Let requests name ``adapter``. Needed ones are copied into the cache, and compete with texts for its room."""
         if not isinstance(self.reader, PagedReader):
             raise UsageError("adapters are for models on one rank; leave out --layout, or merge the adapter")
+        if self.reader.alike:
+            raise UsageError("what adapters add depends on the batch; leave out invariant")
         if self.shelf is None:
             self.probe()
             self.shelf = self.reader.shelf = Shelf(self.model, self.reader.pages)

@@ -57,16 +57,17 @@ class Int8(nn.Module):
         codes = (weight.float() / scales[:, None]).round().to(torch.int8)
         self.nbytes = codes.nbytes + scales.nbytes
         self.codes, self.scales = onednn.qlinear_prepack(codes, None), scales
-        self.zeros, self.middle = torch.zeros(len(scales), dtype=torch.int32), torch.tensor(128.5)
+        self.zeros = torch.zeros(len(scales), dtype=torch.int32)
+        self.first, self.second = torch.tensor(128.5), torch.tensor(1.5)
 
     def forward(self, x: T) -> T:
         """``[..., in]`` to ``[..., out]``."""
         rows = x.flatten(0, -2).float()
         largest = torch.linalg.vector_norm(rows, float("inf"), -1, keepdim=True).clamp_min(1e-30)
-        scaled = rows * (127 / largest)
-        high = scaled.round()
-        # 128 stands for zero: CPUs multiply signed by unsigned bytes. To cut off a number and a half is to round it.
-        both = torch.cat((high, scaled.sub_(high).mul_(254))).add_(self.middle).to(torch.uint8)
+        # 128 stands for zero, as CPUs multiply signed by unsigned bytes. A half is added, as conversion cuts off; what
+        # it cuts off, less that half, is the second number.
+        first = torch.addcdiv(self.first, rows, largest, value=127)
+        both = torch.cat((first, torch.add(self.second, first.frac(), alpha=254))).to(torch.uint8)
         made = onednn.qlinear_pointwise(
             both, 1 / 127, 128, self.codes, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
