@@ -122,7 +122,7 @@ def test_packed_weights_and_gradients() -> None:
     "shape", [{"experts": 4, "experts_per_token": 2}, {"mixer": "retention"}, {"ffn": 33}], ids=str
 )
 def test_what_cannot_be(shape: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="are for dense models with plain attention and an even ffn"):
+    with pytest.raises(UsageError, match="are for dense models with plain attention on one CPU"):
         Engine(build(**shape), invariant=True)
 
 

@@ -41,11 +41,11 @@ def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
         raise UsageError(f"the prompt must be at least one token, of ids below the model's {model.shape.vocab}")
 
 
-def check_invariant(model: Transformer, ranks: bool) -> None:
+def check_invariant(model: Transformer) -> None:
     """Raises :class:`UsageError` if ``model`` cannot be computed alike in every batch."""
     shape = model.shape
     other = shape.kv_rank or shape.mixtures or shape.kind or (shape.ffn or 0) % 2 or model.mesh.layout.world > 1
-    if other or ranks or model.mesh.device.type != "cpu" or {*map(shape.mixer_of, range(shape.layers))} != {"softmax"}:
+    if other or model.mesh.device.type != "cpu" or {*map(shape.mixer_of, range(shape.layers))} != {"softmax"}:
         raise UsageError("bits that no batch changes are for dense models with plain attention on one CPU, with an "
                          "even ffn; leave out invariant")  # fmt: skip
 
@@ -68,7 +68,7 @@ class Engine:
         if budget < 1 or limit < 1:
             raise UsageError("a step needs room for one token of one request; give a larger budget or limit")
         if invariant:
-            check_invariant(model, ranks)
+            check_invariant(model)
         states = any(model.shape.mixer_of(i) != "softmax" for i in range(model.shape.layers))
         size = size or (CHUNK if states else BLOCK)
         self.reader: PagedReader | Leader = Leader(model, size) if ranks else PagedReader(model, size, invariant)
