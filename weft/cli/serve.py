@@ -1,6 +1,7 @@
 """``weft serve``: a model over HTTP, as OpenAI's clients ask for it."""
 
 import logging
+import os
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer
 
 from weft.cli.arguments import Draft, Ema, ModelName, Weights, read_keys
 from weft.cli.console import warn
+from weft.cli.spread import Spread, as_rank, leads, run_ranks
 from weft.errors import UsageError
 
 _adapters = "A folder of adapters as PEFT writes them: each is a model by its folder's name."
@@ -35,6 +37,7 @@ def serve(
     ema: Ema = False,
     weights: Weights = "float",
     draft: Draft = "",
+    layout: Spread = None,
 ) -> int:
     """Serve a trained model over HTTP as OpenAI's clients ask for it, with metrics and a chat page."""
     import psutil
@@ -43,6 +46,8 @@ def serve(
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.generate.draft import drafter_for
     from weft.generate.engine import Engine, check_prompt
+    from weft.generate.ranks import follow, mesh_of_rank
+    from weft.layout.layout import Layout
     from weft.models.products import read_only
 
     try:
@@ -53,28 +58,43 @@ def serve(
     except ImportError as error:
         raise UsageError(f"serving needs the package {error.name}: pip install 'weft[serve]'") from None
     keys = read_keys(api_key) if api_key else []
+    spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
+    if adapters and spread.world > 1:
+        raise UsageError("--adapters is for a model on one rank; leave out --layout")
+    if (code := run_ranks(spread, checkpoint)) is not None:
+        return code
+    with as_rank(spread, device) as device:
+        listening = _listen(host, port) if leads() else None
+        model, files = open_model(checkpoint, device, warn, ema, mesh_of_rank(spread, device))
+        check_prompt(model, [0])
+        read_only(model, weights)
+        if listening is None:
+            follow(model)
+            return 0
+        drafter = drafter_for(draft, model, warn)
+        engine = Engine(model, cache or None, budget, requests, drafter=drafter, ranks=spread.world > 1)
+        if not cache:
+            here = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            free = here if device == "cpu" else torch.cuda.mem_get_info()[0]
+            cache = engine.fit(int(SHARE * free))
+        name = name or checkpoint.rstrip("/").split("/")[-1]
+        adapted = add_adapters(engine, adapters, name) if adapters else []
+        service = Service(engine, requests + waiting)
+        server = Server(service, tokenizer_of(files, checkpoint), name, keys, tokens, adapted)
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        config = uvicorn.Config(server.app(), log_config=None, access_log=False, timeout_graceful_shutdown=drain)
+        where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        if not keys and host not in ("127.0.0.1", "::1", "localhost"):
+            warn(f"whoever can reach {host} can ask; give --api-key FILE to ask for a key")
+        print(f"{name} at {where}/v1, with a cache of {cache:,} tokens; Ctrl-C ends it", flush=True)
+        with suppress(KeyboardInterrupt):  # which comes again after the last answer
+            uvicorn.Server(config).run(sockets=[listening])
+        engine.close()
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise UsageError(f"cannot listen at {host} port {port}: {error.strerror}; give another --port") from None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, files = open_model(checkpoint, device, warn, ema)
-    check_prompt(model, [0])
-    read_only(model, weights)
-    engine = Engine(model, cache or None, budget, requests, drafter=drafter_for(draft, model, warn))
-    if not cache:
-        free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
-        cache = engine.fit(int(SHARE * free))
-    name = name or checkpoint.rstrip("/").split("/")[-1]
-    adapted = add_adapters(engine, adapters, name) if adapters else []
-    service = Service(engine, requests + waiting)
-    server = Server(service, tokenizer_of(files, checkpoint), name, keys, tokens, adapted)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    config = uvicorn.Config(server.app(), log_config=None, access_log=False, timeout_graceful_shutdown=drain)
-    where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
-    if not keys and host not in ("127.0.0.1", "::1", "localhost"):
-        warn(f"whoever can reach {host} can ask; give --api-key FILE to ask for a key")
-    print(f"{name} at {where}/v1, with a cache of {cache:,} tokens; Ctrl-C ends it", flush=True)
-    with suppress(KeyboardInterrupt):  # which comes again after the last answer
-        uvicorn.Server(config).run(sockets=[listening])
-    return 0
