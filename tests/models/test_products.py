@@ -89,9 +89,9 @@ def test_one_product(word: str, near: float) -> None:
 
 def test_sizes_that_kernels_do_not_take() -> None:
     x, odd = torch.randn(3, 40), torch.randn(17, 40)
-    assert not form_of("float", odd).packed and isinstance(form_of("int4", odd), Int8)
+    assert not form_of("float", odd).packed and isinstance(form_of("int4", odd), Packed)
     torch.testing.assert_close(Packed(odd)(x), x @ odd.T)
-    torch.testing.assert_close(form_of("int4", odd)(x), x @ odd.T, rtol=0, atol=0.5)
+    torch.testing.assert_close(form_of("int8", odd)(x), x @ odd.T, rtol=0, atol=0.5)
 
 
 @pytest.mark.parametrize(("shape", "word", "said"), [
@@ -108,3 +108,19 @@ def test_mixtures_are_packed_as_far_as_they_are_dense() -> None:
     model, expected = build(**shape), logits(build(**shape))
     read_only(model)
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cpu_whose_sums_would_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    with pytest.raises(UsageError, match="int8 need a CPU with the instructions VNNI"):
+        read_only(build(), "int8")
+    assert read_only(build(), "int4")
+
+
+@pytest.mark.parametrize(("word", "kept"), [("float", True), ("int4", False)])
+def test_weights_that_are_in_four_bits_stay_there_unless_other_ones_are_asked_for(word: str, kept: bool) -> None:
+    model = build(adapter=Adapter(kind="qlora", rank=4))
+    expected = logits(model)
+    read_only(model, word)
+    error = (logits(model) - expected).norm() / expected.norm()
+    assert error < 0.6 and any("codes" in name for name, _ in model.named_parameters()) == kept

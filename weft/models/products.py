@@ -32,7 +32,8 @@ class Packed(nn.Module):
         super().__init__()
         self.nbytes, self.weight = weight.nbytes, weight.contiguous()
         usual = min(weight.shape) >= 64 and not any(n % 16 for n in weight.shape)
-        self.packed = ONEDNN and usual and weight.dtype in (torch.float32, torch.bfloat16)
+        quick = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and mkldnn._is_mkldnn_bf16_supported())
+        self.packed = ONEDNN and usual and quick
         if self.packed:
             self.weight = mkldnn._reorder_linear_weight(self.weight, None)
 
@@ -105,9 +106,9 @@ FORMS: dict[str, type[Packed | Int8 | Int4]] = {"float": Packed, "int8": Int8, "
 
 
 def form_of(word: str, weight: T) -> Packed | Int8 | Int4:
-    """``weight`` in the form of that name, or in eight bits if the kernel for four does not take its sizes."""
+    """``weight`` in the form of that name, or as it is if the kernel for four bits does not take its sizes."""
     fits = weight.shape[0] % 16 == 0 and weight.shape[1] % GROUP == 0
-    return FORMS["int8" if word == "int4" and not fits else word](weight)
+    return FORMS["float" if word == "int4" and not fits else word](weight)
 
 
 def read_only(model: Transformer, word: str = "float") -> int:
@@ -121,11 +122,13 @@ def read_only(model: Transformer, word: str = "float") -> int:
         raise UsageError(
             f"weights in {word} are for dense models with plain attention on the CPU; leave them as they are"
         )
+    if word == "int8" and not torch.cpu._is_vnni_supported():  # others' sums of two products overflow
+        raise UsageError("weights in int8 need a CPU with the instructions VNNI; give int4, or leave them as they are")
     if model.mesh.device.type != "cpu" or model.shape.kind:
         return 0
     size = 0
     for module in model.modules():
-        if isinstance(module, Projections):
+        if isinstance(module, Projections) and not (word == "float" and module.quantized):  # which are few bits already
             for names in module.TOGETHER:
                 weights = [module.own(name, module.merged(name).detach()) for name in names]
                 product = form_of(word, torch.cat(weights) if len(names) > 1 else weights[0])
