@@ -22,6 +22,7 @@ from tests.serve.running import Running, build, until
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY, Sampling
+from weft.generate.speculation import Lookup
 from weft.generate.text import Ask, write_texts
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -33,9 +34,10 @@ def tokenizer() -> Tokenizer:
     return replace(load_tokenizer("bytes"), chat_template=TEMPLATE)
 
 
-@pytest.fixture(scope="module")
-def server(tokenizer: Tokenizer) -> Iterator[Running]:
-    running = Running(tokenizer)
+@pytest.fixture(scope="module", params=[False, True], ids=["", "guesses"])
+def server(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Iterator[Running]:
+    """Once with guesses of what will be written, so that a step may write several tokens of an answer."""
+    running = Running(tokenizer, drafter=Lookup(shared=10_000, least=1, width=2) if request.param else None)
     yield running
     until(running.empty)
     running.close()

@@ -18,6 +18,7 @@ import pytest
 from tests.serve.running import Running, until
 from tests.serve.test_tools import ASKED, HERMES, TIME, WEATHER
 from weft.data.tokenizer import load_tokenizer
+from weft.generate.speculation import Lookup
 
 WRONG: list[tuple[str, bytes]] = [
     ("/v1/completions", b"{"), ("/v1/completions", b""), ("/v1/completions", b'{"prompt": "\\ud800"}'),
@@ -90,7 +91,12 @@ async def crowd(server: Running, clients: int, each: int, seed: int) -> Counter[
 def campaign(rounds: int, clients: int, each: int, caplog: pytest.LogCaptureFixture) -> list[int]:
     """Bytes of this process after every round."""
     server = Running(
-        replace(load_tokenizer("bytes"), chat_template=HERMES), most=clients, limit=16, tokens=1024, budget=96
+        replace(load_tokenizer("bytes"), chat_template=HERMES),
+        most=clients,
+        limit=16,
+        tokens=1024,
+        budget=96,
+        drafter=Lookup(shared=10_000, least=1, width=2),
     )
     held = []
     with caplog.at_level(logging.WARNING):
