@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.generate.test_cache import MIXERS
 from tests.generate.test_many import NEW, PROMPTS, SETTINGS, count_preempted
+from weft.errors import UsageError
+from weft.generate import ranks, striped
 from weft.generate.engine import Engine
 from weft.generate.policies import chunked
-from weft.generate.ranks import follow, mesh_of_rank
+from weft.generate.ranks import check_layout, follow, mesh_of_rank
 from weft.generate.sampling import GREEDY, Sampling
+from weft.generate.speculation import Lookup
+from weft.generate.streams import hogwild
 from weft.layout.layout import Layout
+from weft.layout.lost import PeerLost
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
@@ -93,3 +101,180 @@ def test_greedy_tokens_in_float32(pool: Any, mixer: str, layout: str) -> None:
         Layout.parse(layout).world, under, layout, mixer, "float32", names, answers, timeout=100
     )
     assert [ids for ids, _ in found[: len(PROMPTS) + 1]] == [ids for ids, _ in expected[: len(PROMPTS) + 1]]
+
+
+def counted(length: int, new: int) -> tuple[list[int], int, list[int]]:
+    """On every rank: elements sent for queries and what was found, tokens kept per layer, rows of logits evaluated."""
+    sent, evaluated, exchange, linear = [0], list[int](), striped.exchanged_rows, torch.nn.functional.linear
+
+    def exchanging(rows: torch.Tensor, there: list[int], back: list[int], group: Any) -> Any:
+        sent[0] += (len(rows) - there[group.rank()]) * rows.shape[1:].numel()
+        return exchange(rows, there, back, group)
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        evaluated.extend([x[..., 0].numel()] * (weight.shape[0] == SHAPE["vocab"]))
+        return linear(x, weight)
+
+    model = model_under(Layout(cp=dist.get_world_size()), "softmax")
+    held: list[int] = []
+    with mock.patch.object(striped, "exchanged_rows", exchanging), mock.patch("torch.nn.functional.linear", product):
+        if dist.get_rank():
+            reader = follow(model)
+        else:
+            engine = Engine(model, budget=64, size=4, ranks=True)
+            engine.submit([(7 * i + 3) % 31 for i in range(length)], new, GREEDY)
+            engine.run()
+            engine.close()
+            reader = engine.reader
+    for pages in reader.pages:
+        assert pages.store is not None
+        held.append(int((pages.store[0].flatten(0, 1).abs().sum((-1, -2)) > 0).sum()))
+    return held, sent[0], evaluated
+
+
+@pytest.mark.parametrize("length", [13, 170])
+def test_queries_travel_instead_of_the_cache_which_is_cut_evenly(pool: Any, length: int) -> None:
+    """Per token, layer and other rank, a query and what is found with it, however long the text is."""
+    found, new = pool.run(3, counted, length, 5), 5
+    computed, heads, width = length + new - 1, SHAPE["heads"], SHAPE["embed"] // SHAPE["heads"]
+    assert sum(sent for _, sent, _ in found) == 2 * SHAPE["layers"] * computed * heads * (2 * width + 1)
+    for layer in range(SHAPE["layers"]):
+        tokens = [held[layer] for held, _, _ in found]
+        assert sum(tokens) == computed and max(tokens) - min(tokens) <= 1
+    rows = [sum(evaluated) for _, _, evaluated in found]
+    assert sum(rows) == new, "of the prompt one position is evaluated, on one rank"
+
+
+def timed(engine: Engine) -> tuple[float, int, int]:
+    """Seconds for four texts, forward passes that set out, and how many were under way at most."""
+    most, count, start = 0, 0, engine.reader.start
+
+    def starting(*given: Any) -> Any:
+        nonlocal most, count
+        most, count = max(most, len(engine.sent) + 1), count + 1
+        return start(*given)
+
+    found = [engine.submit([3 + i, 1, 4], 6, GREEDY)[0] for i in range(4)]
+    with mock.patch.object(engine.reader, "start", starting):
+        began = time.perf_counter()
+        engine.run()
+    assert all(len(one.written) == 6 for one in found)
+    return time.perf_counter() - began, count, most
+
+
+def slept(name: str, pause: float) -> Any:
+    run = ranks.RankReader.run
+
+    def running(self: Any, *given: Any) -> Any:
+        time.sleep(pause)
+        return run(self, *given)
+
+    with mock.patch.object(ranks.RankReader, "run", running):
+        return under("pp=2", "softmax", "float32", (name,), timed)
+
+
+def test_stages_work_at_the_same_time(pool: Any) -> None:
+    """Two stages that take 0.1 s each: a step needs 0.2, and half of the requests are in each of two steps."""
+    ((seconds, steps, most),), _ = pool.run(2, slept, "as it is", 0.1)
+    assert most == 2 and steps == 12, "two steps per token, of two texts each"
+    assert seconds < 0.75 * steps * 0.2, "one behind the other it would be all of it"
+
+
+def test_what_is_under_way_may_be_unwanted_meanwhile(pool: Any) -> None:
+    """A text that is cancelled or computed again while its token is under way gets no token twice."""
+    (expected,) = under("", "softmax", "float64", ("as it is",), meddled)
+    (found,), _ = pool.run(2, under, "pp=2", "softmax", "float64", ("as it is",), meddled)
+    assert found == expected
+
+
+def meddled(engine: Engine) -> list[list[int]]:
+    """Texts of which one is cancelled, and all are computed again, in the middle."""
+    found = [engine.submit(prompt, NEW, GREEDY)[0] for prompt in PROMPTS[:4]]
+    for _ in range(3):
+        engine.step()
+    engine.cancel(found[1])
+    engine.scheduler.renew()
+    engine.step()
+    engine.scheduler.renew()
+    engine.run()
+    assert not engine.scheduler.pool.owners and not engine.scheduler.due
+    return [one.written for one in found if one is not found[1]]
+
+
+def abandoned(layout: str) -> str:
+    """What the first rank says when the other one is gone in the middle of a text."""
+    model = model_under(Layout.parse(layout), "softmax")
+    if dist.get_rank():
+        run, steps = ranks.RankReader.run, iter(range(3))
+
+        def running(self: Any, *given: Any) -> Any:
+            next(steps)
+            return run(self, *given)
+
+        with mock.patch.object(ranks.RankReader, "run", running), pytest.raises(StopIteration):
+            follow(model)
+        return ""
+    engine = Engine(model, ranks=True)
+    engine.submit(PROMPTS[1], NEW, GREEDY)
+    with pytest.raises(PeerLost) as caught:
+        engine.run()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2"])
+def test_who_is_gone_is_named(pool: Any, layout: str) -> None:
+    said, _ = pool.run(2, abandoned, layout)
+    assert "rank 1 is" in said, said
+
+
+@pytest.mark.parametrize(("layout", "shape", "message"), [
+    ("shard=2", {}, "has no use for shard; leave it out"),
+    ("dp=2", {}, "has no use for dp; leave it out"),
+    ("cp=4,ulysses=2", {}, "has no use for ulysses"),
+    ("cp=4,context=ring", {}, "has no use for context"),
+    ("tp=2,cp=2,ep=4,dispatch=all-gather", {}, "use all-to-all or per-rank"),
+    ("tp=8", {}, "tp=8 is more than the model's 6 heads; use tp <= 6"),
+    ("pp=8", {}, "too many for a model of 3 layers"),
+])  # fmt: skip
+def test_layouts_that_cannot_are_one_line(layout: str, shape: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_layout(Layout.parse(layout), ModelShape(**SHAPE | shape))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_ranks_that_were_not_started_are_missed() -> None:
+    with pytest.raises(UsageError, match="needs 2 ranks that are started together"):
+        mesh_of_rank(Layout(tp=2), "cpu")
+
+
+def seen_by_each_other(engine: Engine) -> list[list[int]] | str:
+    try:
+        return [one.written for one in hogwild(engine, PROMPTS[1], [[1, 2], [3]], 6, GREEDY)]
+    except UsageError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2"])
+def test_streams_see_each_other_over_tp_alone(pool: Any, layout: str) -> None:
+    (found,), _ = pool.run(2, under, layout, "softmax", "float64", ("as it is",), seen_by_each_other)
+    if layout == "tp=2":
+        assert [found] == under("", "softmax", "float64", ("as it is",), seen_by_each_other)
+    else:
+        assert "which cp and pp keep apart; use tp" in found
+
+
+def guessed(engine: Engine) -> tuple[list[list[int]], int]:
+    """What is written with guesses from the texts themselves, and in how many steps."""
+    engine.drafter, steps = Lookup(), 0
+    found = [engine.submit([*one, *one, *one], 80, GREEDY)[0] for one in PROMPTS[3:6]]
+    while not all(one.finished for one in found):
+        engine.step()
+        steps += 1
+    return [one.written for one in found], steps
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2"])
+def test_guesses_change_nothing(pool: Any, layout: str) -> None:
+    ((expected, fewer),) = under("", "softmax", "float64", ("as it is",), guessed)
+    ((found, steps),), _ = pool.run(2, under, layout, "softmax", "float64", ("as it is",), guessed)
+    assert found == expected and fewer < 80 and (steps == fewer or layout == "pp=2")

@@ -223,8 +223,8 @@ def named() -> Iterator[None]:
         raise
 
 
-def follow(model: Transformer) -> None:
-    """On every rank but the first: do what the engine of the first one says, until it ends.
+def follow(model: Transformer) -> RankReader:
+    """On every rank but the first: do what the engine of the first one says, until it ends; returns what has read.
 
     Ctrl-C is for the first rank, which may have answers to end.
     """
@@ -233,3 +233,4 @@ def follow(model: Transformer) -> None:
         reader = RankReader(model, tickets.next())
         while (ticket := tickets.next()) is not None:
             reader.run(tickets.number, *ticket)
+    return reader
