@@ -48,11 +48,11 @@ def test_tklqt_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_knee_is_where_kernels_begin_to_queue(tmp_path: Path) -> None:
-    """Kernels as long as a tenth, half, one and a half and five of the host's pauses."""
-    found = [queue(tmp_path / f"{length}.json", length) for length in (1, 5, 15, 50)]
+    """Kernels as long as a tenth, half, a little more than one and five of the host's pauses."""
+    found = [queue(tmp_path / f"{length}.json", length) for length in (1, 5, 10.3, 50)]
     assert [one.verdict.split(":")[0] for one in found] == ["launch-bound"] * 2 + ["compute-bound"] * 2
     at = knee(found)
-    assert at is not None and at.name == "15.json" and found[0].queued == found[1].queued == 4
+    assert at is not None and at.name == "10.3.json" and found[0].queued == found[1].queued == 4
     assert knee(found[:2]) is None and knee([]) is None
 
 

@@ -8,10 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -20,10 +22,14 @@ import torch
 from tests.conftest import Command
 from tests.serve.running import Running, build, until
 from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.errors import WeftError
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.speculation import Lookup
 from weft.generate.text import Ask, write_texts
+from weft.serve.answering import Answering
+from weft.serve.protocol import Completion
+from weft.serve.service import Event, Service
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 PROMPT = "a few words"
@@ -169,12 +175,65 @@ def test_who_goes_away_is_forgotten(server: Running) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 3000, "temperature": 0}
     with server.client.stream("POST", "/v1/completions", json=asked | {"stream": True}) as answer:
         next(answer.iter_lines())
-        assert not server.empty()
+        (streamed,) = server.engine.scheduler.running
     until(server.empty)
     with pytest.raises(httpx.ReadTimeout):
         server.client.post("/v1/completions", json=asked, timeout=0.3)
+    (waited,) = server.engine.scheduler.running
     until(server.empty)
+    assert len(streamed.written) < 3000 > len(waited.written), "they were written to their ends"
     assert server.post("completions", prompt=PROMPT, max_tokens=2).status_code == 200
+
+
+def test_what_comes_behind_a_stop_string_is_not_shown(tokenizer: Tokenizer) -> None:
+    """A step may make several tokens of one answer, and the next step has begun when its stop string is found."""
+    asked = Completion.model_validate({"prompt": "x", "stop": "end"})
+    events = [Event(0, ord(c), None, "") for c in "a end b"] + [
+        Event(1, 99, None, "length"),
+        Event(0, None, None, "stop"),
+    ]
+
+    class Given:
+        generations = (None, None)
+        cancelled: ClassVar[list[int]] = []
+
+        async def next(self) -> Event:
+            return events.pop(0)
+
+        async def cancel(self, index: int) -> None:
+            self.cancelled.append(index)
+
+    watch = SimpleNamespace(saw=lambda event, generation: None)
+    answering = Answering(asked, tokenizer, "tiny", 1, None, watch)  # type: ignore[arg-type]
+    chunks = asyncio.run(collected(answering._stream(Given())))  # type: ignore[arg-type]
+    choices = [json.loads(c.removeprefix("data: "))["choices"][0] for c in chunks[:-1]]
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in choices if c["index"] == 0][-1] == (0, "", "stop")
+    assert "".join(c["text"] for c in choices if c["index"] == 0) == "a " and len(choices) == 4
+    assert Given.cancelled == [0] and chunks[-1] == "data: [DONE]\n\n"
+
+
+async def collected(stream: AsyncIterator[str]) -> list[str]:
+    return [chunk async for chunk in stream]
+
+
+def test_who_waits_for_an_engine_that_ends_is_told(tokenizer: Tokenizer) -> None:
+    engine, stepping, go = Engine(build()), threading.Event(), threading.Event()
+    service, step = Service(engine), engine.step
+    engine.step = lambda: (stepping.set(), go.wait(60), step())[2]  # type: ignore[method-assign]
+
+    async def wait() -> None:
+        await service.call(lambda: None)  # the thread now takes a step
+        stepping.wait(60)
+        waiting = asyncio.create_task(service.call(lambda: "done"))
+        await asyncio.sleep(0.1)
+        closing = asyncio.create_task(asyncio.to_thread(service.close))
+        await asyncio.sleep(0.1)
+        go.set()
+        with pytest.raises(WeftError, match="the engine has stopped"):
+            await asyncio.wait_for(waiting, 60)
+        await closing
+
+    asyncio.run(wait())
 
 
 def test_keys_are_asked_for_and_part_the_prefixes(tokenizer: Tokenizer) -> None:
