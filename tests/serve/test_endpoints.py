@@ -163,6 +163,9 @@ def test_long_texts_hold_nobody_up(server: Running, monkeypatch: Any) -> None:
             return took
 
     assert asyncio.run(both()) < 1.5
+    before = server.server.metrics.first._sum.get()
+    assert server.post("completions", prompt="x", max_tokens=1).status_code == 200
+    assert server.server.metrics.first._sum.get() - before >= 2, "whoever asks waits for it"
 
 
 def test_questions_in_hand_weigh_so_much_at_most(monkeypatch: Any) -> None:

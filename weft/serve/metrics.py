@@ -48,7 +48,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def counting(self, app: Any) -> Any:
-        """``app``, of ASGI, whose answers are counted by path and status."""
+        """``app``, of ASGI, whose answers are counted by path and status, and that knows when questions came."""
 
         async def counted(scope: Any, receive: Any, send: Any) -> None:
             async def watched(message: Any) -> None:
@@ -57,16 +57,17 @@ class Metrics:
                     self.requests.labels(path, message["status"]).inc()
                 await send(message)
 
+            scope["began"] = time.perf_counter()
             await app(scope, receive, watched if scope["type"] == "http" else send)
 
         return counted
 
 
 class Watch:
-    """The times of the answers to one question, from ``began``."""
+    """The times of the answers to one question, which has come when its clock says ``began``."""
 
-    def __init__(self, metrics: Metrics, prompt: int) -> None:
-        self.metrics, self.began = metrics, time.perf_counter()
+    def __init__(self, metrics: Metrics, prompt: int, began: float) -> None:
+        self.metrics, self.began = metrics, began
         self._last: dict[int, float] = {}
         metrics.prompt.inc(prompt)
 

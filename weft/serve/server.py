@@ -218,7 +218,7 @@ class Server:
     ) -> Response:  # fmt: skip
         """Answers to ``prompts``, each with ``n`` of up to ``most`` tokens, in a ``language`` if there is one."""
         prompt = sum(map(len, prompts))
-        watch = Watch(self.metrics, prompt)
+        watch = Watch(self.metrics, prompt, request.scope["began"])
         stops = [*([] if asked.ignore_eos else self.tokenizer.stops), *asked.stop_token_ids]
         tenant = self._tenant(request)
         try:
