@@ -32,8 +32,9 @@ TOLERANCE = {"float64": 1e-10, "float32": 5e-5}
 #: Rounding of sums over a whole model, in units of the precision and of the global norm. Gradients that are zero in
 #: exact arithmetic (of the keys' bias, of queries that see one key) are of this size, so that theirs is no measure.
 NOISE = 64
-#: Slots that are differences of parameters. What these may differ by shows in them, however small they are themselves.
-DIFFERENCES = ("outer", "own", "answer", "up", "down")
+#: Slots that are parameters of before, or differences of parameters. What these may differ by shows in them, however
+#: small they are themselves.
+OF_PARAMETERS = ("anchor", "outer", "own", "answer", "up", "down")
 
 #: What a rank holds of tensors, by name.
 Parts = dict[str, Part]
@@ -199,7 +200,9 @@ def _against_simulated(traces: Sequence[Trace], job: Job, mesh: Mesh) -> Differe
         agree(dict(enumerate(state for state, _ in now)), step, job.recipe.sync, past)
         mine = now[mesh.island][1]
     mine.slots.pop("answer", None)  # which a simulation has no need to wait for
-    return difference(traces, mine, job.recipe.train.dtype)
+    sync, optimizer = job.recipe.sync, job.recipe.optimizer
+    gain = steps * optimizer.lr * (1 + sync.lr / (1 - min(sync.momentum, 0.99))) / optimizer.eps
+    return difference(traces, mine, job.recipe.train.dtype, gain=gain)
 
 
 def _against_one(traces: Sequence[Trace], job: Job, mesh: Mesh) -> Difference:
@@ -212,11 +215,14 @@ def _against_one(traces: Sequence[Trace], job: Job, mesh: Mesh) -> Difference:
     return difference(traces, reference, job.recipe.train.dtype, apart)
 
 
-def difference(traces: Sequence[Trace], reference: Trace, dtype: str, apart: float | None = None) -> Difference:
+def difference(
+    traces: Sequence[Trace], reference: Trace, dtype: str, apart: float | None = None, gain: float = 0.0
+) -> Difference:
     """All ranks' traces beside one device's: per tensor, and on the scale of the whole model.
 
     ``apart``: gradients are estimated from losses at points so far apart, which enlarges the rounding of these: a slope
-    is measured against the least that shows above that.
+    is measured against the least that shows above that. ``gain``: how much farther than its gradients Adam may move
+    a number, where both sides update with their own: those that are rounding noise are enlarged by it.
     """
 
     def relative(a: float, b: float) -> float:
@@ -230,29 +236,41 @@ def difference(traces: Sequence[Trace], reference: Trace, dtype: str, apart: flo
     norm = max(s * relative(a, b) for t in traces for s, a, b in zip(share, t.norms, reference.norms, strict=True))
     grads = [_worst([t.grads[i] for t in traces], whole, noise) for i, whole in enumerate(reference.grads)]
     grad = max((s * value, name) for s, (value, name) in zip(share, grads, strict=True))
-    param = _worst([t.params for t in traces], reference.params, noise)
+    own = {name: _norm(part) for name, part in reference.params.items()}
+    moved = dict.fromkeys(_idle(reference, noise), gain * noise * max(reference.norms))
+    param = _worst([t.params for t in traces], reference.params, noise, moved)
     slot = (0.0, "")
     for kind, whole in reference.slots.items():
-        scale = reference.params if kind in DIFFERENCES else {}
+        scale = {n: max(own[n], moved.get(n, 0.0)) for n in own} if kind in OF_PARAMETERS else {}
         value, name = _worst([t.slots.get(kind, {}) for t in traces], whole, noise, scale)
         slot = max(slot, (value, f"{kind} of {name}"))
     ok = max(loss, norm, grad[0], param[0], slot[0]) <= limit
     return Difference(ok, loss, grad[0], norm, param[0], grad[1], param[1], *slot)
 
 
+def _norm(whole: Part) -> float:
+    return whole.values.double().norm().item()
+
+
+def _idle(reference: Trace, noise: float) -> set[str]:
+    """Tensors whose gradients are rounding noise in every step."""
+    idle = set(reference.params)
+    for grads in reference.grads:
+        norms = {name: _norm(whole) for name, whole in grads.items()}
+        least = noise * math.hypot(*norms.values())
+        idle &= {name for name, norm in norms.items() if norm < least}
+    return idle
+
+
 def _worst(
-    ranks: Sequence[Parts], reference: Parts, noise: float, scale: Mapping[str, Part] = MappingProxyType({})
+    ranks: Sequence[Parts], reference: Parts, noise: float, scale: Mapping[str, float] = MappingProxyType({})
 ) -> tuple[float, str]:
     """Largest relative difference (2-norm) of any copy of any tensor, and its name; inf if a part is missing.
 
-    A tensor whose norm is below ``noise`` of the norm of all is measured against that, and none against less than the
-    norm of its ``scale``.
+    A tensor whose norm is below ``noise`` of the norm of all is measured against that, and none against less than its
+    ``scale``.
     """
-
-    def norm_of(whole: Part | None) -> float:
-        return 0.0 if whole is None else whole.values.double().norm().item()
-
-    norms = {name: norm_of(whole) for name, whole in reference.items()}
+    norms = {name: _norm(whole) for name, whole in reference.items()}
     least = max(noise * math.hypot(*norms.values()), 1e-300)
     worst = (0.0, "")
     for name, whole in reference.items():
@@ -263,7 +281,7 @@ def _worst(
             where = part.rows, part.box
             square[where] = max(square.get(where, 0.0), diff) if diff == diff else float("inf")
             covered[where] = part.values.numel()
-        value = sum(square.values()) ** 0.5 / max(norms[name], least, norm_of(scale.get(name)))
+        value = sum(square.values()) ** 0.5 / max(norms[name], least, scale.get(name, 0.0))
         if sum(covered.values()) != whole.values.numel() or value != value:
             value = float("inf")
         worst = max(worst, (value, name))
