@@ -8,10 +8,8 @@ not wait for what they hand on: as many steps as there are stages are under way 
 nothing of it is cut along ``cp`` but experts.
 """
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from weft.layout.layout import Layout
 from weft.layout.lost import peer_lost
 from weft.layout.mesh import Mesh
 from weft.layout.placement import rank_table
+from weft.layout.tickets import Tickets
 from weft.models.rope import angles
 from weft.models.transformer import Transformer
 from weft.parallel.build import check_fits
@@ -44,17 +43,12 @@ READ = ("tp", "cp", "pp", "ep", "dispatch", "order")
 #: The ways to experts on other ranks that take any number of tokens from each.
 SENDS = ("all-to-all", "per-rank")
 
-#: How long a rank waits for a ticket before it does so again; the end of the store it hears of at once.
-IDLE = timedelta(days=1)
-
 
 def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
     """Raises :class:`UsageError` for layouts and models (None: not known yet) that cannot generate."""
-    usual = Layout()
-    if other := [
-        name for name in Layout.model_fields if name not in READ and getattr(layout, name) != getattr(usual, name)
-    ]:
-        raise UsageError(f"generation goes over tp, cp, pp and ep, and has no use for {other[0]}; leave it out")
+    for name, usual in Layout():
+        if name not in READ and getattr(layout, name) != usual:
+            raise UsageError(f"generation goes over tp, cp, pp and ep, and has no use for {name}; leave it out")
     if layout.ep > 1 and layout.dispatch not in SENDS:
         raise UsageError(f"ranks that generate have unequally many tokens, which dispatch = {layout.dispatch!r} does "
                          f"not send; use {' or '.join(SENDS)}")  # fmt: skip
@@ -139,43 +133,6 @@ class RankReader:
         self.wire.ask(Value(what, 0, number), source)
         found: T = self.wire.take(Value(what, 0, number), source, f"step {number}")
         return found
-
-
-class Tickets:
-    """What the first rank tells the others, in order, by the store that they share.
-
-    Nobody needs to be ready for it, and who waits for the next one can do so for as long as nobody asks anything.
-    """
-
-    def __init__(self) -> None:
-        # The store of the default process group; PyTorch has no public way to it.
-        self.store = dist.distributed_c10d._get_default_store()
-        engine = self.store.add(f"weft/generate/{dist.get_rank()}", 1)  # the same on all ranks
-        self.name, self.number = f"weft/generate/{engine}/ticket", 0
-        self.oldest = 1
-
-    def give(self, message: Any) -> int:
-        """Leave ``message`` for all; returns its number."""
-        self.number += 1
-        self.store.set(f"{self.name}/{self.number}", pickle.dumps(message))  # type: ignore[arg-type]
-        return self.number
-
-    def forget(self, number: int) -> None:
-        """All have read the tickets up to this one."""
-        for read in range(self.oldest, number + 1):
-            self.store.delete_key(f"{self.name}/{read}")
-        self.oldest = number + 1
-
-    def next(self) -> Any:
-        """The next message, as soon as there is one."""
-        self.number += 1
-        key = f"{self.name}/{self.number}"
-        while True:
-            try:
-                self.store.wait([key], IDLE)
-            except dist.DistStoreError:  # nothing to do so far
-                continue
-            return pickle.loads(self.store.get(key))
 
 
 class Leader(RankReader):

@@ -10,7 +10,6 @@ rank has a share of their heads, and gets these heads' queries, keys and values 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,18 +19,13 @@ from weft.generate.cache import KeyValuePages, Row, StatePages, slots
 from weft.generate.spans import Span, own_segments
 from weft.layout.dims import part
 from weft.models.attention import attend_forward, join, repeat_heads, wide
-from weft.models.segments import Segment
+from weft.models.segments import Segment, cut
 from weft.parallel.units import exchanged_rows
 
 T = torch.Tensor
 
-
-class Piece(NamedTuple):
-    """What a rank has of a text's new tokens: ``first:last`` of all ranks' rows, ``past`` others of its own before."""
-
-    first: int
-    last: int
-    past: int
+#: Side of causal squares on the CPU: there are as many on the diagonals of all ranks as tokens, so they are small.
+SQUARE = 128
 
 
 class Stripes:
@@ -50,11 +44,10 @@ class Stripes:
         self.counts = self.owner.bincount(minlength=self.ranks).tolist()
         self.first = sum(self.counts[: self.rank])
         self.own = self.order[self.first : self.first + self.count]
-        self.pieces = self._cut(row.spans)  # of every text, those of all ranks
-        mine = [of_text[self.rank] for of_text in self.pieces]
+        self.pieces = self._cut(row.spans)
         self.spans = [
-            Span(p.first - self.first, p.last - self.first, p.past, span.table, span.context)
-            for p, span in zip(mine, row.spans, strict=True)
+            own._replace(first=own.first - self.first, last=own.last - self.first)
+            for own in (pieces[self.rank] for pieces in self.pieces)
         ]
         self.slots = slots(self.spans, size // self.ranks)
 
@@ -63,15 +56,15 @@ class Stripes:
         """Rows of this rank."""
         return self.counts[self.rank]
 
-    def _cut(self, spans: Sequence[Span]) -> list[list[Piece]]:
-        ends, found = [sum(self.counts[:rank]) for rank in range(self.ranks)], []
-        for first, last, past, *_ in spans:
-            here = []
-            for rank in range(self.ranks):
-                before, until = (-((rank - end) // self.ranks) for end in (past, past + last - first))
-                here.append(Piece(ends[rank], ends[rank] + until - before, before))
-                ends[rank] += until - before
-            found.append(here)
+    def _cut(self, spans: Sequence[Span]) -> list[list[Span]]:
+        """Of every text what each rank has: rows among those of all ranks, behind so many tokens of its own."""
+        ends, found = [sum(self.counts[:rank]) for rank in range(self.ranks)], list[list[Span]]()
+        for span in spans:
+            found.append([])
+            for rank, first in enumerate(ends):
+                past, end = (-((rank - at) // self.ranks) for at in (span.past, span.past + span.last - span.first))
+                ends[rank] += end - past
+                found[-1].append(span._replace(first=first, last=ends[rank], past=past))
         return found
 
     def gathered(self, x: T) -> T:
@@ -115,7 +108,7 @@ class StripedKeys(KeyValuePages):
         """Remember what is new."""
         self.write(k, v)
 
-    def _attend(self, queries: T, out: T, of_text: Sequence[Piece], span: Span, window: int) -> None:
+    def _attend(self, queries: T, out: T, of_text: Sequence[Span], span: Span, window: int) -> None:
         """Write to ``out`` what the new tokens of a text, on all ranks, see of the keys on this one.
 
         Of ranks ``c`` (queries) and ``r`` (keys), query ``m`` and key ``j`` of the text stand at ``c + m * ranks`` and
@@ -141,7 +134,10 @@ def attend_behind(q: T, k: T, v: T, past: int, window: int) -> tuple[T, T]:
     """Attention of tokens ``[tokens, heads, width]`` to ``past`` keys and as many as they are; and its log-sum-exp."""
     end = past + len(q)
     if len(q) > 1:
-        return attend_forward(q, k[:end], v[:end], own_segments(len(q), past, window))
+        pieces = own_segments(len(q), past, window)
+        if q.device.type == "cpu" and q.dtype != torch.bfloat16:  # whose results are too coarse to be joined
+            pieces = [piece for s in pieces for piece in cut(s, SQUARE)]
+        return attend_forward(q, k[:end], v[:end], pieces)
     # Without a mask the query heads that share a key head are so many queries: [group, kv_heads, width].
     shared = q[0].unflatten(0, (k.shape[1], -1)).transpose(0, 1).contiguous()
     start = max(0, end - window) if window else 0

@@ -65,14 +65,14 @@ def earlier_keys(q0: int, q1: int, k0: int, k1: int, window: int) -> list[Segmen
     return found
 
 
-def cut(s: Segment) -> list[Segment]:
+def cut(s: Segment, square: int = SQUARE) -> list[Segment]:
     """A causal square as small causal squares and full rectangles that join their rows; a rectangle as it is."""
     half = (s.q1 - s.q0) // 2
-    if not s.causal or half < SQUARE:
+    if not s.causal or half < square:
         return [s]
     q, k = s.q0 + half, s.k0 + half
     corner = Segment(s.q0, q, k, s.k1, False, True) if s.flipped else Segment(q, s.q1, s.k0, k, False, True)
-    return [*cut(s._replace(q1=q, k1=k)), *cut(s._replace(q0=q, k0=k)), corner]
+    return [*cut(s._replace(q1=q, k1=k), square), *cut(s._replace(q0=q, k0=k), square), corner]
 
 
 def uniform(segments: list[Segment], queries: int, keys: int) -> tuple[int, int] | None:
