@@ -18,9 +18,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from weft.errors import UsageError
+from weft.generate import branches
 from weft.generate import scheduler as module
+from weft.generate.branches import branch
+from weft.generate.keys import chained_keys, root_key
 from weft.generate.policies import Policy, chunked, exact_fill, prompts_first
-from weft.generate.pool import Pool, chained_keys, root_key
+from weft.generate.pool import Pool
 from weft.generate.request import Branch, Request
 from weft.generate.scheduler import Scheduler, Step
 
@@ -304,29 +307,12 @@ class Leaking(Scheduler):
         super().remove(request)
 
 
-class Littering(Scheduler):
-    """3: guesses keep their blocks."""
-
-    def _release_branches(self, request: Request) -> None:
-        request.branches = []
-
-
 class Gullible(Scheduler):
     """5: a guess that was wrong is taken for right."""
 
     def settle(self, request: Request, branch: Branch | None, right: int) -> None:
         branch = branch or next(iter(request.branches), None)
         super().settle(request, branch, min(len(branch.path), len(request.ids) - request.computed) if branch else 0)
-
-
-class Sharing(Scheduler):
-    """4: guesses are written where others write too."""
-
-    def _branch(self, request: Request, left: int, step: Step) -> int:
-        spent = super()._branch(request, left, step)
-        if request.branches:
-            self.pool.hold(request.branches[-1].table[-1:])
-        return spent
 
 
 class Writing(Scheduler):
@@ -421,12 +407,33 @@ def caught(property_: int, kind: type[Scheduler]) -> None:
 
 
 @pytest.mark.parametrize(("property_", "kind"), [
-    (1, Forgetful), (2, Greedy), (2, Crowded), (3, Unowned), (3, Leaking), (3, Littering), (4, Writing),
-    (5, Gullible), (4, Sharing), (5, Overshooting), (5, Idle),
+    (1, Forgetful), (2, Greedy), (2, Crowded), (3, Unowned), (3, Leaking), (4, Writing),
+    (5, Gullible), (5, Overshooting), (5, Idle),
     (6, Starving), (7, Losing), (9, Impatient), (10, Clinging), (11, Moody),
 ])  # fmt: skip
 def test_a_planted_fault_is_caught(property_: int, kind: type[Scheduler]) -> None:
     caught(property_, kind)
+
+
+def keep_blocks(pool: Pool, request: Request) -> None:
+    """3: guesses keep their blocks."""
+    request.branches = []
+
+
+def share_blocks(pool: Pool, request: Request, left: int, copies: list[tuple[int, int]]) -> int:
+    """4: guesses are written where others write too."""
+    spent = branch(pool, request, left, copies)
+    if request.branches:
+        pool.hold(request.branches[-1].table[-1:])
+    return spent
+
+
+@pytest.mark.parametrize(
+    ("property_", "name", "fault"), [(3, "release", keep_blocks), (4, "branch", share_blocks)], ids=["3", "4"]
+)
+def test_a_fault_of_guesses_is_caught(property_: int, name: str, fault: Callable[..., Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr(branches, name, fault)
+    caught(property_, Scheduler)
 
 
 @pytest.mark.parametrize(("name", "fault"), [

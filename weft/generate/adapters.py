@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ import torch
 from weft.checkpoint.convert.peft import PeftAdapter, is_adapter, peft_name
 from weft.errors import UsageError, WeftError
 from weft.generate.cache import Pages
+from weft.generate.keys import shelf_keys
 from weft.generate.spans import Span
 from weft.model_parameters import ADAPTERS, PROJECTIONS
 from weft.models.adapters import Projections
@@ -117,7 +117,7 @@ class Shelf:
         if not name:
             return []
         blocks = max(-(-len(numbers) // self._room(pages)) for numbers, pages in self._layers(name))
-        return [blake2b(repr((name, i)).encode(), digest_size=16).digest() for i in range(blocks)]
+        return shelf_keys(name, blocks)
 
     def load(self, name: str, table: Sequence[int]) -> None:
         """Copy an adapter into the blocks of ``table``."""

@@ -161,7 +161,7 @@ class Engine:
         step = scheduler.plan(self.reader.depth)
         if step.work:
             logits = self.reader.start(parts_of(step), step.copies, step.loads)
-            drawn = scheduler.send(step)
+            drawn = set_out(scheduler, step)
             self.sent.append((drawn, [1 + sum(len(b.path) for b in r.branches) for r in drawn.work], logits))
         return bool(step.work)
 
@@ -245,6 +245,17 @@ class Engine:
     def close(self) -> None:
         """Let other ranks go, if there are any."""
         self.reader.close()
+
+
+def set_out(scheduler: Scheduler, step: Step) -> Step:
+    """``step`` is under way, and what is computed later comes behind it; returns the part that draws tokens.
+
+    Prompts can go on at once. Requests whose next token is drawn wait for it, until that part is advanced.
+    """
+    drawn = {request: tokens for request, tokens in step.work.items() if tokens == request.wanted}
+    scheduler.advance(Step({r: tokens for r, tokens in step.work.items() if r not in drawn}, []))
+    scheduler.due |= drawn.keys()
+    return Step(drawn, [])
 
 
 def parts_of(step: Step) -> list[Part]:

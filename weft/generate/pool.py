@@ -7,21 +7,8 @@ have gone too: until it is needed for something else, the least recently used fi
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
-
-
-def root_key(version: int, adapter: str, tenant: str, context: int | None = None) -> bytes:
-    """What the keys of a text begin from: blocks of other weights, adapters, tenants or contexts are never found."""
-    return blake2b(repr((version, adapter, tenant, context)).encode(), digest_size=16).digest()
-
-
-def chained_keys(root: bytes, ids: Sequence[int], size: int) -> Iterator[bytes]:
-    """The key of every full block of a text: a hash of its tokens and of the key before, and so of its position."""
-    for at in range(0, len(ids) - size + 1, size):
-        root = blake2b(root + repr(tuple(ids[at : at + size])).encode(), digest_size=16).digest()
-        yield root
 
 
 class Pool:

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from weft.errors import UsageError
+from weft.generate import branches
+from weft.generate.keys import chained_keys, root_key
 from weft.generate.policies import Policy, exact_fill
-from weft.generate.pool import Pool, chained_keys, root_key
+from weft.generate.pool import Pool
 from weft.generate.request import Branch, Request
 
 
@@ -63,7 +65,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Forget a request that is done or not wanted any more; its blocks can be found until they are needed."""
         (self.running if request.runs else self.waiting).remove(request)
-        self._release_branches(request)
+        branches.release(self.pool, request)
         self.pool.release([*request.shelf, *request.table])
         request.shelf, request.table, request.keys, request.computed = [], [], [], 0
 
@@ -104,21 +106,11 @@ class Scheduler:
                 step.work[request] = tokens
                 left -= tokens
                 if tokens == request.wanted:
-                    left -= self._branch(request, left, step)
+                    left -= branches.branch(self.pool, request, left, step.copies)
         # Of whoever lost the blocks again in the same step, others may have them now.
         loads = [(name, table) for name, table in self._loads if self.pool.find(self.adapter_keys(name)) == table]
         self._loads = []
         return step._replace(loads=loads)
-
-    def send(self, step: Step) -> Step:
-        """``step`` is under way, and what is computed later comes behind it; returns the part that draws tokens.
-
-        Prompts can go on at once. Requests whose next token is drawn wait for it, until that part is advanced.
-        """
-        drawn = {request: tokens for request, tokens in step.work.items() if tokens == request.wanted}
-        self.advance(Step({r: tokens for r, tokens in step.work.items() if r not in drawn}, []))
-        self.due |= drawn.keys()
-        return Step(drawn, [])
 
     def advance(self, step: Step) -> None:
         """The tokens of ``step`` have been computed: full blocks can be found from now on."""
@@ -130,21 +122,11 @@ class Scheduler:
 
     def settle(self, request: Request, branch: Branch | None, right: int) -> None:
         """The first ``right`` guesses of ``branch`` (None: of no one) are now tokens of ``request``."""
-        if branch and right and (branch.table is request.table or not self.pool.states or right == len(branch.path)):
-            if branch.table is not request.table:
-                request.table[:], branch.table[:] = list(branch.table), list(request.table)
-            request.computed += right
-        self._release_branches(request)
+        branches.merge(self.pool, request, branch, right)
         kept = -(-(request.most + 1 if request.pinned else request.computed) // self.pool.size)
         self.pool.release(request.table[kept:])
         del request.table[kept:]
         self._remember(request)
-
-    def _release_branches(self, request: Request) -> None:
-        for branch in request.branches:
-            if branch.table is not request.table:
-                self.pool.release(branch.table)
-        request.branches = []
 
     def _remember(self, request: Request) -> None:
         """Let the blocks be found that are full of computed tokens."""
@@ -192,28 +174,3 @@ class Scheduler:
             table[at] = step.copies[-1][1]
         table.extend(pool.take() for _ in range(new))
         return True
-
-    def _branch(self, request: Request, left: int, step: Step) -> int:
-        """Blocks for guesses of what follows, as far as there is room for them; returns how many tokens these are.
-
-        The first guess goes on in the request's own blocks. Others begin from copies of the last one, as all do where
-        a block's state cannot be taken back to a token before.
-        """
-        pool, begun = self.pool, left
-        drafts, request.drafts = request.drafts, ()  # each is drawn once
-        for path in drafts:
-            own = not request.branches and not pool.states
-            again = 0 if own else request.wanted  # tokens that are computed in the copy too
-            path, kept = path[: max(0, left - again)], len(request.table) if own else request.computed // pool.size
-            new = -(-(request.computed + request.wanted + len(path)) // pool.size) - kept
-            if not path or new > pool.free:
-                break
-            table = request.table if own else request.table[:kept]
-            if not own:
-                pool.hold(table)
-            table.extend(pool.take() for _ in range(new))
-            if not own and request.computed % pool.size:
-                step.copies.append((request.table[kept], table[kept]))
-            request.branches.append(Branch(path, table))
-            left -= again + len(path)
-        return begun - left

@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import Engine
-from weft.generate.pool import root_key
+from weft.generate.keys import root_key
 from weft.generate.request import Generation
 from weft.generate.sampling import Sampling
 

@@ -1,0 +1,25 @@
+"""Keys by which blocks are found again: those with the beginning of a text, and those with an adapter."""
+
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+
+
+def root_key(version: int, adapter: str, tenant: str, context: int | None = None) -> bytes:
+    """What the keys of a text begin from: blocks of other weights, adapters, tenants or contexts are never found."""
+    return _key(repr((version, adapter, tenant, context)).encode())
+
+
+def chained_keys(root: bytes, ids: Sequence[int], size: int) -> Iterator[bytes]:
+    """The key of every full block of a text: a hash of its tokens and of the key before, and so of its position."""
+    for at in range(0, len(ids) - size + 1, size):
+        root = _key(root + repr(tuple(ids[at : at + size])).encode())
+        yield root
+
+
+def shelf_keys(adapter: str, blocks: int) -> list[bytes]:
+    """The keys of the blocks that an adapter is in."""
+    return [_key(repr((adapter, block)).encode()) for block in range(blocks)]
+
+
+def _key(text: bytes) -> bytes:
+    return blake2b(text, digest_size=16).digest()
