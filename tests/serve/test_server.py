@@ -271,7 +271,7 @@ def test_many_clients_are_served_or_refused_and_nothing_is_left(tokenizer: Token
             return await asyncio.gather(*(ask(client, number) for number in range(60)))
 
     found = asyncio.run(all_of_them())
-    assert set(found) <= {0, 200, 429} and found.count(200) >= 10 and 429 in found
+    assert set(found) <= {0, 200, 429} and found.count(200) >= 5 and 429 in found
     until(server.empty)
     assert server.post("completions", prompt="x", max_tokens=2).status_code == 200
     pool = server.engine.scheduler.pool
@@ -308,7 +308,7 @@ def test_the_command_serves_and_ends_with_its_last_answer(
            files=load_tokenizer("bytes").files())  # fmt: skip
     (tmp_path / "keys").write_text("secret\n")
     words = ["serve", "--from", tmp_path / "tiny", "--port", "0", "--api-key", tmp_path / "keys", "--cache", "9000",
-             *(["--layout", layout] if layout else [])]  # fmt: skip
+             "--drain", "300", *(["--layout", layout] if layout else [])]  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-m", "weft", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -317,6 +317,8 @@ def test_the_command_serves_and_ends_with_its_last_answer(
     line = process.stdout.readline()
     (address,) = re.findall(r"tiny at (http://127\.0\.0\.1:\d+)/v1, with a cache of 9,000 tokens; Ctrl-C ends it", line)
     client = httpx.Client(base_url=address, headers={"authorization": "Bearer secret"}, timeout=120)
+    vectors = client.post("/v1/embeddings", json={"input": "x"})
+    assert vectors.status_code == (400 if layout else 200), vectors.text  # and the ranks do not wait for each other
     asked = {"prompt": "x", "max_tokens": 400, "temperature": 0, "stream": True, "ignore_eos": True}
     with client.stream("POST", "/v1/completions", json=asked) as answer:
         lines = answer.iter_lines()

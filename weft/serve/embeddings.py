@@ -18,6 +18,8 @@ LONGEST = 8192
 @torch.inference_mode()
 def embed(model: Transformer, ids: Sequence[int], pooling: Literal["mean", "last"]) -> torch.Tensor:
     """A vector of length 1, float32 ``[embed]``: of the normed hidden states the mean, or the last one."""
+    if model.mesh.layout.world > 1:
+        raise UsageError("vectors are made on one rank; serve the model without --layout")
     check_prompt(model, ids)
     if model.mesh.layout.world > 1:
         raise UsageError("vectors are made by models on one rank; serve this one without --layout")
