@@ -15,6 +15,7 @@ from weft.generate.engine import Engine, Generation
 from weft.generate.policies import chunked, exact_fill, prompts_first
 from weft.generate.sampling import Sampling
 from weft.generate.scheduler import Scheduler
+from weft.generate.speculation import Lookup
 from weft.layout.mesh import Mesh
 from weft.models.invariant import TILE, invariant
 from weft.models.products import read_only
@@ -58,12 +59,13 @@ def check(found: list[Generation], scores: list[torch.Tensor]) -> int:
 def random_engine(model: Transformer, drawn: Random) -> Engine:
     policy = drawn.choice([exact_fill, prompts_first, chunked(drawn.randrange(1, 40))])
     size, tokens = drawn.choice([1, 3, 4, 16, 64]), drawn.choice([None, 192, 192])
-    return Engine(model, tokens, drawn.randrange(1, 200), drawn.randrange(1, 15), policy, size, invariant=True)
+    drafter = drawn.choice([None, Lookup(least=1)])
+    return Engine(model, tokens, drawn.randrange(1, 200), drawn.randrange(1, 15), policy, size, drafter, invariant=True)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_random_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks, other requests, preemption and found prefixes; training packs the texts into a row of its own."""
+    """Chunks, others, preemption, found prefixes and guesses; training packs the texts into a row of its own."""
     model, drawn, preempted, hits, steps = build(**SHAPES[kind]), Random(kind), 0, 0, 0
     remove = Scheduler.remove
 
