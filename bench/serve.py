@@ -249,7 +249,7 @@ def alike(folder: Path, turns: int) -> dict[str, Any]:
             for invariant, each in took.items():
                 engine = Engine(model, tokens=CACHE, invariant=invariant)
                 each.append(timed(partial(write_all, engine, prompts, [32] * count))[1])
-        ratios[f"{count} requests"] = statistics.median(took[True]) / statistics.median(took[False])
+        ratios[f"{count} at once"] = statistics.median(took[True]) / statistics.median(took[False])
     return ratios
 
 
