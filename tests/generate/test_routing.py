@@ -116,11 +116,12 @@ def test_what_cannot_be_is_one_line(command: Command, name: str, more: list[obje
 
 
 @pytest.mark.slow
-def test_generate_with_experts_on_two_ranks(command: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["cp=2,ep=2", "tp=2", "pp=2"])
+def test_generate_with_experts_on_two_ranks(command: Command, layout: str, tmp_path: Path) -> None:
     folder, _ = folder_of("qwen3 moe", tmp_path / "model")
     words = ("generate", "--checkpoint", folder, "--prompt", "def add(a, b):", "--tokens", 9, "--temperature", 0)
     _, expected, _ = command(*words)
-    ran = subprocess.run([sys.executable, "-m", "weft", *map(str, words), "--layout", "cp=2,ep=2"], text=True,
+    ran = subprocess.run([sys.executable, "-m", "weft", *map(str, words), "--layout", layout], text=True,
                          capture_output=True)  # fmt: skip
     assert ran.returncode == 0 and ran.stdout == expected and "over 2 ranks" in ran.stderr, ran.stderr
     assert "Warning" not in ran.stderr

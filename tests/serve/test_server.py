@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import httpx
+import psutil
 import pytest
 import torch
 
@@ -294,20 +296,25 @@ def test_an_engine_that_fails_says_so_to_all(tokenizer: Tokenizer) -> None:
     server.close()
 
 
+def exported(folder: Path) -> Path:
+    """A small model as Hugging Face has it."""
+    from weft.models.hf import export
+    from weft.parallel.build import resident_state
+
+    model = build().float()
+    export({p.name: p.local for p in resident_state(model, model.mesh).held}, model.shape, folder / "tiny",
+           files=load_tokenizer("bytes").files())  # fmt: skip
+    return folder / "tiny"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["", "tp=2"])
 def test_the_command_serves_and_ends_with_its_last_answer(
     command: Command, layout: str, tmp_path: Path, request: Any
 ) -> None:
     """Ctrl-C in the middle of a stream: it is written to its end, and the command leaves without an error."""
-    from weft.models.hf import export
-    from weft.parallel.build import resident_state
-
-    model = build().float()
-    export({p.name: p.local for p in resident_state(model, model.mesh).held}, model.shape, tmp_path / "tiny",
-           files=load_tokenizer("bytes").files())  # fmt: skip
     (tmp_path / "keys").write_text("secret\n")
-    words = ["serve", "--from", tmp_path / "tiny", "--port", "0", "--api-key", tmp_path / "keys", "--cache", "9000",
+    words = ["serve", "--from", exported(tmp_path), "--port", "0", "--api-key", tmp_path / "keys", "--cache", "9000",
              "--drain", "300", *(["--layout", layout] if layout else [])]  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-m", "weft", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -327,6 +334,28 @@ def test_the_command_serves_and_ends_with_its_last_answer(
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
     assert process.wait(120) == (130 if layout else 0) and process.stderr is not None and not process.stderr.read()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
+def test_a_rank_that_is_killed_is_named_and_all_end(layout: str, tmp_path: Path, request: Any) -> None:
+    words = ["serve", "--from", exported(tmp_path), "--port", "0", "--cache", "9000", "--layout", layout]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "weft", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    request.addfinalizer(process.kill)
+    assert process.stdout is not None and process.stderr is not None
+    (address,) = re.findall(r"tiny at (http://127\.0\.0\.1:\d+)/v1", process.stdout.readline())
+    asked = {"prompt": "x", "max_tokens": 900, "temperature": 0, "stream": True, "ignore_eos": True}
+    with httpx.Client(base_url=address, timeout=120).stream("POST", "/v1/completions", json=asked) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        next(one for one in ranks if one.environ().get("RANK") == "1").kill()
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            assert "rank 1 is gone" in "".join(lines)
+    assert process.wait(60) == 1 and process.stderr.read().startswith("weft: error: rank 1 was killed by SIGKILL")
+    assert not [one for one in ranks if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize(("words", "said"), [

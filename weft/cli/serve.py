@@ -3,9 +3,11 @@
 import logging
 import os
 import socket
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +15,11 @@ from weft.cli.arguments import Draft, Ema, ModelName, Weights, read_keys
 from weft.cli.console import warn
 from weft.cli.spread import Spread, as_rank, leads, run_ranks
 from weft.errors import UsageError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from weft.serve.service import Service
 
 _adapters = "A folder of adapters as PEFT writes them: each is a model by its folder's name."
 _keys = "A file with a key per line: who sends none of them is refused. Prefixes are shared among requests of one key."
@@ -87,10 +94,22 @@ def serve(
         if not keys and host not in ("127.0.0.1", "::1", "localhost"):
             warn(f"whoever can reach {host} can ask; give --api-key FILE to ask for a key")
         print(f"{name} at {where}/v1, with a cache of {cache:,} tokens; Ctrl-C ends it", flush=True)
+        front = uvicorn.Server(config)
+        if spread.world > 1:
+            threading.Thread(target=_end_with, args=(service, front), daemon=True).start()
         with suppress(KeyboardInterrupt):  # which comes again after the last answer
-            uvicorn.Server(config).run(sockets=[listening])
+            front.run(sockets=[listening])
+        if service.failure is not None and spread.world > 1:
+            raise service.failure
         engine.close()
     return 0
+
+
+def _end_with(service: "Service", front: "uvicorn.Server") -> None:
+    """Let the server end where its engine cannot go on: the other ranks are to end too, and be named."""
+    while service.failure is None:
+        time.sleep(0.2)
+    front.should_exit = True
 
 
 def _listen(host: str, port: int) -> socket.socket:
