@@ -70,7 +70,7 @@ def generate(
     spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
     if experts_in == "":
         raise UsageError("--experts-in is empty; give a folder on a local disk")
-    if experts_in and spread.world > spread.cp:
+    if experts_in and (spread.world > spread.cp or spread.ep > 1):
         raise UsageError("--experts-in is for ranks that have all experts; leave it out, or have cp alone in --layout")
     if experts_in == "host" and device == "cpu":
         raise UsageError("--experts-in host is for models on a GPU; on the CPU give a folder on a local disk")
