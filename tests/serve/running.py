@@ -41,7 +41,9 @@ class Running:
         self.service = Service(self.engine, most)
         self.server = Server(self.service, tokenizer, "tiny", keys, 12, names)
         listening = socket.create_server(("127.0.0.1", 0))
-        self.uvicorn = uvicorn.Server(uvicorn.Config(self.server.app(), log_config=None, timeout_graceful_shutdown=60))
+        self.uvicorn = uvicorn.Server(
+            uvicorn.Config(self.server.app(), log_config=None, timeout_graceful_shutdown=60, timeout_keep_alive=300)
+        )
         self.thread = threading.Thread(target=lambda: asyncio.run(self.uvicorn.serve([listening])), daemon=True)
         self.thread.start()
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=120)

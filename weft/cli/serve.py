@@ -89,7 +89,10 @@ def serve(
         service = Service(engine, requests + waiting)
         server = Server(service, tokenizer_of(files, checkpoint), name, keys, tokens, adapted)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-        config = uvicorn.Config(server.app(), log_config=None, access_log=False, timeout_graceful_shutdown=drain)
+        # Connections stay open longer than clients and proxies keep them, so that none closes on a question.
+        config = uvicorn.Config(
+            server.app(), log_config=None, access_log=False, timeout_graceful_shutdown=drain, timeout_keep_alive=120
+        )
         where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         if not keys and host not in ("127.0.0.1", "::1", "localhost"):
             warn(f"whoever can reach {host} can ask; give --api-key FILE to ask for a key")
