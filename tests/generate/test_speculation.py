@@ -42,6 +42,7 @@ class Oracle:
         return ([*faulty, *[0] * length])[:length]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("mixer", ["softmax", "windows", "experts", "latent", "retention", "hybrid"])

@@ -50,6 +50,7 @@ def move(source: Engine, target: Engine, request: Generation, between: int = 1) 
     return found, [*lengths, len(message)]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("settings", [{}, {"drafter": True}, {"tokens": 400}], ids=str)
 @pytest.mark.parametrize("kind", ["softmax", "windows", "experts", "latent", "retention", "hybrid"])
 def test_tokens_are_the_same_wherever_they_are_written(kind: str, settings: dict[str, Any]) -> None:
