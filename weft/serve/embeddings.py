@@ -21,8 +21,6 @@ def embed(model: Transformer, ids: Sequence[int], pooling: Literal["mean", "last
     if model.mesh.layout.world > 1:
         raise UsageError("vectors are made on one rank; serve the model without --layout")
     check_prompt(model, ids)
-    if model.mesh.layout.world > 1:
-        raise UsageError("vectors are made by models on one rank; serve this one without --layout")
     if len(ids) > LONGEST:
         raise UsageError(f"a text of {len(ids)} tokens is too long for one vector; give {LONGEST} at most")
     device = model.mesh.device
