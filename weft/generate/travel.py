@@ -1,7 +1,7 @@
 """A request that moves to another engine while it is being written (live migration as in Llumnix, 2406.03243).
 
 Blocks that are full never change: they are sent in rounds while the request goes on, each round what was filled in the
-one before. It stops only for what is left then, which is less than two blocks, and its state: tokens, sampler, random
+one before. When there is none any more, it stops for the block that is not full, and its state: tokens, sampler, random
 stream. What is sent is bytes, in the form of safetensors, and can take any way. Nothing is lost if it does not arrive:
 until :meth:`Departure.leave` the request is the first engine's, and what the other one has taken it can drop.
 """
