@@ -37,14 +37,16 @@ class Places:
 
     def __init__(self, least: int) -> None:
         self.least, self.ids = least, list[int]()
-        self._ends: dict[tuple[int, ...], deque[int]] = defaultdict(lambda: deque(maxlen=PLACES))
+        self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def extend(self, ids: Sequence[int]) -> None:
         """Add ``ids``. A run is known once a token stands behind it."""
         start = max(self.least, len(self.ids))
         self.ids += ids
         for end in range(start, len(self.ids)):
-            self._ends[tuple(self.ids[end - self.least : end])].append(end)
+            ends = self._ends[tuple(self.ids[end - self.least : end])]
+            ends.append(end)
+            del ends[:-PLACES]
 
     def find(self, tail: Sequence[int], depth: int) -> tuple[int, list[int]]:
         """How many tokens of the end of ``tail`` stand here, up to ``depth``, and behind which places, latest first."""
