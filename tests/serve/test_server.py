@@ -26,6 +26,7 @@ from tests.serve.running import Running, build, until
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import WeftError
 from weft.generate.engine import Engine
+from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.speculation import Lookup
 from weft.generate.text import Ask, write_texts
@@ -179,9 +180,17 @@ def test_who_goes_away_is_forgotten(server: Running) -> None:
         next(answer.iter_lines())
         (streamed,) = server.engine.scheduler.running
     until(server.empty)
-    with pytest.raises(httpx.ReadTimeout):
+    submit, asked_for = server.engine.submit, list[Generation]()
+
+    def submitting(*given: Any, **more: Any) -> list[Generation]:
+        asked_for.extend(found := submit(*given, **more))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(httpx.ReadTimeout):
+        patch.setattr(server.engine, "submit", submitting)
         server.client.post("/v1/completions", json=asked, timeout=0.3)
-    (waited,) = server.engine.scheduler.running
+    until(lambda: bool(asked_for))
+    (waited,) = asked_for
     until(server.empty)
     assert len(streamed.written) < 3000 > len(waited.written), "they were written to their ends"
     assert server.post("completions", prompt=PROMPT, max_tokens=2).status_code == 200
