@@ -159,11 +159,15 @@ def test_a_model_by_name_is_the_same_for_every_command(
     assert command("checkpoint", "convert", "hf", "--out", "converted")[0] == 0
     seen: list[list[int]] = []
 
-    def generate(model: Any, ids: list[int], count: int, stops: Any, *rest: Any) -> Iterator[int]:
+    def submit(engine: Any, ids: list[int], count: int, how: Any, stops: Any) -> list[None]:
         seen.append([*ids, *stops])
+        return [None]
+
+    def stream(engine: Any, one: None) -> Iterator[int]:
         return iter(tokenizer.encode("fine").tolist())
 
-    monkeypatch.setattr("weft.generate.engine.generate", generate)
+    monkeypatch.setattr("weft.generate.engine.Engine.submit", submit)
+    monkeypatch.setattr("weft.generate.engine.Engine.stream", stream)
     Path("talk.json").write_text('[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]')
     for name in ("hf", "out", "run", "converted"):
         said = command("generate", "--from", name, "--chat", "--prompt", "Hi", "--system", "Be brief.")
