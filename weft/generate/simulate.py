@@ -50,8 +50,10 @@ class Curve:
 
     def __init__(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:
         work, seconds = np.array([each for each, _ in samples]), np.array([each for _, each in samples])
-        # Every step counts alike by its relative error, and nothing makes a step shorter.
+        # Every step counts alike by its relative error, and nothing makes a step shorter. Steps that are short by
+        # chance weigh more in that, so that the sum of all is too short.
         self.rates, _ = nnls(work / seconds[:, None], np.ones(len(seconds)))
+        self.rates *= seconds.sum() / (work @ self.rates).sum()
 
     def __call__(self, step: Step) -> float:
         return float(self.rates @ np.array(work_of(step)))
