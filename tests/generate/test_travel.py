@@ -118,6 +118,27 @@ def alone_of(model: Any, length: int) -> list[int]:
     return one.written
 
 
+def test_what_is_refused_at_last_goes_on_where_it_was() -> None:
+    model = build("softmax", torch.float64)
+    for how in (GREEDY, Sampling(0.9, seed=4)):
+        source, target = Engine(model, size=4), Engine(model, size=4, limit=1)
+        (one,) = source.submit(PROMPTS[1], NEW, how, top=2)
+        (other,) = target.submit(PROMPTS[2], NEW, GREEDY)
+        for engine in (source, source, source, target):
+            engine.step()
+        departure, arrival = Departure(source, one), Arrival(target)
+        while (message := departure.round()) is not None:
+            arrival.take(message)
+        with pytest.raises(WeftError, match="no room for the request here"):
+            arrival.take(departure.leave())
+        departure.stay()
+        source.run()
+        target.run()
+        assert one.written == alone(model, PROMPTS[1], how).written
+        assert other.written == alone(model, PROMPTS[2], GREEDY).written
+        assert not source.scheduler.pool.owners and not target.scheduler.pool.owners
+
+
 def test_what_does_not_arrive_stays() -> None:
     model = build("softmax", torch.float32)
     source, target = Engine(model, size=4), Engine(model, size=4, tokens=12)

@@ -3,7 +3,7 @@
 Blocks that are full never change: they are sent in rounds while the request goes on, each round what was filled in the
 one before. When there is none any more, it stops for the block that is not full, and its state: tokens, sampler, random
 stream. What is sent is bytes, in the form of safetensors, and can take any way. Nothing is lost if it does not arrive:
-until :meth:`Departure.leave` the request is the first engine's, and what the other one has taken it can drop.
+the first engine can go on with the request, and what the other one has taken it can drop.
 """
 
 import json
@@ -54,6 +54,10 @@ class Departure:
         message = self._message(-(-request.computed // engine.scheduler.pool.size), state)
         engine.scheduler.remove(request)
         return message
+
+    def stay(self) -> None:
+        """The last message was refused or lost: the request goes on here, from its tokens, which are read again."""
+        self.engine.scheduler.add(self.request)
 
     def _message(self, end: int, state: dict[str, Any]) -> bytes:
         table = self.request.table[self.sent : end]
