@@ -21,7 +21,7 @@ import torch
 
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.data.tokenizer import Tokenizer
-from weft.generate.adapters import HostAdapter, LowRank, layer_modules
+from weft.generate.adapters import Factors, HostAdapter, layer_modules
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.speculation import Lookup
@@ -90,7 +90,7 @@ def adapters(model: Transformer) -> Case:
                 for name in ("wq", "wv"):
                     if name in projections.logical:
                         (out, into), rank = projections.logical[name].shape, 8 + 8 * (number % 2)
-                        form.append(LowRank(module, name, rank, into, out, at))
+                        form.append(Factors(module, name, rank, into, out, at))
                         at += rank * (into + out)
             forms.append(tuple(form))
             values.append(torch.randn(at, generator=drawn) * 0.02)

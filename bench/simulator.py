@@ -19,7 +19,7 @@ import torch
 
 from weft.generate.engine import Engine
 from weft.generate.policies import Policy, chunked, exact_fill
-from weft.generate.simulate import Arrival, Curve, Latencies, measure, simulate
+from weft.generate.simulate import Curve, Latencies, TimedRequest, measure, simulate
 from weft.layout.mesh import Mesh
 from weft.models.products import read_only
 from weft.parallel.build import parallelize
@@ -37,7 +37,7 @@ LOADS: dict[str, tuple[float, int, int, Policy, int]] = {
 FITTED_ON = ((0.5, 120, 24, exact_fill, 2**15), (6.0, 100, 20, chunked(64), 2**15))
 
 
-def load(seed: int, requests: int, rate: float, prompt: int, answer: int) -> list[Arrival]:
+def load(seed: int, requests: int, rate: float, prompt: int, answer: int) -> list[TimedRequest]:
     """Poisson arrivals with log-normal lengths."""
     drawn, time, found = random.Random(seed), 0.0, []
 
@@ -47,7 +47,7 @@ def load(seed: int, requests: int, rate: float, prompt: int, answer: int) -> lis
     for _ in range(requests):
         time += drawn.expovariate(rate)
         ids = [drawn.randrange(40_000) for _ in range(length(prompt, 0.8))]
-        found.append(Arrival(time, ids, length(answer, 0.6)))
+        found.append(TimedRequest(time, ids, length(answer, 0.6)))
     return found
 
 

@@ -13,15 +13,15 @@ from weft.generate.policies import chunked, exact_fill, prompts_first
 from weft.generate.pool import Pool
 from weft.generate.request import Request
 from weft.generate.scheduler import Scheduler, Step
-from weft.generate.simulate import Arrival, Curve, measure, play, simulate, work_of
+from weft.generate.simulate import Curve, TimedRequest, measure, play, simulate, work_of
 
 
-def load(seed: int, rate: float, count: int = 30) -> list[Arrival]:
+def load(seed: int, rate: float, count: int = 30) -> list[TimedRequest]:
     drawn, time, found = random.Random(seed), 0.0, []
     for _ in range(count):
         time += drawn.expovariate(rate)
         prompt = [drawn.randrange(31) for _ in range(drawn.choice([3, 20, 60]))]
-        found.append(Arrival(time, prompt, drawn.choice([1, 5, 25])))
+        found.append(TimedRequest(time, prompt, drawn.choice([1, 5, 25])))
     return found
 
 
@@ -51,7 +51,7 @@ def test_it_plans_every_step_as_the_engine_does(settings: dict[str, object], mon
     assert len(found.first) == len(arrivals) and len(found.between) == sum(a.tokens - 1 for a in arrivals)
 
 
-def play_engine(engine: Engine, arrivals: list[Arrival], real: list[list[float]]):  # type: ignore[no-untyped-def]
+def play_engine(engine: Engine, arrivals: list[TimedRequest], real: list[list[float]]):  # type: ignore[no-untyped-def]
     """Latencies of an engine whose clock counts the work of its steps."""
     numbers, plan = {}, engine.scheduler.plan
 

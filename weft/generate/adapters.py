@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ T = torch.Tensor
 ABSORBED = ("wkv_b",)
 
 
-class LowRank(NamedTuple):
+class Factors(NamedTuple):
     """What is added to one weight: its name in the layer, and where its two factors stand among the layer's numbers."""
 
     module: str
@@ -42,7 +42,7 @@ class LowRank(NamedTuple):
 
 
 #: Where everything stands among the numbers of a layer. Adapters of one form can be multiplied together.
-Form = tuple[LowRank, ...]
+Form = tuple[Factors, ...]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
                                     f"{sizes}, and the weight is {tuple(logical.shape)} here")  # fmt: skip
                 a, b = (peft.tensor(each) for each in names)
                 numbers += [a.flatten(), (b * peft.adapter.scale).flatten()]
-                form.append(LowRank(module, name, rank, into, out, at))
+                form.append(Factors(module, name, rank, into, out, at))
                 at += rank * (into + out)
         forms.append(tuple(form))
         values.append(torch.cat(numbers) if numbers else torch.empty(0))
@@ -141,24 +141,26 @@ class Shelf:
         alike = defaultdict[tuple[int, int], list[tuple[Span, str, Sequence[int]]]](list)
         for span, name, table in spans:
             alike[self._forms[self.host[name].forms], span.last - span.first].append((span, name, table))
-        batches = [self._batch(some) for some in alike.values()]
+        step = StepAdapters(self.pages, [self._alike(some) for some in alike.values()])
         try:
             for number, modules in enumerate(self.modules):
-                layer = LayerAdapters(number, self.pages[number], batches)
                 for name, module in modules.items():
-                    module.beside = partial(layer.add, name)
+                    module.beside = partial(step.add, number, name)
             yield
         finally:
             for modules in self.modules:
                 for module in modules.values():
                     module.beside = None
 
-    def _batch(self, some: Sequence[tuple[Span, str, Sequence[int]]]) -> "Batch":
-        rows = torch.tensor([[*range(span.first, span.last)] for span, _, _ in some])
-        return Batch(self.host[some[0][1]].forms, rows, torch.tensor([list(table) for _, _, table in some]))
+    def _alike(self, some: Sequence[tuple[Span, str, Sequence[int]]]) -> "Alike":
+        store = self.pages[0].store
+        assert store is not None
+        rows = torch.tensor([[*range(span.first, span.last)] for span, _, _ in some], device=store.device)
+        tables = torch.tensor([list(table) for _, _, table in some], device=store.device)
+        return Alike(self.host[some[0][1]].forms, rows, tables)
 
 
-class Batch(NamedTuple):
+class Alike(NamedTuple):
     """Spans of equally many tokens with adapters of one form."""
 
     forms: tuple[Form, ...]
@@ -166,28 +168,31 @@ class Batch(NamedTuple):
     tables: T  # [texts, blocks]
 
 
-class LayerAdapters:
-    """What the adapters of a step add in one layer."""
+class StepAdapters:
+    """What the adapters of a step add, layer by layer: the numbers of one layer are held at a time."""
 
-    def __init__(self, number: int, pages: Pages, batches: Sequence[Batch]) -> None:
-        self.number, self.pages, self.batches = number, pages, batches
+    def __init__(self, pages: Sequence[Pages], groups: Sequence[Alike]) -> None:
+        self.pages, self.groups = pages, groups
+        self._layer, self._numbers = -1, list[T]()
 
-    @cached_property
-    def numbers(self) -> list[T]:
-        """Of every batch ``[texts, numbers of a table]``."""
-        store = self.pages.store
-        assert store is not None
-        return [store[:, batch.tables].transpose(0, 1).flatten(1) for batch in self.batches]
+    def _numbers_of(self, layer: int) -> list[T]:
+        """Of every group ``[texts, numbers of a table]``."""
+        if layer != self._layer:
+            store = self.pages[layer].store
+            assert store is not None
+            self._numbers = [store[:, group.tables].transpose(0, 1).flatten(1) for group in self.groups]
+            self._layer = layer
+        return self._numbers
 
-    def add(self, module: str, x: T, names: Sequence[str], made: Sequence[T]) -> None:
+    def add(self, layer: int, module: str, x: T, names: Sequence[str], made: Sequence[T]) -> None:
         """Add to what the weights ``names`` made of ``x`` ``[1, tokens, in]``, in place."""
-        for batch, numbers in zip(self.batches, self.numbers, strict=True):
-            for one in batch.forms[self.number]:
+        for group, numbers in zip(self.groups, self._numbers_of(layer), strict=True):
+            for one in group.forms[layer]:
                 if one.module == module and one.name in names:
                     middle, last = one.first + one.rank * one.into, one.first + one.rank * (one.into + one.out)
                     a = numbers[:, one.first : middle].view(-1, one.rank, one.into).to(x.dtype)
                     b = numbers[:, middle:last].view(-1, one.out, one.rank).to(x.dtype)
-                    low = x[0, batch.rows] @ a.transpose(1, 2)  # [texts, tokens, rank]
+                    low = x[0, group.rows] @ a.transpose(1, 2)  # [texts, tokens, rank]
                     made[names.index(one.name)][0].index_add_(
-                        0, batch.rows.flatten(), (low @ b.transpose(1, 2)).flatten(0, 1)
+                        0, group.rows.flatten(), (low @ b.transpose(1, 2)).flatten(0, 1)
                     )

@@ -318,7 +318,7 @@ class PagedReader:
             self.shelf.load(name, table)
         documents = torch.tensor([0, *(span.last for span in row.spans)], dtype=torch.int32)
         adapted = [(span, *p.adapter) for span, p in zip(row.spans, parts, strict=True) if p.adapter]
-        shelf = self.shelf.adapting(adapted) if self.shelf else nullcontext()
+        shelf = self.shelf.adapting(adapted) if self.shelf and adapted else nullcontext()
         with attending(self.model, self.pages), shelf, invariant(self.alike):
             only = torch.tensor(row.wanted, dtype=torch.int64, device=device)
             return self.model(numbers[:1], numbers[1:2], documents, only=only)[0]

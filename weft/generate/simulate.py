@@ -20,7 +20,7 @@ from weft.generate.sampling import GREEDY
 from weft.generate.scheduler import Scheduler, Step
 
 
-class Arrival(NamedTuple):
+class TimedRequest(NamedTuple):
     """A request of a load: when it comes, in seconds, and how many tokens it wants behind its prompt."""
 
     time: float
@@ -59,7 +59,9 @@ class Curve:
         return float(self.rates @ np.array(work_of(step)))
 
 
-def play(load: Sequence[Arrival], add: Callable[[int], None], step: Callable[[], tuple[float, list[int]]]) -> Latencies:
+def play(
+    load: Sequence[TimedRequest], add: Callable[[int], None], step: Callable[[], tuple[float, list[int]]]
+) -> Latencies:
     """Let requests come when ``load`` says. ``step`` returns its seconds and the numbers of those who got a token."""
     found, order = Latencies(), sorted(range(len(load)), key=lambda i: load[i].time)
     clock, last, written = 0.0, dict[int, float](), defaultdict[int, int](int)
@@ -78,7 +80,7 @@ def play(load: Sequence[Arrival], add: Callable[[int], None], step: Callable[[],
     return found
 
 
-def simulate(scheduler: Scheduler, load: Sequence[Arrival], curve: Callable[[Step], float]) -> Latencies:
+def simulate(scheduler: Scheduler, load: Sequence[TimedRequest], curve: Callable[[Step], float]) -> Latencies:
     """What ``load`` would get of an engine with this scheduler, whose steps take what ``curve`` says."""
     numbers: dict[Request, int] = {}
 
@@ -101,7 +103,7 @@ def simulate(scheduler: Scheduler, load: Sequence[Arrival], curve: Callable[[Ste
     return play(load, add, step)
 
 
-def measure(engine: Engine, load: Sequence[Arrival]) -> tuple[Latencies, list[tuple[list[float], float]]]:
+def measure(engine: Engine, load: Sequence[TimedRequest]) -> tuple[Latencies, list[tuple[list[float], float]]]:
     """What ``load`` gets of a real engine, and samples of its steps for a :class:`Curve`.
 
     The clock is this thread's processor time, so that what else the machine does is left out.
