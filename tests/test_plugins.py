@@ -16,13 +16,13 @@ from tests import my_plugins
 from tests.cases import recipe, write_corpus
 from tests.checkpoint.test_resume import go, series
 from tests.conftest import Command
+from tests.generate.one_text import generate
 from tests.test_equality import difference
 from weft import plugins
 from weft.checkpoint.model import open_model
 from weft.data.batch import IGNORE
 from weft.data.tasks import Text
 from weft.errors import UsageError, WeftError
-from weft.generate.engine import generate
 from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models.loss import linear_cross_entropy

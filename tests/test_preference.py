@@ -14,12 +14,12 @@ import torch.nn.functional as F
 
 from tests import trl_peer
 from tests.cases import recipe
+from tests.generate.one_text import generate
 from tests.test_equality import difference
 from weft.checkpoint.model import export_model, open_model
 from weft.checkpoint.weights import open_pretrained
 from weft.data.batch import IGNORE, Batch
 from weft.errors import UsageError
-from weft.generate.engine import generate
 from weft.generate.sampling import GREEDY
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh

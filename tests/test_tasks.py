@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from tests.cases import recipe, start, write_corpus
 from tests.chats import TEMPLATES, save_tokenizer
 from tests.conftest import Command
+from tests.generate.one_text import generate
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.data.tasks import Question, Score, Text, open_task, read_questions
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import WeftError
-from weft.generate.engine import generate
 from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer

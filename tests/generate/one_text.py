@@ -1,10 +1,12 @@
-"""A text that is read piece by piece, without scheduler and engine."""
+"""One text by itself: read piece by piece, without scheduler and engine, or written by an engine of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
 from weft.generate.cache import PagedReader, Part
+from weft.generate.engine import Engine
+from weft.generate.sampling import Sampling
 from weft.models.transformer import Transformer
 
 
@@ -18,3 +20,11 @@ class OneText:
         """The prompt, later new tokens: logits ``[vocab]`` of the last one."""
         past, self.ids = len(self.ids), [*self.ids, *ids]
         return self.reader.read([Part(self.ids, past, range(-(-len(self.ids) // self.reader.size)))])[0]
+
+
+def generate(
+    model: Transformer, prompt_ids: list[int], max_new: int, stops: Collection[int], how: Sampling
+) -> Iterator[int]:
+    """Yield up to ``max_new`` ids that continue ``prompt_ids``, as they come; ends at one of ``stops``, not yielded."""
+    engine = Engine(model)
+    yield from engine.stream(engine.submit(prompt_ids, max_new, how, stops)[0])

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.generate.one_text import generate
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import UsageError
-from weft.generate.engine import generate
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.text import stream_text
 from weft.layout.mesh import Mesh

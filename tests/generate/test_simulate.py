@@ -11,7 +11,6 @@ from tests.generate.test_many import build
 from weft.generate.engine import Engine
 from weft.generate.policies import chunked, exact_fill, prompts_first
 from weft.generate.pool import Pool
-from weft.generate.request import Request
 from weft.generate.scheduler import Scheduler, Step
 from weft.generate.simulate import Curve, TimedRequest, measure, play, simulate, work_of
 
@@ -74,21 +73,16 @@ def play_engine(engine: Engine, arrivals: list[TimedRequest], real: list[list[fl
 
 def test_a_curve_finds_what_a_step_is_made_of() -> None:
     """Times of 0.01 s and 0.001 s a token, with noise of 5 %, and of what else there is nothing."""
-    drawn, samples = random.Random(0), []
-    scheduler = Scheduler(Pool(1000, 4), 40, 8, exact_fill)
-    for number in range(400):
-        if number % 7 == 0:
-            scheduler.add(Request([number % 31] * drawn.randrange(1, 90), 120))
-        step = scheduler.plan()
-        if step.work:
-            work = work_of(step)
-            samples.append((work, (0.01 + 0.001 * work[1]) * drawn.uniform(0.95, 1.05)))
-        scheduler.advance(step)
-        for request in step.work:
-            if not request.wanted:
-                request.ids.append(0)
-                if len(request.ids) > request.most:
-                    scheduler.remove(request)
+    drawn, samples = random.Random(0), list[tuple[list[float], float]]()
+    arrivals = [TimedRequest(0.5 * i, [i % 31] * drawn.randrange(1, 90), 60) for i in range(60)]
+
+    def timed(step: Step) -> float:
+        work = work_of(step)
+        samples.append((work, (0.01 + 0.001 * work[1]) * drawn.uniform(0.95, 1.05)))
+        return samples[-1][1]
+
+    simulate(Scheduler(Pool(1000, 4), 40, 8, exact_fill), arrivals, timed)
+    assert len(samples) > 400
     curve = Curve(samples)
     for work, _ in samples[::10]:
         assert float(curve.rates @ work) == pytest.approx(0.01 + 0.001 * work[1], rel=0.05)

@@ -278,11 +278,3 @@ def tiles_of(request: Request, step: Step) -> list[Tile]:
     ends = [sum(counts) - n for n in accumulate(counts, initial=0)] if request.turned else [0] * len(counts)
     views = zip(request.context, counts, ends, strict=False)
     return [Tile(tuple(view.request.table), n, turn) for view, n, turn in views if n]
-
-
-def generate(
-    model: Transformer, prompt_ids: list[int], max_new: int, stops: Collection[int], how: Sampling
-) -> Iterator[int]:
-    """Yield up to ``max_new`` ids that continue ``prompt_ids``, as they come; ends at one of ``stops``, not yielded."""
-    engine = Engine(model)
-    yield from engine.stream(engine.submit(prompt_ids, max_new, how, stops)[0])

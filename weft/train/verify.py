@@ -237,7 +237,7 @@ def difference(
     grads = [_worst([t.grads[i] for t in traces], whole, noise) for i, whole in enumerate(reference.grads)]
     grad = max((s * value, name) for s, (value, name) in zip(share, grads, strict=True))
     own = {name: _norm(part) for name, part in reference.params.items()}
-    moved = dict.fromkeys(_idle(reference, noise), gain * noise * max(reference.norms))
+    moved = dict.fromkeys(_idle(reference, noise), gain * noise * max(reference.norms)) if gain else {}
     param = _worst([t.params for t in traces], reference.params, noise, moved)
     slot = (0.0, "")
     for kind, whole in reference.slots.items():
