@@ -168,6 +168,15 @@ def test_natural_galore_inverts_the_fisher_matrix() -> None:
     assert bytes_kept == 2
 
 
+def test_natural_galore_keeps_its_figures_where_gradients_are_large() -> None:
+    """As estimates of zeroth order are: their squares are 1e12 times the damping."""
+    state = one_state((6, 4), way={"kind": "natural-galore", "rank": 3, "history": 1})
+    rule, held = state._optimizer.rule, state.held[0]  # type: ignore[union-attr]
+    low = 1e4 * torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = low / (low_rank.DAMPING + low.square().sum())
+    torch.testing.assert_close(rule._natural(held, low, 1), expected, rtol=1e-12, atol=0.0)
+
+
 def test_directions_have_one_sign() -> None:
     x = torch.randn(9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for side in (0, 1):

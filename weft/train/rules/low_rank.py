@@ -61,14 +61,18 @@ class GaLore:
             h.local.mul_(1 - lr * decay)
 
     def _natural(self, held: Held, low: T, count: int) -> T:
-        """``(damping + past past^T)^-1 low``, by Woodbury's identity; the past includes this gradient."""
-        past, long = held.slots["past"].values, 1 - self._short(held)
-        past[(count - 1) % self.history] = low
+        """``(damping + past past^T)^-1 low``; the past, a column a gradient, includes this one.
+
+        As ``low`` is a column of ``past``, that is the same column of ``past (damping + past^T past)^-1``. Nothing
+        large is subtracted there, and the matrix is as small as the history is short.
+        """
+        past, now = held.slots["past"].values, (count - 1) % self.history
+        past[now] = low
         flat = past.flatten(1)  # [history, elements here]
-        products = self.ranks.sum(torch.cat((flat @ flat.mT, (flat @ low.flatten())[:, None]), 1), held, long)
-        inner = products[:, :-1] / DAMPING + torch.eye(self.history, dtype=low.dtype, device=low.device)
-        weights = torch.cholesky_solve(products[:, -1:], torch.linalg.cholesky(inner))  # [history, 1]
-        return low / DAMPING - (weights.mT @ flat).view_as(low) / DAMPING**2
+        one = torch.eye(self.history, dtype=low.dtype, device=low.device)
+        inner = self.ranks.sum(flat @ flat.mT, held, 1 - self._short(held)) + DAMPING * one
+        weights = torch.cholesky_solve(one[:, now : now + 1], torch.linalg.cholesky(inner))  # [history, 1]
+        return (weights.mT @ flat).view_as(low)
 
     def _short(self, held: Held) -> int:
         height, width = held.logical.shape
