@@ -25,7 +25,7 @@ import torch
 from step import Job, Step, machine, measure, on_ranks, plain_step, show, single, weft_alone, weft_step, write
 from torch import nn
 
-from weft.generate.routing import chosen_experts
+from weft.checkpoint.convert.routing import chosen_experts
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.model_parameters import parameters

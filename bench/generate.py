@@ -21,12 +21,12 @@ import torch
 
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.data.tokenizer import Tokenizer
-from weft.generate.adapters import Factors, HostAdapter, layer_modules
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.speculation import Lookup
 from weft.generate.streams import hogwild
 from weft.models.products import read_only
+from weft.models.row_adapters import Factors, HostAdapter, layer_modules
 from weft.models.transformer import Transformer
 
 CODE = """def mean(values):

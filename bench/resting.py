@@ -26,11 +26,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.generate.one_text import OneText
-from weft.generate.cache import KeyValuePages, Span
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.memory.experts import RestingExperts
 from weft.models.init import initial_values
+from weft.models.paged import KeyValuePages
+from weft.models.spans import Span
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.parallel.build import parallelize

@@ -10,10 +10,12 @@ import torch
 
 from tests.cases import Case, recipe, write_corpus
 from tests.test_experts import check, name
-from weft.generate.cache import LatentPages, PagedReader, Part, Span
+from weft.generate.reader import PagedReader, Part
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.latent import LatentAttention
+from weft.models.paged import LatentPages
+from weft.models.spans import Span
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 

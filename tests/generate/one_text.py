@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from weft.generate.cache import PagedReader, Part
 from weft.generate.engine import Engine
+from weft.generate.reader import PagedReader, Part
 from weft.generate.sampling import Sampling
 from weft.models.transformer import Transformer
 

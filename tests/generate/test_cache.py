@@ -8,19 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from weft.generate.cache import (
-    ROOM,
-    KeyValuePages,
-    PagedReader,
-    Part,
-    Span,
-    StatePages,
-    attending,
-    attention_layers,
-    layer_pages,
-)
+from weft.generate.reader import PagedReader, Part
 from weft.layout.mesh import Mesh
 from weft.models.attention import attention
+from weft.models.paged import ROOM, KeyValuePages, StatePages, attending, attention_layers, layer_pages
+from weft.models.spans import Span
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train

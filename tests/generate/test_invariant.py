@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from weft.errors import UsageError
-from weft.generate.adapters import HostAdapter
 from weft.generate.engine import Engine, Generation
 from weft.generate.policies import chunked, exact_fill, prompts_first
 from weft.generate.sampling import Sampling
@@ -19,6 +18,7 @@ from weft.generate.speculation import Lookup
 from weft.layout.mesh import Mesh
 from weft.models.invariant import TILE, invariant
 from weft.models.products import read_only
+from weft.models.row_adapters import HostAdapter
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train

@@ -12,8 +12,8 @@ import torch
 
 from tests.generate.test_adapters import TARGETS, merged, write
 from tests.generate.test_many import PROMPTS, build
+from weft.checkpoint.convert.peft import read_adapter
 from weft.errors import WeftError
-from weft.generate.adapters import HostAdapter, read_adapter
 from weft.generate.engine import Engine
 from weft.generate.policies import chunked, exact_fill, prompts_first
 from weft.generate.request import Generation
@@ -21,6 +21,7 @@ from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.search import Search
 from weft.generate.speculation import Lookup
 from weft.generate.travel import Arrival, Departure
+from weft.models.row_adapters import HostAdapter
 from weft.models.transformer import Transformer
 
 KINDS = ("softmax", "windows", "experts", "latent", "retention", "hybrid")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.generate.test_cache import MIXERS
 from tests.generate.test_many import NEW, PROMPTS, SETTINGS, count_preempted
 from weft.errors import UsageError
-from weft.generate import ranks, striped
+from weft.generate import ranks
 from weft.generate.engine import Engine
 from weft.generate.policies import chunked
 from weft.generate.ranks import check_layout, follow, mesh_of_rank
@@ -23,6 +23,7 @@ from weft.generate.streams import hogwild
 from weft.layout.layout import Layout
 from weft.layout.lost import PeerLost
 from weft.models.transformer import Transformer
+from weft.parallel import striped
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 

@@ -11,9 +11,9 @@ import pytest
 from tests.conftest import Command
 from tests.generate.test_adapters import merged, write
 from tests.serve.running import Running, build, until
+from weft.checkpoint.convert.peft import read_adapter
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
-from weft.generate.adapters import read_adapter
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
 from weft.generate.text import Ask, write_texts

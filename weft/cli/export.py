@@ -29,7 +29,7 @@ def export(
     if texts is None and (keep or place):
         raise UsageError("--keep and --place go by what the tokens of --texts choose; give a file of them")
     if texts is not None:
-        from weft.generate.routing import export_for_texts
+        from weft.checkpoint.convert.routing import export_for_texts
 
         typer.echo(export_for_texts(checkpoint, out, texts, warn, ema, keep, place, level))
     else:

@@ -12,18 +12,19 @@ from itertools import accumulate, islice
 import torch
 
 from weft.errors import UsageError
-from weft.generate.adapters import HostAdapter, Shelf
-from weft.generate.cache import PagedReader, Part
+from weft.generate.adapters import Shelf
 from weft.generate.grammar import Grammar
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.pool import Pool
 from weft.generate.ranks import Leader
+from weft.generate.reader import PagedReader, Part
 from weft.generate.request import Generation, Request, Written
 from weft.generate.sampling import Guess, Sampling, choose, log_probabilities, odds
 from weft.generate.scheduler import Scheduler, Step
-from weft.generate.spans import Tile
 from weft.generate.speculation import Drafter
 from weft.models.linear_attention import CHUNK
+from weft.models.row_adapters import HostAdapter
+from weft.models.spans import Tile
 from weft.models.transformer import Transformer
 
 #: Tokens of a block, unless layers keep a state in each, which weighs as much as the keys of more tokens.

@@ -1,7 +1,8 @@
 """What a text may be: a JSON schema, a regular expression or a grammar says which tokens can follow.
 
 The automaton is llguidance's (Earley's algorithm over derivatives of regular expressions, and a trie of the tokens), of
-``pip install 'weft[serve]'``. Here it becomes a mask over a model's logits that can go back, as drafts need it.
+``pip install 'weft[serve]'``. Here it becomes a mask over a model's logits. Guesses need no way back: a text's grammar
+goes on by a token only when the sampler has chosen it.
 """
 
 from time import thread_time
@@ -25,14 +26,13 @@ FIRST, EACH = 0.3, 0.002
 class Grammar:
     """What may come next of one text. ``ends``: ids that end it, which are allowed where it is complete."""
 
-    def __init__(self, matcher: Any, vocab: int, ends: tuple[int, ...], ended: int = 0, left: float = FIRST) -> None:
+    def __init__(self, matcher: Any, vocab: int, ends: tuple[int, ...], left: float = FIRST) -> None:
         self._matcher, self._vocab, self.ends = matcher, vocab, ends
-        self._ended = ended  # how many ends were accepted, which the matcher does not count
         self._left = left  # seconds that are not used yet
 
     def mask(self) -> torch.Tensor:
         """Which ids can follow, bool ``[vocab]`` of the model, whose last ids a tokenizer may not have."""
-        if self._ended or self._left < 0:
+        if self._left < 0:
             return torch.zeros(self._vocab, dtype=torch.bool).index_fill(0, torch.tensor(self.ends), True)
         began = thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -40,24 +40,15 @@ class Grammar:
         return torch.from_numpy(np.unpackbits(bits, count=self._vocab, bitorder="little")).view(torch.bool)
 
     def accept(self, i: int) -> bool:
-        """Go on by one token, also one that ends the text; False, and nothing changes, if it cannot follow."""
-        if i in self.ends and self._matcher.is_accepting():
-            self._ended += 1
-            return True
+        """Go on by one token that does not end the text; False, and nothing changes, if it cannot follow."""
         began = thread_time()
-        accepted = not self._ended and self._left >= 0 and bool(self._matcher.try_consume_tokens([i]))
+        accepted = self._left >= 0 and bool(self._matcher.try_consume_tokens([i]))
         self._left -= thread_time() - began
         return accepted
 
-    def rollback(self, count: int) -> None:
-        """Take back the last ``count`` tokens that were accepted."""
-        ended, self._ended = self._ended, max(0, self._ended - count)
-        if count > ended and not self._matcher.rollback(count - ended):
-            raise ValueError(f"{count} tokens to take back are more than were accepted")
-
     def copy(self) -> "Grammar":
         """Another one that stands where this does and goes its own way."""
-        return Grammar(self._matcher.deep_copy(), self._vocab, self.ends, self._ended, self._left)
+        return Grammar(self._matcher.deep_copy(), self._vocab, self.ends, self._left)
 
     @property
     def failure(self) -> str:

@@ -1,6 +1,6 @@
 """Blocks of a cache by number: who owns each of them, and which of them hold the beginning of a text.
 
-A block has room for the keys and values (or whatever else layers remember, :mod:`weft.generate.cache`) of ``size``
+A block has room for the keys and values (or whatever else layers remember, :mod:`weft.models.paged`) of ``size``
 tokens. A request lists its blocks in its *table*; several requests may own one block, which nobody may then write to
 (PagedAttention, Kwon et al. 2023, 2309.06180). A block that is full can be found again by its *key*, after its owners
 have gone too: until it is needed for something else, the least recently used first (as in vLLM and RadixAttention).

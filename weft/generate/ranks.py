@@ -2,7 +2,7 @@
 
 The first rank schedules and samples as one process would. Every step becomes a numbered ticket that it leaves for the
 others in the store that all ranks share, and each rank reads its part of the row: along ``tp`` its heads of all tokens,
-along ``cp`` its tokens (:mod:`weft.generate.striped`), with ``ep`` its experts, along ``pp`` its layers. Stages need
+along ``cp`` its tokens (:mod:`weft.parallel.striped`), with ``ep`` its experts, along ``pp`` its layers. Stages need
 not wait for what they hand on: as many steps as there are stages are under way at once (EnergonAI, Du et al. 2022,
 2209.02341). Logits come home to the first rank. The model is that of training, laid out and loaded in the same way;
 nothing of it is cut along ``cp`` but experts.
@@ -17,8 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from weft.errors import UsageError
-from weft.generate.cache import KeyValuePages, LatentPages, Loads, Part, Row, StatePages, attending, layer_pages, pack
-from weft.generate.striped import SplitStates, StripedKeys, StripedLatents, Stripes
+from weft.generate.reader import Loads, Part, Row, pack
 from weft.layout.dims import part
 from weft.layout.groups import limit
 from weft.layout.layout import Layout
@@ -26,9 +25,11 @@ from weft.layout.lost import peer_lost
 from weft.layout.mesh import Mesh
 from weft.layout.placement import rank_table
 from weft.layout.tickets import Tickets
+from weft.models.paged import KeyValuePages, LatentPages, StatePages, attending, layer_pages
 from weft.models.rope import angles
 from weft.models.transformer import Transformer
 from weft.parallel.build import check_fits
+from weft.parallel.striped import SplitStates, StripedKeys, StripedLatents, Stripes
 from weft.recipe import ModelShape
 from weft.schedule.actions import Value
 from weft.schedule.wire import Wire
@@ -101,7 +102,7 @@ class RankReader:
     @torch.inference_mode()
     def run(self, number: int, row: Row, copies: Sequence[tuple[int, int]]) -> tuple[Stripes, T]:
         """This rank's part of step ``number``; how it is cut, and at the end of a model the logits that are wanted."""
-        model, mesh, stripes = self.model, self.mesh, Stripes(row, self.size, self.group)
+        model, mesh, stripes = self.model, self.mesh, Stripes(row.spans, self.size, self.group)
         slots, batches = torch.tensor(stripes.slots, dtype=torch.int64, device=mesh.device), dict[int, Any]()
         for pages in self.pages:
             pages.copy(copies)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from weft.errors import UsageError
-from weft.generate.cache import KeyValuePages
 from weft.generate.engine import Engine, check_prompt
 from weft.generate.request import Generation, Request, View
 from weft.generate.sampling import Sampling
+from weft.models.paged import KeyValuePages
 
 
 def check_streams(engine: Engine, ids: Sequence[int]) -> None:

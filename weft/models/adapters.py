@@ -59,7 +59,7 @@ class Projections(Module):
         self.own_rows: dict[str, tuple[int, int]] = {}
         self.adapters, self.quantized = nn.ModuleDict(), nn.ModuleDict()
         self.products: dict[tuple[str, ...], Products] = {}  # in place of weights (weft.models.products)
-        # Adds other adapters to what weights of some names made of an input, if set (weft.generate.adapters).
+        # Adds other adapters to what weights of some names made of an input, if set (weft.models.row_adapters).
         self.beside: Callable[[T, tuple[str, ...], tuple[T, ...]], None] | None = None
 
     def projection(self, name: str, out: Dim, into: Dim, std: float, own_rows: tuple[int, int] | None = None) -> None:

@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weft.checkpoint.convert.peft import is_adapter
+from weft.checkpoint.convert.peft import is_adapter, read_adapter
 from weft.errors import UsageError, WeftError
-from weft.generate.adapters import read_adapter
 from weft.generate.engine import Engine
 from weft.generate.grammar import Grammar
 from weft.generate.request import Generation, Written

@@ -18,6 +18,7 @@ from weft.model_parameters import ADAPTERS, PROJECTIONS, is_target, projections
 from weft.models.adapters import base_weight
 from weft.models.hf import TOKENIZER_FILES
 from weft.models.hf_names import hf_name
+from weft.models.row_adapters import Factors, HostAdapter, layer_modules
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.new_folder import new_folder
@@ -32,6 +33,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({},), "alpha_pattern": ({},), "layer_replication": (None,), "trainable_token_indices": (None,),
     "lora_bias": (False,), "target_parameters": (None, []), "alora_invocation_tokens": (None,), "use_qalora": (False,),
 }  # fmt: skip
+#: Weights that generation multiplies with others beforehand, so that nothing can be added to what they make.
+ABSORBED = ("wkv_b",)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -135,3 +138,40 @@ def write_adapter(
             if re.fullmatch(TOKENIZER_FILES, name):
                 (draft / name).write_bytes(content)
         (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
+    """The adapter that PEFT (or ``weft export``) wrote, for some texts of ``model`` beside others with another or none.
+
+    :class:`WeftError` if it is not for ``model``.
+    """
+    if not is_adapter(folder):
+        raise WeftError(f"{folder} has no adapter as PEFT writes it; write one with `weft export`")
+    peft = PeftAdapter(folder)
+    if peft.adapter.kind != "lora":
+        raise WeftError(f"{folder} is a {peft.adapter.kind} adapter, which needs the weights themselves; "
+                        "serve the model with it merged (`weft export --merge`)")  # fmt: skip
+    unread, forms, values = dict(peft.sizes), [], []
+    for number, modules in enumerate(layer_modules(model)):
+        form, numbers, at = [], list[torch.Tensor](), 0
+        for module, weights in modules.items():
+            for name in PROJECTIONS.get(module, ()):
+                logical = weights.logical.get(name)
+                names = [peft_name(f"blocks.{number}.{module}{ADAPTERS}{name}.{part}") for part in "ab"]
+                if names[0] not in unread or logical is None or name in ABSORBED:
+                    continue
+                (rank, into), (out, _) = sizes = [unread.pop(each) for each in names]
+                if sizes != [(rank, logical.shape[1]), (logical.shape[0], rank)]:
+                    raise WeftError(f"{folder} is an adapter for another model: {names[0]} and its partner are "
+                                    f"{sizes}, and the weight is {tuple(logical.shape)} here")  # fmt: skip
+                a, b = (peft.tensor(each) for each in names)
+                numbers += [a.flatten(), (b * peft.adapter.scale).flatten()]
+                form.append(Factors(module, name, rank, into, out, at))
+                at += rank * (into + out)
+        forms.append(tuple(form))
+        values.append(torch.cat(numbers) if numbers else torch.empty(0))
+    if unread:
+        raise WeftError(
+            f"{folder} adapts {next(iter(unread))}, which this model does not have, or not where it is read"
+        )
+    return HostAdapter(tuple(forms), tuple(values))

@@ -1,29 +1,26 @@
 """Attention that remembers: what stands in for a layer's ``attend`` while a model reads texts piece by piece.
 
 A block calls ``attend(q, k, v, cu_seqlens)``, with its window if it has one, and does not know whether earlier tokens
-are remembered; training never does. Generation makes one such object per layer (:func:`layer_pages`) and lets the
-layers use them for the time of one forward pass (:func:`attending`). What they remember lies in blocks of ``size``
-tokens, which a table per text lists (:mod:`weft.generate.pool`; PagedAttention, Kwon et al. 2023): keys and values of
-softmax layers, what these are made from of latent ones, and of linear layers the state behind the last token of every
-block. So a text can begin from blocks of another one, whatever its layers are. Anything else with this signature can
-take their place, such as keys and values of several ranks (:mod:`weft.generate.striped`). Keys arrive already rotated
-to their positions.
+are remembered; training never does. Whoever generates makes one such object per layer (:func:`layer_pages`) and lets
+the layers use them for the time of one forward pass (:func:`attending`). What they remember lies in blocks of ``size``
+tokens, which a table per text lists (PagedAttention, Kwon et al. 2023): keys and values of softmax layers, what these
+are made from of latent ones, and of linear layers the state behind the last token of every block. So a text can begin
+from blocks of another one, whatever its layers are. Anything else with this signature can take their place, such as
+keys and values of several ranks (:mod:`weft.parallel.striped`). Keys arrive already rotated to their positions.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import NamedTuple, Protocol
 
 import torch
 
-from weft.generate.context import Views, attend_views, views_of
-from weft.generate.spans import Batch, Span, Tile, attend_batch, attend_span, batched, columns, rounds
 from weft.models.attention import Attend, repeat_heads, wide
-from weft.models.invariant import TILE, invariant
 from weft.models.latent import LatentAttention
 from weft.models.linear_attention import forward, local_state, state_to_state, state_to_tokens
+from weft.models.spans import Batch, Span, attend_batch, attend_span, batched, columns, rounds
 from weft.models.transformer import Attention, Block, T, Transformer
+from weft.models.views import Views, attend_views, views_of
 
 #: Tokens by which the memory of a cache grows at least, so that it is seldom copied.
 ROOM = 256
@@ -220,42 +217,6 @@ def layer_pages(model: Transformer, size: int) -> list[KeyValuePages | StatePage
     return [pages(layer) for layer in attention_layers(model)]
 
 
-class Part(NamedTuple):
-    """What is read of a text ``ids``: all from ``past`` on; logits behind its last ``rows`` tokens are wanted.
-
-    The text begins at position ``offset``, behind ``context``.
-    """
-
-    ids: Sequence[int]
-    past: int
-    table: Sequence[int]
-    rows: int = 1
-    offset: int = 0
-    context: Sequence[Tile] = ()
-    adapter: tuple[str, Sequence[int]] | None = None  # its name, and the blocks that it is in
-
-
-class Row(NamedTuple):
-    """Pieces of texts behind one another, which one forward pass reads without padding."""
-
-    ids: list[int]
-    positions: list[int]
-    spans: list[Span]
-    wanted: list[int]  # the places whose logits are wanted
-
-
-def pack(parts: Iterable[Part]) -> Row:
-    """The new tokens of all ``parts``."""
-    row = Row([], [], [], [])
-    for text, past, table, rows, offset, context, _ in parts:
-        first = len(row.ids)
-        row.ids.extend(text[past:])
-        row.positions.extend(range(offset + past, offset + len(text)))
-        row.spans.append(Span(first, len(row.ids), past, table, context))
-        row.wanted.extend(range(len(row.ids) - rows, len(row.ids)))
-    return row
-
-
 def slots(spans: Iterable[Span], size: int) -> list[int]:
     """Where the tokens of ``spans`` go among the tokens of all blocks."""
     return [
@@ -263,62 +224,3 @@ def slots(spans: Iterable[Span], size: int) -> list[int]:
         for first, last, past, table, _ in spans
         for at in range(past, past + last - first)
     ]
-
-
-class Adapted(Protocol):
-    """Has adapters for some requests (:mod:`weft.generate.adapters`)."""
-
-    def load(self, name: str, table: Sequence[int]) -> None: ...
-
-    def adapting(self, spans: Sequence[tuple[Span, str, Sequence[int]]]) -> AbstractContextManager[None]: ...
-
-
-#: Adapters by name, and the blocks into which they are put.
-Loads = Sequence[tuple[str, Sequence[int]]]
-
-
-class PagedReader:
-    """Reads pieces of many texts in one forward pass of ``model``, ``depth`` of which may be under way at once."""
-
-    depth = 1
-    shelf: Adapted | None = None
-
-    def __init__(self, model: Transformer, size: int = 16, alike: bool = False) -> None:
-        """``alike``: every token is computed alike whatever is read beside it (:mod:`weft.models.invariant`)."""
-        self.model, self.size, self.pages, self.alike = model, size, layer_pages(model, size), alike
-
-    def start(
-        self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = (), loads: Loads = ()
-    ) -> Callable[[], T]:
-        """Begin to :meth:`read`; what is returned waits for the logits."""
-        found = self.read(parts, copies, loads)
-        return lambda: found
-
-    def close(self) -> None:
-        """Nobody else has to know that it ends."""
-
-    def read(self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = (), loads: Loads = ()) -> T:
-        """Logits ``[rows of all parts, vocab]``.
-
-        ``copies``: blocks to copy into others before anything else; ``loads``: adapters to put into blocks then.
-        """
-        if self.model.shape.kind:  # a plugin's model cannot remember: it reads all again
-            parts = [part._replace(past=0) for part in parts]
-        row, device = pack(parts), self.model.mesh.device
-        filled = [0] * (-len(row.ids) % TILE if self.alike else 0)
-        numbers = torch.tensor([row.ids + filled, row.positions + filled], device=device)
-        places = torch.tensor(slots(row.spans, self.size), device=device)
-        batches = dict[int, list[Batch | Span | Views]]()
-        for pages in self.pages:
-            pages.copy(copies)
-            pages.spans, pages.slots = row.spans, places
-            pages.batches = batches
-        for name, table in loads:
-            assert self.shelf is not None
-            self.shelf.load(name, table)
-        documents = torch.tensor([0, *(span.last for span in row.spans)], dtype=torch.int32)
-        adapted = [(span, *p.adapter) for span, p in zip(row.spans, parts, strict=True) if p.adapter]
-        shelf = self.shelf.adapting(adapted) if self.shelf and adapted else nullcontext()
-        with attending(self.model, self.pages), shelf, invariant(self.alike):
-            only = torch.tensor(row.wanted, dtype=torch.int64, device=device)
-            return self.model(numbers[:1], numbers[1:2], documents, only=only)[0]

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from weft.generate.spans import Span, own_segments
 from weft.models.attention import Segment, attend_forward, join, wide
 from weft.models.rope import angles, rotate
+from weft.models.spans import Span, own_segments
 
 T = torch.Tensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.generate.spans import MOST, PADDED, SHORT, Batch, Span, batched
+from weft.models.spans import MOST, PADDED, SHORT, Batch, Span, batched
 
 
 def spans_of(*sizes: tuple[int, int]) -> list[Span]:

@@ -12,7 +12,7 @@ from weft.generate.engine import Engine
 from weft.generate.policies import chunked, exact_fill, prompts_first
 from weft.generate.pool import Pool
 from weft.generate.scheduler import Scheduler, Step
-from weft.generate.simulate import Curve, TimedRequest, measure, play, simulate, work_of
+from weft.serve.simulate import Curve, TimedRequest, measure, play, simulate, work_of
 
 
 def load(seed: int, rate: float, count: int = 30) -> list[TimedRequest]:
@@ -29,7 +29,7 @@ def load(seed: int, rate: float, count: int = 30) -> list[TimedRequest]:
 ], ids=["roomy", "chunks", "small"])  # fmt: skip
 def test_it_plans_every_step_as_the_engine_does(settings: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that counts work: latencies are the same to the last bit, preemption and waiting included."""
-    monkeypatch.setattr("weft.generate.simulate.thread_time", lambda: 0.0)
+    monkeypatch.setattr("weft.serve.simulate.thread_time", lambda: 0.0)
     engine = Engine(build("softmax", torch.float32), size=4, **settings)  # type: ignore[arg-type]
     arrivals = load(1, 0.004)
     real: list[list[float]] = []

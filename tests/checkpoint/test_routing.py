@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.test_mixtures import folder_of
 from tests.conftest import Command
+from weft.checkpoint.convert.routing import chosen_experts
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.errors import UsageError
 from weft.generate.ranks import check_layout
-from weft.generate.routing import chosen_experts
 from weft.layout.layout import Layout
 from weft.recipe import ModelShape
 

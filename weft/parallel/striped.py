@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from weft.generate.cache import KeyValuePages, Row, StatePages, slots
-from weft.generate.spans import Span, own_segments
 from weft.layout.dims import part
 from weft.models.attention import attend_forward, join, repeat_heads, wide
+from weft.models.paged import KeyValuePages, StatePages, slots
 from weft.models.segments import Segment, cut
+from weft.models.spans import Span, own_segments
 from weft.parallel.units import exchanged_rows
 
 T = torch.Tensor
@@ -34,17 +34,17 @@ class Stripes:
     Rows of all ranks come rank by rank, those of each as they are in the step. ``size``: tokens of a block.
     """
 
-    def __init__(self, row: Row, size: int, group: dist.ProcessGroup | None) -> None:
-        self.row, self.group = row, group
+    def __init__(self, spans: Sequence[Span], size: int, group: dist.ProcessGroup | None) -> None:
+        self.group = group
         self.ranks, self.rank = (1, 0) if group is None else (group.size(), group.rank())
-        places = [at for span in row.spans for at in range(span.past, span.past + span.last - span.first)]
+        places = [at for span in spans for at in range(span.past, span.past + span.last - span.first)]
         self.owner = torch.tensor(places) % self.ranks
         self.order = self.owner.argsort(stable=True)
         self.place = self.order.argsort()
         self.counts = self.owner.bincount(minlength=self.ranks).tolist()
         self.first = sum(self.counts[: self.rank])
         self.own = self.order[self.first : self.first + self.count]
-        self.pieces = self._cut(row.spans)
+        self.pieces = self._cut(spans)
         self.spans = [
             own._replace(first=own.first - self.first, last=own.last - self.first)
             for own in (pieces[self.rank] for pieces in self.pieces)

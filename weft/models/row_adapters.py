@@ -1,0 +1,106 @@
+"""Low-rank adapters beside one model, of which every text in a row has its own (S-LoRA, Sheng et al. 2023, 2311.03285).
+
+An adapter is a list of numbers per layer, in which the factors of the weights that it changes follow each other. Texts
+of equally many tokens whose adapters have one form (rank and targets) are multiplied with them in one call.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from weft.models.adapters import Projections
+from weft.models.transformer import Transformer
+
+T = torch.Tensor
+
+
+class Factors(NamedTuple):
+    """What is added to one weight: its name in the layer, and where its two factors stand among the layer's numbers."""
+
+    module: str
+    name: str
+    rank: int
+    into: int
+    out: int
+    first: int
+
+
+#: Where everything stands among the numbers of a layer. Adapters of one form can be multiplied together.
+Form = tuple[Factors, ...]
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    """An adapter in host memory: of every layer its form, and its numbers one behind the other."""
+
+    forms: tuple[Form, ...]
+    values: tuple[T, ...]
+
+
+class Alike(NamedTuple):
+    """Texts of equally many tokens with adapters of one form, which lie in blocks."""
+
+    forms: tuple[Form, ...]
+    rows: T  # [texts, tokens], places in the packed row
+    tables: T  # [texts, blocks]
+
+
+def layer_modules(model: Transformer) -> list[dict[str, Projections]]:
+    """Of every layer, what an adapter may change, by name."""
+    found: list[dict[str, Projections]] = [{} for _ in model.blocks]
+    for module in model.modules():
+        if isinstance(module, Projections):
+            _, layer, name = module.path.split(".", 2)
+            found[int(layer)][name] = module
+    return found
+
+
+@contextmanager
+def adapting(
+    layers: Sequence[dict[str, Projections]], groups: Sequence[Alike], read: Callable[[int, T], T]
+) -> Iterator[None]:
+    """In here ``layers`` add to the rows of each of ``groups`` what its adapters make of them.
+
+    ``read``: the numbers of a layer ``[texts, numbers]`` in the blocks of tables ``[texts, blocks]``.
+    """
+    step = StepAdapters(groups, read)
+    try:
+        for number, modules in enumerate(layers):
+            for name, module in modules.items():
+                module.beside = partial(step.add, number, name)
+        yield
+    finally:
+        for modules in layers:
+            for module in modules.values():
+                module.beside = None
+
+
+class StepAdapters:
+    """What the adapters of a step add, layer by layer: the numbers of one layer are held at a time."""
+
+    def __init__(self, groups: Sequence[Alike], read: Callable[[int, T], T]) -> None:
+        self.groups, self.read = groups, read
+        self._layer, self._numbers = -1, list[T]()
+
+    def _numbers_of(self, layer: int) -> list[T]:
+        """Of every group ``[texts, numbers of a table]``."""
+        if layer != self._layer:
+            self._layer, self._numbers = layer, [self.read(layer, group.tables) for group in self.groups]
+        return self._numbers
+
+    def add(self, layer: int, module: str, x: T, names: Sequence[str], made: Sequence[T]) -> None:
+        """Add to what the weights ``names`` made of ``x`` ``[1, tokens, in]``, in place."""
+        for group, numbers in zip(self.groups, self._numbers_of(layer), strict=True):
+            for one in group.forms[layer]:
+                if one.module == module and one.name in names:
+                    middle, last = one.first + one.rank * one.into, one.first + one.rank * (one.into + one.out)
+                    a = numbers[:, one.first : middle].view(-1, one.rank, one.into).to(x.dtype)
+                    b = numbers[:, middle:last].view(-1, one.out, one.rank).to(x.dtype)
+                    low = x[0, group.rows] @ a.transpose(1, 2)  # [texts, tokens, rank]
+                    made[names.index(one.name)][0].index_add_(
+                        0, group.rows.flatten(), (low @ b.transpose(1, 2)).flatten(0, 1)
+                    )
