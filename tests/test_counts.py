@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from typer.main import get_command
 
 from tests.cases import recipe, start, write_corpus
 from weft.layout.layout import Layout
@@ -128,6 +129,7 @@ def test_selective_recompute_skips_attention_and_its_moves(
 
 
 def test_catalogue_names_what_exists() -> None:
+    from weft.cli.app import app
     from weft.shipped import techniques
 
     root = Path(__file__).parents[1]
@@ -136,6 +138,12 @@ def test_catalogue_names_what_exists() -> None:
             path = path.strip("`")
             assert "/" not in path or (root / path).exists(), path
         words = row[3].replace("`", "").replace(",", " ").split()
+        if words[0] == "weft":
+            command: Any = get_command(app)
+            for word in words[1:]:
+                command = getattr(command, "commands", {}).get(word, command)
+            known = {name for param in command.params for name in param.opts}
+            assert {word for word in words if word.startswith("--")} <= known, row[3]
         files = [root / "recipes" / word for word in words if word.endswith(".toml")]
         files += [root / word for word in words if word.endswith(".py")]
         if words[:2] == ["python", "-m"]:

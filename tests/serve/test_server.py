@@ -324,7 +324,8 @@ def test_the_command_serves_and_ends_with_its_last_answer(
     """Ctrl-C in the middle of a stream: it is written to its end, and the command leaves without an error."""
     (tmp_path / "keys").write_text("secret\n")
     words = ["serve", "--from", exported(tmp_path), "--port", "0", "--api-key", tmp_path / "keys", "--cache", "9000",
-             "--drain", "300", *(["--layout", layout] if layout else [])]  # fmt: skip
+             "--drain", "300"]  # fmt: skip
+    words += ["--layout", layout] if layout else ["--policy", "chunked:4", "--invariant"]
     process = subprocess.Popen(
         [sys.executable, "-m", "weft", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -371,7 +372,9 @@ def test_a_rank_that_is_killed_is_named_and_all_end(layout: str, tmp_path: Path,
     (["--api-key", "none.txt"], "--api-key none.txt cannot be read"),
     (["--api-key", "empty.txt"], "--api-key empty.txt has no key; write one per line"),
     (["--host", "203.0.113.1"], "cannot listen at 203.0.113.1 port 8000"),
-], ids=["no file", "no key", "no host"])  # fmt: skip
+    (["--policy", "chunked:0"], "--policy cannot be 'chunked:0'; give exact-fill, prompts-first or"),
+    (["--invariant", "--layout", "tp=2"], "--invariant is for a model on one rank"),
+], ids=["no file", "no key", "no host", "no policy", "ranks"])  # fmt: skip
 def test_mistakes_of_the_command(
     command: Command, words: list[str], said: str, tmp_path: Path, monkeypatch: Any
 ) -> None:

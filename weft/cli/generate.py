@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from weft.cli.arguments import Draft, Ema, ModelName, Weights
 from weft.cli.console import warn
+from weft.cli.several import Answer, Beams, Paths, Several, Texts, Workers
 from weft.cli.spread import Spread, as_rank, leads, run_ranks
 from weft.errors import UsageError
 
@@ -43,6 +44,11 @@ def generate(
     repetition: Annotated[float, typer.Option(help="Make what has been seen less likely, above 1.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End where this comes; repeatable.")] = None,
     seed: int = 0,
+    texts: Texts = 1,
+    answer: Answer = None,
+    beams: Beams = 0,
+    workers: Workers = 0,
+    paths: Paths = False,
     ema: Ema = False,
     weights: Weights = "float",
     draft: Draft = "",
@@ -68,6 +74,8 @@ def generate(
         raise UsageError("give either --prompt TEXT or --prompt-file FILE")
     how = Sampling(temperature, top_k, top_p, min_p, repetition, seed=seed)
     spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
+    several = Several(texts, beams, answer, workers, paths)
+    several.check(temperature, draft, spread)
     if experts_in == "":
         raise UsageError("--experts-in is empty; give a folder on a local disk")
     if experts_in and (spread.world > spread.cp or spread.ep > 1):
@@ -103,12 +111,15 @@ def generate(
         drafter = drafter_for(draft, model, warn)
         with closing(Engine(model, budget=budget, drafter=drafter, ranks=spread.world > 1)) as engine:
             clock = [time.perf_counter()]
-            fresh = _timed(engine.stream(engine.submit(ids, tokens, how, tokenizer.stops)[0]), clock)
-            if prompt and not chat:
-                _say(prompt)
-            for piece in stream_text(tokenizer, fresh, stop or ()):
-                _say(piece)
-            _say("\n")
+            if several.asked:
+                _show(several.write(engine, tokenizer, ids, tokens, how, stop or ()))
+            else:
+                fresh = _timed(engine.stream(engine.submit(ids, tokens, how, tokenizer.stops)[0]), clock)
+                if prompt and not chat:
+                    _say(prompt)
+                for piece in stream_text(tokenizer, fresh, stop or ()):
+                    _say(piece)
+                _say("\n")
         if spread.world > 1 and len(clock) > 1:
             rate = (len(clock) - 2) / max(clock[-1] - clock[1], 1e-9)
             print(f"weft: {len(ids):,} tokens of prompt over {spread.world} ranks: first token after "
@@ -120,6 +131,15 @@ def generate(
 
 def _say(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def _show(texts: Iterable[tuple[str, str]]) -> None:
+    """Texts, each below its heading."""
+    console = Console(highlight=False, soft_wrap=True)
+    for heading, text in texts:
+        console.rule(heading, style="dim", align="left")
+        console.print(text, markup=False)
+    console.rule(style="dim")
 
 
 def _timed(ids: Iterator[int], clock: list[float]) -> Iterator[int]:
@@ -137,7 +157,6 @@ def say_samples(checkpoint: "Where", recipe: "Recipe") -> list[dict[str, str]]:
     assert settings is not None
     written = samples(checkpoint, settings, warn, recipe.optimizer.use_ema)
     found = [{"prompt": p, "text": t} for p, t in zip(settings.all_prompts, written, strict=True)]
-    console = Console(highlight=False, soft_wrap=True)
     if settings.before and origin is not None:
         for shown, before in zip(found, samples(origin, settings, warn), strict=True):
             shown["before"] = before
@@ -146,8 +165,6 @@ def say_samples(checkpoint: "Where", recipe: "Recipe") -> list[dict[str, str]]:
             table.add_row(*(Text(shown[key].strip()) for key in ("prompt", "before", "text")))
         Console(highlight=False).print(table)
         return found
-    for shown in found:
-        console.rule("the model writes", style="dim", align="left")
-        console.print(shown["prompt"] + ("\n" if settings.chat else "") + shown["text"], markup=False)
-    console.rule(style="dim")
+    between = "\n" if settings.chat else ""
+    _show([("the model writes", shown["prompt"] + between + shown["text"]) for shown in found])
     return found

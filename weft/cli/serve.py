@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 _adapters = "A folder of adapters as PEFT writes them: each is a model by its folder's name."
 _keys = "A file with a key per line: who sends none of them is refused. Prefixes are shared among requests of one key."
+_policy = (
+    "Who goes first in a step. exact-fill: new tokens, then prompts, cut where the budget ends; chunked:N: new tokens "
+    "and at most N of one prompt; prompts-first: prompts, then new tokens."
+)
+_invariant = "Log-probabilities are to the last bit those of the text alone, whatever else is asked; slower."
 
 #: The share of the free memory that the cache may fill.
 SHARE = 0.4
@@ -37,12 +42,14 @@ def serve(
     requests: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 64,
     waiting: Annotated[int, typer.Option(min=0, help="Answers that wait besides; more are refused with 429.")] = 960,
     budget: Annotated[int, typer.Option(min=1, help="Tokens of a step: prompts are read in such pieces.")] = 512,
+    policy: Annotated[str, typer.Option(metavar="exact-fill|chunked:N|prompts-first", help=_policy)] = "exact-fill",
     cache: Annotated[int, typer.Option(min=0, help="Tokens that the cache has room for; 0: by the free memory.")] = 0,
     tokens: Annotated[int, typer.Option(min=1, help="Of an answer, where a chat does not say.")] = 1024,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that answers have to end, after Ctrl-C.")] = 30,
     adapters: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_adapters)] = None,
     ema: Ema = False,
     weights: Weights = "float",
+    invariant: Annotated[bool, typer.Option("--invariant", help=_invariant)] = False,
     draft: Draft = "",
     layout: Spread = None,
 ) -> int:
@@ -53,6 +60,7 @@ def serve(
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.generate.draft import drafter_for
     from weft.generate.engine import Engine, check_prompt
+    from weft.generate.policies import policy_of
     from weft.generate.ranks import follow, mesh_of_rank
     from weft.layout.layout import Layout
     from weft.models.products import read_only
@@ -68,6 +76,9 @@ def serve(
     spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
     if adapters and spread.world > 1:
         raise UsageError("--adapters is for a model on one rank; leave out --layout")
+    if invariant and spread.world > 1:
+        raise UsageError("--invariant is for a model on one rank; leave out --layout")
+    order = policy_of(policy)
     if (code := run_ranks(spread, checkpoint)) is not None:
         return code
     with as_rank(spread, device) as device:
@@ -79,7 +90,9 @@ def serve(
             follow(model)
             return 0
         drafter = drafter_for(draft, model, warn)
-        engine = Engine(model, cache or None, budget, requests, drafter=drafter, ranks=spread.world > 1)
+        engine = Engine(
+            model, cache or None, budget, requests, order, drafter=drafter, invariant=invariant, ranks=spread.world > 1
+        )
         if not cache:
             here = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             free = here if device == "cpu" else torch.cuda.mem_get_info()[0]

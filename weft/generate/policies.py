@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from weft.errors import UsageError
 from weft.generate.request import Request
 
 #: Of (running, waiting, budget): the requests in the order in which they are served, with the most tokens for each.
@@ -29,3 +30,14 @@ def prompts_first(running: Sequence[Request], waiting: Sequence[Request], budget
     """Prompts before new tokens: whoever writes waits while others are read (Orca, and vLLM at first)."""
     order = exact_fill(running, waiting, budget)
     return sorted(order, key=lambda served: served[1] == 1 and served[0].runs)
+
+
+def policy_of(word: str) -> Policy:
+    """The policy of that name: ``exact-fill``, ``prompts-first`` or ``chunked:N``."""
+    name, _, chunk = word.partition(":")
+    if name == "chunked" and chunk.isdecimal() and int(chunk):
+        return chunked(int(chunk))
+    named = {"exact-fill": exact_fill, "prompts-first": prompts_first}
+    if word not in named:
+        raise UsageError(f"--policy cannot be {word!r}; give exact-fill, prompts-first or, for instance, chunked:64")
+    return named[word]

@@ -162,4 +162,4 @@ def outlines_of(piece: Generation, tags: Tags) -> list[list[int]]:
     """The tokens behind each tag of an outline, of those that were written in ``piece``."""
     written = piece.written[:-1]
     places = [i for i, token in enumerate(written) if token == tags.outline]
-    return [written[a + 1 : b] for a, b in zip(places, [*places[1:], len(written)], strict=True)]
+    return [written[a + 1 : b] for a, b in zip(places, [*places, len(written)][1:], strict=True)]

@@ -1,0 +1,128 @@
+"""What ``weft generate`` writes where more than one text takes part: several, the likeliest, what most say, streams."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.errors import UsageError
+
+if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
+    from weft.data.tokenizer import Tokenizer
+    from weft.generate.engine import Engine
+    from weft.generate.sampling import Sampling
+    from weft.generate.streams import Tags
+    from weft.layout.layout import Layout
+
+_texts = "So many texts for one prompt, sampled side by side; with --beams, so many of the likeliest."
+Texts = Annotated[int, typer.Option(min=1, help=_texts)]
+_beams = "Search for the likeliest texts, so many at a time (beam search), instead of sampling."
+Beams = Annotated[int, typer.Option(min=0, help=_beams)]
+_answer = (
+    "With --texts: what most of them say where this matches last (its first group, if it has one). Texts that cannot "
+    "change that any more are not written to their end."
+)
+Answer = Annotated[str | None, typer.Option(metavar="REGEX", help=_answer)]
+_workers = "So many texts that are written together, each of which sees the others as they grow (Hogwild)."
+Workers = Annotated[int, typer.Option(min=0, help=_workers)]
+_paths = "Write the paths into which the model itself parts its text at the same time (a model of Multiverse's kind)."
+Paths = Annotated[bool, typer.Option("--paths", help=_paths)]
+
+#: The tokens by which a model parts its text, in the order of :class:`weft.generate.streams.Tags` (Yang et al. 2025).
+TAGS = ("<Outline>", "</Goal>", "<Path>", "</Path>", "<Conclusion>")
+
+
+@dataclass(frozen=True)
+class Several:
+    """What was asked for beside one text that is sampled."""
+
+    texts: int = 1
+    beams: int = 0
+    answer: str | None = None
+    workers: int = 0
+    paths: bool = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether it is more than one text that is sampled."""
+        return self != Several()
+
+    def check(self, temperature: float, draft: str, spread: "Layout") -> None:
+        """Raises :class:`UsageError` where that cannot be."""
+        alone = {"--beams": self.beams, "--answer": self.answer, "--workers": self.workers, "--paths": self.paths}
+        given = [name for name, value in alone.items() if value]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} are different ways to write; give one of them")
+        if self.answer is not None:
+            _compiled(self.answer)
+            if self.texts == 1:
+                raise UsageError("--answer is what most of several texts say; give --texts, for instance 8")
+        if self.texts > 1 and (self.workers or self.paths):
+            raise UsageError(f"{given[0]} writes its own number of texts; leave out --texts")
+        if self.beams and self.texts > self.beams:
+            raise UsageError(f"--beams {self.beams} finds {self.beams} texts, and --texts asks for {self.texts}")
+        if self.texts > 1 and not self.beams and temperature == 0:
+            raise UsageError("with --temperature 0 all texts are the same; give another, or --beams for the likeliest")
+        if given and given != ["--answer"] and (draft or spread.world > 1):
+            raise UsageError(f"{given[0]} is for one rank and without guesses; leave out --layout and --draft")
+
+    def write(
+        self, engine: "Engine", tokenizer: "Tokenizer", ids: Sequence[int], count: int, how: "Sampling",
+        until: Sequence[str],
+    ) -> Iterator[tuple[str, str]]:  # fmt: skip
+        """Texts of up to ``count`` tokens behind ``ids``, each to one of the strings ``until``, below a heading."""
+        from weft.generate.search import Search, vote
+        from weft.generate.streams import hogwild, multiverse
+
+        def text_of(written: Sequence[int]) -> str:
+            text = tokenizer.decode(written)
+            return text[: min((text.find(stop) for stop in until if stop in text), default=len(text))]
+
+        def answer_of(written: list[int]) -> str | None:
+            assert self.answer is not None
+            found = list(_compiled(self.answer).finditer(text_of(written)))
+            return None if not found else found[-1][1 if found[-1].re.groups else 0]
+
+        if self.beams:
+            best = Search(engine, ids, count, self.beams, tokenizer.stops).run()[: self.texts]
+            yield from ((f"log-probability {one.log_probability:.2f}", text_of(one.ids)) for one in best)
+        elif self.answer is not None:
+            most, said = vote(engine, ids, count, how, self.texts, answer_of, tokenizer.stops)
+            yield "answers", "\n".join(f"{n:>3} x {answer}" for answer, n in said.most_common()) or "none"
+            yield "most say", "nothing that they ask for" if most is None else str(most)
+        elif self.workers:
+            names = [f"worker {i}" for i in range(1, self.workers + 1)]
+            openings = [[int(i) for i in tokenizer.encode(f"\n\n{name}:")] for name in names]
+            made = hogwild(engine, ids, openings, count, how, tokenizer.stops)
+            yield from zip(names, (text_of(one.written) for one in made), strict=True)
+        elif self.paths:
+            whole = multiverse(engine, ids, tags_of(tokenizer), count, how, tokenizer.stops)
+            pieces = [view.request.ids[: view.tokens] for view in whole.seen]
+            pieces[0] = pieces[0][len(ids) :]
+            yield f"{len(pieces)} pieces", "\n".join(text_of(piece) for piece in pieces)
+        else:
+            made = engine.submit(ids, count, how, tokenizer.stops, self.texts)
+            engine.run()
+            for number, one in enumerate(made, 1):
+                yield f"text {number} of {self.texts}", text_of(one.written)
+
+
+def _compiled(answer: str) -> re.Pattern[str]:
+    try:
+        return re.compile(answer)
+    except re.error as error:
+        raise UsageError(f"--answer {answer!r} is no regular expression: {error}") from None
+
+
+def tags_of(tokenizer: "Tokenizer") -> "Tags":
+    """The tokens by which this model parts its text."""
+    from weft.generate.streams import Tags
+
+    found = {tag: None if tokenizer.model is None else tokenizer.model.token_to_id(tag) for tag in TAGS}
+    if lacking := [tag for tag, i in found.items() if i is None]:
+        raise UsageError(
+            f"the tokenizer has no {', '.join(lacking)}, by which a model says where its text parts; leave out --paths"
+        )
+    return Tags(*(i for i in found.values() if i is not None))
