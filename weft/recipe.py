@@ -486,7 +486,9 @@ class Memory(Section):
     host if that is a file (ZeRO-Offload, Ren et al. 2021). ``gradients``, once reduced, and the optimizer's ``moments``
     are with the weights if left out; moments may be further away. ``activations``: what backward needs of each block,
     of the first ``blocks`` of every pass; with 0, of as many as nobody waits for, by a profile of passes.
-    ``folder`` has the files. They have no names there, and are gone with the run however that ends.
+    ``folder`` has the files. They have no names there, and are gone with the run however that ends. ``speculate``:
+    which units are updated during backward, before the global norm says whether gradients are clipped, and taken back
+    if they are (SuperOffload, Lian et al. 2025): "all", or as many as make transfers of a step "even".
     """
 
     weights: Place = "device"
@@ -495,6 +497,7 @@ class Memory(Section):
     activations: Place = "device"
     blocks: int = Field(0, ge=0, description="how many blocks' activations leave; 0: as many as travel hidden")
     folder: str = "."
+    speculate: Literal["none", "even", "all"] = "none"
 
     def place_of(self, kind: str) -> str:
         """Where weights, gradients, moments or activations rest."""

@@ -182,6 +182,21 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.optimizer.post_validation and "file" in a.memory.away.values(),
          "optimizer.post_validation keeps a copy of the state in memory, and [memory] says it does not fit",
          "leave one of them out"),
+    Rule("speculation with other updates", "layout memory optimizer",
+         lambda a: a.memory.speculate != "none"
+         and (a.optimizer.estimate == "zeroth-order" or a.optimizer.post_validation or a.optimizer.in_backward
+              or a.layout.island > 1 or bool(a.layout.balance)),
+         "memory.speculate = {0.memory.speculate!r} updates what backward has completed and may take that back, and "
+         "optimizer.estimate = 'zeroth-order', optimizer.post_validation, optimizer.in_backward, layout.island and "
+         "layout.balance update at other times", "leave memory.speculate out, or the others"),
+    Rule("speculation with directions", "memory optimizer",
+         lambda a: a.memory.speculate != "none" and a.optimizer.kind in ("galore", "natural-galore"),
+         "optimizer.kind = {0.optimizer.kind!r} factors gradients, which must be known to be finite, and "
+         "memory.speculate updates before they are", "leave memory.speculate out, or use another kind"),
+    Rule("speculation with combined replicas", "recipe",
+         lambda a: a.recipe.memory.speculate != "none" and a.recipe.resilience.combines,
+         "memory.speculate updates by what backward leaves, and resilience.aggregate or resilience.code make the "
+         "gradients of the step after it", "leave one of them out"),
     Rule("offloaded activations with selective recompute", "train memory",
          lambda a: a.memory.offloads_activations and a.train.recompute == "selective",
          "memory.activations = {0.memory.activations!r} does not see what train.recompute = 'selective' keeps",

@@ -7,11 +7,12 @@ the host) while it rests, and a buffer (or memory of the device) in between.
 from collections import defaultdict, deque
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from weft.memory.tiers import Pool, TierFile, Transfer, page_buffer, whole_pages
+from weft.memory.tiers import Pool, Region, TierFile, Transfer, page_buffer, whole_pages
 
 T = torch.Tensor
 
@@ -33,9 +34,11 @@ class Group:
         for tensor in self.tensors:
             self.starts.append(size)
             size += -(-tensor.nbytes // ALIGNED) * ALIGNED
-        self.region = file.region(size) if file is not None else None
+        self.file, self.size = file, size
         pool.announce(size)
-        self.home = self.region.memory if self.region is not None else page_buffer(whole_pages(size), pool.pinned)
+        self.region, self.home = self._room()
+        self.spare: tuple[Region | None, T] | None = None  # room for another version, or the version before
+        self.kept = False  # whether the buffer stays when the tensors have been used
         self.buffer: T | None = None  # what the region is read into, used in and written from
         self.there: T | None = None  # the same on the device
         self.coming: Transfer | None = None
@@ -45,6 +48,23 @@ class Group:
             if tensor.count_nonzero():  # the home is zeros
                 place.copy_(tensor)
             tensor.data = place
+
+    def _room(self) -> tuple[Region | None, T]:
+        """Room for all tensors: in the file, if there is one, and as memory."""
+        if self.file is None:
+            return None, page_buffer(whole_pages(self.size), self.pool.pinned)
+        region = self.file.region(self.size)
+        return region, region.memory
+
+    def double(self) -> None:
+        """Make room for a second version, so that :meth:`put` can leave the first where it is."""
+        self.spare = self.spare or self._room()
+
+    def turn(self) -> None:
+        """Have the other version be the one that counts. Nothing may be under way."""
+        assert self.spare is not None
+        (self.region, self.home), self.spare = self.spare, (self.region, self.home)
+        self._refer_to(self.home)
 
     def fetch(self) -> None:
         """Begin to read, if that is not under way."""
@@ -68,16 +88,21 @@ class Group:
         self._refer_to(memory)
         self.in_use = True
 
-    def put(self, changed: bool) -> None:
-        """Begin to take the tensors back, if they have changed; otherwise they are as they rest."""
+    def put(self, changed: bool, apart: bool = False) -> None:
+        """Begin to take the tensors back, if they have changed; otherwise they are as they rest.
+
+        ``apart``: as another version, beside the one from which they came.
+        """
+        if changed and apart:
+            self.turn()
         memory = self.home if self.buffer is None else self.buffer
         if self.there is not None and changed:
             memory.copy_(self.there)
-        self.there, self.in_use = None, False
+        self.there, self.in_use, self.kept = None, False, self.kept and not changed
         self._refer_to(self.home)
-        if not changed:
+        if not changed and not self.kept:
             self.settle()
-        elif self.region is not None and self.buffer is not None:
+        elif changed and self.region is not None and self.buffer is not None:
             self.coming, self.leaving = None, self.region.write(self.buffer)
 
     @property
@@ -103,6 +128,19 @@ class Group:
             tensor.data = place
 
 
+@dataclass
+class Order:
+    """Who came after whom when this was last gone through, so that the next one is known."""
+
+    following: dict[Hashable, Hashable] = field(default_factory=dict)
+    last: Hashable = None
+
+    def after(self, owner: Hashable) -> Hashable:
+        """Who will come after ``owner``, whose turn it is; None if that is not known."""
+        self.following[self.last], self.last = owner, owner
+        return self.following.get(owner)
+
+
 class Tiers:
     """What rests outside the memory in which it is used, by its owner, a unit of the state, and its kind.
 
@@ -118,8 +156,8 @@ class Tiers:
         self.places, self.folder, self.timeout = places, Path(folder).expanduser(), timeout
         self.pool = Pool(pinned=device.type == "cuda")
         self.groups: dict[Hashable, dict[str, Group]] = defaultdict(dict)
-        self.next: dict[Hashable, Hashable] = {}  # who came after whom
-        self.last: Hashable = None
+        self.order, self.trials = Order(), Order()  # of updates that stand, and of those that may be taken back
+        self.tried: list[Group] = []  # whose last version may be taken back
         self.leaving: deque[Group] = deque()
         self._file: TierFile | None = None
 
@@ -156,11 +194,19 @@ class Tiers:
         if group := self._group(owner, kind):
             group.fetch()
 
+    def keep(self, owner: Hashable, kind: str) -> None:
+        """What is brought for the next use stays for the one after that."""
+        if group := self._group(owner, kind):
+            group.kept = True
+
     @contextmanager
-    def at_hand(self, owner: Hashable, kind: str, changes: bool = False, read: bool = True) -> Iterator[None]:
+    def at_hand(
+        self, owner: Hashable, kind: str, changes: bool = False, read: bool = True, apart: bool = False
+    ) -> Iterator[None]:
         """In here the owner's tensors of one kind can be used, and changed if that is said; see :meth:`Group.bring`.
 
-        What fails in here leaves them as they rest. Within another use of them this is nothing.
+        What fails in here leaves them as they rest. Within another use of them this is nothing. ``apart``: the change
+        is a version of its own (:meth:`Group.put`), which :meth:`undo` takes back.
         """
         group = self._group(owner, kind)
         if group is None or group.in_use:
@@ -172,7 +218,9 @@ class Tiers:
             yield
             done = True
         finally:
-            group.put(changes and done)
+            group.put(changes and done, apart)
+            if apart and done:
+                self.tried.append(group)
             if changes:
                 self.leaving.append(group)
                 self._drain(MOST_LEAVING)
@@ -186,15 +234,38 @@ class Tiers:
         if not (groups := self.groups.get(owner)):
             yield
             return
-        self.next[self.last], self.last = owner, owner
         self._drain(behind * len(groups))
-        for each in (owner, self.next.get(owner)):
+        for each in (owner, self.order.after(owner)):
             for group in self.groups.get(each, {}).values():
                 group.fetch()
         with ExitStack() as stack:
             for kind in groups:
                 stack.enter_context(self.at_hand(owner, kind, changes=kind not in fixed))
             yield
+
+    @contextmanager
+    def trying(self, owner: Hashable, fixed: Container[str] = ("gradients",)) -> Iterator[None]:
+        """In here all that the owner has but the ``fixed`` kinds is at hand and may change, until :meth:`undo`."""
+        kinds = [kind for kind in self.groups.get(owner, ()) if kind not in fixed]
+        self._drain(len(kinds))
+        for each in (owner, self.trials.after(owner)):
+            for kind in kinds:
+                self.fetch(each, kind)
+        with ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(self.at_hand(owner, kind, changes=True, apart=True))
+            yield
+
+    def stand(self) -> None:
+        """What has been tried cannot be taken back any more."""
+        self.tried.clear()
+
+    def undo(self) -> None:
+        """Have everything be as before what has been tried since :meth:`stand`."""
+        while self.tried:
+            group = self.tried.pop()
+            group.settle()
+            group.turn()
 
     def _drain(self, most: int) -> None:
         """Have the buffers back of what has left, and wait for the oldest until at ``most`` so many are leaving."""
@@ -204,9 +275,10 @@ class Tiers:
     def settle(self) -> None:
         """End all transfers: whoever looks at the tensors from now on sees what they are."""
         for group in self._all():
+            group.kept = False
             group.settle()
         self.leaving.clear()
-        self.last = None
+        self.order.last = self.trials.last = None
 
     def forget_sums(self) -> None:
         """Somebody may change what rests from now on, without a word."""

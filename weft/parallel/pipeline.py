@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,13 @@ Point = Callable[[Held], T]
 Visit = Callable[[Unit], AbstractContextManager[None]]
 
 
+class Early(NamedTuple):
+    """Units to be updated during backward, and what does it when the gradient of one is complete."""
+
+    units: Container[Unit]
+    update: Callable[[TableUnit], None]
+
+
 class Pipeline:
     """One rank's part of a pipelined model, and its schedules by number of microbatches."""
 
@@ -65,6 +72,9 @@ class Pipeline:
         self.losses: dict[int, T] = {}  # by microbatch
         self.points: Sequence[Point] = ()
         self.visit: Visit = lambda unit: nullcontext()
+        self.early: Early | None = None
+        self.lasts: dict[tuple[str, Unit], Action] = {}  # the last of a kind for each unit that is updated early
+        self.summed: set[TableUnit] = set()  # over the replicas, by now
         self.last: Executed | None = None
         self.wire: Wire | None = None
 
@@ -84,7 +94,7 @@ class Pipeline:
         """
         self.tiers, self.streamed = tiers, tiers.places.get("weights") == "file"
         described = dict(self.model.logical_parameters())
-        used: dict[tuple[frozenset[int], bool, torch.dtype, tuple[str, str]], list[Full]] = {}
+        used: dict[tuple[frozenset[int], bool, torch.dtype, tuple[str, str], bool], list[Full]] = {}
         shared: dict[tuple[int, ...], list[str]] = {}
         whole = []
         for name, parameter in self.model.named_parameters():
@@ -95,12 +105,13 @@ class Pipeline:
                 continue
             dtype = compute if parameter.is_floating_point() else parameter.dtype
             sharing = self.mesh.sharing(described[name])
-            alike = frozenset(self._users(name)), parameter.requires_grad, dtype, sharing
+            # What other stages have, too, is summed over them last of all, and is a unit of its own.
+            alike = frozenset(self._users(name)), parameter.requires_grad, dtype, sharing, len(copies) > 1
             used.setdefault(alike, []).append(Full(name, described[name], parameter, placement))
             if len(copies) > 1 and parameter.requires_grad:
                 shared.setdefault(copies, []).append(name)
         in_order = sorted(used.items(), key=lambda item: min(item[0][0]))  # of their first use
-        self.users = [(stages, TableUnit(named, self.mesh, dtype, tiers)) for (stages, _, dtype, _), named in in_order]
+        self.users = [(stages, TableUnit(named, self.mesh, dtype, tiers)) for (stages, _, dtype, *_), named in in_order]
         self.units = [unit for _, unit in self.users]
         self.compute = compute
         # The model holds its pipeline; a circle would keep process groups, and gloo's threads, until it is collected.
@@ -171,7 +182,7 @@ class Pipeline:
         ``total``: the weight of the step's labels, asked for when the first loss is due.
         """
         self._run(self.table(len(batches)), batches, total)
-        sum_over_replicas(self.units, self.mesh)
+        sum_over_replicas([unit for unit in self.units if unit not in self.summed], self.mesh)
         return self._share()
 
     @torch.no_grad()
@@ -201,6 +212,7 @@ class Pipeline:
     def _run(self, table: Table, batches: Sequence[Batch], total: Callable[[], T]) -> None:
         self.batches, self.total = [b.to(self.mesh.device) for b in batches], total
         self.losses, self.ropes, self.seen = {}, {}, {}
+        self.lasts, self.summed = self._last_uses(table), set()
         ops = self._ops(table)
         self.last = execute(table, self.rank, ops, self.wire)
         for unit in self.units:
@@ -314,9 +326,21 @@ class Pipeline:
         """The units whose parameters ``stage`` computes with."""
         return [unit for stages, unit in self.users if stage in stages]
 
+    def _last_uses(self, table: Table) -> dict[tuple[str, Unit], Action]:
+        """The last action of each inserted kind for every unit that is updated early."""
+        if self.early is None:
+            return {}
+        found: dict[tuple[str, Unit], Action] = {}
+        for a in table.ranks[self.rank]:
+            if a.kind in (FETCH, GATHER, REDUCE):
+                found |= {(a.kind, unit): a for unit in self._units_of(a.stage) if unit in self.early.units}
+        return found
+
     def _gather(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         self.live.add(a.stage)
         for unit in self._units_of(a.stage):
+            if self.lasts.get((GATHER, unit)) is a:
+                self.tiers.keep(unit, "weights")  # for the update
             with self.visit(unit):
                 if self.points and not unit.live:
                     unit.gather_at(self.points)
@@ -327,6 +351,8 @@ class Pipeline:
         for unit in self._units_of(a.stage):
             if not unit.live:
                 self.tiers.fetch(unit, "weights")
+            if self.lasts.get((FETCH, unit)) is a:
+                self.tiers.fetch(unit, "moments")
         return []
 
     def _release(self, a: Action, reads: Sequence[Any]) -> list[Any]:
@@ -340,6 +366,10 @@ class Pipeline:
     def _reduce(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         for unit in self._units_of(a.stage):
             unit.reduce()
+            if self.early is not None and self.lasts.get((REDUCE, unit)) is a:
+                sum_over_replicas([unit], self.mesh)
+                self.summed.add(unit)
+                self.early.update(unit)
         return []
 
     def _spec(self, value: Value) -> list[tuple[tuple[int, ...], torch.dtype]] | None:

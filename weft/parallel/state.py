@@ -5,7 +5,7 @@ layouts. Who holds the memory and when it is gathered is up to the units: those 
 from hooks of autograd, those of :mod:`weft.parallel.units` when a pipeline's table says so.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -113,11 +113,13 @@ class State:
 
     ``learning`` are those of ``held`` that are not frozen; with ``base_elsewhere`` checkpoints leave out the others.
     What ``tiers`` keep of a unit is brought in while the unit is updated. ``due`` are updates that wait until a unit is
-    visited: who looks at tensors, a checkpoint or a proof, has the state settle first.
+    visited: who looks at tensors, a checkpoint or a proof, has the state settle first. Those of ``early`` units do not
+    wait, not even for the global norm.
     """
 
     base_elsewhere = False
     tiers = Tiers({})
+    early: Sequence[Unit] = ()
     #: Brings all rows to where their boxes say. Collective.
     go_home: Callable[[], None] = staticmethod(lambda: None)
 
@@ -162,13 +164,14 @@ class State:
         for h in self.held:
             h.parameter.grad = None
 
-    def update(self, unit: Unit, grads: Mapping[str, T], lr: float, scale: float = 1.0) -> None:
+    def update(self, unit: Unit, grads: Mapping[str, T], lr: float, scale: float = 1.0, tried: bool = False) -> None:
         """Update the parameters and slots of one unit by its reduced gradients, times ``scale``. Collective.
 
-        The gradients are scaled in place. :meth:`settle` ends what this may have left under way.
+        The gradients are scaled in place. :meth:`settle` ends what this may have left under way. What is only ``tried``
+        is taken back by :class:`weft.parallel.tried.Tried`.
         """
         if any(h.learns for h in unit.held):
-            with self.tiers.updating(unit):
+            with self.tiers.trying(unit) if tried else self.tiers.updating(unit):
                 self._update(unit, grads, lr, scale)
 
     def _update(self, unit: Unit, grads: Mapping[str, T], lr: float, scale: float = 1.0) -> None:
@@ -179,13 +182,17 @@ class State:
             torch._foreach_mul_(mine, scale)
         self._optimizer(held, mine, lr)
 
-    def update_later(self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float = 1.0) -> None:
+    def update_later(
+        self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float = 1.0, but: Container[Unit] = ()
+    ) -> None:
         """Update every unit by what ``grads`` says of it: when it is visited next, or else when the state settles.
 
-        Units that nobody visits are updated now.
+        Units that nobody visits are updated now, and those in ``but`` have been.
         """
         self.settle()
         for unit in self.units:
+            if unit in but:
+                continue
             if unit.visited and any(h.learns for h in unit.held):
                 self.due[unit] = grads, lr, scale
             else:
@@ -241,7 +248,10 @@ class State:
     @property
     def updates(self) -> int:
         """How often the parameters have been updated, with what is due."""
-        return int(self.learning[0].updates.item()) + bool(self.due) if self.learning else 0
+        if not self.learning:
+            return 0
+        first = self.learning[0]
+        return int(first.updates.item()) + any(h is first for unit in self.due for h in unit.held)
 
     @updates.setter
     def updates(self, count: int) -> None:

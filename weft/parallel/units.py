@@ -74,6 +74,8 @@ class TableUnit(Unit):
         tiers.rest(self, "gradients", self.reduced.values())
         self.release(drop=True)
         self.near: torch.Tensor | None = None  # this rank's share of what the nearest ranks hold together
+        # The gradients that rest in a file by now, for an update that does not wait; nothing else keeps them.
+        self.fresh: dict[str, torch.Tensor] | None = None
         self.sums: dict[str, torch.Tensor] = {}  # gradients in the wide type, until they are reduced
         self.at: list[list[torch.Tensor]] = []  # the full parameters at several points
 
@@ -210,6 +212,8 @@ class TableUnit(Unit):
                 place = self.reduced[h.name]
                 h.parameter.grad = place.add_(share) if again else place.copy_(share)
                 h.norm = torch.linalg.vector_norm(place)
+                if self.fresh is not None:
+                    self.fresh[h.name] = place.clone() if again else share.to(place.device)
 
 
 @torch.no_grad()

@@ -5,19 +5,17 @@ before the first update cannot be had: clipping by the global norm, and skipping
 """
 
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import nn
 
 from weft.data.batch import Batch
 from weft.errors import WeftError
 from weft.layout.boundary import I, share_of_sum, step_sum
 from weft.layout.layout import MODEL_AXES
-from weft.parallel.state import State
+from weft.parallel.state import State, Unit
+from weft.train.arrivals import Arrivals
 from weft.train.step import Stepper, StepResult, accumulate, reduced, result_of, shares_of_sums, square_norm
 
 T = torch.Tensor
@@ -33,25 +31,17 @@ class InBackward(Stepper):
 
     def __post_init__(self) -> None:
         # Each unit as a state of its own, for sums and norm; without those that do not learn.
-        self.parts = [(unit, State([unit])) for unit in self.state.units if any(h.learns for h in unit.held)]
-        self.waiting = [0] * len(self.parts)  # gradients of each unit that are still to come
-        self.is_last = self.skipped = False
+        self.parts = {unit: State([unit]) for unit in self.state.units if any(h.learns for h in unit.held)}
+        self.arrivals, self.skipped = Arrivals(self.parts, self._update), False
         self.lr, self.square = 0.0, torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        mine = weakref.ref(self)  # a circle with the parameters would keep process groups alive
-        for number, (_, part) in enumerate(self.parts):
-            for h in part.learning:
-                h.parameter.register_post_accumulate_grad_hook(partial(_arrived, mine, number))
 
     def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
-        self.lr, self.is_last = lr, False
+        self.lr = lr
         self.square.zero_()
-        self.waiting = [len(part.learning) for _, part in self.parts]
         self.before_update()
         loss = accumulate(self.model, self.state, batches, self.mesh, before_last=self._agree)
-        self.is_last = False
-        for number, missing in enumerate(self.waiting):
-            if missing:  # some parameter had no part in this step's loss
-                self._update(number)
+        for unit in self.arrivals.end():
+            self._update(unit)
         self.state.settle()
         result = result_of(step_sum(shares_of_sums(loss, self.square, self.model, batches, stop, self.mesh), self.mesh))
         if math.isfinite(result.loss) and result.skipped:
@@ -66,11 +56,12 @@ class InBackward(Stepper):
     def _agree(self, share: T) -> None:
         """Before the last backward: whether the step's loss is finite, on all ranks alike."""
         loss = step_sum(share_of_sum(share, self.mesh, **dict.fromkeys(MODEL_AXES, I)), self.mesh)
-        self.is_last, self.skipped = True, not math.isfinite(loss.item())
+        self.skipped = not math.isfinite(loss.item())
+        self.arrivals.expect()
 
-    def _update(self, number: int) -> None:
+    def _update(self, unit: Unit) -> None:
         """Update a unit by the gradients that it has, and free them."""
-        unit, part = self.parts[number]
+        part = self.parts[unit]
         if not self.skipped:
             grads = reduced(part, self.mesh)
             self.square += square_norm(grads, part, self.mesh)
@@ -78,11 +69,3 @@ class InBackward(Stepper):
                 self.inspect(grads)
             self.state.update(unit, grads, self.lr)
         part.clear_gradients()
-
-
-def _arrived(stepper: weakref.ref[InBackward], number: int, parameter: nn.Parameter) -> None:
-    """One more gradient of a unit is there: autograd's own sum, or what was reduced over the ranks with other data."""
-    if (mine := stepper()) is not None and mine.is_last:
-        mine.waiting[number] -= 1
-        if not mine.waiting[number]:
-            mine._update(number)

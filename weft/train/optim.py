@@ -46,6 +46,16 @@ def slot_bytes(settings: Optimizer, width: int) -> float:
     return width * (SLOTS.get(settings.state if settings.kind == "adamw" else settings.kind, 0.0) + bool(settings.ema))
 
 
+#: Kinds and states in which every element goes its own way, so that ranks ask each other nothing.
+ELEMENTWISE = {"adamw", "sgd", "lion"}, {"float32", "bfloat16"}
+
+
+def is_elementwise(settings: Optimizer) -> bool:
+    """Whether a rank can update what it holds by itself."""
+    kinds, states = ELEMENTWISE
+    return settings.kind in kinds and settings.state in states
+
+
 class Assignment(NamedTuple):
     """How a parameter is updated: by which rule, at which multiple of the learning rate, with which weight decay."""
 

@@ -160,6 +160,8 @@ class Recorder:
             self._experts(result)
         if self._progress.step % self._recipe.observe.every == 0:
             counted = dict(zip(("samples", "marks"), result.samples or (), strict=False))
+            if result.undone:
+                counted["undone"] = 1
             self.log("train", **seen, **counted, tokens=self._progress.tokens, skipped=int(result.skipped))
         self._display.update(self._progress.step, **seen)
 

@@ -32,6 +32,7 @@ from weft.parallel.state import State
 from weft.recipe import ModelShape, Recipe, Train
 from weft.sync.coded import code_of
 from weft.sync.compress import build_compressor
+from weft.train.early import early_units
 from weft.train.islands import add_slots
 from weft.train.optim import RuleOptimizer, slot_bytes
 
@@ -150,6 +151,7 @@ def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | Non
     model.objective = objective(recipe.loss)
     model.criterion = own_loss(recipe.loss, shape.vocab) or model.criterion
     state.optimize(RuleOptimizer(recipe.optimizer, mesh))
+    state.early = early_units(state, memory, recipe.train.recompute)
     if mesh.islands > 1:
         add_slots(state, recipe.sync)
     return model, state

@@ -55,7 +55,7 @@ class StepResult(NamedTuple):
     ``loads``: how often each expert was chosen, those of all layers in turn; with a capacity, then what each dropped.
     ``sent``: the bytes that ranks have sent each other for the experts, by :data:`weft.models.router.SENT`.
     ``samples``: how many the step has really seen, and the sum of their marks (:func:`weft.data.order.marks`),
-    where that is counted.
+    where that is counted. ``undone``: what had been updated before the norm was known was taken back.
     """
 
     loss: float
@@ -66,6 +66,7 @@ class StepResult(NamedTuple):
     loads: tuple[int, ...] = ()
     sent: tuple[int, ...] = ()
     samples: tuple[int, int] | None = None
+    undone: bool = False
 
 
 def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
@@ -237,6 +238,19 @@ def gradients(
     called when this rank has computed its share.
     """
     loss = accumulate(model, state, batches, mesh, routes)
+    return reduced_and_sums(loss, model, state, batches, mesh, stop, before_sums)
+
+
+def reduced_and_sums(
+    loss: torch.Tensor,
+    model: Transformer,
+    state: State,
+    batches: Sequence[Batch],
+    mesh: Mesh,
+    stop: bool,
+    before_sums: Callable[[], None],
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same after all passes, of which this rank's share of the loss is ``loss``."""
     with record_function("weft:optimizer"):
         grads = reduced(state, mesh)
         square = square_norm(grads, state, mesh)
@@ -246,10 +260,14 @@ def gradients(
 
 def reduced(state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
     """The local gradients, summed over all that hold or compute a share of the same parameter."""
-    grads = state.gradients()
+    return sum_over_copies(summed_over_axes(state.gradients(), state, mesh), state, mesh)
+
+
+def summed_over_axes(grads: dict[str, torch.Tensor], state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """The same gradients with the sums that are pending over ranks that hold other parts of the model."""
     for axis in MODEL_AXES:
         grads = sum_over_axis(axis, grads, state, mesh)
-    return sum_over_copies(grads, state, mesh)
+    return grads
 
 
 def shares_of_sums(

@@ -15,6 +15,7 @@ from weft.train.coding import Coding
 from weft.train.in_backward import InBackward
 from weft.train.islands import Apart, Together
 from weft.train.later import PostValidation
+from weft.train.speculation import Speculation
 from weft.train.step import Stepper
 from weft.train.voting import Voting
 from weft.train.zeroth import ZerothOrder
@@ -50,6 +51,8 @@ def build_stepper(
         kind = PostValidation
     elif settings.in_backward:
         kind = InBackward
+    elif state.early:
+        kind = Speculation
     found = kind(model, state, mesh, settings, before_update, inspect, routes)
     if streams is None or sync is None or sync.of_gradients:
         return found

@@ -1,0 +1,38 @@
+"""Which units of a state are updated during backward, as ``memory.speculate`` asks."""
+
+from weft.memory.balance import Sizes, even
+from weft.parallel.state import State, Unit
+from weft.recipe import Memory
+
+#: How many times as long as forward backward computes, by what of forward it repeats.
+BACKWARD = {"none": 2.0, "selective": 2.0, "full": 3.0}
+
+
+def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
+    """The units to update early: the same on all ranks that have parts of them, as logical sizes decide."""
+    if memory.speculate == "none":
+        return []
+    summed_last = {name for names in state.copies.values() for name in names}  # over stages, at the end of a step
+
+    def may(unit: Unit) -> bool:
+        learns = any(h.learns for h in unit.held) and all(h.name not in summed_last for h in unit.held)
+        return learns and (unit.visited or memory.weights != "file")
+
+    early = list(map(may, state.units))
+    if memory.speculate == "even" and memory.weights == "file":
+        found = [sizes(unit, memory, free) for unit, free in zip(state.units, early, strict=True)]
+        early = even(found, BACKWARD[recompute])
+    return [unit for unit, now in zip(state.units, early, strict=True) if now]
+
+
+def sizes(unit: Unit, memory: Memory, free: bool) -> Sizes:
+    """Bytes of the whole unit that are in files."""
+    learning = [h for h in unit.held if h.learns]
+    moments = [part.tensor for h in learning for part in h.slots.values()]
+    every = {
+        "weights": sum(h.logical.numel * h.local.element_size() for h in unit.held),
+        "gradients": sum(h.logical.numel * h.local.element_size() for h in learning),
+        "moments": sum(tensor.numel * tensor.itemsize for tensor in moments),
+    }
+    weights, gradients, kept = (size * (memory.place_of(kind) == "file") for kind, size in every.items())
+    return Sizes(weights, gradients, kept, bool(learning), free)
