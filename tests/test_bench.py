@@ -48,6 +48,13 @@ def test_pipeline(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_alternating(tmp_path: Path) -> None:
+    """Every number of units on the device ends at the same bits (asserted there)."""
+    (found,) = figures_of("alternating", tmp_path, "--quick", "--rounds", "1")["links"]
+    assert 0 < found["chosen"] < found["units"] and found["host over chosen"] > 1
+
+
+@pytest.mark.soak
 def test_balance(tmp_path: Path) -> None:
     """Every side trains the same (asserted there), static context parallelism waits, and plans by length hardly do."""
     found = figures_of("balance", tmp_path, "--quick", "--only", "slept4", "trained", "simulated", "planning")

@@ -24,6 +24,12 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "moments nearer than the weights": ("", "memory.weights=host memory.moments=device"),
     "gradients away from the weights": ("", "memory.gradients=host"),
     "blocks of what stays": ("", "memory.blocks=2"),
+    "alternating updates away from the host": ("", "memory.alternate=0.5"),
+    "alternating updates that ask other ranks": (
+        "shard=2", "memory.weights=host memory.alternate=0.5 optimizer.kind=muon"),
+    "alternating updates that are tried": ("", "memory.weights=host memory.alternate=0.5 memory.speculate=all"),
+    "alternating updates without reduced gradients": (
+        "", "memory.weights=host memory.alternate=0.5 optimizer.estimate=zeroth-order"),
     "weights in files with balance": ("cp=2,zero=1,balance=greedy", "memory.weights=file"),
     "files with post-validation": ("pp=2", "memory.moments=file optimizer.post_validation=true"),
     "speculation with other updates": ("", "memory.speculate=all optimizer.estimate=zeroth-order"),

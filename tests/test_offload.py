@@ -44,6 +44,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     {"layout": {"cp": 2, "shard": 2}, "memory": {"weights": "file", "gradients": "host"}, "recompute": "full"},
     {"layout": {"pp": 2, "shard": 2, "schedule": "zb-h1"}, "memory": FILES | {"activations": "host"}, "micro_batch": 1},
     {"layout": {"shard": 2}, "zero": 2, "memory": {"moments": "file"}, "micro_batch": 1},
+    {"layout": {"shard": 2, "tp": 2}, "memory": {"weights": "host", "alternate": 0.5}},
+    {"layout": {"pp": 2, "dp": 2}, "memory": {"weights": "host", "alternate": "auto"}, "micro_batch": 1, "tied": True},
 ], ids=lambda case: name(case).replace("/", "_"))  # fmt: skip
 def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     values = tree(corpus, case)

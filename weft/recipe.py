@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -488,7 +488,9 @@ class Memory(Section):
     of the first ``blocks`` of every pass; with 0, of as many as nobody waits for, by a profile of passes.
     ``folder`` has the files. They have no names there, and are gone with the run however that ends. ``speculate``:
     which units are updated during backward, before the global norm says whether gradients are clipped, and taken back
-    if they are (SuperOffload, Lian et al. 2025): "all", or as many as make transfers of a step "even".
+    if they are (SuperOffload, Lian et al. 2025): "all", or as many as make transfers of a step "even". ``alternate``:
+    with weights and moments on the host, this share of the units is updated on the device meanwhile (Deep Optimizer
+    States, Maurya et al. 2024); "auto": the fastest share, by rates measured in the first steps.
     """
 
     weights: Place = "device"
@@ -498,6 +500,7 @@ class Memory(Section):
     blocks: int = Field(0, ge=0, description="how many blocks' activations leave; 0: as many as travel hidden")
     folder: str = "."
     speculate: Literal["none", "even", "all"] = "none"
+    alternate: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
 
     def place_of(self, kind: str) -> str:
         """Where weights, gradients, moments or activations rest."""

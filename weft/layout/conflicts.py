@@ -174,6 +174,26 @@ RULES: tuple[Rule, ...] = (
     Rule("blocks of what stays", "memory", lambda a: a.memory.blocks > 0 and not a.memory.offloads_activations,
          "memory.blocks = {0.memory.blocks} says how many blocks' activations leave, and memory.activations = 'device' "
          "keeps all", "set memory.activations to 'host' or 'file', or leave memory.blocks out"),
+    Rule("alternating updates away from the host", "memory",
+         lambda a: a.memory.alternate != 0 and {a.memory.place_of(k) for k in ("weights", "moments")} != {"host"},
+         "memory.alternate = {0.memory.alternate!r} shares updates of what rests on the host with the device, and here "
+         "weights are in {0.memory.weights!r}", "set memory.weights = 'host' and leave memory.moments out, or leave "
+         "memory.alternate out"),
+    Rule("alternating updates that ask other ranks", "layout memory optimizer",
+         lambda a: a.memory.alternate != 0 and a.layout.world > 1 and (
+             a.optimizer.kind not in ("adamw", "sgd", "lion") or a.optimizer.state in ("8bit", "4bit")),
+         "memory.alternate updates units in an order of each rank's own, and optimizer.kind = {0.optimizer.kind!r} "
+         "with state = {0.optimizer.state!r} asks other ranks",
+         "use adamw, sgd or lion, or leave memory.alternate out"),
+    Rule("alternating updates that are tried", "memory",
+         lambda a: a.memory.alternate != 0 and a.memory.speculate != "none",
+         "memory.speculate = {0.memory.speculate!r} updates units during backward, and memory.alternate shares what is "
+         "updated after it", "leave one of them out"),
+    Rule("alternating updates without reduced gradients", "memory optimizer",
+         lambda a: a.memory.alternate != 0 and (
+             a.optimizer.post_validation or a.optimizer.estimate == "zeroth-order"),
+         "memory.alternate is for updates by reduced gradients of the whole step, and optimizer.post_validation and "
+         "estimate = 'zeroth-order' update in other ways", "leave one of them out"),
     Rule("weights in files with balance", "layout memory",
          lambda a: a.memory.weights == "file" and bool(a.layout.balance),
          "memory.weights = 'file' takes all microbatches through a block together, and layout.balance = "

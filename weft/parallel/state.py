@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -108,6 +108,20 @@ class Optimizer(Protocol):
         """Update these parameters and their slots in place, by these gradients, at this learning rate. Collective."""
 
 
+class Alternate(Protocol):
+    """Updates several units at once, some of them elsewhere (:class:`weft.parallel.alternating.Alternating`)."""
+
+    report: Callable[[dict[str, Any]], None]
+
+    def __call__(
+        self, units: Sequence[tuple[Sequence[Held], Sequence[T]]], update: Callable[[Sequence[Held], Sequence[T]], None]
+    ) -> None:
+        """Have ``update`` called on what every unit holds and its gradients, or on copies, which are taken back."""
+
+    def check(self) -> None:
+        """Raise what an update has failed with, which may have left some units as they were."""
+
+
 class State:
     """All that this rank holds. ``copies``: parameters that ranks of other stages hold too, by the group of these.
 
@@ -120,6 +134,7 @@ class State:
     base_elsewhere = False
     tiers = Tiers({})
     early: Sequence[Unit] = ()
+    alternating: Alternate | None = None
     #: Brings all rows to where their boxes say. Collective.
     go_home: Callable[[], None] = staticmethod(lambda: None)
 
@@ -187,9 +202,13 @@ class State:
     ) -> None:
         """Update every unit by what ``grads`` says of it: when it is visited next, or else when the state settles.
 
-        Units that nobody visits are updated now, and those in ``but`` have been.
+        Units that nobody visits are updated now, and so are all where the device takes its turns. Those in ``but`` have
+        been.
         """
         self.settle()
+        if self.alternating is not None:
+            self._alternate(grads, lr, scale)
+            return
         for unit in self.units:
             if unit in but:
                 continue
@@ -197,6 +216,22 @@ class State:
                 self.due[unit] = grads, lr, scale
             else:
                 self.update(unit, grads(unit), lr, scale)
+
+    def _alternate(self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float) -> None:
+        """Update all units, some of them on the device."""
+        assert self.alternating is not None and self._optimizer is not None
+        units, optimizer = [], self._optimizer
+        for unit in self.units:
+            if held := [h for h in unit.held if h.learns]:
+                found = grads(unit)
+                units.append((held, [found[h.name] for h in held]))
+
+        def update(held: Sequence[Held], mine: Sequence[T]) -> None:
+            if scale != 1.0:
+                torch._foreach_mul_(list(mine), scale)
+            optimizer(held, mine, lr)
+
+        self.alternating(units, update)
 
     @contextmanager
     def visit(self, unit: Unit) -> Iterator[None]:
@@ -215,6 +250,8 @@ class State:
         for unit in list(self.due):
             grads, lr, scale = self.due.pop(unit)
             self.update(unit, grads(unit), lr, scale)
+        if self.alternating is not None:
+            self.alternating.check()
         self.tiers.settle()
 
     def expose(self) -> None:

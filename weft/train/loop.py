@@ -76,6 +76,8 @@ def train(
         resumed.report(recorder)
         if model.saved is not None:
             model.saved.report = recorder.activations
+        if state.alternating is not None:
+            state.alternating.report = recorder.alternating
         for note in (*noted, state.tiers.note):
             if note:
                 recorder.event(note)

@@ -112,6 +112,15 @@ class Recorder:
             f"nobody waits ({found['write'] / 1e9:.2g} GB/s, {found['read'] / 1e9:.2g} back); memory.blocks sets it"
         )
 
+    def alternating(self, found: Mapping[str, Any]) -> None:
+        """Keep and say how many units are updated on the device, and what other numbers would take."""
+        self.log("alternating", **found)
+        count, units, seconds = found["device"], found["units"], found["seconds"]
+        self.event(
+            f"{count} of {units} units are updated on the device: {seconds[count]:.3g} s by measured rates, "
+            f"{seconds[0]:.3g} on the host alone; memory.alternate sets it"
+        )
+
     @contextmanager
     def fetching(self) -> Iterator[None]:
         """While this step's data is fetched."""

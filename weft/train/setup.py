@@ -27,6 +27,7 @@ from weft.models.preference import objective
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.observe.flops import parameter_count
+from weft.parallel.alternating import Alternating
 from weft.parallel.build import check_fits, parallelize
 from weft.parallel.state import State
 from weft.recipe import ModelShape, Recipe, Train
@@ -152,6 +153,8 @@ def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | Non
     model.criterion = own_loss(recipe.loss, shape.vocab) or model.criterion
     state.optimize(RuleOptimizer(recipe.optimizer, mesh))
     state.early = early_units(state, memory, recipe.train.recompute)
+    if recipe.memory.alternate:
+        state.alternating = Alternating(mesh.device, recipe.memory.alternate)
     if mesh.islands > 1:
         add_slots(state, recipe.sync)
     return model, state

@@ -1,0 +1,136 @@
+"""Updates of a state on the host and, by turns, on a device behind a link: what every number of units there takes.
+
+There is no device here: a second thread takes its place. All sides do their real work (AdamW on float32, copies there
+and back) and then sleep for as long as their stated rates ask, so that the figures stand whatever else two cores do;
+last, nobody sleeps and the second core is the device. For every link "auto" chooses by rates that it measures; then all
+numbers of units take turns. Peers: all on the host (ZeRO-Offload), and half of the units on the device.
+
+    OMP_NUM_THREADS=1 python bench/alternating.py [--rounds 3] [--json bench/results/alternating.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from step import machine
+
+from weft.layout.mesh import Mesh
+from weft.memory.heap import keep_heap
+from weft.parallel.alternating import PROFILED, Alternating, Job
+from weft.parallel.build import parallelize
+from weft.parallel.state import State
+from weft.recipe import Memory, ModelShape, Optimizer, Train
+from weft.schedule.actions import Action
+from weft.schedule.alternate import BRING, ON_DEVICE, ON_HOST, RETURN, simulated
+from weft.train.optim import RuleOptimizer
+
+RESULTS = Path(__file__).parent / "results" / "alternating.json"
+#: Blocks, and how wide they are, with stated rates and without.
+SHAPES = {True: (12, 128), False: (6, 384)}
+#: Seconds of a block's update on the host, and how many times as fast a device is.
+BLOCK, FASTER = 0.04, 10
+#: How many host updates a block's way to the device takes.
+LINKS = (0.5, 1.0, 2.0, 4.0)
+
+
+def built(share: float | str, paced: bool) -> State:
+    """A state at rest on the host, of which a share is updated elsewhere."""
+    layers, wide = SHAPES[paced]
+    shape = ModelShape(vocab=256, layers=layers, embed=wide, heads=4, kv_heads=4, ffn=3 * wide)
+    _, state = parallelize(shape, Mesh.single(), Train(dtype="float32"), memory=Memory(weights="host"))
+    state.optimize(RuleOptimizer(Optimizer(), Mesh.single()))
+    state.alternating = Alternating(torch.device("cpu"), share)
+    return state
+
+
+def updated(state: State) -> float:
+    """Seconds for an update of all units."""
+    grads = {h.name: torch.full_like(h.local, 0.01) for h in state.learning}
+    begun = time.perf_counter()
+    state.update_later(lambda unit: grads, 1e-3)
+    return time.perf_counter() - begun
+
+
+def sizes_of(state: State) -> list[int]:
+    return [Job(unit.held, [h.local for h in unit.held]).size for unit in state.units]
+
+
+def pace(state: State, link: float | None) -> dict[str, float]:
+    """Have every action take what its rate says, if it is not slower by itself. Returns the rates, seconds per byte."""
+    sizes = sizes_of(state)
+    host = BLOCK / statistics.median(sizes)
+    rates = {ON_HOST: host, ON_DEVICE: host / FASTER, BRING: (link or 0) * host, RETURN: (link or 0) * host}
+
+    def paced(a: Action, work: Any) -> None:
+        begun = time.perf_counter()
+        work()
+        time.sleep(max(0.0, rates[a.kind] * sizes[a.stage] - (time.perf_counter() - begun)))
+
+    if link is not None:
+        assert isinstance(state.alternating, Alternating)
+        state.alternating.wrap = paced
+    return rates
+
+
+def compared(link: float | None, rounds: int) -> dict[str, Any]:
+    """Times of every number of units, the fastest of the rounds. ``link`` None: nobody sleeps."""
+    auto, found = built("auto", link is not None), list[dict[str, Any]]()
+    assert isinstance(auto.alternating, Alternating)
+    auto.alternating.report = found.append
+    pace(auto, link)
+    for _ in range(PROFILED + 1):
+        updated(auto)
+    units = len(auto.units)
+    states = {count: built(count / units, link is not None) for count in range(units + 1)}
+    for state in states.values():
+        pace(state, link)
+    times: dict[int, list[float]] = {count: [] for count in states}
+    for turn in range(rounds + 1):
+        for count, state in states.items():
+            seconds = updated(state)
+            if turn:
+                times[count].append(seconds)
+    for state in states.values():
+        mine, first = state.tensors(), states[0].tensors()
+        assert all(torch.equal(part.values, first[name].values) for name, part in mine.items())
+    fastest = {count: min(values) for count, values in times.items()}
+    best, chosen = min(fastest, key=fastest.__getitem__), found[0]["device"]
+    rates = found[0]["rates"]
+    predicted = {count: simulated(count, sizes_of(auto), rates).elapsed for count in states}
+    return {
+        "link": link, "units": units, "chosen": chosen, "best": best, "seconds": fastest, "predicted": predicted,
+        "chosen over best": fastest[chosen] / fastest[best], "host over chosen": fastest[0] / fastest[chosen],
+        "half over chosen": fastest[round(units / 2)] / fastest[chosen],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one link, to see that it runs")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_heap()
+    links: list[float | None] = [1.0] if given.quick else [*LINKS, None]
+    found = []
+    for link in links:
+        found.append(one := compared(link, given.rounds))
+        print(
+            f"link {link}: {one['chosen']} of {one['units']} units on the device by measured rates, "
+            f"{one['best']} are best: "
+            f"{one['seconds'][one['chosen']]:.3f} s is {one['chosen over best']:.3f} of the best; all on the host "
+            f"{one['host over chosen']:.2f} times as long, half on the device {one['half over chosen']:.2f}",
+            flush=True,
+        )
+    given.json.write_text(json.dumps({"machine": machine(), "links": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

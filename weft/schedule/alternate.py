@@ -1,0 +1,64 @@
+"""Updates of units by turns on the host, where they rest, and on the device: their table, and how many go which way.
+
+While the host updates some units, another one's state comes to the device, is updated there and returns (Deep
+Optimizer States, Maurya et al. 2024, 2410.21316). The table has three ranks: the host, which updates; the device, which
+updates beside what comes to it; and the way back.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from weft.schedule.actions import Action, Entry, Table
+from weft.schedule.kinds import Clock, Kind, declare
+from weft.schedule.simulate import Costs, Simulation, simulate
+
+HOST, DEVICE, BACK = range(3)
+
+ON_HOST = declare(Kind("ON_HOST", "a unit is updated on the host", "#2563eb"))
+ON_DEVICE = declare(Kind("ON_DEVICE", "a unit is updated on the device", "#15803d"))
+BRING = declare(Kind("BRING", "a unit's state comes to the device", "#f0a021", clock=Clock.COMMUNICATION))
+RETURN = declare(Kind("RETURN", "a unit's state returns to the host", "#9333ea", clock=Clock.COMMUNICATION))
+
+#: How many units' states there is room for on the device: one comes, one is updated, one returns.
+ROOMS = 3
+
+
+class Split(NamedTuple):
+    """So many units are updated on the ``device``, evenly among the others; ``seconds`` of all updates."""
+
+    device: int
+    seconds: float
+
+
+def on_device(units: int, count: int) -> list[int]:
+    """Which ``count`` of so many units are updated on the device: with one in ``k`` every k-th."""
+    return [(2 * i + 1) * units // (2 * count) for i in range(count)]
+
+
+def update_table(units: int, count: int) -> Table:
+    """The updates of so many units, ``count`` of them on the device."""
+    away = on_device(units, count)
+    there: list[Action] = []
+    back: list[Action] = []
+    for i, unit in enumerate(away):
+        room = (_key(RETURN, away[i - ROOMS]),) if i >= ROOMS else ()
+        there.append(Action(DEVICE, BRING, unit, 0, room))
+        there.append(Action(DEVICE, ON_DEVICE, unit, 0, (_key(BRING, unit),)))
+        back.append(Action(BACK, RETURN, unit, 0, (_key(ON_DEVICE, unit),)))
+    here = [Action(HOST, ON_HOST, unit, 0) for unit in range(units) if unit not in away]
+    return Table(f"{count} on the device", (tuple(here), tuple(there), tuple(back)), units, (tuple(range(units)),))
+
+
+def _key(kind: str, unit: int) -> Entry:
+    return kind, unit, 0
+
+
+def simulated(count: int, sizes: Sequence[int], rates: Mapping[str, float]) -> Simulation:
+    """The updates of units of these sizes, in bytes, by the clock; ``rates``: seconds per byte of each kind."""
+    return simulate(update_table(len(sizes), count), Costs(lambda a: rates[a.kind] * sizes[a.stage]))
+
+
+def splits(sizes: Sequence[int], rates: Mapping[str, float]) -> list[Split]:
+    """What every number of units on the device would take, the fastest first; of equals the one that moves least."""
+    found = [Split(count, simulated(count, sizes, rates).elapsed) for count in range(len(sizes) + 1)]
+    return sorted(found, key=lambda split: (split.seconds, split.device))
