@@ -20,7 +20,7 @@ from weft.rehearse.choose import anchored, placed, to_try
 from weft.rehearse.clock import axis_of, predict
 from weft.rehearse.curves import Local
 from weft.rehearse.links import Links
-from weft.rehearse.step import every_rank, plain_batches, rehearse
+from weft.rehearse.step import Rehearsal, every_rank, plain_batches, reference, rehearse
 from weft.toml import write_toml
 
 MODEL = ModelShape(layers=2, embed=32, heads=4, kv_heads=2, ffn=64, vocab=128)
@@ -104,8 +104,17 @@ def test_what_ran_moves_those_of_as_many_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_plan_of_a_probed_machine(tmp_path: Path, command: Callable[..., tuple[int, str, str]]) -> None:
+def test_plan_of_a_probed_machine(
+    tmp_path: Path, command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All numbers of ranks are compared, the recipe that comes out trains, and demands are kept."""
+    paces = list[Rehearsal]()  # of a step that is quicker than that of probes, as none has measured the file below
+
+    def pace(layout: str, size: str) -> Rehearsal:
+        paces.append(reference(layout, "tiny"))
+        return paces[-1]
+
+    monkeypatch.setattr("weft.rehearse.choose.reference", pace)
     settings = {}
     for n in (1, 2):
         setting = calibration()["settings"]["2"] | {"ranks": n}
@@ -124,6 +133,7 @@ def test_plan_of_a_probed_machine(tmp_path: Path, command: Callable[..., tuple[i
     )
     assert code == 0
     found = json.loads(told)
+    assert len(found["layouts"]) < len(paces) < 2 * len(found["layouts"]), "what follows one goes before the next"
     worlds = {layout["layout"]["tp"] * layout["layout"]["dp"] * layout["layout"]["shard"] * layout["layout"]["pp"]
               for layout in found["layouts"]}  # fmt: skip
     assert worlds == {1, 2} and "rehearsed" in found["calibration"]

@@ -208,7 +208,8 @@ def search_here(
             refusal = error
     if not founds:
         raise refusal or UsageError("no number of ranks was probed; run weft probe again")
-    found, finals = at_hand(founds, local, recipe_of, lambda recipe: rehearsals(recipe, local), say)
+    paces = dict[int, float]()
+    found, finals = at_hand(founds, local, recipe_of, lambda recipe: rehearsals(recipe, local, paces), say)
     return found, finals, f"of {len(finals)} rehearsed layouts of {' or '.join(map(str, counts))} ranks"
 
 
@@ -223,20 +224,23 @@ def choose_here(recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callab
     return choice_of(recipe, finals, among)
 
 
-def rehearsals(recipe: Recipe, local: Local) -> list[Rehearsal]:
+def rehearsals(recipe: Recipe, local: Local, paces: dict[int, float] | None = None) -> list[Rehearsal]:
     """Every rank's step, on the recipe's own first batch if its data is there, with its work as slow as in the probe.
 
-    A small model's step is timed beside it: how much longer that took among other ranks is taken to hold for this one,
-    and by as much as the machine is slower at this moment, both are.
+    A small model's step is timed before and after: how much longer that took among other ranks is taken to hold for
+    this one, and by as much as the machine is slower at this moment, both are. ``paces`` has its seconds by threads,
+    of the rehearsal that was just before this one, and those after this one are left there.
     """
+    paces = {} if paces is None else paces
     shape, batches = batches_of(recipe)
     setting = local.setting(recipe.layout.world)
     keep_heap()  # as ranks that train do
     with threads_set(setting.threads):
-        before = reference("dp=1", "large").seconds
+        before = paces.pop(setting.threads, 0.0) or reference("dp=1", "large").seconds
         found = every_rank(recipe, shape, lambda mesh: batches(mesh, 0))
-        factor = setting.step / ((before + reference("dp=1", "large").seconds) / 2)
-    return [seen.slower(factor) for seen in found]
+        paces.clear()  # those of other numbers of threads are of long ago
+        paces[setting.threads] = after = reference("dp=1", "large").seconds
+    return [seen.slower(setting.step / ((before + after) / 2)) for seen in found]
 
 
 @contextmanager
