@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Command
 from weft.errors import WeftError
 from weft.observe.metrics import read_metrics
 from weft.resilience.hosts import Host, hosts, unavailable
@@ -23,16 +24,19 @@ SMALL = [
     "validation.every=0",
     "observe.split_every=0",
     "checkpoint.every=100",
+    "generate.tokens=1",
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := unavailable()), reason=why)]
 
 
-def torchrun(on: tuple[Host, ...], host: int, out: Path, port: int) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
+def torchrun(on: tuple[Host, ...], host: int, out: Path, port: int, each: int) -> subprocess.Popen[str]:
+    """The ranks of one host, ``each`` as many."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={each}",
              f"--node-rank={host}", "--rdzv-backend=c10d", f"--rdzv-endpoint={on[0].address}:{port}",
              f"--rdzv-conf=is_host={1 - host}", f"--local-addr={on[host].address}",
              "-m", "weft", "train", str(ROOT / "recipes/quickstart.toml"), "--out", str(out), "--resume", "auto",
+             *(["--layout", "dp=2"] if each == 1 else []),
              *(w for s in SMALL for w in ("--set", s))]  # fmt: skip
     return subprocess.Popen(
         on[host].command(words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
@@ -57,13 +61,17 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
             process.wait(120)
 
 
-def test_two_hosts_train_stop_resume_like_one(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
-    one = [sys.executable, "-m", "weft", "train", str(ROOT / "recipes/quickstart.toml"), "--out", str(tmp_path / "one")]
-    subprocess.run([*one, *(w for s in SMALL for w in ("--set", s))], check=True, capture_output=True, timeout=400)
+def test_two_hosts_train_stop_resume_like_one(
+    tmp_path: Path, started: list[subprocess.Popen[str]], command: Command
+) -> None:
+    """Two ranks on each host, one on each after the stop, and one alone."""
+    small = [word for setting in SMALL for word in ("--set", setting)]
+    code, _, err = command("train", ROOT / "recipes/quickstart.toml", "--out", tmp_path / "one", *small)
+    assert code == 0, err
 
     run = tmp_path / "two"
     with hosts(2, rate="1gbit") as two:
-        first = [torchrun(two, i, run, 29501) for i in range(2)]
+        first = [torchrun(two, i, run, 29501, 2) for i in range(2)]
         started += first
         until = time.monotonic() + 300
         while len(losses(run)) < 4 and time.monotonic() < until and first[0].poll() is None:
@@ -74,7 +82,7 @@ def test_two_hosts_train_stop_resume_like_one(tmp_path: Path, started: list[subp
         assert 4 <= stopped < 12, said
         assert f"step-{stopped:06d}" in {p.name for p in (run / "checkpoints").iterdir()}, said
 
-        second = [torchrun(two, i, run, 29502) for i in range(2)]
+        second = [torchrun(two, i, run, 29502, 1) for i in range(2)]
         started += second
         said = [p.communicate(timeout=400)[0] for p in second]
         assert [p.returncode for p in second] == [0, 0], said

@@ -12,6 +12,7 @@ import pytest
 from tests.cases import recipe, write_corpus
 from tests.resilience.survivors import HUNG, losses, ranks, recorded_once
 from tests.resilience.trials import KINDS, trial
+from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.lost import PeerLost
 from weft.layout.mesh import Mesh
@@ -20,6 +21,7 @@ from weft.resilience.members import Lost, Member, View
 from weft.resilience.membership import Membership
 from weft.resilience.roster import ask_to_leave, read_roster
 from weft.resilience.run import ATTEMPTS, LEAVE, Survivor
+from weft.resilience.start import be_rank
 from weft.train.loop import train
 from weft.train.setup import prepare
 
@@ -105,6 +107,16 @@ def test_too_few_ranks_save_what_they_have(corpus: str, tmp_path: Path, whole: d
 def test_faults_at_random_instants(corpus: str, tmp_path: Path, kind: str, seed: int) -> None:
     """Whatever a rank does when it is lost: forward, a collective, saving, or recovering from another loss."""
     assert not trial(kind, 1000 + seed, corpus, tmp_path)["wrong"]
+
+
+@pytest.mark.parametrize("layout", ["dp=2,shard=2", "island=4"])
+def test_too_few_started_ranks_are_refused_before_they_wait(
+    corpus: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"has 4 places but 2 ranks were started; start 4 ranks or change --layout"):
+        be_rank(job(corpus, layout), None, None, lambda *given: None)
 
 
 def test_attempts_count_while_nobody_is_lost(corpus: str) -> None:

@@ -88,6 +88,12 @@ def be_rank(
 
     Returns how the run ended; None if others have brought it to its end.
     """
+    places, started = recipe.layout.world, int(os.environ.get("WORLD_SIZE", "1"))
+    if started < places:  # those that are there would wait for the others until the timeout
+        raise UsageError(
+            f"layout {recipe.layout} has {places} places but {started} ranks were started; start {places} ranks or "
+            "change --layout"
+        )
     try:
         lives = live if recipe.islands_come_and_go else survive if recipe.survives else _live_once
         outcome, main = lives(recipe, out, resume)
