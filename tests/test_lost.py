@@ -22,7 +22,7 @@ from weft.layout.lost import PeerLost, peer_lost
 from weft.train.step import train_step
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT = 20
+TIMEOUT = 12
 
 #: Layouts with groups of every kind that is made.
 LAYOUTS = (
@@ -66,8 +66,8 @@ def test_groups_are_made_in_one_place() -> None:
 
 def waiting(seconds: float) -> str:
     """What each of four ranks says while rank 1 sleeps: 0 needs it, 2 and 3 need 0 and are the first to give up."""
-    rank, pair = dist.get_rank(), dist.new_group([0, 1], timedelta(seconds=4))
-    others = dist.new_group([0, 2, 3], timedelta(seconds=2))
+    rank, pair = dist.get_rank(), dist.new_group([0, 1], timedelta(seconds=2))
+    others = dist.new_group([0, 2, 3], timedelta(seconds=1))
     if rank == 1:
         time.sleep(seconds)
         return ""
@@ -75,13 +75,13 @@ def waiting(seconds: float) -> str:
         dist.all_reduce(torch.ones(1), group=others if rank else pair)
     except RuntimeError as error:
         found = peer_lost(error, seconds=9)
-        time.sleep(2)  # the others still look who has given up
+        time.sleep(1)  # the others still look who has given up
         return str(found)
     raise AssertionError("a collective without one of its ranks has ended")
 
 
 def test_a_rank_that_does_not_come_is_named_by_those_that_wait_for_others(pool: Any) -> None:
-    found = pool.run(4, waiting, 10.0)
+    found = pool.run(4, waiting, 5.0)
     for rank in (0, 2, 3):
         assert found[rank] == f"rank 1 has not answered for 9 s: rank {rank} waited for it", found
 

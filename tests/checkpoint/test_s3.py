@@ -267,7 +267,7 @@ class Proxy:
                     self.end_headers()
                     return
                 if fault == "slow":
-                    time.sleep(0.4)
+                    time.sleep(0.1)
                 there = http.client.HTTPConnection("127.0.0.1", upstream, timeout=60)
                 there.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
                 for name, value in self.headers.items():
@@ -327,7 +327,7 @@ def proxy(server: int, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def behind(bucket: str, patience: float = 20, timeout: float = 20) -> S3Storage:
     """Storage whose requests the proxy sees."""
     name, _, prefix = bucket.removeprefix("s3://").partition("/")
-    return S3Storage(name, prefix, patience=patience, timeout=timeout)
+    return S3Storage(name, prefix, patience=patience, timeout=timeout, pause=0.01)
 
 
 FAULTS = ["500", "503", "drop", "lost", "torn", "slow"]

@@ -68,7 +68,7 @@ def test_a_lost_rank_costs_a_step_and_nothing_else(
 
 def test_ranks_join_and_leave(corpus: str, tmp_path: Path) -> None:
     """Two ranks become four, three, by a file, and two, by a scheduler's signal; all that are left end well."""
-    out, alone, steps = tmp_path / "run", tmp_path / "alone", 200
+    out, alone, steps = tmp_path / "run", tmp_path / "alone", 80
     train(prepare(job(corpus, "", train__steps=steps, validation__every=0)), Mesh.single(), alone)
     with ranks(job(corpus, "dp=2", train__steps=steps, validation__every=0), out, (0.005,)) as run:
         run.step(1)

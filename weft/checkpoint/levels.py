@@ -25,6 +25,8 @@ from weft.recipe import MEMORY, Checkpoint
 
 #: Where the kernel keeps files in memory.
 SHM = Path("/dev/shm")
+#: Seconds after which what one host has written must be seen by the others.
+VISIBLE_S = 5.0
 
 
 @dataclass
@@ -142,9 +144,9 @@ def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
             raise WeftError(problem)
 
 
-def _is_visible(place: Storage, name: str, patience: float = 5) -> bool:
+def _is_visible(place: Storage, name: str) -> bool:
     """Whether an object is visible here; network file systems may take a moment."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + VISIBLE_S
     while not (found := place.holds(name)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found

@@ -70,7 +70,8 @@ def open_storage(where: Where) -> Storage:
 class S3Storage:
     """A :class:`Storage` whose names are the keys under ``prefix`` of ``bucket``.
 
-    ``timeout``: seconds for one request; ``patience``: seconds after which a failing operation is not tried again.
+    ``timeout``: seconds for one request; ``patience``: seconds after which a failing operation is not tried again;
+    ``pause``: seconds before it is tried again first, and twice as long each time after that.
     An upload that is broken off leaves nothing visible; parts that a killed process has sent stay, unseen, until a
     lifecycle rule of the bucket (AbortIncompleteMultipartUpload) removes them.
     """
@@ -79,6 +80,7 @@ class S3Storage:
     prefix: str = ""
     timeout: float = 60
     patience: float = 60
+    pause: float = 0.1
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
@@ -214,13 +216,13 @@ class S3Storage:
                 if not allowed and not re.fullmatch(r"localhost|127(\.\d+){3}|::1", parts.hostname or ""):
                     raise self._problem("use", "", f"{endpoint} is not encrypted; AWS_ALLOW_HTTP=true allows that")
                 options["allow_http"] = True
-        backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2}
+        backoff = {"init_backoff": timedelta(seconds=self.pause), "max_backoff": timedelta(seconds=5), "base": 2}
         limit: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=self.patience), "backoff": backoff}
         return S3Store(self.bucket, client_options=cast(Any, options), retry_config=limit)
 
     def _retried(self, doing: str, key: str, attempt: Callable[[], T]) -> T:
         """The result of ``attempt``, repeated where obstore does not: a lost answer to what is not safe in general."""
-        deadline, pause = time.monotonic() + self.patience, 0.1
+        deadline, pause = time.monotonic() + self.patience, self.pause
         while True:
             try:
                 return attempt()
