@@ -2,8 +2,9 @@
 
 ``editing``: a text is written again with a small change, with guesses from the text; ``random text``: drawn at a
 temperature at which nothing repeats, where guesses can only cost. ``workers``: four Hogwild workers beside one.
-``adapters``: requests with sixteen adapters of two ranks together, beside one after the other. float32, one thread.
-The same tokens are written either way, which is checked; of drawn texts and of workers, as many.
+``adapters``: requests with sixteen adapters of two ranks together, beside one after the other. ``travel``: how long a
+request stands still that moves to another engine in rounds, beside one whose blocks are all sent at its stop. float32,
+one thread. The same tokens are written either way, which is checked; of drawn texts and of workers, as many.
 
     OMP_NUM_THREADS=1 python bench/generate.py --model FOLDER [--json bench/results/generate.json]
 """
@@ -15,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.speculation import Lookup
 from weft.generate.streams import hogwild
+from weft.generate.travel import Arrival, Departure
 from weft.models.products import read_only
 from weft.models.row_adapters import Factors, HostAdapter, layer_modules
 from weft.models.transformer import Transformer
@@ -50,6 +53,9 @@ def deviation(values):
 
 #: What writes tokens, and how many, by name: ours first, then what it is compared with.
 Case = tuple[Callable[[], object], Callable[[], object]]
+
+#: What does that and says how many seconds of it count.
+Timed = Callable[[], tuple[float, object]]
 
 
 def write(
@@ -110,6 +116,33 @@ def adapters(model: Transformer) -> Case:
     )
 
 
+def standstill(model: Transformer, length: int, rounds: bool) -> tuple[float, object]:
+    """Seconds for which nobody writes a request of so many tokens that moves, and what it writes in all."""
+    here, there = Engine(model), Engine(model)
+    (request,) = here.submit([(7 * i) % 40_000 for i in range(length)], 24, GREEDY)
+    while len(request.written) < 4:
+        here.step()
+    departure, arrival = Departure(here, request), Arrival(there)
+    while rounds and (message := departure.round()):
+        arrival.take(message)
+        here.step()
+    begun = time.thread_time()
+    moved = arrival.take(departure.leave())
+    stood = time.thread_time() - begun
+    there.run()
+    assert moved is not None
+    return stood, moved.written
+
+
+def timed(run: Callable[[], object]) -> Timed:
+    def measured() -> tuple[float, object]:
+        begun = time.thread_time()
+        found = run()
+        return time.thread_time() - begun, found
+
+    return measured
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -128,22 +161,20 @@ def main() -> None:
         "workers": workers(model, tokenizer),
         "adapters": adapters(model),
     }
+    sides: dict[str, list[Timed]] = {name: [timed(run) for run in case] for name, case in cases.items()}
+    for length in (500, 4_000):
+        sides[f"travel of {length:,}"] = [partial(standstill, model, length, rounds) for rounds in (True, False)]
     rows = {}
-    for name, (ours, other) in cases.items():
+    for name, (ours, other) in sides.items():
         if given.only not in name:
             continue
-        times: list[list[float]] = [[], []]
-        assert ours() == other(), f"{name}: not the same tokens"
-        for _ in range(given.turns):
-            for kept, run in zip(times, (ours, other), strict=True):
-                begun = time.thread_time()
-                run()
-                kept.append(time.thread_time() - begun)
-        a, b = (statistics.median(each) for each in times)
-        ratios = sorted(y / x for x, y in zip(*times, strict=True))
+        assert ours()[1] == other()[1], f"{name}: not the same tokens"
+        times = [(ours()[0], other()[0]) for _ in range(given.turns)]
+        a, b = (statistics.median(each) for each in zip(*times, strict=True))
+        ratios = sorted(y / x for x, y in times)
         rows[name] = {"with_s": a, "without_s": b, "ratio": statistics.median(ratios), "ratios": ratios}
         print(
-            f"{name:12} {a:7.2f} s with, {b:7.2f} s without: {statistics.median(ratios):.2f} times as fast", flush=True
+            f"{name:16} {a:8.4f} s with, {b:8.4f} s without: {statistics.median(ratios):.2f} times as fast", flush=True
         )
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
