@@ -30,7 +30,7 @@ from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.memory.experts import RestingExperts
 from weft.models.init import initial_values
-from weft.models.paged import KeyValuePages
+from weft.models.paged import KeyValuePages, Reading
 from weft.models.spans import Span
 from weft.models.transformer import Transformer
 from weft.models.values import Values
@@ -85,7 +85,7 @@ def reader_behind(model: Transformer, past: int) -> OneText:
     for pages in reader.reader.pages:
         assert isinstance(pages, KeyValuePages)
         shape = (1, past, SHAPE["kv_heads"], SHAPE["embed"] // SHAPE["heads"])
-        pages.spans, pages.slots = [Span(0, past, 0, range(-(-past // pages.size)))], torch.arange(past)
+        pages.reading = Reading([Span(0, past, 0, range(-(-past // pages.size)))], torch.arange(past))
         pages.write(*(torch.randn(shape, generator=generator) for _ in range(2)))
     reader.ids = [0] * past
     return reader

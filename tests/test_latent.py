@@ -14,7 +14,7 @@ from weft.generate.reader import PagedReader, Part
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.latent import LatentAttention
-from weft.models.paged import LatentPages
+from weft.models.paged import LatentPages, Reading
 from weft.models.spans import Span
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
@@ -83,7 +83,7 @@ def test_the_cache_has_the_published_size() -> None:
                        value_dim=128, ffn=4)  # fmt: skip
     layer = LatentAttention(shape, Mesh.single(), 0).to_empty(device="cpu").to(torch.bfloat16)
     layer.attend = pages = LatentPages(9)
-    pages.spans, pages.slots = [Span(0, 9, 0, [0])], torch.arange(9)
+    pages.reading = Reading([Span(0, 9, 0, [0])], torch.arange(9))
     rope = (torch.ones(1, 1, 9, 1, 32), torch.zeros(1, 1, 9, 1, 32))
     with torch.no_grad():
         layer(torch.ones(1, 9, 8, dtype=torch.bfloat16), rope, torch.tensor([0, 9], dtype=torch.int32))

@@ -11,7 +11,7 @@ import torch
 from weft.generate.reader import PagedReader, Part
 from weft.layout.mesh import Mesh
 from weft.models.attention import attention
-from weft.models.paged import ROOM, KeyValuePages, StatePages, attending, attention_layers, layer_pages
+from weft.models.paged import ROOM, KeyValuePages, Reading, StatePages, attending, attention_layers, layer_pages
 from weft.models.spans import Span
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize
@@ -129,7 +129,7 @@ def test_softmax_continues_where_it_stopped(pieces: list[int], window: int, dtyp
     pages, outs, past = KeyValuePages(16), [], 0
     for some in zip(*(x.split(pieces, 1) for x in (q, k, v)), strict=True):
         count = some[0].shape[1]
-        pages.spans, pages.slots = [Span(0, count, past, range(44))], torch.arange(past, past + count)
+        pages.reading = Reading([Span(0, count, past, range(44))], torch.arange(past, past + count))
         outs.append(pages(*some, document(count), *([window] if window else [])))
         past += count
     expected, _ = attention(q.double(), k.double(), v.double(), document(total), window)
@@ -141,7 +141,7 @@ def test_pages_grow_with_what_is_used_and_keep_what_they_have() -> None:
     pages, seen = KeyValuePages(4), set()
     kept = torch.randn(1, 4000, 1, 2)
     for at in range(0, 4000, 4):
-        pages.spans, pages.slots = [Span(0, 4, at, range(at // 4 + 1))], torch.arange(at, at + 4)
+        pages.reading = Reading([Span(0, 4, at, range(at // 4 + 1))], torch.arange(at, at + 4))
         pages.write(*[kept[:, at : at + 4]] * 2)
         assert pages.store is not None and pages.store.shape[1] * 4 <= (at + 4) * 9 / 8 + ROOM
         seen.add(pages.store.shape)

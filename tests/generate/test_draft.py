@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ from scipy.stats import chi2_contingency, chisquare
 from tests.generate.test_many import PROMPTS, alone, build
 from weft.generate.draft import DraftModel
 from weft.generate.engine import Engine
+from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Guess, Sampling, choose, draw, odds
 
 HOWS = {
@@ -22,6 +24,17 @@ HOWS = {
     "top-k and a bias": Sampling(1.4, top_k=6, bias={3: 2.0, 7: -50.0}),
     "min-p": Sampling(1.0, min_p=0.1),
 }
+
+
+class Counting(DraftModel):
+    """Counts guesses that were there when they were needed."""
+
+    ready = 0
+
+    def propose(self, requests: Sequence[Generation]) -> None:
+        made = self._made.result() if self._made is not None else {}
+        self.ready += sum(tuple(one.ids) in made for one in requests)
+        super().propose(requests)
 
 
 class Given:
@@ -111,7 +124,7 @@ def test_greedy_tokens_are_those_without_a_small_model(mixer: str, ahead: int) -
         p.data += 0.02 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(1))
     expected = [alone(model, prompt, GREEDY).written for prompt in PROMPTS]
     for small, most in itertools.product((twin, other), (1, 4)):
-        drafter = DraftModel(small, most, ahead)
+        drafter = Counting(small, most, ahead)
         engine, steps = Engine(model, size=4, drafter=drafter), 0
         found = [engine.submit(prompt, 10, GREEDY)[0] for prompt in PROMPTS]
         while engine.scheduler.running or engine.scheduler.waiting:
@@ -132,7 +145,7 @@ def test_drawn_tokens_of_requests_do_not_depend_on_what_was_made_ahead() -> None
         p.data *= 1.05
     how, found = Sampling(0.9, top_p=0.95, seed=4), {}
     for ahead in (0, 1, 3):
-        drafter = DraftModel(other, 3, ahead)
+        drafter = Counting(other, 3, ahead)
         engine = Engine(model, size=4, drafter=drafter)
         ones = [engine.submit(prompt, 30, how)[0] for prompt in PROMPTS]
         engine.run()

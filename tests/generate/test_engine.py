@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.generate.one_text import generate
+from weft.data.detokenizer import stream_text
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import UsageError
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.text import stream_text
 from weft.layout.mesh import Mesh
 from weft.models.hf import export
 from weft.models.transformer import Transformer

@@ -49,15 +49,16 @@ def alone(model: Transformer, prompt: list[int], how: Sampling, top: int | None 
 
 
 def count_preempted(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
+    """Who is to wait again, though it ran."""
     seen: list[Generation] = []
-    remove = Scheduler.remove
+    add = Scheduler.add
 
-    def removing(self: Scheduler, request: Generation) -> None:
-        if not request.finished:
+    def adding(self: Scheduler, request: Generation) -> None:
+        if request.runs:
             seen.append(request)
-        remove(self, request)
+        add(self, request)
 
-    monkeypatch.setattr(Scheduler, "remove", removing)
+    monkeypatch.setattr(Scheduler, "add", adding)
     return seen
 
 

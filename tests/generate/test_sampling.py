@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.data.detokenizer import Writer, stream_text
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
 from weft.generate.sampling import GREEDY, Sampling, candidates, choose, draw, log_probabilities, penalised
-from weft.generate.text import Writer, stream_text
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5, 2.5, -3.0], dtype=torch.float64)
 PROMPT, WRITTEN = [0, 2], [5, 5, 3]

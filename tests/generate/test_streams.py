@@ -246,8 +246,15 @@ def test_what_cannot_be(kind: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         multiverse(engine, PROMPT, TAGS, 4, GREEDY)
     small = Engine(build_kind("softmax"), tokens=32, size=4)
-    with pytest.raises(UsageError, match="4 workers need 21 blocks of the cache's 8"):
+    with pytest.raises(UsageError, match=r"5 texts that see each other may need 2\d of the cache's 8 blocks"):
         hogwild(small, PROMPT, OPENINGS, 12, GREEDY)
-    with pytest.raises(UsageError, match="1 paths and pieces may need 15 blocks at once, and the cache has 8"):
+    with pytest.raises(UsageError, match="1 texts that see each other may need 15 of the cache's 8 blocks"):
         multiverse(small, PROMPT, TAGS, 40, GREEDY)
     assert not small.scheduler.pool.owners and not small.scheduler.waiting
+
+
+def test_more_paths_than_requests_at_once_are_refused_and_do_not_wait_for_ever() -> None:
+    engine = Engine(build("softmax"), limit=3)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match="4 of 3 requests at once"):
+        scripted(engine, patch)
+    assert not engine.scheduler.pool.owners and not engine.scheduler.waiting

@@ -169,3 +169,6 @@ def test_what_does_not_arrive_stays() -> None:
     family = source.submit(PROMPTS[1], NEW, GREEDY, n=2)
     with pytest.raises(UsageError, match="let it end where it is"):
         Departure(source, family[0])
+    adapted = Generation([1, 2], 4, adapter="a")
+    with pytest.raises(UsageError, match="let it end where it is"):
+        Departure(source, adapted)

@@ -16,8 +16,8 @@ from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
-from weft.generate.text import Ask, write_texts
 from weft.serve.service import add_adapters
+from weft.serve.texts import Ask, write_texts
 
 
 @pytest.fixture

@@ -29,10 +29,10 @@ from weft.generate.engine import Engine
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.speculation import Lookup
-from weft.generate.text import Ask, write_texts
 from weft.serve.answering import Answering
 from weft.serve.protocol import Completion
 from weft.serve.service import Event, Service
+from weft.serve.texts import Ask, write_texts
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 PROMPT = "a few words"

@@ -61,11 +61,11 @@ def generate(
 
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.data.chat.encode import prompt_ids, read_messages
+    from weft.data.detokenizer import stream_text
     from weft.generate.draft import drafter_for
     from weft.generate.engine import BUDGET, Engine
     from weft.generate.ranks import follow, mesh_of_rank
     from weft.generate.sampling import Sampling
-    from weft.generate.text import stream_text
     from weft.layout.layout import Layout
     from weft.memory.experts import RestingExperts
     from weft.models.products import read_only
@@ -151,7 +151,7 @@ def _timed(ids: Iterator[int], clock: list[float]) -> Iterator[int]:
 
 def say_samples(checkpoint: "Where", recipe: "Recipe") -> list[dict[str, str]]:
     """Show what a trained model writes, beside what that of ``model.from`` does if asked for; prompts and texts."""
-    from weft.generate.samples import samples
+    from weft.serve.texts import samples
 
     settings, origin = recipe.generate, recipe.model.origin
     assert settings is not None

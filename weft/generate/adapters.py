@@ -38,24 +38,19 @@ class Shelf:
         """By which the blocks of an adapter are found; their number is how many it needs."""
         if not name:
             return []
-        blocks = max(-(-len(numbers) // self._room(pages)) for numbers, pages in self._layers(name))
+        blocks = max(-(-len(numbers) // pages.room(0)[:, 0].numel()) for numbers, pages in self._layers(name))
         return shelf_keys(name, blocks)
 
     def load(self, name: str, table: Sequence[int]) -> None:
         """Copy an adapter into the blocks of ``table``."""
         for numbers, pages in self._layers(name):
             store = pages.room(max(table) + 1)
-            filled = numbers.new_zeros(len(table) * self._room(pages))
+            filled = numbers.new_zeros(len(table) * store[:, 0].numel())
             filled[: len(numbers)] = numbers
             store[:, list(table)] = filled.view(len(store), len(table), *store.shape[2:]).to(store)
 
     def _layers(self, name: str) -> Iterable[tuple[T, Pages]]:
         return zip(self.host[name].values, self.pages, strict=True)
-
-    def _room(self, pages: Pages) -> int:
-        """Numbers that fit into a layer's part of a block."""
-        store = pages.room(0)
-        return store.numel() // store.shape[1]
 
     def adapting(self, spans: Iterable[tuple[Span, str, Sequence[int]]]) -> AbstractContextManager[None]:
         """In here the layers add to the rows of each span what its adapter, by name and table, makes of them."""

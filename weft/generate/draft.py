@@ -62,14 +62,12 @@ class DraftModel:
     def __init__(self, model: Transformer, most: int = 4, ahead: int = 0, tokens: int = 2**16) -> None:
         self.most, self.ahead, self.tokens = most, ahead, tokens
         self.engine = Engine(model, tokens, size=4)
-        self.ready = 0  # guesses that were there when they were needed
         self._thread = ThreadPoolExecutor(1, "draft")
         self._made: Future[dict[Text, Guessed]] | None = None
 
     def propose(self, requests: Sequence[Generation]) -> None:
         made = self._made.result() if self._made is not None else {}
         texts = {one: tuple(one.ids) for one in requests if len(one.ids) + self.most < self.tokens}
-        self.ready += sum(text in made for text in texts.values())
         made |= self._guess([(one, text) for one, text in texts.items() if text not in made])
         for one, text in texts.items():
             one.drafts, one.odds = [made[text].path[: one.most - len(text)]], made[text].odds

@@ -6,8 +6,9 @@ gets alone. Model, cache and steps can be cut over several ranks (:mod:`weft.gen
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import count, islice
 
 import torch
 
@@ -17,14 +18,14 @@ from weft.generate.grammar import Grammar
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.pool import Pool
 from weft.generate.ranks import Leader
-from weft.generate.reader import PagedReader, Part
+from weft.generate.reader import PagedReader
 from weft.generate.request import Generation, Request, Written
 from weft.generate.sampling import Guess, Sampling, choose, log_probabilities, odds
 from weft.generate.scheduler import Scheduler, Step
 from weft.generate.speculation import Drafter
+from weft.models.invariant import check_invariant
 from weft.models.linear_attention import CHUNK
 from weft.models.row_adapters import HostAdapter
-from weft.models.spans import Tile
 from weft.models.transformer import Transformer
 
 #: Tokens of a block, unless layers keep a state in each, which weighs as much as the keys of more tokens.
@@ -40,15 +41,6 @@ def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
         raise UsageError("this is a reward model, which scores texts and writes none; give one that writes")
     if not ids or min(ids) < 0 or max(ids) >= model.shape.vocab:
         raise UsageError(f"the prompt must be at least one token, of ids below the model's {model.shape.vocab}")
-
-
-def check_invariant(model: Transformer) -> None:
-    """Raises :class:`UsageError` if ``model`` cannot be computed alike in every batch."""
-    shape = model.shape
-    other = shape.kv_rank or shape.mixtures or shape.kind or (shape.ffn or 0) % 2 or model.mesh.layout.world > 1
-    if other or model.mesh.device.type != "cpu" or {*map(shape.mixer_of, range(shape.layers))} != {"softmax"}:
-        raise UsageError("bits that no batch changes are for dense models with plain attention on one CPU, with an "
-                         "even ffn; leave out invariant")  # fmt: skip
 
 
 class Engine:
@@ -69,7 +61,7 @@ class Engine:
         if budget < 1 or limit < 1:
             raise UsageError("a step needs room for one token of one request; give a larger budget or limit")
         if invariant:
-            check_invariant(model)
+            check_invariant(model.shape, model.mesh)
         states = any(model.shape.mixer_of(i) != "softmax" for i in range(model.shape.layers))
         size = size or (CHUNK if states else BLOCK)
         self.reader: PagedReader | Leader = Leader(model, size) if ranks else PagedReader(model, size, invariant)
@@ -98,15 +90,12 @@ class Engine:
         found = [
             Generation(list(ids), len(ids) + count - 1, adapter, tenant, how=replace(how, seed=how.seed + i),
                        stops={*stops, *grammar.ends} if grammar else stops, prompt=len(ids), top=top,
-                       grammar=grammar and grammar.copy())
+                       grammar=grammar and grammar.copy(), finished="" if count > 0 else "length")
             for i in range(n)
         ]  # fmt: skip
-        if count < 1:
-            for one in found:
-                one.finished = "length"
-            return found
-        self.scheduler.add(found[0])
-        found[0].siblings = found[1:]
+        if count > 0:
+            self.scheduler.add(found[0])
+            found[0].siblings = found[1:]
         return found
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> None:
@@ -129,8 +118,7 @@ class Engine:
     def fit(self, memory: int) -> int:
         """Let the cache have so many bytes at most; returns for how many tokens that is room."""
         self.probe()
-        stores = [pages.store for pages in self.reader.pages if pages.store is not None]
-        block = sum(store.nbytes // store.shape[1] for store in stores)
+        block = sum(pages.store[:, 0].nbytes for pages in self.reader.pages if pages.store is not None)
         if block:
             self.scheduler.pool.blocks = max(1, memory // block)
         return self.scheduler.pool.blocks * self.reader.size
@@ -140,9 +128,20 @@ class Engine:
         if left := [one for one in generation.siblings if not one.finished]:  # it was to read the prompt for them
             left[0].siblings, generation.siblings = left[1:], []
             self.scheduler.add(left[0])
-        if not generation.finished and (generation.runs or generation in self.scheduler.waiting):
+        if not generation.finished:
             self.scheduler.remove(generation)
         generation.finished = generation.finished or "stop"
+
+    @contextmanager
+    def holding(self, requests: Collection[Request]) -> Iterator[None]:
+        """Let ``requests``, to which more may be added in here, be computed; in the end all give their blocks back."""
+        for request in requests:
+            self.scheduler.add(request)
+        try:
+            yield
+        finally:
+            for request in requests:
+                self.scheduler.remove(request)
 
     @torch.inference_mode()
     def step(self) -> list[Written]:
@@ -155,13 +154,11 @@ class Engine:
         """Let the next forward pass set out, if there is something to compute."""
         scheduler = self.scheduler
         if self.drafter is not None:
-            able = [
-                r for r in scheduler.running if isinstance(r, Generation) and r.may_guess and r not in scheduler.due
-            ]
-            self.drafter.propose(able)
+            others = (r for r in scheduler.running if r not in scheduler.due)
+            self.drafter.propose([r for r in others if isinstance(r, Generation) and r.may_guess])
         step = scheduler.plan(self.reader.depth)
         if step.work:
-            logits = self.reader.start(parts_of(step), step.copies, step.loads)
+            logits = self.reader.start(step)
             drawn = set_out(scheduler, step)
             self.sent.append((drawn, [1 + sum(len(b.path) for b in r.branches) for r in drawn.work], logits))
         return bool(step.work)
@@ -227,14 +224,13 @@ class Engine:
 
     def stream(self, generation: Generation) -> Iterator[int]:
         """The tokens of one request as they come, while the others go on too. Left early, it is cancelled."""
-        given = 0
         try:
-            while not generation.finished or given < len(generation.written):
-                if given == len(generation.written):
+            for at in count(generation.prompt):
+                while at == len(generation.ids) and not generation.finished:
                     self.step()
-                for i in generation.written[given:]:
-                    given += 1
-                    yield i
+                if at == len(generation.ids):
+                    return
+                yield generation.ids[at]
         finally:
             self.cancel(generation)
 
@@ -257,25 +253,3 @@ def set_out(scheduler: Scheduler, step: Step) -> Step:
     scheduler.advance(Step({r: tokens for r, tokens in step.work.items() if r not in drawn}, []))
     scheduler.due |= drawn.keys()
     return Step(drawn, [])
-
-
-def parts_of(step: Step) -> list[Part]:
-    """What is read for a step: of every request its tokens and the guess in its own blocks, then its other guesses."""
-    parts = []
-    for request, tokens in step.work.items():
-        own = [b.path for b in request.branches if b.table is request.table]
-        beside = (request.adapter, tuple(request.shelf)) if request.adapter else None
-        ids = [*request.ids[: request.computed + tokens], *(i for path in own for i in path)]
-        rows = (tokens == request.wanted) * (1 + sum(map(len, own)))
-        parts.append(Part(ids, request.computed, request.table, rows, request.offset, tiles_of(request, step), beside))
-        for path, table in request.branches[len(own) :]:
-            parts.append(Part([*request.ids, *path], request.computed, table, len(path), adapter=beside))
-    return parts
-
-
-def tiles_of(request: Request, step: Step) -> list[Tile]:
-    """What a request sees of others in a step, with the tokens that these have in it."""
-    counts = [other.computed + step.work.get(other, 0) if n is None else n for other, n in request.context]
-    ends = [sum(counts) - n for n in accumulate(counts, initial=0)] if request.turned else [0] * len(counts)
-    views = zip(request.context, counts, ends, strict=False)
-    return [Tile(tuple(view.request.table), n, turn) for view, n, turn in views if n]

@@ -17,7 +17,6 @@ from weft.errors import UsageError
 #: Between two tokens of JSON stand so many blanks at most: models that are lost write them for ever.
 BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"
 
-
 #: Seconds that a grammar may take at first, and more for each token: ambiguous ones get slower with every token, and
 #: all other requests would wait.
 FIRST, EACH = 0.3, 0.002

@@ -10,26 +10,25 @@ nothing of it is cut along ``cp`` but experts.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from weft.errors import UsageError
-from weft.generate.reader import Loads, Part, Row, pack
-from weft.layout.dims import part
+from weft.generate.reader import Row, pack, parts_of
+from weft.generate.scheduler import Step
 from weft.layout.groups import limit
 from weft.layout.layout import Layout
 from weft.layout.lost import peer_lost
 from weft.layout.mesh import Mesh
 from weft.layout.placement import rank_table
 from weft.layout.tickets import Tickets
-from weft.models.paged import KeyValuePages, LatentPages, StatePages, attending, layer_pages
+from weft.models.paged import Reading, StatePages, attending, layer_pages
 from weft.models.rope import angles
 from weft.models.transformer import Transformer
 from weft.parallel.build import check_fits
-from weft.parallel.striped import SplitStates, StripedKeys, StripedLatents, Stripes
+from weft.parallel.striped import SplitStates, StripedKeys, Stripes, striped
 from weft.recipe import ModelShape
 from weft.schedule.actions import Value
 from weft.schedule.wire import Wire
@@ -81,7 +80,8 @@ class RankReader:
         ranks = self.mesh.size("dp")
         self.group = self.mesh.group("dp") if ranks > 1 else None
         self.size = size + -size % ranks
-        self.pages = [self._striped(pages) for pages in layer_pages(model, self.size)]
+        pages = layer_pages(model, self.size)
+        self.pages = pages if self.group is None else [striped(each, self.group) for each in pages]
         stages, stage = dist.get_process_group_ranks(self.mesh.group("pp")), self.mesh.rank("pp")
         self.before, self.after = ([None, *stages][stage], [*stages, None][stage + 1])
         self.depth = len(stages)
@@ -90,24 +90,15 @@ class RankReader:
         links = [(self.before, world.rank()), (world.rank(), self.after), *((end, 0) for end in self.ends if end)]
         self.wire.connect({(a, b) for a, b in links if a is not None and b is not None})
 
-    def _striped(self, pages: KeyValuePages | StatePages) -> KeyValuePages | StatePages:
-        """What a layer has in the place of these if its tokens are cut over ranks."""
-        if self.group is None:
-            return pages
-        if isinstance(pages, StatePages):
-            lo, hi = part(len(pages.decay), self.group.size(), self.group.rank())
-            return SplitStates(self.size, pages.decay[lo:hi])
-        return (StripedLatents if isinstance(pages, LatentPages) else StripedKeys)(self.size // self.group.size())
-
     @torch.inference_mode()
     def run(self, number: int, row: Row, copies: Sequence[tuple[int, int]]) -> tuple[Stripes, T]:
         """This rank's part of step ``number``; how it is cut, and at the end of a model the logits that are wanted."""
         model, mesh, stripes = self.model, self.mesh, Stripes(row.spans, self.size, self.group)
-        slots, batches = torch.tensor(stripes.slots, dtype=torch.int64, device=mesh.device), dict[int, Any]()
+        slots = torch.tensor(stripes.slots, dtype=torch.int64, device=mesh.device)
+        own, whole = Reading(stripes.spans, slots), Reading(row.spans, slots)
         for pages in self.pages:
             pages.copy(copies)
-            pages.slots, pages.spans = slots, row.spans if isinstance(pages, StatePages) else stripes.spans
-            pages.batches = batches
+            pages.reading = whole if isinstance(pages, StatePages) else own
             if isinstance(pages, StripedKeys | SplitStates):
                 pages.stripes = stripes
         padding = -stripes.count % mesh.size("tp")
@@ -144,11 +135,9 @@ class Leader(RankReader):
         self.tickets.give(size)
         super().__init__(model, size)
 
-    def start(
-        self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = (), loads: Loads = ()
-    ) -> Callable[[], T]:
+    def start(self, step: Step) -> Callable[[], T]:
         """Let all ranks begin with a step; what is returned waits for the logits ``[rows of all parts, vocab]``."""
-        row = pack(parts)
+        row, copies = pack(parts_of(step)), step.copies
         number = self.tickets.give((row, copies))
         with named():
             stripes, own = self.run(number, row, copies)

@@ -6,16 +6,18 @@ that the scheduler's tables list (:mod:`weft.generate.pool`).
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from weft.generate.adapters import Shelf
+from weft.generate.request import Request
+from weft.generate.scheduler import Step
 from weft.models.invariant import TILE, invariant
-from weft.models.paged import attending, layer_pages, slots
-from weft.models.spans import Batch, Span, Tile
+from weft.models.paged import Reading, attending, layer_pages, slots
+from weft.models.spans import Span, Tile
 from weft.models.transformer import Transformer
-from weft.models.views import Views
 
 T = torch.Tensor
 
@@ -33,6 +35,28 @@ class Part(NamedTuple):
     offset: int = 0
     context: Sequence[Tile] = ()
     adapter: tuple[str, Sequence[int]] | None = None  # its name, and the blocks that it is in
+
+
+def parts_of(step: Step) -> list[Part]:
+    """What is read for a step: of every request its tokens and the guess in its own blocks, then its other guesses."""
+    parts = []
+    for request, tokens in step.work.items():
+        own = [b.path for b in request.branches if b.table is request.table]
+        beside = (request.adapter, tuple(request.shelf)) if request.adapter else None
+        ids = [*request.ids[: request.computed + tokens], *(i for path in own for i in path)]
+        rows = (tokens == request.wanted) * (1 + sum(map(len, own)))
+        parts.append(Part(ids, request.computed, request.table, rows, request.offset, tiles_of(request, step), beside))
+        for path, table in request.branches[len(own) :]:
+            parts.append(Part([*request.ids, *path], request.computed, table, len(path), adapter=beside))
+    return parts
+
+
+def tiles_of(request: Request, step: Step) -> list[Tile]:
+    """What a request sees of others in a step, with the tokens that these have in it."""
+    counts = [other.computed + step.work.get(other, 0) if n is None else n for other, n in request.context]
+    ends = [sum(counts) - n for n in accumulate(counts, initial=0)] if request.turned else [0] * len(counts)
+    views = zip(request.context, counts, ends, strict=False)
+    return [Tile(tuple(view.request.table), n, turn) for view, n, turn in views if n]
 
 
 class Row(NamedTuple):
@@ -56,10 +80,6 @@ def pack(parts: Iterable[Part]) -> Row:
     return row
 
 
-#: Adapters by name, and the blocks into which they are put.
-Loads = Sequence[tuple[str, Sequence[int]]]
-
-
 class PagedReader:
     """Reads pieces of many texts in one forward pass of ``model``, ``depth`` of which may be under way at once."""
 
@@ -70,32 +90,27 @@ class PagedReader:
         """``alike``: every token is computed alike whatever is read beside it (:mod:`weft.models.invariant`)."""
         self.model, self.size, self.pages, self.alike = model, size, layer_pages(model, size), alike
 
-    def start(
-        self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = (), loads: Loads = ()
-    ) -> Callable[[], T]:
-        """Begin to :meth:`read`; what is returned waits for the logits."""
-        found = self.read(parts, copies, loads)
+    def start(self, step: Step) -> Callable[[], T]:
+        """Begin with a step; what is returned waits for the logits ``[rows of all parts, vocab]``."""
+        found = self.read(parts_of(step), step.copies, step.loads)
         return lambda: found
 
     def close(self) -> None:
         """Nobody else has to know that it ends."""
 
-    def read(self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = (), loads: Loads = ()) -> T:
-        """Logits ``[rows of all parts, vocab]``.
-
-        ``copies``: blocks to copy into others before anything else; ``loads``: adapters to put into blocks then.
-        """
+    def read(
+        self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = (), loads: Sequence[tuple[str, list[int]]] = ()
+    ) -> T:
+        """Logits ``[rows of all parts, vocab]``; ``copies`` and ``loads`` come before: see :class:`Step`."""
         if self.model.shape.kind:  # a plugin's model cannot remember: it reads all again
             parts = [part._replace(past=0) for part in parts]
         row, device = pack(parts), self.model.mesh.device
         filled = [0] * (-len(row.ids) % TILE if self.alike else 0)
         numbers = torch.tensor([row.ids + filled, row.positions + filled], device=device)
-        places = torch.tensor(slots(row.spans, self.size), device=device)
-        batches = dict[int, list[Batch | Span | Views]]()
+        reading = Reading(row.spans, torch.tensor(slots(row.spans, self.size), device=device))
         for pages in self.pages:
             pages.copy(copies)
-            pages.spans, pages.slots = row.spans, places
-            pages.batches = batches
+            pages.reading = reading
         for name, table in loads:
             assert self.shelf is not None
             self.shelf.load(name, table)

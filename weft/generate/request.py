@@ -11,6 +11,8 @@ import torch
 from weft.generate.grammar import Grammar
 from weft.generate.sampling import Sampling
 
+T = torch.Tensor
+
 _arrivals = count()
 
 
@@ -49,7 +51,7 @@ class Request:
     turned: bool = False  # what it sees stands side by side for it, though every text has been read from position 0
     kept: bool = False  # others see it: when it ends, it stays with its blocks until it is removed
     pinned: bool = False  # its tokens could not be computed again, as others grew with it: it never gives blocks back
-    logits: torch.Tensor | None = None  # [vocab] behind its tokens, of a request that somebody else writes for
+    logits: T | None = None  # [vocab] behind its tokens, of a request that somebody else writes for
 
     @property
     def runs(self) -> bool:
@@ -78,10 +80,8 @@ class Generation(Request):
     stopped: int | None = None  # which of its stops came
     finished: str = ""  # "stop" or "length" in the end, or "error" if the grammar could not go on
     log_probabilities: list[tuple[float, dict[int, float]]] = field(default_factory=list)
-    odds: Sequence[
-        torch.Tensor
-    ] = ()  # [vocab] each: the chances with which the first of its drafts was drawn, if it was
-    chances: list[torch.Tensor] | None = None  # [vocab] each, with which its tokens were drawn, if they are to be kept
+    odds: Sequence[T] = ()  # [vocab] each: the chances with which the first of its drafts was drawn, if it was
+    chances: list[T] | None = None  # [vocab] each, with which its tokens were drawn, if they are to be kept
     siblings: list["Generation"] = field(default_factory=list)  # those that go on from the same prompt, once it is read
 
     def __post_init__(self) -> None:

@@ -42,10 +42,11 @@ class Scheduler:
         self.preemptions = 0  # times that a request gave its blocks back
 
     def add(self, request: Request) -> None:
-        """Let ``request`` wait for its turn."""
+        """Let ``request`` wait for its turn; one that runs gives its blocks back, and is computed again then."""
         if -(-request.most // self.pool.size) + len(self.adapter_keys(request.adapter)) > self.pool.blocks:
             raise UsageError(f"{request.most} tokens of prompt and answer do not fit into a cache of "
                              f"{self.pool.blocks * self.pool.size}; ask for fewer")  # fmt: skip
+        self.remove(request)
         insort(self.waiting, request, key=lambda r: r.arrival)
 
     def fork(self, parent: Request, child: Request) -> None:
@@ -63,8 +64,10 @@ class Scheduler:
         self._remember(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request that is done or not wanted any more; its blocks can be found until they are needed."""
-        (self.running if request.runs else self.waiting).remove(request)
+        """Forget a request, if it is here; its blocks can be found until they are needed."""
+        queue = self.running if request.runs else self.waiting
+        if request in queue:
+            queue.remove(request)
         branches.release(self.pool, request)
         self.pool.release([*request.shelf, *request.table])
         request.shelf, request.table, request.keys, request.computed = [], [], [], 0
@@ -73,7 +76,6 @@ class Scheduler:
         """The weights have changed: nothing that was computed with the old ones is used any more."""
         self.version += 1
         for request in list(self.running):
-            self.remove(request)
             self.add(request)
 
     def plan(self, depth: int = 1) -> Step:
@@ -100,7 +102,6 @@ class Scheduler:
                 lost = {*last.table, *(block for b in last.branches for block in b.table)}
                 step.copies[:] = [(old, new) for old, new in step.copies if new not in lost]
                 self.preemptions += 1
-                self.remove(last)
                 self.add(last)
             if request.runs:
                 step.work[request] = tokens

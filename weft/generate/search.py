@@ -5,7 +5,7 @@ everybody else, and a beam that goes on in two ways is forked.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -54,20 +54,19 @@ class Search:
         self.stops, self.alpha, self.prune = frozenset(stops), alpha, prune
         self.ended: list[Hypothesis] = []
         self.beams = [Beam(list(prompt), len(prompt) + count - 1)]
-        engine.scheduler.add(self.beams[0])
 
     def run(self) -> list[Hypothesis]:
         """The best ``width`` texts, the best one first; other requests of the engine go on meanwhile."""
-        try:
+        scheduler = self.engine.scheduler
+        with self.engine.holding(self.beams):
             while self.beams:
                 self.engine.step()
-                if all(beam.logits is not None for beam in self.beams):
+                read = [beam for beam in self.beams if beam.logits is not None]
+                if len(read) == len(self.beams):
                     self._advance()
-                elif not any(request.wanted for request in self.engine.scheduler.running):
-                    # There is no room for all of them at once: those that have been read make way for the others.
-                    self._leave([beam for beam in self.beams if beam.logits is not None])
-        finally:
-            self._leave(self.beams)
+                elif not any(request.wanted for request in scheduler.running):
+                    for beam in read:  # there is no room for all of them at once: these make way for the others
+                        scheduler.remove(beam)
         return sorted(self.ended, key=lambda one: -one.score)[: self.width]
 
     def _advance(self) -> None:
@@ -76,53 +75,42 @@ class Search:
         local = rows.to(wide(rows.dtype)).log_softmax(-1)
         found = local + local.new_tensor([[beam.log_probability] for beam in self.beams])
         found = found.masked_fill(local < local.amax(-1, keepdim=True) - self.prune, -inf).flatten()
-        vocab, last = rows.shape[1], len(self.beams[0].ids) + 1 - self.prompt == self.count
         best, places = found.topk(min(len(found), self.width * (1 + len(self.stops))))
-        kept: list[tuple[int, int, float]] = []
+        tokens = len(self.beams[0].ids) + 1 - self.prompt  # of all beams, with the next one
+        penalty = length_penalty(tokens, self.alpha)
+        kept: list[tuple[Beam, int, float]] = []
         for chance, place in zip(best.tolist(), places.tolist(), strict=True):
-            parent, token = divmod(place, vocab)
+            beam, token = self.beams[place // rows.shape[1]], place % rows.shape[1]
             if chance == -inf or len(kept) == self.width:
                 break
             if token in self.stops:
-                self._end(self.beams[parent].ids[self.prompt :], chance, 1)
+                self.ended.append(Hypothesis(beam.ids[self.prompt :], chance, chance / penalty))
             else:
-                kept.append((parent, token, chance))
-        if last:
-            for parent, token, chance in kept:
-                self._end([*self.beams[parent].ids[self.prompt :], token], chance, 0)
+                kept.append((beam, token, chance))
+        if tokens == self.count:
+            self.ended += [Hypothesis([*b.ids[self.prompt :], i], chance, chance / penalty) for b, i, chance in kept]
             kept = []
-        self._continue(kept)
+        least = penalty * (max((one.score for one in self.ended), default=-inf) - self.prune)
+        self._continue([each for each in kept if each[2] >= least])
 
-    def _end(self, ids: list[int], chance: float, ending: int) -> None:
-        self.ended.append(Hypothesis(ids, chance, chance / length_penalty(len(ids) + ending, self.alpha)))
-
-    def _leave(self, beams: Iterable[Beam]) -> None:
-        for beam in beams:
-            if beam.runs or beam in self.engine.scheduler.waiting:
-                self.engine.scheduler.remove(beam)
-
-    def _continue(self, kept: Sequence[tuple[int, int, float]]) -> None:
+    def _continue(self, kept: Sequence[tuple[Beam, int, float]]) -> None:
         """Let the beams go on as ``kept`` says: behind which of them, with which token, and how likely that is."""
-        scheduler, parents, children = self.engine.scheduler, self.beams, list[Beam]()
-        best = max((one.score for one in self.ended), default=-inf)
-        first: dict[int, tuple[int, float]] = {}  # the ways in which the beams themselves go on
-        for parent, token, chance in kept:
-            beam = parents[parent]
-            if chance / length_penalty(len(beam.ids) + 1 - self.prompt, self.alpha) < best - self.prune:
-                continue
-            if first.setdefault(parent, (token, chance)) != (token, chance):
+        scheduler, children = self.engine.scheduler, list[Beam]()
+        for beam in self.beams:
+            ways = [(token, chance) for parent, token, chance in kept if parent is beam]
+            for token, chance in ways[1:]:
                 children.append(Beam([*beam.ids, token], beam.most, log_probability=chance))
                 scheduler.fork(beam, children[-1])
-        for place, beam in enumerate(parents):
-            if place in first:
-                token, beam.log_probability = first[place]
-                beam.ids.append(token)
-                beam.logits = None
-                children.append(beam)
-                if not beam.runs and beam not in scheduler.waiting:
-                    scheduler.add(beam)
-        self._leave(beam for place, beam in enumerate(parents) if place not in first)
-        self.beams = children
+            if not ways:
+                scheduler.remove(beam)
+                continue
+            token, beam.log_probability = ways[0]
+            beam.ids.append(token)
+            beam.logits = None
+            children.append(beam)
+            if not beam.runs:
+                scheduler.add(beam)
+        self.beams[:] = children
 
 
 def vote(

@@ -22,6 +22,9 @@ from weft.generate.request import Generation
 #: Places that are looked at for each run of tokens, the latest ones.
 PLACES = 32
 
+#: Tokens of a path at most, tokens of a text's end that are compared, and the least share of places that go on alike.
+MOST, DEPTH, FLOOR = 16, 24, 0.1
+
 
 class Drafter(Protocol):
     """Sets ``drafts``, a list of paths, of requests that are about to compute one token.
@@ -94,7 +97,7 @@ class Trust:
     wrong: int = 0  # times in a row that nothing was right
     pause: int = 0  # steps without a guess
 
-    def learn(self, ids: Sequence[int], most: int) -> None:
+    def learn(self, ids: Sequence[int]) -> None:
         """Look at what was written, and judge the last guess by it."""
         self.text.extend(ids[len(self.text.ids) :])
         place, paths = self.guessed
@@ -104,21 +107,18 @@ class Trust:
         right = max(agreeing(ids[place:], path) for path in paths)
         self.wrong = 0 if right else self.wrong + 1
         self.pause = (1 << min(self.wrong, 6)) >> 1
-        self.most = min(most, 2 * self.most) if right == max(map(len, paths)) else right + 1
+        self.most = min(MOST, 2 * self.most) if right == max(map(len, paths)) else right + 1
 
 
 class Lookup:
     """Guesses from texts: a request's own, and the last ``shared`` tokens that other requests of its tenant wrote.
 
-    Paths have up to ``most`` tokens, and no more than the request's last tokens that stand where they come from, which
-    are between ``least`` and ``depth``. ``width``: paths that begin with different tokens.
+    Paths have no more tokens than the end of the request's text that stands where they come from, which has ``least``
+    at least. ``width``: paths that begin with different tokens.
     """
 
-    def __init__(
-        self, most: int = 16, least: int = 2, depth: int = 24, shared: int = 0, width: int = 1, floor: float = 0.1
-    ) -> None:
-        self.most, self.least, self.depth, self.width, self.floor = most, least, depth, width, floor
-        self.shared = shared
+    def __init__(self, least: int = 2, shared: int = 0, width: int = 1) -> None:
+        self.least, self.shared, self.width = least, shared, width
         self._requests: dict[Generation, Trust] = {}
         self._others: dict[tuple[str, str], deque[Places]] = defaultdict(lambda: deque(maxlen=2))
 
@@ -127,20 +127,20 @@ class Lookup:
             self._keep(gone, self._requests.pop(gone))
         for request in requests:
             trust = self._requests.setdefault(request, Trust(Places(self.least)))
-            trust.learn(request.ids, self.most)
+            trust.learn(request.ids)
             request.drafts = self._paths(request, trust) if not trust.pause else ()
             trust.guessed = len(request.ids), request.drafts
 
     def _paths(self, request: Generation, trust: Trust) -> list[list[int]]:
         tail, sources = request.ids, [trust.text, *self._others[request.tenant, request.adapter]]
-        found = [(*source.find(tail, self.depth), source) for source in sources]
+        found = [(*source.find(tail, DEPTH), source) for source in sources]
         length, ends, source = max(found, key=lambda each: each[0])
         count = min(trust.most, length, request.most - len(tail))
         firsts = Counter(source.ids[end] for end in ends).most_common(self.width)
         return [
-            source.follow([end for end in ends if source.ids[end] == first], [first], count, self.floor)
+            source.follow([end for end in ends if source.ids[end] == first], [first], count, FLOOR)
             for first, places in firsts
-            if count > 0 and places >= self.floor * len(ends)
+            if count > 0 and places >= FLOOR * len(ends)
         ]
 
     def _keep(self, request: Generation, trust: Trust) -> None:

@@ -8,8 +8,7 @@ do not see each other, and are requests like others; what concludes them begins 
 all. Nothing is computed again or copied: a text sees others by their block tables.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -31,23 +30,24 @@ def check_streams(engine: Engine, ids: Sequence[int]) -> None:
         raise UsageError("streams see all of each other, and this model's layers the last tokens only; use one stream")
 
 
+def check_room(engine: Engine, lengths: Collection[int]) -> None:
+    """Raises :class:`UsageError` if texts that come to have so many tokens cannot be in the cache all at once."""
+    pool, limit = engine.scheduler.pool, engine.scheduler.limit
+    blocks = sum(-(-tokens // pool.size) for tokens in lengths)
+    if blocks > pool.blocks or len(lengths) > limit:
+        raise UsageError(f"{len(lengths)} texts that see each other may need {blocks} of the cache's {pool.blocks} "
+                         f"blocks and {len(lengths)} of {limit} requests at once; ask for fewer texts or tokens, or "
+                         "give the engine more of both")  # fmt: skip
+
+
 def hogwild(
     engine: Engine, prompt: Sequence[int], openings: Sequence[Sequence[int]], count: int, how: Sampling,
     stops: Collection[int] = (),
 ) -> list[Generation]:  # fmt: skip
-    """Texts of up to ``count`` tokens behind each of ``openings``, one per worker, that are written at the same time.
-
-    The cache must have room for all of them at once.
-    """
+    """Texts of up to ``count`` tokens behind each of ``openings``, one per worker, written at the same time."""
     for ids in (prompt, *openings):
         check_streams(engine, ids)
-    scheduler = engine.scheduler
-    total = sum(-(-n // scheduler.pool.size) for n in (len(prompt), *(len(ids) + count for ids in openings)))
-    if total > scheduler.pool.blocks or len(openings) >= scheduler.limit:
-        raise UsageError(
-            f"{len(openings)} workers need {total} blocks of the cache's {scheduler.pool.blocks} and "
-            f"{len(openings) + 1} of {scheduler.limit} requests at once; ask for fewer workers or tokens"
-        )
+    check_room(engine, [len(prompt) + 1, *(len(ids) + count for ids in openings)])
     root = Request(list(prompt), len(prompt), kept=True, pinned=True)
     workers = [
         Generation(list(ids), len(ids) + count - 1, prompt=len(ids), how=replace(how, seed=how.seed + i), stops=stops,
@@ -56,23 +56,10 @@ def hogwild(
     ]  # fmt: skip
     for one in workers:
         one.context = [View(root, len(prompt)), *(View(other, None) for other in workers if other is not one)]
-    with held(engine, [root, *workers]):
+    with engine.holding([root, *workers]):
         while not all(one.finished for one in workers):
             engine.step()
     return workers
-
-
-@contextmanager
-def held(engine: Engine, requests: Sequence[Request]) -> Iterator[None]:
-    """Let ``requests`` be computed, and what is added to the list; in the end all blocks are given back."""
-    for request in requests:
-        engine.scheduler.add(request)
-    try:
-        yield
-    finally:
-        for request in requests:
-            if request.runs or request in engine.scheduler.waiting:
-                engine.scheduler.remove(request)
 
 
 class Tags(NamedTuple):
@@ -120,11 +107,7 @@ def multiverse(
         one = Generation(ids, len(ids) + count - 1, prompt=len(ids), how=replace(how, seed=seed), offset=offset,
                          stops={tags.split, *ends}, context=tuple(context), kept=True)  # fmt: skip
         pieces.append(one)
-        pool = engine.scheduler.pool
-        total = sum(-(-(len(r.ids) if r.finished else r.most + 1) // pool.size) for r in pieces)
-        if total > pool.blocks:
-            raise UsageError(f"{len(pieces)} paths and pieces may need {total} blocks at once, and the cache has "
-                             f"{pool.blocks}; give it more room, or paths fewer tokens")  # fmt: skip
+        check_room(engine, [len(r.ids) if r.finished else r.most + 1 for r in pieces])
         engine.scheduler.add(one)
         return one
 
@@ -150,7 +133,7 @@ def multiverse(
             ]
 
     whole = Thread([])
-    with held(engine, pieces):
+    with engine.holding(pieces):
         whole.pieces.append(begin(list(prompt), 0, (), stops))
         while not whole.done:
             engine.step()

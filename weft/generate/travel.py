@@ -7,7 +7,6 @@ the first engine can go on with the request, and what the other one has taken it
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,16 +21,16 @@ from weft.generate.request import Generation
 from weft.generate.sampling import Sampling
 
 #: What of a request moves as it is.
-FIELDS = ("ids", "most", "adapter", "tenant", "computed", "prompt", "top", "log_probabilities")
+FIELDS = ("ids", "most", "tenant", "computed", "prompt", "top", "log_probabilities")
 
 
 class Departure:
     """Sends ``request`` away from ``engine``, which goes on with it until it leaves."""
 
     def __init__(self, engine: Engine, request: Generation) -> None:
-        if request.context or request.grammar or request.siblings or request.kept:
-            raise UsageError("a request with a grammar, with others that read its prompt, or that sees others, cannot "
-                             "move; let it end where it is")  # fmt: skip
+        if request.context or request.grammar or request.adapter or request.siblings or request.kept:
+            raise UsageError("a request with a grammar or an adapter, with others that wait for its prompt, or that "
+                             "sees others, cannot move; let it end where it is")  # fmt: skip
         if engine.model.mesh.layout.world > 1:
             raise UsageError("blocks of several ranks cannot move; let the request end where it is")
         self.engine, self.request, self.sent = engine, request, 0
@@ -61,10 +60,8 @@ class Departure:
 
     def _message(self, end: int, state: dict[str, Any]) -> bytes:
         table = self.request.table[self.sent : end]
-        tensors = {
-            str(number): pages.store[:, table].cpu() for number, pages in enumerate(self.engine.reader.pages)
-            if pages.store is not None and table
-        }  # fmt: skip
+        pages = enumerate(self.engine.reader.pages if table else ())
+        tensors = {str(number): each.room(0)[:, table].cpu() for number, each in pages}
         about = {"first": self.sent, "blocks": len(table), "size": self.engine.scheduler.pool.size, "state": state}
         self.sent = end
         return save(tensors, {"request": json.dumps(about)})
@@ -83,39 +80,35 @@ class Arrival:
         given back.
         """
         try:
-            return self._take(*parsed(message))
+            about, tensors = parsed(message)
+            self._put(about, tensors)
         except WeftError:
             self.drop()
             raise
+        return self._adopt(about["state"]) if about["state"] else None
 
     def drop(self) -> None:
         """Give back what was taken, as nothing more will come."""
         self.engine.scheduler.pool.release(self.table)
         self.table = []
 
-    def _take(self, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Generation | None:
+    @torch.inference_mode()
+    def _put(self, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Put the blocks of a message behind those before, if there is room for them, and for the request at last."""
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
-        state, blocks = about["state"], about["blocks"]
         if about["first"] != len(self.table) or about["size"] != pool.size:
             raise WeftError(f"blocks from {about['first']} on of {about['size']} tokens do not go on where "
                             f"{len(self.table)} blocks of {pool.size} end; send the request again")  # fmt: skip
-        if blocks > pool.free or (state and len(scheduler.running) == scheduler.limit):
+        if about["blocks"] > pool.free or (about["state"] and len(scheduler.running) == scheduler.limit):
             raise WeftError("there is no room for the request here; try another engine, or later")
-        if state and state["adapter"]:
-            raise WeftError("a request with an adapter has to be read again elsewhere; submit its tokens there")
-        fresh = [pool.take() for _ in range(blocks)]
+        fresh = [pool.take() for _ in range(about["blocks"])]
         self.table += fresh
-        for number, pages in enumerate(self.engine.reader.pages):
-            if blocks:
-                self._put(pages, fresh, tensors.get(str(number)))
-        return self._adopt(state) if state else None
-
-    @torch.inference_mode()
-    def _put(self, pages: Any, fresh: Sequence[int], values: torch.Tensor | None) -> None:
-        if values is None or (pages.store is not None and values.shape[2:] != pages.store.shape[2:]):
-            raise WeftError("the blocks are not of this model; give an engine with the same one")
-        store = pages.room(max(fresh) + 1, values, len(values), values.shape[2:])
-        store[:, list(fresh)] = values.to(store)
+        for number, pages in enumerate(self.engine.reader.pages if fresh else ()):
+            values = tensors.get(str(number))
+            if values is None or (pages.store is not None and values.shape[2:] != pages.store.shape[2:]):
+                raise WeftError("the blocks are not of this model; give an engine with the same one")
+            store = pages.room(max(fresh) + 1, values, len(values), values.shape[2:])
+            store[:, fresh] = values.to(store)
 
     def _adopt(self, state: dict[str, Any]) -> Generation:
         scheduler = self.engine.scheduler
@@ -125,7 +118,7 @@ class Arrival:
                              stops=frozenset(state["stops"]), table=self.table)  # fmt: skip
         version, inner, gauss = state["stream"]
         request.stream.setstate((version, tuple(inner), gauss))
-        request.keys = [root_key(scheduler.version, request.adapter, request.tenant)]
+        request.keys = [root_key(scheduler.version, "", request.tenant)]
         self.table = []
         scheduler.adopt(request)
         return request

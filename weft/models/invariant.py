@@ -19,6 +19,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from weft.errors import UsageError
+from weft.layout.mesh import Mesh
+from weft.recipe import ModelShape
+
 T = torch.Tensor
 
 TILE, KEYS = 16, 64
@@ -38,6 +42,14 @@ def invariant(on: bool = True) -> Iterator[None]:
 
 def is_invariant() -> bool:
     return _on.get()
+
+
+def check_invariant(shape: ModelShape, mesh: Mesh) -> None:
+    """Raises :class:`UsageError` if a model on ``mesh`` cannot be computed alike in every batch."""
+    other = shape.kv_rank or shape.mixtures or shape.kind or (shape.ffn or 0) % 2 or mesh.layout.world > 1
+    if other or mesh.device.type != "cpu" or {*map(shape.mixer_of, range(shape.layers))} != {"softmax"}:
+        raise UsageError("bits that no batch changes are for dense models with plain attention on one CPU, with an "
+                         "even ffn; leave out invariant")  # fmt: skip
 
 
 def by_tiles(product: Callable[[T], T], x: T) -> T:

@@ -11,6 +11,7 @@ keys and values of several ranks (:mod:`weft.parallel.striped`). Keys arrive alr
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -45,23 +46,23 @@ def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
             layer.attend = attend
 
 
+@dataclass
+class Reading:
+    """What layers read in one forward pass, and by window what they attend to at once, found by the first of them."""
+
+    spans: Sequence[Span]
+    slots: T  # [new tokens], where they go among the tokens of all blocks
+    batches: dict[int, list[Batch | Span | Views]] = field(default_factory=dict)
+
+
 class Pages:
-    """One layer's part of every block: ``[parts, blocks, size, ...]``."""
+    """One layer's part of every block: ``[parts, blocks, size, ...]``. Calls read what ``reading`` says."""
+
+    reading: Reading
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.store: T | None = None
-        self.slots: T | None = None  # [new tokens], where they go among the tokens of all blocks
-        self.spans = []
-
-    @property
-    def spans(self) -> list[Span]:
-        """What the next call reads. Layers may share its :attr:`batches`: what they attend to at once, by window."""
-        return self._spans
-
-    @spans.setter
-    def spans(self, spans: list[Span]) -> None:
-        self._spans, self.batches = spans, dict[int, list[Batch | Span | Views]]()
 
     def copy(self, blocks: Iterable[tuple[int, int]]) -> None:
         """Copy what is in the first of each pair of blocks into the second."""
@@ -102,9 +103,9 @@ class KeyValuePages(Pages):
         """What is found with ``q`` in all that is remembered, the first ``width`` numbers of it."""
         assert self.store is not None
         out = q.new_zeros(*q.shape[:3], width)  # a row may be filled up
-        if window not in self.batches:
-            self.batches[window] = self._pieces(q, window)
-        for piece in self.batches[window]:
+        if window not in self.reading.batches:
+            self.reading.batches[window] = self._pieces(q, window)
+        for piece in self.reading.batches[window]:
             if isinstance(piece, Batch):
                 found = attend_batch(q[0, piece.rows], *self.gather(piece.blocks), piece)
                 out[0, piece.rows] = found[..., :width]
@@ -119,18 +120,17 @@ class KeyValuePages(Pages):
     def _pieces(self, q: T, window: int) -> list[Batch | Span | Views]:
         """What is attended to at once: spans by themselves or in batches, and all those together that see others."""
         assert self.store is not None
-        plain, others = ([s for s in self.spans if bool(s.context) is sees] for sees in (False, True))
+        plain, others = ([s for s in self.reading.spans if bool(s.context) is sees] for sees in (False, True))
         group = q.shape[2] // self.store.shape[3]
         found: list[Batch | Span | Views] = [*batched(plain, self.size, window, q, group)] if plain else []
         return [*found, views_of(others, self.freq, q)] if others else found
 
     def write(self, *new: T) -> None:
         """Put ``new``, ``[1, tokens, kv_heads, width]`` each, into their slots."""
-        assert self.slots is not None
-        first, blocks = new[0], max(max(span.table) for span in self.spans) + 1
+        slots, first, blocks = self.reading.slots, new[0], max(max(span.table) for span in self.reading.spans) + 1
         store = self.room(blocks, first, len(new), (self.size, *first.shape[2:]))
         for kept, each in zip(store, new, strict=True):
-            kept.flatten(0, 1)[self.slots] = each[0, : len(self.slots)]
+            kept.flatten(0, 1)[slots] = each[0, : len(slots)]
 
     def gather(self, blocks: T) -> tuple[T, T]:
         """Keys and values in ``blocks`` ``[texts, blocks]``: ``[texts, tokens, kv_heads, width]`` each."""
@@ -158,7 +158,7 @@ class LatentPages(KeyValuePages):
     @property
     def tokens(self) -> int:
         """Of earlier tokens, how many any text has: none if all that is read are whole beginnings."""
-        return max(span.past + sum(tile.tokens for tile in span.context) for span in self.spans)
+        return max(span.past + sum(tile.tokens for tile in span.context) for span in self.reading.spans)
 
     def keep(self, latents: T) -> None:
         """Remember ``latents``, ``[1, new tokens, 1, kv_rank + rope_dim]``."""
@@ -186,9 +186,10 @@ class StatePages(Pages):
         heads_first = (q * q.shape[-1] ** -0.5, repeat_heads(k, group), repeat_heads(v, group))
         qs, ks, vs = (x[0].to(dtype).transpose(0, 1) for x in heads_first)  # [heads, tokens, head_dim]
         decay = torch.tensor(self.decay, dtype=dtype, device=q.device)
-        store = self.room(max(max(s.table) for s in self.spans) + 1, qs, 1, (q.shape[2], q.shape[3], v.shape[3]))[0]
+        spans = self.reading.spans
+        store = self.room(max(max(s.table) for s in spans) + 1, qs, 1, (q.shape[2], q.shape[3], v.shape[3]))[0]
         out = torch.zeros(q.shape[2], q.shape[1], v.shape[3], dtype=dtype, device=q.device)
-        for pieces in rounds(self.spans, self.size):
+        for pieces in rounds(spans, self.size):
             rows = torch.tensor([[*range(p.first, p.last)] for p in pieces], device=q.device)  # [texts, tokens]
             past = torch.tensor([p.past for p in pieces], device=q.device)
             before, here = (

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from weft.layout.dims import part
 from weft.models.attention import attend_forward, join, repeat_heads, wide
-from weft.models.paged import KeyValuePages, StatePages, slots
+from weft.models.paged import KeyValuePages, LatentPages, StatePages, slots
 from weft.models.segments import Segment, cut
 from weft.models.spans import Span, own_segments
 from weft.parallel.units import exchanged_rows
@@ -84,7 +84,7 @@ class Stripes:
 
 
 class StripedKeys(KeyValuePages):
-    """Keys and values of every rank's own tokens; ``spans`` are in these, and blocks have so many fewer of them."""
+    """Keys and values of every rank's own tokens; what is read is in these, and blocks have so many fewer of them."""
 
     stripes: Stripes
 
@@ -95,7 +95,7 @@ class StripedKeys(KeyValuePages):
         queries = stripes.gathered(q[0, : stripes.count])
         mine = queries.new_zeros(*queries.shape[:2], width + 1, dtype=wide(q.dtype))  # out beside its log-sum-exp
         mine[..., -1] = -torch.inf
-        for of_text, span in zip(stripes.pieces, self.spans, strict=True):
+        for of_text, span in zip(stripes.pieces, self.reading.spans, strict=True):
             if span.past + span.last > span.first:
                 self._attend(queries, mine, of_text, span, window)
         parts = stripes.returned(mine)
@@ -172,3 +172,11 @@ class SplitStates(StatePages):
         parts = stripes.returned(F.pad(made, (0, 0, 0, most - (hi - lo))))
         own = torch.cat([parts[rank, :, : b - a] for rank, (a, b) in enumerate(shares)], 1)
         return F.pad(own, (0, 0, 0, 0, 0, q.shape[1] - stripes.count))[None]
+
+
+def striped(pages: KeyValuePages | StatePages, group: dist.ProcessGroup) -> StripedKeys | SplitStates:
+    """What a layer has in the place of ``pages`` if their tokens are cut over the ranks of ``group``."""
+    if isinstance(pages, StatePages):
+        lo, hi = part(len(pages.decay), group.size(), group.rank())
+        return SplitStates(pages.size, pages.decay[lo:hi])
+    return (StripedLatents if isinstance(pages, LatentPages) else StripedKeys)(pages.size // group.size())

@@ -8,9 +8,9 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from weft.data.detokenizer import Writer
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
-from weft.generate.text import Writer
 from weft.serve.metrics import Watch
 from weft.serve.protocol import Question, Refusal
 from weft.serve.replies import Answer, Replies, usage_of

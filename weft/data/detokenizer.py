@@ -1,11 +1,8 @@
 """Text of ids that come one by one: whole characters only, and nothing of what a stop string may begin with."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 from weft.data.tokenizer import Tokenizer
-from weft.generate.engine import Engine
-from weft.generate.sampling import Sampling
 
 
 class Writer:
@@ -62,33 +59,3 @@ def stream_text(tokenizer: Tokenizer, ids: Iterable[int], stops: Sequence[str] =
             return
     if rest := writer.end():
         yield rest
-
-
-class Ask(NamedTuple):
-    """What is to be written: up to ``most`` tokens behind ``ids``, to one of ``stops`` or of the strings ``until``."""
-
-    ids: Sequence[int]
-    most: int
-    how: Sampling
-    stops: Collection[int]
-    until: Sequence[str] = ()
-
-
-def write_texts(
-    engine: Engine, tokenizer: Tokenizer, asks: Sequence[Ask], done: Callable[[], object] = lambda: None
-) -> list[str]:
-    """The texts that all of ``asks`` get, written side by side; ``done`` is called as each of them ends."""
-    writers = {engine.submit(a.ids, a.most, a.how, a.stops)[0]: Writer(tokenizer, a.until) for a in asks}
-    texts, left = dict.fromkeys(writers, ""), {one for one in writers if not one.finished}
-    while left:
-        for one, token, _, finished in engine.step():
-            if one not in left:
-                continue  # written after its stop string had come
-            if token is not None:
-                texts[one] += writers[one].add(token)
-            if finished or writers[one].stopped:
-                texts[one] += writers[one].end()
-                engine.cancel(one)
-                left.discard(one)
-                done()
-    return list(texts.values())

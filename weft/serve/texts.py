@@ -1,0 +1,57 @@
+"""Whole texts behind many prompts, written side by side; among them what a model answers to a recipe's prompts."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from weft.checkpoint.model import open_model, tokenizer_of
+from weft.checkpoint.s3 import Where
+from weft.data.chat.encode import prompt_ids
+from weft.data.detokenizer import Writer
+from weft.data.tokenizer import Tokenizer
+from weft.generate.engine import Engine
+from weft.generate.sampling import Sampling
+from weft.recipe import Generate
+
+
+class Ask(NamedTuple):
+    """What is to be written: up to ``most`` tokens behind ``ids``, to one of ``stops`` or of the strings ``until``."""
+
+    ids: Sequence[int]
+    most: int
+    how: Sampling
+    stops: Collection[int]
+    until: Sequence[str] = ()
+
+
+def write_texts(
+    engine: Engine, tokenizer: Tokenizer, asks: Sequence[Ask], done: Callable[[], object] = lambda: None
+) -> list[str]:
+    """The texts that all of ``asks`` get, written side by side; ``done`` is called as each of them ends."""
+    writers = {engine.submit(a.ids, a.most, a.how, a.stops)[0]: Writer(tokenizer, a.until) for a in asks}
+    texts, left = dict.fromkeys(writers, ""), {one for one in writers if not one.finished}
+    while left:
+        for one, token, _, finished in engine.step():
+            if one not in left:
+                continue  # written after its stop string had come
+            if token is not None:
+                texts[one] += writers[one].add(token)
+            if finished or writers[one].stopped:
+                texts[one] += writers[one].end()
+                engine.cancel(one)
+                left.discard(one)
+                done()
+    return list(texts.values())
+
+
+def samples(where: Where, settings: Generate, warn: Callable[[str], None], ema: bool = False) -> list[str]:
+    """What the model at ``where`` writes after each prompt, or answers to it with ``settings.chat``.
+
+    ``ema``: the model with the averages of its parameters.
+    """
+    model, files = open_model(where, "cpu", warn, ema)
+    tokenizer, how = tokenizer_of(files, where), Sampling(settings.temperature, settings.top_k)
+    asks = [
+        Ask(prompt_ids(tokenizer, prompt, settings.chat, str(where)), settings.tokens, how, tokenizer.stops)
+        for prompt in settings.all_prompts
+    ]
+    return write_texts(Engine(model), tokenizer, asks)
