@@ -13,8 +13,6 @@ from weft.generate.sampling import Sampling
 
 T = torch.Tensor
 
-_arrivals = count()
-
 
 class Branch(NamedTuple):
     """A guess of the tokens behind a request's own, and the table of the blocks in which it is computed."""
@@ -38,7 +36,7 @@ class Request:
     most: int  # tokens that it may come to have
     adapter: str = ""
     tenant: str = ""  # whose cached prefixes it may find
-    arrival: int = field(default_factory=lambda: next(_arrivals))
+    arrival: int = field(default_factory=count().__next__)
     computed: int = 0
     table: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of its full blocks; the first one is the root

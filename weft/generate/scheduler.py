@@ -58,11 +58,6 @@ class Scheduler:
         self.pool.hold([*child.shelf, *child.table])
         self.running.append(child)
 
-    def adopt(self, request: Request) -> None:
-        """Let a request run whose blocks and root key are given; what is full of them can be found."""
-        self.running.append(request)
-        self._remember(request)
-
     def remove(self, request: Request) -> None:
         """Forget a request, if it is here; its blocks can be found until they are needed."""
         queue = self.running if request.runs else self.waiting

@@ -14,7 +14,6 @@ a small model (:mod:`weft.generate.draft`).
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Protocol
 
 from weft.generate.request import Generation
@@ -82,11 +81,6 @@ class Places:
         return path
 
 
-def agreeing(one: Sequence[int], two: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
-
-
 @dataclass
 class Trust:
     """A request's text and how well it was guessed: rarely right, seldom guessed."""
@@ -104,7 +98,7 @@ class Trust:
         self.guessed, self.pause = (0, ()), max(0, self.pause - 1)
         if not paths:
             return
-        right = max(agreeing(ids[place:], path) for path in paths)
+        right = max(n for path in paths for n in range(len(path) + 1) if ids[place : place + n] == path[:n])
         self.wrong = 0 if right else self.wrong + 1
         self.pause = (1 << min(self.wrong, 6)) >> 1
         self.most = min(MOST, 2 * self.most) if right == max(map(len, paths)) else right + 1

@@ -103,9 +103,9 @@ def multiverse(
     pieces: list[Generation] = []
 
     def begin(ids: list[int], offset: int, context: Sequence[View], ends: Collection[int]) -> Generation:
-        seed = how.seed + len(pieces)
-        one = Generation(ids, len(ids) + count - 1, prompt=len(ids), how=replace(how, seed=seed), offset=offset,
-                         stops={tags.split, *ends}, context=tuple(context), kept=True)  # fmt: skip
+        own = replace(how, seed=how.seed + len(pieces))
+        one = Generation(ids, len(ids) + count - 1, prompt=len(ids), how=own, offset=offset, context=tuple(context),
+                         stops={tags.split, *ends}, kept=True)  # fmt: skip
         pieces.append(one)
         check_room(engine, [len(r.ids) if r.finished else r.most + 1 for r in pieces])
         engine.scheduler.add(one)

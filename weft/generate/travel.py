@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import Engine
 from weft.generate.keys import root_key
-from weft.generate.request import Generation
+from weft.generate.request import Generation, Request
 from weft.generate.sampling import Sampling
 
 #: What of a request moves as it is.
@@ -39,9 +39,7 @@ class Departure:
         """The blocks that have been filled since the last round; None if there are none, or it has ended."""
         size = self.engine.scheduler.pool.size
         full = self.request.computed // size if self.request.runs else 0
-        if full <= self.sent:
-            return None
-        return self._message(full, {})
+        return self._message(full, {}) if full > self.sent else None
 
     def leave(self) -> bytes:
         """What is left, and its state. The engine forgets it: from now on it is whoever gets this message's."""
@@ -68,10 +66,13 @@ class Departure:
 
 
 class Arrival:
-    """Takes what a :class:`Departure` sends into ``engine``, which then goes on with the request."""
+    """Takes what a :class:`Departure` sends into ``engine``, which then goes on with the request.
+
+    Until then the blocks are those of a request of nobody, from which the one that moves is forked.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.table = engine, list[int]()
+        self.engine, self.taken = engine, Request([], 0)
 
     def take(self, message: bytes) -> Generation | None:
         """Keep the blocks of a message; of the last one the request, which runs here from now on.
@@ -89,20 +90,20 @@ class Arrival:
 
     def drop(self) -> None:
         """Give back what was taken, as nothing more will come."""
-        self.engine.scheduler.pool.release(self.table)
-        self.table = []
+        self.engine.scheduler.remove(self.taken)
 
     @torch.inference_mode()
     def _put(self, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Put the blocks of a message behind those before, if there is room for them, and for the request at last."""
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
-        if about["first"] != len(self.table) or about["size"] != pool.size:
+        table = self.taken.table
+        if about["first"] != len(table) or about["size"] != pool.size:
             raise WeftError(f"blocks from {about['first']} on of {about['size']} tokens do not go on where "
-                            f"{len(self.table)} blocks of {pool.size} end; send the request again")  # fmt: skip
+                            f"{len(table)} blocks of {pool.size} end; send the request again")  # fmt: skip
         if about["blocks"] > pool.free or (about["state"] and len(scheduler.running) == scheduler.limit):
             raise WeftError("there is no room for the request here; try another engine, or later")
         fresh = [pool.take() for _ in range(about["blocks"])]
-        self.table += fresh
+        table += fresh
         for number, pages in enumerate(self.engine.reader.pages if fresh else ()):
             values = tensors.get(str(number))
             if values is None or (pages.store is not None and values.shape[2:] != pages.store.shape[2:]):
@@ -115,12 +116,12 @@ class Arrival:
         said = [(p, {int(i): q for i, q in top.items()}) for p, top in state["log_probabilities"]]
         how = Sampling(**state["how"] | {"bias": {int(i): b for i, b in state["how"]["bias"].items()}})
         request = Generation(**{name: state[name] for name in FIELDS} | {"log_probabilities": said}, how=how,
-                             stops=frozenset(state["stops"]), table=self.table)  # fmt: skip
+                             stops=frozenset(state["stops"]))  # fmt: skip
         version, inner, gauss = state["stream"]
         request.stream.setstate((version, tuple(inner), gauss))
-        request.keys = [root_key(scheduler.version, "", request.tenant)]
-        self.table = []
-        scheduler.adopt(request)
+        self.taken.keys, self.taken.computed = [root_key(scheduler.version, "", request.tenant)], request.computed
+        scheduler.fork(self.taken, request)
+        self.drop()
         return request
 
 
