@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -254,7 +255,13 @@ def test_what_cannot_be(kind: str, said: str) -> None:
 
 
 def test_more_paths_than_requests_at_once_are_refused_and_do_not_wait_for_ever() -> None:
-    engine = Engine(build("softmax"), limit=3)
+    engine, steps, step = Engine(build("softmax"), limit=3), itertools.count(), Engine.step
+
+    def stepping(self: Engine) -> Any:
+        assert next(steps) < 200, "they wait for ever"
+        return step(self)
+
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match="4 of 3 requests at once"):
+        patch.setattr(Engine, "step", stepping)
         scripted(engine, patch)
     assert not engine.scheduler.pool.owners and not engine.scheduler.waiting
