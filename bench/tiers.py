@@ -166,9 +166,8 @@ def report(
         for kind, n in unit.items():
             size[kind] += n
     every = sum(size.values())
-    # The last stage's weights stay from forward to backward.
-    ends = [u for u in tiered.state.units if any(h.name.startswith("head") for h in u.held)]
-    once = tiers.groups[ends[0]]["weights"].region.size
+    # The last two stages' weights stay from forward to backward.
+    once = sum(tiers.groups[unit]["weights"].region.size for unit in tiered.state.units[-2:])
     formula = {"read": size["weights"] - once + every, "written": every}
     moved = {"read": sum(n for _, n, _, w in transfers if not w), "written": sum(n for _, n, _, w in transfers if w)}
     middle = {name: statistics.median(values) for name, values in taken.items()}

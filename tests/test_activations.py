@@ -84,7 +84,7 @@ def settled(saved: SavedActivations) -> None:
     """Let everything that leaves be gone at once."""
 
     class Now:
-        def submit(self, move: Any) -> Any:
+        def submit(self, move: Any, urgent: bool = True) -> Any:
             done: Any = tiers.Future()
             done.set_result(move())
             return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,11 @@ import pytest
 import torch
 
 from tests.cases import recipe, start, write_corpus
+from tests.checkpoint.test_resume import go, state_of
+from tests.checkpoint.test_resume import tree as save_tree
+from tests.test_tiers import disk_that_fails
+from weft.memory.balance import Sizes, even, moved
+from weft.memory.tiers import TierError
 from weft.parallel.state import State
 from weft.train.speculation import Speculation
 from weft.train.step import Stepper, StepResult
@@ -36,9 +42,11 @@ def spoiled(block: Any, given: Any, output: torch.Tensor) -> None:
         output.register_hook(lambda grad: grad * float("inf"))
 
 
-def run(values: dict[str, Any], clips: list[float]) -> Ran:
-    """A step with each of these limits of the norm; NaN: with a gradient that is not finite."""
+def run(values: dict[str, Any], clips: list[float], seen: list[State] | None = None) -> Ran:
+    """A step with each of these limits of the norm; NaN: not finite. ``seen`` gets the state before them."""
     settings, mesh, model, state, loader = start(values)
+    if seen is not None:
+        seen.append(state)
     stepper = build_stepper(model, state, mesh, settings.optimizer)
     results: list[StepResult] = []
     for step, clip in enumerate(clips):
@@ -135,3 +143,107 @@ def test_ranks_agree_on_what_is_undone(
     for worst, early, undone in pool.run(world, beside, values, CLIPS):
         assert worst < 1e-10 and early
         assert undone == [not c > 0.6 and c != 0.0 for c in CLIPS]
+
+
+@pytest.mark.parametrize("how", ["even", "all"])
+def test_bytes_are_those_of_the_formula(corpus: str, tmp_path: Path, how: str) -> None:
+    """An early unit reads its weights twice and its moments once; where a pass turns two stages' weights stay."""
+    steps, values = 3, tree(corpus, FILES | {"folder": str(tmp_path), "speculate": how}, model__layers=6)
+    _, state, _ = run(values, [0.0] * steps)
+    units = list(state.units)
+    read = written = 0
+    for i, unit in enumerate(units):
+        size = {kind: group.region.size for kind, group in state.tiers.groups[unit].items() if group.region}
+        every, weights = sum(size.values()), size["weights"]
+        early, first, last = unit in state.early, i < 2, i >= len(units) - 2
+        read += weights * (1 if early and first else steps if early else 1) + weights * steps * (not last)
+        read += steps * (size["moments"] if early else every)
+        written += steps * every
+    assert state.tiers.bytes == {"read": read, "written": written}
+    assert len(state.early) == (len(units) if how == "all" else 6)
+
+
+def test_buffers_do_not_grow_with_blocks(corpus: str, tmp_path: Path) -> None:
+    for layers in (4, 12):
+        memory = FILES | {"folder": str(tmp_path), "speculate": "all"}
+        _, state, _ = run(tree(corpus, memory, model__layers=layers), [0.0, 0.0])
+        units = [sum(g.region.size for g in groups.values() if g.region) for groups in state.tiers.groups.values()]
+        assert state.tiers.pool.most <= 5 * max(units)
+
+
+def test_even_units_are_those_that_balance_the_halves() -> None:
+    """Of alike blocks, whose backward takes twice as long, seven in ten: forward has a third of the bytes then."""
+    blocks = [Sizes(4, 4, 8, learns=True, free=True)] * 100
+    early = even(blocks, 2.0)
+    found = moved(blocks, early)
+    assert sum(early) == pytest.approx(48 / 68 * 100, abs=1) and early[0]
+    assert found.backward / found.forward == pytest.approx(2, rel=0.05)
+    assert sum(even(blocks, 3.0)) > sum(early)
+    assert not any(even([unit._replace(free=False) for unit in blocks], 2.0))
+    runs = "".join("-+"[now] for now in early).split("-")
+    assert max(map(len, runs)) - min(map(len, runs[1:-1])) <= 2, "those that wait are not spread"
+
+
+@pytest.mark.parametrize("memory", [
+    FILES | {"speculate": "all"}, FILES | {"speculate": "even"}, {"moments": "file", "speculate": "all"},
+], ids=lambda memory: "+".join(memory.values()))  # fmt: skip
+@pytest.mark.parametrize("points", [8, pytest.param(200, marks=pytest.mark.soak)])
+def test_a_disk_that_fails_leaves_nothing_half_updated(
+    corpus: str, tmp_path: Path, memory: dict[str, str], points: int
+) -> None:
+    """At so many points of four steps, of which one is undone: the error is named and the state cannot be saved."""
+    values, clips = tree(corpus, {"folder": str(tmp_path), **memory}), [9.0, 1e-3, 9.0, 9.0]
+    with disk_that_fails(at=0) as calls:
+        run(values, clips)
+    total = calls["made"]
+    for at in sorted({1 + total * i // points for i in range(points)}):
+        seen: list[State] = []
+        with disk_that_fails(at), pytest.raises(TierError) as error:
+            run(values, clips, seen)
+        assert str(tmp_path) in str(error.value) and "Input/output error" in str(error.value)
+        with pytest.raises(TierError):
+            seen[0].tensors()
+
+
+@pytest.mark.parametrize("memory", [{}, FILES], ids=str)
+def test_a_step_that_fails_is_as_if_it_had_not_begun(corpus: str, tmp_path: Path, memory: dict[str, str]) -> None:
+    """Whatever ends a step in the middle of backward: what had been updated is not."""
+    values = tree(corpus, {"folder": str(tmp_path), "speculate": "all", **memory}, model__layers=4)
+    _, wanted, _ = run(values, [9.0])
+    settings, mesh, model, state, loader = start(values)
+    stepper = build_stepper(model, state, mesh, settings.optimizer)
+    stepper.settings = settings.optimizer.model_copy(update={"clip": 9.0})
+    stepper.step(loader.step(0) or [], 1e-3)
+    stepper.finish()
+
+    def fails(block: Any, given: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda grad: [][0])
+
+    model.blocks["1"].register_forward_hook(fails)
+    with pytest.raises(IndexError):
+        stepper.step(loader.step(settings.train.batch) or [], 1e-3)
+    same(state, wanted)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_checkpoint_in_the_middle(pool: Any, corpus: str, tmp_path: Path) -> None:
+    """Clipped and kept steps; three and three with other words are the six of a run that waits."""
+
+    def values(how: str, steps: int) -> dict[str, Any]:
+        constant = {"optimizer__schedule": "constant", "train__steps": steps, "optimizer__clip": 2.6}
+        memory = FILES | {"folder": str(tmp_path), "speculate": how}
+        return save_tree(corpus, {"shard": 2}, **constant) | {"memory": memory}
+
+    def final(folder: str, *runs: tuple[str, int]) -> dict[str, torch.Tensor]:
+        out = tmp_path / folder
+        for i, (how, steps) in enumerate(runs):
+            pool.run(2, go, values(how, steps), str(out), str(out) if i else None)
+        return state_of(out / "checkpoints" / "step-000006", values("none", 6))
+
+    whole = final("whole", ("none", 6))
+    for folder, first, then in (("on", "all", "none"), ("off", "none", "even")):
+        mixed = final(folder, (first, 3), (then, 6))
+        assert mixed.keys() == whole.keys()
+        assert all(torch.equal(mixed[key], whole[key]) for key in whole)
+    undone = [json.loads(line).get("undone") for line in (tmp_path / "on" / "metrics.jsonl").read_text().splitlines()]
+    assert 1 in undone

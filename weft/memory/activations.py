@@ -13,7 +13,6 @@ import weakref
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as settle
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.memory.amount import BlockCost, Profile, most_leaving
 from weft.memory.tiers import PAGE, PIECE, THREADS, Region, TierError, TierFile, Transfer, page_buffer, whole_pages
+from weft.memory.transfer_threads import Threads
 
 T = torch.Tensor
 Stamp = float | torch.cuda.Event
@@ -38,7 +38,7 @@ PROFILED = 3
 class HostRoom:
     """Bytes of the host's memory, with the calls of a :class:`Region`."""
 
-    def __init__(self, size: int, pinned: bool, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, size: int, pinned: bool, threads: Threads) -> None:
         self.size, self.threads, self.memory = size, threads, page_buffer(size, pinned)
 
     def store(self, data: T, start: int) -> None:
@@ -56,7 +56,7 @@ class Rooms:
 
     def __init__(self, file: TierFile | None, pinned: bool) -> None:
         self.file, self.pinned = file, pinned
-        self.threads = ThreadPoolExecutor(THREADS, "weft-activations") if file is None else file.threads
+        self.threads = Threads(THREADS, "weft-activations") if file is None else file.threads
         self.free: list[HostRoom | Region] = []  # by size
 
     def take(self, size: int) -> HostRoom | Region:

@@ -21,6 +21,9 @@ CPU = torch.device("cpu")
 #: Groups that may be on their way back at a time.
 MOST_LEAVING = 3
 
+#: What needs no bringing.
+HERE = Transfer((), "", 0)
+
 #: Tensors in one region begin at multiples of so many bytes.
 ALIGNED = 64
 
@@ -67,13 +70,13 @@ class Group:
         self._refer_to(self.home)
 
     def fetch(self) -> None:
-        """Begin to read, if that is not under way."""
+        """Begin to read, if that is not under way, and what is read is not here."""
         if self.region is not None and self.coming is None:
-            self.settle()
+            self.let_go()
             self.buffer = self.pool.take(self.region.size)
             self.coming = self.region.read(self.buffer)
 
-    def bring(self, read: bool = True) -> None:
+    def bring(self, read: bool = True, changes: bool = False) -> None:
         """Have the tensors where they are used; without ``read`` with anything in them, as all will be written."""
         if read:
             self.fetch()
@@ -82,6 +85,8 @@ class Group:
             self.buffer = self.pool.take(self.region.size)
         if self.coming is not None:
             self.coming.wait()
+        if changes and self.leaving is not None:  # of what was kept
+            self.leaving.wait()
         memory = self.home if self.buffer is None else self.buffer
         if self.device.type != "cpu":
             memory = self.there = memory.to(self.device, non_blocking=True)
@@ -91,33 +96,43 @@ class Group:
     def put(self, changed: bool, apart: bool = False) -> None:
         """Begin to take the tensors back, if they have changed; otherwise they are as they rest.
 
-        ``apart``: as another version, beside the one from which they came.
+        ``apart``: as another version, beside the one from which they came. What is ``kept`` is here for the next use.
         """
         if changed and apart:
             self.turn()
         memory = self.home if self.buffer is None else self.buffer
         if self.there is not None and changed:
             memory.copy_(self.there)
-        self.there, self.in_use, self.kept = None, False, self.kept and not changed
+        self.there, self.in_use = None, False
         self._refer_to(self.home)
-        if not changed and not self.kept:
-            self.settle()
-        elif changed and self.region is not None and self.buffer is not None:
-            self.coming, self.leaving = None, self.region.write(self.buffer)
+        if changed and self.region is not None and self.buffer is not None:
+            self.leaving = self.region.write(self.buffer)
+            self.coming = HERE if self.kept else None
+        elif not self.kept:
+            self.coming = None
+            if self.leaving is None:
+                self.let_go()
+        self.kept = False
 
     @property
     def has_left(self) -> bool:
         return self.leaving is None or self.leaving.done
 
-    def settle(self) -> None:
-        """End what is under way, so that the tensors are where they rest; what has only been read is forgotten."""
-        for transfer in (self.coming, self.leaving):
-            if transfer is not None:
-                transfer.wait()
-        self.coming = self.leaving = None
-        if self.buffer is not None:
+    def let_go(self) -> None:
+        """End the way back, and give away the room of what nobody needs here."""
+        if self.leaving is not None:
+            self.leaving.wait()
+        self.leaving = None
+        if self.buffer is not None and self.coming is None and not self.in_use:
             self.pool.give(self.buffer)
             self.buffer = None
+
+    def settle(self) -> None:
+        """End what is under way, so that the tensors are where they rest; what has only been read is forgotten."""
+        if self.coming is not None:
+            self.coming.wait()
+        self.coming, self.kept = None, False
+        self.let_go()
 
     def _places(self, memory: T) -> list[T]:
         found = zip(self.tensors, self.starts, strict=True)
@@ -189,10 +204,11 @@ class Tiers:
         if tensors and (place == "file" or (place == "host" and tensors[0].device.type != "cpu")):
             self.groups[owner][kind] = Group(tensors, self.file if place == "file" else None, self.pool)
 
-    def fetch(self, owner: Hashable, kind: str) -> None:
+    def fetch(self, owner: Hashable, *kinds: str) -> None:
         """Begin to bring what will soon be used."""
-        if group := self._group(owner, kind):
-            group.fetch()
+        for kind in kinds:
+            if group := self._group(owner, kind):
+                group.fetch()
 
     def keep(self, owner: Hashable, kind: str) -> None:
         """What is brought for the next use stays for the one after that."""
@@ -212,16 +228,17 @@ class Tiers:
         if group is None or group.in_use:
             yield
             return
-        group.bring(read)
+        group.bring(read, changes)
         done = False
         try:
             yield
             done = True
         finally:
+            group.kept = group.kept and done
             group.put(changes and done, apart)
             if apart and done:
                 self.tried.append(group)
-            if changes:
+            if group.leaving is not None and group.coming is None:
                 self.leaving.append(group)
                 self._drain(MOST_LEAVING)
 
@@ -249,8 +266,7 @@ class Tiers:
         kinds = [kind for kind in self.groups.get(owner, ()) if kind not in fixed]
         self._drain(len(kinds))
         for each in (owner, self.trials.after(owner)):
-            for kind in kinds:
-                self.fetch(each, kind)
+            self.fetch(each, *kinds)
         with ExitStack() as stack:
             for kind in kinds:
                 stack.enter_context(self.at_hand(owner, kind, changes=True, apart=True))
@@ -270,14 +286,17 @@ class Tiers:
     def _drain(self, most: int) -> None:
         """Have the buffers back of what has left, and wait for the oldest until at ``most`` so many are leaving."""
         while self.leaving and (len(self.leaving) > most or self.leaving[0].has_left):
-            self.leaving.popleft().settle()
+            self.leaving.popleft().let_go()
 
     def settle(self) -> None:
         """End all transfers: whoever looks at the tensors from now on sees what they are."""
         for group in self._all():
-            group.kept = False
             group.settle()
         self.leaving.clear()
+        self.restart()
+
+    def restart(self) -> None:
+        """The next one to be updated is the first of a step."""
         self.order.last = self.trials.last = None
 
     def forget_sums(self) -> None:

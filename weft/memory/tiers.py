@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from weft.errors import WeftError
+from weft.memory.transfer_threads import Threads
 
 T = torch.Tensor
 
@@ -154,8 +155,8 @@ class Region:
         """Have the file's threads, or others, make ``moves`` of so many bytes together: loads or stores."""
         self.file.bytes["written" if write else "read"] += size
         what = f"{'writing' if write else 'reading'} {size:,} bytes of {self.file.name}"
-        threads = threads or self.file.threads
-        return Transfer([threads.submit(move) for move in moves], what, self.file.timeout)
+        submit = threads.submit if threads else partial(self.file.threads.submit, urgent=not write)
+        return Transfer([submit(move) for move in moves], what, self.file.timeout)
 
     def load(self, into: T, start: int) -> None:
         """Read bytes at once. What is not whole pages, or not on the host, goes through pages of the thread's own."""
@@ -226,7 +227,7 @@ class TierFile:
             )
         if _kind_of(folder) in ("tmpfs", "ramfs"):
             self.note = f"{self.name} is in memory itself; a folder on a local disk is better"
-        self.threads, self._own = ThreadPoolExecutor(THREADS, "weft-tier"), threading.local()
+        self.threads, self._own = Threads(THREADS, "weft-tier"), threading.local()
         self.close = weakref.finalize(self, _close, {self._file, self.descriptor})
 
     def pages_for(self, data: T) -> T:

@@ -37,6 +37,9 @@ T = torch.Tensor
 #: What stands in the place of a parameter's rows.
 Point = Callable[[Held], T]
 
+#: So many stages' weights stay between a step's end and the next one's begin, and one less where forward ends.
+KEPT = 2
+
 #: A context in which a unit's rows are used.
 Visit = Callable[[Unit], AbstractContextManager[None]]
 
@@ -46,6 +49,19 @@ class Early(NamedTuple):
 
     units: Container[Unit]
     update: Callable[[TableUnit], None]
+
+
+class Turns(NamedTuple):
+    """Where a stage's weights need not leave: they are gathered ``again`` soon, by the gather's id, or ``first``."""
+
+    again: frozenset[int]
+    first: frozenset[int]
+
+
+def turns(gathers: Sequence[Action]) -> Turns:
+    """Of a rank's gathers in their order: those of a stage that is the next but one, and the first stages."""
+    again = (id(a) for a, b in zip(gathers, gathers[KEPT:], strict=False) if a.stage == b.stage)
+    return Turns(frozenset(again), frozenset(a.stage for a in gathers[:KEPT]))
 
 
 class Pipeline:
@@ -72,8 +88,10 @@ class Pipeline:
         self.losses: dict[int, T] = {}  # by microbatch
         self.points: Sequence[Point] = ()
         self.visit: Visit = lambda unit: nullcontext()
+        self.fetch: Callable[[Unit], None] = lambda unit: None
         self.early: Early | None = None
         self.lasts: dict[tuple[str, Unit], Action] = {}  # the last of a kind for each unit that is updated early
+        self.turns = Turns(frozenset(), frozenset())
         self.summed: set[TableUnit] = set()  # over the replicas, by now
         self.last: Executed | None = None
         self.wire: Wire | None = None
@@ -126,7 +144,7 @@ class Pipeline:
         units: list[Unit] = [*self.units, *([Unit(whole)] if whole else [])]
         state = State(units, {groups[ranks]: sorted(names) for ranks, names in shared.items()})
         state.tiers = tiers
-        self.visit = state.visit
+        self.visit, self.fetch = state.visit, state.fetch
         return state
 
     def _stages_with(self, name: str) -> list[int]:
@@ -213,6 +231,8 @@ class Pipeline:
         self.batches, self.total = [b.to(self.mesh.device) for b in batches], total
         self.losses, self.ropes, self.seen = {}, {}, {}
         self.lasts, self.summed = self._last_uses(table), set()
+        self.turns = turns([a for a in table.ranks[self.rank] if a.kind == GATHER])
+        self.tiers.restart()
         ops = self._ops(table)
         self.last = execute(table, self.rank, ops, self.wire)
         for unit in self.units:
@@ -339,8 +359,8 @@ class Pipeline:
     def _gather(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         self.live.add(a.stage)
         for unit in self._units_of(a.stage):
-            if self.lasts.get((GATHER, unit)) is a:
-                self.tiers.keep(unit, "weights")  # for the update
+            if not unit.live and (self.lasts.get((GATHER, unit)) is a or id(a) in self.turns.again):
+                self.tiers.keep(unit, "weights")  # for the update, or for backward
             with self.visit(unit):
                 if self.points and not unit.live:
                     unit.gather_at(self.points)
@@ -350,7 +370,7 @@ class Pipeline:
     def _fetch(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         for unit in self._units_of(a.stage):
             if not unit.live:
-                self.tiers.fetch(unit, "weights")
+                self.fetch(unit)
             if self.lasts.get((FETCH, unit)) is a:
                 self.tiers.fetch(unit, "moments")
         return []
@@ -369,6 +389,8 @@ class Pipeline:
             if self.early is not None and self.lasts.get((REDUCE, unit)) is a:
                 sum_over_replicas([unit], self.mesh)
                 self.summed.add(unit)
+                if a.stage in self.turns.first:
+                    self.tiers.keep(unit, "weights")  # for the next step
                 self.early.update(unit)
         return []
 

@@ -8,6 +8,7 @@ from hooks of autograd, those of :mod:`weft.parallel.units` when a pipeline's ta
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
@@ -169,9 +170,14 @@ class State:
         for unit in self.units:
             unit.begin_pass(last)
 
-    def gradients(self) -> dict[str, T]:
-        """What backward left of each learning parameter's gradient on this rank; zeros where it left none."""
-        self.settle()
+    def gradients(self, settled: bool = True) -> dict[str, T]:
+        """What backward left of each learning parameter's gradient on this rank; zeros where it left none.
+
+        Unless they are ``settled`` nobody may look at those that rest in a file, as they may be on their way there.
+        """
+        self._make_due()
+        if settled:
+            self.tiers.settle()
         found = {h.name: h.grad for h in self.learning}
         return {h.name: torch.zeros_like(h.local) if (g := found[h.name]) is None else g for h in self.learning}
 
@@ -205,10 +211,11 @@ class State:
         Units that nobody visits are updated now, and so are all where the device takes its turns. Those in ``but`` have
         been.
         """
-        self.settle()
         if self.alternating is not None:
+            self.settle()
             self._alternate(grads, lr, scale)
             return
+        self._make_due()
         for unit in self.units:
             if unit in but:
                 continue
@@ -216,6 +223,12 @@ class State:
                 self.due[unit] = grads, lr, scale
             else:
                 self.update(unit, grads(unit), lr, scale)
+
+    def fetch(self, unit: Unit) -> None:
+        """Begin to bring what the next visit of a unit needs, and then the next update that is due."""
+        self.tiers.fetch(unit, *(self.tiers.groups[unit] if unit in self.due else ["weights"]))
+        for late in islice(self.due, 1):
+            self.tiers.fetch(late, *self.tiers.groups[late])
 
     def _alternate(self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float) -> None:
         """Update all units, some of them on the device."""
@@ -247,12 +260,16 @@ class State:
 
     def settle(self) -> None:
         """Have all tensors up to date and where they rest, after some updates. Collective."""
+        self._make_due()
+        self.tiers.settle()
+
+    def _make_due(self) -> None:
+        if self.alternating is not None:
+            self.alternating.check()
+        self.tiers.restart()
         for unit in list(self.due):
             grads, lr, scale = self.due.pop(unit)
             self.update(unit, grads(unit), lr, scale)
-        if self.alternating is not None:
-            self.alternating.check()
-        self.tiers.settle()
 
     def expose(self) -> None:
         """From now on others may change the tensors."""

@@ -59,7 +59,8 @@ class Speculation(Stepper):
                 )
             for update in self.running:
                 update.result()
-            found = reduced_and_sums(loss, self.model, self.state, batches, self.mesh, stop, self._begin)
+            looked_at = self.inspect is not None
+            found = reduced_and_sums(loss, self.model, self.state, batches, self.mesh, stop, self._begin, looked_at)
         except BaseException:
             self._take_back()
             raise

@@ -230,15 +230,17 @@ def gradients(
     stop: bool = False,
     routes: Sequence[Sequence[int]] = (),
     before_sums: Callable[[], None] = lambda: None,
+    looked_at: bool = True,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Everything of a step up to the clip: reduced local gradients, and sums over the step's ranks.
 
     The sums are one vector of float64 from one all-reduce: mean loss, squared gradient norm, ranks that wish to stop,
     real tokens, samples and their marks, and of experts the bytes that were sent, and the loads. ``before_sums`` is
-    called when this rank has computed its share.
+    called when this rank has computed its share. Gradients that are not ``looked_at`` may be on their way to where they
+    rest.
     """
     loss = accumulate(model, state, batches, mesh, routes)
-    return reduced_and_sums(loss, model, state, batches, mesh, stop, before_sums)
+    return reduced_and_sums(loss, model, state, batches, mesh, stop, before_sums, looked_at)
 
 
 def reduced_and_sums(
@@ -249,18 +251,20 @@ def reduced_and_sums(
     mesh: Mesh,
     stop: bool,
     before_sums: Callable[[], None],
+    looked_at: bool = True,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The same after all passes, of which this rank's share of the loss is ``loss``."""
     with record_function("weft:optimizer"):
-        grads = reduced(state, mesh)
+        grads = reduced(state, mesh, looked_at)
         square = square_norm(grads, state, mesh)
         before_sums()
         return grads, step_sum(shares_of_sums(loss, square, model, batches, stop, mesh), mesh)
 
 
-def reduced(state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
+def reduced(state: State, mesh: Mesh, looked_at: bool = True) -> dict[str, torch.Tensor]:
     """The local gradients, summed over all that hold or compute a share of the same parameter."""
-    return sum_over_copies(summed_over_axes(state.gradients(), state, mesh), state, mesh)
+    grads = state.gradients(settled=looked_at or bool(state.copies) or mesh.size(*MODEL_AXES) > 1)
+    return sum_over_copies(summed_over_axes(grads, state, mesh), state, mesh)
 
 
 def summed_over_axes(grads: dict[str, torch.Tensor], state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -352,7 +356,8 @@ class Stepper:
 
     def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The reduced gradients and the sums of a step, as the function :func:`gradients`; calls ``before_update``."""
-        return gradients(self.model, self.state, batches, self.mesh, stop, self.routes, self.before_update)
+        looked_at = self.inspect is not None
+        return gradients(self.model, self.state, batches, self.mesh, stop, self.routes, self.before_update, looked_at)
 
     @property
     def streamed(self) -> bool:
