@@ -1,14 +1,17 @@
-"""A real S3 server for the tests that want one."""
+"""A real S3 server and a disk that is quick, for the tests that want them."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from bench.checkpoint_s3 import KEY, SECRET, WEED, seaweedfs
+from weft.checkpoint.levels import SHM
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +33,13 @@ def bucket(server: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     return f"s3://bucket/{tmp_path.parent.name}-{tmp_path.name}"
+
+
+@pytest.fixture
+def quick_disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder in memory, if there can be one, for tests that save hundreds of times: a sync costs nothing."""
+    if not os.access(SHM, os.W_OK):
+        yield tmp_path
+        return
+    with TemporaryDirectory(prefix="weft-test-", dir=SHM) as folder:
+        yield Path(folder)

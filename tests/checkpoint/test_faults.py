@@ -145,9 +145,9 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    assert not save(tmp_path / "step-000001", 1)
-    return tmp_path
+def root(quick_disk: Path) -> Path:
+    assert not save(quick_disk / "root/step-000001", 1)
+    return quick_disk / "root"
 
 
 def test_the_harness_sees_every_call(root: Path) -> None:
