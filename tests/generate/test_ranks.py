@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -75,13 +76,20 @@ def answers(engine: Engine) -> tuple[list[Any], int, int]:
     return [(one.written, one.log_probabilities) for one in found], again[0].hits, len(preempted)
 
 
+@cache
+def answers_of_one(mixer: str, dtype: str) -> list[Any]:
+    """What one rank writes."""
+    ((found, _, _),) = under("", mixer, dtype, ("as it is",), answers)
+    return found
+
+
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(("mixer", "layout"), [
     *((mixer, layout) for mixer in MIXERS for layout in OF_ALL), *(("experts", layout) for layout in OF_EXPERTS),
 ])  # fmt: skip
 def test_tokens_are_those_of_each_request_alone(pool: Any, mixer: str, layout: str) -> None:
     """In float64, with log-probabilities; in chunks, in a small cache, from found prefixes, four from one prompt."""
-    (expected, _, _), *_ = under("", mixer, "float64", ("as it is",), answers)
+    expected = answers_of_one(mixer, "float64")
     found, *_ = pool.run(Layout.parse(layout).world, under, layout, mixer, "float64", NAMES, answers, timeout=100)
     for name, (written, hits, preempted) in zip(NAMES, found, strict=True):
         assert hits >= 12 and bool(preempted) == ("small" in name), name
@@ -96,7 +104,7 @@ def test_tokens_are_those_of_each_request_alone(pool: Any, mixer: str, layout: s
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2", "tp=2,cp=2"])
 @pytest.mark.parametrize("mixer", ["softmax", "windows", "experts", "latent", "hybrid"])
 def test_greedy_tokens_in_float32(pool: Any, mixer: str, layout: str) -> None:
-    (expected, _, _), *_ = under("", mixer, "float32", ("as it is",), answers)
+    expected = answers_of_one(mixer, "float32")
     names = ("chunks of 3 in a small cache",)
     ((found, _, _),), *_ = pool.run(
         Layout.parse(layout).world, under, layout, mixer, "float32", names, answers, timeout=100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,16 +38,22 @@ def every_text(model: Transformer, prompt: list[int], count: int, stops: set[int
     return found
 
 
+@cache
+def every_text_of(mixer: str) -> tuple[Transformer, dict[Any, float]]:
+    """A model, and every text of two tokens behind the fourth prompt that 4 and 9 end."""
+    model = build(mixer, torch.float64)
+    for p in model.parameters():
+        p.data *= 1.5
+    return model, every_text(model, PROMPTS[3], 2, {4, 9}, range(31))
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("mixer", ["softmax", "hybrid"])
 def test_beams_that_hold_everything_find_the_best_of_all_texts(mixer: str, alpha: float) -> None:
     """Three tokens behind a prompt: of 31 ids, each with every other, in some order the likeliest of all."""
-    model, prompt, stops = build(mixer, torch.float64), PROMPTS[3], {4, 9}
-    for p in model.parameters():
-        p.data *= 1.5
+    (model, texts), stops = every_text_of(mixer), {4, 9}
     engine = Engine(model, size=4, limit=2000, budget=5000)
-    found = Search(engine, prompt, 2, 31, stops, alpha).run()
-    texts = every_text(model, prompt, 2, stops, range(31))
+    found = Search(engine, PROMPTS[3], 2, 31, stops, alpha).run()
     scores = {ids: p / length_penalty(len(ids), alpha) for ids, p in texts.items()}
     best = sorted(scores, key=lambda ids: -scores[ids])[:31]
     assert [one.ids for one in found] == [[i for i in ids if i not in stops] for ids in best]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -50,13 +51,19 @@ def move(source: Engine, target: Engine, request: Generation, between: int = 1) 
     return found, [*lengths, len(message)]
 
 
+@cache
+def written_alone(kind: str) -> list[Generation]:
+    """What each prompt gets by itself."""
+    model = build(kind, torch.float64)
+    return [alone(model, p, how) for p, how in zip(PROMPTS, HOW, strict=True)]
+
+
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("settings", [{}, {"drafter": True}, {"tokens": 400}], ids=str)
 @pytest.mark.parametrize("kind", ["softmax", "windows", "experts", "latent", "retention", "hybrid"])
 def test_tokens_are_the_same_wherever_they_are_written(kind: str, settings: dict[str, Any]) -> None:
     """Three engines; every request moves at random moments, beside others that stay, and in small caches."""
-    model, drawn = build(kind, torch.float64), random.Random(0)
-    expected = [alone(model, p, how) for p, how in zip(PROMPTS, HOW, strict=True)]
+    model, drawn, expected = build(kind, torch.float64), random.Random(0), written_alone(kind)
     if settings.get("drafter"):
         settings = {"drafter": Lookup(least=1)}
     engines = [Engine(model, size=4, budget=11, **settings) for _ in range(3)]
