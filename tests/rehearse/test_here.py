@@ -22,10 +22,10 @@ from weft.train.setup import assemble
 from weft.train.stepper import build_stepper
 
 SHAPES = {
-    "deep": (ModelShape(layers=6, embed=192, heads=6, kv_heads=2, ffn=512, vocab=3000, tied=True), 128, 8, None),
-    "wide": (ModelShape(layers=3, embed=384, heads=6, ffn=1024, vocab=12_000), 96, 6, None),
-    "passes": (ModelShape(layers=4, embed=256, heads=4, qk_norm=True, vocab=9_000, tied=True), 64, 8, 2),
-    "again": (ModelShape(layers=5, embed=256, heads=8, kv_heads=4, vocab=2_000), 128, 4, None),
+    "deep": (ModelShape(layers=6, embed=128, heads=4, kv_heads=2, ffn=384, vocab=2000, tied=True), 128, 6, None),
+    "wide": (ModelShape(layers=2, embed=320, heads=5, ffn=896, vocab=6_000), 96, 4, None),
+    "passes": (ModelShape(layers=3, embed=192, heads=4, qk_norm=True, vocab=5_000, tied=True), 64, 6, 2),
+    "again": (ModelShape(layers=4, embed=192, heads=8, kv_heads=4, vocab=2_000), 128, 4, None),
 }
 
 
