@@ -51,7 +51,16 @@ def test_the_wheel_is_all_there(python: Path, tmp_path: Path) -> None:
     recipes = run(python, tmp_path, "-m", "weft", "recipes")
     assert len(recipes.splitlines()) == 1 + len(list((ROOT / "recipes").glob("*.toml")))
     assert "Rajbhandari et al. 2020" in run(python, tmp_path, "-m", "weft", "techniques")
-    small = ["--set", "train.steps=2", "--set", "data.tokenizer=bytes", "--set", "validation.every=0"]
+    small = [
+        "--set",
+        "train.steps=2",
+        "--set",
+        "data.tokenizer=bytes",
+        "--set",
+        "validation.every=0",
+        "--set",
+        "generate.tokens=1",
+    ]
     said = run(python, tmp_path, "-m", "weft", "train", "quickstart", *small)
     assert "report      runs/quickstart/report.html" in said
     assert (tmp_path / "runs/quickstart/report.html").stat().st_size > 1_000_000

@@ -115,6 +115,7 @@ def test_what_cannot_be_is_one_line(command: Command, name: str, more: list[obje
     assert code == (1 if "--ema" in more else 2) and line in said and not (tmp_path / "out").exists()
 
 
+@pytest.mark.sampled(1)  # tests/generate/test_ranks.py has them all, in ranks that are there already
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp=2,ep=2", "tp=2", "pp=2"])
 def test_generate_with_experts_on_two_ranks(command: Command, layout: str, tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import gc
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -62,13 +62,15 @@ def relay() -> Iterator[RunningRelay]:
 
 @pytest.fixture
 def joined(relay: RunningRelay) -> Iterator[Callable[..., Peer]]:
-    """Makes peers that leave at the test's end; what each one says is in its ``said``."""
-    with ExitStack() as stack:
+    """Makes peers that leave together at the end; what each one says is in its ``said``. They look about often."""
+    made: list[Peer] = []
 
-        def join(name: str, *share: Path, invitation: Invitation | None = None, **more: object) -> Peer:
-            said: list[str] = []
-            peer = Peer(invitation or relay.invitation, name, share, say=said.append, **more)  # type: ignore[arg-type]
-            peer.said = said  # type: ignore[attr-defined]
-            return stack.enter_context(peer)
+    def join(name: str, *share: Path, invitation: Invitation | None = None, **more: object) -> Peer:
+        said: list[str] = []
+        made.append(Peer(invitation or relay.invitation, name, share, say=said.append, **more))  # type: ignore[arg-type]
+        made[-1].said = said  # type: ignore[attr-defined]
+        return made[-1].__enter__()
 
+    with mock.patch("weft.peers.peer.PAUSE", 0.2), ThreadPoolExecutor(8) as leaving:
         yield join
+        list(leaving.map(Peer.close, made))

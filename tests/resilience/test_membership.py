@@ -212,7 +212,7 @@ def test_newcomer_lost_while_it_joins(crew: Crew, dies: list[Any]) -> None:
 
 
 def test_minority_waits_and_the_majority_goes_on(crews: list[Crew]) -> None:
-    crews.append(crew := Crew(5, limit=8.0))
+    crews.append(crew := Crew(5, limit=5.0))
     ports = [member["port"] for member in crew.members]
     for number in range(5):
         crew[number].order("cut", ports=ports[:2] if number >= 2 else ports[2:])

@@ -346,6 +346,7 @@ def test_the_command_serves_and_ends_with_its_last_answer(
     assert process.wait(120) == (130 if layout else 0) and process.stderr is not None and not process.stderr.read()
 
 
+@pytest.mark.sampled(1)  # what ranks say of each other: tests/generate/test_ranks.py
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
 def test_a_rank_that_is_killed_is_named_and_all_end(layout: str, tmp_path: Path, request: Any) -> None:
