@@ -127,7 +127,7 @@ def test_state_of_all_ranks_is_that_of_the_model(shard: int, tp: int, ep: int) -
     "layout", ["shard=4", "shard=4,tp=2", "shard=4,ep=4", "shard=4,tp=2,ep=2", "shard=2,tp=2,ep=4"]
 )
 def test_mixtures_hold_what_our_modules_hold(layout: str) -> None:
-    model = ModelShape(vocab=4096, layers=6, embed=512, heads=8, kv_heads=4, ffn=1024, experts=8, expert_ffn=1024)
+    model = ModelShape(vocab=4096, layers=3, embed=512, heads=8, kv_heads=4, ffn=1024, experts=8, expert_ffn=1024)
     where = Layout.parse(layout)
     train = Train(batch=4 * where.shard, micro_batch=2, dtype="bfloat16")
     recipe = Recipe(model=model, layout=where, data=Data(seq_len=1024), train=train)

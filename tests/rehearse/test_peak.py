@@ -15,7 +15,7 @@ from weft.planner.search import search
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.rehearse.peak import peak_of, pipeline_ranks
 
-MODEL = ModelShape(layers=8, embed=1024, heads=16, kv_heads=8, ffn=3072, vocab=8192)
+MODEL = ModelShape(layers=4, embed=1024, heads=16, kv_heads=8, ffn=3072, vocab=8192)
 
 
 def recipe_of(layout: str, recompute: str = "none", micro_batch: int = 1, passes: int = 2, seq: int = 1024) -> Recipe:
