@@ -96,6 +96,7 @@ def test_the_loss_is_the_weighted_mean(values: dict[str, Any]) -> None:
     torch.testing.assert_close(share, wanted, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_verify_takes_chat_recipes(command: Command, values: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "chat.toml"
     data = values["data"]

@@ -159,6 +159,7 @@ def test_windows_and_norms_of_gemma(pool: Any, corpus: str, case: Case) -> None:
     assert check_types(shape, layout, Train(recompute=case.get("recompute", "none"))) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balance", ["greedy", "flexsp"])
 def test_windows_of_documents_placed_by_length(pool: Any, corpus: str, balance: str) -> None:
     values = tree(corpus, {"layout": {"dp": 2, "cp": 2}, "zero": 1, "model": {"window": 4, "full_every": 2}})

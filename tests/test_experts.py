@@ -328,6 +328,7 @@ def losses_of_steps(values: dict[str, Any], switches: bool) -> list[float]:
         return [train_step(model, state, one, mesh, lr=1e-3, clip=1.0).loss for one in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3", "two experts"])
 def test_switching_in_every_layer_and_step_changes_no_loss(pool: Any, corpus: str, model: str) -> None:
     values = tree(corpus, {"layout": "shard=4,ep=4", "model": model})
@@ -420,6 +421,7 @@ def test_shared_experts_run_while_rows_travel(pool: Any, corpus: str) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_adaptive_choice_sends_the_least_in_random_settings() -> None:
     """One thousand: tokens, choices, ranks, widths and skew at random, counted and by sets."""
     rng, taken = random.Random(3), Counter[str]()

@@ -80,6 +80,7 @@ def waiting(seconds: float) -> str:
     raise AssertionError("a collective without one of its ranks has ended")
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_by_those_that_wait_for_others(pool: Any) -> None:
     found = pool.run(4, waiting, 5.0)
     for rank in (0, 2, 3):

@@ -124,6 +124,7 @@ def saved_alike(pool: Any, corpus: str, layout: dict[str, Any], folder: Path) ->
         assert (value - many[key]).norm() <= 1e-8 * value.norm().clamp(min=1e-12), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [SHARED, {"shard": 2, "cp": 2, "tp": 2, "order": "cp tp shard"}], ids=str)
 def test_checkpoints_of_any_order_hold_the_same(pool: Any, corpus: str, tmp_path: Path, layout: dict[str, Any]) -> None:
     saved_alike(pool, corpus, layout, tmp_path)

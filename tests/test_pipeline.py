@@ -217,6 +217,7 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
     return same, repeated, sum(r.grad_norm > clip for r in runs[0][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", ["pp=2,schedule=zb-h2", pytest.param("pp=2,dp=2,schedule=zb-v", marks=pytest.mark.slow)]
 )

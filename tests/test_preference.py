@@ -203,6 +203,7 @@ def test_every_layout_has_one_reference(pool: Any, pairs: str, tmp_path: Path, l
     assert (found[0][0] < 0).all()
 
 
+@pytest.mark.slow
 def test_the_reference_is_computed_once(pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later runs and resumed ones read it; a file that was cut short, or a run that was stopped, costs it once more."""
     computed = []

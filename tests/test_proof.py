@@ -87,6 +87,7 @@ def damaged(values: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_millionth_of_a_gradient_is_found(pool: Any, corpus: str) -> None:
     values = recipe(corpus, layout__tp=2, model__init_std=0.02, model__qkv_bias=True).model_dump(mode="json")
     found = pool.run(2, damaged, values)[0]

@@ -249,6 +249,7 @@ def disk_that_fails(at: int) -> Iterator[Counter[str]]:
         yield calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("points", [25, pytest.param(200, marks=pytest.mark.soak)])
 def test_a_disk_that_fails_is_named_and_nothing_is_half_updated(corpus: str, tmp_path: Path, points: int) -> None:
     """At so many points of three steps: the error names the folder, and what is left is never looked at."""

@@ -200,6 +200,7 @@ def test_ranks_make_the_same_update_to_the_last_bit(pool: Any, corpus: str, tmp_
             assert torch.equal(alone[name][1][index], values), name
 
 
+@pytest.mark.slow
 def test_runs_save_validate_and_go_on_as_in_memory(pool: Any, corpus: str, tmp_path: Path) -> None:
     """What is validated and saved, averages of the parameters too, has every update; a run goes on from any tier."""
     change = {"checkpoint__every": 3, "validation__every": 2, "validation__batches": 1, "optimizer__kind": "adamw",

@@ -136,6 +136,7 @@ def sharded(folder: str, tensors: dict[str, torch.Tensor]) -> None:
     dcp.save({"model": cut}, checkpoint_id=folder)
 
 
+@pytest.mark.slow
 def test_dcp_of_several_ranks(pool: Any, tmp_path: Path) -> None:
     from weft.models.hf_names import hf_name
 

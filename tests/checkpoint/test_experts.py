@@ -134,6 +134,7 @@ def test_forty_layouts_have_experts() -> None:
     assert len(all_layouts()) >= 40 and sum("ep=4" in layout for layout in all_layouts()) >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [8, pytest.param(None, marks=pytest.mark.soak)])
 def test_between_any_two_layouts(pool: Any, tmp_path: Path, count: int | None) -> None:
     """Every pair of some, in soak of all: what the one reads of the other's checkpoint, and what they send each other.
@@ -163,6 +164,7 @@ def test_between_any_two_layouts(pool: Any, tmp_path: Path, count: int | None) -
             check_moves(name, tensor, source, target)
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_experts_elsewhere(pool: Any, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
     layouts = [
@@ -178,6 +180,7 @@ def test_training_goes_on_with_experts_elsewhere(pool: Any, tmp_path: Path) -> N
         assert losses == pytest.approx(alone, abs=1e-10)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_ep_is_resumed_under_another(pool: Any, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
     often = {"checkpoint__every": 3, "checkpoint__keep": 5}

@@ -90,6 +90,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.slow
 def test_training_waits_for_the_copy_before_it_changes_the_state(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
     expected = states(tmp_path / "eager", corpus)

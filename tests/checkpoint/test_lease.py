@@ -67,6 +67,7 @@ def test_the_living_hold_a_place_and_the_dead_do_not(tmp_path: Path) -> None:
     assert not list(place.root.iterdir())
 
 
+@pytest.mark.slow
 def test_a_holder_elsewhere_is_known_by_its_renewals(tmp_path: Path) -> None:
     place, mine = LocalStorage(tmp_path / "run"), Lease(beat=0.05, patience=2)
     with mock.patch.object(module, "_machine", return_value="elsewhere"), Lease(beat=0.05, patience=1000) as far:
@@ -130,6 +131,7 @@ def test_a_folder_that_another_run_makes_meanwhile_stays(tmp_path: Path) -> None
     assert folder.is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_beside_a_living_one(pool: Any, tmp_path: Path) -> None:
     """Neither its folder nor a place of its checkpoints is for two, and the refused one leaves nothing."""
     corpus = write_corpus(tmp_path)

@@ -80,6 +80,7 @@ def go(old: dict[str, tuple[int, ...]], new: dict[str, tuple[int, ...]], olds: i
 GRIDS = [(), (2,), (4,), (1, 2), (2, 2), (1, 3), (3,), (1, 4)]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     old=st.sampled_from(GRIDS), new=st.sampled_from(GRIDS), olds=st.sampled_from([3, 4]), news=st.sampled_from([3, 4])
@@ -188,6 +189,7 @@ def train_across(layouts: list[dict[str, Any]]) -> tuple[list[float], int]:
     return losses, sent
 
 
+@pytest.mark.slow
 def test_training_goes_on_under_another_layout(pool: Any, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
     layouts = [{"shard": 4}, {"tp": 2, "dp": 2}, {"pp": 2, "cp": 2}, {"shard": 2, "tp": 2, "zero": 1}, {"pp": 4}]

@@ -81,6 +81,7 @@ def float32_run(pool: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory
     return run
 
 
+@pytest.mark.slow
 def test_same_layout_is_bit_exact(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
     pool.run(4, go, tree(corpus, HOME), str(tmp_path / "again"), str(whole_run / "checkpoints/step-000003"))
     assert series(tmp_path / "again") == {s: v for s, v in series(whole_run).items() if s > 3}
@@ -113,6 +114,7 @@ def test_other_layout_same_tokens_and_losses(
     assert series(run, field="tokens") == {s: v for s, v in series(source, field="tokens").items() if s > 3}
 
 
+@pytest.mark.slow
 def test_from_a_pipeline_to_another_layout(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
     """Parameters on two ranks of a DualPipe are stored once, and post-validation leaves no half-made update."""
     pipeline = {"pp": 2, "shard": 2, "schedule": "dualpipe"}
@@ -167,6 +169,7 @@ OTHER: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_field_of_the_model_is_compared(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
     """Whatever is changed in [model], a resume is refused or exact; what another model has saved stays."""
     # These change others, which are named: a compressed cache the key-value heads, groups in use the groups there are,
@@ -231,6 +234,7 @@ def test_another_tokenizer_is_refused_and_other_settings_are_said(
     ]
 
 
+@pytest.mark.slow
 def test_what_another_model_wrote_is_neither_pruned_nor_counted(
     pool: Any, corpus: str, whole_run: Path, tmp_path: Path
 ) -> None:
@@ -287,6 +291,7 @@ def unwritable(values: dict[str, Any], out: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_full_disk_stops_all_ranks_and_keeps_the_last_checkpoint(
     pool: Any, corpus: str, whole_run: Path, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def proxy(server: int, env: dict[str, str]) -> Iterator[Proxy]:
     proxy.server.server_close()
 
 
+@pytest.mark.slow
 def test_saved_in_s3_by_four_ranks_resumed_by_two(
     pool: Any, corpus: str, bucket: str, env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -112,6 +113,7 @@ def test_credentials_that_expire(
     assert any("checkpoint at step 4 was not saved" in m for m in said) == (on_error == "warn")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", ["503", "drop", "lost", "slow"])
 def test_a_server_with_hiccups_stops_nothing(

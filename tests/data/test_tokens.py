@@ -262,6 +262,7 @@ def test_an_empty_corpus_is_an_error(tmp_path: Path) -> None:
         open_data(Data(sources=(Source(kind="text", path=str(tmp_path / "empty.txt")),), cache=tmp_path / "cache"))
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_build_once(tmp_path: Path, corpus: Source) -> None:
     """Each process counts the documents it tokenized itself: all by one, none by the other."""
     program = (

@@ -211,6 +211,7 @@ def learn(chunks: int) -> tuple[float, float]:
     return pipeline.accuracy(), right.double().mean().item()
 
 
+@pytest.mark.slow
 def test_it_learns_as_well_as_full_graph_training(pool: Pool) -> None:
     # In a worker, which has one thread: two would wait for each other on a busy machine.
     (full,), (chunked,) = pool.run(1, learn, 1), pool.run(1, learn, 8)

@@ -111,6 +111,7 @@ def test_an_adapter_is_loaded_once_and_again_when_its_blocks_were_needed(tmp_pat
     assert loaded == ["a0", "a1", "a0"]
 
 
+@pytest.mark.slow
 def test_a_thousand_adapters(tmp_path: Path) -> None:
     """Each with a request; all of them in one cache, that holds some tens at once."""
     model, drawn = build("softmax", torch.float32), random.Random(0)

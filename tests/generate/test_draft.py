@@ -92,6 +92,7 @@ def follow(token: int) -> torch.Tensor:
     return torch.tensor([(3 * token + i) % 5 != 0 for i in range(16)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [12_500, pytest.param(200_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 def test_samples_have_the_distribution_of_the_model(how: Sampling, count: int) -> None:

@@ -108,6 +108,7 @@ def schema_of(random: Random, depth: int = 2) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_text_always_meets_its_schema(grammars: Grammars) -> None:
     """200 random schemas, of a model with random weights, many at once; none is cut, as all of them are bounded."""
     jsonschema = pytest.importorskip("jsonschema")

@@ -428,6 +428,7 @@ def share_blocks(pool: Pool, request: Request, left: int, copies: list[tuple[int
     return spent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("property_", "name", "fault"), [(3, "release", keep_blocks), (4, "branch", share_blocks)], ids=["3", "4"]
 )

@@ -96,6 +96,7 @@ def test_tokens_are_the_same_wherever_they_are_written(kind: str, settings: dict
     assert not any(engine.scheduler.pool.owners for engine in engines)
 
 
+@pytest.mark.slow
 def test_it_stops_for_one_block_at_most_whatever_its_length() -> None:
     """The last message beside those of the rounds, for texts of 100 to 1,600 tokens."""
     model, last, whole = build("softmax", torch.float32), [], []

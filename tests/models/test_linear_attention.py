@@ -95,6 +95,7 @@ def go(layout: Layout, rows: int, row: int, cu: list[int], mixer: str) -> tuple[
     return [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)], sent
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(cu=documents(2, 37), mixer=st.sampled_from(["linear", "retention"]), size=st.sampled_from([1, 5, 64]))
 def test_all_forms_are_the_recurrence(cu: list[int], mixer: str, size: int) -> None:

@@ -182,6 +182,7 @@ def test_sizes() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 8, 512])
 def test_browser_draws_it(tmp_path: Path, ranks: int) -> None:

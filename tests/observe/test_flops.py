@@ -140,6 +140,7 @@ def test_a_processor_has_no_peak_to_compare_with() -> None:
     assert peak_flops(torch.device("cpu"), torch.float32) is None
 
 
+@pytest.mark.slow
 def test_memory_falls_when_it_is_given_back_and_the_peak_stays() -> None:
     device = torch.device("cpu")
     before, held = memory_gib(device), mmap.mmap(-1, 2**29)  # an allocator might keep it, or have as much already

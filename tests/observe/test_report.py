@@ -82,6 +82,7 @@ def fake_run(
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
 @pytest.mark.parametrize("complete", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> None:
@@ -107,6 +108,7 @@ def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> No
         assert f"{loss[0]:.3f} → {loss[-1]:.3f}" in body and f"ratio {loss[-1] / loss[0]:.3f}" in body
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
 def test_tiles_leave_no_hole_and_a_phone_shows_everything(tmp_path: Path) -> None:
     """Five tiles in rows of three left a hole."""
@@ -158,6 +160,7 @@ def small_ticks(body: str) -> list[str]:
     return re.findall(r'class="ytick"><text[^>]*>([^<]*)</text>', chart)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
 def test_the_axis_of_a_small_utilisation_tells_its_ticks_apart(tmp_path: Path) -> None:
     """It read 1%, 1%, 1%, 0%, 0%."""
@@ -166,6 +169,7 @@ def test_the_axis_of_a_small_utilisation_tells_its_ticks_apart(tmp_path: Path) -
     assert len(ticks) >= 4 and len(set(ticks)) == len(ticks) and all(t.endswith("%") for t in ticks), ticks
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
 def test_runs_side_by_side(tmp_path: Path) -> None:
     one = fake_run(tmp_path / "one", steps=80, resume_at=None)

@@ -159,6 +159,7 @@ def three_steps(values: dict[str, Any]) -> tuple[list[float], int, int, int]:
     return losses, numbers, away, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_bytes_are_those_of_the_experts_that_are_lent(pool: Any, tmp_path: Any, recompute: str) -> None:
     """Each copy away from home is sent in every forward run, and its gradient comes back; in every run alike."""
@@ -212,6 +213,7 @@ def moving_steps(values: dict[str, Any]) -> tuple[list[float], int, int, list[in
     return losses, sent, moved, times, (early, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["shard=4,ep=4", "dp=2,shard=2,ep=2"])
 def test_experts_move_with_their_state(pool: Any, tmp_path: Any, layout: str) -> None:
     """Nothing changes but where they are; weights and moments of what moved are sent; checkpoints see nothing."""

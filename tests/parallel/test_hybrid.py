@@ -114,6 +114,7 @@ def steps_of(settings: dict[str, Any], count: int = 3) -> list[list[list[Batch]]
     return made
 
 
+@pytest.mark.slow
 def test_the_cases_are_what_they_are_there_for(folder: Path) -> None:
     def seen(case: Case) -> tuple[set[int], set[int], bool, int]:
         steps = steps_of(tree(folder, case))
@@ -196,6 +197,7 @@ def validated(values: dict[str, Any]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_validation_between_balanced_steps(pool: Any, folder: Path) -> None:
     for laid, single in pool.run(3, validated, tree(folder, {"layout": {"cp": 3}})):
         assert laid == pytest.approx(single, rel=1e-12)

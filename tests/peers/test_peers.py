@@ -149,6 +149,7 @@ def test_streams_lead_to_what_is_exposed_and_nowhere_else(joined: Join) -> None:
         taker.connect("nobody-there", "echo", limit=0.2)
 
 
+@pytest.mark.slow
 def test_without_the_relay_those_who_are_joined_go_on(
     joined: Join, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_without_the_relay_those_who_are_joined_go_on(
     alone.stop()
 
 
+@pytest.mark.slow
 def test_a_frozen_peer_is_gone_within_the_limit(joined: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen, watcher = joined("frozen"), joined("watcher")
     watcher.settle()

@@ -85,6 +85,7 @@ def written(folder: Path) -> str:
     return "".join(path.read_text() for path in (folder / "run").glob("*.jsonl"))
 
 
+@pytest.mark.slow
 def test_train_plans_for_the_ranks_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     done = weft(tmp_path, "--ranks", "2")

@@ -79,6 +79,7 @@ def test_finalists_are_ordered_fit_and_can_be_trained() -> None:
         check_fits(recipe.model.model_copy(update={"vocab": 128256}), recipe.layout)
 
 
+@pytest.mark.slow
 def test_the_first_choice_for_405b_is_what_was_run() -> None:
     def took() -> float:
         start = time.process_time()

@@ -99,6 +99,7 @@ def test_the_one_to_take_is_what_fits_and_learns_enough(found: list[Estimate], c
     assert chosen is None or f"{chosen} is the one to take" in said
 
 
+@pytest.mark.slow
 def test_what_each_method_holds() -> None:
     """State by the formula: AdamW's moments of all, of the adapter's, of none; weights in four bits; low ranks."""
     recipe, shape = recipe_of("deep")

@@ -27,6 +27,7 @@ def recipe_of(layout: str, recompute: str = "none", micro_batch: int = 1, passes
     return Recipe(model=MODEL, layout=where, data=Data(seq_len=seq), train=train)
 
 
+@pytest.mark.slow
 def test_state_is_what_the_layout_leaves_of_it() -> None:
     whole = peak_of(recipe_of("shard=2"), MODEL)
     cut = peak_of(recipe_of("shard=8"), MODEL)
@@ -34,6 +35,7 @@ def test_state_is_what_the_layout_leaves_of_it() -> None:
     assert cut.peak > cut.state
 
 
+@pytest.mark.slow
 def test_nothing_is_allocated_and_more_of_what_is_kept_is_more() -> None:
     """A model of 70 B parameters on this machine: it would need a terabyte."""
     large = MODEL.model_copy(update={"embed": 8192, "heads": 64, "ffn": 28672, "head_dim": 128})
@@ -45,6 +47,7 @@ def test_nothing_is_allocated_and_more_of_what_is_kept_is_more() -> None:
     assert kept[0] > kept[1] >= kept[2] > 2**33
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{}, {"experts": 4, "experts_per_token": 2, "expert_ffn": 1024}], ids=["", "experts"]
 )
@@ -63,6 +66,7 @@ def test_experts_need_no_numbers_however_their_tokens_travel(way: str) -> None:
     assert found.peak > found.state > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [("shard=4", "none"), ("shard=4,zero=1", "none"), ("tp=4,shard=2", "none"), ("cp=2,shard=2,zero=1", "none"),
@@ -80,6 +84,7 @@ def test_the_memory_model_is_near_what_our_modules_hold(layout: str, recompute: 
     assert 0.95 < ratio < (1.12 if recompute == "none" else 1.4), ratio
 
 
+@pytest.mark.slow
 def test_pipeline_ranks_hold_what_the_simulator_says() -> None:
     recipe = recipe_of("pp=4,shard=2,zero=1,schedule=1f1b", passes=8)
     found = search(shape_of(MODEL, 8192), Cluster(device="H100-80GB", count=8), ENGINES["weft"], 16, 1024)

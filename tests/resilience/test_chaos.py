@@ -57,6 +57,7 @@ def test_the_same_seed_means_the_same_faults() -> None:
     assert all(f.lasts is not None for f in faults if f.kind == "link")
 
 
+@pytest.mark.slow
 def test_what_becomes_of_every_fault_is_told(tmp_path: Path) -> None:
     folders = (tmp_path / str(turn) for turn in range(4))
 
@@ -133,6 +134,7 @@ def test_faults_that_would_leave_too_few_ranks_are_reported(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_is_ended_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign, "HANGS", 0.7)
     with pytest.raises(WeftError, match=r"the run hangs: no step for 1 s after step \d+"):

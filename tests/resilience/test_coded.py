@@ -263,6 +263,7 @@ def test_late_results_are_dropped(pool: Any) -> None:
     assert [found[0][1][i] for i in (1, 5, 6, 7)] == [[0, 1], [1, 2], [1, 2], [0, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gradient", pytest.param("m-sgc", marks=pytest.mark.soak)])
 def test_a_run_with_a_late_rank_is_that_without(pool: Any, corpus: str, tmp_path: Path, kind: str) -> None:
     """All of a run, with its ledger of samples, checkpoints and validations; another layout goes on with it."""

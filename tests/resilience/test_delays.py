@@ -203,6 +203,7 @@ def test_a_slowed_rank_is_named_within_20_steps(pool: Any, tmp_path: Path, world
     until_true(seen, named_by_all)
 
 
+@pytest.mark.slow
 def test_probes_are_bounded_and_counted(pool: Any, tmp_path: Path) -> None:
     """Steps that hardly compute are a reason to probe, but not again and again."""
     for _, _, record, _ in pool.run(4, steps_of, tmp_path, "", 0, 60):

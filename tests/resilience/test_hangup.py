@@ -90,6 +90,7 @@ def be_rank(orders: Connection) -> None:
         orders.send((ended, raised - hung[0], destroyed - raised, _count("fd"), _count("task")))
 
 
+@pytest.mark.slow
 def test_frozen_rank_ends_no_wait_but_its_own() -> None:
     """Four ranks, one stopped; three of the same processes in new groups, one stopped; two."""
     context: Any = mp.get_context("forkserver")
@@ -143,6 +144,7 @@ def _stuck() -> tuple[int, int]:
     return computing, len(said)
 
 
+@pytest.mark.slow
 def test_a_wait_that_nothing_ends_is_found(pool: Any) -> None:
     until_true(lambda: pool.run(2, stuck_in_a_wait), lambda found: found == [(0, 0), (0, 1)])
 

@@ -166,6 +166,7 @@ def test_half_of_the_machine_stopped(crew: Crew) -> None:
     assert crew[0].wait("left_out", "view")["left_out"] and crew[1].wait("left_out", "view")["left_out"]
 
 
+@pytest.mark.slow
 def test_all_stopped_for_a_while_and_one_killed_later(crew: Crew) -> None:
     for one in crew:
         one.signal(signal.SIGSTOP)
@@ -211,6 +212,7 @@ def test_newcomer_lost_while_it_joins(crew: Crew, dies: list[Any]) -> None:
         assert len(said["view"]) == 5
 
 
+@pytest.mark.slow
 def test_minority_waits_and_the_majority_goes_on(crews: list[Crew]) -> None:
     crews.append(crew := Crew(5, limit=5.0))
     ports = [member["port"] for member in crew.members]
@@ -225,6 +227,7 @@ def test_minority_waits_and_the_majority_goes_on(crews: list[Crew]) -> None:
     assert ended["error"] == "TooFew" and "cannot go on by themselves" in ended["text"]
 
 
+@pytest.mark.slow
 def test_who_was_away_until_the_others_had_ended_ends_soon(crews: list[Crew]) -> None:
     """Stopped so long that it was left out; when it comes back, nobody listens any more."""
     crews.append(Crew(3, rejoins=True))

@@ -116,6 +116,7 @@ def check(pool: Any, corpus: str, cases: list[tuple[str, tuple[int, ...], str]],
         assert len({one["text"] for one in done}) == 1
 
 
+@pytest.mark.slow
 def test_every_pair_of_layouts(pool: Any, tmp_path: Path) -> None:
     check(pool, write_corpus(tmp_path), CASES)
 
@@ -151,6 +152,7 @@ def test_ranks_that_leave_on_purpose(pool: Any, tmp_path: Path) -> None:
         assert all((got[rank] > 0) == (rank == (3 if 0 in leaving else 0)) for rank in range(4)), got
 
 
+@pytest.mark.slow
 def test_experts(pool: Any, tmp_path: Path) -> None:
     check(pool, write_corpus(tmp_path), MIXTURES, **MIXTURE)
 

@@ -46,6 +46,7 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, fl
     return losses(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "rank", "number"), [
     ("shard=2,tp=2", 2, signal.SIGKILL),
     ("dp=2,pp=2", 0, signal.SIGKILL),  # who leads the agreement, writes the records and holds the lease
@@ -66,6 +67,7 @@ def test_a_lost_rank_costs_a_step_and_nothing_else(
     assert [lost["number"] for lost in views[1]["lost"]] == [rank]
 
 
+@pytest.mark.slow
 def test_ranks_join_and_leave(corpus: str, tmp_path: Path) -> None:
     """Two ranks become four, three, by a file, and two, by a scheduler's signal; all that are left end well."""
     out, alone, steps = tmp_path / "run", tmp_path / "alone", 80
@@ -86,6 +88,7 @@ def test_ranks_join_and_leave(corpus: str, tmp_path: Path) -> None:
     assert views[-2]["lost"] == [{"number": 0, "rank": 0, "why": "left"}]
 
 
+@pytest.mark.slow
 def test_too_few_ranks_save_what_they_have(corpus: str, tmp_path: Path, whole: dict[int, float]) -> None:
     """Below ``min_ranks`` the run ends with the reason; what it has saved from memory goes on under any layout."""
     out = tmp_path / "run"

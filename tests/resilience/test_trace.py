@@ -63,6 +63,7 @@ def two_steps(values: dict[str, Any], folder: Path, traced: bool) -> tuple[int, 
     return len(seen), kinds, places, losses
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_passes_by_and_nothing_changes(pool: Any, corpus: str, tmp_path: Path, layout: str) -> None:
@@ -100,6 +101,7 @@ def functional(folder: Path) -> tuple[list[str], float, list[int]]:
     return [rings.KINDS[k] for k in found.records["kind"]], total, sizes
 
 
+@pytest.mark.slow
 def test_functional_collectives_of_compiled_code_are_seen(pool: Any, tmp_path: Path) -> None:
     for kinds, total, sizes in pool.run(2, functional, tmp_path, timeout=120):
         assert kinds == ["all_reduce", "reduce_scatter", "all_gather"] and sizes == [3, 3]

@@ -123,6 +123,7 @@ def stalling(seconds: float, exits: bool) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_is_named_by_the_others(pool: Any) -> None:
     found = pool.run(4, stalling, 4.0, False)
     for rank in (0, 1, 3):
@@ -139,6 +140,7 @@ def dying() -> str:
     return message
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others(pool: Any) -> None:
     begun = time.monotonic()
     with pytest.raises(WorkerDied, match="rank 2 died with exit code 3"):

@@ -61,6 +61,7 @@ def partial(microbatches: int, wan: float, limit: float, split: bool) -> Simulat
     return simulate(table, costs)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_paths(data: st.DataObject) -> None:

@@ -52,6 +52,7 @@ def test_forms_of_text(server: Running) -> None:
     assert isinstance(json.loads(content), dict)
 
 
+@pytest.mark.slow
 def test_a_form_that_becomes_too_complex_ends_its_own_answer(server: Running) -> None:
     """An ambiguous grammar grows with the text; the engine goes on for everyone else."""
     form = {"grammar": "start: a\na: a a a | a a | /[ab]/"}

@@ -72,6 +72,7 @@ def test_figures_are_vllms() -> None:
     assert summary([lost], 4.0, [50], {})["completed"] == 0
 
 
+@pytest.mark.slow
 def test_times_are_those_of_the_server(server: Running, monkeypatch: Any) -> None:
     """An engine whose steps take 30 ms: two answers at a time share them, and one at a time takes twice as long."""
     step = server.engine.step

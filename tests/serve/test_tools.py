@@ -100,6 +100,7 @@ def server(request: Any) -> Iterator[Running]:
     running.close()
 
 
+@pytest.mark.slow
 def test_a_required_call_meets_its_schema(server: Running) -> None:
     """Of a model with random weights: names and arguments are what the tools say."""
     for seed in range(8):

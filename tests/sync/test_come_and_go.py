@@ -33,6 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("islands"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout", "sync", "more"), [
     ("kill", "island=3", NESTEROV, {"victim": 0}),  # the one that speaks
     pytest.param("return", "island=3", NESTEROV, {}, marks=pytest.mark.slow),
@@ -57,6 +58,7 @@ def test_islands_lost_at_random_instants(corpus: str, tmp_path: Path, kind: str,
     assert not row["wrong"], row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", [NESTEROV | {"every": 2}, STREAMING | {"every": 2, "delay": 1}])
 def test_another_state_than_most_is_found_and_mended(
     corpus: str, monkeypatch: pytest.MonkeyPatch, sync: dict[str, Any]

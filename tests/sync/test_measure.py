@@ -67,6 +67,7 @@ def rings(islands: int) -> list[tuple[int, ...]]:
     return [(0, *rest) for rest in permutations(range(1, islands)) if rest[0] < rest[-1]]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 def test_the_ring_of_fast_links_is_found_among_six() -> None:
     """Four islands with six links, of which those of one ring are four times as fast, whichever it is."""

@@ -159,6 +159,7 @@ def test_equal_to_plain_programs_with_the_bytes_of_a_sum(pool: Any, ranks: int) 
             assert given == {name: (size, torch.float64) for name, size in sizes.items()}
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_left_out(pool: Any) -> None:
     cases = [(rule, 1) for rule in RULES if rule != "bulyan"]
     for out, counted, _ in (one[i] for i in range(len(cases)) for one in pool.run(5, aggregate_all, cases, 2)[:1]):
@@ -237,6 +238,7 @@ def test_a_run_is_that_without_lies(pool: Any, corpus: str, faced: list[tuple[st
     assert all(loss == pytest.approx(clean, rel=0.05) for loss in found), (clean, found)
 
 
+@pytest.mark.slow
 def test_the_mean_is_swayed_by_one(pool: Any, corpus: str) -> None:
     values = settings_of(corpus, "trimmed-mean", 0).model_dump(mode="json")
     for loss in pool.run(REPLICAS, losses, [(values, lie, 1, 5) for lie in LIES if lie != "nan"])[0]:
