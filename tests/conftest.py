@@ -41,7 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     weight = Counter[Path]()
     for item in items:
         if not item.get_closest_marker("soak"):
-            weight[item.path] += 10 if item.get_closest_marker("slow") else 1
+            slow = item.get_closest_marker("slow")
+            weight[item.path] += (slow.args or (10,))[0] if slow else 1
     items.sort(key=lambda item: -weight[item.path])
 
 

@@ -140,7 +140,7 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 @pytest.mark.parametrize(("layout", "victim"), [("shard=2", 1), pytest.param("pp=2", 0, marks=pytest.mark.soak)])
 def test_a_stopped_rank_ends_the_run_and_is_named(tmp_path: Path, layout: str, victim: int) -> None:
     freeze(tmp_path, layout, victim)

@@ -41,7 +41,7 @@ def test_errors_in_a_thread_that_writes(bench: Bench) -> None:
     assert harmless(ours)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(40)
 def test_a_rank_dies_while_a_folder_is_saved_again(bench: Bench) -> None:
     for side, kind, most in ((WEFT, "other", 16), (DCP, "kill", 40)):  # DCP's mistakes are at few of its calls
         bench.most = most

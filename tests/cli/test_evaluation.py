@@ -15,7 +15,7 @@ from tests.test_lost import TIMEOUT, lives, small
 from weft.checkpoint.store import committed
 
 
-@pytest.mark.slow
+@pytest.mark.slow(40)
 @pytest.mark.parametrize(("layout", "way", "code", "said"), [
     pytest.param("shard=2", signal.SIGKILL, 1, "rank 1 was killed by SIGKILL", marks=pytest.mark.soak),
     ("pp=2", signal.SIGSTOP, 1, f"rank 1 has not answered for {TIMEOUT} s and is stopped"),

@@ -27,7 +27,7 @@ SMALL = [
     "generate.tokens=1",
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := unavailable()), reason=why)]
+pytestmark = [pytest.mark.slow(80), pytest.mark.skipif(bool(why := unavailable()), reason=why)]
 
 
 def torchrun(on: tuple[Host, ...], host: int, out: Path, port: int, each: int) -> subprocess.Popen[str]:

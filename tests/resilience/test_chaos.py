@@ -175,7 +175,7 @@ def came_through(tmp_path: Path, minutes: float, counts: dict[str, int], *words:
 ON_HOSTS = ("--hosts", "3", "--set", "resilience.detect=5")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(60)
 def test_a_run_comes_through_faults(tmp_path: Path) -> None:
     came_through(tmp_path, 0.2, {"leader": 1, "freeze": 1}, "--layout", "dp=2,shard=2")
 
