@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,14 @@ class Late(Records):
 
 class Coming:
     def __init__(self, copy: Any) -> None:
-        self.copy, self.done = copy, False
+        self.copy, self.done, self.begun, self.given_up = copy, False, False, False
+
+    def cancel(self) -> bool:
+        self.given_up = not (self.begun or self.done)
+        return self.given_up
 
     def wait(self) -> None:
+        assert not self.given_up
         if not self.done:
             self.copy()
         self.done = True
@@ -163,7 +169,8 @@ def test_slots_hold_what_was_used_last_whatever_was_guessed() -> None:
             slots.choose(chosen)
             guessed = drawn.sample(range(12), drawn.randint(0, 4))
             slots.expect(guessed)
-            for coming in drawn.sample(records.under_way, len(records.under_way) // 2):
+            under_way = [c for c in records.under_way if not c.given_up]
+            for coming in drawn.sample(under_way, len(under_way) // 2):
                 coming.wait()
             used = []
             for record, memory in slots.using(chosen):
@@ -173,7 +180,27 @@ def test_slots_hold_what_was_used_last_whatever_was_guessed() -> None:
             assert len(slots._there) + len(slots._free) == slots_count
             kept = [r for r in slots._there if r not in guessed]
             assert kept == [r for r in kept if r not in used] + [r for r in used if r in kept], "in the order of use"
-            records.under_way = [c for c in records.under_way if not c.done]
+            records.under_way = [c for c in records.under_way if not c.done and not c.given_up]
+            for coming in drawn.sample(records.under_way, len(records.under_way) // 2):
+                coming.begun = True
+
+
+def test_a_wrong_guess_that_has_not_begun_is_not_read(tmp_path: Path) -> None:
+    """Two threads are held up; of what waits behind them only what was chosen comes, and the bytes are those."""
+    file, hold = TierFile(tmp_path), threading.Event()
+    records = Records(6, PAGE, file, torch.device("cpu"))
+    buffer = tiers.page_buffer(PAGE)
+    for i in range(6):
+        records.write(i, buffer.fill_(i))
+    slots = Slots(records, 6, torch.device("cpu"))
+    for _ in range(tiers.THREADS):
+        file.threads.submit(hold.wait)
+    slots.expect([0, 1, 2, 3])
+    slots.choose([2, 5])
+    assert list(slots._there) == [2, 5] and len(slots._free) == 4
+    hold.set()
+    assert {i: int(memory[0]) for i, memory in slots.using([2, 5])} == {2: 2, 5: 5}
+    assert slots.counts["read"] == 2 and file.bytes["read"] == 2 * PAGE
 
 
 def test_a_read_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

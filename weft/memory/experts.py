@@ -3,8 +3,9 @@
 Slots in memory hold those of all layers that were used last (:mod:`weft.memory.records`). As soon as a router has
 chosen, reads begin: beside attention where it stands before that (SmallThinker, Song et al. 2025). One that stands
 after it is asked, before, about what attention adds to; most that it then names it will choose (as Eliseev & Mazur 2023
-ask a later layer's). Where tokens are so many that they choose nearly all, as a long prompt's, the next layer's come
-while this one computes: slots are then the ring of sections that SE-MoE moves through a model (Shen et al. 2022).
+ask a later layer's), the surest first, and what it does not choose is given up where it has not begun to come. Where
+tokens are so many that they choose nearly all, as a long prompt's, the next layer's come while this one computes: slots
+are then the ring of sections that SE-MoE moves through a model (Shen et al. 2022).
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ import torch
 from weft.errors import UsageError, WeftError
 from weft.memory.records import Records, Slots
 from weft.memory.tiers import TierFile, page_buffer
-from weft.models.experts import Experts, Mixture, Stacks, counted, products, sizes_of
+from weft.models.experts import Experts, Mixture, Stacks, counted, grouped, sizes_of
 from weft.models.module import Module
 from weft.models.router import Choice, Router
 from weft.models.transformer import Block, Transformer
@@ -40,6 +41,7 @@ class SlottedExperts(Experts):
         Module.__init__(self, experts.mesh)
         self.activate, self.slots, self.first, self.stored = experts.activate, slots, first, stored
         self.shapes = [logical.local_shape[1:] for logical in experts.logical.values()]
+        self.views: dict[int, list[T]] = {}  # by where a slot's memory begins
 
     def forward(self, rows: T, counts: T, lent: object = (), stacks: Stacks | None = None) -> T:
         """As of :class:`Experts`, whose experts are all this rank's own, to the last bit.
@@ -53,16 +55,30 @@ class SlottedExperts(Experts):
         self.slots.counts["used"] += len(chosen)
         one, two = rows.new_empty(2, len(rows), self.shapes[0][0])
         for e, (gate, up, _) in self._weights(chosen):
-            one[places[e]], two[places[e]] = products(rows[places[e]], counts[e : e + 1], gate, up)
+            one[places[e]], two[places[e]] = (self._times(w, rows[places[e]], counts[e : e + 1]) for w in (gate, up))
         hidden, out = self.activate(one) * two, torch.empty_like(rows)
         for e, (_, _, down) in self._weights(chosen):
-            out[places[e]] = products(hidden[places[e]], counts[e : e + 1], down)[0]
+            out[places[e]] = self._times(down, hidden[places[e]], counts[e : e + 1])
         return out
+
+    def _times(self, weight: T, rows: T, counts: T) -> T:
+        """What :func:`weft.models.experts.products` gives, without what a backward needs: there is none."""
+        return grouped(rows, weight.mT, counts)
 
     def _weights(self, chosen: list[int]) -> Iterator[tuple[int, list[T]]]:
         """Each of these experts and its stacks, of one."""
         for record, memory in self.slots.using([self.first + e for e in chosen]):
-            yield record - self.first, [w[None].to(DTYPE) for w in matrices(memory, self.stored, self.shapes)]
+            yield record - self.first, self._matrices(memory)
+
+    def _matrices(self, memory: T) -> list[T]:
+        """The stacks, of one, in a slot's memory: views that are made once if they are what is computed with."""
+        place = memory.data_ptr()
+        if place in self.views:
+            return self.views[place]
+        found = [w[None].to(DTYPE) for w in matrices(memory, self.stored, self.shapes)]
+        if self.stored == DTYPE:
+            self.views[place] = found
+        return found
 
 
 def matrices(record: T, dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> list[T]:
@@ -137,18 +153,18 @@ class RestingExperts:
     def _before(self, block: Any, given: tuple[T, ...]) -> None:
         self._seen = given[0]
         if not block.ffn.shape.router_early:
-            self._expect(block)
+            self.slots.choose(self._guess(block, given[0]))
 
     def _chosen(self, first: int, following: Any, router: Router, given: object, choice: Choice) -> None:
         self.slots.choose(_records(first, router, choice))
         if following is not None and choice.ids.numel() >= following.ffn.router.count:
-            self._expect(following)
+            self.slots.expect(self._guess(following, self._seen))
 
-    def _expect(self, block: Any) -> None:
-        """Begin to read what a block's router would choose of what the block that runs was given."""
+    def _guess(self, block: Any, x: T) -> list[int]:
+        """What a block's router would choose of ``x``, which is not yet all that it will be given."""
         norm, router = block.attention_norm if block.ffn.shape.router_early else block.ffn_norm, block.ffn.router
-        choice = router.forward(norm(self._seen).flatten(0, 1), None)
-        self.slots.expect(_records(block.ffn.experts.first, router, choice))
+        # Its forward alone: nobody who listens to the router is to hear of this.
+        return _records(block.ffn.experts.first, router, router.forward(norm.forward(x).flatten(0, 1), None))
 
 
 def _experts(mixture: Mixture, values: Values, start: int, end: int) -> list[tuple[T, ...]]:
@@ -160,7 +176,12 @@ def _experts(mixture: Mixture, values: Values, start: int, end: int) -> list[tup
 
 
 def _records(first: int, router: Router, choice: Choice) -> list[int]:
-    """Those of the chosen experts, what most tokens chose first; ``first`` is that of the layer's first expert."""
-    counts = counted(choice.ids, router.count)
-    often = counts.argsort(descending=True, stable=True)[: int(counts.count_nonzero())]
+    """Those of the chosen experts: what most tokens chose first, and of equals what one was the surest of.
+
+    ``first`` is that of the layer's first expert.
+    """
+    counts, most = counted(choice.ids, router.count), choice.ids.shape[-1]
+    place = torch.arange(most, device=counts.device).expand_as(choice.ids).flatten()
+    surest = torch.full_like(counts, most).scatter_reduce(0, choice.ids.flatten(), place.to(counts.dtype), "amin")
+    often = (counts * (most + 1) - surest).argsort(descending=True, stable=True)[: int(counts.count_nonzero())]
     return [first + e for e in often.tolist()]

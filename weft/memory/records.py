@@ -29,6 +29,10 @@ class Copy:
     def done(self) -> bool:
         return self._there.query()
 
+    def cancel(self) -> bool:
+        """A copy cannot be given up."""
+        return False
+
     def wait(self) -> None:
         """Let what computes wait."""
         torch.cuda.current_stream(self._device).wait_event(self._there)
@@ -55,6 +59,13 @@ class Records:
             return Copy(self.memory[index], into, self._stream)
         into.copy_(self.memory[index])
         return Transfer((), "", 0)
+
+    def give_up(self, coming: Transfer | Copy) -> bool:
+        """Do not read what has not begun to come; returns whether that was so."""
+        given_up = coming.cancel()
+        if given_up and self.region is not None:
+            self.region.file.bytes["read"] -= self.size
+        return given_up
 
     def write(self, index: int, data: T) -> None:
         """Keep a record."""
@@ -87,9 +98,16 @@ class Slots:
         self._free = list(memory.view(self.count, -1))
 
     def choose(self, records: Sequence[int]) -> None:
-        """These will be used next. What else was expected was a wrong guess, and makes room before all others."""
+        """These will be used next. What else was expected was a wrong guess.
+
+        It is not read if that has not begun, and otherwise makes room before all others.
+        """
         for record in self._expected.difference(records):
-            self._there.move_to_end(record, last=False)
+            if self.records.give_up(self._there[record].coming):
+                self._free.append(self._there.pop(record).memory)
+                self.counts["read"] -= 1
+            else:
+                self._there.move_to_end(record, last=False)
         self._expected.intersection_update(records)
         self.expect(records)
 

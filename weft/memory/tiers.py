@@ -118,6 +118,15 @@ class Transfer:
     def done(self) -> bool:
         return all(piece.done() for piece in self.pieces)
 
+    def cancel(self) -> bool:
+        """Give it up if it has not begun; returns whether it has been."""
+        if not self.pieces or self.pieces[0].running() or self.pieces[0].done():
+            return False
+        for piece in reversed(self.pieces):
+            if not piece.cancel():  # it has begun after all
+                piece.exception(self.timeout)
+        return True
+
 
 @dataclass(eq=False)
 class Region:
