@@ -6,7 +6,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,7 @@ from tests.cases import recipe, write_corpus
 from weft.layout.mesh import Mesh
 from weft.memory.resting import Tiers
 from weft.memory.tiers import PAGE, PIECE, Pool, TierError, TierFile, page_buffer, whole_pages
+from weft.memory.transfer_threads import Threads
 from weft.parallel.state import State
 from weft.parallel.units import TableUnit
 from weft.train.setup import assemble, prepare
@@ -76,6 +79,25 @@ def test_a_system_that_does_less_is_asked_again(tmp_path: Path) -> None:
     assert torch.equal(data, back)
     with mock.patch.object(os, "preadv", return_value=0), pytest.raises(TierError, match="the file ends at 0"):
         region.read(back).wait()
+
+
+def test_what_is_urgent_goes_first() -> None:
+    """Each kind in its order; what fails, or is not wanted any more, keeps no other from being made."""
+    threads, gate, made = Threads(1, "test"), Event(), list[int]()
+
+    def fails() -> None:
+        raise OSError(5, "Input/output error")
+
+    first = threads.submit(lambda: made.append(int(gate.wait(10))))
+    later = [threads.submit(partial(made.append, i), urgent=False) for i in (2, 3, 4)]
+    bad, soon = threads.submit(fails), [threads.submit(partial(made.append, i)) for i in (10, 11)]
+    assert later[1].cancel()
+    gate.set()
+    with pytest.raises(OSError, match="Input/output"):
+        bad.result(10)
+    for one in (first, *soon, later[0], later[2]):
+        one.result(10)
+    assert made == [1, 10, 11, 2, 4]
 
 
 def test_what_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:

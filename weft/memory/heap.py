@@ -20,12 +20,10 @@ def keep_heap() -> None:
 
 
 def give_heap_back() -> None:
-    """Hand the memory that is free back to the system, and from now on that of every large tensor when it is freed.
+    """Hand the memory that is free now back to the system.
 
-    For a process whose state does not fit in memory.
+    For a process whose state does not fit in memory, before its steps: these keep what they free, as mapping it anew
+    would take a third of their time, and for that hold a tenth more at their peak.
     """
     with suppress(AttributeError, OSError):
-        libc = ctypes.CDLL(None)
-        for parameter in _LIMITS:
-            libc.mallopt(parameter, 2**17)  # as glibc begins
-        libc.malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)

@@ -157,6 +157,8 @@ def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | Non
         state.alternating = Alternating(mesh.device, recipe.memory.alternate)
     if mesh.islands > 1:
         add_slots(state, recipe.sync)
+    if "file" in memory.away.values():
+        give_heap_back()
     return model, state
 
 
