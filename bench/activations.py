@@ -122,7 +122,7 @@ def places(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
     curves: dict[str, Any] = {}
     for name, saved in moved.items():
         saved.report = partial(curves.__setitem__, name)
-    in_turns(sides, rounds, warm=PROFILED)
+    in_turns(sides, rounds, warm=2 * PROFILED)
     for name, side in sides.items():
         assert all(map(torch.equal, side.values, sides["keep"].values)), f"{name} ends at other values"
     peaks = {"keep": kept.peak, "recompute": inputs.peak} | {name: saved.peak for name, saved in moved.items()}
@@ -137,6 +137,33 @@ def places(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
     for name, saved in moved.items():
         rows[name]["blocks"] = saved.away or 0
     return {"rows": rows, "curves": curves}
+
+
+def computing(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """With real compute: the number of blocks by the profile, and the most that measure as hidden."""
+    found, numbers = {}, range(shape_of(quick).layers)
+    for name in ("host", "file"):
+
+        def saved(blocks: int, name: str = name) -> SavedActivations:
+            return SavedActivations(CPU, TierFile(folder) if name == "file" else None, blocks)
+
+        auto = Side(quick, saved=saved(0))
+        for _ in range(2 * PROFILED + 1):
+            auto.step()
+        fixed = {n: Side(quick, saved=saved(n)) for n in numbers}
+        assert fixed[0].model.saved is not None and auto.model.saved is not None
+        fixed[0].model.saved.away = 0
+        in_turns(fixed, rounds)
+        times = {n: min(side.times) for n, side in fixed.items()}
+        best = max(n for n, seconds in times.items() if seconds <= HIDDEN * times[0])
+        chosen = auto.model.saved.away or 0
+        found[name] = {"predicted": chosen, "best": best, "over_keep": times[chosen] / times[0], "seconds": times}
+        print(
+            f"{name}: of {len(numbers)} blocks {chosen} leave by the profile, {best} as measured, at "
+            f"{times[chosen] / times[0]:.3f} of keeping; all but the last at {times[numbers[-1]] / times[0]:.3f}",
+            flush=True,
+        )
+    return found
 
 
 class Sleep(torch.autograd.Function):
@@ -178,7 +205,7 @@ def amount(folder: Path, rounds: int, speeds: Sequence[float]) -> dict[str, Any]
     for speed in speeds:
         with slow_disk(SAVED / (speed * BACKWARD)):
             auto = SavedActivations(CPU, TierFile(folder))
-            for _ in range(PROFILED + 1):
+            for _ in range(2 * PROFILED + 1):
                 pass_seconds(auto)
             fixed = {n: SavedActivations(CPU, TierFile(folder), n) for n in range(BLOCKS)}
             fixed[0].away = 0
@@ -194,19 +221,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the files are; a temporary folder by default")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
-    parser.add_argument("--only", choices=("places", "amount"))
+    parser.add_argument("--only", choices=("places", "computing", "amount"))
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     keep_heap()
     found: dict[str, Any] = {"machine": machine()}
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        if given.only != "amount":
+        if given.only in (None, "places"):
             found["places"] = places(Path(folder), given.rounds, given.quick)
             for name, row in found["places"]["rows"].items():
                 print(f"{name:24s}{row['step_s']:8.3f} s {row['over_keep']:6.2f} of keep {row['saved_mib']:8.1f} MiB "
                       f"{row['saved_share']:5.0%}  {row.get('blocks', '')}")  # fmt: skip
-        if given.only != "places":
+        if given.only in (None, "computing"):
+            found["computing"] = computing(Path(folder), given.rounds, given.quick)
+        if given.only in (None, "amount"):
             found["amount"] = amount(Path(folder), given.rounds, SPEEDS[:: 2 if given.quick else 1])
     given.json.write_text(json.dumps(found, indent=1) + "\n")
 

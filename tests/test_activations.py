@@ -6,7 +6,9 @@ import gc
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,8 @@ from torch import nn
 from tests.cases import Case, start, write_corpus
 from tests.test_equality import name, tree
 from weft.layout.layout import Layout
-from weft.memory import tiers
-from weft.memory.activations import PROFILED, SavedActivations, bandwidth
+from weft.memory import activations, tiers
+from weft.memory.activations import PROFILED, SavedActivations, Timing, bandwidth
 from weft.memory.amount import MOST_LEAVING, BlockCost, Profile
 from weft.memory.tiers import TierError, TierFile
 from weft.observe.charts import saved_activations
@@ -290,6 +292,14 @@ def test_amount_by_hand() -> None:
     assert profile(1e-3, 1e-3).most_hidden() == 2  # what is forwarded never has to arrive
 
 
+def test_what_moves_beside_compute_slows_it_down() -> None:
+    """Of a second for 100 bytes there and back a twelfth of a block's three: 3 % of 36 s are 4 blocks' quarter."""
+    dragging = replace(profile(1e9, 1e9), write_drag=0.1 / 100, read_drag=0.15 / 100)
+    assert dragging.offloaded(0).seconds == 36
+    assert dragging.offloaded(4).seconds == pytest.approx(37)
+    assert dragging.most_hidden() == 4
+
+
 def test_curve_keeps_recomputes_and_offloads() -> None:
     found = profile(1e9, 1e9, count=4).curve()
     assert found["offload"][0] == found["recompute"][0] == (0, 400, 12.0)
@@ -317,7 +327,7 @@ def test_amount_is_chosen_after_some_passes_and_reported(place: TierFile | None)
     saved = SavedActivations(CPU, place)
     saved.report = found.append
     plain = model.gradients()
-    for _ in range(PROFILED):
+    for _ in range(2 * PROFILED):
         assert saved.away is None
         assert same(model.gradients(saved), plain)
     assert same(model.gradients(saved), plain)
@@ -327,6 +337,33 @@ def test_amount_is_chosen_after_some_passes_and_reported(place: TierFile | None)
     sent = saved.sent
     model.gradients(saved)
     assert saved.sent - sent == saved.away * (NARROW + BROAD)
+
+
+def test_passes_that_keep_show_what_moving_costs() -> None:
+    """Blocks take 1 s and 2 s alone, and 1.1 and 2.2 while all that they save moves at no other cost."""
+    saved = SavedActivations(CPU)
+    for leaves, slower in ((True, 1.1), (False, 1.0)):
+        for index in range(12):
+            timing = Timing([0.0, slower, 5.0, 5.0 + 2 * slower], saved=100, inputs=20)
+            saved.timings[leaves][index] = [timing] * PROFILED
+    saved.moved = {True: [(0.0, 1e-6, 1200)], False: [(0.0, 1e-6, 1200)]}
+    found = saved.profile()
+    assert found.write_drag == pytest.approx(1e-3) and found.read_drag == pytest.approx(2e-3)
+    assert found.offloaded(0).seconds == 36 and found.most_hidden() == 3, "3 % of 36 s are those of 3 blocks"
+    saved.timings[False].clear()
+    assert saved.profile().most_hidden() == 11, "what cannot be seen costs nothing"
+
+
+def test_nothing_is_kept_for_the_profile_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    model, saved = Model(6), SavedActivations(CPU)
+    for _ in range(PROFILED):
+        assert saved.away is None
+        before = saved.sent
+        model.gradients(saved)
+        assert saved.sent - before == 6 * (NARROW + BROAD)
+    model.gradients(saved)
+    assert saved.away is not None
 
 
 def test_predicted_peak_is_the_one_that_is(place: TierFile | None) -> None:

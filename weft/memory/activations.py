@@ -12,13 +12,14 @@ import time
 import weakref
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait as settle
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import psutil
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,7 +32,8 @@ from weft.memory.transfer_threads import Threads
 T = torch.Tensor
 Stamp = float | torch.cuda.Event
 
-#: Passes there and back whose fastest times say how many blocks leave; until then all do.
+#: Passes there and back whose fastest times say how many blocks leave: so many in which all do, and, by turns with
+#: these, as many in which none does if there is room, since what moves slows down what is computed.
 PROFILED = 3
 
 
@@ -117,6 +119,7 @@ class BlockRun:
         self.room: HostRoom | Region | None = None
         self.leaving = self.coming = Transfer((), "", 0)  # to its room, and back
         self.wanted, self.timing = False, Timing()
+        self.leaves = True  # while passes are profiled
 
     @property
     def here(self) -> int:
@@ -142,7 +145,8 @@ class SavedActivations:
         self.leaving: deque[BlockRun] = deque()
         self.passes = WeakTensorKeyDictionary()  # the latest run of each, by what its runs share
         self.back: weakref.ref[BlockRun] | None = None  # the run that backward is in
-        self.timings: dict[int, list[Timing]] = defaultdict(list)  # by index
+        # Of passes that leave, and of such that stay, by index.
+        self.timings: dict[bool, dict[int, list[Timing]]] = {True: defaultdict(list), False: defaultdict(list)}
         self.moved: dict[bool, list[tuple[float, float, int]]] = {True: [], False: []}  # from, to, bytes of each piece
 
     @contextmanager
@@ -158,7 +162,7 @@ class SavedActivations:
         self._choose()
         run = self._next_run(shared)
         self.length = max(self.length, run.index + 1)
-        away = self.length if self.away is None else self.away
+        away = self.length * run.leaves if self.away is None else self.away
         while self.leaving and (
             self.leaving[0].leaving.done or len(self.leaving) > most_leaving(run.index, away, self.length)
         ):
@@ -193,7 +197,9 @@ class SavedActivations:
 
     def _next_run(self, shared: Sequence[T]) -> BlockRun:
         latest = self.passes.get(shared[0]) if shared else None
-        run = BlockRun(latest() if latest is not None else None)
+        before = latest() if latest is not None else None
+        run = BlockRun(before)
+        run.leaves = before.leaves if before is not None else not self._stays_next()
         if shared:
             self.passes[shared[0]] = weakref.ref(run)
         self.runs.add(run)
@@ -280,8 +286,8 @@ class SavedActivations:
             self._fetch(ahead)
             ahead = ahead.before()
         self._note_peak()
-        if self.away is None and len(self.timings[run.index]) < PROFILED:
-            self.timings[run.index].append(run.timing)
+        if self.away is None and len(self.timings[run.leaves][run.index]) < PROFILED:
+            self.timings[run.leaves][run.index].append(run.timing)
 
     @property
     def here(self) -> int:
@@ -298,28 +304,56 @@ class SavedActivations:
             return time.perf_counter()
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
 
+    def _stays_next(self) -> bool:
+        """Whether the next pass that is profiled keeps everything: by turns with those that leave, if there is room."""
+        if self.away is not None:
+            return False
+        left, kept = (len(self.timings[leaves][0]) for leaves in (True, False))
+        if kept >= min(left, PROFILED):
+            return False
+        all_saved = sum(times[-1].saved for times in self.timings[True].values())
+        free = torch.cuda.mem_get_info(self.device)[0] if self.cuda else psutil.virtual_memory().available
+        return 2 * all_saved < free
+
     def _choose(self) -> None:
         """Say how many blocks leave from now on, if enough passes have been there and back, and none is under way."""
-        if self.away is not None or len(self.timings[0]) < PROFILED or any(run.stored for run in self.runs):
+        if self.away is not None or len(self.timings[True][0]) < PROFILED or self._stays_next():
+            return
+        if any(run.stored for run in self.runs):
             return
         profile = self.profile()
-        self.away, self.timings, self.peak = profile.most_hidden(), {}, 0
+        self.away, self.peak = profile.most_hidden(), 0
+        for timings in self.timings.values():
+            timings.clear()
         self.report({
             "blocks": self.away, "of": len(profile.blocks), "place": "host" if self.rooms.file is None else "file",
             "write": profile.write, "read": profile.read, **profile.curve(),
         })  # fmt: skip
 
     def profile(self) -> Profile:
-        """The fastest times of the passes so far. The first block's backward, of unseen end, is the second's."""
+        """The fastest times of the passes so far: what blocks take alone, and how much what moves adds to that."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
+        beside = self._costs(self.timings[True])
+        alone = self._costs(self.timings[False]) or beside
+        moved = sum(block.saved for block in beside) or 1
+        drags = (
+            max(0.0, sum(getattr(b, way) - getattr(a, way) for a, b in zip(alone, beside, strict=False))) / moved
+            for way in ("forward", "backward")
+        )
+        return Profile(alone, bandwidth(self.moved[True]), bandwidth(self.moved[False] or self.moved[True]), *drags)
+
+    def _costs(self, by_index: Mapping[int, Sequence[Timing]]) -> list[BlockCost]:
+        """The fastest times of each block. The first one's backward, of unseen end, is the second's."""
         blocks: list[BlockCost] = []
-        for _, timings in sorted(self.timings.items(), reverse=True):
+        for _, timings in sorted(by_index.items(), reverse=True):
+            if not timings:
+                continue
             forward = min(between(*t.stamps[:2]) for t in timings)
             seen = [between(*t.stamps[2:]) for t in timings if len(t.stamps) > 3]
             backward = min(seen) if seen else blocks[-1].backward if blocks else 2 * forward
             blocks.append(BlockCost(forward, backward, timings[-1].saved, timings[-1].inputs))
-        return Profile(blocks[::-1], bandwidth(self.moved[True]), bandwidth(self.moved[False] or self.moved[True]))
+        return blocks[::-1]
 
 
 def move_piece(

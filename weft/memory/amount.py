@@ -41,11 +41,17 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """A pass over the ``blocks`` of a model or stage; ``write`` and ``read``: bytes per second, one after the other."""
+    """A pass over the ``blocks`` of a model or stage; ``write`` and ``read``: bytes per second, one after the other.
+
+    ``write_drag`` and ``read_drag``: seconds that each byte that moves meanwhile adds to what is computed, as threads
+    that copy take processors and memory from it.
+    """
 
     blocks: Sequence[BlockCost]
     write: float
     read: float
+    write_drag: float = 0.0
+    read_drag: float = 0.0
 
     def offloaded(self, away: int) -> Choice:
         """The pass played through, as :class:`weft.memory.activations.SavedActivations` runs it."""
@@ -56,6 +62,7 @@ class Profile:
             now = max(now, gone[late]) if late >= 0 else now
             now += block.forward
             if i < away:
+                now += self.write_drag * block.saved
                 link = max(link, now) + block.saved / self.write
                 gone.append(link)
             here = sum(b.saved for j, b in enumerate(blocks[:i]) if j >= away or gone[j] > now) + block.saved
@@ -70,7 +77,7 @@ class Profile:
                 came[j] = link = max(link, now) + blocks[j].saved / self.read
                 here += blocks[j].saved
             most = max(most, here)
-            now = max(now, came[i] or 0.0) + blocks[i].backward
+            now = max(now, came[i] or 0.0) + blocks[i].backward + (i < away) * self.read_drag * blocks[i].saved
             here -= blocks[i].saved
         return Choice(away, most, now)
 
