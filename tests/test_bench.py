@@ -77,7 +77,7 @@ def test_activations(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_placement(tmp_path: Path) -> None:
     """Static and sharded experts report the same losses (asserted there), and the latter even out the ranks' loads."""
-    found = figures_of("placement", tmp_path, "--rounds", "2", "--ranks", "4", "--slow", "20")["4 ranks"]
+    found = figures_of("placement", tmp_path, "--rounds", "2", "--ranks", "4", "--slow", "5")["4 ranks"]
     assert found["static"]["max_over_mean"] > 1.5 and found["sharded"]["max_over_mean"] < 1.1 and found["ratio"] > 0
 
 
