@@ -333,6 +333,7 @@ def behind(bucket: str, patience: float = 20, timeout: float = 20) -> S3Storage:
 FAULTS = ["500", "503", "drop", "lost", "torn", "slow"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FAULTS)
 def test_every_request_may_fail_once(proxy: Proxy, bucket: str, what: str) -> None:
     store = behind(bucket)

@@ -63,6 +63,7 @@ def random_engine(model: Transformer, drawn: Random) -> Engine:
     return Engine(model, tokens, drawn.randrange(1, 200), drawn.randrange(1, 15), policy, size, drafter, invariant=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SHAPES)
 def test_random_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, others, preemption, found prefixes and guesses; training packs the texts into a row of its own."""

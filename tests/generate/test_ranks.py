@@ -83,6 +83,7 @@ def answers_of_one(mixer: str, dtype: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(("mixer", "layout"), [
     *((mixer, layout) for mixer in MIXERS for layout in OF_ALL), *(("experts", layout) for layout in OF_EXPERTS),

@@ -141,6 +141,7 @@ def test_metrics_are_what_happened() -> None:
     server.close()
 
 
+@pytest.mark.slow
 def test_long_texts_hold_nobody_up(server: Running, monkeypatch: Any) -> None:
     """While one client's text is tokenized, others are answered."""
     tokenizer, going = server.server.prompts.tokenizer, threading.Event()
