@@ -56,6 +56,35 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     assert found.ok, found
 
 
+def trained(values: dict[str, Any], memory: dict[str, str], zero: int) -> dict[str, torch.Tensor]:
+    """This rank's part of the state after three steps."""
+    values = values | {"memory": memory, "layout": values["layout"] | {"zero": zero}}
+    _, mesh, model, state, loader = start(values)
+    for step in range(3):
+        train_step(model, state, loader.step(step * values["train"]["batch"]) or [], mesh, lr=1e-2, clip=0.1)
+    return {name: tensor.values.clone() for name, tensor in state.tensors().items()}
+
+
+def differing(values: dict[str, Any], folder: str, zero: int) -> list[str]:
+    found, plain = trained(values, {**FILES, "folder": folder}, 3), trained(values, {}, zero)
+    assert found.keys() == plain.keys()
+    return [name for name in plain if not torch.equal(found[name], plain[name])]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "layout", [{"shard": 2}, {"shard": 2, "tp": 2}, {"cp": 2}, {"dp": 2, "shard": 2}, {"dp": 2}], ids=str
+)
+def test_files_have_the_bits_of_gradients_that_are_summed_once(
+    pool: Any, corpus: str, layout: dict[str, int], tmp_path: Path
+) -> None:
+    """Whatever the number of microbatches: what ``layout.zero`` = 1 does with the state in memory."""
+    values = tree(corpus, {"layout": layout, "micro_batch": 1})
+    values["train"]["batch"] = 6
+    world = Layout(**layout).world
+    assert not any(pool.run(world, differing, values, str(tmp_path), 1))
+
+
 # --- activations
 
 
