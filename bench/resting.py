@@ -29,6 +29,8 @@ from tests.generate.one_text import OneText
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.memory.experts import RestingExperts
+from weft.memory.records import Records
+from weft.memory.tiers import page_buffer
 from weft.models.init import initial_values
 from weft.models.paged import KeyValuePages, Reading
 from weft.models.spans import Span
@@ -101,17 +103,40 @@ def timed(reader: OneText, ids: Collection[int]) -> tuple[float, list[T]]:
     return statistics.median(times), found
 
 
-def balanced(models: dict[str, Transformer], some: Callable[[], list[int]]) -> int:
-    """How long a text has to be so that a token's compute takes as long as reads that are waited for add."""
-    past = 4096
-    for _ in range(2):
-        short, here = (timed(reader_behind(models["in memory"], n), some())[0] for n in (512, past))
-        reader = reader_behind(models["on demand"], past)
-        timed(reader, some())  # slots fill
-        reads = timed(reader, some())[0] - here
-        each = max(1e-7, (here - short) / (past - 512))
-        past = min(20_000, max(1024, round(512 + (reads - short) / each)))
-    return past
+def balanced(models: dict[str, Transformer], way: RestingExperts, some: Callable[[], list[int]]) -> int:
+    """How long a text has to be so that a token's compute takes as long as the reads of what it misses.
+
+    By processor time and the fastest reads, which others on the machine hardly change.
+    """
+    reader = reader_behind(models["on demand"], 512)
+    timed(reader, some())  # slots fill
+    before, ids = way.slots.counts["read"], some()
+    timed(reader, ids)
+    reads = (way.slots.counts["read"] - before) / len(ids) * seconds_of_read(way.slots.records)
+    short, long = (computed(reader_behind(models["in memory"], n), some()) for n in (512, 4096))
+    each = max(1e-7, (long - short) / (4096 - 512))
+    return min(20_000, max(512, round(512 + (reads - short) / each)))
+
+
+def computed(reader: OneText, ids: Collection[int]) -> float:
+    """Processor seconds of a token (the median)."""
+    times = []
+    for i in ids:
+        begun = time.thread_time()
+        reader.read([i])
+        times.append(time.thread_time() - begun)
+    return statistics.median(times)
+
+
+def seconds_of_read(records: Records, count: int = 8) -> float:
+    """Seconds for a record where several are read at once, the fastest of some tries."""
+    buffers, times = [page_buffer(records.size) for _ in range(count)], []
+    for _ in range(8):
+        begun = time.perf_counter()
+        for coming in [records.read(i, buffer) for i, buffer in enumerate(buffers)]:
+            coming.wait()
+        times.append(time.perf_counter() - begun)
+    return min(times) / count
 
 
 @torch.inference_mode()
@@ -125,7 +150,8 @@ def compared(early: bool, folder: Path, turns: int, tokens: int) -> dict[str, An
     def some() -> list[int]:
         return [tokens_drawn.randrange(SHAPE["vocab"]) for _ in range(tokens)]
 
-    past = balanced(models, some)
+    assert ways["on demand"] is not None
+    past = balanced(models, ways["on demand"], some)
     readers = {name: reader_behind(model, past) for name, model in models.items()}
     for way in ways.values():
         if way is not None:
