@@ -29,8 +29,8 @@ def on_another_processor(values: dict[str, Any]) -> Difference | None:
     mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
     real = step.reduced
 
-    def rounded(state: Any, mesh: Mesh) -> dict[str, torch.Tensor]:
-        grads, rng = real(state, mesh), torch.Generator().manual_seed(0)
+    def rounded(state: Any, mesh: Mesh, looked_at: bool) -> dict[str, torch.Tensor]:
+        grads, rng = real(state, mesh, looked_at), torch.Generator().manual_seed(0)
         for grad in grads.values():
             noise = torch.randn(grad.shape, generator=rng, dtype=grad.dtype)
             grad += noise * torch.finfo(grad.dtype).eps / max(1, grad.numel()) ** 0.5
@@ -70,8 +70,10 @@ def damaged(values: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
     for name in TENSORS:
         for damage in DAMAGE:
 
-            def wrong(state: Any, mesh: Mesh, name: str = name, damage: str = damage) -> dict[str, Any]:
-                grads = real(state, mesh)
+            def wrong(
+                state: Any, mesh: Mesh, looked_at: bool, name: str = name, damage: str = damage
+            ) -> dict[str, Any]:
+                grads = real(state, mesh, looked_at)
                 whole = torch.linalg.vector_norm(grads[name])
                 if damage == "scaled":
                     grads[name] = grads[name] * (1 + 1e-6)

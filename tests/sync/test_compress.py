@@ -71,11 +71,12 @@ def test_errors_are_within_what_is_declared_on_average(word: str, feedback: bool
 @settings(max_examples=5, deadline=None)
 def test_unbiased_ones_are_right_on_average(word: str, start: int, shape: tuple[int, ...]) -> None:
     """The mean over seeds comes nearer as one over their root, as far as the declared error says."""
-    compressor, count = build_compressor(word), 200
+    compressor, count = build_compressor(word), 600
     x = torch.randn(shape, generator=torch.Generator().manual_seed(start)).pow(3)
     mean = sum(decoded(compressor, x, start + i).double() for i in range(count)) / count
-    # A mean of independent errors has the mean square of one of them over their number; 4 times that is rare.
-    assert square(mean - x) <= 4 * compressor.error(shape) / count * square(x) + 1e-12 * square(x)
+    # A mean of independent errors has the mean square of one of them over their number. Where one number of the tensor
+    # outweighs the others that is four deviations from it: one run of ten thousand is beyond them.
+    assert square(mean - x) <= 16 * compressor.error(shape) / count * square(x) + 1e-12 * square(x)
 
 
 def test_contractive_ones_are_biased() -> None:
