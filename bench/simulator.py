@@ -14,6 +14,7 @@ import math
 import random
 import statistics
 from pathlib import Path
+from time import thread_time
 
 import torch
 
@@ -23,7 +24,8 @@ from weft.layout.mesh import Mesh
 from weft.models.products import read_only
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
-from weft.serve.simulate import Curve, Latencies, TimedRequest, measure, simulate
+from weft.serve.asks import Outcome
+from weft.serve.simulate import Curve, TimedRequest, measure, simulate
 
 SHAPE = ModelShape(vocab=49152, layers=30, embed=576, heads=9, kv_heads=3, ffn=1536, tied=True)
 
@@ -51,11 +53,13 @@ def load(seed: int, requests: int, rate: float, prompt: int, answer: int) -> lis
     return found
 
 
-def figures(found: Latencies) -> dict[str, float]:
+def figures(found: list[Outcome]) -> dict[str, float]:
+    times = {metric: [x for one in found for x in one.seconds[metric]] for metric in ("ttft", "itl")}
     return {
-        "ttft_mean": statistics.fmean(found.first), "ttft_p99": percentile(found.first, 0.99),
-        "itl_mean": statistics.fmean(found.between), "itl_p99": percentile(found.between, 0.99),
-    }  # fmt: skip
+        f"{metric}_{name}": of(seconds)
+        for metric, seconds in times.items()
+        for name, of in (("mean", statistics.fmean), ("p99", lambda these: percentile(these, 0.99)))
+    }
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -80,8 +84,8 @@ def main() -> None:
     for turn, (name, (*of_load, policy, cache)) in enumerate(LOADS.items(), 1):
         # The machine's speed drifts, and the curve is to be of the same minutes as what it is held against.
         for seed, (*fitted, fitted_policy, fitted_cache) in enumerate(FITTED_ON, 100 * turn):
-            samples += measure(engine(fitted_policy, fitted_cache), load(seed, given.requests, *fitted))[1]
-        measured[name] = measure(engine(policy, cache), load(turn, given.requests, *of_load))[0]
+            samples += measure(engine(fitted_policy, fitted_cache), load(seed, given.requests, *fitted), thread_time)[1]
+        measured[name] = measure(engine(policy, cache), load(turn, given.requests, *of_load), thread_time)[0]
     curve, rows = Curve(samples), {}
     print(f"{'load':30}{'':12}{'engine':>10}{'simulator':>11}{'error':>8}")
     for turn, (name, (*of_load, policy, cache)) in enumerate(LOADS.items(), 1):

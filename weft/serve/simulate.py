@@ -5,10 +5,8 @@ a real engine. It is linear in what a step has to do: its tokens, its texts, the
 that are read, and the products of queries and keys.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from time import thread_time
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +16,7 @@ from weft.generate.engine import Engine
 from weft.generate.request import Request
 from weft.generate.sampling import GREEDY
 from weft.generate.scheduler import Scheduler, Step
+from weft.serve.asks import Outcome
 
 
 class TimedRequest(NamedTuple):
@@ -26,15 +25,6 @@ class TimedRequest(NamedTuple):
     time: float
     prompt: Sequence[int]
     tokens: int
-
-
-@dataclass
-class Latencies:
-    """Seconds, of every request to its first token, and between each two tokens that follow each other."""
-
-    first: list[float] = field(default_factory=list)
-    between: list[float] = field(default_factory=list)
-    end: float = 0.0
 
 
 def work_of(step: Step) -> list[float]:
@@ -61,26 +51,28 @@ class Curve:
 
 def play(
     load: Sequence[TimedRequest], add: Callable[[int], None], step: Callable[[], tuple[float, list[int]]]
-) -> Latencies:
+) -> list[Outcome]:
     """Let requests come when ``load`` says. ``step`` returns its seconds and the numbers of those who got a token."""
-    found, order = Latencies(), sorted(range(len(load)), key=lambda i: load[i].time)
-    clock, last, written = 0.0, dict[int, float](), defaultdict[int, int](int)
-    while order or any(written[i] < load[i].tokens for i in last):
-        if order and all(written[i] == load[i].tokens for i in last):
+    found = [Outcome(each.time, prompt=len(each.prompt)) for each in load]
+    order, clock, open_ = sorted(range(len(load)), key=lambda i: load[i].time), 0.0, set[int]()
+    while order or open_:
+        if not open_:
             clock = max(clock, load[order[0]].time)  # there is nothing to do until then
         while order and load[order[0]].time <= clock:
-            last[order[0]] = load[order[0]].time
+            open_.add(order[0])
             add(order.pop(0))
         seconds, numbers = step()
         clock += seconds
         for i in numbers:
-            (found.between if written[i] else found.first).append(clock - last[i])
-            last[i], written[i] = clock, written[i] + 1
-    found.end = clock
+            one = found[i]
+            one.times.append(clock)
+            one.written, one.end = one.written + 1, clock
+            if one.written == load[i].tokens:
+                open_.remove(i)
     return found
 
 
-def simulate(scheduler: Scheduler, load: Sequence[TimedRequest], curve: Callable[[Step], float]) -> Latencies:
+def simulate(scheduler: Scheduler, load: Sequence[TimedRequest], curve: Callable[[Step], float]) -> list[Outcome]:
     """What ``load`` would get of an engine with this scheduler, whose steps take what ``curve`` says."""
     numbers: dict[Request, int] = {}
 
@@ -103,10 +95,12 @@ def simulate(scheduler: Scheduler, load: Sequence[TimedRequest], curve: Callable
     return play(load, add, step)
 
 
-def measure(engine: Engine, load: Sequence[TimedRequest]) -> tuple[Latencies, list[tuple[list[float], float]]]:
+def measure(
+    engine: Engine, load: Sequence[TimedRequest], clock: Callable[[], float] = perf_counter
+) -> tuple[list[Outcome], list[tuple[list[float], float]]]:
     """What ``load`` gets of a real engine, and samples of its steps for a :class:`Curve`.
 
-    The clock is this thread's processor time, so that what else the machine does is left out.
+    With ``time.thread_time`` as the clock of steps what else the machine does is left out, and other threads too.
     """
     numbers: dict[Request, int] = {}
     samples: list[tuple[list[float], float]] = []
@@ -123,9 +117,9 @@ def measure(engine: Engine, load: Sequence[TimedRequest]) -> tuple[Latencies, li
         numbers[one] = i
 
     def step() -> tuple[float, list[int]]:
-        begun = thread_time()
+        begun = clock()
         written = engine.step()
-        samples.append((work[-1], thread_time() - begun))
+        samples.append((work[-1], clock() - begun))
         return samples[-1][1], [numbers[one.request] for one in written]
 
     engine.scheduler.plan = planning  # type: ignore[method-assign]

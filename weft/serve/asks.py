@@ -1,0 +1,151 @@
+"""Questions for a server or an engine, when they come, and figures of the times of their answers.
+
+The words are those of ``vllm bench serve``, so that figures of both can stand side by side. TTFT is the time from a
+question to its answer's first token, TPOT the mean time of each further token, ITL the time between two events of a
+stream, E2EL the time from a question to its answer's end. Goodput counts the requests that meet all limits.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weft.errors import UsageError
+
+#: Mean tokens of prompts and of answers in ShareGPT, and how far their logarithms spread.
+SHAREGPT = ((161, 1.1), (338, 0.9))
+SHORTEST, LONGEST = 4, 1024
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+
+
+class Ask(NamedTuple):
+    prompt: str | list[int]
+    tokens: int  # of the answer
+
+
+@dataclass
+class Outcome:
+    """What came of one question; times in seconds of one clock."""
+
+    began: float
+    times: list[float] = field(default_factory=list)  # when events with text came
+    end: float = 0.0
+    prompt: int = 0  # tokens
+    written: int = 0
+    error: str = ""
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        """By metric, what this one has to say about it."""
+        ttft, e2el = self.times[0] - self.began, self.end - self.began
+        tpot = [(self.times[-1] - self.times[0]) / (self.written - 1)] if self.written > 1 else []
+        gaps = [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+        return {"ttft": [ttft], "tpot": tpot, "itl": gaps, "e2el": [e2el]}
+
+
+def random_asks(count: int, prompt: int, answer: int, ratio: float, prefix: int, seed: int) -> list[Ask]:
+    """Prompts of random ids below 256, which every vocabulary has, behind ``prefix`` that all share.
+
+    Lengths are uniform within ``ratio`` of ``prompt`` and ``answer``.
+    """
+    random = Random(seed)
+
+    def length(mean: int) -> int:
+        return max(1, random.randint(math.floor(mean * (1 - ratio)), math.ceil(mean * (1 + ratio))))
+
+    shared = [random.randrange(256) for _ in range(prefix)]
+    texts = [[*shared, *(random.randrange(256) for _ in range(length(prompt)))] for _ in range(count)]
+    return [Ask(text, length(answer)) for text in texts]
+
+
+def sharegpt_asks(count: int, seed: int) -> list[Ask]:
+    """Random ids, of lengths that are drawn as people's talks have them: log-normal with ShareGPT's means."""
+    random = Random(seed)
+
+    def length(mean: float, spread: float) -> int:
+        drawn = random.lognormvariate(math.log(mean) - spread**2 / 2, spread)
+        return min(LONGEST, max(SHORTEST, round(drawn)))
+
+    return [
+        Ask([random.randrange(256) for _ in range(length(*SHAREGPT[0]))], length(*SHAREGPT[1])) for _ in range(count)
+    ]
+
+
+def read_asks(path: Path, count: int, answer: int) -> list[Ask]:
+    """A JSON object per line: ``prompt``, and perhaps ``output_tokens``."""
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()][:count]
+        return [Ask(row["prompt"], int(row.get("output_tokens", answer))) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no file with an object with 'prompt' in each line: {error!r}") from None
+
+
+def make_asks(
+    dataset: str, count: int, path: Path | None, prompt: int, answer: int, ratio: float, prefix: int, seed: int
+) -> list[Ask]:
+    """The questions of a data set by its name; errors: unknown names, and a file that is missing."""
+    if dataset == "random":
+        return random_asks(count, prompt, answer, ratio, prefix, seed)
+    if dataset == "sharegpt":
+        return sharegpt_asks(count, seed)
+    if dataset == "custom" and path:
+        return read_asks(path, count, answer)
+    raise UsageError(f"--dataset-name {dataset}: choose random, sharegpt, or custom with --dataset-path FILE")
+
+
+def read_limits(words: Sequence[str]) -> dict[str, float]:
+    """``METRIC:MS`` each."""
+    try:
+        found = {name: float(limit) for name, limit in (word.split(":") for word in words)}
+    except ValueError:
+        raise UsageError(f"--goodput {' '.join(words)}: give METRIC:MS, for instance ttft:500") from None
+    if unknown := found.keys() - set(METRICS):
+        raise UsageError(f"--goodput knows no {sorted(unknown)[0]}; choose from: {', '.join(METRICS)}")
+    return found
+
+
+def read_percentiles(words: str) -> list[float]:
+    """Numbers of 0 to 100 with commas between them."""
+    try:
+        found = [float(word) for word in words.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= p <= 100 for p in found):
+        raise UsageError(f"--metric-percentiles {words}: give numbers from 0 to 100, for instance 50,99")
+    return found
+
+
+def pauses(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds before each request: a gamma distribution, of Poisson's arrivals with ``burstiness`` 1."""
+    random = Random(seed)
+    return [0.0 if math.isinf(rate) else random.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count)]
+
+
+def summary(
+    outcomes: Sequence[Outcome], seconds: float, percentiles: Sequence[float], limits: Mapping[str, float]
+) -> dict[str, Any]:
+    """Figures by the names that vLLM gives them; times in milliseconds. ``limits``: of metrics, in milliseconds."""
+    good = [one for one in outcomes if not one.error]
+    prompt, written = sum(one.prompt for one in good), sum(one.written for one in good)
+    found: dict[str, Any] = {
+        "completed": len(good), "failed": len(outcomes) - len(good), "duration": seconds,
+        "total_input_tokens": prompt, "total_output_tokens": written, "request_throughput": len(good) / seconds,
+        "output_throughput": written / seconds, "total_token_throughput": (prompt + written) / seconds,
+        "errors": sorted({one.error for one in outcomes if one.error}),
+    }  # fmt: skip
+    if limits:
+        within = [all(1000 * x <= limits.get(m, math.inf) for m in METRICS for x in one.seconds[m]) for one in good]
+        found["request_goodput"] = sum(within) / seconds
+    for metric in METRICS if good else ():
+        times = 1000 * np.array([x for one in good for x in one.seconds[metric]])
+        if len(times):
+            found |= {f"mean_{metric}_ms": times.mean(), f"median_{metric}_ms": np.median(times)}
+            found |= {f"std_{metric}_ms": times.std()}
+            found |= {f"p{p:g}_{metric}_ms": np.percentile(times, p) for p in percentiles}
+    return {name: float(value) if isinstance(value, np.floating) else value for name, value in found.items()}

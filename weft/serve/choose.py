@@ -1,0 +1,106 @@
+"""Which policy and budget answer a load best: a few requests are timed, and every candidate is simulated.
+
+Vidur's way (Agrawal et al. 2024), with the engine's own scheduler: what is compared is planned as it would be served.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import accumulate, product
+from typing import Any, NamedTuple
+
+from weft.data.tokenizer import Tokenizer
+from weft.generate.engine import Engine
+from weft.serve.asks import Ask, summary
+from weft.serve.simulate import Curve, TimedRequest, measure, simulate
+
+POLICIES = ("exact-fill", "chunked:32", "chunked:128", "prompts-first")
+BUDGETS = (128, 512, 2048)
+#: The share of the requests that is to meet all limits, where it is asked how many may come.
+SHARE = 0.9
+
+#: A new engine with that policy and budget; all of them have the same cache.
+Build = Callable[[str, int], Engine]
+
+
+class Candidate(NamedTuple):
+    """One way to serve, and the figures that a load would have, as ``weft bench serve`` names them."""
+
+    policy: str
+    budget: int
+    figures: dict[str, Any]
+
+
+def requests_of(
+    asked: Sequence[Ask], waits: Sequence[float], open_tokenizer: Callable[[], Tokenizer], first: int
+) -> tuple[list[TimedRequest], list[TimedRequest]]:
+    """The ``first`` requests, to be timed, and the others, from when the first of those comes on.
+
+    The tokenizer is opened only where a prompt is text.
+    """
+    opened = cache(open_tokenizer)
+    prompts = [opened().encode(each.prompt) if isinstance(each.prompt, str) else each.prompt for each in asked]
+    times = list(accumulate(waits))
+    found = [
+        TimedRequest(time - times[first], [int(i) for i in prompt], each.tokens)
+        for time, prompt, each in zip(times, prompts, asked, strict=True)
+    ]
+    return found[:first], found[first:]
+
+
+def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
+    """The seconds of the engine's steps, from ``load`` one by one, all at once, and all at once in small pieces."""
+    measure(build("exact-fill", BUDGETS[1]), load[:1])  # the first steps of a process are slow
+    samples = []
+    for policy, budget, apart in (("exact-fill", 2048, 1e6), ("exact-fill", 512, 0.0), ("chunked:32", 128, 0.0)):
+        coming = [one._replace(time=apart * i) for i, one in enumerate(load)]
+        samples += measure(build(policy, budget), coming)[1]
+    return Curve(samples)
+
+
+def play_candidate(
+    build: Build, policy: str, budget: int, load: Sequence[TimedRequest], curve: Curve, percentiles: Sequence[float],
+    limits: Mapping[str, float],
+) -> Candidate:  # fmt: skip
+    """``load`` as it would be served; ``limits`` are milliseconds of metrics."""
+    outcomes = simulate(build(policy, budget).scheduler, load, curve)
+    return Candidate(policy, budget, summary(outcomes, max(one.end for one in outcomes), percentiles, limits))
+
+
+def compare(
+    build: Build, load: Sequence[TimedRequest], curve: Curve, percentiles: Sequence[float], limits: Mapping[str, float]
+) -> list[Candidate]:
+    """The candidates, the best first: by the requests per second within all limits, then by the time of an answer.
+
+    Of those that would do the same only the one with the smallest budget.
+    """
+    found: list[Candidate] = []
+    for policy, budget in product(POLICIES, BUDGETS):
+        one = play_candidate(build, policy, budget, load, curve, percentiles, limits)
+        if all(one.figures != other.figures for other in found):
+            found.append(one)
+    return sorted(found, key=lambda one: (-one.figures.get("request_goodput", 0), one.figures["mean_e2el_ms"]))
+
+
+def most_requests(
+    build: Build, best: Candidate, load: Sequence[TimedRequest], curve: Curve, limits: Mapping[str, float]
+) -> float:
+    """Requests per second of which :data:`SHARE` still meets all limits, to 3 %; 0 if one alone does not.
+
+    The requests of ``load`` come in the same order and with the same relative pauses, faster or slower.
+    """
+    whole = load[-1].time
+
+    def holds(rate: float) -> bool:
+        places = [one.time / whole if whole else i / len(load) for i, one in enumerate(load)]
+        coming = [one._replace(time=place * len(load) / rate) for one, place in zip(load, places, strict=True)]
+        found = play_candidate(build, best.policy, best.budget, coming, curve, (), limits).figures
+        return found["request_goodput"] * found["duration"] >= SHARE * len(load)
+
+    low, high = 0.0, 1e-3
+    while holds(high) and high < 1e6:
+        low, high = high, 4 * high
+    while low and high / low > 1.03:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
