@@ -209,16 +209,16 @@ def measured(name: str, side: Side, transfers: Transfers, taken: dict[str, list[
 
 
 def exposed(given: argparse.Namespace) -> dict[str, Any]:
-    """Seconds that an update adds to the passes of a step."""
+    """Seconds that an update adds to the passes of a step, which are short, so that these differences are not noise."""
     found: dict[str, Any] = {}
     for place in ("device", "file"):
         memory = {"moments": place, "folder": given.folder}
-        sides = {how: Side(given, memory | {"speculate": how}, 4) for how in ("none", "all")}
-        bare = Side(given, {}, 4)
+        sides = {how: Side(given, memory | {"speculate": how}, 2) for how in ("none", "all")}
+        bare = Side(given, {}, 2)
         for side in (*sides.values(), bare):
             side.step(), side.step()
         more: dict[str, list[float]] = defaultdict(list)
-        for _ in range(given.turns):
+        for _ in range(4 * given.turns):
             passes, *_ = seconds(bare.passes)
             for how, side in sides.items():
                 more[how].append(seconds(side.step)[0] - passes)

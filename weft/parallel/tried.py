@@ -16,8 +16,9 @@ T = torch.Tensor
 class Tried:
     """Updates of ``units`` of a state, each of which may be taken back until all :meth:`stand`.
 
-    ``done``: the units that have been updated. ``bytes`` of memory are what copies take; what rests in a tier has room
-    for a second version there, so that a full disk is known now.
+    Before it is updated a unit is to :meth:`keep` what it was. ``done``: the units that have been updated. ``bytes`` of
+    memory are what copies take; what rests in a tier has room for a second version there, so that a full disk is known
+    now.
     """
 
     def __init__(self, state: State, units: Sequence[Unit]) -> None:
@@ -39,9 +40,14 @@ class Tried:
         return sum(t.nbytes for copies in self._copies.values() for t in copies)
 
     @torch.no_grad()
+    def keep(self, *units: Unit) -> None:
+        """Copy what in these units rests in no tier, so that :meth:`undo` can bring it back."""
+        for unit in units:
+            torch._foreach_copy_(self._copies[unit], self._changing[unit])
+
+    @torch.no_grad()
     def update(self, unit: Unit, grads: Mapping[str, T], lr: float) -> None:
         """Update one of the units by its reduced gradients. Collective, where the optimizer's rule is."""
-        torch._foreach_copy_(self._copies[unit], self._changing[unit])
         self.done.append(unit)
         self.state.update(unit, grads, lr, tried=True)
 

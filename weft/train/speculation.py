@@ -30,8 +30,9 @@ T = torch.Tensor
 class Speculation(Stepper):
     """A stepper that updates the state's ``early`` units during backward; the results are the plain one's.
 
-    Units in files are updated where the table completes their gradients, others in a thread of their own, unless
-    their rule asks other ranks. ``undone`` counts the steps that had been updated too early.
+    Units in files are updated where the table completes their gradients, others in a thread of their own, which makes
+    copies during forward, unless their rule asks other ranks. ``undone`` counts the steps that had been updated too
+    early.
     """
 
     def __post_init__(self) -> None:
@@ -57,10 +58,10 @@ class Speculation(Stepper):
                 loss = accumulate(
                     self.model, self.state, batches, self.mesh, self.routes, before_last=lambda share: self._expect()
                 )
-            for update in self.running:
-                update.result()
+            if any(self.state.tiers.groups.values()):  # otherwise the norm is computed beside the last updates
+                self._wait()
             looked_at = self.inspect is not None
-            found = reduced_and_sums(loss, self.model, self.state, batches, self.mesh, stop, self._begin, looked_at)
+            found = reduced_and_sums(loss, self.model, self.state, batches, self.mesh, stop, self._wait, looked_at)
         except BaseException:
             self._take_back()
             raise
@@ -88,7 +89,7 @@ class Speculation(Stepper):
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """In here early units are updated as their gradients become complete."""
-        self.running.clear()
+        self.running = [] if self.thread is None else [self.thread.submit(self.tried.keep, *self.tried.units)]
         pipeline = self.model.pipeline
         streamed = [unit for unit in self.state.early if isinstance(unit, TableUnit) and unit.reduced]
         for unit in streamed:
@@ -115,6 +116,12 @@ class Speculation(Stepper):
             self.begun = True
             self.before_update()
 
+    def _wait(self) -> None:
+        """End the updates that are under way."""
+        self._begin()
+        for update in self.running:
+            update.result()
+
     @torch.no_grad()
     def _complete(self, unit: Unit) -> None:
         """Update a unit, whose gradient is complete on this rank and summed over those with other data."""
@@ -125,6 +132,7 @@ class Speculation(Stepper):
             unit.fresh = {}
         grads = summed_over_axes(grads, self.parts[unit], self.mesh)
         if self.thread is None:
+            self.tried.keep(unit)
             self.tried.update(unit, grads, self.lr)
         else:
             ready = torch.cuda.current_stream().record_event() if self.mesh.device.type == "cuda" else None
