@@ -53,8 +53,6 @@ def be_rank(orders: Connection) -> None:
         dialled = socket.create_connection(listener.getsockname())  # made meanwhile, and known not to be gloo's
         accepted = listener.accept()[0]
         spare(dialled, accepted)
-        ours.groups_made()
-        later = socket.create_connection(listener.getsockname()), listener.accept()[0]
         value = torch.ones(100)
         dist.all_reduce(value, group=groups[0])
         orders.send(value[0].item())
@@ -78,10 +76,10 @@ def be_rank(orders: Connection) -> None:
         ours.close()
         destroyed = time.monotonic()
         del store, groups
-        for one, other in (before, after, (dialled, accepted), later):
+        for one, other in (before, after, (dialled, accepted)):
             one.send(b"!")
             assert other.recv(1) == b"!"
-        for one in (dialled, accepted, *later):
+        for one in (dialled, accepted):
             one.close()
         until = time.monotonic() + 20
         first = first or (_settled("fd"), _settled("task"))

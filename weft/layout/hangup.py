@@ -67,20 +67,17 @@ def _inodes() -> set[int]:
 class HangUp:
     """The connections of one view's process groups. Make it before the groups.
 
-    ``groups_made()`` says that all are there: what is connected later is somebody else's. ``hang_up()``, from any
-    thread, makes all waits in the groups raise; ``close()`` when no thread is in any of them any more: nothing is shut
-    after that. ``stuck`` is called, in another thread, if the main thread is in such a wait that does not end.
+    What is connected from then on is taken for theirs, as gloo also connects later, but for what was given to
+    :func:`spare`. ``hang_up()``, from any thread, makes all waits in the groups raise; ``close()`` when no thread is in
+    any of them any more: nothing is shut after that. ``stuck`` is called, in another thread, if the main thread is in
+    such a wait that does not end.
     """
 
     def __init__(self, stuck: Callable[[], None] = lambda: None) -> None:
         self._stuck = stuck
         self._before = _inodes()
-        self._own: set[int] | None = None  # all that are made from now on
         self._over = threading.Event()
         self._hung, self._shutting = threading.Lock(), threading.Lock()
-
-    def groups_made(self) -> None:
-        self._own = _inodes() - self._before - self._spared()
 
     def hang_up(self) -> None:
         """Shut the connections down, and those that are still made until :meth:`close`. Returns at once."""
@@ -106,7 +103,7 @@ class HangUp:
 
     def _shut(self) -> None:
         with _connections() as found:
-            chosen = found.keys() - self._before - self._spared() if self._own is None else found.keys() & self._own
+            chosen = found.keys() - self._before - self._spared()
             with self._shutting:
                 if self._over.is_set():  # meanwhile, and what was found may be the next view's
                     return
