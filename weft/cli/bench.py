@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.cli.arguments import AsJson, ModelName, Weights, read_keys
-from weft.cli.console import warn
+from weft.cli.console import print_table, warn
 from weft.errors import UsageError, WeftError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def policies(
         dataset_name, num_prompts + timed, dataset_path, random_input_len, random_output_len, random_range_ratio,
         random_prefix_len, seed,
     )  # fmt: skip
-    if len(asked) < timed + 2:
+    if len(asked) <= timed:
         raise UsageError(f"{len(asked)} requests are too few to time {timed} of them; give more, or --timed")
     model, files = open_model(checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn)
     read_only(model, weights)
@@ -133,30 +133,33 @@ def policies(
     def build(policy: str, budget: int) -> Engine:
         return Engine(model, cache, budget, requests, policy_of(policy))
 
-    curve = choose.time_steps(build, few)
-    found = choose.compare(build, load, curve, percentiles, limits)
-    most = choose.most_requests(build, found[0], load, curve, limits) if limits else math.nan
+    with Console(stderr=True).status(f"timing the steps of {timed} requests, three times") as status:
+        curve = choose.time_steps(build, few)
+        status.update("simulating every policy")
+        found = choose.compare(build, load, curve, percentiles, limits)
+        most = choose.most_requests(build, found[0], load, curve, limits) if limits else math.nan
     if as_json:
         rows = [{"policy": one.policy, "budget": one.budget, **one.figures} for one in found]
-        print(json.dumps({"candidates": rows, "most_requests_per_second": most if limits else None}))
+        print(json.dumps({"candidates": rows, "most_requests_per_second": most if math.isfinite(most) else None}))
         return 0
     _show_candidates(found, percentiles[-1])
     best = found[0]
     print(f"weft serve --checkpoint {checkpoint} --policy {best.policy} --budget {best.budget} --requests {requests}")
     if limits:
-        print(f"{choose.SHARE:.0%} of the requests meet the limits up to {most:.2g} requests per second")
+        rate = f"up to {most:.2g} requests per second" if math.isfinite(most) else "even if all come at once"
+        print(f"{choose.SHARE:.0%} of the requests meet the limits {rate}")
     return 0
 
 
 def _show_candidates(found: "list[Candidate]", percentile: float) -> None:
-    names = {"request_goodput": "good/s", "output_throughput": "tokens/s"}
-    for metric in ("ttft", "itl", "e2el"):
-        names |= {f"mean_{metric}_ms": f"{metric} ms", f"p{percentile:g}_{metric}_ms": f"p{percentile:g}"}
+    last = f"p{percentile:g}"
+    names = {"request_goodput": "good/s", "output_throughput": "tok/s"}
+    names |= {"mean_ttft_ms": "ttft ms", f"{last}_ttft_ms": last, "mean_itl_ms": "itl ms", f"{last}_itl_ms": last}
+    names["mean_e2el_ms"] = "e2el ms"
     names = {name: head for name, head in names.items() if name in found[0].figures}
-    table = Table("policy", "budget", *names.values())
-    for one in found:
-        table.add_row(one.policy, str(one.budget), *(f"{one.figures[name]:.4g}" for name in names))
-    Console().print(table)
+    figures = [[f"{one.figures[name]:.4g}" for name in names] for one in found]
+    rows = [[one.policy, str(one.budget), *its] for one, its in zip(found, figures, strict=True)]
+    print_table(["policy", "budget", *names.values()], rows)
 
 
 def _show(found: dict[str, object]) -> None:

@@ -85,9 +85,10 @@ def compare(
 def most_requests(
     build: Build, best: Candidate, load: Sequence[TimedRequest], curve: Curve, limits: Mapping[str, float]
 ) -> float:
-    """Requests per second of which :data:`SHARE` still meets all limits, to 3 %; 0 if one alone does not.
+    """Requests per second of which :data:`SHARE` still meets all limits, to 3 %.
 
-    The requests of ``load`` come in the same order and with the same relative pauses, faster or slower.
+    0 if no request meets them when it is alone, and infinity where all of ``load`` may come at once.
+    They come in the same order and with the same relative pauses, faster or slower.
     """
     whole = load[-1].time
 
@@ -98,8 +99,10 @@ def most_requests(
         return found["request_goodput"] * found["duration"] >= SHARE * len(load)
 
     low, high = 0.0, 1e-3
-    while holds(high) and high < 1e6:
+    while holds(high):
         low, high = high, 4 * high
+        if high > 1e6:
+            return math.inf
     while low and high / low > 1.03:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if holds(middle) else (low, middle)
