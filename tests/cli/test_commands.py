@@ -102,7 +102,6 @@ def weft(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     (["generate", "--checkpoint", "nowhere", "--prompt-file", "none.txt"], 2, r"none\.txt cannot be read"),
     (["generate", "--checkpoint", "nowhere", "--prompt", "x", "--layout", "dp=2"], 2, r"has no use for dp; leave it"),
     (["serve", "--checkpoint", "nowhere", "--layout", "shard=2"], 2, r"has no use for shard; leave it out"),
-    (["serve", "--checkpoint", "nowhere", "--layout", "tp=2", "--adapters", "x"], 2, r"--adapters is for a model on o"),
 ])  # fmt: skip
 def test_mistakes_cost_one_line(
     words: list[str],

@@ -45,9 +45,7 @@ def merged(model: Transformer, adapter: HostAdapter) -> Transformer:
     """``model`` with the adapter in its weights."""
     for number, modules in enumerate(layer_modules(model)):
         for one in adapter.forms[number]:
-            numbers, middle = adapter.values[number], one.first + one.rank * one.into
-            a = numbers[one.first : middle].view(one.rank, one.into)
-            b = numbers[middle : middle + one.rank * one.out].view(one.out, one.rank)
+            a, b = one.of(adapter.values[number])
             weight = getattr(modules[one.module], one.name)
             weight.data += b.to(weight.dtype) @ a.to(weight.dtype)
     return model
@@ -98,8 +96,8 @@ def test_an_adapter_is_loaded_once_and_again_when_its_blocks_were_needed(tmp_pat
     for name, adapter in adapters(tmp_path, model, [2, 2]).items():
         engine.add_adapter(name, adapter)
     loaded: list[str] = []
-    load = engine.shelf.load  # type: ignore[union-attr]
-    engine.shelf.load = lambda name, table: (loaded.append(name), load(name, table))  # type: ignore
+    load = engine.reader.shelf.load
+    engine.reader.shelf.load = lambda name, table: (loaded.append(name), load(name, table))  # type: ignore
     for name in ("a0", "a0", "a1", "a0"):
         engine.submit(PROMPTS[1], 4, GREEDY, adapter=name, n=2)
         engine.run()
@@ -127,7 +125,7 @@ def test_a_thousand_adapters(tmp_path: Path) -> None:
     engine.run()
     assert len({tuple(one.written) for one in ones.values()}) > 100 and not engine.scheduler.pool.owners
     for name in drawn.sample(sorted(scales), 40):
-        adapter = engine.shelf.host[name]  # type: ignore[union-attr]
+        adapter = engine.reader.shelf.host[name]
         (single,) = [alone(merged(build("softmax", torch.float32), adapter), ones[name].ids[:3], GREEDY, top=0)]
         pairs = zip(ones[name].log_probabilities, single.log_probabilities, strict=False)
         assert all(abs(p - q) < 1e-5 for (p, _), (q, _) in list(pairs)[:3])
@@ -141,8 +139,8 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         engine.submit([1], 1, adapter="x")
     engine.add_adapter("x", read_adapter(write(tmp_path / "x", model, 64, 0), model))
     with pytest.raises(UsageError, match="already"):
-        engine.add_adapter("x", engine.shelf.host["x"])  # type: ignore[union-attr]
-    with pytest.raises(UsageError, match="do not fit into a cache of 64"):
+        engine.add_adapter("x", engine.reader.shelf.host["x"])
+    with pytest.raises(UsageError, match="do not fit into a cache of 64 beside the adapter"):
         engine.submit([1], 1, adapter="x")
     with pytest.raises(WeftError, match="which this model does not have"):
         read_adapter(write(tmp_path / "y", other, 4, 0, ("wkv_b",)), other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.generate.test_adapters import TARGETS, merged, write
 from tests.generate.test_cache import MIXERS
-from tests.generate.test_many import NEW, PROMPTS, SETTINGS, count_preempted
+from tests.generate.test_many import NEW, PROMPTS, SETTINGS, alone, count_preempted
+from weft.checkpoint.convert.peft import read_adapter
 from weft.errors import UsageError
 from weft.generate import ranks
 from weft.generate.engine import Engine
@@ -27,11 +30,13 @@ from weft.models.transformer import Transformer
 from weft.parallel import striped
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
+from weft.serve.embeddings import embed
 
 SHAPE = {"vocab": 31, "layers": 3, "embed": 24, "heads": 6, "kv_heads": 2, "ffn": 32, "init_std": 0.3}
 NAMES = ("chunks of 5", "a cache that is too small")
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
-    "as it is": {}, "chunks of 3 in a small cache": {"tokens": 48, "size": 4, "budget": 5, "policy": chunked(3)},
+    "as it is": {}, "room for two adapters": {"tokens": 800, "size": 4, "budget": 9},
+    "chunks of 3 in a small cache": {"tokens": 48, "size": 4, "budget": 5, "policy": chunked(3)},
 }  # fmt: skip
 OF_ALL = ("tp=2", "tp=3", "cp=2", "cp=3", "pp=2", "pp=3", "tp=2,cp=2", "tp=2,pp=2", "cp=2,pp=2")
 OF_EXPERTS = ("cp=2,ep=2", "cp=4,ep=2", "tp=2,ep=2", "tp=2,cp=2,ep=4", "cp=2,pp=2,ep=2,dispatch=per-rank")
@@ -94,8 +99,8 @@ def test_tokens_are_those_of_each_request_alone(pool: Any, mixer: str, layout: s
     found, *_ = pool.run(Layout.parse(layout).world, under, layout, mixer, "float64", NAMES, answers, timeout=100)
     for name, (written, hits, preempted) in zip(NAMES, found, strict=True):
         assert hits >= 12 and bool(preempted) == ("small" in name), name
-        for (ids, said), (alone, said_alone) in zip(written, expected, strict=True):
-            assert ids == alone, name
+        for (ids, said), (single, said_alone) in zip(written, expected, strict=True):
+            assert ids == single, name
             for (p, best), (q, top) in zip(said, said_alone, strict=True):
                 assert abs(p - q) < 1e-10 and all(abs(best[i] - top[i]) < 1e-10 for i in top)
     assert len({token for ids, _ in expected for token in ids}) > 10
@@ -255,6 +260,67 @@ def test_layouts_that_cannot_are_one_line(layout: str, shape: dict[str, Any], me
 def test_ranks_that_were_not_started_are_missed() -> None:
     with pytest.raises(UsageError, match="needs 2 ranks that are started together"):
         mesh_of_rank(Layout(tp=2), "cpu")
+
+
+def adapted(engine: Engine, folder: str, names: list[str]) -> list[Any]:
+    """What is written for each prompt with the adapter of each of ``names``, all of them twice."""
+    for path in sorted(Path(folder).iterdir()):
+        engine.add_adapter(path.name, read_adapter(path, engine.model))
+    for _ in range(2):
+        found = []
+        for name, prompt in zip(names, PROMPTS, strict=True):
+            found += engine.submit(prompt, NEW, GREEDY, top=0, adapter=name)
+            engine.step()
+        engine.run()
+    assert not engine.scheduler.pool.owners
+    return [(one.written, one.log_probabilities) for one in found]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("mixer", "layout"), [
+    *((mixer, layout) for mixer in ("softmax", "windows", "hybrid", "latent") for layout in OF_ALL),
+    *(("experts", layout) for layout in OF_EXPERTS),
+])  # fmt: skip
+def test_adapters_are_as_if_merged(pool: Any, mixer: str, layout: str, tmp_path: Path) -> None:
+    """Of three ranks and none, in a cache that does not hold them all beside the texts."""
+    targets = ("wq_a", "wkv_a", "wo", "gate", "down") if mixer == "latent" else TARGETS
+    known = {
+        f"a{i}": read_adapter(write(tmp_path / f"a{i}", model_under(Layout(), mixer), rank, i, targets),
+                              model_under(Layout(), mixer))
+        for i, rank in enumerate([1, 4, 8])
+    }  # fmt: skip
+    names = ["", "a0", "a1", "a2", "a0", "a1", ""]
+    expected = [
+        alone(merged(model_under(Layout(), mixer), known[n]) if n else model_under(Layout(), mixer), p, GREEDY, top=0)
+        for n, p in zip(names, PROMPTS, strict=True)
+    ]
+    (found,), *_ = pool.run(
+        Layout.parse(layout).world, under, layout, mixer, "float64", ("room for two adapters",), adapted, str(tmp_path),
+        names, timeout=100,
+    )  # fmt: skip
+    for (ids, said), single in zip(found, expected, strict=True):
+        assert ids == single.written
+        assert all(abs(p - q) < 1e-10 for (p, _), (q, _) in zip(said, single.log_probabilities, strict=True))
+    assert len({tuple(ids) for ids, _ in found}) > 4
+
+
+def vectors(engine: Engine) -> list[list[float]]:
+    """Of each prompt both vectors, one of them while a step is under way."""
+    engine.submit(PROMPTS[1], NEW, GREEDY)
+    engine.step()
+    found = [embed(engine, ids, how).tolist() for ids in PROMPTS for how in ("mean", "last")]
+    engine.run()
+    return found
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("mixer", "layout"), [
+    *(("latent", layout) for layout in OF_ALL), *(("experts", layout) for layout in OF_EXPERTS),
+])  # fmt: skip
+def test_vectors_of_texts(pool: Any, mixer: str, layout: str) -> None:
+    (expected,) = under("", mixer, "float64", ("as it is",), vectors)
+    (found,), *_ = pool.run(Layout.parse(layout).world, under, layout, mixer, "float64", ("as it is",), vectors)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-6)
 
 
 def seen_by_each_other(engine: Engine) -> list[list[int]] | str:

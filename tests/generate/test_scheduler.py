@@ -86,9 +86,11 @@ def next_token(seen: Sequence[tuple[Any, ...]], draw: int) -> int:
     return random.Random(repr((found, draw))).randrange(VOCAB)
 
 
-def adapter_keys(name: str) -> list[bytes]:
+class AdapterKeys(dict[str, list[bytes]]):
     """An adapter needs two blocks."""
-    return [f"{name} {i}".encode() for i in range(2 * bool(name))]
+
+    def __missing__(self, name: str) -> list[bytes]:
+        return [f"{name} {i}".encode() for i in range(2 * bool(name))]
 
 
 class Machine:
@@ -97,7 +99,7 @@ class Machine:
     def __init__(self, world: World, kind: type[Scheduler], blocks: int) -> None:
         self.size, self.run = world.size, Run()
         self.scheduler = kind(Pool(blocks, world.size, world.states), world.budget, world.limit, world.policy)
-        self.scheduler.adapter_keys = adapter_keys
+        self.scheduler.adapter_keys = AdapterKeys()
         self.memory = [[(None,)] * world.size for _ in range(blocks)]
         self.requests: list[Request] = []
         self.first_drawn: dict[Request, int] = {}  # where what a request writes begins
@@ -189,11 +191,11 @@ class Machine:
         for old, new in step.copies:
             self.memory[new] = list(self.memory[old])
         for name, table in step.loads:
-            for block, key in zip(table, adapter_keys(name), strict=True):
+            for block, key in zip(table, AdapterKeys()[name], strict=True):
                 self.memory[block] = [(key,)] * self.size
         for r, tokens in step.work.items():
             shelf = [self.memory[block][0] for block in r.shelf]
-            assert shelf == [(key,) for key in adapter_keys(r.adapter)], "property 8: another adapter is there"
+            assert shelf == [(key,) for key in AdapterKeys()[r.adapter]], "property 8: another adapter is there"
             held, wanted = self._read(r.table, r.computed), contents(r, self.scheduler.version, r.ids[: r.computed])
             assert held[: r.hits] == wanted[: r.hits], "property 8: a key found somebody else's tokens"
             assert held == wanted, "property 1: computed tokens are not there"

@@ -74,8 +74,6 @@ def serve(
         raise UsageError(f"serving needs the package {error.name}: pip install 'weft[serve]'") from None
     keys = read_keys(api_key) if api_key else []
     spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
-    if adapters and spread.world > 1:
-        raise UsageError("--adapters is for a model on one rank; leave out --layout")
     if invariant and spread.world > 1:
         raise UsageError("--invariant is for a model on one rank; leave out --layout")
     order = policy_of(policy)

@@ -13,8 +13,8 @@ from itertools import count, islice
 import torch
 
 from weft.errors import UsageError
-from weft.generate.adapters import Shelf
 from weft.generate.grammar import Grammar
+from weft.generate.keys import shelf_keys
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.pool import Pool
 from weft.generate.ranks import Leader
@@ -67,7 +67,6 @@ class Engine:
         self.reader: PagedReader | Leader = Leader(model, size) if ranks else PagedReader(model, size, invariant)
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
         pool = Pool(blocks, self.reader.size, states)
-        self.shelf: Shelf | None = None
         self.model, self.drafter, self.scheduler = model, drafter, Scheduler(pool, budget, limit, policy)
         self.sent: deque[tuple[Step, list[int], Callable[[], torch.Tensor]]] = deque()  # forward passes under way
 
@@ -82,7 +81,7 @@ class Engine:
         """
         check_prompt(self.model, ids)
         how = how or Sampling()
-        if adapter and (self.shelf is None or adapter not in self.shelf.host):
+        if adapter and adapter not in self.scheduler.adapter_keys:
             raise UsageError(f"there is no adapter {adapter!r} here")
         if any(not 0 <= i < self.model.shape.vocab for i in how.bias):
             raise UsageError(f"a bias is for an id that the model does not have; it has {self.model.shape.vocab}")
@@ -100,15 +99,14 @@ class Engine:
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> None:
         """Let requests name ``adapter``. Needed ones are copied into the cache, and compete with texts for its room."""
-        if not isinstance(self.reader, PagedReader):
-            raise UsageError("adapters are for models on one rank; leave out --layout, or merge the adapter")
-        if self.reader.alike:
+        if isinstance(self.reader, PagedReader) and self.reader.alike:
             raise UsageError("what adapters add depends on the batch; leave out invariant")
-        if self.shelf is None:
+        keys = self.scheduler.adapter_keys
+        if name in keys:
+            raise UsageError(f"there is an adapter {name!r} already; give this one another name")
+        if len(keys) == 1:
             self.probe()
-            self.shelf = self.reader.shelf = Shelf(self.model, self.reader.pages)
-            self.scheduler.adapter_keys = self.shelf.keys
-        self.shelf.add(name, adapter)
+        keys[name] = shelf_keys(name, self.reader.add_adapter(name, adapter))
 
     def probe(self) -> None:
         """Read one token, so that it is known what a block weighs."""

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from weft.errors import UsageError
-from weft.generate.reader import Row, pack, parts_of
+from weft.generate.reader import Row, pack, parts_of, pooled
 from weft.generate.scheduler import Step
+from weft.layout.boundary import gather_tokens
 from weft.layout.groups import limit
 from weft.layout.layout import Layout
 from weft.layout.lost import peer_lost
@@ -26,6 +27,8 @@ from weft.layout.placement import rank_table
 from weft.layout.tickets import Tickets
 from weft.models.paged import Reading, StatePages, attending, layer_pages
 from weft.models.rope import angles
+from weft.models.row_adapters import HostAdapter, own_part
+from weft.models.shelf import Shelf
 from weft.models.transformer import Transformer
 from weft.parallel.build import check_fits
 from weft.parallel.striped import SplitStates, StripedKeys, Stripes, striped
@@ -85,15 +88,18 @@ class RankReader:
         stages, stage = dist.get_process_group_ranks(self.mesh.group("pp")), self.mesh.rank("pp")
         self.before, self.after = ([None, *stages][stage], [*stages, None][stage + 1])
         self.depth = len(stages)
+        self.shelf = Shelf(model, self.pages)
         self.ends = rank_table(self.mesh.layout)[0, -1, :, 0, 0, 0].tolist()  # who has logits, by the place along cp
         self.wire = Wire(world, self.mesh.device, patience.total_seconds() if patience else 600)
         links = [(self.before, world.rank()), (world.rank(), self.after), *((end, 0) for end in self.ends if end)]
         self.wire.connect({(a, b) for a, b in links if a is not None and b is not None})
 
     @torch.inference_mode()
-    def run(self, number: int, row: Row, copies: Sequence[tuple[int, int]]) -> tuple[Stripes, T]:
+    def run(
+        self, number: int, row: Row, copies: Sequence[tuple[int, int]], loads: Sequence[tuple[str, list[int]]]
+    ) -> tuple[Stripes, T]:
         """This rank's part of step ``number``; how it is cut, and at the end of a model the logits that are wanted."""
-        model, mesh, stripes = self.model, self.mesh, Stripes(row.spans, self.size, self.group)
+        mesh, stripes = self.mesh, Stripes(row.spans, self.size, self.group)
         slots = torch.tensor(stripes.slots, dtype=torch.int64, device=mesh.device)
         own, whole = Reading(stripes.spans, slots), Reading(row.spans, slots)
         for pages in self.pages:
@@ -101,24 +107,58 @@ class RankReader:
             pages.reading = whole if isinstance(pages, StatePages) else own
             if isinstance(pages, StripedKeys | SplitStates):
                 pages.stripes = stripes
-        padding = -stripes.count % mesh.size("tp")
-        ids, positions = F.pad(torch.tensor([row.ids, row.positions])[:, stripes.own], (0, padding)).to(mesh.device)
-        documents = torch.tensor([0, *(span.last for span in stripes.spans)], dtype=torch.int32)
-        x = model.embedding(ids[None]) if self.before is None else self.take("act", number, self.before)
-        rope = angles(positions[None], model.freq, x.dtype)
-        with attending(model, self.pages):
-            for layer in sorted(map(int, model.blocks)):
-                x = model.run_block(layer, x, rope, documents)
+        for load in loads:
+            self.shelf.load(*load)
+        numbers = torch.tensor([row.ids, row.positions])[:, stripes.own]
+        with attending(self.model, self.pages), self.shelf.adapting(stripes.spans, row.adapters):
+            x = self.through(number, numbers, [0, *(span.last for span in stripes.spans)])
         if self.after is not None:
-            self.wire.send(Value("act", 0, number), x, self.after, self.depth)
             return stripes, x[:0]
         wanted = stripes.place[row.wanted] - stripes.first
         wanted = wanted[(wanted >= 0) & (wanted < stripes.count)].to(mesh.device)
-        logits = model.scores(model.norm(x), wanted)[0]
+        logits = self.model.scores(x, wanted)[0]
         rank = dist.get_rank()
         if len(wanted) and rank and rank in self.ends:
             self.wire.send(Value("logits", 0, number), logits, 0, self.depth)
         return stripes, logits
+
+    def through(self, number: int, row: T, ends: Sequence[int]) -> T:
+        """``row`` ``[ids and positions, tokens]``, padded for ``tp``, through this rank's layers, and on its way.
+
+        What the last ones make is normed.
+        """
+        model, row = self.model, F.pad(row, (0, -row.shape[1] % self.mesh.size("tp"))).to(self.mesh.device)
+        documents = torch.tensor(sorted({*ends, row.shape[1]}), dtype=torch.int32)
+        x = model.embedding(row[:1]) if self.before is None else self.take("act", number, self.before)
+        rope = angles(row[1:], model.freq, x.dtype)
+        for layer in sorted(map(int, model.blocks)):
+            x = model.run_block(layer, x, rope, documents)
+        if self.after is None:
+            return model.norm(x)
+        self.wire.send(Value("act", 0, number), x, self.after, self.depth)
+        return x
+
+    @torch.inference_mode()
+    def read_vector(self, number: int, ids: Sequence[int], last: bool) -> T:
+        """Of what the output layer reads of a text the mean, or what is ``last``: float32 ``[embed]``.
+
+        Beside the cache; every rank along ``cp`` reads all of it.
+        """
+        x = self.through(number, torch.tensor([ids, range(len(ids))]), [0, len(ids)])
+        vector = torch.empty(self.model.shape.embed, device=x.device)
+        if self.after is None:
+            vector = pooled(gather_tokens(x, self.mesh)[0, : len(ids)], last)
+        dist.broadcast(vector, self.ends[0])
+        return vector
+
+    def take_adapter(self, number: int, name: str, adapter: HostAdapter | None) -> int:
+        """Let requests name ``adapter``, which the first rank has; returns how many blocks it needs on any rank."""
+        sent = [adapter]
+        dist.broadcast_object_list(sent, 0, device=self.mesh.device)
+        assert sent[0] is not None
+        blocks = torch.tensor(self.shelf.add(name, own_part(sent[0], self.model)), device=self.mesh.device)
+        dist.all_reduce(blocks, dist.ReduceOp.MAX)
+        return int(blocks)
 
     def take(self, what: str, number: int, source: int) -> T:
         """What another rank has sent of step ``number``."""
@@ -137,10 +177,9 @@ class Leader(RankReader):
 
     def start(self, step: Step) -> Callable[[], T]:
         """Let all ranks begin with a step; what is returned waits for the logits ``[rows of all parts, vocab]``."""
-        row, copies = pack(parts_of(step)), step.copies
-        number = self.tickets.give((row, copies))
+        work = row, *_ = pack(parts_of(step)), step.copies, step.loads
         with named():
-            stripes, own = self.run(number, row, copies)
+            stripes, own = self.run(number := self.tickets.give(("run", *work)), *work)
 
         def logits() -> T:
             owner, found = stripes.owner[row.wanted], own.new_empty(len(row.wanted), self.model.shape.vocab)
@@ -153,6 +192,16 @@ class Leader(RankReader):
             return found
 
         return logits
+
+    def embed(self, ids: Sequence[int], last: bool) -> T:
+        """See :meth:`read_vector`."""
+        with named():
+            return self.read_vector(self.tickets.give(("read_vector", ids, last)), ids, last)
+
+    def add_adapter(self, name: str, adapter: HostAdapter) -> int:
+        """Let requests name ``adapter``; returns how many blocks it needs."""
+        with named():
+            return self.take_adapter(self.tickets.give(("take_adapter", name, None)), name, adapter)
 
     def close(self) -> None:
         """Let the others go."""
@@ -179,5 +228,6 @@ def follow(model: Transformer) -> RankReader:
     with noted_signals(*stop_signals()):
         reader = RankReader(model, tickets.next())
         while (ticket := tickets.next()) is not None:
-            reader.run(tickets.number, *ticket)
+            what, *given = ticket
+            getattr(reader, what)(tickets.number, *given)
     return reader

@@ -5,17 +5,17 @@ that the scheduler's tables list (:mod:`weft.generate.pool`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from weft.generate.adapters import Shelf
 from weft.generate.request import Request
 from weft.generate.scheduler import Step
 from weft.models.invariant import TILE, invariant
 from weft.models.paged import Reading, attending, layer_pages, slots
+from weft.models.row_adapters import HostAdapter
+from weft.models.shelf import Lent, Shelf
 from weft.models.spans import Span, Tile
 from weft.models.transformer import Transformer
 
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     rows: int = 1
     offset: int = 0
     context: Sequence[Tile] = ()
-    adapter: tuple[str, Sequence[int]] | None = None  # its name, and the blocks that it is in
+    adapter: Lent | None = None
 
 
 def parts_of(step: Step) -> list[Part]:
@@ -42,7 +42,7 @@ def parts_of(step: Step) -> list[Part]:
     parts = []
     for request, tokens in step.work.items():
         own = [b.path for b in request.branches if b.table is request.table]
-        beside = (request.adapter, tuple(request.shelf)) if request.adapter else None
+        beside = Lent(request.adapter, tuple(request.shelf)) if request.adapter else None
         ids = [*request.ids[: request.computed + tokens], *(i for path in own for i in path)]
         rows = (tokens == request.wanted) * (1 + sum(map(len, own)))
         parts.append(Part(ids, request.computed, request.table, rows, request.offset, tiles_of(request, step), beside))
@@ -66,34 +66,50 @@ class Row(NamedTuple):
     positions: list[int]
     spans: list[Span]
     wanted: list[int]  # the places whose logits are wanted
+    adapters: list[Lent | None]  # of the spans
 
 
 def pack(parts: Iterable[Part]) -> Row:
     """The new tokens of all ``parts``."""
-    row = Row([], [], [], [])
-    for text, past, table, rows, offset, context, _ in parts:
+    row = Row([], [], [], [], [])
+    for text, past, table, rows, offset, context, adapter in parts:
         first = len(row.ids)
         row.ids.extend(text[past:])
         row.positions.extend(range(offset + past, offset + len(text)))
         row.spans.append(Span(first, len(row.ids), past, table, context))
         row.wanted.extend(range(len(row.ids) - rows, len(row.ids)))
+        row.adapters.append(adapter)
     return row
+
+
+def pooled(hidden: T, last: bool) -> T:
+    """The mean of ``hidden`` ``[tokens, embed]``, or what is ``last``: float32 ``[embed]``."""
+    return hidden[-1].float() if last else hidden.float().mean(0)
 
 
 class PagedReader:
     """Reads pieces of many texts in one forward pass of ``model``, ``depth`` of which may be under way at once."""
 
     depth = 1
-    shelf: Shelf | None = None
 
     def __init__(self, model: Transformer, size: int = 16, alike: bool = False) -> None:
         """``alike``: every token is computed alike whatever is read beside it (:mod:`weft.models.invariant`)."""
         self.model, self.size, self.pages, self.alike = model, size, layer_pages(model, size), alike
+        self.shelf = Shelf(model, self.pages)
 
     def start(self, step: Step) -> Callable[[], T]:
         """Begin with a step; what is returned waits for the logits ``[rows of all parts, vocab]``."""
         found = self.read(parts_of(step), step.copies, step.loads)
         return lambda: found
+
+    def add_adapter(self, name: str, adapter: HostAdapter) -> int:
+        """Let requests name ``adapter``; returns how many blocks it needs."""
+        return self.shelf.add(name, adapter)
+
+    def embed(self, ids: Sequence[int], last: bool) -> T:
+        """Of what the output layer reads of a text the mean, or what is ``last``: float32 ``[embed]``."""
+        row, ends = torch.tensor([ids, range(len(ids))], device=self.model.mesh.device), torch.tensor([0, len(ids)])
+        return pooled(self.model.hidden(row[:1], row[1:], ends.int())[0], last)
 
     def close(self) -> None:
         """Nobody else has to know that it ends."""
@@ -111,12 +127,10 @@ class PagedReader:
         for pages in self.pages:
             pages.copy(copies)
             pages.reading = reading
-        for name, table in loads:
-            assert self.shelf is not None
-            self.shelf.load(name, table)
+        for load in loads:
+            self.shelf.load(*load)
         documents = torch.tensor([0, *(span.last for span in row.spans)], dtype=torch.int32)
-        adapted = [(span, *p.adapter) for span, p in zip(row.spans, parts, strict=True) if p.adapter]
-        shelf = self.shelf.adapting(adapted) if self.shelf and adapted else nullcontext()
+        shelf = self.shelf.adapting(row.spans, row.adapters)
         with attending(self.model, self.pages), shelf, invariant(self.alike):
             only = torch.tensor(row.wanted, dtype=torch.int64, device=device)
             return self.model(numbers[:1], numbers[1:2], documents, only=only)[0]

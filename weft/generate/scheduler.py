@@ -11,7 +11,7 @@ Guesses of what a request will write (:mod:`weft.generate.speculation`) are more
 """
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.errors import UsageError
@@ -37,15 +37,17 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.due: set[Request] = set()  # whose next token is under way
         self.version = 0
-        self.adapter_keys: Callable[[str], list[bytes]] = lambda name: []  # of the blocks of an adapter
+        self.adapter_keys: dict[str, list[bytes]] = {"": []}  # of the blocks of an adapter, by its name
         self._loads: list[tuple[str, list[int]]] = []
         self.preemptions = 0  # times that a request gave its blocks back
 
     def add(self, request: Request) -> None:
         """Let ``request`` wait for its turn; one that runs gives its blocks back, and is computed again then."""
-        if -(-request.most // self.pool.size) + len(self.adapter_keys(request.adapter)) > self.pool.blocks:
+        size, beside = self.pool.size, len(self.adapter_keys[request.adapter])
+        if -(-request.most // size) + beside > self.pool.blocks:
+            adapter = f" beside the adapter's {beside * size}" if beside else ""
             raise UsageError(f"{request.most} tokens of prompt and answer do not fit into a cache of "
-                             f"{self.pool.blocks * self.pool.size}; ask for fewer")  # fmt: skip
+                             f"{self.pool.blocks * size}{adapter}; ask for fewer")  # fmt: skip
         self.remove(request)
         insort(self.waiting, request, key=lambda r: r.arrival)
 
@@ -104,7 +106,7 @@ class Scheduler:
                 if tokens == request.wanted:
                     left -= branches.branch(self.pool, request, left, step.copies)
         # Of whoever lost the blocks again in the same step, others may have them now.
-        loads = [(name, table) for name, table in self._loads if self.pool.find(self.adapter_keys(name)) == table]
+        loads = [(name, table) for name, table in self._loads if self.pool.find(self.adapter_keys[name]) == table]
         self._loads = []
         return step._replace(loads=loads)
 
@@ -140,7 +142,7 @@ class Scheduler:
         found = pool.find(keys[1:])
         known = len(found) * pool.size
         most = request.most + 1 if request.pinned else min(len(request.ids), known + self.budget)
-        beside = self.adapter_keys(request.adapter)
+        beside = self.adapter_keys[request.adapter]
         shelf = on_shelf if len(on_shelf := pool.find(beside)) == len(beside) else []
         owned = sum(block in pool.owners for block in (*found, *shelf))
         if -(-most // pool.size) + len(beside) - owned > pool.free:

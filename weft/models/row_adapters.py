@@ -4,7 +4,7 @@ An adapter is a list of numbers per layer, in which the factors of the weights t
 of equally many tokens whose adapters have one form (rank and targets) are multiplied with them in one call.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,12 @@ class Factors(NamedTuple):
     out: int
     first: int
 
+    def of(self, numbers: T) -> tuple[T, T]:
+        """``a`` ``[..., rank, into]`` and ``b`` ``[..., out, rank]`` among ``numbers``, ``[..., all of a layer]``."""
+        middle, last = self.first + self.rank * self.into, self.first + self.rank * (self.into + self.out)
+        a, b = numbers[..., self.first : middle], numbers[..., middle:last]
+        return a.unflatten(-1, (self.rank, self.into)), b.unflatten(-1, (self.out, self.rank))
+
 
 #: Where everything stands among the numbers of a layer. Adapters of one form can be multiplied together.
 Form = tuple[Factors, ...]
@@ -50,13 +56,43 @@ class Alike(NamedTuple):
 
 
 def layer_modules(model: Transformer) -> list[dict[str, Projections]]:
-    """Of every layer, what an adapter may change, by name."""
-    found: list[dict[str, Projections]] = [{} for _ in model.blocks]
+    """Of every layer that this rank has, what an adapter may change, by name."""
+    found: dict[str, dict[str, Projections]] = {layer: {} for layer in model.blocks}
     for module in model.modules():
         if isinstance(module, Projections):
             _, layer, name = module.path.split(".", 2)
-            found[int(layer)][name] = module
-    return found
+            found[layer][name] = module
+    return list(found.values())
+
+
+def laid_out(factors: Iterable[tuple[str, str, T, T]]) -> tuple[Form, T]:
+    """The form and the numbers of a layer, of module and name of each weight and its ``a`` and ``b``."""
+    form, numbers, at = list[Factors](), [torch.empty(0)], 0
+    for module, name, a, b in factors:
+        rank, into = a.shape
+        form.append(Factors(module, name, rank, into, len(b), at))
+        numbers += [a.flatten(), b.flatten()]
+        at += a.numel() + b.numel()
+    return tuple(form), torch.cat(numbers)
+
+
+def own_part(adapter: HostAdapter, model: Transformer) -> HostAdapter:
+    """What an adapter of the whole model is to this rank's part of it: its layers' factors, cut as the weights are.
+
+    Of a weight that is cut by rows, ``b`` is, and what is added too; of one that is cut by columns, ``a`` is, and what
+    is added is a share of the sum that the weight's product is a share of.
+    """
+    found = []
+    for layer, modules in zip(map(int, model.blocks), layer_modules(model), strict=True):
+        factors = []
+        for one in adapter.forms[layer]:
+            module, (a, b) = modules[one.module], one.of(adapter.values[layer])
+            rows, columns = module.logical[one.name].box
+            own_rows = module.own_rows.get(one.name, rows)
+            factors.append((one.module, one.name, a[:, slice(*columns)], b[slice(*own_rows)]))
+        found.append(laid_out(factors))
+    forms, values = zip(*found, strict=True)
+    return HostAdapter(forms, values)
 
 
 @contextmanager
@@ -97,9 +133,7 @@ class StepAdapters:
         for group, numbers in zip(self.groups, self._numbers_of(layer), strict=True):
             for one in group.forms[layer]:
                 if one.module == module and one.name in names:
-                    middle, last = one.first + one.rank * one.into, one.first + one.rank * (one.into + one.out)
-                    a = numbers[:, one.first : middle].view(-1, one.rank, one.into).to(x.dtype)
-                    b = numbers[:, middle:last].view(-1, one.out, one.rank).to(x.dtype)
+                    a, b = (each.to(x.dtype) for each in one.of(numbers))
                     low = x[0, group.rows] @ a.transpose(1, 2)  # [texts, tokens, rank]
                     made[names.index(one.name)][0].index_add_(
                         0, group.rows.flatten(), (low @ b.transpose(1, 2)).flatten(0, 1)

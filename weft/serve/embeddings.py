@@ -8,26 +8,19 @@ import torch
 import torch.nn.functional as F
 
 from weft.errors import UsageError
-from weft.generate.engine import check_prompt
-from weft.models.transformer import Transformer
+from weft.generate.engine import Engine, check_prompt
 
 #: Tokens of a text at most, which is read in one forward pass beside the cache.
 LONGEST = 8192
 
 
-@torch.inference_mode()
-def embed(model: Transformer, ids: Sequence[int], pooling: Literal["mean", "last"]) -> torch.Tensor:
+def embed(engine: Engine, ids: Sequence[int], pooling: Literal["mean", "last"]) -> torch.Tensor:
     """A vector of length 1, float32 ``[embed]``: of the normed hidden states the mean, or the last one."""
-    if model.mesh.layout.world > 1:
-        raise UsageError("vectors are made on one rank; serve the model without --layout")
-    check_prompt(model, ids)
+    check_prompt(engine.model, ids)
     if len(ids) > LONGEST:
         raise UsageError(f"a text of {len(ids)} tokens is too long for one vector; give {LONGEST} at most")
-    device = model.mesh.device
-    tokens, positions = torch.tensor([ids], device=device), torch.arange(len(ids), device=device)[None]
-    hidden = model.hidden(tokens, positions, torch.tensor([0, len(ids)], dtype=torch.int32))[0]  # [tokens, embed]
-    vector = hidden.float().mean(0) if pooling == "mean" else hidden[-1].float()
-    return F.normalize(vector, dim=0).cpu()
+    with torch.inference_mode():
+        return F.normalize(engine.reader.embed(ids, pooling == "last"), dim=0).cpu()
 
 
 def encoded(vector: torch.Tensor, packed: bool) -> str | list[float]:

@@ -149,12 +149,12 @@ class Server:
         if asked.model in self.adapters:
             raise Refusal(400, f"vectors are those of {self.name!r}; adapters make none", param="model")
         texts = await self.prompts.texts(asked.texts)
-        model, data = self.service.engine.model, list[dict[str, Any]]()
+        engine, data = self.service.engine, list[dict[str, Any]]()
         for index, ids in enumerate(texts):
             async with self.embedding:
                 if await request.is_disconnected():
                     raise ClientDisconnect
-                vector = await self.service.call(partial(embed, model, ids, asked.pooling))
+                vector = await self.service.call(partial(embed, engine, ids, asked.pooling))
             data.append(
                 {"object": "embedding", "index": index, "embedding": encoded(vector, asked.encoding_format == "base64")}
             )

@@ -18,7 +18,7 @@ from weft.model_parameters import ADAPTERS, PROJECTIONS, is_target, projections
 from weft.models.adapters import base_weight
 from weft.models.hf import TOKENIZER_FILES
 from weft.models.hf_names import hf_name
-from weft.models.row_adapters import Factors, HostAdapter, layer_modules
+from weft.models.row_adapters import HostAdapter, laid_out, layer_modules
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.new_folder import new_folder
@@ -143,6 +143,7 @@ def write_adapter(
 def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
     """The adapter that PEFT (or ``weft export``) wrote, for some texts of ``model`` beside others with another or none.
 
+    It is whole, whatever part of ``model`` this rank has (:func:`weft.models.row_adapters.own_part`).
     :class:`WeftError` if it is not for ``model``.
     """
     if not is_adapter(folder):
@@ -151,27 +152,27 @@ def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
     if peft.adapter.kind != "lora":
         raise WeftError(f"{folder} is a {peft.adapter.kind} adapter, which needs the weights themselves; "
                         "serve the model with it merged (`weft export --merge`)")  # fmt: skip
-    unread, forms, values = dict(peft.sizes), [], []
-    for number, modules in enumerate(layer_modules(model)):
-        form, numbers, at = [], list[torch.Tensor](), 0
+    unread, found = dict(peft.sizes), []
+    whole = model if len(model.blocks) == model.shape.layers else Transformer(model.shape, Mesh.single())
+    for number, modules in enumerate(layer_modules(whole)):
+        factors = []
         for module, weights in modules.items():
             for name in PROJECTIONS.get(module, ()):
                 logical = weights.logical.get(name)
                 names = [peft_name(f"blocks.{number}.{module}{ADAPTERS}{name}.{part}") for part in "ab"]
                 if names[0] not in unread or logical is None or name in ABSORBED:
                     continue
-                (rank, into), (out, _) = sizes = [unread.pop(each) for each in names]
+                sizes = [unread.pop(each) for each in names]
+                rank = sizes[0][0]
                 if sizes != [(rank, logical.shape[1]), (logical.shape[0], rank)]:
                     raise WeftError(f"{folder} is an adapter for another model: {names[0]} and its partner are "
                                     f"{sizes}, and the weight is {tuple(logical.shape)} here")  # fmt: skip
                 a, b = (peft.tensor(each) for each in names)
-                numbers += [a.flatten(), (b * peft.adapter.scale).flatten()]
-                form.append(Factors(module, name, rank, into, out, at))
-                at += rank * (into + out)
-        forms.append(tuple(form))
-        values.append(torch.cat(numbers) if numbers else torch.empty(0))
+                factors.append((module, name, a, b * peft.adapter.scale))
+        found.append(laid_out(factors))
     if unread:
         raise WeftError(
             f"{folder} adapts {next(iter(unread))}, which this model does not have, or not where it is read"
         )
-    return HostAdapter(tuple(forms), tuple(values))
+    forms, values = zip(*found, strict=True)
+    return HostAdapter(forms, values)

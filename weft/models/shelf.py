@@ -7,12 +7,13 @@ step every adapter multiplies the rows of its own requests (:mod:`weft.models.ro
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from weft.errors import UsageError
-from weft.generate.keys import shelf_keys
+from weft.models.adapters import Projections
 from weft.models.paged import Pages
 from weft.models.row_adapters import Alike, Form, HostAdapter, adapting, layer_modules
 from weft.models.spans import Span
@@ -21,25 +22,28 @@ from weft.models.transformer import Transformer
 T = torch.Tensor
 
 
+class Lent(NamedTuple):
+    """The adapter of a request: its name, and the blocks that it is in."""
+
+    name: str
+    table: Sequence[int]
+
+
 class Shelf:
     """The adapters that requests can name, and what of them is in the blocks of ``pages``, a layer's cache each."""
 
     def __init__(self, model: Transformer, pages: Sequence[Pages]) -> None:
-        self.modules, self.pages = layer_modules(model), pages
+        self.model, self.pages = model, pages
         self.host: dict[str, HostAdapter] = {}
 
-    def add(self, name: str, adapter: HostAdapter) -> None:
-        """Let requests name ``adapter``."""
-        if name in self.host:
-            raise UsageError(f"there is an adapter {name!r} already; give this one another name")
+    def add(self, name: str, adapter: HostAdapter) -> int:
+        """Let requests name ``adapter``, of this rank's part of the model; returns how many blocks it needs."""
         self.host[name] = adapter
+        return max(-(-len(numbers) // pages.room(0)[:, 0].numel()) for numbers, pages in self._layers(name))
 
-    def keys(self, name: str) -> list[bytes]:
-        """By which the blocks of an adapter are found; their number is how many it needs."""
-        if not name:
-            return []
-        blocks = max(-(-len(numbers) // pages.room(0)[:, 0].numel()) for numbers, pages in self._layers(name))
-        return shelf_keys(name, blocks)
+    @cached_property
+    def _modules(self) -> list[dict[str, Projections]]:
+        return layer_modules(self.model)
 
     def load(self, name: str, table: Sequence[int]) -> None:
         """Copy an adapter into the blocks of ``table``."""
@@ -52,12 +56,15 @@ class Shelf:
     def _layers(self, name: str) -> Iterable[tuple[T, Pages]]:
         return zip(self.host[name].values, self.pages, strict=True)
 
-    def adapting(self, spans: Iterable[tuple[Span, str, Sequence[int]]]) -> AbstractContextManager[None]:
-        """In here the layers add to the rows of each span what its adapter, by name and table, makes of them."""
+    def adapting(self, spans: Sequence[Span], adapters: Sequence[Lent | None]) -> AbstractContextManager[None]:
+        """In here the layers add to the rows of each of ``spans`` what its adapter, if it has one, makes of them."""
         alike = defaultdict[tuple[tuple[Form, ...], int], list[tuple[Span, Sequence[int]]]](list)
-        for span, name, table in spans:
-            alike[self.host[name].forms, span.last - span.first].append((span, table))
-        return adapting(self.modules, [self._alike(forms, some) for (forms, _), some in alike.items()], self._read)
+        for span, lent in zip(spans, adapters, strict=True):
+            if lent and span.last > span.first:
+                alike[self.host[lent.name].forms, span.last - span.first].append((span, lent.table))
+        if not alike:
+            return nullcontext()
+        return adapting(self._modules, [self._alike(forms, some) for (forms, _), some in alike.items()], self._read)
 
     def _alike(self, forms: tuple[Form, ...], some: Sequence[tuple[Span, Sequence[int]]]) -> Alike:
         device = self.pages[0].room(0).device
