@@ -38,7 +38,7 @@ MEMORY = "memory"
 class Section(BaseModel):
     """Base of every section: unknown keys are errors and values never change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RopeScaling(Section):

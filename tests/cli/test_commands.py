@@ -86,6 +86,7 @@ def weft(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     (["train", QUICKSTART, "--set", "train.dtype=flot32"], 2, r"did you mean 'float32'\?"),
     (["train", QUICKSTART, "--set", "train.steps=-1"], 2, r"train\.steps = -1: it should be greater than 0"),
     (["train", QUICKSTART, "--set", "train.steps=many"], 2, r"train\.steps = 'many': it should be a valid integer"),
+    (["train", QUICKSTART, "--set", "optimizer.lr=inf"], 2, r"optimizer\.lr = inf: it should be a finite number"),
     (["train", QUICKSTART, "--set", "train.steps"], 2, r"not of the form section\.key=value"),
     (["train", QUICKSTART, "--set", "model.heads=5", "--set", "model.kv_heads=2"], 2, r"multiple of kv_heads"),
     (["train", QUICKSTART, "--set", 'data.sources=[{kind="text"}]'], 2, r"needs 'path'"),

@@ -76,7 +76,7 @@ class Layout(BaseModel):
     neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.rehearse.mapping`` chooses).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     dp: int = Field(1, ge=1)
     shard: int = Field(1, ge=1)
