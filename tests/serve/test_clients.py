@@ -64,6 +64,20 @@ def test_tools_and_schemas(client: openai.OpenAI) -> None:
         assert stream.get_final_completion().choices[0].message.content == shaped.message.content
 
 
+def test_a_call_streams_as_it_is_written(client: openai.OpenAI) -> None:
+    strict: Any = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    asked: Any = {"model": "tiny", "messages": ASKED, "max_tokens": 400, "seed": 4, "tools": [strict],
+                  "tool_choice": "required"}  # fmt: skip
+    (whole,) = client.chat.completions.create(**asked).choices[0].message.tool_calls or ()
+    with client.chat.completions.stream(**asked) as stream:
+        deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        choice = stream.get_final_completion().choices[0]
+    (call,) = choice.message.tool_calls or ()
+    assert whole.type == call.type == "function" and choice.finish_reason == "tool_calls" and call.id
+    assert {each.name for each in deltas} == {call.function.name} == {whole.function.name} and len(deltas) > 5
+    assert json.loads(call.function.arguments) == json.loads(whole.function.arguments)
+
+
 def test_who_closes_a_stream_is_forgotten(server: Running, client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=3000, stream=True)  # type: ignore[call-overload]
     next(iter(stream))

@@ -13,7 +13,7 @@ import pytest
 from tests.serve.running import Running, until
 from weft.data.chat.template import ChatTemplate
 from weft.data.tokenizer import load_tokenizer
-from weft.serve.tools import Call, CallFinder, CallForm, call_form
+from weft.serve.tools import Call, CallFinder, CallForm, CallPiece, call_form
 
 #: As templates of Qwen and Hermes, of Llama and of Mistral write them, and as one of DeepSeek's does, which is no JSON.
 HEAD = "{% if tools %}Tools:{% for t in tools %} {{ t | tojson }}{% endfor %}\n{% endif %}"
@@ -59,9 +59,46 @@ def test_calls_are_found_as_the_template_writes_them(template: str, opening: str
     text = whole[len(talk.render(ASKED, [WEATHER], prompt=True).text) - 1 :]
     for size in (1, 2, 7, len(text)):
         finder = CallFinder(form)
-        shown = "".join(finder.add(text[at : at + size]) for at in range(0, len(text), size))
-        rest, found = finder.end()
-        assert not (shown + rest).strip() and found == calls, (size, shown, rest)
+        shown = "".join(finder.add(text[at : at + size])[0] for at in range(0, len(text), size))
+        rest, pieces, finish = finder.end("stop")
+        assert not (shown + rest).strip() and finder.calls == calls and finish == "tool_calls", (size, shown, rest)
+        assert pieces == [CallPiece(0, *calls[0]), CallPiece(1, *calls[1])]
+
+
+@pytest.mark.parametrize(("template", "behind"), [
+    (HERMES, '\n<tool_call>\n{"name": "a", "arguments": '), (LLAMA, '{"name": "a", "parameters": '),
+], ids=["hermes", "llama"])  # fmt: skip
+def test_calls_stream_from_their_names_on(template: str, behind: str) -> None:
+    """Character by character: the name once, with the first of its arguments, of which each comes as it is written."""
+    form, given = form_of(template), '{"x": "}] {\\"", "é": [{}]}'
+    assert form is not None
+    finder = CallFinder(form, streams=True)
+    assert all(finder.add(c) == ("", []) for c in behind.lstrip())
+    assert [finder.add(c) for c in given] == [("", [CallPiece(0, None if i else "a", c)]) for i, c in enumerate(given)]
+    assert all(finder.add(c) == ("", []) for c in "}" + form.closing + behind)
+    assert finder.add("{}} ") == ("", [CallPiece(1, "a", "{}")])
+    assert finder.end("stop") == ("", [], "tool_calls") and finder.calls == [Call("a", given), Call("a", "{}")]
+
+
+def test_a_call_that_is_cut_streams_as_far_as_it_came() -> None:
+    """Whole answers have it as text: whoever reads them gets no half of a call."""
+    form = form_of(HERMES)
+    assert form is not None
+    text, cut = '<tool_call>{"name": "a", "arguments": {}}</tool_call>', '<tool_call>{"name": "b", "arguments": {"x"'
+    finder = CallFinder(form, streams=True)
+    assert finder.add(text + cut) == ("", [CallPiece(0, "a", "{}"), CallPiece(1, "b", '{"x"')])
+    assert finder.end("length") == ("", [], "length")
+    finder = CallFinder(form)
+    assert finder.add(text + cut) == ("", [])
+    assert finder.end("length") == (cut.removeprefix("<tool_call>"), [CallPiece(0, "a", "{}")], "length")
+
+
+def test_words_behind_a_call_are_text() -> None:
+    form = form_of(HERMES)
+    assert form is not None
+    finder = CallFinder(form)
+    finder.add('<tool_call>{"name": "a", "arguments": {}}</tool_call> Done.')
+    assert finder.end("stop") == ("Done.", [CallPiece(0, "a", "{}")], "tool_calls")
 
 
 @pytest.mark.parametrize("text", [
@@ -72,19 +109,20 @@ def test_calls_are_found_as_the_template_writes_them(template: str, opening: str
 def test_what_is_no_call_is_text(template: str, text: str) -> None:
     form = form_of(template)
     assert form is not None
-    finder = CallFinder(form)
-    shown = "".join(map(finder.add, text))
-    rest, found = finder.end()
-    assert shown + rest == text and not found
+    for streams in (False, True):
+        finder = CallFinder(form, streams)
+        shown = "".join(finder.add(c)[0] for c in text)
+        rest, pieces, finish = finder.end("stop")
+        assert shown + rest == text and not (finder.calls or pieces) and finish == "stop"
 
 
 def test_words_before_a_call_are_shown_as_they_come() -> None:
     form = form_of(HERMES)
     assert form is not None
     finder = CallFinder(form)
-    assert finder.add("Let me look. <tool") == "Let me look. "
-    assert finder.add('_call>{"name": "a", "arguments": {"x": 1}}') == ""
-    assert finder.end() == ("", [Call("a", '{"x": 1}')])
+    assert finder.add("Let me look. <tool") == ("Let me look. ", [])
+    assert finder.add('_call>{"name": "a", "arguments": {"x": 1}}') == ("", [])
+    assert finder.end("length") == ("", [CallPiece(0, "a", '{"x": 1}')], "tool_calls")
 
 
 @pytest.mark.parametrize("template", [DEEPSEEK, DEAF])
@@ -119,8 +157,10 @@ def test_a_named_call_streams_and_is_understood_when_it_comes_back(server: Runni
     asked = {"messages": ASKED, "tools": [TIME, WEATHER], "tool_choice": choice, "max_tokens": 600, "seed": 1}
     chunks = [c["choices"][0] for c in server.events("chat/completions", **asked)]
     assert chunks[-1]["finish_reason"] == "tool_calls" and not any(c["delta"].get("content") for c in chunks)
-    (call,) = chunks[-1]["delta"]["tool_calls"]
+    call, *more = [call for c in chunks for call in c["delta"].get("tool_calls", [])]
     assert call.pop("index") == 0 and call["function"]["name"] == "get_weather"
+    assert all(each.keys() == {"index", "function"} for each in more)
+    call["function"]["arguments"] += "".join(each["function"]["arguments"] for each in more)
     jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
     answered = {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "Rain."}]}

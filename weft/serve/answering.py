@@ -15,7 +15,7 @@ from weft.serve.metrics import Watch
 from weft.serve.protocol import Question, Refusal
 from weft.serve.replies import Answer, Replies, usage_of
 from weft.serve.service import Answers, Busy, Event
-from weft.serve.tools import Call, CallFinder, CallForm
+from weft.serve.tools import CallFinder, CallForm, CallPiece
 
 
 class Answering:
@@ -54,9 +54,9 @@ class Answering:
         return JSONResponse(self.replies.whole(kept, usage))
 
     async def _pieces(self, answers: Answers) -> AsyncIterator[tuple[int, Answer]]:
-        """What is new of which answer: the text that can be shown now, and calls once they are whole."""
+        """What is new of which answer: the text that can be shown now, and calls, whole ones if there is no stream."""
         writers = [Writer(self.tokenizer, self.asked.stops) for _ in answers.generations]
-        finders = [CallFinder(self.form) if self.form else None for _ in writers]
+        finders = [CallFinder(self.form, self.asked.stream) if self.form else None for _ in writers]
         left = set(range(len(writers)))
         while left:
             event = await answers.next()
@@ -67,14 +67,14 @@ class Answering:
             text = "" if event.token is None else writer.add(event.token)
             if event.finished and not writer.stopped:
                 text += writer.end()
-            finish, calls = "stop" if writer.stopped else event.finished, list[Call]()
+            finish, calls = "stop" if writer.stopped else event.finished, list[CallPiece]()
             if writer.stopped and not event.finished:
                 await answers.cancel(index)
             if finder:
-                text = finder.add(text)
+                text, calls = finder.add(text)
                 if finish:
-                    rest, calls = finder.end()
-                    text, finish = text + rest, "tool_calls" if calls else finish
+                    rest, more, finish = finder.end(finish)
+                    text, calls = text + rest, calls + more
             if finish:
                 left.discard(index)
             yield index, Answer(text, [event], calls, finish)
@@ -98,7 +98,7 @@ class Answering:
                 events = held.setdefault(index, [])
                 events += new.events
                 written += sum(event.token is not None for event in new.events)
-                if new.text or new.finish:
+                if new.text or new.calls or new.finish:
                     yield said(self.replies.chunk(index, new._replace(events=held.pop(index)), index not in began))
                     began.add(index)
             if self.replies.include_usage:

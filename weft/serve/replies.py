@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from weft.data.tokenizer import Tokenizer
 from weft.serve.protocol import Chat, Question, StreamOptions
 from weft.serve.service import Event
-from weft.serve.tools import Call
+from weft.serve.tools import CallPiece
 
 
 class Answer(NamedTuple):
@@ -16,7 +16,7 @@ class Answer(NamedTuple):
 
     text: str
     events: Sequence[Event]
-    calls: Sequence[Call]
+    calls: Sequence[CallPiece]
     finish: str  # why it ended, or "" if it goes on
 
 
@@ -40,7 +40,7 @@ class Replies:
             "finish_reason": new.finish or None,
         }
         if self.chat:
-            calls = [{"index": number} | called(call) for number, call in enumerate(new.calls)]
+            calls = [{"index": piece.number} | called(piece) for piece in new.calls]
             choice["delta"] = (
                 ({"role": "assistant"} if first else {})
                 | ({"content": new.text} if new.text or (first and not calls) else {})
@@ -92,5 +92,9 @@ def usage_of(prompt: int, written: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
-def called(call: Call) -> dict[str, Any]:
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call._asdict()}
+def called(piece: CallPiece) -> dict[str, Any]:
+    """A call, or what is new of it."""
+    if piece.name is None:
+        return {"function": {"arguments": piece.arguments}}
+    said = {"name": piece.name, "arguments": piece.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": said}

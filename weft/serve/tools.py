@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -18,6 +19,14 @@ _WRITTEN = re.compile(r'\{\s*"weft_key"\s*:\s*"weft_value"\s*\}')
 class Call(NamedTuple):
     name: str
     arguments: str  # JSON
+
+
+class CallPiece(NamedTuple):
+    """What is new of a call: its name as it begins, and more of its arguments."""
+
+    number: int
+    name: str | None
+    arguments: str
 
 
 @dataclass(frozen=True)
@@ -49,20 +58,16 @@ class CallForm:
             ]
         return "\n".join([f"start: {' | '.join(f'call{i}' for i in range(len(tools)))}", *ways])
 
-    def read(self, text: str) -> list[Call] | None:
-        """The calls that ``text`` consists of; None if it has anything else."""
-        between = re.compile(rf"\s*(?:{re.escape(self.closing)})?[\s,;]*(?:{re.escape(self.opening)})?\s*")
-        found, decoder, at = list[Call](), json.JSONDecoder(), len(between.match(text)[0])  # type: ignore[index]
-        while at < len(text):
-            try:
-                value, at = decoder.raw_decode(text, at)
-            except ValueError:
-                return None
-            if not isinstance(value, dict) or not isinstance(value.get(self.name), str):
-                return None
-            found.append(Call(value[self.name], json.dumps(value.get(self.arguments, {}), ensure_ascii=False)))
-            at = between.match(text, at).end()  # type: ignore[union-attr]
-        return found
+    @cached_property
+    def between(self) -> re.Pattern[str]:
+        """What stands around and between calls."""
+        return re.compile(rf"\s*(?:{re.escape(self.closing)})?[\s,;]*(?:{re.escape(self.opening)})?\s*")
+
+    @cached_property
+    def head(self) -> re.Pattern[str]:
+        """A call up to its arguments, if its name comes first."""
+        name, arguments = (re.escape(json.dumps(key)) for key in (self.name, self.arguments))
+        return re.compile(r"\{\s*" + name + r'\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*' + arguments + r"\s*:\s*(?=\{)")
 
 
 def call_form(template: ChatTemplate) -> CallForm | None:
@@ -95,16 +100,25 @@ def call_form(template: ChatTemplate) -> CallForm | None:
 
 
 class CallFinder:
-    """Text that comes in pieces: what :meth:`add` returns is no call; all from the first that may be one on is kept."""
+    """Finds calls in a text that comes in pieces. All from the first sign of one on is kept back.
 
-    def __init__(self, form: CallForm) -> None:
-        self.form, self.kept = form, ""
+    ``streams``: calls are given out as they come, once their names are known, and not when they are whole.
+    """
+
+    def __init__(self, form: CallForm, streams: bool = False) -> None:
+        self.form, self.streams, self.kept = form, streams, ""
+        self.calls: list[Call] = []  # those that are whole
         self._begun = self._found = False
+        self._at = self._shown = 0  # where the last of them ends, and what was given out of the next one's arguments
 
-    def add(self, piece: str) -> str:
+    def add(self, piece: str) -> tuple[str, list[CallPiece]]:
+        """Of the text with ``piece`` what is no call, and what is new of calls."""
         self.kept += piece
-        if self._found:
-            return ""
+        text = "" if self._found else self._before()
+        return text, list(self._news()) if self.streams and self._found else []
+
+    def _before(self) -> str:
+        """The text before the first call, as far as it can be told."""
         if not self.form.opening:  # calls are bare objects: a text is one from its first character on, or none
             text = self.kept.lstrip()
             self._begun, self._found = bool(text) or self._begun, text.startswith("{") and not self._begun
@@ -121,7 +135,41 @@ class CallFinder:
         text, self.kept = self.kept[:count], self.kept[count:]
         return text
 
-    def end(self) -> tuple[str, list[Call]]:
-        """What is left of the text, and the calls."""
-        calls = self.form.read(self.kept) if self._found else None
-        return ("", calls) if calls else (self.kept, [])
+    def _next(self) -> int:
+        """Where the next call begins, or what stands in its place."""
+        found = self.form.between.match(self.kept, self._at)
+        assert found is not None  # it can be nothing
+        return found.end()
+
+    def _value(self, start: int) -> tuple[Any, int]:
+        """The JSON that begins at ``start`` and where it ends; None if it is not whole."""
+        try:
+            return json.JSONDecoder().raw_decode(self.kept, start)
+        except ValueError:
+            return None, len(self.kept)
+
+    def _news(self) -> Iterator[CallPiece]:
+        """What is new of calls."""
+        while self.kept.startswith("{", start := self._next()):
+            value, end = self._value(start)
+            if head := self.form.head.match(self.kept, start) if self.streams else None:
+                _, last = self._value(head.end())
+                more = self.kept[head.end() + self._shown : last]
+                if more:
+                    yield CallPiece(len(self.calls), None if self._shown else json.loads(head[1]), more)
+                self._shown += len(more)
+            if not isinstance(value, dict) or not isinstance(value.get(self.form.name), str):
+                return
+            arguments = json.dumps(value.get(self.form.arguments, {}), ensure_ascii=False)
+            call = Call(value[self.form.name], arguments)
+            if not head:
+                yield CallPiece(len(self.calls), *call)
+            self.calls.append(call)
+            self._at, self._shown = end, 0
+
+    def end(self, finish: str) -> tuple[str, list[CallPiece], str]:
+        """What is left of the text, and of calls; and why it ended, if ``finish`` is why no more was written."""
+        pieces = list(self._news()) if self._found else []
+        left = self.kept[self._next() if self.calls else 0 :]
+        called = self.calls and (finish == "stop" or not left)
+        return "" if self._shown else left, pieces, "tool_calls" if called else finish
