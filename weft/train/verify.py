@@ -220,9 +220,11 @@ def difference(
 ) -> Difference:
     """All ranks' traces beside one device's: per tensor, and on the scale of the whole model.
 
-    ``apart``: gradients are estimated from losses at points so far apart, which enlarges the rounding of these: a slope
-    is measured against the least that shows above that. ``gain``: how much farther than its gradients Adam may move
-    a number, where both sides update with their own: those that are rounding noise are enlarged by it.
+    A gradient is measured against the least slope that shows above the rounding of the loss, over a way as long as the
+    parameters are large: all of it can be zero in exact arithmetic, as of keys' adapters where queries see one key.
+    ``apart``: gradients are estimated from losses at points so far apart, which is that way then. ``gain``: how much
+    farther than its gradients Adam may move a number, where both sides update with their own: those that are rounding
+    noise are enlarged by it.
     """
 
     def relative(a: float, b: float) -> float:
@@ -230,13 +232,13 @@ def difference(
 
     limit = TOLERANCE[dtype]
     noise = NOISE * torch.finfo(getattr(torch, dtype)).eps / limit
-    least = [noise * abs(loss) / apart if apart else 0.0 for loss in reference.losses]
+    own = {name: _norm(part) for name, part in reference.params.items()}
+    least = [noise * abs(loss) / (apart or math.hypot(*own.values()) or 1.0) for loss in reference.losses]
     share = [1 / max(1.0, low / max(norm, 1e-300)) for low, norm in zip(least, reference.norms, strict=True)]
     loss = max(relative(a, b) for t in traces for a, b in zip(t.losses, reference.losses, strict=True))
     norm = max(s * relative(a, b) for t in traces for s, a, b in zip(share, t.norms, reference.norms, strict=True))
     grads = [_worst([t.grads[i] for t in traces], whole, noise) for i, whole in enumerate(reference.grads)]
     grad = max((s * value, name) for s, (value, name) in zip(share, grads, strict=True))
-    own = {name: _norm(part) for name, part in reference.params.items()}
     moved = dict.fromkeys(_idle(reference, noise), gain * noise * max(reference.norms)) if gain else {}
     param = _worst([t.params for t in traces], reference.params, noise, moved)
     slot = (0.0, "")
