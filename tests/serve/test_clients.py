@@ -45,7 +45,8 @@ def test_chats_and_streams(client: openai.OpenAI) -> None:
     text, usage = whole.choices[0].message.content, whole.usage
     assert text and usage and usage.completion_tokens == 30 and whole.choices[0].finish_reason == "length"
     chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == text and chunks[-1].usage == usage
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == text
+    assert chunks[-1].usage and chunks[-1].usage.completion_tokens == 30 and chunks[-1].choices == []
     completion = client.completions.create(model="tiny", prompt="a", max_tokens=3, logprobs=1)
     assert len(completion.choices[0].logprobs.token_logprobs) == 3  # type: ignore[union-attr, arg-type]
 
@@ -76,6 +77,62 @@ def test_a_call_streams_as_it_is_written(client: openai.OpenAI) -> None:
     assert whole.type == call.type == "function" and choice.finish_reason == "tool_calls" and call.id
     assert {each.name for each in deltas} == {call.function.name} == {whole.function.name} and len(deltas) > 5
     assert json.loads(call.function.arguments) == json.loads(whole.function.arguments)
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    """Text, whole and in events that the client puts together again, and cut or not."""
+    asked: Any = {"model": "tiny", "input": "Hello", "temperature": 0, "max_output_tokens": 20}
+    whole = client.responses.create(**asked, instructions="Be brief.")
+    assert whole.output_text and whole.status == "incomplete" and whole.usage and whole.usage.output_tokens == 20
+    assert whole.incomplete_details and whole.incomplete_details.reason == "max_output_tokens"
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    chat: Any = {"model": "tiny", "messages": talk, "temperature": 0, "max_tokens": 20}
+    assert client.chat.completions.create(**chat).choices[0].message.content == whole.output_text
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}]
+    events = list(client.responses.create(**asked | {"input": parts}, instructions="Be brief.", stream=True))
+    assert [event.type for event in events[:4]] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    assert [event.type for event in events[-4:]] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert events[-1].type == "response.incomplete" and events[-1].response.output_text == whole.output_text
+    assert events[-1].response.usage.input_tokens_details.cached_tokens >= 8, "a block of the prompt was known"
+    asked |= {"max_output_tokens": 300}
+    with client.responses.stream(**asked, text={"format": SHAPED["json_schema"] | {"type": "json_schema"}}) as stream:
+        jsonschema.validate(json.loads(stream.get_final_response().output_text), SCHEMA)
+
+
+def test_responses_that_call_functions(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", **WEATHER["function"], "strict": True}
+    asked: Any = {"model": "tiny", "input": [{"role": "user", "content": "?"}], "temperature": 0, "tools": [tool],
+                  "tool_choice": "required", "max_output_tokens": 400}  # fmt: skip
+    (call,) = client.responses.create(**asked).output
+    assert call.type == "function_call" and call.status == "completed"
+    jsonschema.validate(json.loads(call.arguments), CITY)
+    with client.responses.stream(**asked) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        (streamed,) = stream.get_final_response().output
+    assert streamed.type == "function_call" and len(deltas) > 5 and "".join(deltas) == streamed.arguments
+    assert json.loads(streamed.arguments) == json.loads(call.arguments) and streamed.name == call.name
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}
+    asked |= {"input": [*asked["input"], call.to_dict(), output], "tool_choice": "auto", "max_output_tokens": 3}
+    assert client.responses.create(**asked).status == "incomplete"
+
+
+@pytest.mark.parametrize(("asked", "said"), [
+    ({"store": True}, "store: nothing is kept here"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id: nothing is kept here"),
+    ({"input": [{"type": "computer_call"}]}, "an item of type 'computer_call'"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0"), ({"n": 2}, "n: "), ({"input": 3}, "input"),
+    ({"input": [3]}, "input"), ({"text": 5}, "text"), ({"reasoning": {"effort": "low"}}, "reasoning"),
+])  # fmt: skip
+def test_mistakes_in_responses(client: openai.OpenAI, asked: Any, said: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.responses.create(**{"model": "tiny", "input": "x"} | {"extra_body": asked})
 
 
 def test_who_closes_a_stream_is_forgotten(server: Running, client: openai.OpenAI) -> None:

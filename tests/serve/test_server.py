@@ -77,6 +77,7 @@ def test_completions_are_what_the_engine_writes(server: Running, expected: Calla
     (choice,) = answer["choices"]
     assert choice == {"index": 0, "text": expected(PROMPT, 20), "finish_reason": "length", "logprobs": None}
     assert answer["object"] == "text_completion" and answer["model"] == "tiny"
+    assert answer["usage"].pop("prompt_tokens_details")["cached_tokens"] in (0, 8)  # known from another test or not
     assert answer["usage"] == {"prompt_tokens": 11, "completion_tokens": 20, "total_tokens": 31}
     how = {"temperature": 0.9, "top_p": 0.9, "top_k": 30, "min_p": 0.01, "seed": 5, "presence_penalty": 0.5,
            "frequency_penalty": 0.2, "repetition_penalty": 1.1, "logit_bias": {"97": 1.5}}  # fmt: skip
@@ -207,7 +208,7 @@ def test_what_comes_behind_a_stop_string_is_not_shown(tokenizer: Tokenizer) -> N
     ]
 
     class Given:
-        generations = (None, None)
+        generations = (SimpleNamespace(hits=0),) * 2
         cancelled: ClassVar[list[int]] = []
 
         async def next(self) -> Event:

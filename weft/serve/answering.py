@@ -13,7 +13,8 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.serve.metrics import Watch
 from weft.serve.protocol import Question, Refusal
-from weft.serve.replies import Answer, Replies, usage_of
+from weft.serve.replies import Answer, Replies, Usage, usage_of
+from weft.serve.responses import ResponseReplies, Responses
 from weft.serve.service import Answers, Busy, Event
 from weft.serve.tools import CallFinder, CallForm, CallPiece
 
@@ -25,7 +26,9 @@ class Answering:
         self, asked: Question, tokenizer: Tokenizer, model: str, prompt: int, form: CallForm | None, watch: Watch
     ) -> None:
         self.asked, self.tokenizer, self.prompt, self.form, self.watch = asked, tokenizer, prompt, form, watch
-        self.replies = Replies(asked, model, tokenizer)
+        self.replies: Replies | ResponseReplies = (
+            ResponseReplies(asked, model) if isinstance(asked, Responses) else Replies(asked, model, tokenizer)
+        )
 
     async def respond(self, request: Request, context: Any, n: int) -> Response:
         """The answers of ``context`` (:meth:`Service.answers`), of which there are ``n`` to each prompt."""
@@ -44,7 +47,7 @@ class Answering:
             writing.cancel()
             leaving.cancel()
             await context.__aexit__(None, None, None)
-        usage = usage_of(self.prompt, sum(event.token is not None for one in found for event in one.events))
+        usage = self._usage(answers, sum(event.token is not None for one in found for event in one.events))
         kept = list[Answer]()
         for first in range(0, len(found), n):  # the best of each prompt's
             order = list(range(first, first + n))
@@ -79,6 +82,9 @@ class Answering:
                 left.discard(index)
             yield index, Answer(text, [event], calls, finish)
 
+    def _usage(self, answers: Answers, written: int) -> Usage:
+        return usage_of(self.prompt, written, sum(one.hits for one in answers.generations))
+
     async def _collect(self, answers: Answers) -> list[Answer]:
         texts, events = ["" for _ in answers.generations], [list[Event]() for _ in answers.generations]
         found: dict[int, Answer] = {}
@@ -94,18 +100,22 @@ class Answering:
         written = 0
         held: dict[int, list[Event]] = {}  # whose text is not shown yet
         try:
+            for event in self.replies.begun():
+                yield said(event)
             async for index, new in self._pieces(answers):
                 events = held.setdefault(index, [])
                 events += new.events
                 written += sum(event.token is not None for event in new.events)
                 if new.text or new.calls or new.finish:
-                    yield said(self.replies.chunk(index, new._replace(events=held.pop(index)), index not in began))
+                    new = new._replace(events=held.pop(index))
+                    for event in self.replies.chunks(index, new, index not in began):
+                        yield said(event)
                     began.add(index)
-            if self.replies.include_usage:
-                yield said(self.replies.usage_chunk(usage_of(self.prompt, written)))
+            for event in self.replies.ended(self._usage(answers, written)):
+                yield said(event)
         except WeftError as error:
-            yield said(refusal_of(error).body)
-        yield "data: [DONE]\n\n"
+            yield said(self.replies.failed(refusal_of(error)))
+        yield self.replies.last
 
 
 class Stream(StreamingResponse):
@@ -146,4 +156,5 @@ async def left(request: Request) -> None:
 
 def said(what: dict[str, Any]) -> str:
     """An event of a stream."""
-    return f"data: {json.dumps(what, ensure_ascii=False)}\n\n"
+    name = f"event: {what['type']}\n" if "type" in what else ""
+    return f"{name}data: {json.dumps(what, ensure_ascii=False)}\n\n"

@@ -2,13 +2,15 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from weft.data.tokenizer import Tokenizer
-from weft.serve.protocol import Chat, Question, StreamOptions
+from weft.serve.protocol import Chat, Question, Refusal, StreamOptions
 from weft.serve.service import Event
 from weft.serve.tools import CallPiece
+
+Usage = dict[str, Any]
 
 
 class Answer(NamedTuple):
@@ -23,6 +25,8 @@ class Answer(NamedTuple):
 class Replies:
     """The JSON of answers to one question: whole, or chunk by chunk."""
 
+    last = "data: [DONE]\n\n"  # of a stream
+
     def __init__(self, question: Question, model: str, tokenizer: Tokenizer) -> None:
         self.chat = isinstance(question, Chat)
         self.include_usage = bool((question.stream_options or StreamOptions()).include_usage)
@@ -32,7 +36,11 @@ class Replies:
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
 
-    def chunk(self, index: int, new: Answer, first: bool) -> dict[str, Any]:
+    def begun(self) -> Iterator[dict[str, Any]]:
+        """Before anything is written."""
+        yield from ()
+
+    def chunks(self, index: int, new: Answer, first: bool) -> Iterator[dict[str, Any]]:
         """What is new of one answer."""
         choice: dict[str, Any] = {
             "index": index,
@@ -48,9 +56,9 @@ class Replies:
             )
         else:
             choice["text"] = new.text
-        return {**self.head, "object": self.kind, "choices": [choice]} | ({"usage": None} if self.include_usage else {})
+        yield {**self.head, "object": self.kind, "choices": [choice]} | ({"usage": None} if self.include_usage else {})
 
-    def whole(self, answers: Sequence[Answer], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """All of the answers."""
         choices = []
         for index, (text, events, calls, finish) in enumerate(answers):
@@ -62,9 +70,13 @@ class Replies:
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self.head, "object": kind, "choices": choices, "usage": usage}
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+    def ended(self, usage: Usage) -> Iterator[dict[str, Any]]:
         """The last chunk of a stream that was asked to count."""
-        return {**self.head, "object": self.kind, "choices": [], "usage": usage}
+        if self.include_usage:
+            yield {**self.head, "object": self.kind, "choices": [], "usage": usage}
+
+    def failed(self, refusal: Refusal) -> dict[str, Any]:
+        return refusal.body
 
     def _logs(self, events: Sequence[Event]) -> dict[str, Any] | None:
         if not self.logs:
@@ -88,8 +100,10 @@ class Replies:
         return {"token": text, "logprob": p, "bytes": list(text.encode())}
 
 
-def usage_of(prompt: int, written: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+def usage_of(prompt: int, written: int, found: int = 0) -> Usage:
+    """``found``: tokens of prompts that were computed before."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+    return counts | {"prompt_tokens_details": {"cached_tokens": min(found, prompt)}}
 
 
 def called(piece: CallPiece) -> dict[str, Any]:

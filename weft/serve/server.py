@@ -25,6 +25,7 @@ from weft.serve.metrics import Metrics, Watch
 from weft.serve.prompts import Prompts
 from weft.serve.protocol import Chat, Completion, Language, Modelled, Question, Refusal, Texts, Tokenized, Untokenized
 from weft.serve.replies import usage_of
+from weft.serve.responses import Responses
 from weft.serve.service import Service, Wish
 from weft.serve.tools import CallForm
 
@@ -75,6 +76,7 @@ class Server:
             Route("/v1/models", self.models),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -130,7 +132,12 @@ class Server:
         return await self._answer(request, asked, prompts, asked.most or 16, n, asked.language)
 
     async def chat(self, request: Request) -> Response:
-        asked = await self._question(request, Chat)
+        return await self._talk(request, await self._question(request, Chat))
+
+    async def responses(self, request: Request) -> Response:
+        return await self._talk(request, await self._question(request, Responses))
+
+    async def _talk(self, request: Request, asked: Chat) -> Response:
         tools = [tool.model_dump(exclude_none=True) for tool in asked.offered]
         ids = await self._conversation(asked.messages, tools)
         form = await self.prompts.form() if tools else None
