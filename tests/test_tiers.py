@@ -137,6 +137,9 @@ def test_the_pool_has_slots_for_every_size() -> None:
             pool.give(buffer)
     assert pool.most == sum(map(whole_pages, (*blocks, *ends))) and payload / pool.most >= 0.95
     assert pool.bytes == sum(map(whole_pages, blocks)), "what is seldom used stays"
+    with mock.patch("weft.memory.tiers.LARGE", ends[0]):
+        pool.take(ends[0])
+    assert pool.bytes == whole_pages(ends[0]), "what is idle stays beside what is large"
 
 
 # --- tensors that rest
@@ -245,6 +248,20 @@ def test_what_rests_takes_no_memory(corpus: str, tmp_path: Path) -> None:
         _, state = run(corpus, {**EVERYTHING, "folder": str(tmp_path)}, 1, model__layers=layers)
         units = {sum(g.region.size for g in groups.values()) for groups in state.tiers.groups.values() if groups}  # type: ignore[union-attr]
         assert state.tiers.pool.most <= 4 * max(units)
+
+
+def test_what_an_update_needed_has_left_before_the_unit_computes(corpus: str, tmp_path: Path) -> None:
+    """A large embedding is not in memory as parameter, weights and gradient at once."""
+    gather, seen = TableUnit.gather, list[bool]()
+
+    def looked_at(unit: TableUnit, *given: Any) -> None:
+        if group := unit.tiers.groups[unit].get("gradients"):
+            seen.append(group.buffer is None)
+        gather(unit, *given)
+
+    with mock.patch.object(TableUnit, "gather", looked_at):
+        run(corpus, {**EVERYTHING, "folder": str(tmp_path)}, 3)
+    assert seen and all(seen)
 
 
 def test_what_does_not_learn_has_no_gradients_anywhere(corpus: str, tmp_path: Path) -> None:

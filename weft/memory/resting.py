@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from weft.memory.heap import give_heap_back
 from weft.memory.tiers import Pool, Region, TierFile, Transfer, page_buffer, whole_pages
 
 T = torch.Tensor
@@ -203,6 +204,7 @@ class Tiers:
         place, tensors = self.places.get(kind, "device"), [t for t in tensors if t.numel()]
         if tensors and (place == "file" or (place == "host" and tensors[0].device.type != "cpu")):
             self.groups[owner][kind] = Group(tensors, self.file if place == "file" else None, self.pool)
+            give_heap_back()  # what they were in: all units' would be as much as they have together
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
         """Begin to bring what will soon be used."""

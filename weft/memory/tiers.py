@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from weft.errors import WeftError
+from weft.memory.heap import give_heap_back
 from weft.memory.transfer_threads import Threads
 
 T = torch.Tensor
@@ -34,9 +35,11 @@ PAGE = mmap.PAGESIZE
 #: Bytes of one call to the system, of which there are :data:`THREADS` at a time: more of either is not faster.
 PIECE, THREADS = 4 << 20, 2
 
-
 #: So many who need buffers of one size keep these.
 COMMON = 3
+
+#: Before so many bytes are taken anew, what is idle is handed back: mapping that again is little beside them.
+LARGE = 64 << 20
 
 
 class TierError(WeftError):
@@ -85,6 +88,10 @@ class Pool:
         room = whole_pages(size)
         if self._free[room]:
             return self._free[room].pop()
+        if room >= LARGE and not self.pinned:
+            self.bytes -= sum(size * len(buffers) for size, buffers in self._free.items())
+            self._free.clear()
+            give_heap_back()
         self.bytes += room
         self.most = max(self.most, self.bytes)
         return page_buffer(room, self.pinned)

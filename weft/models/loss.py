@@ -66,7 +66,7 @@ class SummedLoss(torch.autograd.Function):
         # In at least float32: 1 / tokens rounded to bfloat16 would make every gradient up to 0.4 % too large or small.
         def scaled(d):  # type: ignore[no-untyped-def]
             wide = torch.promote_types(d.dtype, torch.float32)
-            return (d.to(wide) * grad.to(wide)).to(d.dtype)
+            return d.copy_(d.to(wide).mul_(grad.to(wide)))  # in place: a large vocabulary's may not fit twice
 
         d_hidden, d_weight = (None if d is None else scaled(d) for d in ctx.saved_tensors)
         if d_hidden is not None and ctx.rows is not None:
@@ -106,7 +106,9 @@ class _LinearCrossEntropy(SummedLoss):
                 p = p.to(hidden.dtype)
                 if d_hidden is not None:
                     d_hidden[start : start + chunk] = times(p, weight.t())
-                if d_weight is not None:
+                if d_weight is not None and d_weight.dtype == p.dtype:
+                    torch.addmm(d_weight, p.t(), h, out=d_weight)  # of the largest tensors: no second one to add
+                elif d_weight is not None:
                     d_weight += p.t() @ h
         if with_grad:
             ctx.save_for_backward(d_hidden, d_weight if d_weight is None else d_weight.to(weight.dtype))

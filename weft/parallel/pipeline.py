@@ -3,7 +3,6 @@
 import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -39,9 +38,6 @@ Point = Callable[[Held], T]
 
 #: So many stages' weights stay between a step's end and the next one's begin, and one less where forward ends.
 KEPT = 2
-
-#: A context in which a unit's rows are used.
-Visit = Callable[[Unit], AbstractContextManager[None]]
 
 
 class Early(NamedTuple):
@@ -87,7 +83,7 @@ class Pipeline:
         self.seen: dict[int, Pass] = {}
         self.losses: dict[int, T] = {}  # by microbatch
         self.points: Sequence[Point] = ()
-        self.visit: Visit = lambda unit: nullcontext()
+        self.visit: Callable[[Unit], None] = lambda unit: None
         self.fetch: Callable[[Unit], None] = lambda unit: None
         self.early: Early | None = None
         self.lasts: dict[tuple[str, Unit], Action] = {}  # the last of a kind for each unit that is updated early
@@ -359,12 +355,12 @@ class Pipeline:
     def _gather(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         self.live.add(a.stage)
         for unit in self._units_of(a.stage):
+            self.visit(unit)
             if not unit.live and (self.lasts.get((GATHER, unit)) is a or id(a) in self.turns.again):
                 self.tiers.keep(unit, "weights")  # for the update, or for backward
-            with self.visit(unit):
-                if self.points and not unit.live:
-                    unit.gather_at(self.points)
-                unit.gather()
+            if self.points and not unit.live:
+                unit.gather_at(self.points)
+            unit.gather()
         return []
 
     def _fetch(self, a: Action, reads: Sequence[Any]) -> list[Any]:

@@ -74,7 +74,7 @@ class Unit:
     """
 
     held: list[Held]
-    #: Whether it is used within :meth:`State.visit` alone, so that an update can wait until then.
+    #: Whether it is used after :meth:`State.visit` alone, so that an update can wait until then.
     visited: ClassVar[bool] = False
 
     def gather(self) -> None:
@@ -246,17 +246,13 @@ class State:
 
         self.alternating(units, update)
 
-    @contextmanager
-    def visit(self, unit: Unit) -> Iterator[None]:
-        """In here the unit is up to date, and at hand if it was not before."""
-        due = self.due.pop(unit, None)
-        if due is None:
-            yield
-            return
-        grads, lr, scale = due
-        with self.tiers.updating(unit, behind=0):  # what is computed in between gives the unit before time to leave
-            self._update(unit, grads(unit), lr, scale)
-            yield
+    def visit(self, unit: Unit) -> None:
+        """Have the unit be up to date, and its weights be at hand for the next use if it was not."""
+        if due := self.due.pop(unit, None):
+            grads, lr, scale = due
+            self.tiers.keep(unit, "weights")  # alone: the rest leaves before anything is made of them
+            with self.tiers.updating(unit, behind=0):  # what is computed in between gives the unit before time to leave
+                self._update(unit, grads(unit), lr, scale)
 
     def settle(self) -> None:
         """Have all tensors up to date and where they rest, after some updates. Collective."""
