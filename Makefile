@@ -29,7 +29,9 @@ train: install
 # Two processes, each with whole files of tests and a pool of ranks: one alone leaves a core idle half of the time.
 # Files begin in the order of tests/conftest.py. Hundreds of tests start processes, kill them and measure times, on cores
 # that others use too: what fails is tried a second time, and named among the last lines. `make soak` does not.
+# Each of those processes would compile Weft anew where the environment forbids it to keep what it has compiled.
 JOBS ?= 2
+test test-quick soak: export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest tests -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: install

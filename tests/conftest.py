@@ -69,14 +69,23 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """Runs ``weft`` in this process, which no mistake may end with a traceback."""
+    return _command(capsys, monkeypatch)
 
+
+@pytest.fixture
+def launched(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """As :func:`command`, with what the ranks say that it starts."""
+    return _command(capfd, monkeypatch)
+
+
+def _command(captured: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["weft", *map(str, words)])
         threads = torch.get_num_threads()
         with pytest.raises(SystemExit) as ended:
             main()
         torch.set_num_threads(threads)  # a run takes all cores
-        out, err = capsys.readouterr()
+        out, err = captured.readouterr()
         assert isinstance(ended.value.code, int) and "Traceback" not in out + err
         return ended.value.code, out, err
 

@@ -256,7 +256,7 @@ SLOW: tuple[Case, ...] = (
 )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "case",
     [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],

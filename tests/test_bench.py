@@ -27,11 +27,11 @@ def figures_of(name: str, folder: Path, *words: str, timeout: float = 300) -> An
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in [*BENCH.glob("*.py"), *BENCH.glob("planner/*.py")]))
 def test_every_benchmark_finds_what_it_imports(name: str) -> None:
-    """Two of them run every day, most others with ``make soak``."""
+    """One of them runs every day, most others with ``make soak``."""
     importlib.import_module(name)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_step(tmp_path: Path) -> None:
     job = figures_of("step", tmp_path, "--job", "smoke", "--rounds", "2", "--steps", "1")["jobs"]["smoke"]
     assert set(job["single"]) == {"weft", "hand-written", "transformers"}

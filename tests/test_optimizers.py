@@ -341,7 +341,7 @@ def resumed(pool: Any, values: dict[str, Any], layout: dict[str, int], run: Path
     pool.run(Layout(**layout).world, go, values, str(to), str(run / "checkpoints" / "step-000003"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [
     {"kind": "galore"},
     pytest.param({"state": "8bit"}, marks=pytest.mark.slow),

@@ -108,7 +108,7 @@ def test_microbatches_of_different_lengths(pool: Any, corpus: str, schedule: str
 WHERE = {True: pytest.mark.slow, False: pytest.mark.soak}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "beside"), [
     pytest.param(schedule, beside, marks=[] if j == 2 and schedule == "v-half" else WHERE[i % 2 == j])
     for i, schedule in enumerate(BUILDERS)
@@ -138,7 +138,7 @@ COMPOSED = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("layout", "recompute"), [pytest.param(*c, marks=[pytest.mark.slow] * (i % 2)) for i, c in enumerate(COMPOSED)]
 )
@@ -149,6 +149,7 @@ def test_composed(pool: Any, corpus: str, layout: str, recompute: str) -> None:
     assert found[0][0][0].ok, found[0][0][0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["pp=4,skip=0.25", "pp=4,skip=0.25,tp=2", "pp=4,dp=2,skip=0.25,vocab_barriers=1"])
 def test_partial_pipeline_equals_one_device_that_skips_the_same(pool: Any, corpus: str, layout: str) -> None:
     found = pool.run(Layout.parse(layout).world, differences, [tree(corpus, layout, 8)])
@@ -217,6 +218,7 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
     return same, repeated, sum(r.grad_norm > clip for r in runs[0][0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", ["pp=2,schedule=zb-h2", pytest.param("pp=2,dp=2,schedule=zb-v", marks=pytest.mark.slow)]

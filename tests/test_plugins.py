@@ -159,6 +159,7 @@ def test_a_run_with_plugins(command: Command, here: Path, corpus: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rank", "way", "reason"), [
     (0, "fails_on", "ValueError: no ink"), (1, "leaves_on", "SystemExit: no paper"),
 ])  # fmt: skip
@@ -305,7 +306,7 @@ def test_a_model_that_cannot_be_trained_is_refused(
     assert code in (1, 2) and said in " ".join(err.split()) and err.count("weft: error") == 1, err
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world", "change"), [
     (2, {"layout__shard": 2}), (3, {"layout__tp": 3}), (2, {"layout__cp": 2, "train__micro_batch": 2}),
     (2, {"layout__pp": 2}), (4, {"layout__pp": 2, "layout__tp": 2}), (4, {"layout__cp": 2, "layout__tp": 2}),

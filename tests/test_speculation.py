@@ -76,6 +76,7 @@ def same(found: State, wanted: State) -> None:
 CLIPS = [9.0, 1e-3, float("nan"), 0.5, 1e-2, 0.0, 9.0]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("change", [
     {"train__micro_batch": 1},
     {"optimizer__kind": "muon", "optimizer__ema": 0.9, "train__micro_batch": 2},
@@ -126,7 +127,7 @@ LAYOUTS: list[tuple[dict[str, int | str], dict[str, str], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("layout", "memory", "change"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (i >= 2)) for i, case in enumerate(LAYOUTS)],
@@ -187,7 +188,7 @@ def test_even_units_are_those_that_balance_the_halves() -> None:
 @pytest.mark.parametrize("memory", [
     FILES | {"speculate": "all"}, FILES | {"speculate": "even"}, {"moments": "file", "speculate": "all"},
 ], ids=lambda memory: "+".join(memory.values()))  # fmt: skip
-@pytest.mark.parametrize("points", [8, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("points", [4, pytest.param(200, marks=pytest.mark.soak)])
 def test_a_disk_that_fails_leaves_nothing_half_updated(
     corpus: str, tmp_path: Path, memory: dict[str, str], points: int
 ) -> None:

@@ -166,7 +166,7 @@ def test_a_disk_that_fails_leaves_no_half_made_update_to_see(corpus: str, tmp_pa
             seen[0].tensors()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", [
     pytest.param(v, id=" ".join(map(str, v.values())), marks=[pytest.mark.slow] * (i >= QUICK))
     for i, v in enumerate(LAYOUTS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +116,10 @@ def test_what_cannot_be_is_one_line(command: Command, name: str, more: list[obje
 @pytest.mark.sampled(1)  # tests/generate/test_ranks.py has them all, in ranks that are there already
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp=2,ep=2", "tp=2", "pp=2"])
-def test_generate_with_experts_on_two_ranks(command: Command, layout: str, tmp_path: Path) -> None:
+def test_generate_with_experts_on_two_ranks(launched: Command, layout: str, tmp_path: Path) -> None:
     folder, _ = folder_of("qwen3 moe", tmp_path / "model")
     words = ("generate", "--checkpoint", folder, "--prompt", "def add(a, b):", "--tokens", 9, "--temperature", 0)
-    _, expected, _ = command(*words)
-    ran = subprocess.run([sys.executable, "-m", "weft", *map(str, words), "--layout", layout], text=True,
-                         capture_output=True)  # fmt: skip
-    assert ran.returncode == 0 and ran.stdout == expected and "over 2 ranks" in ran.stderr, ran.stderr
-    assert "Warning" not in ran.stderr
+    _, expected, _ = launched(*words)
+    code, out, err = launched(*words, "--layout", layout)
+    assert code == 0 and out == expected and "over 2 ranks" in err, err
+    assert "Warning" not in err

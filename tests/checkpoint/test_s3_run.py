@@ -114,7 +114,7 @@ def test_credentials_that_expire(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["503", "drop", "lost", "slow"])
 def test_a_server_with_hiccups_stops_nothing(
     pool: Any, corpus: str, bucket: str, env: dict[str, str], tmp_path: Path, proxy: Proxy, what: str

@@ -125,12 +125,13 @@ def test_mistakes_cost_one_line(
 
 
 @pytest.mark.slow
-def test_train_report_generate_resume(tiny: str, command: Command, tmp_path: Path) -> None:
-    """Ranks are started as a user starts them; what one process does is done in this one."""
-    done = weft("train", tiny, "--layout", "shard=2", "--out", "run")
-    assert done.returncode == 0, done.stderr
-    assert "validation loss" in done.stdout and "report      run/report.html" in done.stdout
-    assert "the model writes" in done.stdout
+def test_train_report_generate_resume(tiny: str, launched: Command, tmp_path: Path) -> None:
+    """Two ranks, then this process alone, then two again."""
+    command = launched
+    code, out, err = command("train", tiny, "--layout", "shard=2", "--out", "run")
+    assert code == 0, err
+    assert "validation loss" in out and "report      run/report.html" in out
+    assert "the model writes" in out
     records = read_metrics(tmp_path / "run")
     assert [r["step"] for r in records["train"]] == [1, 2, 3, 4, 5]
     head = records["run"][0]
@@ -138,7 +139,7 @@ def test_train_report_generate_resume(tiny: str, command: Command, tmp_path: Pat
     assert head["command"] == f"weft train {tiny} --layout shard=2 --out run" and head["host"] and head["versions"]
     assert all(0 < r["memory_now_gib"] <= r["memory_gib"] + 0.01 for r in records["train"])
     assert records["sample"][0]["samples"][0]["prompt"] == "ab"
-    assert records["sample"][0]["samples"][0]["text"].strip() in done.stdout
+    assert records["sample"][0]["samples"][0]["text"].strip() in out
     assert (tmp_path / "run/report.html").stat().st_size > 1_000_000
     assert "already holds something" in command("train", tiny, "--layout", "shard=2", "--out", "run")[2]
 
@@ -158,15 +159,15 @@ def test_train_report_generate_resume(tiny: str, command: Command, tmp_path: Pat
     _, again, _ = command("generate", "--checkpoint", "hf", "--prompt", "abc", "--tokens", 4, "--temperature", 0)
     assert again == text
     (tmp_path / "prompt.txt").write_text("abc")
-    words = ["generate", "--checkpoint", "run", "--prompt-file", "prompt.txt", "--tokens", "4", "--temperature", "0"]
-    spread = weft(*words, "--layout", "cp=2")
-    assert "abc" + spread.stdout == text and "3 tokens of prompt over 2 ranks" in spread.stderr, spread.stderr
+    words = ("generate", "--checkpoint", "run", "--prompt-file", "prompt.txt", "--tokens", 4, "--temperature", 0)
+    _, spread, err = command(*words, "--layout", "cp=2")
+    assert "abc" + spread == text and "3 tokens of prompt over 2 ranks" in err, err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["", "shard=2"])
 def test_ctrl_c_saves_and_resume_goes_on(tiny: str, command: Command, tmp_path: Path, layout: str) -> None:
-    """Two ranks go on as two, one goes on in this process."""
+    """One rank or two; what they have saved goes on in this process."""
     run = ["train", tiny, "--layout", layout, "--out", "run", "--set", "validation.every=0"]
     words = [sys.executable, "-m", "weft", *run, "--set", "train.steps=100000"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -182,40 +183,36 @@ def test_ctrl_c_saves_and_resume_goes_on(tiny: str, command: Command, tmp_path: 
     assert len(committed(tmp_path / "run/checkpoints")) == 1
     assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
     step = int(committed(tmp_path / "run/checkpoints")[0].name.split("-")[1])
-    more = [*run, "--resume", "auto", "--set", f"train.steps={step + 2}"]
-    if layout:
-        done = weft(*more)
-        code, err = done.returncode, done.stderr
-    else:
-        code, _, err = command(*more)
+    run[3] = ""
+    code, _, err = command(*run, "--resume", "auto", "--set", f"train.steps={step + 2}")
     assert code == 0, err
     assert max(r["step"] for r in read_metrics(tmp_path / "run")["train"]) == step + 2
 
 
 @pytest.mark.slow
-def test_failure_in_a_rank_leaves_no_run_folder(tiny: str, tmp_path: Path) -> None:
-    failed = weft("train", tiny, "--layout", "shard=2", "--out", "run", "--resume", str(tmp_path))
-    assert failed.returncode == 1
-    assert failed.stderr.strip().startswith("weft: error: no checkpoint in") and "\n" not in failed.stderr.strip()
+def test_failure_in_a_rank_leaves_no_run_folder(tiny: str, launched: Command, tmp_path: Path) -> None:
+    code, _, err = launched("train", tiny, "--layout", "shard=2", "--out", "run", "--resume", tmp_path)
+    assert code == 1
+    assert err.strip().startswith("weft: error: no checkpoint in") and "\n" not in err.strip()
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_data_that_ends_stops_all_ranks(tiny: str, tmp_path: Path) -> None:
-    done = weft(
-        "train", tiny, "--layout", "shard=2", "--out", "run", "--set", "data.epochs=1", "--set", "train.steps=1000"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "the data ended after" in done.stdout
+def test_data_that_ends_stops_all_ranks(tiny: str, launched: Command) -> None:
+    change = ["data.epochs=1", "train.steps=1000", "validation.every=0", "observe.split_every=0", "generate.tokens=1"]
+    words = [word for setting in change for word in ("--set", setting)]
+    code, out, err = launched("train", tiny, "--layout", "shard=2", "--out", "run", *words)
+    assert code == 0, err
+    assert "the data ended after" in out
 
 
 @pytest.mark.slow
-def test_verify_prints_and_exits(tiny: str, command: Command) -> None:
-    done = weft("verify", tiny, "--layout", "tp=2", "--steps", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_verify_prints_and_exits(tiny: str, launched: Command) -> None:
+    code, out, err = launched("verify", tiny, "--layout", "tp=2", "--steps", "2", "--json")
+    assert code == 0, err
+    found = json.loads(out)
     assert found["ok"] and all(found[k] <= 1e-10 for k in ("loss", "grad", "grad_norm", "param"))
-    code, typed, _ = command("verify", tiny, "--layout", "dp=16,shard=32,tp=2", "--types", "--json")
+    code, typed, _ = launched("verify", tiny, "--layout", "dp=16,shard=32,tp=2", "--types", "--json")
     assert code == 0 and json.loads(typed) == {
         "ok": True, "layout": "dp=16,shard=32,tp=2", "world": 1024, "fault": None,
     }  # fmt: skip

@@ -18,13 +18,14 @@ from weft.checkpoint.store import committed
 @pytest.mark.slow(40)
 @pytest.mark.parametrize(("layout", "way", "code", "said"), [
     pytest.param("shard=2", signal.SIGKILL, 1, "rank 1 was killed by SIGKILL", marks=pytest.mark.soak),
-    ("pp=2", signal.SIGSTOP, 1, f"rank 1 has not answered for {TIMEOUT} s and is stopped"),
+    pytest.param("pp=2", signal.SIGSTOP, 1, f"rank 1 has not answered for {TIMEOUT} s and is stopped",
+                 marks=pytest.mark.soak),
     ("tp=2", signal.SIGINT, 130, ""),
 ])  # fmt: skip
 def test_while_questions_are_asked(tmp_path: Path, layout: str, way: signal.Signals, code: int, said: str) -> None:
     """A rank is killed or stopped and named, nobody hangs; Ctrl-C leaves the questions, takes a step and saves."""
     questions = tmp_path / "questions.jsonl"
-    questions.write_text("".join(json.dumps({"prompt": f"{i}", "answer": "abc"}) + "\n" for i in range(60_000)))
+    questions.write_text("".join(json.dumps({"prompt": f"{i}", "answer": "abc"}) + "\n" for i in range(10_000)))
     more = [f"tasks=[{{path='{questions}'}}]", "validation.every=1000", "train.steps=9", "optimizer.ema=0.9"]
     command, errors = small(tmp_path, layout, *more, "optimizer.use_ema=true"), tmp_path / "stderr"
     with errors.open("w") as stderr:

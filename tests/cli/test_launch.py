@@ -155,6 +155,7 @@ def test_one_failing_rank_ends_all_with_one_line(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_ranks_finish(script: list[str], tmp_path: Path, number: signal.Signals) -> None:
     parent = start_parent([*script, "wait"], 2)
@@ -206,11 +207,11 @@ def test_killing_the_launcher_leaves_no_orphans(script: list[str], tmp_path: Pat
 
 @pytest.mark.slow
 def test_two_launches_do_not_meet(script: list[str], tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
+    ranks = {tmp_path / "a": 2, tmp_path / "b": 1}
+    for folder in ranks:
         folder.mkdir()
-    parents = [start_parent([*script[:2], str(folder), "meet"], 2) for folder in folders]
-    pids = [pid for folder in folders for pid in wait_for(folder, "pid-*", 2)]
+    parents = [start_parent([*script[:2], str(folder), "meet"], count) for folder, count in ranks.items()]
+    pids = [pid for folder, count in ranks.items() for pid in wait_for(folder, "pid-*", count)]
     for parent in parents:
         parent.terminate()
     assert [parent.wait(120) for parent in parents] == [143, 143]

@@ -19,15 +19,17 @@ from weft.resilience.hosts import Host, hosts, unavailable
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "train.steps=12",
-    "model.embed=64",
-    "data.seq_len=64",
+    "model.layers=2",
+    "model.embed=48",
+    "data.seq_len=32",
+    "train.batch=8",
     "validation.every=0",
     "observe.split_every=0",
     "checkpoint.every=100",
     "generate.tokens=1",
 ]
 
-pytestmark = [pytest.mark.slow(80), pytest.mark.skipif(bool(why := unavailable()), reason=why)]
+pytestmark = [pytest.mark.slow(40), pytest.mark.skipif(bool(why := unavailable()), reason=why)]
 
 
 def torchrun(on: tuple[Host, ...], host: int, out: Path, port: int, each: int) -> subprocess.Popen[str]:
@@ -61,17 +63,18 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
             process.wait(120)
 
 
+@pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_two_hosts_train_stop_resume_like_one(
-    tmp_path: Path, started: list[subprocess.Popen[str]], command: Command
+    tmp_path: Path, started: list[subprocess.Popen[str]], command: Command, each: int
 ) -> None:
-    """Two ranks on each host, one on each after the stop, and one alone."""
+    """So many ranks on each host, one on each after the stop, and one alone."""
     small = [word for setting in SMALL for word in ("--set", setting)]
     code, _, err = command("train", ROOT / "recipes/quickstart.toml", "--out", tmp_path / "one", *small)
     assert code == 0, err
 
     run = tmp_path / "two"
     with hosts(2, rate="1gbit") as two:
-        first = [torchrun(two, i, run, 29501, 2) for i in range(2)]
+        first = [torchrun(two, i, run, 29501, each) for i in range(2)]
         started += first
         until = time.monotonic() + 300
         while len(losses(run)) < 4 and time.monotonic() < until and first[0].poll() is None:

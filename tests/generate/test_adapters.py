@@ -55,7 +55,7 @@ def adapters(folder: Path, model: Transformer, ranks: list[int]) -> dict[str, Ho
     return {f"a{i}": read_adapter(write(folder / f"a{i}", model, rank, i), model) for i, rank in enumerate(ranks)}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("setting", ["chunks of 5", "exact fill", "two at once", "small"])
 @pytest.mark.parametrize("kind", ["softmax", "windows", "hybrid", "latent"])
 def test_each_request_is_as_with_its_adapter_merged(kind: str, setting: str, tmp_path: Path) -> None:

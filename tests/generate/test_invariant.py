@@ -64,8 +64,9 @@ def random_engine(model: Transformer, drawn: Random) -> Engine:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("least", [300, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_random_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_batches(kind: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, others, preemption, found prefixes and guesses; training packs the texts into a row of its own."""
     model, drawn, preempted, hits, steps = build(**SHAPES[kind]), Random(kind), 0, 0, 0
     remove = Scheduler.remove
@@ -77,7 +78,7 @@ def test_random_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Scheduler, "remove", removing)
     compared = 0
-    while steps < 1000:
+    while steps < least:
         engine, found = random_engine(model, drawn), list[Generation]()
         beginning = [drawn.randrange(97) for _ in range(drawn.randrange(1, 150))]
         for seed in range(drawn.randrange(1, 8)):
@@ -92,7 +93,7 @@ def test_random_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         drawn.shuffle(found)
         with torch.no_grad():
             compared += check(found, trained(model, [one.ids for one in found]))
-    assert preempted and hits and compared > 1000
+    assert preempted and hits and compared > least
 
 
 def test_without_it_bits_differ() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -48,6 +49,13 @@ def alone(model: Transformer, prompt: list[int], how: Sampling, top: int | None 
     return one
 
 
+@cache
+def each_alone(mixer: str, dtype: torch.dtype, drawn: bool = False) -> list[Generation]:
+    """What each of the prompts gets alone, greedy or drawn in its own way, with the three best of every step."""
+    model = build(mixer, dtype)
+    return [alone(model, prompt, how if drawn else GREEDY, top=3) for prompt, how in zip(PROMPTS, HOW, strict=True)]
+
+
 def count_preempted(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
     """Who is to wait again, though it ran."""
     seen: list[Generation] = []
@@ -62,13 +70,13 @@ def count_preempted(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
     return seen
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mixer", ["softmax", "windows", "experts", "latent", "retention", "hybrid"])
 def test_tokens_are_those_of_each_request_alone(mixer: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy in float32; requests join while others run, and prefixes of ended ones are found."""
-    model, preempted = build(mixer, torch.float32), count_preempted(monkeypatch)
-    expected = [alone(model, prompt, GREEDY).written for prompt in PROMPTS]
-    engine = Engine(model, **SETTINGS[setting])
+    expected = [one.written for one in each_alone(mixer, torch.float32)]
+    engine, preempted = Engine(build(mixer, torch.float32), **SETTINGS[setting]), count_preempted(monkeypatch)
     found: list[Generation] = []
     for prompt in PROMPTS:
         found += engine.submit(prompt, NEW, GREEDY)
@@ -92,8 +100,7 @@ def test_log_probabilities_and_samples_do_not_depend_on_the_batch(mixer: str, se
     engine = Engine(model, **SETTINGS[setting])
     found = [engine.submit(p, NEW, how, top=3)[0] for p, how in zip(PROMPTS, HOW, strict=True)]
     engine.run()
-    for one, prompt, how in zip(found, PROMPTS, HOW, strict=True):
-        single = alone(model, prompt, how, top=3)
+    for one, single in zip(found, each_alone(mixer, torch.float64, drawn=True), strict=True):
         assert one.written == single.written
         for (p, best), (q, top) in zip(one.log_probabilities, single.log_probabilities, strict=True):
             assert abs(p - q) < 1e-10 and best.keys() == top.keys()

@@ -89,7 +89,7 @@ def answers_of_one(mixer: str, dtype: str) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("mixer", "layout"), [
     *((mixer, layout) for mixer in MIXERS for layout in OF_ALL), *(("experts", layout) for layout in OF_EXPERTS),
 ])  # fmt: skip
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_each_request_alone(pool: Any, mixer: str, layout: s
     assert len({token for ids, _ in expected for token in ids}) > 10
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2", "tp=2,cp=2"])
 @pytest.mark.parametrize("mixer", ["softmax", "windows", "experts", "latent", "hybrid"])
 def test_greedy_tokens_in_float32(pool: Any, mixer: str, layout: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -255,14 +253,13 @@ def test_models_without_experts_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_rank_of_a_long_prompt_has_its_own(tmp_path: Path, command: Command) -> None:
+def test_every_rank_of_a_long_prompt_has_its_own(tmp_path: Path, launched: Command) -> None:
     folder, _ = folder_of("mixtral", tmp_path / "model")
-    words = ["generate", "--checkpoint", str(folder), "--prompt", PROMPT, "--tokens", "9", "--temperature", "0"]
-    code, expected, err = command(*words)
+    words = ("generate", "--checkpoint", folder, "--prompt", PROMPT, "--tokens", "9", "--temperature", "0")
+    code, expected, err = launched(*words)
     assert code == 0, err
-    spread = [sys.executable, "-m", "weft", *words, "--layout", "cp=2", "--experts-in", str(tmp_path / "experts")]
-    done = subprocess.run(spread, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == expected
-    assert "weft: tokens used" in done.stderr
+    code, out, err = launched(*words, "--layout", "cp=2", "--experts-in", tmp_path / "experts")
+    assert code == 0, err
+    assert out == expected
+    assert "weft: tokens used" in err
     assert not [*(tmp_path / "experts").iterdir()]

@@ -408,6 +408,7 @@ def caught(property_: int, kind: type[Scheduler]) -> None:
         look()
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("property_", "kind"), [
     (1, Forgetful), (2, Greedy), (2, Crowded), (3, Unowned), (3, Leaking), (4, Writing),
     (5, Gullible), (5, Overshooting), (5, Idle),
@@ -431,6 +432,7 @@ def share_blocks(pool: Pool, request: Request, left: int, copies: list[tuple[int
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("property_", "name", "fault"), [(3, "release", keep_blocks), (4, "branch", share_blocks)], ids=["3", "4"]
 )
@@ -439,6 +441,7 @@ def test_a_fault_of_guesses_is_caught(property_: int, name: str, fault: Callable
     caught(property_, Scheduler)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "fault"), [
     ("root_key", lambda version, adapter, tenant, seen: root_key(0, adapter, tenant)),
     ("root_key", lambda version, adapter, tenant, seen: root_key(version, "", tenant)),

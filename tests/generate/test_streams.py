@@ -196,7 +196,7 @@ def all_pieces(logits: Sequence[tuple[Generation, int, T]]) -> list[Generation]:
     return list(dict.fromkeys(piece for piece, _, _ in logits))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("settings", [{}, {"size": 3}, {"tokens": 220, "size": 4}, {"budget": 5, "size": 4}], ids=str)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["softmax", "experts"])

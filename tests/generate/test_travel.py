@@ -58,7 +58,7 @@ def written_alone(kind: str) -> list[Generation]:
     return [alone(model, p, how) for p, how in zip(PROMPTS, HOW, strict=True)]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("settings", [{}, {"drafter": True}, {"tokens": 400}], ids=str)
 @pytest.mark.parametrize("kind", ["softmax", "windows", "experts", "latent", "retention", "hybrid"])
 def test_tokens_are_the_same_wherever_they_are_written(kind: str, settings: dict[str, Any]) -> None:

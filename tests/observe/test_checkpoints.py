@@ -184,7 +184,7 @@ def test_sizes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 8, 512])
+@pytest.mark.parametrize("ranks", [1, pytest.param(8, marks=pytest.mark.soak), 512])
 def test_browser_draws_it(tmp_path: Path, ranks: int) -> None:
     run = fake_run(tmp_path / "run", steps=20, resume_at=None)
     metrics = Metrics(run)

@@ -159,6 +159,7 @@ def three_steps(values: dict[str, Any]) -> tuple[list[float], int, int, int]:
     return losses, numbers, away, said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_bytes_are_those_of_the_experts_that_are_lent(pool: Any, tmp_path: Any, recompute: str) -> None:
@@ -213,6 +214,7 @@ def moving_steps(values: dict[str, Any]) -> tuple[list[float], int, int, list[in
     return losses, sent, moved, times, (early, said)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["shard=4,ep=4", "dp=2,shard=2,ep=2"])
 def test_experts_move_with_their_state(pool: Any, tmp_path: Any, layout: str) -> None:

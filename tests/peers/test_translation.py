@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases import write_corpus
+from tests.conftest import Command
 from weft.observe.metrics import read_metrics
 from weft.peers.invitation import invite
 from weft.resilience.hosts import _run, _space, unavailable
@@ -172,7 +173,7 @@ def test_translated_peers_share_directly_or_over_a_relay_that_cannot_read(
     assert words == "0" and (direct or int(passed) > 3_000_000), "the relay has carried the file, and read nothing"
 
 
-def test_islands_behind_translation_train_through_the_relay(tmp_path: Path) -> None:
+def test_islands_behind_translation_train_through_the_relay(tmp_path: Path, command: Command) -> None:
     """One island each, and no other way between them than streams over the relay: the same run as in one place."""
     corpus = write_corpus(tmp_path)
     small = ["model.layers=1", "model.embed=32", "data.seq_len=32", "train.batch=4", "train.steps=6",
@@ -180,8 +181,8 @@ def test_islands_behind_translation_train_through_the_relay(tmp_path: Path) -> N
              f'data.sources=[{{kind="jsonl", path="{corpus}"}}]', f"data.cache={tmp_path}", "data.tokenizer=bytes",
              ]  # fmt: skip
     words = ["-m", "weft", "train", str(ROOT / "recipes/quickstart.toml"), *(w for s in small for w in ("--set", s))]
-    one = [sys.executable, *words, "--layout", "dp=1", "--out", str(tmp_path / "one")]
-    subprocess.run(one, check=True, capture_output=True, timeout=300)
+    code, _, err = command(*words[2:], "--layout", "dp=1", "--out", tmp_path / "one")
+    assert code == 0, err
 
     ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_RANK": "0",
              "LOCAL_WORLD_SIZE": "1", "TORCH_GLOO_LAZY_INIT": "1", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip

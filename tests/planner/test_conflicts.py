@@ -24,6 +24,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(
     ("world", "site", "pin"),

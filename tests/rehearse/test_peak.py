@@ -47,6 +47,7 @@ def test_nothing_is_allocated_and_more_of_what_is_kept_is_more() -> None:
     assert kept[0] > kept[1] >= kept[2] > 2**33
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{}, {"experts": 4, "experts_per_token": 2, "expert_ffn": 1024}], ids=["", "experts"]

@@ -6,7 +6,6 @@ The injector is tested on processes that do nothing and a file that says what a 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -157,17 +156,16 @@ def test_words_that_make_no_sense_are_refused(command: Command, tmp_path: Path) 
     assert code == 2 and "a run of one rank has nobody to go on without it" in err
 
 
-def came_through(tmp_path: Path, minutes: float, counts: dict[str, int], *words: str) -> None:
+def came_through(weft: Command, tmp_path: Path, minutes: float, counts: dict[str, int], *words: str) -> None:
     """Disturb a small run: losses, tokens and steps are those of a run that nobody has disturbed."""
     recipe = Path(__file__).parents[2] / "recipes/quickstart.toml"
     small = ["model.layers=2", "model.embed=32", "data.seq_len=32", "train.dtype=float64", "validation.every=0"]
     small += ["observe.split_every=0", "checkpoint.every=200", "optimizer.lr=1e-3"]
-    command = [sys.executable, "-m", "weft", "chaos", str(recipe), "--minutes", str(minutes), "--seed", "1", "--json"]
-    command += ["--out", str(tmp_path / "chaos"), *words, *(word for setting in small for word in ("--set", setting))]
-    command += [word for kind, count in counts.items() for word in (f"--{kind}", str(count))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
+    told = ["chaos", recipe, "--minutes", minutes, "--seed", 1, "--json", "--out", tmp_path / "chaos", *words]
+    told += [word for setting in small for word in ("--set", setting)]
+    code, out, err = weft(*told, *(word for kind, count in counts.items() for word in (f"--{kind}", count)))
+    assert code == 0, out + err
+    found = json.loads(out)
     assert found["wrong"] == [] and len(found["rows"]) == sum(counts.values())
 
 
@@ -175,21 +173,21 @@ def came_through(tmp_path: Path, minutes: float, counts: dict[str, int], *words:
 ON_HOSTS = ("--hosts", "3", "--set", "resilience.detect=5")
 
 
-@pytest.mark.slow(60)
-def test_a_run_comes_through_faults(tmp_path: Path) -> None:
-    came_through(tmp_path, 0.2, {"leader": 1, "freeze": 1}, "--layout", "dp=2,shard=2")
+@pytest.mark.slow(40)
+def test_a_run_comes_through_faults(command: Command, tmp_path: Path) -> None:
+    came_through(command, tmp_path, 0.1, {"leader": 1, "freeze": 1}, "--layout", "dp=2,shard=2")
 
 
 @pytest.mark.soak
-def test_a_run_comes_through_a_minute_of_faults(tmp_path: Path) -> None:
+def test_a_run_comes_through_a_minute_of_faults(command: Command, tmp_path: Path) -> None:
     """On three hosts where there can be network namespaces, else on this machine, which has no cables to pull."""
     # No more than six ranks can bear, as new ones come late on a machine that has much to do.
     counts = {"leader": 1, "freeze": 1} | ({} if unavailable() else {"link": 1})
-    came_through(tmp_path, 1.0, counts, "--layout", "dp=3,shard=2", *(() if unavailable() else ON_HOSTS))
+    came_through(command, tmp_path, 1.0, counts, "--layout", "dp=3,shard=2", *(() if unavailable() else ON_HOSTS))
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(bool(why := unavailable()), reason=why)
-def test_eight_ranks_on_three_hosts_come_through_everything(tmp_path: Path) -> None:
+def test_eight_ranks_on_three_hosts_come_through_everything(command: Command, tmp_path: Path) -> None:
     counts = {"kill": 20, "leader": 5, "two": 5, "freeze": 10, "link": 8, "slow": 5}
-    came_through(tmp_path, 20.0, counts, "--layout", "dp=4,shard=2", *ON_HOSTS)
+    came_through(command, tmp_path, 20.0, counts, "--layout", "dp=4,shard=2", *ON_HOSTS)

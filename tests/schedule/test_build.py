@@ -37,6 +37,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(("name", "ranks", "virtual"), SIZES)
 def test_every_size_is_legal(name: str, ranks: int, virtual: int | None) -> None:
     counts = {1, 2, 3, 5, 8, 11, ranks - 1, ranks, 2 * ranks - 1, 2 * ranks, 3 * ranks} - {0}

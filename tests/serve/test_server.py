@@ -348,7 +348,7 @@ def test_the_command_serves_and_ends_with_its_last_answer(
         ask = Ask(tokenizer.prompt_ids(PROMPT), 9, GREEDY, tokenizer.stops)
         adapter = read_adapter(tmp_path / "adapters" / "spoken", model)
         assert [said] == write_texts(Engine(merged(model, adapter)), tokenizer, [ask])
-    asked = {"prompt": "x", "max_tokens": 400, "temperature": 0, "stream": True, "ignore_eos": True}
+    asked = {"prompt": "x", "max_tokens": 150, "temperature": 0, "stream": True, "ignore_eos": True}
     with client.stream("POST", "/v1/completions", json=asked) as answer:
         lines = answer.iter_lines()
         next(lines)
