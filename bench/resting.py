@@ -52,7 +52,7 @@ class OnDemand(RestingExperts):
         super().lift(model, values)
         using = self.slots.using
 
-        def waiting(records: Sequence[int]) -> Iterator[tuple[int, T]]:
+        def waiting(records: Sequence[int]) -> Iterator[list[tuple[int, T]]]:
             self.slots.choose(records)
             for record in records:
                 self.slots._there[record].coming.wait()

@@ -112,9 +112,11 @@ def test_reads_begin_before_attention(name: str, tmp_path: Path, monkeypatch: py
     for layer in range(3):
         reads = [at for at, (kind, i) in enumerate(events) if kind == "read" and i // 8 == layer]
         before = [at for at in reads if at < events.index(("attention", layer))]
-        assert len(before) == 2, "of one token"
-        assert name == "mixtral" or len(reads) == 2
+        assert 2 <= len(before) <= (2 if layer == 0 else 3), "of one token, and one wrong guess of the layer before"
+        assert name == "mixtral" or len(reads) == len(before)
         assert all(at < events.index(("experts", layer)) for at in reads)
+        if layer > 0:
+            assert reads[0] < events.index(("experts", layer - 1)), "what the layer before is the surest of"
 
 
 def test_a_prompt_has_the_next_layers_experts_read_beside_this_ones(tmp_path: Path) -> None:
@@ -133,11 +135,13 @@ class Late(Records):
     def __init__(self, count: int) -> None:
         super().__init__(count, PAGE, None, torch.device("cpu"))
         self.under_way: list[Coming] = []
+        self.unused: set[int] = set()  # since they came
         for i in range(count):
             self.write(i, torch.full((PAGE,), i, dtype=torch.uint8))
 
     def read(self, index: int, into: torch.Tensor) -> Any:
         into.fill_(255)
+        self.unused.add(index)
         self.under_way.append(Coming(lambda: super(Late, self).read(index, into)))
         return self.under_way[-1]
 
@@ -161,26 +165,44 @@ def test_slots_hold_what_was_used_last_whatever_was_guessed() -> None:
     drawn = random.Random(3)
     for slots_count in (1, 2, 5, 12):
         records = Late(12)
-        slots = Slots(records, slots_count, torch.device("cpu"))
+        slots, ever = Slots(records, slots_count, torch.device("cpu")), list[int]()
         for _ in range(200):
             chosen = drawn.sample(range(12), drawn.randint(1, 8))
             slots.choose(chosen)
-            guessed = drawn.sample(range(12), drawn.randint(0, 4))
-            slots.expect(guessed)
+            slots.expect(drawn.sample(range(12), drawn.randint(0, 4)))
             under_way = [c for c in records.under_way if not c.given_up]
             for coming in drawn.sample(under_way, len(under_way) // 2):
                 coming.wait()
             used = []
-            for record, memory in slots.using(chosen):
-                assert bool((memory == record).all()), "it is there, and nothing overwrites it"
-                used.append(record)
+            for some in slots.using(chosen):
+                assert len(some) == 1 or len(some) <= slots_count
+                for record, memory in some:
+                    assert bool((memory == record).all()), "it is there, and nothing overwrites it"
+                    used.append(record)
+                    records.unused.discard(record)
             assert sorted(used) == sorted(chosen)
             assert len(slots._there) + len(slots._free) == slots_count
-            kept = [r for r in slots._there if r not in guessed]
-            assert kept == [r for r in kept if r not in used] + [r for r in used if r in kept], "in the order of use"
+            ever = [r for r in ever if r not in used] + used
+            there = [*slots._there]
+            come = [r for r in there if r in records.unused]
+            assert there == come + [r for r in ever if r in there and r not in come], "in the order of use"
             records.under_way = [c for c in records.under_way if not c.done and not c.given_up]
             for coming in drawn.sample(records.under_way, len(records.under_way) // 2):
                 coming.begun = True
+
+
+def test_what_is_there_is_used_while_others_come() -> None:
+    records = Late(6)
+    slots = Slots(records, 4, torch.device("cpu"))
+    slots.choose([4, 1, 2, 3])
+    records.under_way[2].wait()
+    using = slots.using([1, 2, 3, 4])
+    assert [r for r, _ in next(using)] == [2]
+    assert [r for r, _ in next(using)] == [4], "which is the first to come, as it was asked for first"
+    records.under_way[1].wait()
+    records.under_way[3].wait()
+    assert [r for r, _ in next(using)] == [1, 3]
+    assert not [*using] and slots.counts["awaited"] == 1
 
 
 def test_a_wrong_guess_that_has_not_begun_is_not_read(tmp_path: Path) -> None:
@@ -195,9 +217,9 @@ def test_a_wrong_guess_that_has_not_begun_is_not_read(tmp_path: Path) -> None:
         file.threads.submit(hold.wait)
     slots.expect([0, 1, 2, 3])
     slots.choose([2, 5])
-    assert list(slots._there) == [2, 5] and len(slots._free) == 4
+    assert set(slots._there) == {2, 5} and len(slots._free) == 4
     hold.set()
-    assert {i: int(memory[0]) for i, memory in slots.using([2, 5])} == {2: 2, 5: 5}
+    assert {i: int(memory[0]) for some in slots.using([2, 5]) for i, memory in some} == {2: 2, 5: 5}
     assert slots.counts["read"] == 2 and file.bytes["read"] == 2 * PAGE
 
 

@@ -2,13 +2,14 @@
 
 Slots in memory hold those of all layers that were used last (:mod:`weft.memory.records`). As soon as a router has
 chosen, reads begin: beside attention where it stands before that (SmallThinker, Song et al. 2025). One that stands
-after it is asked, before, about what attention adds to; most that it then names it will choose (as Eliseev & Mazur 2023
-ask a later layer's), the surest first, and what it does not choose is given up where it has not begun to come. Where
-tokens are so many that they choose nearly all, as a long prompt's, the next layer's come while this one computes: slots
-are then the ring of sections that SE-MoE moves through a model (Shen et al. 2022).
+after it is asked, before, about what attention adds to; most that it then names it will choose, the surest first, and
+what it does not choose is given up where it has not begun to come. When a layer has chosen, the next one's router is
+asked about what this one was given (as Eliseev & Mazur 2023 do): what it is surest of is read while this one computes,
+and all that it names where tokens are so many that they choose nearly all, as a long prompt's: slots are then the ring
+of sections that SE-MoE moves through a model (Shen et al. 2022). What is there is computed while the rest comes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from weft.errors import UsageError, WeftError
 from weft.memory.records import Records, Slots
 from weft.memory.tiers import TierFile, page_buffer
-from weft.models.experts import Experts, Mixture, Stacks, counted, grouped, sizes_of
+from weft.models.experts import Experts, Mixture, Stacks, counted, sizes_of
 from weft.models.module import Module
 from weft.models.router import Choice, Router
 from weft.models.transformer import Block, Transformer
@@ -29,6 +30,9 @@ T = torch.Tensor
 
 #: Bytes of experts that are in memory at a time while a model is loaded; at least one expert.
 LOADED = 256 << 20
+
+#: The share of a token's experts that a router is surest of and that are read a layer early: more are often wrong.
+SURE = 1 / 2
 
 #: What generation computes in.
 DTYPE = torch.float32
@@ -47,38 +51,29 @@ class SlottedExperts(Experts):
         """As of :class:`Experts`, whose experts are all this rank's own, to the last bit.
 
         How PyTorch rounds an activation depends on where in a tensor a number is: so hidden units of all rows are
-        activated together, and experts are asked for twice. There is room for one layer's, but for the smallest shares.
+        activated together, and again for experts that come later.
         """
         sizes = sizes_of(counts, len(rows))
-        chosen = [e for e, size in enumerate(sizes) if size]
-        places = {e: slice(end - sizes[e], end) for e, end in enumerate(accumulate(sizes))}
+        chosen = [self.first + e for e, size in enumerate(sizes) if size]
+        places = {self.first + e: slice(end - sizes[e], end) for e, end in enumerate(accumulate(sizes))}
         self.slots.counts["used"] += len(chosen)
-        one, two = rows.new_empty(2, len(rows), self.shapes[0][0])
-        for e, (gate, up, _) in self._weights(chosen):
-            one[places[e]], two[places[e]] = (self._times(w, rows[places[e]], counts[e : e + 1]) for w in (gate, up))
-        hidden, out = self.activate(one) * two, torch.empty_like(rows)
-        for e, (_, _, down) in self._weights(chosen):
-            out[places[e]] = self._times(down, hidden[places[e]], counts[e : e + 1])
+        (one, two), out = rows.new_zeros(2, len(rows), self.shapes[0][0]), torch.empty_like(rows)
+        for some in self.slots.using(chosen):
+            there = [(places[record], self._matrices(memory)) for record, memory in some]
+            for place, (gate, up, _) in there:
+                torch.mm(rows[place], gate.to(DTYPE), out=one[place])
+                torch.mm(rows[place], up.to(DTYPE), out=two[place])
+            hidden = self.activate(one) * two
+            for place, (_, _, down) in there:
+                torch.mm(hidden[place], down.to(DTYPE), out=out[place])
         return out
 
-    def _times(self, weight: T, rows: T, counts: T) -> T:
-        """What :func:`weft.models.experts.products` gives, without what a backward needs: there is none."""
-        return grouped(rows, weight.mT, counts)
-
-    def _weights(self, chosen: list[int]) -> Iterator[tuple[int, list[T]]]:
-        """Each of these experts and its stacks, of one."""
-        for record, memory in self.slots.using([self.first + e for e in chosen]):
-            yield record - self.first, self._matrices(memory)
-
     def _matrices(self, memory: T) -> list[T]:
-        """The stacks, of one, in a slot's memory: views that are made once if they are what is computed with."""
+        """What rows are multiplied by, in a slot's memory: views, made once."""
         place = memory.data_ptr()
-        if place in self.views:
-            return self.views[place]
-        found = [w[None].to(DTYPE) for w in matrices(memory, self.stored, self.shapes)]
-        if self.stored == DTYPE:
-            self.views[place] = found
-        return found
+        if place not in self.views:
+            self.views[place] = [w.t() for w in matrices(memory, self.stored, self.shapes)]
+        return self.views[place]
 
 
 def matrices(record: T, dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> list[T]:
@@ -156,15 +151,20 @@ class RestingExperts:
             self.slots.choose(self._guess(block, given[0]))
 
     def _chosen(self, first: int, following: Any, router: Router, given: object, choice: Choice) -> None:
-        self.slots.choose(_records(first, router, choice))
-        if following is not None and choice.ids.numel() >= following.ffn.router.count:
-            self.slots.expect(self._guess(following, self._seen))
+        self.slots.choose(_records(first, router, choice.ids))
+        if following is not None:
+            few = choice.ids.numel() < following.ffn.router.count
+            self.slots.expect(self._guess(following, self._seen, SURE if few else 1))
 
-    def _guess(self, block: Any, x: T) -> list[int]:
-        """What a block's router would choose of ``x``, which is not yet all that it will be given."""
+    def _guess(self, block: Any, x: T, share: float = 1) -> list[int]:
+        """What a block's router would choose of ``x``, which is not yet all that it will be given.
+
+        ``share``: of each token's choices only the surest, so many.
+        """
         norm, router = block.attention_norm if block.ffn.shape.router_early else block.ffn_norm, block.ffn.router
         # Its forward alone: nobody who listens to the router is to hear of this.
-        return _records(block.ffn.experts.first, router, router.forward(norm.forward(x).flatten(0, 1), None))
+        ids = router.forward(norm.forward(x).flatten(0, 1), None).ids
+        return _records(block.ffn.experts.first, router, ids[:, : max(1, round(share * ids.shape[1]))])
 
 
 def _experts(mixture: Mixture, values: Values, start: int, end: int) -> list[tuple[T, ...]]:
@@ -175,13 +175,15 @@ def _experts(mixture: Mixture, values: Values, start: int, end: int) -> list[tup
     return [*zip(*found, strict=True)]
 
 
-def _records(first: int, router: Router, choice: Choice) -> list[int]:
-    """Those of the chosen experts: what most tokens chose first, and of equals what one was the surest of.
+def _records(first: int, router: Router, ids: T) -> list[int]:
+    """Those of the chosen experts ``ids``: what most tokens chose first, and of equals what one was the surest of.
 
     ``first`` is that of the layer's first expert.
     """
-    counts, most = counted(choice.ids, router.count), choice.ids.shape[-1]
-    place = torch.arange(most, device=counts.device).expand_as(choice.ids).flatten()
-    surest = torch.full_like(counts, most).scatter_reduce(0, choice.ids.flatten(), place.to(counts.dtype), "amin")
+    if len(ids) == 1:
+        return [first + e for e in ids[0].tolist()]
+    counts, most = counted(ids, router.count), ids.shape[-1]
+    place = torch.arange(most, device=counts.device).expand_as(ids).flatten()
+    surest = torch.full_like(counts, most).scatter_reduce(0, ids.flatten(), place.to(counts.dtype), "amin")
     often = (counts * (most + 1) - surest).argsort(descending=True, stable=True)[: int(counts.count_nonzero())]
     return [first + e for e in often.tolist()]

@@ -85,7 +85,7 @@ class Slot(NamedTuple):
 class Slots:
     """So many slots in a device's memory for ``records``.
 
-    ``counts``: how many records were ``read``, and how many ``awaited`` by who would use them.
+    ``counts``: how many records were ``read``, and how many ``awaited`` by who could use no other meanwhile.
     """
 
     def __init__(self, records: Records, slots: int, device: torch.device) -> None:
@@ -98,16 +98,11 @@ class Slots:
         self._free = list(memory.view(self.count, -1))
 
     def choose(self, records: Sequence[int]) -> None:
-        """These will be used next. What else was expected was a wrong guess.
-
-        It is not read if that has not begun, and otherwise makes room before all others.
-        """
+        """These will be used next. What else was expected was a wrong guess: it is not read if that has not begun."""
         for record in self._expected.difference(records):
             if self.records.give_up(self._there[record].coming):
                 self._free.append(self._there.pop(record).memory)
                 self.counts["read"] -= 1
-            else:
-                self._there.move_to_end(record, last=False)
         self._expected.intersection_update(records)
         self.expect(records)
 
@@ -120,25 +115,34 @@ class Slots:
                 self._begin(record, memory)
             self._expected.add(record)
 
-    def using(self, records: Sequence[int]) -> Iterator[tuple[int, T]]:
-        """Each of these and its memory, uint8 ``[size]``, until the next is asked for: first those that are there.
+    def using(self, records: Sequence[int]) -> Iterator[list[tuple[int, T]]]:
+        """Those of these that are there, or else the one that comes first, each with its memory; then those left.
 
-        They have been chosen. Raises :class:`weft.memory.tiers.TierError` if one cannot be read.
+        Memory, uint8 ``[size]``, is theirs until the next are asked for. They have been chosen. Raises
+        :class:`weft.memory.tiers.TierError` if one cannot be read.
         """
         self.expect(records)
-        left = sorted(records, key=lambda r: 2 if (slot := self._there.get(r)) is None else not slot.coming.done)
+        left = list(records)
         while left:
-            record = left[0]
-            if record not in self._there:
-                self._begin(record, self._any_room(left))
-            memory, coming = self._there[record]
-            self.counts["awaited"] += not coming.done
-            coming.wait()
-            yield record, memory
-            self._expected.discard(record)
-            self._there.move_to_end(record)
-            del left[0]
+            if not (found := [r for r in left if (slot := self._there.get(r)) is not None and slot.coming.done]):
+                found = [self._next(left)]
+                self.counts["awaited"] += 1
+            for record in found:
+                self._there[record].coming.wait()
+            yield [(record, self._there[record].memory) for record in found]
+            for record in found:
+                self._expected.discard(record)
+                self._there.move_to_end(record)
+                left.remove(record)
             self.expect(left)
+
+    def _next(self, left: Sequence[int]) -> int:
+        """Which of those that are not there yet comes first."""
+        for record, slot in reversed(self._there.items()):
+            if record in left and not slot.coming.done:
+                return record
+        self._begin(left[0], self._any_room(left))
+        return left[0]
 
     def _room(self) -> T | None:
         """Memory of a slot whose record is there, and not expected to be used; None if there is none."""
@@ -159,5 +163,7 @@ class Slots:
         return memory
 
     def _begin(self, record: int, memory: T) -> None:
+        """Let a record come. Until it is used it counts as used longest ago: a wrong guess makes room first."""
         self.counts["read"] += 1
         self._there[record] = Slot(memory, self.records.read(record, memory))
+        self._there.move_to_end(record, last=False)
