@@ -423,6 +423,7 @@ def test_shared_experts_run_while_rows_travel(pool: Any, corpus: str) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [200, pytest.param(1000, marks=pytest.mark.soak)])
 def test_adaptive_choice_sends_the_least_in_random_settings(settings: int) -> None:
     """Tokens, choices, ranks, widths and skew at random, counted and by sets."""

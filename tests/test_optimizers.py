@@ -341,6 +341,7 @@ def resumed(pool: Any, values: dict[str, Any], layout: dict[str, int], run: Path
     pool.run(Layout(**layout).world, go, values, str(to), str(run / "checkpoints" / "step-000003"))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [
     {"kind": "galore"},

@@ -182,6 +182,7 @@ def test_averages_of_an_adapter(corpus: str, tmp_path: Path) -> None:
     torch.testing.assert_close(stored[key], averaged["blocks.0.attention.adapters.wq.b"].detach())
 
 
+@pytest.mark.slow
 def test_the_command_asks_and_exports_averages(
     command: Command, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ def assert_gone(pids: list[str]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_ranks_run_and_get_their_arguments_as_written(
     script: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def test_ranks_run_and_get_their_arguments_as_written(
     assert err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deed", "code", "line"),
     [

@@ -89,6 +89,7 @@ def test_new_writes_a_file_once(command: Command, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["mine.toml"]
 
 
+@pytest.mark.slow
 def test_the_shell_completes_commands_and_recipes() -> None:
     def offered(*words: str) -> list[str]:
         env = os.environ | {"_WEFT_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["weft", *words])}
@@ -102,6 +103,7 @@ def test_the_shell_completes_commands_and_recipes() -> None:
     assert offered("train", "quic") == ["quickstart", "quick.toml"]
 
 
+@pytest.mark.slow
 def test_version_and_verbose(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEFT_DEBUG", raising=False)
     assert command("-v")[:2] == command("--version")[:2] and command("-v")[1].startswith("weft ")

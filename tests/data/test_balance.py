@@ -122,6 +122,7 @@ def test_greedy_against_the_integer_program(seed: int) -> None:
     assert spent["flexsp"] > 0.999 * ideal(lengths, 4, COSTS)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.integers(1, 60), max_size=12), st.integers(1, 5), st.integers(12, 100))
 def test_the_integer_program_fits_memory(lengths: list[int], ranks: int, capacity: int) -> None:

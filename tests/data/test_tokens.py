@@ -37,6 +37,7 @@ def corpus(tmp_path: Path) -> Source:
     return Source(kind="text", path=str(folder))
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_bytes_round_trip(text: str) -> None:
     tokenizer = load_tokenizer("bytes")

@@ -139,6 +139,7 @@ def test_greedy_tokens_are_those_without_a_small_model(mixer: str, ahead: int) -
             assert bool(drafter.ready) == bool(ahead)
 
 
+@pytest.mark.slow
 def test_drawn_tokens_of_requests_do_not_depend_on_what_was_made_ahead() -> None:
     model = build("softmax", torch.float64)
     other = build("softmax", torch.float64)

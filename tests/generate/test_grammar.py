@@ -127,6 +127,7 @@ def test_text_always_meets_its_schema(grammars: Grammars) -> None:
     assert len({bytes(one.written) for one in written}) > 120
 
 
+@pytest.mark.slow
 def test_what_was_preempted_goes_on_where_it_stood(grammars: Grammars) -> None:
     grammar = grammars.compile("json", {"type": "array", "items": {"type": "integer"}, "minItems": 9, "maxItems": 9})
     model = build()

@@ -408,6 +408,7 @@ def caught(property_: int, kind: type[Scheduler]) -> None:
         look()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(("property_", "kind"), [
     (1, Forgetful), (2, Greedy), (2, Crowded), (3, Unowned), (3, Leaking), (4, Writing),
@@ -441,6 +442,7 @@ def test_a_fault_of_guesses_is_caught(property_: int, name: str, fault: Callable
     caught(property_, Scheduler)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "fault"), [
     ("root_key", lambda version, adapter, tenant, seen: root_key(0, adapter, tenant)),

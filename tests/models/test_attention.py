@@ -108,6 +108,7 @@ def test_windows(lengths: list[int], rows: int, window: int) -> None:
     check(lengths, rows, 4, 2, 6, torch.float64, window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("lengths", "window"), [([600], 520), ([19, 19], 7), ([130, 1, 66], 64)])
 def test_windows_in_other_dtypes_and_cut_into_squares(lengths: list[int], window: int, dtype: torch.dtype) -> None:

@@ -74,10 +74,10 @@ def test_unknown_devices_count_as_the_nearest_in_memory() -> None:
     assert local_cluster("Some Accelerator", 24e9, 2, 2).memory == 24
 
 
-def weft(folder: Path, *words: str, torchrun: int = 0) -> subprocess.CompletedProcess[str]:
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
+def torchrun(folder: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, *start, "-m", "weft", "train", "recipe.toml", "--out", "run", *words]
+    command = [sys.executable, *start, "-m", "weft", "train", "recipe.toml", "--out", "run"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=env)
 
 
@@ -86,11 +86,15 @@ def written(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_train_plans_for_the_ranks_it_is_given(tmp_path: Path) -> None:
+def test_train_plans_for_the_ranks_it_is_given(
+    tmp_path: Path, launched: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    done = weft(tmp_path, "--ranks", "2")
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("layout  ")]
+    code, out, err = launched("train", "recipe.toml", "--out", "run", "--ranks", "2")
+    assert code == 0, err
+    lines = [line for line in out.splitlines() if line.startswith("layout  ")]
     assert len(lines) == 1 and re.search(r"--layout \S+$", lines[0])
     assert Layout.parse(lines[0].rpartition("--layout ")[2]).world == 2
     assert '"world": 2' in written(tmp_path) or '"world":2' in written(tmp_path)
@@ -99,7 +103,7 @@ def test_train_plans_for_the_ranks_it_is_given(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_train_plans_for_the_ranks_of_torchrun(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    done = weft(tmp_path, torchrun=2)
+    done = torchrun(tmp_path, 2)
     assert done.returncode == 0, done.stderr
     assert sum(line.startswith("layout  ") for line in done.stdout.splitlines()) == 1
 

@@ -123,6 +123,7 @@ def test_state_of_all_ranks_is_that_of_the_model(shard: int, tp: int, ep: int) -
         assert float(part) * shard * tp == pytest.approx(each * weights, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "layout", ["shard=4", "shard=4,tp=2", "shard=4,ep=4", "shard=4,tp=2,ep=2", "shard=2,tp=2,ep=4"]

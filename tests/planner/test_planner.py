@@ -400,6 +400,7 @@ def test_regret_is_the_price_of_the_choice(rows: list[Row]) -> None:
     assert regrets(jobs, np.array([1.0, 2.0, 3.0, 5.0])) == [(100.0, 0.0)]
 
 
+@pytest.mark.slow
 def test_scripts_round_trip(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "calibration.json"
     assert bench(calibrate_script, DATA, "--out", out)[0] == 0

@@ -349,6 +349,7 @@ def campaign(seed: int) -> None:
             one.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_campaign(seed: int) -> None:
     campaign(seed)

@@ -64,7 +64,7 @@ def two_steps(values: dict[str, Any], folder: Path, traced: bool) -> tuple[int, 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_passes_by_and_nothing_changes(pool: Any, corpus: str, tmp_path: Path, layout: str) -> None:
     values = recipe(corpus, train__micro_batch=1).model_copy(update={"layout": Layout.parse(layout)})

@@ -79,6 +79,7 @@ def problems(draw: st.DrawFn, twice: bool = False) -> tuple[int, Holders, Paths,
     return ranks, holders, paths, costs, need, split
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.none() | st.sampled_from([0.0, 0.5, 1.0, 3.0]))
 def test_any_paths_under_any_limit(
@@ -94,6 +95,7 @@ def test_any_paths_under_any_limit(
     assert ran.makespan <= simulate(one_by_one(holders, paths, ranks, split), costs).makespan + 1e-6
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(problems(twice=True), st.none() | st.sampled_from([0.0, 1.0]))
 def test_stages_with_several_holders(
@@ -128,6 +130,8 @@ def test_the_faster_of_two_holders_runs_more() -> None:
     assert 24 > share[2] > share[1] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", PUBLISHED)
 def test_published_bubble_rates(row: tuple[int, float, float, float, float, float, float]) -> None:
     microbatches, f, b, w, move, one, two = row

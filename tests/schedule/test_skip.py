@@ -62,7 +62,7 @@ def partial(microbatches: int, wan: float, limit: float, split: bool) -> Simulat
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_paths(data: st.DataObject) -> None:
     stages, microbatches = data.draw(st.integers(4, 10)), data.draw(st.integers(1, 24))
@@ -99,6 +99,7 @@ def test_ratio_0_is_the_full_pipeline() -> None:
     assert cut(RANKS, 0.0) == [1.0] * RANKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("wan", [1e9, 0.5e9])
 def test_a_quarter_skipped_is_a_third_faster(wan: float, split: bool) -> None:
@@ -125,6 +126,7 @@ def test_slow_stages_are_skipped_more_often() -> None:
     assert min(count.values()) >= 12
 
 
+@pytest.mark.slow
 def test_the_same_microbatches_do_not_skip_the_same_stages() -> None:
     paths = plan_paths(HOLDERS, 24, 0.25, two_sites([1.0] * RANKS, 1e9))
     left_out = Counter(frozenset(range(RANKS)) - set(path) for path in paths)

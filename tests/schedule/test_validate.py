@@ -73,6 +73,7 @@ def test_tables_with_a_wrong_action_are_rejected(table: Table, data: Any, fault:
     assert str(table.name) in str(caught.value)
 
 
+@pytest.mark.slow
 @given(tables, st.data())
 @settings(max_examples=200, deadline=None)
 def test_swapped_actions_are_rejected_if_and_only_if_they_cannot_run(table: Table, data: Any) -> None:
@@ -143,6 +144,7 @@ def test_dependencies_between_ranks_become_messages() -> None:
         validate(put(table, 1, [table.ranks[1][0], replace(waiting, deps=(("F", 9, 9),))]))
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 @pytest.mark.parametrize("barriers", [1, 2])
 def test_vocabulary_passes_fit_into_any_schedule(name: str, barriers: int) -> None:

@@ -79,6 +79,7 @@ def test_times_are_those_of_the_server(server: Running, monkeypatch: Any) -> Non
     assert found[1]["mean_ttft_ms"] < found[1]["mean_e2el_ms"] / 2  # the clock of a question starts when it is sent
 
 
+@pytest.mark.slow
 def test_the_command(server: Running, command: Command, tmp_path: Path) -> None:
     url = ["bench", "serve", "--base-url", f"{server.client.base_url}/v1"]
     words = ["--num-prompts", "6", "--random-input-len", "9", "--random-output-len", "5", "--ignore-eos",

@@ -149,6 +149,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula(
     assert around < 0.01 * 4 * parameters
 
 
+@pytest.mark.slow
 def test_rare_and_small_messages_are_so_many_times_less(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = tree(corpus, "island=2", train__dtype="float32", train__steps=20, train__batch=2)
     often = bytes_sent(values, 20, monkeypatch)[0]
@@ -233,6 +234,7 @@ def series(run: Path, name: str = "loss") -> dict[int, float]:
     return {record["step"]: record[name] for record in read_metrics(run)["train"]}
 
 
+@pytest.mark.slow
 def test_a_run_of_islands_that_agree_in_every_step_is_one_of_replicas(pool: Any, corpus: str, tmp_path: Path) -> None:
     change = {"validation__every": 3, "checkpoint__every": 3}
     pool.run(2, go, tree(corpus, "dp=2", **change), str(tmp_path / "replicas"))
@@ -251,6 +253,7 @@ GOING_ON: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sync", GOING_ON, ids=lambda sync: sync["update"])
 def test_islands_go_on_as_if_they_had_not_stopped(pool: Any, corpus: str, tmp_path: Path, sync: dict[str, Any]) -> None:
