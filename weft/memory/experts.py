@@ -32,7 +32,7 @@ T = torch.Tensor
 LOADED = 256 << 20
 
 #: The share of a token's experts that a router is surest of and that are read a layer early: more are often wrong.
-SURE = 1 / 2
+SURE = 1 / 3
 
 #: What generation computes in.
 DTYPE = torch.float32
