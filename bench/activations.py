@@ -158,9 +158,10 @@ def computing(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
         best = max(n for n, seconds in times.items() if seconds <= HIDDEN * times[0])
         chosen = auto.model.saved.away or 0
         found[name] = {"predicted": chosen, "best": best, "over_keep": times[chosen] / times[0], "seconds": times}
+        over = "{:.3f}, {:.3f} and {:.3f}".format(*(times[n] / times[0] for n in (chosen, best, numbers[-1])))
         print(
-            f"{name}: of {len(numbers)} blocks {chosen} leave by the profile, {best} as measured, at "
-            f"{times[chosen] / times[0]:.3f} of keeping; all but the last at {times[numbers[-1]] / times[0]:.3f}",
+            f"{name}: of {len(numbers)} blocks {chosen} leave by the profile, {best} as measured; these, and all but "
+            f"the last, take {over} of keeping",
             flush=True,
         )
     return found
