@@ -360,8 +360,13 @@ def test_the_command_serves_and_ends_with_its_last_answer(
 
 @pytest.mark.sampled(1)  # what ranks say of each other: tests/generate/test_ranks.py
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
-def test_a_rank_that_is_killed_is_named_and_all_end(layout: str, tmp_path: Path, request: Any) -> None:
+@pytest.mark.parametrize(("layout", "number", "said"), [
+    ("tp=2", signal.SIGKILL, "was killed by SIGKILL"), ("pp=2", signal.SIGKILL, "was killed by SIGKILL"),
+    ("tp=2", signal.SIGSTOP, "is stopped (SIGSTOP or a debugger)"),
+])  # fmt: skip
+def test_a_rank_that_is_gone_is_named_and_all_end(
+    layout: str, number: int, said: str, tmp_path: Path, request: Any
+) -> None:
     words = ["serve", "--from", exported(tmp_path), "--port", "0", "--cache", "9000", "--layout", layout]
     process = subprocess.Popen(
         [sys.executable, "-m", "weft", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -374,10 +379,10 @@ def test_a_rank_that_is_killed_is_named_and_all_end(layout: str, tmp_path: Path,
         lines = answer.iter_lines()
         next(lines)
         ranks = psutil.Process(process.pid).children(recursive=True)
-        next(one for one in ranks if one.environ().get("RANK") == "1").kill()
+        next(one for one in ranks if one.environ().get("RANK") == "1").send_signal(number)
         with contextlib.suppress(httpx.RemoteProtocolError):
             assert "rank 1 is gone" in "".join(lines)
-    assert process.wait(60) == 1 and process.stderr.read().startswith("weft: error: rank 1 was killed by SIGKILL")
+    assert process.wait(60) == 1 and process.stderr.read().startswith(f"weft: error: rank 1 {said}")
     assert not [one for one in ranks if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 

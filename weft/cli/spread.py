@@ -19,6 +19,9 @@ Spread = Annotated[str | None, typer.Option("--layout", help=_help)]
 #: Seconds that ranks wait for each other.
 WAIT_S = 600
 
+#: Seconds that a rank may be stopped, while people wait for the answers of all.
+STOPPED_S = 10
+
 
 def run_ranks(layout: "Layout", checkpoint: str) -> int | None:
     """Run this command on all ranks of ``layout``; the exit code, or None if this process is one of them, or alone."""
@@ -29,7 +32,7 @@ def run_ranks(layout: "Layout", checkpoint: str) -> int | None:
     if layout.world == 1 or in_ranks():
         return None
     check_layout(layout, open_pretrained(checkpoint).shape)
-    return launch(sys.argv[1:], layout.world)
+    return launch(sys.argv[1:], layout.world, patience=STOPPED_S)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ the parent picks the root cause from all records and exit codes.
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -46,23 +47,27 @@ os.execv(command[0], command)
 
 
 def launch(
-    argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0, survive: bool = False
-) -> int:
+    argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0, survive: bool = False,
+    patience: float = math.inf,
+) -> int:  # fmt: skip
     """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes, print why they failed, if they did, and return
     the exit code. See :func:`run_ranks`.
     """
-    code, cause = run_ranks(command or [sys.executable, "-m", "weft", *argv], ranks, threads, survive)
+    code, cause = run_ranks(command or [sys.executable, "-m", "weft", *argv], ranks, threads, survive, patience)
     if cause is not None:
         show(cause)
     return code
 
 
-def run_ranks(command: list[str], ranks: int, threads: int = 0, survive: bool = False) -> tuple[int, Failure | None]:
+def run_ranks(
+    command: list[str], ranks: int, threads: int = 0, survive: bool = False, patience: float = math.inf
+) -> tuple[int, Failure | None]:
     """Run ``command`` as ``ranks`` local processes; their exit code, and why they failed if they did.
 
     Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop, a second signal
     ends them at once, and the code is 128 + signal. If a rank fails the others are stopped. Where ranks ``survive``
-    others, one that is killed or has been left out does not count, once all ranks have met.
+    others, one that is killed or has been left out does not count, once all ranks have met. One that is stopped for
+    more than ``patience`` seconds counts as failed.
     """
     import torch.distributed as dist
 
@@ -81,20 +86,22 @@ def run_ranks(command: list[str], ranks: int, threads: int = 0, survive: bool = 
                 }  # fmt: skip
                 # In a session of its own: a terminal's Ctrl-C comes to it through this process alone.
                 started.append(psutil.Popen([*entry, *command], env=env, start_new_session=True))
-            met = False
-            while not received and not _over(started, met):
+            met, running = False, time.monotonic()
+            while not received and not _over(started, met) and time.monotonic() - running <= patience:
                 time.sleep(LOOK_S)
+                if patience == math.inf or not any(map(_is_stopped, started)):
+                    running = time.monotonic()
                 met = met or (survive and _have_met(store, ranks))
             if not received:
                 failed = {rank: Exit(p.returncode, time.time()) for rank, p in enumerate(started) if p.returncode}
                 if survive and 0 in (p.returncode for p in started):
                     failed = {rank: end for rank, end in failed.items() if not _is_lost(end.code)}
-            if received or failed:
+            if received or failed or time.monotonic() - running > patience:
                 stopped = _end(started, received)
         finally:
             _kill(started)
         cause = _cause(Path(folder), failed, stopped, before)
-    code = 128 + received[0] if received else int(bool(failed))
+    code = 128 + received[0] if received else int(bool(failed or stopped))
     if code == 0 or cause is None or (code > 128 and cause.grade > Grade.UNEXPECTED):
         return code, None
     return (code if code > 128 else cause.exit_code), cause
