@@ -49,7 +49,8 @@ class Int8(nn.Module):
 
     With one, as in LLM.int8 and ZeroQuant, the few large numbers of a token leave the others no room: SmolLM2-135M's
     perplexity grew by 4 %. A second for what the first leaves costs a second row, but no second reading of the weight.
-    Sums of whole numbers are exact, so that a row's result does not depend on others.
+    Sums of whole numbers are exact, so that a row's result does not depend on others. The kernel is not given the
+    scales: by the number of rows it is another one, which multiplies by them in another order.
     """
 
     def __init__(self, weight: T) -> None:
@@ -57,8 +58,8 @@ class Int8(nn.Module):
         scales = weight.float().abs().amax(1).clamp_min(1e-30) / 127
         codes = (weight.float() / scales[:, None]).round().to(torch.int8)
         self.nbytes = codes.nbytes + scales.nbytes
-        self.codes, self.scales = onednn.qlinear_prepack(codes, None), scales
-        self.zeros = torch.zeros(len(scales), dtype=torch.int32)
+        self.codes, self.scales = onednn.qlinear_prepack(codes, None), scales / 127
+        self.ones, self.zeros = torch.ones(len(scales)), torch.zeros(len(scales), dtype=torch.int32)
         self.first, self.second = torch.tensor(128.5), torch.tensor(1.5)
 
     def forward(self, x: T) -> T:
@@ -70,10 +71,10 @@ class Int8(nn.Module):
         first = torch.addcdiv(self.first, rows, largest, value=127)
         both = torch.cat((first, torch.add(self.second, first.frac(), alpha=254))).to(torch.uint8)
         made = onednn.qlinear_pointwise(
-            both, 1 / 127, 128, self.codes, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            both, 1.0, 128, self.codes, self.ones, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
         coarse, fine = made.tensor_split(2)
-        return coarse.add_(fine, alpha=1 / 254).mul_(largest).to(x.dtype).unflatten(0, x.shape[:-1])
+        return coarse.add_(fine, alpha=1 / 254).mul_(largest).mul_(self.scales).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 class Int4(nn.Module):
