@@ -102,13 +102,13 @@ def one_trial(trial: Trial, model: Any, state: Any, batches: Any, mesh: Any, fol
     import torch.distributed as dist
 
     from weft.resilience import trace
-    from weft.resilience.delays import Watch, digest
+    from weft.resilience.delays import DelayWatch, digest
     from weft.train.step import train_step
 
     assert dist.group.WORLD is not None
     rank, times, found, computing, more = dist.get_rank(), list[float](), list[Any](), 0.0, 0.0
     ring = trace.start(folder, rank, trial.number)
-    watch = Watch(ring, dist.group.WORLD, mesh.device)
+    watch = DelayWatch(ring, dist.group.WORLD, mesh.device)
     for number in range(1, STEPS + 1):
         begun = time.perf_counter()
         with trace.step(number):

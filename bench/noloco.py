@@ -24,7 +24,7 @@ from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
 from weft.recipe import Recipe, build_recipe, load_recipe
 from weft.train.loop import train
-from weft.train.pool import Pool
+from weft.train.pool import ProcessPool
 from weft.train.setup import prepare
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +48,7 @@ def final_loss(values: dict[str, Any], out: str) -> float:
     return float(outcome.validations[-1])
 
 
-def learned(pool: Pool, recipe: Recipe, islands: int, sync: dict[str, Any], seed: int) -> tuple[float, float]:
+def learned(pool: ProcessPool, recipe: Recipe, islands: int, sync: dict[str, Any], seed: int) -> tuple[float, float]:
     """Mean validation loss of all islands, and how far theirs are apart."""
     values = recipe.model_dump(mode="json")
     values["layout"] = {"island": islands}
@@ -119,7 +119,7 @@ def main() -> None:
         "data.validation=0.05", "checkpoint.every=0", "generate.tokens=1",
     ], "")  # fmt: skip
     trained = []
-    pool = Pool()
+    pool = ProcessPool()
     try:
         for islands in given.islands:
             for seed in given.seeds:

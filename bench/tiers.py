@@ -31,7 +31,7 @@ import torch.distributed as dist
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.memory.heap import keep_heap
-from weft.memory.tiers import Pool, Region, Transfer
+from weft.memory.tiers import BufferPool, Region, Transfer
 from weft.recipe import build_recipe
 from weft.train.setup import assemble, prepare
 from weft.train.step import clear_gradients
@@ -116,7 +116,7 @@ def recorded(side: Side) -> Transfers:
     return found
 
 
-def replay(transfers: Transfers, pool: Pool) -> None:
+def replay(transfers: Transfers, pool: BufferPool) -> None:
     """The transfers alone, two at a time; what is written is what was read."""
     before: tuple[Transfer, torch.Tensor] | None = None
     for region, size, start, write in transfers:
@@ -140,7 +140,7 @@ def alone() -> Mesh:
 
 def rows_for(given: argparse.Namespace) -> int:
     """So many rows that transfers and compute take about the same time."""
-    probe, whole, pool = Side(given, FILES | {"folder": given.folder}, 4), Side(given, {}, 4), Pool()
+    probe, whole, pool = Side(given, FILES | {"folder": given.folder}, 4), Side(given, {}, 4), BufferPool()
     probe.step(), whole.step()
     transfers = recorded(probe)
     disk, compute = (min(seconds(work)[0] for _ in range(2)) for work in (lambda: replay(transfers, pool), whole.step))
@@ -153,7 +153,7 @@ def beside_files(given: argparse.Namespace, rows: int) -> dict[str, Any]:
         sides[name] = Side(given, FILES | {"folder": given.folder, "speculate": how}, rows)
     for side in sides.values():
         side.step(), side.step()
-    in_files, pool = [name for name in sides if name not in ("resident", "FSDP2")], Pool()
+    in_files, pool = [name for name in sides if name not in ("resident", "FSDP2")], BufferPool()
     transfers = {name: recorded(side) if name in in_files else [side.step()] for name, side in sides.items()}
     taken: dict[str, list[float]] = defaultdict(list)
     busy: dict[str, list[float]] = defaultdict(list)

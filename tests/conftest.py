@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from weft.cli import main
-from weft.train.pool import Pool
+from weft.train.pool import ProcessPool
 
 
 @pytest.hookimpl(trylast=True)  # after the plugin of reruns
@@ -59,9 +59,9 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator[ProcessPool]:
     """The worker processes of this session, or of this half of it; see :mod:`weft.train.pool`."""
-    pool = Pool(["pytest"])
+    pool = ProcessPool(["pytest"])
     yield pool
     pool.close()
 

@@ -14,7 +14,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.adapters import merged_parameters
 from weft.recipe import Recipe, Train, build_recipe
-from weft.rehearse.ledger import Ledger, Watch
+from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.train.setup import assemble, prepare
 from weft.train.types import check_types
 from weft.train.verify import run_layout
@@ -103,7 +103,7 @@ def test_recomputation_keeps_no_more_of_weights_in_four_bits(corpus: str) -> Non
         job, mesh, ledger = prepare(settings), Mesh.single(), Ledger()
         model, _ = assemble(job.shape, mesh, settings)
         batch = (job.loader(job.corpus.train, mesh).step(0) or [])[0]
-        with Watch(ledger):
+        with AllocationWatch(ledger):
             loss = model(batch.tokens, batch.positions, batch.cu_seqlens, batch)
             kept[kind] = ledger.level
         assert loss.requires_grad

@@ -13,7 +13,7 @@ from weft.errors import WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe
-from weft.rehearse.ledger import Ledger, Watch
+from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.train.setup import assemble, prepare
 from weft.train.stepper import build_stepper
 from weft.train.verify import run_layout
@@ -86,7 +86,7 @@ def test_gradients_of_one_unit_at_a_time(corpus: str) -> None:
         batches = job.loader(job.corpus.train, mesh).step(0)
         assert batches is not None
         stepper, ledger = build_stepper(model, state, mesh, settings.optimizer), Ledger()
-        with Watch(ledger):
+        with AllocationWatch(ledger):
             stepper.step(batches, 1e-3)
         peaks[way] = ledger.peak
         assert all(h.grad is None for h in state.held)

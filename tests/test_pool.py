@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.measured import until_true
 from weft.errors import UsageError
-from weft.train.pool import Pool, WorkerDied
+from weft.train.pool import ProcessPool, WorkerDied
 
 
 def rank_sum(offset: int) -> tuple[int, float, int]:
@@ -66,7 +66,7 @@ def leave_marks() -> tuple[torch.dtype, float]:
     return seen
 
 
-def test_results_come_in_rank_order_from_the_same_processes(pool: Pool) -> None:
+def test_results_come_in_rank_order_from_the_same_processes(pool: ProcessPool) -> None:
     results = pool.run(4, rank_sum, 10)
     assert [(rank, total) for rank, total, _ in results] == [(r, 46.0) for r in range(4)]
     pids = [pid for *_, pid in results]
@@ -75,7 +75,7 @@ def test_results_come_in_rank_order_from_the_same_processes(pool: Pool) -> None:
     assert pool.run(1, rank_sum, 5) == [(0, 5.0, pids[0])]
 
 
-def test_calls_are_quick(pool: Pool) -> None:
+def test_calls_are_quick(pool: ProcessPool) -> None:
     pool.run(4, rank_sum, 0)
 
     def took() -> float:
@@ -90,7 +90,7 @@ def test_calls_are_quick(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("kind", "error"), [("usage", UsageError), ("assert", AssertionError), ("local", RuntimeError)]
 )
-def test_an_exception_reaches_the_test_with_its_trace(pool: Pool, kind: str, error: type[Exception]) -> None:
+def test_an_exception_reaches_the_test_with_its_trace(pool: ProcessPool, kind: str, error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         pool.run(3, fail_on, 1, kind)
     assert "on rank 1 of 3" in caught.value.__notes__[0]
@@ -98,7 +98,7 @@ def test_an_exception_reaches_the_test_with_its_trace(pool: Pool, kind: str, err
     assert len(pool.run(3, rank_sum, 0)) == 3
 
 
-def test_a_hang_names_the_ranks_and_the_pool_recovers(pool: Pool) -> None:
+def test_a_hang_names_the_ranks_and_the_pool_recovers(pool: ProcessPool) -> None:
     limits = iter((1, 4, 16))  # on a busy machine the others do not answer within a second either
 
     def hung() -> tuple[list[int], list[int]]:
@@ -113,33 +113,33 @@ def test_a_hang_names_the_ranks_and_the_pool_recovers(pool: Pool) -> None:
     until_true(hung, lambda pids: {*pids[0][:2]} <= {*pids[1]}, tries=3)
 
 
-def test_an_error_is_not_hidden_by_the_hang_it_causes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_not_hidden_by_the_hang_it_causes(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.train.pool.AFTERMATH_S", 0.5)
     with pytest.raises(UsageError, match="the cause"):
         pool.run(2, fail_beside_a_hang, 1)
     assert len(pool.run(2, rank_sum, 0)) == 2
 
 
-def test_a_death_is_named_and_the_worker_replaced(pool: Pool) -> None:
+def test_a_death_is_named_and_the_worker_replaced(pool: ProcessPool) -> None:
     with pytest.raises(WorkerDied, match="rank 1 died with exit code 7"):
         pool.run(2, die_on, 1)
     assert len(pool.run(2, rank_sum, 0)) == 2
 
 
-def test_a_crash_shows_where_it_happened(pool: Pool) -> None:
+def test_a_crash_shows_where_it_happened(pool: ProcessPool) -> None:
     with pytest.raises(WorkerDied, match=r"rank 1 died with exit code -11\nFatal Python error(?s:.)*in crash_on"):
         pool.run(2, crash_on, 1)
     assert len(pool.run(2, rank_sum, 0)) == 2
 
 
-def test_a_call_leaves_no_marks(pool: Pool) -> None:
+def test_a_call_leaves_no_marks(pool: ProcessPool) -> None:
     first, second = pool.run(1, leave_marks), pool.run(1, leave_marks)
     assert first == second
     assert first[0][0] == torch.float32
 
 
 def test_closing_ends_all_processes() -> None:
-    pool = Pool()
+    pool = ProcessPool()
     pids = [pid for *_, pid in pool.run(2, rank_sum, 0)]
     pool.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)

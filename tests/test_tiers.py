@@ -18,7 +18,7 @@ import torch
 from tests.cases import recipe, write_corpus
 from weft.layout.mesh import Mesh
 from weft.memory.resting import Tiers
-from weft.memory.tiers import PAGE, PIECE, Pool, TierError, TierFile, page_buffer, whole_pages
+from weft.memory.tiers import PAGE, PIECE, BufferPool, TierError, TierFile, page_buffer, whole_pages
 from weft.memory.transfer_threads import Threads
 from weft.parallel.state import State
 from weft.parallel.units import TableUnit
@@ -128,7 +128,7 @@ def test_what_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
 def test_the_pool_has_slots_for_every_size() -> None:
     """Of Llama 7B's shapes, scaled down: three blocks, embedding and head, again and again."""
     blocks, ends = [4 * 202_383_360 // 256] * 3, [4 * 131_072_000 // 256] * 2
-    pool, payload = Pool(), sum(blocks) + sum(ends)
+    pool, payload = BufferPool(), sum(blocks) + sum(ends)
     for size in (*blocks, *ends):
         pool.announce(size)
     for _ in range(3):

@@ -17,7 +17,7 @@ from weft.layout.mesh import Mesh
 from weft.memory.noise import normal
 from weft.parallel.state import Held
 from weft.recipe import Recipe
-from weft.rehearse.ledger import Ledger, Watch, tensors_in
+from weft.rehearse.ledger import AllocationWatch, Ledger, tensors_in
 from weft.train import zeroth
 from weft.train.rules.rule import logical_positions
 from weft.train.stepper import build_stepper
@@ -102,7 +102,7 @@ def test_directions_take_little_room() -> None:
     logical = mesh.place.logical([Dim("a", 3000), Dim("b", 1000)], 0.1)
     held = Held("table", logical, mesh.place.hold(logical), parameter.detach(), parameter)
     ledger = Ledger()
-    with Watch(ledger):
+    with AllocationWatch(ledger):
         found = zeroth.direction(held, 5)
     assert ledger.peak < 4 * 3_000_000 + 150 * zeroth.ROWS_OF
     seed = zeroth.crc32(b"table") << 32 | 5

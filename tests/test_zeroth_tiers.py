@@ -15,8 +15,8 @@ from tests.checkpoint.test_resume import go, series, state_of
 from tests.test_equality import difference
 from tests.test_tiers import disk_that_fails, regions
 from weft.layout.mesh import Mesh
-from weft.memory.resting import Group
-from weft.memory.tiers import Pool, TierError
+from weft.memory.resting import RestingGroup
+from weft.memory.tiers import BufferPool, TierError
 from weft.parallel.state import State
 from weft.parallel.units import TableUnit
 from weft.recipe import Recipe
@@ -122,14 +122,14 @@ def test_two_units_are_in_memory(corpus: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         taken: list[Any] = []
         gathered: set[Any] = set()
-        take, give, gather, release = Pool.take, Pool.give, TableUnit.gather_at, TableUnit.release
+        take, give, gather, release = BufferPool.take, BufferPool.give, TableUnit.gather_at, TableUnit.release
 
-        def taking(pool: Pool, size: int) -> torch.Tensor:
+        def taking(pool: BufferPool, size: int) -> torch.Tensor:
             taken.append(buffer := take(pool, size))
             most["buffers"] = max(most["buffers"], sum(b.numel() for b in taken))
             return buffer
 
-        def giving(pool: Pool, buffer: torch.Tensor) -> None:
+        def giving(pool: BufferPool, buffer: torch.Tensor) -> None:
             taken[:] = [b for b in taken if b is not buffer]
             give(pool, buffer)
 
@@ -142,14 +142,14 @@ def test_two_units_are_in_memory(corpus: str, tmp_path: Path) -> None:
             gathered.discard(unit)
             release(unit, drop)
 
-        for target, name, by in ((Pool, "take", taking), (Pool, "give", giving), (TableUnit, "gather_at", gathering),
-                                 (TableUnit, "release", releasing)):  # fmt: skip
+        for target, name, by in ((BufferPool, "take", taking), (BufferPool, "give", giving),
+                                 (TableUnit, "gather_at", gathering), (TableUnit, "release", releasing)):  # fmt: skip
             stack.enter_context(mock.patch.object(target, name, by))
         change = {"model__layers": 6, "optimizer__kind": "adamw"}
         _, state = run(streamed(corpus, tmp_path, **change), 3, finish=False)
         largest = sorted(sum(g.region.size for g in groups.values()) for groups in state.tiers.groups.values())  # type: ignore[union-attr]
         assert most["gathered"] == 1 and 0 < most["buffers"] <= sum(largest[-2:])
-    assert all(isinstance(g, Group) for groups in state.tiers.groups.values() for g in groups.values())
+    assert all(isinstance(g, RestingGroup) for groups in state.tiers.groups.values() for g in groups.values())
 
 
 def test_a_disk_that_fails_leaves_no_half_made_update_to_see(corpus: str, tmp_path: Path) -> None:

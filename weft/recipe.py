@@ -391,7 +391,7 @@ class Loss(Section):
         return self.kind not in ("cross-entropy", *PAIR_LOSSES)
 
 
-class Group(Section):
+class ParameterGroup(Section):
     """Parameters whose names match ``match`` (with ``*`` and ``?``) and that are updated otherwise than the rest.
 
     ``lr`` multiplies the learning rate; ``weight_decay`` replaces the optimizer's.
@@ -432,7 +432,7 @@ class Optimizer(Section):
     ema: float = Field(0.0, ge=0, lt=1)
     use_ema: bool = False
     in_backward: bool = False
-    groups: tuple[Group, ...] = ()
+    groups: tuple[ParameterGroup, ...] = ()
     lr: PositiveFloat = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8

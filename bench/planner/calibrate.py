@@ -17,7 +17,7 @@ from rows import read_rows
 from script import run
 
 from weft.errors import WeftError
-from weft.planner.fit import KNOBS, Knob, Row, constants, fit, formulas, predict
+from weft.planner.fit import KNOBS, Knob, Measurement, constants, fit, formulas, predict
 
 Array = NDArray[np.float64]
 
@@ -29,12 +29,12 @@ GROUP = 0.2
 RELEASE, RELEASE_EXPERTS = {"matmul": 0.05}, {"matmul": 0.2, "moe": 0.3}
 
 
-def group(row: Row) -> str:
+def group(row: Measurement) -> str:
     """Device, bits of the products, and whether there are experts."""
     return f"{row.device}/{row.bits}{'/experts' if row.shape.experts else ''}"
 
 
-def knobs_of(rows: Sequence[Row]) -> list[Knob]:
+def knobs_of(rows: Sequence[Measurement]) -> list[Knob]:
     """What is fitted to the rows of one source: the constants, and factors for its devices, precisions and releases."""
     groups = sorted({group(row) for row in rows})
     knobs = [*KNOBS, *[Knob("matmul", GROUP, key) for key in groups] * (len(groups) > 1)]
@@ -46,7 +46,7 @@ def knobs_of(rows: Sequence[Row]) -> list[Knob]:
     return knobs
 
 
-def applies(knob: Knob, row: Row) -> bool:
+def applies(knob: Knob, row: Measurement) -> bool:
     """Whether ``knob`` is for ``row``: for all rows, for its group, or from its release or an earlier one on."""
     start, _, release = knob.key.partition(" ")
     if start == "from":
@@ -54,26 +54,26 @@ def applies(knob: Knob, row: Row) -> bool:
     return knob.key in ("", group(row))
 
 
-def masks_of(knobs: Sequence[Knob], rows: Sequence[Row]) -> Array:
+def masks_of(knobs: Sequence[Knob], rows: Sequence[Measurement]) -> Array:
     return np.array([[applies(knob, row) for row in rows] for knob in knobs], dtype=float)
 
 
-def fitted(rows: Sequence[Row], weights: Array | None = None) -> tuple[list[Knob], Array]:
+def fitted(rows: Sequence[Measurement], weights: Array | None = None) -> tuple[list[Knob], Array]:
     """The knobs of one source's rows and what :func:`weft.planner.fit.fit` finds for them."""
     knobs = knobs_of(rows)
     return knobs, fit(rows, weights, knobs, masks_of(knobs, rows))
 
 
-def predicted(rows: Sequence[Row], knobs: Sequence[Knob], theta: Array) -> Array:
+def predicted(rows: Sequence[Measurement], knobs: Sequence[Knob], theta: Array) -> Array:
     return predict(rows, theta, knobs, masks_of(knobs, rows))
 
 
-def system(row: Row) -> str:
+def system(row: Measurement) -> str:
     """What is fitted together: a source, and in it models with experts apart from those without."""
     return row.source + (" (experts)" if row.shape.experts else "")
 
 
-def held_out(rows: Sequence[Row], most: int = 24) -> Array:
+def held_out(rows: Sequence[Measurement], most: int = 24) -> Array:
     """Seconds predicted for each row by a fit of its system that has not seen its shape; NaN if there is only one.
 
     With more than ``most`` shapes, they are held out in ``most`` sets.
@@ -102,12 +102,12 @@ def held_out(rows: Sequence[Row], most: int = 24) -> Array:
     return found
 
 
-def calibrate(rows: Sequence[Row]) -> dict[str, Any]:
+def calibrate(rows: Sequence[Measurement]) -> dict[str, Any]:
     """A calibration as plain data: factors per source and for all rows together, and GiB of constant per program."""
     timed = [row for row in rows if row.seconds]
     if not timed:
         raise WeftError("no row has a time to calibrate with")
-    sources: dict[str, list[Row]] = {}
+    sources: dict[str, list[Measurement]] = {}
     for row in timed:
         sources.setdefault(system(row), []).append(row)
     # Sources count alike in the fit for all, whatever their number of rows.
@@ -120,7 +120,7 @@ def calibrate(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _source(rows: list[Row]) -> dict[str, Any]:
+def _source(rows: list[Measurement]) -> dict[str, Any]:
     knobs, theta = fitted(rows)
     return {"factors": _plain(knobs, theta), "correction": correct(rows, predicted(rows, knobs, theta)).plain()}
 
@@ -139,7 +139,7 @@ def save(calibration: dict[str, Any], path: Path) -> None:
         raise WeftError(f"cannot write {path}: {error.strerror}") from None
 
 
-def apply(calibration: dict[str, Any] | None, rows: Sequence[Row]) -> tuple[Array, Array]:
+def apply(calibration: dict[str, Any] | None, rows: Sequence[Measurement]) -> tuple[Array, Array]:
     """``(seconds, GiB)`` of each row: by the fit of its system, else by that of all rows, else by the presets."""
     calibration = calibration or {"all": {"factors": []}, "sources": {}, "memory": {}}
     time = np.zeros(len(rows))
@@ -157,7 +157,7 @@ def apply(calibration: dict[str, Any] | None, rows: Sequence[Row]) -> tuple[Arra
     return time, gib_of(rows, calibration["memory"])
 
 
-def gib_of(rows: Sequence[Row], constants: dict[str, float]) -> Array:
+def gib_of(rows: Sequence[Measurement], constants: dict[str, float]) -> Array:
     """GiB of each row. Of rows that do not state recomputation: with the least under which they fit, as their
     operators must have found it; without any if none suffices."""
     if not rows:

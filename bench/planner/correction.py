@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.fit import Row
+from weft.planner.fit import Measurement
 
 Array = NDArray[np.float64]
 
@@ -35,7 +35,7 @@ class Correction:
     kinds: NDArray[np.str_]
     weights: Array
 
-    def factor(self, rows: Sequence[Row]) -> Array:
+    def factor(self, rows: Sequence[Measurement]) -> Array:
         """Factor on the predicted seconds of each row."""
         points, kinds = describe(rows)
         return np.exp(np.clip(_kernel(points, kinds, self.points, self.kinds) @ self.weights, -BOUND, BOUND))
@@ -49,7 +49,7 @@ class Correction:
         return cls(np.array(plain["points"]), np.array(plain["kinds"]), np.array(plain["weights"]))
 
 
-def correct(rows: Sequence[Row], predicted: Array) -> Correction:
+def correct(rows: Sequence[Measurement], predicted: Array) -> Correction:
     """Learn from rows with a time and what the fitted model predicts for them."""
     points, kinds = describe(rows)
     left: Array = np.log(np.array([row.seconds for row in rows], dtype=float) / predicted)
@@ -59,7 +59,7 @@ def correct(rows: Sequence[Row], predicted: Array) -> Correction:
     return Correction(points, kinds, np.asarray(np.linalg.solve(kernel, left), dtype=np.float64))
 
 
-def describe(rows: Sequence[Row]) -> tuple[Array, NDArray[np.str_]]:
+def describe(rows: Sequence[Measurement]) -> tuple[Array, NDArray[np.str_]]:
     sizes, kinds = [], []
     for row in rows:
         shape, plan = row.shape, row.plan

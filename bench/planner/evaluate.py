@@ -20,7 +20,7 @@ from rich.table import Table as Grid
 from rows import read_rows
 from script import run
 
-from weft.planner.fit import Row, columns
+from weft.planner.fit import Measurement, columns
 from weft.planner.own import load
 
 Array = NDArray[np.float64]
@@ -51,7 +51,7 @@ def error(predicted: Array, measured: Array) -> float:
     return 100 * float(np.mean(np.abs(predicted / measured - 1)))
 
 
-def constant_utilisation(rows: Sequence[Row]) -> Array:
+def constant_utilisation(rows: Sequence[Measurement]) -> Array:
     """Seconds at one utilisation per device and precision, the one that fits these very rows best."""
     shape, machine, plan, _ = columns(rows)
     ideal = shape.flops_per_token(plan.seq) * plan.batch * plan.seq / (machine.peak * plan.world)
@@ -64,7 +64,7 @@ def constant_utilisation(rows: Sequence[Row]) -> Array:
     return found
 
 
-def regrets(rows: Sequence[Row], predicted: Array) -> list[tuple[float, float]]:
+def regrets(rows: Sequence[Measurement], predicted: Array) -> list[tuple[float, float]]:
     """Per group of at least four layouts of one job: how much slower the first choice (best of the first three) is."""
     jobs: dict[tuple[Any, ...], list[int]] = {}
     for i, row in enumerate(rows):
@@ -79,7 +79,7 @@ def regrets(rows: Sequence[Row], predicted: Array) -> list[tuple[float, float]]:
     return found
 
 
-def composed(rows: Sequence[Row]) -> bool:
+def composed(rows: Sequence[Measurement]) -> bool:
     """Whether these times were put together from pieces that were measured, instead of measured whole.
 
     Of runs that differ in their depth alone, real times leave a straight line by a thousandth and more, and those that
@@ -98,9 +98,9 @@ def composed(rows: Sequence[Row]) -> bool:
     return len(off) >= LINES and statistics.median(off) < STRAIGHT
 
 
-def scores(rows: Sequence[Row], calibration: dict[str, Any] | None) -> list[Score]:
+def scores(rows: Sequence[Measurement], calibration: dict[str, Any] | None) -> list[Score]:
     """One :class:`Score` per source, in the order of the rows."""
-    sources: dict[str, list[Row]] = {}
+    sources: dict[str, list[Measurement]] = {}
     for row in rows:
         if row.seconds:
             sources.setdefault(row.source, []).append(row)
@@ -129,12 +129,12 @@ def scores(rows: Sequence[Row], calibration: dict[str, Any] | None) -> list[Scor
     return found
 
 
-def fits(rows: Sequence[Row], gib: Array) -> list[bool]:
+def fits(rows: Sequence[Measurement], gib: Array) -> list[bool]:
     """Whether each prediction stays below its device's memory, with :data:`MARGIN`."""
     return [bool(g <= (1 + MARGIN) * float(row.machine.memory) / 2**30) for row, g in zip(rows, gib, strict=True)]
 
 
-def memory_scores(rows: Sequence[Row], gib: Array) -> list[tuple[str, int, float]]:
+def memory_scores(rows: Sequence[Measurement], gib: Array) -> list[tuple[str, int, float]]:
     """``(program, rows, mean absolute error in percent)``."""
     found = []
     for program in dict.fromkeys(row.framework for row in rows if row.gib):
@@ -143,7 +143,7 @@ def memory_scores(rows: Sequence[Row], gib: Array) -> list[tuple[str, int, float
     return found
 
 
-def record(rows: Sequence[Row], refused: Sequence[tuple[str, str]], calibration: Path | None) -> dict[str, Any]:
+def record(rows: Sequence[Measurement], refused: Sequence[tuple[str, str]], calibration: Path | None) -> dict[str, Any]:
     """Every row with what is predicted for it, and the scores of every source, as plain data."""
     factors = load(calibration) if calibration else None
     seconds, gib = apply(factors, rows)
@@ -168,7 +168,7 @@ def record(rows: Sequence[Row], refused: Sequence[tuple[str, str]], calibration:
     }
 
 
-def show(rows: Sequence[Row], refused: Sequence[tuple[str, str]], calibration: Path | None) -> None:
+def show(rows: Sequence[Measurement], refused: Sequence[tuple[str, str]], calibration: Path | None) -> None:
     """The same as tables."""
     factors = load(calibration) if calibration else None
     gib = apply(factors, rows)[1]

@@ -9,7 +9,7 @@ from weft.errors import UsageError, WeftError
 from weft.model_shape import Shape
 from weft.planner.cost import AWAY, CONTEXT, SCHEDULES, Plan
 from weft.planner.engine import ENGINES
-from weft.planner.fit import Row
+from weft.planner.fit import Measurement
 from weft.planner.machine import Machine, find_device, machine_of
 from weft.planner.shape import SHAPES
 from weft.recipe import PLACES
@@ -31,7 +31,7 @@ CONSTANTS: dict[str, float] = {"megatron-deepspeed": 12.0, "megatron-lm": 0.0, "
 _UNITS = {"": 1.0, "GIB": 1.0, "GB": 1e9 / 2**30, "MIB": 1 / 1024, "MB": 1e6 / 2**30, "TIB": 1024.0, "TB": 1e12 / 2**30}
 
 
-def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
+def read_rows(path: Path) -> tuple[list[Measurement], list[tuple[str, str]]]:
     """``(rows, refused)``: what the file holds, and ``(id, reason)`` of every line that does not make a row."""
     if not path.is_file():
         raise WeftError(f"rows {path} does not exist; give a CSV file with the header of measured.csv")
@@ -95,7 +95,7 @@ def release_of(framework: str, reference: str) -> tuple[int, ...]:
     return ()
 
 
-def parse(r: dict[str, str]) -> Row:
+def parse(r: dict[str, str]) -> Measurement:
     """One line. Raises ValueError with the reason it cannot be read."""
     r = {name: "" if text.lower() in _BLANK else text for name, text in r.items()}
     assumed: list[str] = []
@@ -221,7 +221,7 @@ def parse(r: dict[str, str]) -> Row:
     seconds = _seconds(r, number, shape, plan, machine, world) if ran else None
     if ran and seconds is None and gib is None:
         raise ValueError("neither a time nor a memory is stated")
-    return Row(
+    return Measurement(
         id=r["id"],
         source=r["source"],
         family=family,

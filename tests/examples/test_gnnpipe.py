@@ -17,7 +17,7 @@ from weft.schedule.actions import ScheduleError, Table, Value
 from weft.schedule.lower import SEND
 from weft.schedule.simulate import simulate, uniform
 from weft.schedule.validate import validate
-from weft.train.pool import Pool
+from weft.train.pool import ProcessPool
 
 NODES, HIDDEN, CLASSES = 60, 8, 3
 
@@ -107,7 +107,7 @@ def compare(got: list[Any], wanted: list[Any], tolerance: float | None) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "layers"), [(1, 3), (2, 2), (2, 5), (4, 4), (4, 6)])
-def test_one_chunk_is_full_graph_training(pool: Pool, ranks: int, layers: int) -> None:
+def test_one_chunk_is_full_graph_training(pool: ProcessPool, ranks: int, layers: int) -> None:
     graph, model = case(layers)
     loss = torch.nn.functional.cross_entropy(model(graph)[graph.train], graph.labels[graph.train])
     wanted = reference(1, layers, 3, None)
@@ -118,7 +118,7 @@ def test_one_chunk_is_full_graph_training(pool: Pool, ranks: int, layers: int) -
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("chunks", [2, 3, 8])
-def test_chunks_equal_the_replay_to_the_last_bit(pool: Pool, ranks: int, chunks: int) -> None:
+def test_chunks_equal_the_replay_to_the_last_bit(pool: ProcessPool, ranks: int, chunks: int) -> None:
     layers, epochs = 5, 4
     parts = pool.run(ranks, train, chunks, ranks, layers, epochs)
     (replayed,) = pool.run(1, train, chunks, ranks, layers, epochs, 0, False)
@@ -132,7 +132,7 @@ def test_chunks_equal_the_replay_to_the_last_bit(pool: Pool, ranks: int, chunks:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("chunks", [2, 3, 8])
-def test_the_stale_rule_is_what_autograd_makes_of_it(pool: Pool, chunks: int, seed: int | None) -> None:
+def test_the_stale_rule_is_what_autograd_makes_of_it(pool: ProcessPool, chunks: int, seed: int | None) -> None:
     (replayed,) = pool.run(1, train, chunks, 2, 5, 4, seed, False)
     compare(replayed[0], reference(chunks, 5, 4, seed), 1e-10)
 
@@ -178,7 +178,7 @@ def test_orders_are_seeded_permutations() -> None:
     assert chunk_order(3, 5, None) == [0, 1, 2]
 
 
-def test_features_in_a_file_change_no_bit(pool: Pool, tmp_path: Path) -> None:
+def test_features_in_a_file_change_no_bit(pool: ProcessPool, tmp_path: Path) -> None:
     for world, ranks in ((False, 1), (True, 2)):
         found = pool.run(ranks, train, 3, ranks, 4, 3, 0, world, str(tmp_path))
         compare(merged(found), merged(pool.run(ranks, train, 3, ranks, 4, 3, 0, world)), None)
@@ -212,7 +212,7 @@ def learn(chunks: int) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_it_learns_as_well_as_full_graph_training(pool: Pool) -> None:
+def test_it_learns_as_well_as_full_graph_training(pool: ProcessPool) -> None:
     # In a worker, which has one thread: two would wait for each other on a busy machine.
     (full,), (chunked,) = pool.run(1, learn, 1), pool.run(1, learn, 8)
     for pipeline, model in (full, chunked):

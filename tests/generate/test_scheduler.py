@@ -23,7 +23,7 @@ from weft.generate import scheduler as module
 from weft.generate.branches import branch
 from weft.generate.keys import chained_keys, root_key
 from weft.generate.policies import Policy, chunked, exact_fill, prompts_first
-from weft.generate.pool import Pool
+from weft.generate.pool import BlockPool
 from weft.generate.request import Branch, Request
 from weft.generate.scheduler import Scheduler, Step
 
@@ -98,7 +98,7 @@ class Machine:
 
     def __init__(self, world: World, kind: type[Scheduler], blocks: int) -> None:
         self.size, self.run = world.size, Run()
-        self.scheduler = kind(Pool(blocks, world.size, world.states), world.budget, world.limit, world.policy)
+        self.scheduler = kind(BlockPool(blocks, world.size, world.states), world.budget, world.limit, world.policy)
         self.scheduler.adapter_keys = AdapterKeys()
         self.memory = [[(None,)] * world.size for _ in range(blocks)]
         self.requests: list[Request] = []
@@ -419,12 +419,12 @@ def test_a_planted_fault_is_caught(property_: int, kind: type[Scheduler]) -> Non
     caught(property_, kind)
 
 
-def keep_blocks(pool: Pool, request: Request) -> None:
+def keep_blocks(pool: BlockPool, request: Request) -> None:
     """3: guesses keep their blocks."""
     request.branches = []
 
 
-def share_blocks(pool: Pool, request: Request, left: int, copies: list[tuple[int, int]]) -> int:
+def share_blocks(pool: BlockPool, request: Request, left: int, copies: list[tuple[int, int]]) -> int:
     """4: guesses are written where others write too."""
     spent = branch(pool, request, left, copies)
     if request.branches:
@@ -480,7 +480,7 @@ def test_policies_fill_steps_as_their_papers_say() -> None:
     """A prompt of 40 comes while two requests write: with them, cut to the budget, in equal chunks, or before them."""
     found = {}
     for name, policy in (("fill", exact_fill), ("chunks", chunked(10)), ("first", prompts_first)):
-        scheduler = Scheduler(Pool(100, 4), 16, 8, policy)
+        scheduler = Scheduler(BlockPool(100, 4), 16, 8, policy)
         for length in (2, 3):
             scheduler.add(asked(length))
         drive(scheduler, 2)
@@ -500,7 +500,7 @@ def test_requests_that_join_at_once_take_half_the_steps_of_batches_that_wait_for
         return max(4, min(1024, round(drawn.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
 
     lengths = [(length(161, 1.1), length(338, 0.9)) for _ in range(64)]
-    scheduler = Scheduler(Pool(10**6, 16), 512, limit)
+    scheduler = Scheduler(BlockPool(10**6, 16), 512, limit)
     for number, (prompt, new) in enumerate(lengths):
         scheduler.add(Request([number] * prompt, prompt + new - 1))
     steps = [sum(step) for step in drive(scheduler, 6000) if step]
@@ -511,7 +511,7 @@ def test_requests_that_join_at_once_take_half_the_steps_of_batches_that_wait_for
 
 
 def test_a_prefix_is_computed_once_and_found_until_its_blocks_are_needed() -> None:
-    scheduler = Scheduler(Pool(8, 4), 64, 4)
+    scheduler = Scheduler(BlockPool(8, 4), 64, 4)
     first = asked(18, 2)
     scheduler.add(first)
     assert drive(scheduler, 3) == [[18], [1], [1]] and not scheduler.running
@@ -526,7 +526,7 @@ def test_a_prefix_is_computed_once_and_found_until_its_blocks_are_needed() -> No
     drive(scheduler, 1)
     assert again.hits == 12  # other's five blocks were the three that were free, and the end of the first one's
     # All of a text may be known; one token is computed all the same.
-    scheduler = Scheduler(Pool(8, 4), 64, 4)
+    scheduler = Scheduler(BlockPool(8, 4), 64, 4)
     for _ in range(2):
         scheduler.add(asked(16, 1))
         found = drive(scheduler, 2)
@@ -535,4 +535,4 @@ def test_a_prefix_is_computed_once_and_found_until_its_blocks_are_needed() -> No
 
 def test_requests_that_never_fit_are_refused() -> None:
     with pytest.raises(UsageError, match="33 tokens of prompt and answer do not fit into a cache of 32"):
-        Scheduler(Pool(8, 4), 64, 4).add(asked(18, 15))
+        Scheduler(BlockPool(8, 4), 64, 4).add(asked(18, 15))

@@ -24,7 +24,7 @@ from weft.errors import UsageError, WeftError
 from weft.model_shape import shape_from_config, shape_of
 from weft.planner.cost import SCHEDULES, Cost, Plan, axis, gather, step_time
 from weft.planner.engine import ENGINES, Engine, stack
-from weft.planner.fit import KNOBS, PRIORS, Row, fit, predict
+from weft.planner.fit import KNOBS, PRIORS, Measurement, fit, predict
 from weft.planner.machine import CLUSTERS, DEVICES, Cluster, find_device, load_cluster, machine_of
 from weft.planner.memory import in_flight, peak_memory
 from weft.planner.search import USABLE, Found, Pin, search
@@ -56,7 +56,7 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def rows() -> list[Row]:
+def rows() -> list[Measurement]:
     return read_rows(DATA)[0]
 
 
@@ -184,7 +184,7 @@ def test_bubbles_equal_the_simulator(schedule: str, virtual: int, m: int) -> Non
     assert float(cost.bubble / cost.compute) == pytest.approx(bubble, rel=0.02, abs=0.003)
 
 
-def test_arrays_and_numbers_go_the_same_way(rows: list[Row]) -> None:
+def test_arrays_and_numbers_go_the_same_way(rows: list[Measurement]) -> None:
     columns = [stack([getattr(row, name) for row in rows]) for name in ("shape", "machine", "plan", "engine")]
     together = step_time(*columns)
     memory = peak_memory(columns[0], columns[2], columns[3])
@@ -197,7 +197,7 @@ def test_arrays_and_numbers_go_the_same_way(rows: list[Row]) -> None:
         assert float(memory.total[i]) == pytest.approx(total, rel=1e-9)
 
 
-def test_every_part_is_finite_and_not_negative(rows: list[Row]) -> None:
+def test_every_part_is_finite_and_not_negative(rows: list[Measurement]) -> None:
     for row in rows:
         for plan in (row.plan, replace(row.plan, cp=2), replace(row.plan, cp=4, context=1), replace(row.plan, zero=3)):
             cost = step_time(row.shape, row.machine, plan, row.engine)
@@ -332,14 +332,14 @@ def test_seconds_come_from_whatever_is_stated() -> None:
             parse({**base, **wrong})
 
 
-def test_presets_are_near_published_times(rows: list[Row]) -> None:
+def test_presets_are_near_published_times(rows: list[Measurement]) -> None:
     timed = [row for row in rows if row.seconds]
     measured = np.array([row.seconds for row in timed], dtype=float)
     assert error(apply(None, timed)[0], measured) < 12
     assert np.median(np.abs(apply(None, timed)[0] / measured - 1)) < 0.09
 
 
-def test_memory_rejects_what_ran_out_and_keeps_what_ran(rows: list[Row]) -> None:
+def test_memory_rejects_what_ran_out_and_keeps_what_ran(rows: list[Measurement]) -> None:
     gib = apply(None, rows)[1]
     fit_ = fits(rows, gib)
     assert not any(fit_[i] for i, row in enumerate(rows) if not row.ran)
@@ -348,7 +348,7 @@ def test_memory_rejects_what_ran_out_and_keeps_what_ran(rows: list[Row]) -> None
     assert error(gib[known], np.array([rows[i].gib for i in known], dtype=float)) < 12
 
 
-def test_a_fit_finds_back_a_known_machine(rows: list[Row]) -> None:
+def test_a_fit_finds_back_a_known_machine(rows: list[Measurement]) -> None:
     """Rows made by the model with other constants are predicted by a fit to them, and stay within bounds."""
     timed = [row for row in rows if row.seconds and row.source.startswith("vTrain measured data (single")]
     made = [replace(row, engine=replace(row.engine, matmul=0.8, kernels=60.0)) for row in timed]
@@ -360,7 +360,7 @@ def test_a_fit_finds_back_a_known_machine(rows: list[Row]) -> None:
     assert all(abs(x) <= 3 * PRIORS[k.field] + 1e-9 for k, x in zip(KNOBS, theta, strict=True))
 
 
-def test_held_out_shapes_have_no_say(rows: list[Row]) -> None:
+def test_held_out_shapes_have_no_say(rows: list[Measurement]) -> None:
     """Changing the time of a shape must not change what is predicted for that shape."""
     timed = [row for row in rows if row.seconds and row.source.startswith("mosaic")]
     wrong = [replace(row, seconds=9 * row.seconds) if row.form == timed[0].form else row for row in timed]
@@ -368,7 +368,7 @@ def test_held_out_shapes_have_no_say(rows: list[Row]) -> None:
     assert held_out(wrong)[index] == pytest.approx(held_out(timed)[index])
 
 
-def test_times_that_are_sums_of_layers_are_told_from_runs(rows: list[Row]) -> None:
+def test_times_that_are_sums_of_layers_are_told_from_runs(rows: list[Measurement]) -> None:
     """Depths lie on a line to the last digit where a program has added layers up, and never where they ran."""
     plans = [replace(rows[0].plan, batch=2**i) for i in range(6)]
     shapes = [replace(rows[0].shape, layers=layers) for layers in (12, 16, 20, 24)]
@@ -390,7 +390,7 @@ def test_starting_a_collective_takes_its_time_however_many_take_part() -> None:
     assert axis(machine, IDEAL, 1, 1)[1] == 0 and axis(machine, IDEAL, 8, 2)[1] == machine.network_latency
 
 
-def test_regret_is_the_price_of_the_choice(rows: list[Row]) -> None:
+def test_regret_is_the_price_of_the_choice(rows: list[Measurement]) -> None:
     row = next(row for row in rows if row.seconds)
     jobs = [
         replace(row, plan=replace(row.plan, tp=tp, shard=1, dp=8 / tp), seconds=s)
@@ -431,7 +431,7 @@ def test_mistakes_cost_one_line(bench: Any, tmp_path: Path) -> None:
     assert code == 2 and "is not a calibration" in err
 
 
-def test_calibrations_know_their_sources(rows: list[Row]) -> None:
+def test_calibrations_know_their_sources(rows: list[Measurement]) -> None:
     found = calibrate(rows)
     stranger = [replace(row, source="elsewhere") for row in rows if row.seconds]
     assert "elsewhere" not in found["sources"]

@@ -11,7 +11,7 @@ from weft.errors import UsageError
 from weft.model_shape import shape_from_config
 from weft.planner.cost import Plan, by_work, step_time
 from weft.planner.engine import ENGINES
-from weft.planner.fit import Row
+from weft.planner.fit import Measurement
 from weft.planner.machine import DEVICES, machine_of
 from weft.planner.memory import peak_memory
 from weft.planner.shape import SHAPES
@@ -30,7 +30,7 @@ EVERY = (
 )  # fmt: skip
 
 
-def read(**changes: str) -> Row:
+def read(**changes: str) -> Measurement:
     return parse({**GOOD, **changes})
 
 
@@ -93,7 +93,7 @@ def test_releases(framework: str, reference: str, release: tuple[int, ...]) -> N
     assert release_of(framework, reference) == release
 
 
-def progress() -> list[Row]:
+def progress() -> list[Measurement]:
     """Three models with experts under three releases that need 1.4, 1.2 and 1.0 times what the model says."""
     rows = []
     for model in ("Qwen3_30B_a3B", "Qwen3_235B_a22B", "GPT OSS 120B"):

@@ -16,7 +16,7 @@ from weft.layout.mesh import Mesh
 from weft.model_shape import shape_of
 from weft.recipe import Data, Memory, ModelShape, Recipe, Train, load_recipe
 from weft.rehearse.here import METHODS, USABLE, Estimate, command, estimates, reasons, recommended, with_method
-from weft.rehearse.ledger import Ledger, Watch
+from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.rehearse.step import plain_batches
 from weft.train.setup import assemble
 from weft.train.stepper import build_stepper
@@ -47,7 +47,7 @@ def measured(recipe: Recipe, shape: ModelShape) -> tuple[float, float]:
     stepper.step(batches, 1e-6)
     taken = [time.process_time() - begun]
     ledger.hold((*model.parameters(), *(part.values for part in state.tensors().values())))
-    with Watch(ledger):
+    with AllocationWatch(ledger):
         stepper.step(batches, 1e-6)
     begun = time.process_time()
     stepper.step(batches, 1e-6)

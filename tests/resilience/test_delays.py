@@ -22,7 +22,17 @@ from tests.measured import until_true
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.resilience import delays, rings, trace
-from weft.resilience.delays import WINDOW, Digest, Step, Verdict, Watch, digest, ranks_text, slow_computers, slow_links
+from weft.resilience.delays import (
+    WINDOW,
+    DelayWatch,
+    Digest,
+    Step,
+    Verdict,
+    digest,
+    ranks_text,
+    slow_computers,
+    slow_links,
+)
 from weft.resilience.hosts import unavailable
 from weft.resilience.watching import Watching
 from weft.train.recorder import Recorder
@@ -164,7 +174,7 @@ def steps_of(folder: Path, fault: str, victim: int, count: int) -> tuple[Named, 
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
     ring = trace.start(folder, rank)
-    watch, rows = Watch(ring, world, torch.device("cpu")), torch.zeros(1 << 14)
+    watch, rows = DelayWatch(ring, world, torch.device("cpu")), torch.zeros(1 << 14)
     for number in range(1, count + 1):
         with trace.step(number):
             begun = time.thread_time()
@@ -259,6 +269,6 @@ def test_slow_wires_between_hosts_are_named(tmp_path: Path) -> None:
 
 def test_the_only_rank_left_does_not_watch_the_groups_of_the_view_before() -> None:
     guard = Watching()
-    guard.watch = cast(Watch, SimpleNamespace(look=lambda: pytest.fail("these groups are gone")))
+    guard.watch = cast(DelayWatch, SimpleNamespace(look=lambda: pytest.fail("these groups are gone")))
     guard.watch_ranks(cast(Mesh, SimpleNamespace(step_group=None, layout=Layout())), cast(Recorder, None))
     guard.after_step()

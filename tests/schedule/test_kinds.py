@@ -17,7 +17,7 @@ from weft.schedule.simulate import Costs, by_kind, simulate
 from weft.schedule.times import ModelTimes, Times
 from weft.schedule.validate import validate
 from weft.schedule.wire import Wire
-from weft.train.pool import Pool
+from weft.train.pool import ProcessPool
 
 RANKS, COUNT = 2, 4
 
@@ -126,7 +126,7 @@ def on_rank() -> list[tuple[int, float]]:
     return seen
 
 
-def test_it_is_executed_as_it_is_replayed(pool: Pool) -> None:
+def test_it_is_executed_as_it_is_replayed(pool: ProcessPool) -> None:
     ops = operations()
     seen = ops.pop("seen")
     replay(table(), ops)

@@ -10,7 +10,7 @@ import torch
 from tests.generate.test_many import build
 from weft.generate.engine import Engine
 from weft.generate.policies import chunked, exact_fill, prompts_first
-from weft.generate.pool import Pool
+from weft.generate.pool import BlockPool
 from weft.generate.scheduler import Scheduler, Step
 from weft.serve.simulate import Curve, TimedRequest, measure, play, simulate, work_of
 
@@ -41,7 +41,7 @@ def test_it_plans_every_step_as_the_engine_does(settings: dict[str, object]) -> 
 
     pool = engine.scheduler.pool
     scheduler = Scheduler(
-        Pool(pool.blocks, 4), engine.scheduler.budget, engine.scheduler.limit, engine.scheduler.policy
+        BlockPool(pool.blocks, 4), engine.scheduler.budget, engine.scheduler.limit, engine.scheduler.policy
     )
     found = simulate(scheduler, arrivals, curve)
     assert own == real and len(own) > 40
@@ -80,7 +80,7 @@ def test_a_curve_finds_what_a_step_is_made_of() -> None:
         samples.append((work, (0.01 + 0.001 * work[1]) * drawn.uniform(0.95, 1.05)))
         return samples[-1][1]
 
-    simulate(Scheduler(Pool(1000, 4), 40, 8, exact_fill), arrivals, timed)
+    simulate(Scheduler(BlockPool(1000, 4), 40, 8, exact_fill), arrivals, timed)
     assert len(samples) > 400
     curve = Curve(samples)
     for work, _ in samples[::10]:

@@ -109,13 +109,13 @@ def _random(path: Path, count: int, first: int, seed: int, minutes: float | None
     from rich.progress import Progress
 
     from weft.train.fuzz import Fuzzer, Summary, command
-    from weft.train.pool import MAX_WORLD, Pool
+    from weft.train.pool import MAX_WORLD, ProcessPool
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
-    pool, summary, console = Pool(), Summary(), Console(stderr=True)
+    pool, summary, console = ProcessPool(), Summary(), Console(stderr=True)
     fuzzer = Fuzzer(path, pool, dtype)
     try:
         with Progress(console=console) as progress:

@@ -12,7 +12,7 @@ IGNORE = -100
 
 
 @dataclass(frozen=True)
-class Group:
+class PassGroup:
     """The data ranks that share a pass, in the order of the attention table; ``index`` is this one among them.
 
     ``lengths``: tokens in every block of the table. ``plan`` is the same on all ranks that follow the same plan.
@@ -90,7 +90,7 @@ class Batch:
     labels: torch.Tensor
     positions: torch.Tensor
     cu_seqlens: torch.Tensor
-    group: Group | None = None
+    group: PassGroup | None = None
     weights: torch.Tensor | None = None
     documents: torch.Tensor | None = None
     paired: PairedRows | None = None

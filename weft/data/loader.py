@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from weft.data.balance import DocumentTimes, Pass, balanced, in_rounds
-from weft.data.batch import IGNORE, Batch, Group, PairedRows, Pairs
+from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, PassGroup
 from weft.data.cache import digest
 from weft.data.chat.source import fitted, open_chats
 from weft.data.order import Listed, Order, Row, Stream, hashed, held_out
@@ -270,7 +270,7 @@ class Loader:
         if step.weights is not None:
             padded = np.append(step.weights[at], np.zeros(whole.shape[1] - len(at), np.float32))
             weights = torch.from_numpy(padded[columns][None])
-        group = Group(plan, p.peers, index, lengths)
+        group = PassGroup(plan, p.peers, index, lengths)
         samples = tuple(firsts[d] for d in p.documents if d in firsts and not index)
         cu_seqlens = torch.from_numpy(cu.astype(np.int32))
         return Batch(tokens, targets, positions, cu_seqlens, group, weights, documents, samples=samples)

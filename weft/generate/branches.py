@@ -4,11 +4,11 @@ The first guess goes on in the request's own blocks. Others begin from copies of
 sums up its tokens, so that none of these can be taken back.
 """
 
-from weft.generate.pool import Pool
+from weft.generate.pool import BlockPool
 from weft.generate.request import Branch, Request
 
 
-def branch(pool: Pool, request: Request, left: int, copies: list[tuple[int, int]]) -> int:
+def branch(pool: BlockPool, request: Request, left: int, copies: list[tuple[int, int]]) -> int:
     """Make branches of a request's drafts, as far as there is room for ``left`` tokens; returns how many these are.
 
     ``copies`` grows by the blocks that have to be copied first.
@@ -32,7 +32,7 @@ def branch(pool: Pool, request: Request, left: int, copies: list[tuple[int, int]
     return begun - left
 
 
-def merge(pool: Pool, request: Request, best: Branch | None, right: int) -> None:
+def merge(pool: BlockPool, request: Request, best: Branch | None, right: int) -> None:
     """Let the first ``right`` guesses of ``best`` count as computed, if they can be kept without the wrong ones."""
     if best and right and (best.table is request.table or not pool.states or right == len(best.path)):
         if best.table is not request.table:
@@ -41,7 +41,7 @@ def merge(pool: Pool, request: Request, best: Branch | None, right: int) -> None
     release(pool, request)
 
 
-def release(pool: Pool, request: Request) -> None:
+def release(pool: BlockPool, request: Request) -> None:
     """Give back what branches alone own."""
     for one in request.branches:
         if one.table is not request.table:

@@ -16,7 +16,7 @@ from weft.errors import UsageError
 from weft.generate.grammar import Grammar
 from weft.generate.keys import shelf_keys
 from weft.generate.policies import Policy, exact_fill
-from weft.generate.pool import Pool
+from weft.generate.pool import BlockPool
 from weft.generate.ranks import Leader
 from weft.generate.reader import PagedReader
 from weft.generate.request import Generation, Request, Written
@@ -66,7 +66,7 @@ class Engine:
         size = size or (CHUNK if states else BLOCK)
         self.reader: PagedReader | Leader = Leader(model, size) if ranks else PagedReader(model, size, invariant)
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
-        pool = Pool(blocks, self.reader.size, states)
+        pool = BlockPool(blocks, self.reader.size, states)
         self.model, self.drafter, self.scheduler = model, drafter, Scheduler(pool, budget, limit, policy)
         self.sent: deque[tuple[Step, list[int], Callable[[], torch.Tensor]]] = deque()  # forward passes under way
 

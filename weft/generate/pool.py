@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 
-class Pool:
+class BlockPool:
     """``blocks`` blocks of ``size`` tokens each; ``states``: they sum up their tokens, none of which can be undone."""
 
     def __init__(self, blocks: int, size: int, states: bool = False) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from weft.errors import UsageError
-from weft.generate.reader import Row, pack, parts_of, pooled
+from weft.generate.reader import PackedRow, pack, parts_of, pooled
 from weft.generate.scheduler import Step
 from weft.layout.boundary import gather_tokens
 from weft.layout.groups import limit
@@ -96,7 +96,7 @@ class RankReader:
 
     @torch.inference_mode()
     def run(
-        self, number: int, row: Row, copies: Sequence[tuple[int, int]], loads: Sequence[tuple[str, list[int]]]
+        self, number: int, row: PackedRow, copies: Sequence[tuple[int, int]], loads: Sequence[tuple[str, list[int]]]
     ) -> tuple[Stripes, T]:
         """This rank's part of step ``number``; how it is cut, and at the end of a model the logits that are wanted."""
         mesh, stripes = self.mesh, Stripes(row.spans, self.size, self.group)

@@ -59,7 +59,7 @@ def tiles_of(request: Request, step: Step) -> list[Tile]:
     return [Tile(tuple(view.request.table), n, turn) for view, n, turn in views if n]
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """Pieces of texts behind one another, which one forward pass reads without padding."""
 
     ids: list[int]
@@ -69,9 +69,9 @@ class Row(NamedTuple):
     adapters: list[Lent | None]  # of the spans
 
 
-def pack(parts: Iterable[Part]) -> Row:
+def pack(parts: Iterable[Part]) -> PackedRow:
     """The new tokens of all ``parts``."""
-    row = Row([], [], [], [], [])
+    row = PackedRow([], [], [], [], [])
     for text, past, table, rows, offset, context, adapter in parts:
         first = len(row.ids)
         row.ids.extend(text[past:])

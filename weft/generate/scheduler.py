@@ -18,7 +18,7 @@ from weft.errors import UsageError
 from weft.generate import branches
 from weft.generate.keys import chained_keys, root_key
 from weft.generate.policies import Policy, exact_fill
-from weft.generate.pool import Pool
+from weft.generate.pool import BlockPool
 from weft.generate.request import Branch, Request
 
 
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 class Scheduler:
     """At most ``budget`` tokens of at most ``limit`` requests in a step; ``version`` numbers the weights."""
 
-    def __init__(self, pool: Pool, budget: int, limit: int, policy: Policy = exact_fill) -> None:
+    def __init__(self, pool: BlockPool, budget: int, limit: int, policy: Policy = exact_fill) -> None:
         self.pool, self.budget, self.limit, self.policy = pool, budget, limit, policy
         self.running: list[Request] = []
         self.waiting: list[Request] = []

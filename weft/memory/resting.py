@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from weft.memory.heap import give_heap_back
-from weft.memory.tiers import Pool, Region, TierFile, Transfer, page_buffer, whole_pages
+from weft.memory.tiers import BufferPool, Region, TierFile, Transfer, page_buffer, whole_pages
 
 T = torch.Tensor
 
@@ -29,10 +29,10 @@ HERE = Transfer((), "", 0)
 ALIGNED = 64
 
 
-class Group:
+class RestingGroup:
     """Tensors of one unit that rest together: in a region of ``file``, or without one in the host's memory."""
 
-    def __init__(self, tensors: Sequence[T], file: TierFile | None, pool: Pool) -> None:
+    def __init__(self, tensors: Sequence[T], file: TierFile | None, pool: BufferPool) -> None:
         self.tensors, self.pool, self.device = list(tensors), pool, tensors[0].device
         self.starts, size = [], 0
         for tensor in self.tensors:
@@ -170,11 +170,11 @@ class Tiers:
         self, places: Mapping[str, str], folder: str = ".", device: torch.device = CPU, timeout: float = 600
     ) -> None:
         self.places, self.folder, self.timeout = places, Path(folder).expanduser(), timeout
-        self.pool = Pool(pinned=device.type == "cuda")
-        self.groups: dict[Hashable, dict[str, Group]] = defaultdict(dict)
+        self.pool = BufferPool(pinned=device.type == "cuda")
+        self.groups: dict[Hashable, dict[str, RestingGroup]] = defaultdict(dict)
         self.order, self.trials = Order(), Order()  # of updates that stand, and of those that may be taken back
-        self.tried: list[Group] = []  # whose last version may be taken back
-        self.leaving: deque[Group] = deque()
+        self.tried: list[RestingGroup] = []  # whose last version may be taken back
+        self.leaving: deque[RestingGroup] = deque()
         self._file: TierFile | None = None
 
     @property
@@ -203,7 +203,7 @@ class Tiers:
         """From now on these tensors, whose objects stay the same, rest where their kind does."""
         place, tensors = self.places.get(kind, "device"), [t for t in tensors if t.numel()]
         if tensors and (place == "file" or (place == "host" and tensors[0].device.type != "cpu")):
-            self.groups[owner][kind] = Group(tensors, self.file if place == "file" else None, self.pool)
+            self.groups[owner][kind] = RestingGroup(tensors, self.file if place == "file" else None, self.pool)
             give_heap_back()  # what they were in: all units' would be as much as they have together
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
@@ -221,10 +221,10 @@ class Tiers:
     def at_hand(
         self, owner: Hashable, kind: str, changes: bool = False, read: bool = True, apart: bool = False
     ) -> Iterator[None]:
-        """In here the owner's tensors of one kind can be used, and changed if that is said; see :meth:`Group.bring`.
+        """The owner's tensors of one kind can be used in here, and changed if so said; see :meth:`RestingGroup.bring`.
 
         What fails in here leaves them as they rest. Within another use of them this is nothing. ``apart``: the change
-        is a version of its own (:meth:`Group.put`), which :meth:`undo` takes back.
+        is a version of its own (:meth:`RestingGroup.put`), which :meth:`undo` takes back.
         """
         group = self._group(owner, kind)
         if group is None or group.in_use:
@@ -307,8 +307,8 @@ class Tiers:
             if group.region is not None:
                 group.region.forget_sums()
 
-    def _group(self, owner: Hashable, kind: str) -> Group | None:
+    def _group(self, owner: Hashable, kind: str) -> RestingGroup | None:
         return self.groups.get(owner, {}).get(kind)
 
-    def _all(self) -> Iterator[Group]:
+    def _all(self) -> Iterator[RestingGroup]:
         return (group for groups in self.groups.values() for group in groups.values())

@@ -67,7 +67,7 @@ def page_buffer(size: int, pinned: bool = False) -> T:
     return found[:size]
 
 
-class Pool:
+class BufferPool:
     """Buffers by size, used again: a unit's shape has slots of its own, so that no room is lost to the largest.
 
     A size that fewer than :data:`COMMON` have :meth:`announced` is not kept: an embedding's, say, used twice a step.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from weft.data.batch import Batch, Group
+from weft.data.batch import Batch, PassGroup
 from weft.errors import WeftError
 from weft.layout.layout import DATA_AXES
 from weft.layout.mesh import Mesh
@@ -24,7 +24,7 @@ class HybridAttention:
 
     def __init__(self, mesh: Mesh, static: Attend) -> None:
         self.static, self.scheme, self.ranks = static, mesh.layout.context, mesh.data_ranks
-        self.group: Group | None = None
+        self.group: PassGroup | None = None
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
         group = self.group
@@ -42,7 +42,7 @@ def hybrid_attention(mesh: Mesh, static: Attend) -> Attend:
     return HybridAttention(mesh, static) if hybrid else static
 
 
-def share_pass(model: Transformer, group: Group | None) -> None:
+def share_pass(model: Transformer, group: PassGroup | None) -> None:
     """From now on attention crosses the ranks of ``group``."""
     for block in model.blocks.values():
         assert isinstance(block, Block)

@@ -31,8 +31,8 @@ NOISE, HUBER, BOUND, FORMS, STEP = 0.06, 1.5, 3.0, 6, 1e-3
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measurement. ``seconds`` and ``gib`` are None where the row does not say; ``ran`` is False for OOM rows.
+class Measurement:
+    """One row of measurements. ``seconds``, ``gib``: None where the row does not say; ``ran``: False for OOM rows.
 
     ``assumed``: what was taken where the row does not say; ``release``: of the program, as numbers that compare.
     """
@@ -73,7 +73,7 @@ class Knob:
 KNOBS = tuple(Knob(name, sigma) for name, sigma in PRIORS.items())
 
 
-def columns(rows: Sequence[Row]) -> tuple[Any, Any, Any, Engine]:
+def columns(rows: Sequence[Measurement]) -> tuple[Any, Any, Any, Engine]:
     """Shapes, machines, plans and engines of the rows as arrays."""
     names = ("shape", "machine", "plan", "engine")
     shape, machine, plan, engine = (stack([getattr(r, name) for r in rows]) for name in names)
@@ -89,9 +89,12 @@ def factors(knobs: Sequence[Knob], theta: Array, masks: Array) -> dict[str, Arra
 
 
 def fit(
-    rows: Sequence[Row], weights: Array | None = None, knobs: Sequence[Knob] = KNOBS, masks: Array | None = None,
+    rows: Sequence[Measurement],
+    weights: Array | None = None,
+    knobs: Sequence[Knob] = KNOBS,
+    masks: Array | None = None,
     steps: int = 12,
-) -> Array:  # fmt: skip
+) -> Array:
     """Logarithms of the factors of ``knobs``, ``[knob]``, from the rows with a time.
 
     ``weights``: ``[fold, row]``, and then the result is ``[fold, knob]``; ``masks``: ``[knob, row]``, 1 where a knob is
@@ -143,7 +146,9 @@ def fit(
     return theta if weights is not None else theta[0]
 
 
-def predict(rows: Sequence[Row], theta: Array, knobs: Sequence[Knob] = KNOBS, masks: Array | None = None) -> Array:
+def predict(
+    rows: Sequence[Measurement], theta: Array, knobs: Sequence[Knob] = KNOBS, masks: Array | None = None
+) -> Array:
     """Seconds of each row by the roofline with fitted constants."""
     masks = np.ones((len(knobs), len(rows))) if masks is None else masks
     shape, machine, plan, engine = columns(rows)
@@ -151,7 +156,7 @@ def predict(rows: Sequence[Row], theta: Array, knobs: Sequence[Knob] = KNOBS, ma
     return np.asarray(total, dtype=float)
 
 
-def constants(rows: Sequence[Row]) -> dict[str, float]:
+def constants(rows: Sequence[Measurement]) -> dict[str, float]:
     """GiB beyond the formulas, per program: the median over its rows, and never below zero."""
     known = [row for row in rows if row.gib]
     if not known:
@@ -162,7 +167,7 @@ def constants(rows: Sequence[Row]) -> dict[str, float]:
     return {program: round(max(0.0, value), 2) for program, value in medians.items()}
 
 
-def formulas(rows: Sequence[Row]) -> Array:
+def formulas(rows: Sequence[Measurement]) -> Array:
     """GiB of each row without the constant."""
     shape, _, plan, engine = columns(rows)
     memory = peak_memory(shape, plan, engine)

@@ -20,7 +20,7 @@ from weft.model_shape import Shape
 from weft.observe.metrics import read_metrics
 from weft.planner.cost import AWAY, CONTEXT, RECOMPUTE, SCHEDULES, Plan
 from weft.planner.engine import ENGINES, Engine, scaled
-from weft.planner.fit import KNOBS, Row, constants, fit, predict
+from weft.planner.fit import KNOBS, Measurement, constants, fit, predict
 from weft.planner.machine import find_device, machine_of
 from weft.recipe import PLACES
 
@@ -88,7 +88,7 @@ def append(run: Path) -> Path | None:
     return path
 
 
-def read_own(path: Path) -> list[Row]:
+def read_own(path: Path) -> list[Measurement]:
     """What runs have appended to ``path``, oldest first; lines that are cut short or not theirs are left out."""
     found = []
     with path.open(newline="", encoding="utf-8") as file:
@@ -98,7 +98,7 @@ def read_own(path: Path) -> list[Row]:
     return found
 
 
-def _row(cells: dict[str, str]) -> Row:
+def _row(cells: dict[str, str]) -> Measurement:
     """One line as :func:`row_of` wrote it."""
     if cells["framework"] != "weft":
         raise ValueError("a row of another program")
@@ -124,7 +124,7 @@ def _row(cells: dict[str, str]) -> Row:
     device = find_device(cells["hardware"])
     rack = n["gpus_per_node"] < device.domain and device.domain > 8
     machine = machine_of(device, int(plan.bits), domain=device.domain if rack else int(n["gpus_per_node"]))
-    return Row(cells["id"], cells["source"], "weft", "weft", device.name, int(plan.bits), shape, machine, plan,
+    return Measurement(cells["id"], cells["source"], "weft", "weft", device.name, int(plan.bits), shape, machine, plan,
                ENGINES["weft"], n["iter_time_s"], n["peak_mem"])  # fmt: skip
 
 

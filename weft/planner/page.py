@@ -42,8 +42,8 @@ class Question:
     untrainable: str = ""
 
 
-class Piece(NamedTuple):
-    """Of a bar: what it shows, which is also its colour; its share of the whole; what it says when pointed at."""
+class BarSegment(NamedTuple):
+    """Part of a bar: what it shows, which is also its colour; its share of the whole; what it says when pointed at."""
 
     name: str
     share: float
@@ -159,10 +159,10 @@ def timeline(first: Final) -> dict[str, Any]:
     return {"note": note, "picture": picture, "kinds": kinds, "remark": drawn["remark"]}
 
 
-def pieces(split: Cost | Memory, names: dict[str, str], whole: float, show: Callable[[float], str]) -> list[Piece]:
+def pieces(split: Cost | Memory, names: dict[str, str], whole: float, show: Callable[[float], str]) -> list[BarSegment]:
     """Those of a bar that is ``whole`` long, by the fields of ``split`` that ``names`` says in words."""
     sizes = {name: part(split, name) for name in names}
-    return [Piece(name, x / whole, f"{names[name]}: {show(x)}") for name, x in sizes.items() if x > 0]
+    return [BarSegment(name, x / whole, f"{names[name]}: {show(x)}") for name, x in sizes.items() if x > 0]
 
 
 def part(split: Cost | Memory, name: str) -> float:

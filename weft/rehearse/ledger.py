@@ -50,8 +50,8 @@ class Ledger:
         self.level -= self.known.pop(key)
 
 
-class Watch(TorchDispatchMode):
-    """Holds whatever is made within; units gather and free parameters by the size of their storage.
+class AllocationWatch(TorchDispatchMode):
+    """Enters every tensor made within in the ledger; units gather and free parameters by the size of their storage.
 
     ``inside``: also what our own operators make while they run.
     """

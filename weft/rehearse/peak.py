@@ -25,7 +25,7 @@ from weft.planner.explain import recipe_tree
 from weft.planner.finalists import Final
 from weft.planner.shape import Model
 from weft.recipe import ModelShape, Recipe, build_recipe
-from weft.rehearse.ledger import Ledger, Watch
+from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.rehearse.step import plain_batches
 from weft.train.setup import assemble, model_shape
 from weft.train.step import clear_gradients, gradients, update
@@ -73,7 +73,7 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
             model, state = assemble(shape, mesh, recipe, lambda *_: torch.zeros(()))
         ledger.hold((*model.parameters(), *(part.values for part in state.tensors().values())))
         held = ledger.level
-        watch = Watch(ledger)
+        watch = AllocationWatch(ledger)
         with watch, watch.resizes():
             grads, _ = gradients(model, state, batches, mesh)
             update(state, grads, 1e-3)

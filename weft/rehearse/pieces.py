@@ -22,7 +22,7 @@ from weft.models.transformer import Transformer
 from weft.parallel.state import State, Unit
 from weft.recipe import Adapter, ModelShape, Recipe
 from weft.rehearse.journal import worked
-from weft.rehearse.ledger import Ledger, Watch
+from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.train.rules.low_rank import singular_directions
 from weft.train.setup import assemble
 from weft.train.zeroth import direction
@@ -181,9 +181,9 @@ def _seen(model: Transformer, run: Callable[[T], T], x: T, device: torch.device,
     for each in (lean, ledger):  # views of what is there anyway count for nothing
         each.hold((x, *model.parameters()))
     there = ledger.level
-    with Watch(lean):
+    with AllocationWatch(lean):
         forward()
-    with Watch(ledger):
+    with AllocationWatch(ledger):
         y = run(x.requires_grad_())
         kept, most = ledger.level - there, ledger.peak - there
         ledger.peak = ledger.level

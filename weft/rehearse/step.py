@@ -23,7 +23,7 @@ from weft.layout.mesh import Mesh
 from weft.layout.sequence import padded_length
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.rehearse.journal import Event, Journal, silent_rank
-from weft.rehearse.ledger import Ledger, Watch
+from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.train.setup import assemble, model_shape, prepare
 from weft.train.step import clear_gradients, clip_scale, gradients, update
 
@@ -111,7 +111,7 @@ def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[
         journal.close()
         return journal.events
 
-    seen = Watch(ledger, inside=True)
+    seen = AllocationWatch(ledger, inside=True)
     with seen, seen.resizes():
         step()
     runs = zip(*(step() for _ in range(TIMES)), strict=True)

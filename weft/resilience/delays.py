@@ -273,7 +273,7 @@ def steady_matrix(group: dist.ProcessGroup, device: torch.device) -> tuple[np.nd
 
 
 @dataclass
-class Watch:
+class DelayWatch:
     """Watches the ranks of ``group``, on each of which it is asked to :meth:`look` after every step.
 
     ``verdicts`` are equal on all ranks. ``shares``: how much of the work each rank has, where not all have as much.

@@ -15,14 +15,14 @@ import numpy as np
 from weft.errors import WeftError
 from weft.observe.metrics import FILE, read_metrics
 from weft.resilience.delays import Verdict, digest, ranks_text, slow_computers
-from weft.resilience.rings import KINDS, STEP, Group, Trace, called, held_in, newest, process_of, standing
+from weft.resilience.rings import KINDS, STEP, Trace, TracedGroup, called, held_in, newest, process_of, standing
 
 #: A wait is none of a healthy run if it takes so many seconds, and so many times as long as a step.
 STUCK_S, STUCK_STEPS = 5.0, 5.0
 
 
 @dataclass(frozen=True)
-class Row:
+class RankStatus:
     """A rank as it was found. ``process`` is running, stopped or gone; ``now`` what it is in, ``since`` in seconds."""
 
     rank: int
@@ -40,7 +40,7 @@ class Row:
 class Examination:
     """What can be said of a run. ``record`` is the last one that the run itself has kept (kind ``delays``)."""
 
-    rows: list[Row]
+    rows: list[RankStatus]
     verdicts: list[Verdict]
     record: dict[str, Any]
 
@@ -69,14 +69,14 @@ def examine(run: Path) -> Examination:
     return Examination(rows, standstill(traces, states, now) or said, record)
 
 
-def row_of(found: Trace, process: str, now: int) -> Row:
+def row_of(found: Trace, process: str, now: int) -> RankStatus:
     """A rank's row in the table."""
     about, short, inside = found.about, digest(found), held_in(found)
     steps = found.records[found.records["kind"] == STEP]
     last = found.records[-1] if len(found.records) else None
     what = called(found, inside) if inside is not None else "computes" if process == "running" else "-"
     since = inside["begin"] if inside is not None else max(last["enter"], last["leave"]) if last is not None else now
-    return Row(
+    return RankStatus(
         about["rank"], about["machine"], about["pid"], process, int(steps["sequence"][-1]) if len(steps) else 0,
         short.compute if short.steps else None, short.waited if short.steps else None, what, (now - int(since)) / 1e9,
     )  # fmt: skip
@@ -158,7 +158,7 @@ def _missing(traces: Mapping[int, Trace], rank: int, record: Any) -> list[int]:
     return [r for r in others if r in traces and _come(traces[r], group, other_end, rank) < record["sequence"]]
 
 
-def _come(found: Trace, group: Group, kind: str | None, peer: int) -> int:
+def _come(found: Trace, group: TracedGroup, kind: str | None, peer: int) -> int:
     """How many collectives of a group a rank has begun; or messages of this kind, to or from ``peer``."""
     numbers = [number for number, one in enumerate(found.groups) if one.id == group.id]
     mine = found.records[np.isin(found.records["group"], numbers) & (found.records["kind"] != STEP)]

@@ -49,8 +49,8 @@ def rings_of(run: Path) -> Path:
     return base / f"weft-{os.getuid()}" / hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
 
 
-class Group(NamedTuple):
-    """Who takes part in collectives. ``id`` is what all of them call it."""
+class TracedGroup(NamedTuple):
+    """A process group as a ring tells of it: the ranks that take part. ``id``: what all of them call it."""
 
     name: str
     id: str
@@ -61,7 +61,7 @@ class Trace(NamedTuple):
     """A ring as it was read. ``about`` is whose it is; ``records`` are in the order in which they began."""
 
     about: dict[str, Any]
-    groups: list[Group]
+    groups: list[TracedGroup]
     places: list[str]
     records: np.ndarray[Any, Any]
 
@@ -80,11 +80,11 @@ def parse(ring: mmap.mmap) -> Trace:
     after = np.frombuffer(ring[HEAD + NAMES :], RECORD)["number"]
     names = ring[HEAD : HEAD + TIME.unpack_from(ring, len(MAGIC))[0]]
     records = records[(records["number"] == after) & (after > 0)]
-    about, groups, places = dict[str, Any](), [Group("?", "?", ())], ["?"]
+    about, groups, places = dict[str, Any](), [TracedGroup("?", "?", ())], ["?"]
     for line in map(json.loads, names.splitlines()):
         about |= line.get("about", {})
         if given := line.get("group"):
-            groups.append(Group(given["name"], given["id"], tuple(given.get("ranks") or range(*given["range"]))))
+            groups.append(TracedGroup(given["name"], given["id"], tuple(given.get("ranks") or range(*given["range"]))))
         places += [line["place"]] if "place" in line else []
     return Trace(about, groups, places, records[np.argsort(records["number"])])
 

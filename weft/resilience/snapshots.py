@@ -69,7 +69,7 @@ def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]
     return found
 
 
-class Piece(NamedTuple):
+class TensorSlice(NamedTuple):
     """Elements ``box`` of a tensor, and where they begin in the bytes of their segment."""
 
     name: str
@@ -96,7 +96,7 @@ class Segment:
     holders: tuple[int, ...]
     fixed: bool
     sender: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSlice, ...]
 
     @property
     def size(self) -> int:
@@ -110,11 +110,11 @@ def segments_of(tables: Sequence[Table], machines: Sequence[str], leaving: Colle
         for name, (_, box, _) in table.items():
             if volume(box):
                 holders.setdefault((name, box), []).append(rank)
-    found: dict[tuple[bool, tuple[int, ...]], list[Piece]] = {}
+    found: dict[tuple[bool, tuple[int, ...]], list[TensorSlice]] = {}
     for (name, box), ranks in sorted(holders.items()):
         tensor, _, fixed = tables[ranks[0]][name]
         pieces = found.setdefault((fixed, tuple(ranks)), [])
-        pieces.append(Piece(name, box, tensor, pieces[-1].start + pieces[-1].room if pieces else 0))
+        pieces.append(TensorSlice(name, box, tensor, pieces[-1].start + pieces[-1].room if pieces else 0))
     several = len(set(machines)) > 1
 
     def sender(ranks: Sequence[int]) -> int:
@@ -156,7 +156,7 @@ class Copy:
         start = self.starts[number]
         return digest([self.view(start, start + self.segments[number].size)])
 
-    def values(self, number: int) -> Iterator[tuple[Piece, T]]:
+    def values(self, number: int) -> Iterator[tuple[TensorSlice, T]]:
         """Every piece of a segment, and its elements here."""
         for piece in self.segments[number].pieces:
             at = self.starts[number] + piece.start
@@ -367,7 +367,7 @@ def _by_text(digests: Mapping[int, str]) -> dict[str, str]:
     return {str(number): found for number, found in digests.items()}
 
 
-def _in_runs(values: T, piece: Piece, rows: Sequence[int] | None) -> Iterator[Part]:
+def _in_runs(values: T, piece: TensorSlice, rows: Sequence[int] | None) -> Iterator[Part]:
     """``values`` as parts whose rows are those of their boxes: one for every run of consecutive ``rows``."""
     if rows is None:
         yield Part(values, piece.box, piece.tensor)

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from weft.layout.mesh import Mesh
 from weft.parallel.state import State
 from weft.resilience import trace
-from weft.resilience.delays import Watch
+from weft.resilience.delays import DelayWatch
 from weft.train.guard import Guard
 from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run
@@ -15,7 +15,7 @@ from weft.train.setup import Job
 class Watching(Guard):
     """Traces a rank's collectives, and judges and records with the others who is slow."""
 
-    watch: Watch | None = None
+    watch: DelayWatch | None = None
 
     def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
         self.folder = run.folder
@@ -29,7 +29,7 @@ class Watching(Guard):
         self.watch = None
         if mesh.step_group is not None and mesh.layout.world > 1:
             ring = trace.start(self.folder, mesh.step_group.rank(), epoch)
-            self.recorder, self.watch = recorder, Watch(ring, mesh.step_group, mesh.device)
+            self.recorder, self.watch = recorder, DelayWatch(ring, mesh.step_group, mesh.device)
 
     def step(self, number: int) -> AbstractContextManager[None]:
         return trace.step(number)

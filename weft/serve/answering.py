@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from weft.data.detokenizer import Writer
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
-from weft.serve.metrics import Watch
+from weft.serve.metrics import AnswerTimer
 from weft.serve.protocol import Question, Refusal
 from weft.serve.replies import Answer, Replies, Usage, usage_of
 from weft.serve.responses import ResponseReplies, Responses
@@ -23,7 +23,7 @@ class Answering:
     """Writes the answers to ``asked`` as JSON. ``form``: of calls of tools, if the model may make some."""
 
     def __init__(
-        self, asked: Question, tokenizer: Tokenizer, model: str, prompt: int, form: CallForm | None, watch: Watch
+        self, asked: Question, tokenizer: Tokenizer, model: str, prompt: int, form: CallForm | None, watch: AnswerTimer
     ) -> None:
         self.asked, self.tokenizer, self.prompt, self.form, self.watch = asked, tokenizer, prompt, form, watch
         self.replies: Replies | ResponseReplies = (

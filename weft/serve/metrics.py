@@ -63,7 +63,7 @@ class Metrics:
         return counted
 
 
-class Watch:
+class AnswerTimer:
     """The times of the answers to one question, which has come when its clock says ``began``."""
 
     def __init__(self, metrics: Metrics, prompt: int, began: float) -> None:

@@ -21,7 +21,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.serve.answering import Answering, refusal_of
 from weft.serve.embeddings import embed, encoded
-from weft.serve.metrics import Metrics, Watch
+from weft.serve.metrics import AnswerTimer, Metrics
 from weft.serve.prompts import Prompts
 from weft.serve.protocol import Chat, Completion, Language, Modelled, Question, Refusal, Texts, Tokenized, Untokenized
 from weft.serve.replies import usage_of
@@ -225,7 +225,7 @@ class Server:
     ) -> Response:  # fmt: skip
         """Answers to ``prompts``, each with ``n`` of up to ``most`` tokens, in a ``language`` if there is one."""
         prompt = sum(map(len, prompts))
-        watch = Watch(self.metrics, prompt, request.scope["began"])
+        watch = AnswerTimer(self.metrics, prompt, request.scope["began"])
         stops = [*([] if asked.ignore_eos else self.tokenizer.stops), *asked.stop_token_ids]
         tenant = self._tenant(request)
         try:

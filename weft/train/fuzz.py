@@ -22,7 +22,7 @@ from weft.layout.mesh import LIVE_AXES, Mesh
 from weft.recipe import Recipe, load_recipe
 from weft.schedule.build import BUILDERS
 from weft.train.optim import KINDS, STATES
-from weft.train.pool import Pool
+from weft.train.pool import ProcessPool
 from weft.train.setup import prepare
 from weft.train.verify import compare, run_layout
 
@@ -326,7 +326,7 @@ class Fuzzer:
     """Runs cases of one recipe in a pool of processes, each within ``limit`` seconds."""
 
     path: Path
-    pool: Pool
+    pool: ProcessPool
     dtype: str = "float64"
     steps: int = 2
     limit: float = 60

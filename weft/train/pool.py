@@ -57,7 +57,7 @@ class Worker:
     stacks: Path
 
 
-class Pool:
+class ProcessPool:
     """Up to :data:`MAX_WORLD` processes, started when first needed and replaced when they die."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:

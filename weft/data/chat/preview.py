@@ -17,7 +17,7 @@ from weft.recipe import Data
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenRun:
     """Tokens in a row that are alike. ``weight``: 0 is read only; ``cut``: beyond what a row holds."""
 
     text: str
@@ -31,7 +31,7 @@ class Sample:
     """One conversation: where it stands, its pieces, and how many of its tokens are read, learned and cut off."""
 
     place: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenRun, ...]
     tokens: int
     learned: int
     cut: int
@@ -71,7 +71,7 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> list[Sample]:
             for key, run in groupby(range(size), key=alike.__getitem__):
                 *_, last = run
                 end = max(at, int(encoded.ends[last]))
-                pieces.append(Piece(encoded.text[at:end], *key))
+                pieces.append(TokenRun(encoded.text[at:end], *key))
                 at = end
             learned = int(((encoded.weights > 0) & ~cut)[1:].sum())
             found.append(Sample(str(place), tuple(pieces), int((~cut).sum()), learned, int(cut.sum())))
