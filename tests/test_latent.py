@@ -10,7 +10,7 @@ import torch
 
 from tests.cases import Case, recipe, write_corpus
 from tests.test_experts import check, name
-from weft.generate.reader import PagedReader, Part
+from weft.generate.reader import PagedReader, TextSlice
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.latent import LatentAttention
@@ -72,7 +72,7 @@ def test_absorbed_equals_expanded(more: dict[str, Any]) -> None:
         for edges in ((0, 7, 8, 12, 17), range(18)):
             reader = PagedReader(model, 6)
             for a, b in pairwise(edges):
-                found = reader.read([Part(ids[i, :b].tolist(), a, table) for i, table in enumerate(tables)])
+                found = reader.read([TextSlice(ids[i, :b].tolist(), a, table) for i, table in enumerate(tables)])
                 assert (found - expected[:, b - 1]).abs().max() < 1e-10 * expected.abs().max()
     assert expected.std() > 0.3
 

@@ -25,8 +25,8 @@ from script import run
 
 from weft.planner import cost, engine, fit, machine
 
-#: What a time constant of :class:`weft.planner.engine.Engine` is if nobody has looked: everything at full rate, nothing
-#: hidden, nothing extra.
+#: What a time constant of :class:`weft.planner.engine.EngineConstants` is if nobody has looked: everything at full
+#: rate, nothing hidden, nothing extra.
 NEUTRAL: dict[str, float] = {
     "matmul": 1.0, "attention": 0.5, "elementwise": 8.0, "inner": 2.0, "kernels": 0.0, "exposed_dp": 1.0,
     "exposed_cp": 1.0, "network": 1.0, "buckets": 0.0, "step": 0.0, "jitter": 0.0, "moe": 0.0,
@@ -83,7 +83,7 @@ def without(name: str) -> Iterator[None]:
         elif "." in name:
             kind, field = name.split(".")
             stack.enter_context(mock.patch.dict(engine.ENGINES))
-            engine.ENGINES[kind] = replace(engine.ENGINES[kind], **{field: getattr(engine.Engine, field)})
+            engine.ENGINES[kind] = replace(engine.ENGINES[kind], **{field: getattr(engine.EngineConstants, field)})
         elif name != "nothing":
             raise ValueError(f"nothing is called {name!r}")
         yield
@@ -96,12 +96,12 @@ def without_knob(field: str) -> tuple[fit.Knob, ...]:
 def names() -> list[str]:
     """Everything that can be left out."""
     found = [f"{knob.field} preset" for knob in fit.KNOBS] + [
-        f"{field} neutral" for field in NEUTRAL if hasattr(engine.Engine, field)
+        f"{field} neutral" for field in NEUTRAL if hasattr(engine.EngineConstants, field)
     ]
     found += [*HIDDEN, "clock", "low"]
     for kind, own in engine.ENGINES.items():
         for field in NEUTRAL:
-            if getattr(own, field) != getattr(engine.Engine, field) and kind not in ("weft", "xla"):
+            if getattr(own, field) != getattr(engine.EngineConstants, field) and kind not in ("weft", "xla"):
                 found.append(f"{kind}.{field}")
     return found
 

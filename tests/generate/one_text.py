@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from weft.generate.engine import Engine
-from weft.generate.reader import PagedReader, Part
+from weft.generate.reader import PagedReader, TextSlice
 from weft.generate.sampling import Sampling
 from weft.models.transformer import Transformer
 
@@ -19,7 +19,7 @@ class OneText:
     def read(self, ids: Sequence[int]) -> torch.Tensor:
         """The prompt, later new tokens: logits ``[vocab]`` of the last one."""
         past, self.ids = len(self.ids), [*self.ids, *ids]
-        return self.reader.read([Part(self.ids, past, range(-(-len(self.ids) // self.reader.size)))])[0]
+        return self.reader.read([TextSlice(self.ids, past, range(-(-len(self.ids) // self.reader.size)))])[0]
 
 
 def generate(

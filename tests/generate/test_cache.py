@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.generate.reader import PagedReader, Part
+from weft.generate.reader import PagedReader, TextSlice
 from weft.layout.mesh import Mesh
 from weft.models.attention import attention
 from weft.models.paged import ROOM, KeyValuePages, Reading, StatePages, attending, attention_layers, layer_pages
@@ -60,7 +60,7 @@ def test_texts_that_come_and_go_in_one_packed_row_have_the_logits_of_one_forward
         {2: 4, 0: 1},
     ]
     for step in [*steps, {3: 1}]:
-        parts = [Part(texts[r][: read[r] + n], read[r], tables[r], r != 2) for r, n in step.items()]
+        parts = [TextSlice(texts[r][: read[r] + n], read[r], tables[r], r != 2) for r, n in step.items()]
         found = reader.read(parts)
         for r, n in step.items():
             read[r] += n
@@ -77,13 +77,13 @@ def test_a_text_goes_on_from_blocks_of_another_one(mixer: str) -> None:
     """From full blocks that are shared, and from the copy of one that is not full."""
     model, text = build(mixer), draw_text(10)
     reader = PagedReader(model, 4)
-    reader.read([Part(text, 0, [5, 2, 7])])
+    reader.read([TextSlice(text, 0, [5, 2, 7])])
     for end in ([1, 2], [3]):
         longer = [*text, *end]
         expected = model(torch.tensor([longer]), torch.arange(len(longer))[None], document(len(longer)))[0, -1]
-        found = reader.read([Part(longer, 10, [5, 2, 1])], [(7, 1)])[0]
+        found = reader.read([TextSlice(longer, 10, [5, 2, 1])], [(7, 1)])[0]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-11 * float(expected.abs().max()))
-        found = reader.read([Part(longer, 8, [5, 2, 0])])[0]
+        found = reader.read([TextSlice(longer, 8, [5, 2, 0])])[0]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-11 * float(expected.abs().max()))
 
 
@@ -91,13 +91,13 @@ def test_a_text_goes_on_from_blocks_of_another_one(mixer: str) -> None:
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_what_others_left_in_blocks_is_never_read(mixer: str) -> None:
     model, text, reader = build(mixer), draw_text(10), PagedReader(build(mixer), 4)
-    reader.read([Part(text, 0, [0, 1, 2])])
+    reader.read([TextSlice(text, 0, [0, 1, 2])])
     for pages in reader.pages:
         assert pages.store is not None
         pages.store.fill_(torch.nan)
     expected = model(torch.tensor([text]), torch.arange(10)[None], document(10))[0]
     for end in (3, 5, 10):
-        found = reader.read([Part(text[:end], {3: 0, 5: 3, 10: 5}[end], [2, 0, 1])])[0]
+        found = reader.read([TextSlice(text[:end], {3: 0, 5: 3, 10: 5}[end], [2, 0, 1])])[0]
         torch.testing.assert_close(found, expected[end - 1], rtol=0, atol=1e-11 * float(expected.abs().max()))
 
 

@@ -25,7 +25,7 @@ from weft.generate.keys import chained_keys, root_key
 from weft.generate.policies import Policy, chunked, exact_fill, prompts_first
 from weft.generate.pool import BlockPool
 from weft.generate.request import Branch, Request
-from weft.generate.scheduler import Scheduler, Step
+from weft.generate.scheduler import ScheduledStep, Scheduler
 
 POLICIES: tuple[Policy, ...] = (exact_fill, chunked(3), chunked(16), prompts_first)
 ADAPTERS, TENANTS, VOCAB = ("", "a"), ("", "t"), 3  # a small vocabulary, so that prompts often begin alike
@@ -187,7 +187,7 @@ class Machine:
         self.scheduler.remove(request)
         self.done.add(request)
 
-    def _execute(self, step: Step) -> None:
+    def _execute(self, step: ScheduledStep) -> None:
         for old, new in step.copies:
             self.memory[new] = list(self.memory[old])
         for name, table in step.loads:
@@ -268,14 +268,14 @@ def test_the_eleven_properties_hold(world: World) -> None:
 class Forgetful(Scheduler):
     """1: what a shared block holds is not copied into the one that is written."""
 
-    def plan(self) -> Step:
+    def plan(self) -> ScheduledStep:
         return super().plan()._replace(copies=[])
 
 
 class Greedy(Scheduler):
     """2: a token more than the budget."""
 
-    def plan(self) -> Step:
+    def plan(self) -> ScheduledStep:
         self.budget += 1
         try:
             return super().plan()
@@ -320,7 +320,7 @@ class Gullible(Scheduler):
 class Writing(Scheduler):
     """4: no copy on write."""
 
-    def _reserve(self, request: Request, tokens: int, step: Step) -> bool:
+    def _reserve(self, request: Request, tokens: int, step: ScheduledStep) -> bool:
         new = max(0, -(-(request.computed + tokens) // self.pool.size) - len(request.table))
         if new <= self.pool.free:
             request.table.extend(self.pool.take() for _ in range(new))
@@ -330,7 +330,7 @@ class Writing(Scheduler):
 class Overshooting(Scheduler):
     """5: a chunk counts for a token more than it has."""
 
-    def advance(self, step: Step) -> None:
+    def advance(self, step: ScheduledStep) -> None:
         super().advance(step)
         for request in step.work:
             request.computed += 1
@@ -339,7 +339,7 @@ class Overshooting(Scheduler):
 class Idle(Scheduler):
     """5: a step of no tokens."""
 
-    def plan(self) -> Step:
+    def plan(self) -> ScheduledStep:
         step = super().plan()
         return step._replace(work=dict.fromkeys(step.work, 0))
 
@@ -347,7 +347,7 @@ class Idle(Scheduler):
 class Starving(Scheduler):
     """6: whoever runs is not served while others wait, for whom there is no room."""
 
-    def plan(self) -> Step:
+    def plan(self) -> ScheduledStep:
         self.policy = lambda running, waiting, budget: [(r, r.wanted) for r in waiting or running]
         return super().plan()
 
@@ -383,7 +383,7 @@ class Clinging(Scheduler):
 class Moody(Scheduler):
     """11: in an order that nothing decides."""
 
-    def plan(self) -> Step:
+    def plan(self) -> ScheduledStep:
         self.policy = lambda running, waiting, budget: [
             (r, r.wanted) for r in (*random.SystemRandom().sample(running, len(running)), *waiting)
         ]

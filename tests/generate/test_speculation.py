@@ -14,7 +14,7 @@ from weft.generate.engine import Engine
 from weft.generate.policies import chunked
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.speculation import Lookup, Places
+from weft.generate.speculation import Lookup, NgramIndex
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {"size": 4},
@@ -81,7 +81,7 @@ def test_wrong_blocks_of_guesses_would_show(monkeypatch: pytest.MonkeyPatch) -> 
 def test_places_are_those_of_a_search_through_the_text() -> None:
     drawn = random.Random(1)
     for least in (1, 2, 3):
-        text, places = [drawn.randrange(3) for _ in range(60)], Places(least)
+        text, places = [drawn.randrange(3) for _ in range(60)], NgramIndex(least)
         for at in range(0, 60, 7):
             places.extend(text[at : at + 7])
         tail = [drawn.randrange(3) for _ in range(9)]
@@ -96,13 +96,13 @@ def test_places_are_those_of_a_search_through_the_text() -> None:
 
 
 def test_paths_follow_what_mostly_comes_and_repeat_at_the_end_of_the_text() -> None:
-    places = Places(2)
+    places = NgramIndex(2)
     places.extend([1, 2, 3, 4, 9, 1, 2, 3, 4, 8, 1, 2, 5, 1, 2])
     length, ends = places.find([7, 1, 2], 24)
     assert (length, ends) == (2, [12, 7, 2])
     assert places.follow(ends, [], 3, 0.1) == [3, 4, 8]  # 3 and 4 stand twice, and 8 is later than 9
     assert places.follow(ends, [], 3, 0.5) == [3, 4] and places.follow(ends, [], 3, 0.7) == []
-    places = Places(1)
+    places = NgramIndex(1)
     places.extend([5, 6, 5, 6])
     assert places.follow(places.find([6, 5, 6], 24)[1], [], 5, 0.1) == [5, 6, 5, 6, 5]
 

@@ -15,7 +15,7 @@ from weft.errors import UsageError
 from weft.layout.mesh import Mesh
 from weft.models.experts import Mixture, feed_forward, grouped, grouped_gradient, grouped_runs
 from weft.models.init import initial_values
-from weft.models.router import Loads, Pass
+from weft.models.router import Loads, RouterPass
 from weft.models.transformer import Transformer
 from weft.observe.flops import parameter_count
 from weft.recipe import ModelShape, build_recipe
@@ -67,7 +67,7 @@ def batch() -> Batch:
     return Batch(ids, ids, positions, cu, documents=documents)
 
 
-def seen_by(m: Mixture) -> tuple[Loads, Pass]:
+def seen_by(m: Mixture) -> tuple[Loads, RouterPass]:
     loads = Loads(m.shape, Mesh.single())
     loads.begin(lambda: torch.tensor(17.0, dtype=torch.float64))
     return loads, loads.seen(batch())

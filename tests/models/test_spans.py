@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.models.spans import MOST, PADDED, SHORT, Batch, Span, batched
+from weft.models.spans import MOST, PADDED, SHORT, Span, SpanBatch, batched
 
 
 def spans_of(*sizes: tuple[int, int]) -> list[Span]:
@@ -19,10 +19,10 @@ def spans_of(*sizes: tuple[int, int]) -> list[Span]:
 def test_short_spans_of_like_lengths_are_one_call() -> None:
     spans = spans_of((40, 1), (0, 90), (44, 1), (35, 1), (400, 1), (410, 1), (9, 3), (11, 3), (50, SHORT + 1))
     found = batched(spans, 4, 0, torch.zeros(1), 2)
-    rows = [piece.rows.flatten().tolist() for piece in found if isinstance(piece, Batch)]
+    rows = [piece.rows.flatten().tolist() for piece in found if isinstance(piece, SpanBatch)]
     assert rows == [[92, 0, 91], [93, 94], [95, 96, 97, 98, 99, 100]]
     assert sorted(piece.past for piece in found if isinstance(piece, Span)) == [0, 50]
-    first = next(piece for piece in found if isinstance(piece, Batch) and piece.rows.shape == (3, 1))
+    first = next(piece for piece in found if isinstance(piece, SpanBatch) and piece.rows.shape == (3, 1))
     # The shortest first: 36 keys in 9 blocks, filled up to 12 with the last of them.
     assert first.blocks[0].tolist() == [*range(300, 309), 308, 308, 308]
     assert (first.bias == 0).sum(-1).flatten().tolist() == [36, 36, 41, 41, 45, 45]
@@ -38,6 +38,6 @@ def test_calls_are_bounded() -> None:
 
 def test_blocks_behind_a_window_are_left_out() -> None:
     (piece,) = batched(spans_of((40, 2), (47, 2)), 4, 6, torch.zeros(1), 1)
-    assert isinstance(piece, Batch) and piece.blocks.tolist() == [[8, 9, 10], [110, 111, 112]]
+    assert isinstance(piece, SpanBatch) and piece.blocks.tolist() == [[8, 9, 10], [110, 111, 112]]
     seen = [[(8 * 4 + j) for j in row.nonzero().flatten().tolist()] for row in piece.bias[0, 0] == 0]
     assert seen == [[*range(35, 41)], [*range(36, 42)]]

@@ -22,13 +22,13 @@ from weft.planner.engine import ENGINES
 from weft.planner.explain import differences, instead, recipe_tree, verdict
 from weft.planner.finalists import Final, finalists, refine
 from weft.planner.machine import load_cluster
-from weft.planner.page import Question, page, timeline
-from weft.planner.search import Found, Pin, search
+from weft.planner.page import PlanQuestion, page, timeline
+from weft.planner.search import Pin, SearchResult, search
 from weft.planner.shape import SHAPES, load_model
 from weft.recipe import build_recipe
 
 
-def found_for(model: str, gpus: int, batch: int, seq: int = 8192, pins: tuple[str, ...] = ()) -> Found:
+def found_for(model: str, gpus: int, batch: int, seq: int = 8192, pins: tuple[str, ...] = ()) -> SearchResult:
     demands = [Pin.parse(pin) for pin in pins]
     return search(SHAPES[model], load_cluster("h100", gpus), ENGINES["weft"], batch, seq, pins=demands)
 
@@ -47,7 +47,7 @@ def test_simulation_agrees_with_the_closed_form_where_stages_are_alike() -> None
         assert alone.seconds == pytest.approx(alone.closed, rel=0.02), schedule
 
 
-def _closed(found: Found, plan: Plan) -> float:
+def _closed(found: SearchResult, plan: Plan) -> float:
     from weft.planner.cost import step_time
 
     return float(step_time(found.shape, found.machine, plan, found.engine).total)
@@ -91,10 +91,10 @@ def test_the_first_choice_for_405b_is_what_was_run() -> None:
     until_true(took, lambda seconds: seconds < 8)  # 3.5 by itself; here among other tests
 
 
-def are_what_was_run(found: Found, finals: list[Final]) -> None:
+def are_what_was_run(found: SearchResult, finals: list[Final]) -> None:
     # Meta ran tp 8, pp 16 at 38 to 43 % utilisation (2407.21783, table 4).
     assert finals[0].plan.tp in (4, 8) and finals[0].plan.pp >= 8 and 0.35 < finals[0].utilisation < 0.5
-    asked = Question("llama3-405b", "16,384 x H100", 2048, 8192, "bf16", "weft", "presets", 12)
+    asked = PlanQuestion("llama3-405b", "16,384 x H100", 2048, 8192, "bf16", "weft", "presets", 12)
     assert len(page(asked, found, finals, 8)) > 10_000
 
 
@@ -174,7 +174,7 @@ def test_the_caption_gives_the_bubble_of_the_whole_step() -> None:
     finals = finalists(found, 3)
     first = finals[0]
     assert first.simulation and first.simulation.table.microbatches < int(first.plan.microbatches)
-    text = page(Question("llama3-405b", "1,024 x H100", 512, 8192, "bf16", "weft", "presets", 12), found, finals, 3)
+    text = page(PlanQuestion("llama3-405b", "1,024 x H100", 512, 8192, "bf16", "weft", "presets", 12), found, finals, 3)
     whole = f"{float(first.cost.bubble) / first.seconds:.1%}"
     assert first.simulation.bubble_rate > 1.5 * float(first.cost.bubble) / first.seconds
     said = re.findall(r"bubble (\d[\d.]*%)", text[text.index("Timeline of the choice") :])

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Command
 from weft.model_shape import Shape
-from weft.planner.generation import BUFFERED, PAGE, Job, generating, room, streamed_bytes, together
+from weft.planner.generation import BUFFERED, PAGE, Workload, generating, room, streamed_bytes, together
 from weft.planner.machine import DEVICES, Machine, machine_of
 
 Key = tuple[str | int, ...]
@@ -76,7 +76,7 @@ class Sequence(NamedTuple):
     half: int
 
 
-def simulated(shape: Shape, machine: Machine, job: Job) -> float:
+def simulated(shape: Shape, machine: Machine, job: Workload) -> float:
     """Seconds of a job with whole sequences of unequal prompts, whole pages, and layers one after the other.
 
     Tokens are in two halves, so that one attends on the host while the device multiplies for the other; prompts are
@@ -122,7 +122,7 @@ def simulated(shape: Shape, machine: Machine, job: Job) -> float:
     return resources.run()
 
 
-def drawn_setting(seed: int) -> tuple[Shape, Machine, Job]:
+def drawn_setting(seed: int) -> tuple[Shape, Machine, Workload]:
     """A mixture on a machine of which now link, now device, now host is the slowest."""
     drawn = random.Random(seed)
     experts = drawn.choice((4, 8, 32))
@@ -131,7 +131,7 @@ def drawn_setting(seed: int) -> tuple[Shape, Machine, Job]:
     shape = replace(shape, moe_layers=shape.layers)
     prompt = drawn.randint(40, 400)
     prompts = [round(prompt * drawn.uniform(0.5, 1.5)) for _ in range(drawn.randint(120, 400))]
-    job = Job(np.array(prompts), drawn.randint(8, 48))
+    job = Workload(np.array(prompts), drawn.randint(8, 48))
     sequences, weights = drawn.uniform(24, 96), 2 * shape.parameters
     held = job.prompt + job.new / 2
     # What link, device and host take for a pass is alike but for a factor of up to 4 between any two.

@@ -23,11 +23,11 @@ from tests.measured import until_true
 from weft.errors import UsageError, WeftError
 from weft.model_shape import shape_from_config, shape_of
 from weft.planner.cost import SCHEDULES, Cost, Plan, axis, gather, step_time
-from weft.planner.engine import ENGINES, Engine, stack
+from weft.planner.engine import ENGINES, EngineConstants, stack
 from weft.planner.fit import KNOBS, PRIORS, Measurement, fit, predict
 from weft.planner.machine import CLUSTERS, DEVICES, Cluster, find_device, load_cluster, machine_of
 from weft.planner.memory import in_flight, peak_memory
-from weft.planner.search import USABLE, Found, Pin, search
+from weft.planner.search import USABLE, Pin, SearchResult, search
 from weft.planner.shape import SECTIONS, SHAPES, load_model
 from weft.recipe import Adapter, load_recipe
 from weft.schedule.build import build
@@ -35,7 +35,7 @@ from weft.schedule.simulate import simulate, uniform
 
 DATA = Path(__file__).parent / "data" / "measured.csv"
 #: A program without launches and memory-bound work: on a machine without latencies, products and bubbles are left.
-IDEAL = replace(Engine(), elementwise=0.0, inner=0.0, kernels=0.0, step=0.0, jitter=0.0)
+IDEAL = replace(EngineConstants(), elementwise=0.0, inner=0.0, kernels=0.0, step=0.0, jitter=0.0)
 GPT3 = SHAPES["gpt3-175b"]
 
 
@@ -138,7 +138,7 @@ def test_a_cluster_file_names_what_is_wrong(tmp_path: Path) -> None:
 
 def test_rings_use_the_slowest_link_they_cross() -> None:
     machine = machine_of(DEVICES["H100-80GB"], site=64, between=0.125, between_latency=5000)
-    engine = replace(Engine(), network=1.0)
+    engine = replace(EngineConstants(), network=1.0)
     assert axis(machine, engine, 1, 8)[0] == 450e9
     assert axis(machine, engine, 1, 16)[0] == 8 * 50e9  # eight members of a node, each with its own NIC
     assert axis(machine, engine, 8, 4)[0] == 50e9
@@ -454,7 +454,7 @@ def test_search_is_exhaustive_and_ordered() -> None:
 
 
 def test_pins_hold_and_say_when_they_cannot() -> None:
-    def run(*pins: str) -> Found:
+    def run(*pins: str) -> SearchResult:
         pinned = [Pin.parse(pin) for pin in pins]
         return search(SHAPES["llama3-70b"], load_cluster("h100", 64), ENGINES["weft"], 64, 8192, pins=pinned)
 

@@ -12,12 +12,12 @@ import pytest
 from tests.conftest import Command
 from weft.errors import UsageError
 from weft.planner.cost import AWAY, FILE, HOST, Plan, axis, gather, passes, step_time
-from weft.planner.engine import ENGINES, Engine
+from weft.planner.engine import ENGINES, EngineConstants
 from weft.planner.explain import verdict
 from weft.planner.finalists import finalists
 from weft.planner.machine import CLUSTERS, DEVICES, Cluster, load_cluster, machine_of
 from weft.planner.memory import in_flight, layer_bytes, logit_bytes, peak_memory, rank_memory
-from weft.planner.search import USABLE, WORTH, Found, Pin, search
+from weft.planner.search import USABLE, WORTH, Pin, SearchResult, search
 from weft.planner.shape import SHAPES
 from weft.planner.tiers import UPDATE, room_away, with_tiers
 from weft.recipe import Memory, load_recipe
@@ -26,7 +26,7 @@ LLAMA = SHAPES["llama3-8b"]
 WEFT = ENGINES["weft"]
 
 
-def find(model: str, batch: int, seq: int, *pins: str, **cluster: Any) -> Found:
+def find(model: str, batch: int, seq: int, *pins: str, **cluster: Any) -> SearchResult:
     demands = [Pin.parse(pin) for pin in pins]
     return search(SHAPES[model], Cluster(**cluster), WEFT, batch, seq, pins=demands)
 
@@ -35,7 +35,7 @@ def find(model: str, batch: int, seq: int, *pins: str, **cluster: Any) -> Found:
 
 
 def test_backward_gathers_among_the_nearest() -> None:
-    machine, engine = machine_of(DEVICES["A100-40GB"], network=3), replace(Engine(), exposed_dp=1.0)
+    machine, engine = machine_of(DEVICES["A100-40GB"], network=3), replace(EngineConstants(), exposed_dp=1.0)
     plan = Plan(shard=64, zero=3, batch=256, micro_batch=1, seq=4096)
     far, near = (step_time(LLAMA, machine, p, engine) for p in (plan, replace(plan, secondary=8)))
     own, units, passes_ = 2 * (32 * LLAMA.dense_weights + LLAMA.table), 32, 4

@@ -11,7 +11,7 @@ from tests.generate.test_many import build
 from weft.generate.engine import Engine
 from weft.generate.policies import chunked, exact_fill, prompts_first
 from weft.generate.pool import BlockPool
-from weft.generate.scheduler import Scheduler, Step
+from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.serve.simulate import Curve, TimedRequest, measure, play, simulate, work_of
 
 
@@ -35,7 +35,7 @@ def test_it_plans_every_step_as_the_engine_does(settings: dict[str, object]) -> 
     taken = play_engine(engine, arrivals, real)
     own: list[list[float]] = []
 
-    def curve(step: Step) -> float:
+    def curve(step: ScheduledStep) -> float:
         own.append(work_of(step))
         return sum(own[-1])
 
@@ -53,7 +53,7 @@ def play_engine(engine: Engine, arrivals: list[TimedRequest], real: list[list[fl
     """Latencies of an engine whose clock counts the work of its steps."""
     numbers, plan = {}, engine.scheduler.plan
 
-    def planning(depth: int = 1) -> Step:
+    def planning(depth: int = 1) -> ScheduledStep:
         step = plan(depth)
         real.append(work_of(step))
         return step
@@ -75,7 +75,7 @@ def test_a_curve_finds_what_a_step_is_made_of() -> None:
     drawn, samples = random.Random(0), list[tuple[list[float], float]]()
     arrivals = [TimedRequest(0.5 * i, [i % 31] * drawn.randrange(1, 90), 60) for i in range(60)]
 
-    def timed(step: Step) -> float:
+    def timed(step: ScheduledStep) -> float:
         work = work_of(step)
         samples.append((work, (0.01 + 0.001 * work[1]) * drawn.uniform(0.95, 1.05)))
         return samples[-1][1]

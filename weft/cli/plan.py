@@ -17,7 +17,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from weft.model_shape import Shape
-    from weft.planner.engine import Engine
+    from weft.planner.engine import EngineConstants
     from weft.planner.finalists import Final
     from weft.planner.machine import Cluster
     from weft.planner.own import Own
@@ -157,11 +157,11 @@ def plan(
         _write_recipe(finals[0], model, subject, recipe)
     where = f"{cluster}, up to {machines.count:,} ranks" if probed else f"{machines.count:,} x {machines.device}"
     if html is not None:
-        from weft.planner.page import Question, write_page
+        from weft.planner.page import PlanQuestion, write_page
 
-        told = Question(model, where, batch, seq, precision, engine, error[:1].upper() + error[1:] + ".", band, probed,
-                        missing)  # fmt: skip
-        write_page(html, told, found, finals, max(top, 8))
+        sentence = error[:1].upper() + error[1:] + "."
+        question = PlanQuestion(model, where, batch, seq, precision, engine, sentence, band, probed, missing)
+        write_page(html, question, found, finals, max(top, 8))
     checks = _checked(finals[:check], subject)
     islands = None if probed else islands_of(shape, machines, constants, batch, seq, bits[precision], pins)
     exchanged = exchanges(found, finals[0])
@@ -221,7 +221,7 @@ def _generating(model: str, cluster: "Cluster", asked: str, as_json: bool) -> in
     import numpy as np
 
     from weft.errors import UsageError
-    from weft.planner.generation import Job, generating
+    from weft.planner.generation import Workload, generating
     from weft.planner.shape import load_model
     from weft.shipped import find_recipe
 
@@ -230,7 +230,7 @@ def _generating(model: str, cluster: "Cluster", asked: str, as_json: bool) -> in
         raise UsageError(f"--generate {asked!r} is not of the form PROMPTSxTOKENS+NEW, such as 1000x512+128")
     prompts, prompt, new = map(int, found.groups())
     shape = load_model(str(find_recipe(model) or model), _shape_named).shape
-    answer = generating(shape, cluster.machine(), Job(np.full(prompts, prompt), new))
+    answer = generating(shape, cluster.machine(), Workload(np.full(prompts, prompt), new))
     if as_json:
         print(json.dumps(vars(answer)))
         return 0
@@ -262,7 +262,7 @@ def _exchanges(told: dict[str, Any]) -> str:
 
 
 def _swept(
-    subject: "Model", asked: list[str], machines: "Cluster", engine: "Engine", job: tuple[int, int, int],
+    subject: "Model", asked: list[str], machines: "Cluster", engine: "EngineConstants", job: tuple[int, int, int],
     pins: "list[Pin]", as_json: bool,
 ) -> int:  # fmt: skip
     """Print the best layout of every model that ``--sweep`` asks for."""

@@ -21,7 +21,7 @@ from weft.generate.ranks import Leader
 from weft.generate.reader import PagedReader
 from weft.generate.request import Generation, Request, Written
 from weft.generate.sampling import Guess, Sampling, choose, log_probabilities, odds
-from weft.generate.scheduler import Scheduler, Step
+from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.generate.speculation import Drafter
 from weft.models.invariant import check_invariant
 from weft.models.linear_attention import CHUNK
@@ -68,7 +68,9 @@ class Engine:
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
         pool = BlockPool(blocks, self.reader.size, states)
         self.model, self.drafter, self.scheduler = model, drafter, Scheduler(pool, budget, limit, policy)
-        self.sent: deque[tuple[Step, list[int], Callable[[], torch.Tensor]]] = deque()  # forward passes under way
+        self.sent: deque[tuple[ScheduledStep, list[int], Callable[[], torch.Tensor]]] = (
+            deque()
+        )  # forward passes under way
 
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
@@ -161,7 +163,7 @@ class Engine:
             self.sent.append((drawn, [1 + sum(len(b.path) for b in r.branches) for r in drawn.work], logits))
         return bool(step.work)
 
-    def _receive(self, drawn: Step, rows: list[int], logits: Callable[[], torch.Tensor]) -> list[Written]:
+    def _receive(self, drawn: ScheduledStep, rows: list[int], logits: Callable[[], torch.Tensor]) -> list[Written]:
         """What is written, in the order of each request's tokens, from so many ``rows`` of logits of each request."""
         self.scheduler.advance(drawn)
         found: list[Written] = []
@@ -242,12 +244,12 @@ class Engine:
         self.reader.close()
 
 
-def set_out(scheduler: Scheduler, step: Step) -> Step:
+def set_out(scheduler: Scheduler, step: ScheduledStep) -> ScheduledStep:
     """``step`` is under way, and what is computed later comes behind it; returns the part that draws tokens.
 
     Prompts can go on at once. Requests whose next token is drawn wait for it, until that part is advanced.
     """
     drawn = {request: tokens for request, tokens in step.work.items() if tokens == request.wanted}
-    scheduler.advance(Step({r: tokens for r, tokens in step.work.items() if r not in drawn}, []))
+    scheduler.advance(ScheduledStep({r: tokens for r, tokens in step.work.items() if r not in drawn}, []))
     scheduler.due |= drawn.keys()
-    return Step(drawn, [])
+    return ScheduledStep(drawn, [])

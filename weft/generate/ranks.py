@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from weft.errors import UsageError
 from weft.generate.reader import PackedRow, pack, parts_of, pooled
-from weft.generate.scheduler import Step
+from weft.generate.scheduler import ScheduledStep
 from weft.layout.boundary import gather_tokens
 from weft.layout.groups import limit
 from weft.layout.layout import Layout
@@ -28,7 +28,7 @@ from weft.layout.tickets import Tickets
 from weft.models.paged import Reading, StatePages, attending, layer_pages
 from weft.models.rope import angles
 from weft.models.row_adapters import HostAdapter, own_part
-from weft.models.shelf import Shelf
+from weft.models.shelf import AdapterShelf
 from weft.models.transformer import Transformer
 from weft.parallel.build import check_fits
 from weft.parallel.striped import SplitStates, StripedKeys, Stripes, striped
@@ -88,7 +88,7 @@ class RankReader:
         stages, stage = dist.get_process_group_ranks(self.mesh.group("pp")), self.mesh.rank("pp")
         self.before, self.after = ([None, *stages][stage], [*stages, None][stage + 1])
         self.depth = len(stages)
-        self.shelf = Shelf(model, self.pages)
+        self.shelf = AdapterShelf(model, self.pages)
         self.ends = rank_table(self.mesh.layout)[0, -1, :, 0, 0, 0].tolist()  # who has logits, by the place along cp
         self.wire = Wire(world, self.mesh.device, patience.total_seconds() if patience else 600)
         links = [(self.before, world.rank()), (world.rank(), self.after), *((end, 0) for end in self.ends if end)]
@@ -175,7 +175,7 @@ class Leader(RankReader):
         self.tickets.give(size)
         super().__init__(model, size)
 
-    def start(self, step: Step) -> Callable[[], T]:
+    def start(self, step: ScheduledStep) -> Callable[[], T]:
         """Let all ranks begin with a step; what is returned waits for the logits ``[rows of all parts, vocab]``."""
         work = row, *_ = pack(parts_of(step)), step.copies, step.loads
         with named():

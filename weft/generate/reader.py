@@ -11,18 +11,18 @@ from typing import NamedTuple
 import torch
 
 from weft.generate.request import Request
-from weft.generate.scheduler import Step
+from weft.generate.scheduler import ScheduledStep
 from weft.models.invariant import TILE, invariant
 from weft.models.paged import Reading, attending, layer_pages, slots
 from weft.models.row_adapters import HostAdapter
-from weft.models.shelf import Lent, Shelf
-from weft.models.spans import Span, Tile
+from weft.models.shelf import AdapterShelf, Lent
+from weft.models.spans import PrefixTile, Span
 from weft.models.transformer import Transformer
 
 T = torch.Tensor
 
 
-class Part(NamedTuple):
+class TextSlice(NamedTuple):
     """What is read of a text ``ids``: all from ``past`` on; logits behind its last ``rows`` tokens are wanted.
 
     The text begins at position ``offset``, behind ``context``.
@@ -33,11 +33,11 @@ class Part(NamedTuple):
     table: Sequence[int]
     rows: int = 1
     offset: int = 0
-    context: Sequence[Tile] = ()
+    context: Sequence[PrefixTile] = ()
     adapter: Lent | None = None
 
 
-def parts_of(step: Step) -> list[Part]:
+def parts_of(step: ScheduledStep) -> list[TextSlice]:
     """What is read for a step: of every request its tokens and the guess in its own blocks, then its other guesses."""
     parts = []
     for request, tokens in step.work.items():
@@ -45,18 +45,20 @@ def parts_of(step: Step) -> list[Part]:
         beside = Lent(request.adapter, tuple(request.shelf)) if request.adapter else None
         ids = [*request.ids[: request.computed + tokens], *(i for path in own for i in path)]
         rows = (tokens == request.wanted) * (1 + sum(map(len, own)))
-        parts.append(Part(ids, request.computed, request.table, rows, request.offset, tiles_of(request, step), beside))
+        parts.append(
+            TextSlice(ids, request.computed, request.table, rows, request.offset, tiles_of(request, step), beside)
+        )
         for path, table in request.branches[len(own) :]:
-            parts.append(Part([*request.ids, *path], request.computed, table, len(path), adapter=beside))
+            parts.append(TextSlice([*request.ids, *path], request.computed, table, len(path), adapter=beside))
     return parts
 
 
-def tiles_of(request: Request, step: Step) -> list[Tile]:
+def tiles_of(request: Request, step: ScheduledStep) -> list[PrefixTile]:
     """What a request sees of others in a step, with the tokens that these have in it."""
     counts = [other.computed + step.work.get(other, 0) if n is None else n for other, n in request.context]
     ends = [sum(counts) - n for n in accumulate(counts, initial=0)] if request.turned else [0] * len(counts)
     views = zip(request.context, counts, ends, strict=False)
-    return [Tile(tuple(view.request.table), n, turn) for view, n, turn in views if n]
+    return [PrefixTile(tuple(view.request.table), n, turn) for view, n, turn in views if n]
 
 
 class PackedRow(NamedTuple):
@@ -69,7 +71,7 @@ class PackedRow(NamedTuple):
     adapters: list[Lent | None]  # of the spans
 
 
-def pack(parts: Iterable[Part]) -> PackedRow:
+def pack(parts: Iterable[TextSlice]) -> PackedRow:
     """The new tokens of all ``parts``."""
     row = PackedRow([], [], [], [], [])
     for text, past, table, rows, offset, context, adapter in parts:
@@ -95,9 +97,9 @@ class PagedReader:
     def __init__(self, model: Transformer, size: int = 16, alike: bool = False) -> None:
         """``alike``: every token is computed alike whatever is read beside it (:mod:`weft.models.invariant`)."""
         self.model, self.size, self.pages, self.alike = model, size, layer_pages(model, size), alike
-        self.shelf = Shelf(model, self.pages)
+        self.shelf = AdapterShelf(model, self.pages)
 
-    def start(self, step: Step) -> Callable[[], T]:
+    def start(self, step: ScheduledStep) -> Callable[[], T]:
         """Begin with a step; what is returned waits for the logits ``[rows of all parts, vocab]``."""
         found = self.read(parts_of(step), step.copies, step.loads)
         return lambda: found
@@ -115,9 +117,12 @@ class PagedReader:
         """Nobody else has to know that it ends."""
 
     def read(
-        self, parts: Sequence[Part], copies: Sequence[tuple[int, int]] = (), loads: Sequence[tuple[str, list[int]]] = ()
+        self,
+        parts: Sequence[TextSlice],
+        copies: Sequence[tuple[int, int]] = (),
+        loads: Sequence[tuple[str, list[int]]] = (),
     ) -> T:
-        """Logits ``[rows of all parts, vocab]``; ``copies`` and ``loads`` come before: see :class:`Step`."""
+        """Logits ``[rows of all parts, vocab]``; ``copies`` and ``loads`` come before: see :class:`ScheduledStep`."""
         if self.model.shape.kind:  # a plugin's model cannot remember: it reads all again
             parts = [part._replace(past=0) for part in parts]
         row, device = pack(parts), self.model.mesh.device

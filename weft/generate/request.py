@@ -21,7 +21,7 @@ class Branch(NamedTuple):
     table: list[int]
 
 
-class View(NamedTuple):
+class PrefixView(NamedTuple):
     """What a request sees of another one: its first ``tokens`` tokens, or (None) all, as it grows."""
 
     request: "Request"
@@ -44,7 +44,7 @@ class Request:
     hits: int = 0  # tokens that were found computed when it last began
     drafts: Sequence[Sequence[int]] = ()  # guesses of what follows, to be computed beside its next token
     branches: list[Branch] = field(default_factory=list)  # those of them that are computed in this step
-    context: Sequence[View] = ()  # others that it sees, all of them before its own tokens
+    context: Sequence[PrefixView] = ()  # others that it sees, all of them before its own tokens
     offset: int = 0  # position of its first token
     turned: bool = False  # what it sees stands side by side for it, though every text has been read from position 0
     kept: bool = False  # others see it: when it ends, it stays with its blocks until it is removed

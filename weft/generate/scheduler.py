@@ -22,7 +22,7 @@ from weft.generate.pool import BlockPool
 from weft.generate.request import Branch, Request
 
 
-class Step(NamedTuple):
+class ScheduledStep(NamedTuple):
     work: dict[Request, int]  # tokens of each request, behind its computed ones
     copies: list[tuple[int, int]]  # blocks whose contents are needed in another one before anything is written
     loads: Sequence[tuple[str, list[int]]] = ()  # adapters, and the blocks that they are needed in, after that
@@ -75,12 +75,12 @@ class Scheduler:
         for request in list(self.running):
             self.add(request)
 
-    def plan(self, depth: int = 1) -> Step:
+    def plan(self, depth: int = 1) -> ScheduledStep:
         """What to compute next, and blocks for it. Without any work if and only if there is no request that is not due.
 
         Where ``depth`` steps may be under way at once, each has its share of the requests.
         """
-        step, left, full = Step({}, []), self.budget, False
+        step, left, full = ScheduledStep({}, []), self.budget, False
         most = -(-min(self.limit, len(self.running) + len(self.waiting)) // depth)
         running, waiting = (tuple(r for r in some if r not in self.due) for some in (self.running, self.waiting))
         for request, tokens in self.policy(running, waiting, self.budget):
@@ -110,7 +110,7 @@ class Scheduler:
         self._loads = []
         return step._replace(loads=loads)
 
-    def advance(self, step: Step) -> None:
+    def advance(self, step: ScheduledStep) -> None:
         """The tokens of ``step`` have been computed: full blocks can be found from now on."""
         for request, tokens in step.work.items():
             self.due.discard(request)
@@ -159,7 +159,7 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def _reserve(self, request: Request, tokens: int, step: Step) -> bool:
+    def _reserve(self, request: Request, tokens: int, step: ScheduledStep) -> bool:
         """Blocks for so many more tokens, which nobody else owns; False, and nothing changes, if there are too few."""
         pool, table = self.pool, request.table
         new = max(0, -(-(request.computed + tokens) // pool.size) - len(table))

@@ -34,7 +34,7 @@ class Drafter(Protocol):
     def propose(self, requests: Sequence[Generation]) -> None: ...
 
 
-class Places:
+class NgramIndex:
     """Where every run of ``least`` tokens stands in a text that grows at its end."""
 
     def __init__(self, least: int) -> None:
@@ -85,7 +85,7 @@ class Places:
 class Trust:
     """A request's text and how well it was guessed: rarely right, seldom guessed."""
 
-    text: Places
+    text: NgramIndex
     most: int = 4  # tokens of the next path
     guessed: tuple[int, Sequence[Sequence[int]]] = (0, ())  # behind how many tokens, what
     wrong: int = 0  # times in a row that nothing was right
@@ -114,13 +114,13 @@ class Lookup:
     def __init__(self, least: int = 2, shared: int = 0, width: int = 1) -> None:
         self.least, self.shared, self.width = least, shared, width
         self._requests: dict[Generation, Trust] = {}
-        self._others: dict[tuple[str, str], deque[Places]] = defaultdict(lambda: deque(maxlen=2))
+        self._others: dict[tuple[str, str], deque[NgramIndex]] = defaultdict(lambda: deque(maxlen=2))
 
     def propose(self, requests: Sequence[Generation]) -> None:
         for gone in [one for one in self._requests if one.finished]:
             self._keep(gone, self._requests.pop(gone))
         for request in requests:
-            trust = self._requests.setdefault(request, Trust(Places(self.least)))
+            trust = self._requests.setdefault(request, Trust(NgramIndex(self.least)))
             trust.learn(request.ids)
             request.drafts = self._paths(request, trust) if not trust.pause else ()
             trust.guessed = len(request.ids), request.drafts
@@ -142,5 +142,5 @@ class Lookup:
         if self.shared:
             kept = self._others[request.tenant, request.adapter]
             if not kept or len(kept[-1].ids) > self.shared // 2:
-                kept.append(Places(self.least))
+                kept.append(NgramIndex(self.least))
             kept[-1].extend(request.written)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from weft.errors import UsageError
 from weft.generate.engine import Engine, check_prompt
-from weft.generate.request import Generation, Request, View
+from weft.generate.request import Generation, PrefixView, Request
 from weft.generate.sampling import Sampling
 from weft.models.paged import KeyValuePages
 
@@ -55,7 +55,10 @@ def hogwild(
         for i, ids in enumerate(openings)
     ]  # fmt: skip
     for one in workers:
-        one.context = [View(root, len(prompt)), *(View(other, None) for other in workers if other is not one)]
+        one.context = [
+            PrefixView(root, len(prompt)),
+            *(PrefixView(other, None) for other in workers if other is not one),
+        ]
     with engine.holding([root, *workers]):
         while not all(one.finished for one in workers):
             engine.step()
@@ -86,9 +89,9 @@ class Thread:
         return self.pieces[-1].offset + len(self.pieces[-1].ids)
 
     @property
-    def seen(self) -> list[View]:
+    def seen(self) -> list[PrefixView]:
         """Its text, as what follows sees it."""
-        return [*self.pieces[-1].context, View(self.pieces[-1], len(self.pieces[-1].ids))]
+        return [*self.pieces[-1].context, PrefixView(self.pieces[-1], len(self.pieces[-1].ids))]
 
 
 def multiverse(
@@ -102,7 +105,7 @@ def multiverse(
     check_streams(engine, prompt)
     pieces: list[Generation] = []
 
-    def begin(ids: list[int], offset: int, context: Sequence[View], ends: Collection[int]) -> Generation:
+    def begin(ids: list[int], offset: int, context: Sequence[PrefixView], ends: Collection[int]) -> Generation:
         own = replace(how, seed=how.seed + len(pieces))
         one = Generation(ids, len(ids) + count - 1, prompt=len(ids), how=own, offset=offset, context=tuple(context),
                          stops={tags.split, *ends}, kept=True)  # fmt: skip

@@ -31,7 +31,7 @@ class BlockCost(NamedTuple):
     inputs: int
 
 
-class Choice(NamedTuple):
+class BlocksSaving(NamedTuple):
     """What so many first ``blocks`` give if they leave, or are recomputed: most ``bytes`` saved, and ``seconds``."""
 
     blocks: int
@@ -53,7 +53,7 @@ class Profile:
     write_drag: float = 0.0
     read_drag: float = 0.0
 
-    def offloaded(self, away: int) -> Choice:
+    def offloaded(self, away: int) -> BlocksSaving:
         """The pass played through, as :class:`weft.memory.activations.SavedActivations` runs it."""
         blocks, now, link, here, most = self.blocks, 0.0, 0.0, 0, 0
         gone: list[float] = []  # when each block that leaves will be written
@@ -79,15 +79,15 @@ class Profile:
             most = max(most, here)
             now = max(now, came[i] or 0.0) + blocks[i].backward + (i < away) * self.read_drag * blocks[i].saved
             here -= blocks[i].saved
-        return Choice(away, most, now)
+        return BlocksSaving(away, most, now)
 
-    def recomputed(self, count: int) -> Choice:
+    def recomputed(self, count: int) -> BlocksSaving:
         """The pass with the first blocks run again before their backward; while that is, one has all that it saves."""
         again = self.blocks[:count]
         kept = sum(block.inputs for block in again) + sum(block.saved for block in self.blocks[count:])
         working = max((block.saved - block.inputs for block in again), default=0)
         seconds = self.offloaded(0).seconds + sum(block.forward for block in again)
-        return Choice(count, max(kept, sum(b.inputs for b in again) + working), seconds)
+        return BlocksSaving(count, max(kept, sum(b.inputs for b in again) + working), seconds)
 
     def most_hidden(self) -> int:
         """As many as can leave for nothing; never the last one, which is wanted at once."""

@@ -14,14 +14,14 @@ class Sizes(NamedTuple):
     free: bool
 
 
-class Moved(NamedTuple):
+class StepTraffic(NamedTuple):
     """Bytes that are read and written in the two halves of a step."""
 
     forward: float
     backward: float
 
 
-def moved(sizes: Sequence[Sizes], early: Sequence[bool]) -> Moved:
+def moved(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
     """What a step moves if these units are updated ``early``, that is during backward.
 
     Weights come for each half. A gradient leaves in backward, and comes back for an update that has waited.
@@ -35,7 +35,7 @@ def moved(sizes: Sequence[Sizes], early: Sequence[bool]) -> Moved:
             backward += unit.moments + changed
         elif unit.learns:
             forward += unit.gradients + unit.moments + changed
-    return Moved(forward, backward)
+    return StepTraffic(forward, backward)
 
 
 def spread(sizes: Sequence[Sizes], waiting: int) -> list[bool]:

@@ -16,7 +16,7 @@ from weft.memory.tiers import TierFile, Transfer, page_buffer, whole_pages
 T = torch.Tensor
 
 
-class Copy:
+class HostCopy:
     """A copy from the host's memory to a device, on a stream beside what computes there."""
 
     def __init__(self, memory: T, into: T, stream: torch.cuda.Stream) -> None:
@@ -51,16 +51,16 @@ class Records:
         if file is None:
             self.memory = page_buffer(self.count * self.size, self._stream is not None).view(count, -1)
 
-    def read(self, index: int, into: T) -> Transfer | Copy:
+    def read(self, index: int, into: T) -> Transfer | HostCopy:
         """Let a record come to memory of the device."""
         if self.region is not None:
             return self.region.read(into, index * self.size)
         if self._stream is not None:
-            return Copy(self.memory[index], into, self._stream)
+            return HostCopy(self.memory[index], into, self._stream)
         into.copy_(self.memory[index])
         return Transfer((), "", 0)
 
-    def give_up(self, coming: Transfer | Copy) -> bool:
+    def give_up(self, coming: Transfer | HostCopy) -> bool:
         """Do not read what has not begun to come; returns whether that was so."""
         given_up = coming.cancel()
         if given_up and self.region is not None:
@@ -79,7 +79,7 @@ class Slot(NamedTuple):
     """Memory for a record, and what brings it."""
 
     memory: T
-    coming: Transfer | Copy
+    coming: Transfer | HostCopy
 
 
 class Slots:

@@ -145,7 +145,7 @@ class RestingGroup:
 
 
 @dataclass
-class Order:
+class AccessOrder:
     """Who came after whom when this was last gone through, so that the next one is known."""
 
     following: dict[Hashable, Hashable] = field(default_factory=dict)
@@ -172,7 +172,10 @@ class Tiers:
         self.places, self.folder, self.timeout = places, Path(folder).expanduser(), timeout
         self.pool = BufferPool(pinned=device.type == "cuda")
         self.groups: dict[Hashable, dict[str, RestingGroup]] = defaultdict(dict)
-        self.order, self.trials = Order(), Order()  # of updates that stand, and of those that may be taken back
+        self.order, self.trials = (
+            AccessOrder(),
+            AccessOrder(),
+        )  # of updates that stand, and of those that may be taken back
         self.tried: list[RestingGroup] = []  # whose last version may be taken back
         self.leaving: deque[RestingGroup] = deque()
         self._file: TierFile | None = None

@@ -16,7 +16,7 @@ from weft.models.fused import current_tape
 from weft.models.module import Module
 from weft.models.numbers import has_numbers
 from weft.models.parts import Steps, current_part, read, result_of
-from weft.models.router import Choice, Pass, Router
+from weft.models.router import Choice, Router, RouterPass
 from weft.recipe import ModelShape
 
 T = torch.Tensor
@@ -63,14 +63,14 @@ class Lender(Protocol):
         """Take in how often each expert was chosen in a whole step."""
 
 
-class Early(NamedTuple):
+class EarlyMixture(NamedTuple):
     """What a mixture begins before attention: a router's choice, and weights of other ranks' experts on their way."""
 
     choice: Choice | None
     lent: Callable[[], tuple[T, ...]] | None
 
 
-class Local:
+class LocalExperts:
     """The experts ``here`` are those that tokens get to: rows change only their order.
 
     ``others``: choices may be of experts elsewhere, or dropped; they count nothing in the sums.
@@ -104,7 +104,7 @@ def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
 
     ``rows``: of the first so many only.
     """
-    return Moved.apply(x, partial(_choices, k=k), partial(_sums, k=k, places=len(x) * k), order[:rows])
+    return MovedRows.apply(x, partial(_choices, k=k), partial(_sums, k=k, places=len(x) * k), order[:rows])
 
 
 def reordered(rows: T, order: T) -> T:
@@ -115,7 +115,7 @@ def reordered(rows: T, order: T) -> T:
 def placed(rows: T, order: T, places: int | None = None) -> T:
     """Row ``i`` at ``order[i]`` of so many ``places`` (default: as many as rows), and zeros elsewhere."""
     places = len(rows) if places is None else places
-    return Moved.apply(rows, partial(_sums, k=1, places=places), partial(_choices, k=1), order[: len(rows)])
+    return MovedRows.apply(rows, partial(_sums, k=1, places=places), partial(_choices, k=1), order[: len(rows)])
 
 
 def weighted(rows: T, order: T, weights: T) -> T:
@@ -126,7 +126,7 @@ def weighted(rows: T, order: T, weights: T) -> T:
     return torch.einsum("tk,tkd->td", weights.to(rows.dtype), each)
 
 
-class Moved(torch.autograd.Function):
+class MovedRows(torch.autograd.Function):
     """``there`` of rows, linear in them; ``back`` is its transpose, for the gradient. Both are given ``orders``."""
 
     @staticmethod
@@ -311,7 +311,7 @@ class Mixture(Module):
         self.shape, count = shape, shape.experts_of(layer)
         self.router = Router(shape, mesh, layer)
         self.experts = Experts(shape, mesh, count)
-        self.dispatcher: Dispatcher = Local(range(count), others=shape.capacity > 0)
+        self.dispatcher: Dispatcher = LocalExperts(range(count), others=shape.capacity > 0)
         self.pieces: Callable[[T, Choice], int] = lambda tokens, choice: 1  # that set out one behind the other
         self.copies: Lender | None = None
         self.shared = None
@@ -322,19 +322,19 @@ class Mixture(Module):
                 rows = Dim("share", 1 if shape.shared_mix == "gate" else 2)
                 self.weight("shared_gate", rows, Dim("embed", shape.embed), std=shape.init_std)
 
-    def early(self, x: T, whole: T, seen: Pass | None) -> Early:
+    def early(self, x: T, whole: T, seen: RouterPass | None) -> EarlyMixture:
         """What can begin before attention; its input is ``x``, and ``whole`` over ``tp``."""
         tokens = x if self.router.own else whole
         return self._begun(self.router(tokens.flatten(0, 1), seen) if self.shape.router_early else None)
 
-    def _begun(self, choice: Choice | None = None) -> Early:
-        return Early(choice, None if self.copies is None else self.copies.borrowed(*self.experts.own))
+    def _begun(self, choice: Choice | None = None) -> EarlyMixture:
+        return EarlyMixture(choice, None if self.copies is None else self.copies.borrowed(*self.experts.own))
 
-    def forward(self, x: T, seen: Pass | None = None, early: Early | None = None) -> T:
+    def forward(self, x: T, seen: RouterPass | None = None, early: EarlyMixture | None = None) -> T:
         """``[batch, seq/tp, embed]`` to the same."""
         return result_of(self.steps(x, seen, early))
 
-    def steps(self, x: T, seen: Pass | None, early: Early | None) -> Steps:
+    def steps(self, x: T, seen: RouterPass | None, early: EarlyMixture | None) -> Steps:
         """:meth:`forward`, which may be left before rows set out and while they travel.
 
         Each rank of ``tp`` has a part of every expert, and so sees all tokens, or some whole experts and tokens.
@@ -345,7 +345,9 @@ class Mixture(Module):
         share = None if self.shared is None else self.shared.share
         return scatter_tokens((yield from self._steps(whole, share, seen, early)), self.mesh)
 
-    def _steps(self, x: T, shared: Callable[[T], T] | None, seen: Pass | None, early: Early | None) -> Steps:
+    def _steps(
+        self, x: T, shared: Callable[[T], T] | None, seen: RouterPass | None, early: EarlyMixture | None
+    ) -> Steps:
         """What chosen experts make of tokens, and what those that see all do, while rows travel to the former."""
         choice, lent = early or self._begun()
         choice, way = choice or self.router(x.flatten(0, 1), seen), self.dispatcher

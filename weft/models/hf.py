@@ -50,7 +50,7 @@ def as_hf(name: str, values: torch.Tensor, shape: ModelShape) -> torch.Tensor:
     return values if not offset else values.to(torch.promote_types(values.dtype, torch.float32)) - offset
 
 
-class Stored:
+class HuggingFaceFolder:
     """The tensors of a Hugging Face folder, of which just what is asked for is read."""
 
     def __init__(self, folder: Path) -> None:
@@ -125,7 +125,7 @@ class Stored:
 
 def hf_values(folder: Path, shape: ModelShape | None = None) -> Callable[[str, Logical, Box], torch.Tensor]:
     """Values for :func:`weft.parallel.build.parallelize` from safetensors; reads just the box that is asked for."""
-    stored = Stored(folder)
+    stored = HuggingFaceFolder(folder)
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
         names = hf_names(name, shape)
@@ -143,7 +143,7 @@ def hf_values(folder: Path, shape: ModelShape | None = None) -> Callable[[str, L
 def check_stored(folder: Path, shape: ModelShape) -> None:
     """Raises :class:`WeftError` if a folder lacks tensors that a model of ``shape`` needs, or has experts that it has
     not; reads none of them."""
-    stored = Stored(folder)
+    stored = HuggingFaceFolder(folder)
     files = stored.files
     for name, logical in Transformer(shape, Mesh.single()).logical_parameters():
         fused = fused_name(name)

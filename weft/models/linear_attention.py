@@ -24,7 +24,7 @@ from weft.errors import UsageError
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners
 from weft.models.attention import fold_heads, repeat_heads, set_backward, wide
-from weft.models.prefix import Places, prefixes
+from weft.models.prefix import StretchOwners, prefixes
 
 T = torch.Tensor
 
@@ -122,7 +122,7 @@ def positions_of(cu_seqlens: Sequence[int], row: int, lo: int, hi: int) -> T:
 class Cut(NamedTuple):
     """How rows are cut into stretches over the ranks, and what depends on nothing else."""
 
-    places: Places
+    places: StretchOwners
     size: int  # tokens of a stretch
     positions: dict[int, T]  # of the tokens of this rank's stretches, by stretch
     through: list[T]  # of every stretch, how much of the state before it is in the one after it
@@ -134,7 +134,7 @@ def _cut(
     cu: tuple[int, ...], owner: tuple[int, ...], index: int, held: int, decay: tuple[float, ...], dtype: torch.dtype
 ) -> Cut:
     """The cut of these rows: the same for all layers with this decay, forward and backward."""
-    places = Places(owner, index)
+    places = StretchOwners(owner, index)
     size = held // len(places.own)
     row = size * len(owner)
     if cu[0] != 0 or cu[-1] % row:

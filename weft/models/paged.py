@@ -19,7 +19,7 @@ import torch
 from weft.models.attention import Attend, repeat_heads, wide
 from weft.models.latent import LatentAttention
 from weft.models.linear_attention import forward, local_state, state_to_state, state_to_tokens
-from weft.models.spans import Batch, Span, attend_batch, attend_span, batched, columns, rounds
+from weft.models.spans import Span, SpanBatch, attend_batch, attend_span, batched, columns, rounds
 from weft.models.transformer import Attention, Block, T, Transformer
 from weft.models.views import Views, attend_views, views_of
 
@@ -52,7 +52,7 @@ class Reading:
 
     spans: Sequence[Span]
     slots: T  # [new tokens], where they go among the tokens of all blocks
-    batches: dict[int, list[Batch | Span | Views]] = field(default_factory=dict)
+    batches: dict[int, list[SpanBatch | Span | Views]] = field(default_factory=dict)
 
 
 class Pages:
@@ -106,7 +106,7 @@ class KeyValuePages(Pages):
         if window not in self.reading.batches:
             self.reading.batches[window] = self._pieces(q, window)
         for piece in self.reading.batches[window]:
-            if isinstance(piece, Batch):
+            if isinstance(piece, SpanBatch):
                 found = attend_batch(q[0, piece.rows], *self.gather(piece.blocks), piece)
                 out[0, piece.rows] = found[..., :width]
             elif isinstance(piece, Views):
@@ -117,12 +117,12 @@ class KeyValuePages(Pages):
                 out[0, rows] = attend_span(q[0, rows], keys, values, piece.past - before, window)[..., :width]
         return out
 
-    def _pieces(self, q: T, window: int) -> list[Batch | Span | Views]:
+    def _pieces(self, q: T, window: int) -> list[SpanBatch | Span | Views]:
         """What is attended to at once: spans by themselves or in batches, and all those together that see others."""
         assert self.store is not None
         plain, others = ([s for s in self.reading.spans if bool(s.context) is sees] for sees in (False, True))
         group = q.shape[2] // self.store.shape[3]
-        found: list[Batch | Span | Views] = [*batched(plain, self.size, window, q, group)] if plain else []
+        found: list[SpanBatch | Span | Views] = [*batched(plain, self.size, window, q, group)] if plain else []
         return [*found, views_of(others, self.freq, q)] if others else found
 
     def write(self, *new: T) -> None:

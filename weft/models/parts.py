@@ -17,8 +17,8 @@ T = torch.Tensor
 Steps = Generator[None, None, T]
 
 
-class Part:
-    """What one part has computed that later ones read, with what stands for it there."""
+class GraphPart:
+    """A part's graph: ``read`` is what it computed that later parts read, each with the leaf that stands for it."""
 
     def __init__(self) -> None:
         self.read: list[tuple[T, T]] = []
@@ -31,15 +31,15 @@ class Part:
             torch.autograd.backward([made for made, _ in found], [grad for _, grad in found])
 
 
-_running: ContextVar[Part | None] = ContextVar("part", default=None)
+_running: ContextVar[GraphPart | None] = ContextVar("part", default=None)
 
 
-def current_part() -> Part | None:
+def current_part() -> GraphPart | None:
     return _running.get()
 
 
 @contextmanager
-def running(part: Part) -> Iterator[None]:
+def running(part: GraphPart) -> Iterator[None]:
     """What is computed in here is of ``part``."""
     token = _running.set(part)
     try:
@@ -48,7 +48,7 @@ def running(part: Part) -> Iterator[None]:
         _running.reset(token)
 
 
-def read(x: T, maker: Part | None) -> T:
+def read(x: T, maker: GraphPart | None) -> T:
     """``x``, which ``maker`` has computed, for the part that runs now."""
     if maker is None or maker is current_part() or not x.requires_grad:
         return x

@@ -17,7 +17,7 @@ T = torch.Tensor
 PIECES = 4
 
 
-class Places(NamedTuple):
+class StretchOwners(NamedTuple):
     """Who holds which stretch: ``owner[s]`` is a place in the group of which this rank is ``mine``."""
 
     owner: tuple[int, ...]
@@ -29,7 +29,7 @@ class Places(NamedTuple):
 
 
 def prefixes(
-    states: dict[int, T], through: Sequence[T], places: Places, group: str, routine: str, backward: bool = False
+    states: dict[int, T], through: Sequence[T], places: StretchOwners, group: str, routine: str, backward: bool = False
 ) -> dict[int, T]:
     """The state before every own stretch (``backward``: the gradient of the state after it).
 
@@ -44,7 +44,7 @@ def prefixes(
     return _pass_on(order, states, through, places, group)
 
 
-def _fold(order: range, states: dict[int, T], through: Sequence[T], places: Places) -> dict[int, T]:
+def _fold(order: range, states: dict[int, T], through: Sequence[T], places: StretchOwners) -> dict[int, T]:
     before, running = {}, torch.zeros_like(next(iter(states.values())))
     for s in order:
         if places.owner[s] == places.mine:
@@ -53,7 +53,7 @@ def _fold(order: range, states: dict[int, T], through: Sequence[T], places: Plac
     return before
 
 
-def _gather(states: dict[int, T], places: Places, group: str) -> dict[int, T]:
+def _gather(states: dict[int, T], places: StretchOwners, group: str) -> dict[int, T]:
     mine = torch.stack([states[s] for s in places.own])
     peers = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     everyone = [torch.empty_like(mine) for _ in set(places.owner)]
@@ -64,7 +64,9 @@ def _gather(states: dict[int, T], places: Places, group: str) -> dict[int, T]:
     return found
 
 
-def _pass_on(order: range, states: dict[int, T], through: Sequence[T], places: Places, group: str) -> dict[int, T]:
+def _pass_on(
+    order: range, states: dict[int, T], through: Sequence[T], places: StretchOwners, group: str
+) -> dict[int, T]:
     peers = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     before: dict[int, T] = {}
     sent: list[tuple[dist.Work, T]] = []

@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
 
 @dataclass
-class Pass:
+class RouterPass:
     """What routers see of a forward and backward pass beside activations, and what they count in it.
 
     ``documents``: int64 ``[tokens]``, -1 for padding; ``positions`` of tokens in them; ``lengths``: tokens of each on
@@ -76,7 +76,7 @@ class Loads:
     def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
         self.mixtures, self.mesh = shape.mixtures, mesh
         self.balances, self.drops = shape.balance_loss > 0 or shape.z_loss > 0, shape.capacity > 0
-        self.passes, self.sent = list[Pass](), Counter[str]()
+        self.passes, self.sent = list[RouterPass](), Counter[str]()
         self.step_tokens: Callable[[], T] = lambda: torch.ones(())
 
     def begin(self, step_tokens: Callable[[], T]) -> None:
@@ -84,7 +84,7 @@ class Loads:
         self.passes, self.step_tokens = [], step_tokens
         self.sent["tokens"] = self.sent["copies"] = 0  # of evaluation; moves come between steps
 
-    def seen(self, batch: Batch) -> Pass:
+    def seen(self, batch: Batch) -> RouterPass:
         """What is counted in a pass over ``batch``."""
         with untyped():
             documents, lengths = batch.documents, batch.cu_seqlens.diff()
@@ -95,7 +95,7 @@ class Loads:
                 tokens = tokens.chunk(self.mesh.size("tp"), dim=2)[self.mesh.rank("tp")]
             lengths = lengths.to(documents.device)
             documents, positions = tokens.flatten(1).unbind()
-            self.passes.append(Pass(documents, positions, lengths, lambda: self.step_tokens()))
+            self.passes.append(RouterPass(documents, positions, lengths, lambda: self.step_tokens()))
         return self.passes[-1]
 
     def share(self) -> T:
@@ -156,7 +156,7 @@ class Router(Module):
         if shape.balance == "step":
             self.weight("load", expert, std=0, whole=True, everywhere=True)
 
-    def forward(self, x: T, seen: Pass | None) -> Choice:
+    def forward(self, x: T, seen: RouterPass | None) -> Choice:
         """``x``: ``[tokens, embed]``."""
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.table.to(wide))  # [tokens, experts]
@@ -198,7 +198,7 @@ class Router(Module):
         return weights * shape.router_scale
 
     @torch.no_grad()
-    def _count(self, ids: T, seen: Pass) -> None:
+    def _count(self, ids: T, seen: RouterPass) -> None:
         """Write down how often this layer's experts were chosen, by this rank's tokens and by whole documents."""
         cells, real = self._cells(ids, seen)
         counts = torch.zeros(len(seen.lengths) * self.count, dtype=torch.int64, device=ids.device)
@@ -210,7 +210,7 @@ class Router(Module):
                 dist.all_reduce(counts, group=group)
         seen.chosen[self.layer] = counts
 
-    def _cells(self, ids: T, seen: Pass) -> tuple[T, T]:
+    def _cells(self, ids: T, seen: RouterPass) -> tuple[T, T]:
         """A number for the document and the expert of each choice, and whether its token is no padding."""
         return seen.rows[:, None] * self.count + ids, seen.real[:, None].expand_as(ids)  # each [tokens, k]
 
@@ -219,7 +219,7 @@ class Router(Module):
         axes = ("cp", "tp") if self.own else ("cp",)
         return [self.mesh.group(axis) for axis in axes if self.mesh.size(axis) > 1]
 
-    def _within_capacity(self, ids: T, seen: Pass) -> T:
+    def _within_capacity(self, ids: T, seen: RouterPass) -> T:
         """``ids`` without the choices of experts that earlier tokens of the same document have filled.
 
         By position, and not by weight, a token's choices depend on none that comes after it, nor on any rounding.
@@ -241,7 +241,7 @@ class Router(Module):
             kept = torch.where(dropped, self.count, ids)
         return declare(kept, self.mesh, **by_token(self.mesh))
 
-    def _balance_gradient(self, seen: Pass) -> Callable[[], T]:
+    def _balance_gradient(self, seen: RouterPass) -> Callable[[], T]:
         """The gradient of the loss that balances the loads, with respect to each token's probabilities.
 
         The loss is linear in these: ``balance_loss * experts * sum(f * p)``, where ``f`` are the experts' shares of
@@ -263,7 +263,7 @@ class Router(Module):
 
         return gradient
 
-    def _z_gradient(self, logits: T, seen: Pass) -> Callable[[], T]:
+    def _z_gradient(self, logits: T, seen: RouterPass) -> Callable[[], T]:
         """That of the mean squared log-sum-exp of the logits (Zoph et al. 2022, ST-MoE)."""
 
         def gradient() -> T:
@@ -272,7 +272,7 @@ class Router(Module):
 
         return gradient
 
-    def _factor(self, seen: Pass, dtype: torch.dtype) -> T:
+    def _factor(self, seen: RouterPass, dtype: torch.dtype) -> T:
         """What a token counts in a mean over the step's tokens, ``[tokens]``; on one of the ranks that see it."""
         counted = seen.real & (self.own or self.mesh.rank("tp") == 0)
         return counted.to(dtype) / seen.step_tokens().to(dtype).clamp(min=1)

@@ -29,7 +29,7 @@ class Lent(NamedTuple):
     table: Sequence[int]
 
 
-class Shelf:
+class AdapterShelf:
     """The adapters that requests can name, and what of them is in the blocks of ``pages``, a layer's cache each."""
 
     def __init__(self, model: Transformer, pages: Sequence[Pages]) -> None:

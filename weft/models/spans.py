@@ -21,7 +21,7 @@ SHORT = 16
 PADDED, MOST = 1.5, 1024
 
 
-class Tile(NamedTuple):
+class PrefixTile(NamedTuple):
     """The first ``tokens`` tokens of a table; its reader's queries are turned by ``turn`` positions."""
 
     table: Sequence[int]
@@ -36,10 +36,10 @@ class Span(NamedTuple):
     last: int
     past: int
     table: Sequence[int]
-    context: Sequence[Tile] = ()  # of other texts, all of which comes before
+    context: Sequence[PrefixTile] = ()  # of other texts, all of which comes before
 
 
-class Batch(NamedTuple):
+class SpanBatch(NamedTuple):
     """Spans of equally many tokens, which one call attends to."""
 
     rows: T  # [texts, tokens], places in the packed row
@@ -54,7 +54,7 @@ def columns(span: Span, size: int, window: int) -> tuple[int, int]:
     return first, -(-(span.past + span.last - span.first) // size)
 
 
-def batched(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> list[Batch | Span]:
+def batched(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> list[SpanBatch | Span]:
     """What is attended to in a call each: many short spans, or a long one."""
     if is_invariant():
         return [*apart(spans, size, window, q, group)]
@@ -63,7 +63,7 @@ def batched(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> 
         first, last = columns(span, size, window)
         return span.last - span.first, last - first
 
-    found: list[Batch | Span] = []
+    found: list[SpanBatch | Span] = []
     alike: list[Span] = []
     for span in sorted(spans, key=measure):
         tokens, blocks = measure(span)
@@ -75,7 +75,7 @@ def batched(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> 
     return [*found, _batch(alike, size, window, q, group) if len(alike) > 1 else alike[0]]
 
 
-def apart(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> Iterator[Batch]:
+def apart(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> Iterator[SpanBatch]:
     """What is attended to in a call each where every query is for itself (:mod:`weft.models.invariant`)."""
     found: dict[tuple[int, int, int], list[tuple[Span, Reach]]] = defaultdict(list)
     for span in spans:
@@ -89,10 +89,10 @@ def apart(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> It
         bias = torch.cat([bias_of(reach, window, group, q) for _, reach in alike])
         blocks = torch.tensor(tables, device=q.device)
         keys = slice(low - first * size, high - first * size)
-        yield Batch(torch.tensor(rows, device=q.device), blocks, bias, keys)
+        yield SpanBatch(torch.tensor(rows, device=q.device), blocks, bias, keys)
 
 
-def _batch(spans: Sequence[Span], size: int, window: int, q: T, group: int) -> Batch:
+def _batch(spans: Sequence[Span], size: int, window: int, q: T, group: int) -> SpanBatch:
     seen = [columns(span, size, window) for span in spans]
     width = max(last - first for first, last in seen)
     tables = [[*s.table[a:b], *[s.table[b - 1]] * (width - (b - a))] for s, (a, b) in zip(spans, seen, strict=True)]
@@ -103,10 +103,10 @@ def _batch(spans: Sequence[Span], size: int, window: int, q: T, group: int) -> B
     keys = (before + torch.arange(width * size, device=q.device))[:, None]  # [texts, 1, keys]
     hidden = (keys > at) | (keys <= at - window) if window else keys > at
     bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).repeat_interleave(group, 1)[:, None]
-    return Batch(rows, torch.tensor(tables, device=q.device), bias)
+    return SpanBatch(rows, torch.tensor(tables, device=q.device), bias)
 
 
-def attend_batch(q: T, k: T, v: T, batch: Batch) -> T:
+def attend_batch(q: T, k: T, v: T, batch: SpanBatch) -> T:
     """Attention of ``[texts, tokens, heads, width]`` to ``[texts, keys, kv_heads, width]``, the blocks of ``batch``.
 
     The query heads that share a key head are so many queries of it, and its keys are read once for all of them.

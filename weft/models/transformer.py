@@ -21,7 +21,7 @@ from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
 from weft.models.adapters import Projections
 from weft.models.attention import Attend, local_attention
-from weft.models.experts import Early, Mixture, feed_forward
+from weft.models.experts import EarlyMixture, Mixture, feed_forward
 from weft.models.fused import Tape, current_tape, deferred, project
 from weft.models.invariant import is_invariant
 from weft.models.latent import LatentAttention
@@ -31,7 +31,7 @@ from weft.models.module import Module, Norm
 from weft.models.parts import Steps, current_part, read
 from weft.models.preference import Objective, preference_loss, reward_loss
 from weft.models.rope import angles, frequencies, rotate, score_scales
-from weft.models.router import Loads, Pass, by_layer
+from weft.models.router import Loads, RouterPass, by_layer
 from weft.recipe import ModelShape
 
 T = torch.Tensor
@@ -143,7 +143,7 @@ class Block(Module):
         self.recompute = "none"
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
-    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None = None) -> T:
+    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: RouterPass | None = None) -> T:
         """``[batch, seq/tp, embed]`` to the same. ``seen``: what routers count, if they do."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._body(x, rope, cu_seqlens, seen)
@@ -157,11 +157,11 @@ class Block(Module):
             kept = {"context_fn": partial(create_selective_checkpoint_contexts, self.kept_ops)}
         return checkpoint(self._body, x, rope, cu_seqlens, seen, use_reentrant=False, preserve_rng_state=False, **kept)
 
-    def _body(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None) -> T:
+    def _body(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: RouterPass | None) -> T:
         x, early = self._attended(x, rope, cu_seqlens, seen)
         return self._added(x, self.ffn(self.ffn_norm(x), seen, early))
 
-    def steps(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None) -> Steps:
+    def steps(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: RouterPass | None) -> Steps:
         """:meth:`forward` without recomputation, which may be left where a mixture may be."""
         x, early = self._attended(x, rope, cu_seqlens, seen)
         before, normed = current_part(), self.ffn_norm(x)
@@ -169,7 +169,9 @@ class Block(Module):
         y = (yield from self.ffn.steps(normed, seen, early)) if mixes else self.ffn(normed)
         return self._added(read(x, before), y)
 
-    def _attended(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None) -> tuple[T, Early | None]:
+    def _attended(
+        self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: RouterPass | None
+    ) -> tuple[T, EarlyMixture | None]:
         """``x`` with what attention adds to it, and what the feed-forward begins before that."""
         normed = self.attention_norm(x)
         y = gather_tokens(normed, self.mesh)
@@ -235,7 +237,7 @@ class Transformer(Module):
         cu_seqlens: T,
         learned: Batch | None = None,
         only: slice | T | None = None,
-        seen: Pass | None = None,
+        seen: RouterPass | None = None,
     ) -> T:
         """Logits ``[batch, seq, vocab]``, or the sum of the losses of a batch that is ``learned``, on this rank's data.
 
@@ -261,7 +263,7 @@ class Transformer(Module):
             logits = project(hidden, self.output)[0] if is_invariant() else F.linear(hidden, self.output)
         return gather_vocab(logits, sizes, self.mesh)
 
-    def hidden(self, tokens: T, positions: T, cu_seqlens: T, seen: Pass | None = None) -> T:
+    def hidden(self, tokens: T, positions: T, cu_seqlens: T, seen: RouterPass | None = None) -> T:
         """What the output layer reads: ``[batch, seq/tp, embed]``, normed."""
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype)
@@ -269,7 +271,7 @@ class Transformer(Module):
             x = self.run_block(i, x, rope, cu_seqlens, seen)
         return self.norm(x)
 
-    def run_block(self, i: int, x: T, rope: tuple[T, T], cu_seqlens: T, seen: Pass | None = None) -> T:
+    def run_block(self, i: int, x: T, rope: tuple[T, T], cu_seqlens: T, seen: RouterPass | None = None) -> T:
         """Block ``i`` of ``[batch, seq/tp, embed]``."""
         block = self.blocks[str(i)]
         with nullcontext() if self.saved is None else self.saved.block(block, x, *rope, cu_seqlens):

@@ -11,7 +11,7 @@ import torch
 
 from weft.layout.layout import Layout
 from weft.models.fused import Tape, deferred
-from weft.models.parts import Part, Steps, running
+from weft.models.parts import GraphPart, Steps, running
 from weft.schedule.actions import Action, ScheduleError, Table
 from weft.schedule.exchange import Beside, with_exchanges
 from weft.schedule.execute import Op
@@ -50,13 +50,13 @@ class LayerPass:
 
     def __init__(self, steps: Steps, leaf: T | None, tape: Tape | None, end: Callable[[T], T]) -> None:
         self.steps, self.leaf, self.tape, self.end = steps, leaf, tape, end
-        self.parts: list[Part] = []
+        self.parts: list[GraphPart] = []
         self.made: T | None = None
 
     def go_on(self) -> None:
         """Run the next part, if one is left."""
         if self.made is None:
-            self.parts.append(Part())
+            self.parts.append(GraphPart())
             with running(self.parts[-1]), deferred(self.tape):
                 try:
                     next(self.steps)

@@ -15,7 +15,7 @@ from weft.layout.mesh import Mesh
 from weft.memory.resting import Tiers
 from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
 from weft.models.rope import angles
-from weft.models.router import Pass
+from weft.models.router import RouterPass
 from weft.models.transformer import Block, Transformer
 from weft.parallel.overlap import LayerPass, layer_ops, layer_stages, with_turns
 from weft.parallel.state import Held, State, Unit
@@ -80,7 +80,7 @@ class Pipeline:
         self.batches: Sequence[Batch] = ()
         self.total: Callable[[], T] = lambda: torch.ones(())
         self.ropes: dict[int, tuple[T, T]] = {}
-        self.seen: dict[int, Pass] = {}
+        self.seen: dict[int, RouterPass] = {}
         self.losses: dict[int, T] = {}  # by microbatch
         self.points: Sequence[Point] = ()
         self.visit: Callable[[Unit], None] = lambda unit: None
@@ -275,7 +275,7 @@ class Pipeline:
         whole = ImmediateTape() if self.wire else None
         return ([] if (a.stage, a.microbatch) in split else whole) if torch.is_grad_enabled() else None
 
-    def _entered(self, a: Action, reads: Sequence[Any]) -> tuple[T, T | None, tuple[T, T], Pass | None]:
+    def _entered(self, a: Action, reads: Sequence[Any]) -> tuple[T, T | None, tuple[T, T], RouterPass | None]:
         """What a stage computes with: its input, also as the leaf that this is, angles, and what routers count in."""
         batch, training = self.batches[a.microbatch], torch.is_grad_enabled()
         if not reads:
@@ -301,7 +301,7 @@ class Pipeline:
             self.ropes[microbatch] = angles(batch.positions, self.model.freq, dtype)
         return self.ropes[microbatch]
 
-    def _seen(self, microbatch: int, batch: Batch) -> Pass | None:
+    def _seen(self, microbatch: int, batch: Batch) -> RouterPass | None:
         if microbatch not in self.seen and self.model.loads is not None:
             self.seen[microbatch] = self.model.loads.seen(batch)
         return self.seen.get(microbatch)

@@ -8,7 +8,7 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.model_shape import shape_of
 from weft.planner.cost import AWAY, BITS, FILE, HOST, RECOMPUTE
-from weft.planner.engine import ENGINES, Engine
+from weft.planner.engine import ENGINES, EngineConstants
 from weft.planner.explain import layout_tree, title, verdict
 from weft.planner.finalists import Final, finalists
 from weft.planner.machine import DEVICES, Cluster, find_device
@@ -18,7 +18,7 @@ from weft.recipe import ModelShape, Recipe
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenLayout:
     """``recipe`` with a layout; ``overrides`` say the same as words of a command line; ``line`` says it to people."""
 
     recipe: Recipe
@@ -49,7 +49,9 @@ def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
     return pins
 
 
-def choose(recipe: Recipe, model: ModelShape, cluster: Cluster, engine: Engine = ENGINES["weft"]) -> Choice:
+def choose(
+    recipe: Recipe, model: ModelShape, cluster: Cluster, engine: EngineConstants = ENGINES["weft"]
+) -> ChosenLayout:
     """Plan ``recipe`` for ``cluster``; what its ``[train]`` section says stays. ``model``: its shape, looked up.
 
     Deterministic, so that every rank comes to the same layout by itself. Raises :class:`UsageError` if none fits.
@@ -74,7 +76,7 @@ def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
     return recipe.model_copy(update={"layout": Layout.model_validate(layout_tree(final)), **sections}), new
 
 
-def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> Choice:
+def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> ChosenLayout:
     """The first of ``finals`` for ``recipe``; ``among`` how many."""
     planned, new = recipe_under(recipe, finals[0])
     text = ",".join(f"{k}={v}" for k, v in planned.layout if v != Layout.model_fields[k].default) or "dp=1"
@@ -83,4 +85,4 @@ def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> Choice:
     line = f"layout  {title(finals[0])}: the planner's choice {among}"
     if len(finals) > 1:
         line += f" ({verdict(finals[0], finals[1])})"
-    return Choice(planned, overrides, f"{line}; to pin another: --layout {text}")
+    return ChosenLayout(planned, overrides, f"{line}; to pin another: --layout {text}")

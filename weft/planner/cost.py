@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 from weft.model_shape import Num, Shape
-from weft.planner.engine import Engine
+from weft.planner.engine import EngineConstants
 from weft.planner.machine import Machine
 from weft.recipe import PLACES
 from weft.schedule.build import BUILDERS, Builder, Times
@@ -141,7 +141,7 @@ class Cost:
         return sum(getattr(self, part.name) for part in fields(self))
 
 
-def axis(machine: Machine, engine: Engine, stride: Num, size: Num) -> tuple[Num, Num, Num]:
+def axis(machine: Machine, engine: EngineConstants, stride: Num, size: Num) -> tuple[Num, Num, Num]:
     """Bytes/s of a ring per rank, and the latency of a ring and of a tree, over ranks ``stride`` apart.
 
     A ring that leaves the fast domain uses the network links of all its members inside; a ring that leaves a site
@@ -172,7 +172,7 @@ def reduce(size: Num, full: Num, link: tuple[Num, Num, Num], times: Num = 1.0) -
     return (size > 1) * (2 * (size - 1) / size * full / link[0] + times * 2 * link[2])
 
 
-def exchange(machine: Machine, engine: Engine, stride: Num, size: Num, sent: Num) -> Num:
+def exchange(machine: Machine, engine: EngineConstants, stride: Num, size: Num, sent: Num) -> Num:
     """Seconds of an all-to-all in which each rank holds ``sent`` bytes: what leaves the domain crosses its own NIC."""
     inside = np.clip(machine.domain // stride, 1, size)
     out = sent * (size - inside) / size / (machine.network * engine.network)
@@ -181,7 +181,7 @@ def exchange(machine: Machine, engine: Engine, stride: Num, size: Num, sent: Num
 
 
 @dataclass(frozen=True)
-class Passes:
+class MicrobatchSeconds:
     """Seconds of one microbatch. Of one layer: ``forward``, ``backward`` (``weight`` of it makes weight gradients),
     ``again`` to recompute; ``tp``, ``cp``, ``ep``: exposed communication of a forward-sized pass, of which there are
     ``count`` in forward and backward together. ``head``: output layer and loss, all three products; ``hop``: from one
@@ -208,7 +208,7 @@ def larger(a: Num, b: Num) -> Num:
     return (a**SHARP + b**SHARP) ** (1 / SHARP)
 
 
-def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes:
+def passes(shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants) -> MicrobatchSeconds:
     """What one microbatch takes in one layer, in the output layer and between stages."""
     tokens = plan.micro_batch * plan.seq / plan.cp  # of a rank and microbatch
     rate = machine.peak * machine.clock * engine.matmul
@@ -295,12 +295,12 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Passes
     start = start + leaves * machine.between_latency
     pair = np.minimum(pair, machine.link)
     hop = hidden / tp / pair + start  # every tp rank sends its part
-    return Passes(
+    return MicrobatchSeconds(
         forward, backward, matmuls, again, exposed_tp, exposed_cp, exposed_ep, 2.0 + full, head, (plan.pp > 1) * hop
     )
 
 
-def expert_cut(plan: Plan, engine: Engine) -> Num:
+def expert_cut(plan: Plan, engine: EngineConstants) -> Num:
     """Ranks of tp over which each expert is cut in its width; 1 where its ranks are among those of experts."""
     state = np.where(plan.shard > 1, plan.shard * plan.cp, plan.cp)
     folds = (plan.data * plan.cp % plan.ep == 0) & ((state % plan.ep == 0) | (plan.ep % state == 0))
@@ -308,7 +308,14 @@ def expert_cut(plan: Plan, engine: Engine) -> Num:
 
 
 def gradients(
-    shape: Shape, machine: Machine, plan: Plan, engine: Engine, layers: Num, cover: Num, turn: Num, copies: Num = 1
+    shape: Shape,
+    machine: Machine,
+    plan: Plan,
+    engine: EngineConstants,
+    layers: Num,
+    cover: Num,
+    turn: Num,
+    copies: Num = 1,
 ) -> tuple[Num, Num]:
     """Seconds of a step that a rank with so many ``layers`` spends on gradients and sharded parameters beside
     compute, and on the optimizer. ``cover``: compute that traffic of sharded parameters hides behind, ``turn``: of one
@@ -359,7 +366,7 @@ def copies(plan: Plan) -> Num:
     return 1 + by_schedule(plan, lambda builder: builder.twice) * (plan.pp > 1)
 
 
-def rest(plan: Plan, engine: Engine, known: Num) -> Num:
+def rest(plan: Plan, engine: EngineConstants, known: Num) -> Num:
     """Seconds that nothing above explains: a constant, and stragglers."""
     return engine.step + engine.jitter * np.log2(np.maximum(plan.world / 8, 1)) * known
 
@@ -378,7 +385,7 @@ def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
     return np.ceil(share), np.maximum(shape.layers - np.ceil(share * (plan.pp - 1)), 0)
 
 
-def step_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cost:
+def step_time(shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants) -> Cost:
     """Time of one optimizer step, split by cause; of plans that offload, what they would take if they did not."""
     one = passes(shape, machine, plan, engine)
     layer = one.forward + one.backward

@@ -10,7 +10,7 @@ from weft.planner.presets import read_presets
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineConstants:
     """Time constants, then memory constants. Each may be an array with one entry per row.
 
     ``matmul``: share of the device's attainable product rate; ``attention``: share of the 16-bit peak that fused
@@ -71,8 +71,8 @@ class Engine:
     single: Num = 1.0
 
 
-def _programs() -> dict[str, Engine]:
-    found = {"": Engine()}
+def _programs() -> dict[str, EngineConstants]:
+    found = {"": EngineConstants()}
     for name, differs in read_presets("programs").items():
         found[name] = replace(found[differs.pop("like", "")], **differs)
     del found[""]
@@ -83,7 +83,7 @@ def _programs() -> dict[str, Engine]:
 ENGINES = _programs()
 
 
-def scaled(engine: Engine, factors: dict[str, Num]) -> Engine:
+def scaled(engine: EngineConstants, factors: dict[str, Num]) -> EngineConstants:
     """The engine with some constants multiplied; shares stay below one."""
     new: dict[str, Any] = {}
     for name, factor in factors.items():

@@ -13,7 +13,7 @@ from weft.pages import render
 from weft.planner.candidates import ADDED, CHOSEN, SET
 from weft.planner.cost import BITS, CONTEXT, RECOMPUTE, SCHEDULES, Plan, Recompute, expert_cut
 from weft.planner.finalists import Final, refine
-from weft.planner.search import NAMES, Found, describe, text_of
+from weft.planner.search import NAMES, SearchResult, describe, text_of
 from weft.planner.shape import Model
 from weft.schedule.exchange import Beside
 
@@ -107,7 +107,7 @@ class Instead:
     gib: float
 
 
-def instead(found: Found, finals: Sequence[Final]) -> list[Instead]:
+def instead(found: SearchResult, finals: Sequence[Final]) -> list[Instead]:
     """For each thing that one can set: the best layout with another value, seen as closely as ``finals``."""
     first, limit = finals[0], found.order
     # What the simulator said about a schedule's closed form holds for its other layouts too, by and large.
@@ -160,7 +160,7 @@ def record(final: Final) -> dict[str, Any]:
     }
 
 
-def exchanges(found: Found, final: Final) -> dict[str, Any]:
+def exchanges(found: SearchResult, final: Final) -> dict[str, Any]:
     """Of a layout with ``ep``, as plain data: bytes that a rank has ``sent`` of a microbatch in a layer and direction,
     by dispatcher, the least first; the recipe's ``dispatch``; ``load`` of the busiest rank over the mean; the share of
     a step that exchanges would ``save`` if they ran ``beside`` that of another microbatch (None where they cannot).

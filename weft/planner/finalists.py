@@ -13,10 +13,10 @@ import numpy as np
 
 from weft.errors import WeftError
 from weft.model_shape import Shape
-from weft.planner.cost import AWAY, SCHEDULES, Cost, Passes, Plan, gradients, passes, rest
+from weft.planner.cost import AWAY, SCHEDULES, Cost, MicrobatchSeconds, Plan, gradients, passes, rest
 from weft.planner.machine import Machine
-from weft.planner.memory import Memory, held_bytes, logit_bytes, peak_memory, rank_memory
-from weft.planner.search import USABLE, Found, at
+from weft.planner.memory import RankMemory, held_bytes, logit_bytes, peak_memory, rank_memory
+from weft.planner.search import USABLE, SearchResult, at
 from weft.planner.tiers import planned_time, with_tiers
 from weft.schedule.actions import Table
 from weft.schedule.build import BUILDERS, build
@@ -52,7 +52,7 @@ class Final:
     machine: Machine
     plan: Plan
     cost: Cost
-    ranks: tuple[Memory, ...]
+    ranks: tuple[RankMemory, ...]
     closed: float
     stages: tuple[Stage, ...] = ()
     barriers: int = 0
@@ -64,7 +64,7 @@ class Final:
         return float(self.cost.total)
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> RankMemory:
         """Of the fullest rank."""
         return max(self.ranks, key=lambda memory: float(memory.total))
 
@@ -87,7 +87,7 @@ class Final:
         return float(self.memory.total) <= self.machine.memory * USABLE
 
 
-def finalists(found: Found, count: int = 10, vocabulary: bool = False) -> list[Final]:
+def finalists(found: SearchResult, count: int = 10, vocabulary: bool = False) -> list[Final]:
     """The first ``count`` layouts that fit, and the best of every near schedule, simulated and ranked again.
 
     ``vocabulary``: the program can cut embedding and output layer over all ranks of a pipeline (Yeung et al. 2024).
@@ -138,7 +138,7 @@ def chunks_of(plan: Plan) -> int:
 
 
 def refine(
-    found: Found, plan: Plan, closed: float, barriers: int = 0, tables: dict[Any, Table] | None = None,
+    found: SearchResult, plan: Plan, closed: float, barriers: int = 0, tables: dict[Any, Table] | None = None,
     beside: Beside | None = None,
 ) -> Final | None:  # fmt: skip
     """``plan`` (of numbers) with its pipeline simulated; None where the schedule cannot be built, or not run.
@@ -177,7 +177,13 @@ def refine(
 
 
 def _costs(
-    found: Found, plan: Plan, one: Passes, look_up: float, stages: Sequence[Stage], barriers: int, apart: bool
+    found: SearchResult,
+    plan: Plan,
+    one: MicrobatchSeconds,
+    look_up: float,
+    stages: Sequence[Stage],
+    barriers: int,
+    apart: bool,
 ) -> Costs:
     """Seconds of every action and bytes of what is kept. ``apart``: of every layer, its exchanges by themselves."""
     exposed = one.tp + one.cp + one.ep * (not apart)
@@ -201,7 +207,7 @@ def _costs(
 
 
 def _final(
-    found: Found, plan: Plan, closed: float, barriers: int, one: Passes, stages: Sequence[Stage],
+    found: SearchResult, plan: Plan, closed: float, barriers: int, one: MicrobatchSeconds, stages: Sequence[Stage],
     runs: list[Simulation], table: Table,
 ) -> Final:  # fmt: skip
     """``table``: one of those that ran, as it was built."""

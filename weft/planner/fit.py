@@ -1,6 +1,6 @@
 """Measured runs, and the engine's constants fitted to them: within bounds and drawn towards the presets (ridge).
 
-The unknowns are logarithms of factors on :class:`~weft.planner.engine.Engine` constants, each with a prior standard
+The unknowns are logarithms of factors on :class:`~weft.planner.engine.EngineConstants`, each with a prior standard
 deviation that says how far the constant plausibly lies from its preset. So few rows move little, and many rows move
 what they show. Damped Gauss-Newton (Levenberg 1944, Marquardt 1963) on log ratios with Huber weights, over several
 folds at once: a fold is a set of row weights.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from weft.model_shape import Shape
 from weft.planner.cost import Plan, step_time
-from weft.planner.engine import Engine, scaled, stack
+from weft.planner.engine import EngineConstants, scaled, stack
 from weft.planner.machine import Machine
 from weft.planner.memory import peak_memory
 
@@ -46,7 +46,7 @@ class Measurement:
     shape: Shape
     machine: Machine
     plan: Plan
-    engine: Engine
+    engine: EngineConstants
     seconds: float | None
     gib: float | None
     ran: bool = True
@@ -73,7 +73,7 @@ class Knob:
 KNOBS = tuple(Knob(name, sigma) for name, sigma in PRIORS.items())
 
 
-def columns(rows: Sequence[Measurement]) -> tuple[Any, Any, Any, Engine]:
+def columns(rows: Sequence[Measurement]) -> tuple[Any, Any, Any, EngineConstants]:
     """Shapes, machines, plans and engines of the rows as arrays."""
     names = ("shape", "machine", "plan", "engine")
     shape, machine, plan, engine = (stack([getattr(r, name) for r in rows]) for name in names)

@@ -25,7 +25,7 @@ WIDTH = 2
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """Prompts of so many tokens each, in their order, and ``new`` ones that are written for each of them."""
 
     prompts: np.ndarray
@@ -37,7 +37,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassSeconds:
     """``weights``, ``products`` and ``attention``: seconds of each pass on link, device and host."""
 
     weights: Num
@@ -50,7 +50,7 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Throughput:
     """New tokens per second, at most (``bound``) and for this job; ``together``: sequences under way at most.
 
     ``limits``: the share of the time in which link, device and host are what the others wait for.
@@ -74,27 +74,27 @@ def room(shape: Shape, machine: Machine) -> Num:
     return np.maximum(0.0, machine.host_memory - WIDTH * shape.parameters) / shape.cache_bytes
 
 
-def together(shape: Shape, machine: Machine, job: Job) -> Num:
+def together(shape: Shape, machine: Machine, job: Workload) -> Num:
     """Whole sequences under way at a time, each as long as it is on average from its first pass to its last."""
     held = job.prompt + (job.new - 1) / 2 + (PAGE - 1) / 2
     return np.minimum(len(job.prompts), np.floor(room(shape, machine) / held))
 
 
-def passes(shape: Shape, machine: Machine, read: Num, scored: Num, written: Num, attended: Num) -> Passes:
+def passes(shape: Shape, machine: Machine, read: Num, scored: Num, written: Num, attended: Num) -> PassSeconds:
     """Passes in which so many tokens of prompts are ``read`` and new ones ``written``, which see ``attended`` tokens.
 
     Prompts attend on the device; ``scored`` are the squares of their lengths, added up.
     """
     inside = 2 * shape.layers * shape.heads * shape.score_dim / machine.peak16
     flops = 2 * shape.active_parameters / (machine.peak * machine.clock)
-    return Passes(
+    return PassSeconds(
         streamed_bytes(shape, machine) / machine.host,
         (read + written) * flops + scored * inside,
         attended * shape.cache_bytes / machine.host_bandwidth,
     )
 
 
-def generating(shape: Shape, machine: Machine, job: Job) -> Answer:
+def generating(shape: Shape, machine: Machine, job: Workload) -> Throughput:
     """What a machine makes of a job."""
     most = float(together(shape, machine, job))
     if most < 1:
@@ -121,4 +121,4 @@ def generating(shape: Shape, machine: Machine, job: Job) -> Answer:
     parts = {"link": each.weights, "device": each.products, "host": each.attention}
     slowest = np.argmax(np.stack([np.broadcast_to(part, under_way.shape) for part in parts.values()]), 0)
     limits = {name: float(each.seconds[slowest == i].sum()) / seconds for i, name in enumerate(parts)}
-    return Answer(most / float(steady.seconds), count * job.new / seconds, most, seconds, limits)
+    return Throughput(most / float(steady.seconds), count * job.new / seconds, most, seconds, limits)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError
-from weft.planner.engine import Engine
+from weft.planner.engine import EngineConstants
 from weft.planner.finalists import Final, finalists
 from weft.planner.machine import Cluster
 from weft.planner.search import Pin, search
@@ -26,7 +26,7 @@ EXPOSED, EVERY = 0.05, (1, 5, 10, 20, 50, 100, 200, 500)
 
 
 @dataclass(frozen=True)
-class Agreement:
+class AgreementCost:
     """Islands that agree ``every`` so many steps: seconds of a step with its share of the exchange.
 
     ``nbytes``: what a device sends per round; ``exchange``: seconds of a round's exchange, in which nobody computes
@@ -51,7 +51,7 @@ class Islands:
 
     count: int
     inside: Final
-    ways: tuple[Agreement, ...]
+    ways: tuple[AgreementCost, ...]
 
     def lines(self, together: float) -> list[str]:
         """In words, beside a layout over all sites that takes ``together`` seconds per step."""
@@ -75,7 +75,7 @@ class Islands:
 
 
 def islands_of(
-    shape: Shape, cluster: Cluster, engine: Engine, batch: int, seq: int, bits: int, pins: Sequence[Pin]
+    shape: Shape, cluster: Cluster, engine: EngineConstants, batch: int, seq: int, bits: int, pins: Sequence[Pin]
 ) -> Islands | None:
     """The best layout of one site as an island; None where there are no sites, or none that can be one.
 
@@ -94,7 +94,9 @@ def islands_of(
     return Islands(count, inside, tuple(ways))
 
 
-def agreement(shape: Shape, cluster: Cluster, inside: Final, count: int, compress: str, every: int = 0) -> Agreement:
+def agreement(
+    shape: Shape, cluster: Cluster, inside: Final, count: int, compress: str, every: int = 0
+) -> AgreementCost:
     """Islands that exchange so compressed; ``every`` so many steps, or as often as agreements may take."""
     assert cluster.between is not None
     shared = math.ceil(float(np.asarray(shape.parameters)) / float(inside.plan.world))  # each agrees on a part
@@ -103,4 +105,4 @@ def agreement(shape: Shape, cluster: Cluster, inside: Final, count: int, compres
     exchange = nbytes / (cluster.between * 1e9) + hops * cluster.between_latency * 1e-6
     rare = [n for n in EVERY if exchange / n <= EXPOSED * (inside.seconds + exchange / n)]
     every = every or (rare[0] if rare else EVERY[-1])
-    return Agreement(compress, every, nbytes, exchange, inside.seconds + exchange / every)
+    return AgreementCost(compress, every, nbytes, exchange, inside.seconds + exchange / every)

@@ -10,14 +10,14 @@ import numpy as np
 
 from weft.model_shape import Num, Shape
 from weft.planner.cost import FILE, Plan, Recompute, by_schedule, by_work, copies, expert_cut, most_layers
-from weft.planner.engine import Engine
+from weft.planner.engine import EngineConstants
 
-#: Bytes of both moments of a parameter, in float32, among what the optimizer keeps (``Engine.master``).
+#: Bytes of both moments of a parameter, in float32, among what the optimizer keeps (``EngineConstants.master``).
 MOMENTS = 8.0
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes on the fullest rank. ``buffers``: what is gathered or computed at one time; ``constant``: measured."""
 
     parameters: Num
@@ -42,7 +42,7 @@ def in_flight(plan: Plan, position: Num) -> Num:
     return np.where(plan.weights == FILE, plan.microbatches, np.minimum(plan.microbatches, most))
 
 
-def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
+def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
     """Bytes of one layer and microbatch: ``(kept for backward, alive while the layer is computed)``.
 
     Also of activations that rest elsewhere: :func:`held_bytes` says what of these is kept on the device.
@@ -70,20 +70,20 @@ def layer_bytes(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
     return wide * tokens * kept, wide * tokens * (whole + scores)
 
 
-def held_bytes(shape: Shape, plan: Plan, engine: Engine) -> Num:
+def held_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
     """Bytes of one layer and microbatch that are kept on the device for backward."""
     return layer_bytes(shape, plan, engine)[0] * (plan.activations == 0)
 
 
-def logit_bytes(shape: Shape, plan: Plan, engine: Engine) -> Num:
+def logit_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
     """Bytes of one microbatch's logits, of what the loss makes of them, and of the output layer's gradient."""
     tokens = np.minimum(plan.micro_batch * plan.seq / plan.cp, engine.chunk)
     return (engine.vocab * tokens + engine.table * shape.embed) * shape.vocab / plan.tp
 
 
 def rank_memory(
-    shape: Shape, plan: Plan, engine: Engine, layers: Num, tables: Num, activations: Num, logits: Num = 0.0
-) -> Memory:
+    shape: Shape, plan: Plan, engine: EngineConstants, layers: Num, tables: Num, activations: Num, logits: Num = 0.0
+) -> RankMemory:
     """A rank that holds so many ``layers`` and vocabulary ``tables``, and at most so many bytes of ``activations``.
 
     ``logits``: bytes of those that are of the loss. What backward works with comes after they are gone, where the
@@ -130,7 +130,7 @@ def rank_memory(
     if np.any(plan.secondary):  # blocks stay gathered over a few ranks from forward to backward
         near = 2 * layers * (layer + expert) / np.maximum(plan.secondary, 1)
         parameters = parameters + np.where(plan.secondary > 0, near, 0.0)
-    return Memory(
+    return RankMemory(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
@@ -140,7 +140,7 @@ def rank_memory(
     )
 
 
-def peak_memory(shape: Shape, plan: Plan, engine: Engine) -> Memory:
+def peak_memory(shape: Shape, plan: Plan, engine: EngineConstants) -> RankMemory:
     """Memory of the fullest pipeline rank: the first two and the last are compared."""
     most = most_layers(shape, plan.pp)
     ends = np.where(most == shape.layers / plan.pp, most, most - 1)
@@ -149,7 +149,7 @@ def peak_memory(shape: Shape, plan: Plan, engine: Engine) -> Memory:
     kept = held_bytes(shape, plan, engine)
     logits = logit_bytes(shape, plan, engine)
 
-    def at(position: Num, layers: Num, tables: Num, out: Num) -> Memory:
+    def at(position: Num, layers: Num, tables: Num, out: Num) -> RankMemory:
         held = in_flight(plan, position) * layers * kept + out * logits
         return rank_memory(shape, plan, engine, copies(plan) * layers, copies(plan) * tables, held, out * logits)
 
@@ -166,4 +166,4 @@ def peak_memory(shape: Shape, plan: Plan, engine: Engine) -> Memory:
 
     like = np.zeros(np.broadcast(plan.pp, plan.batch, shape.layers, engine.constant, plan.tp).shape)
     worst = np.stack(column("total")).argmax(0)
-    return Memory(**{f.name: np.choose(worst, column(f.name)) for f in fields(Memory)})
+    return RankMemory(**{f.name: np.choose(worst, column(f.name)) for f in fields(RankMemory)})

@@ -19,7 +19,7 @@ from weft.errors import UsageError, WeftError
 from weft.model_shape import Shape
 from weft.observe.metrics import read_metrics
 from weft.planner.cost import AWAY, CONTEXT, RECOMPUTE, SCHEDULES, Plan
-from weft.planner.engine import ENGINES, Engine, scaled
+from weft.planner.engine import ENGINES, EngineConstants, scaled
 from weft.planner.fit import KNOBS, Measurement, constants, fit, predict
 from weft.planner.machine import find_device, machine_of
 from weft.recipe import PLACES
@@ -151,12 +151,12 @@ class Own:
     ``error``: of those times after the fit, median in percent.
     """
 
-    engine: Engine
+    engine: EngineConstants
     message: str
     error: float
 
 
-def own_runs(path: Path, device: str, base: Engine = ENGINES["weft"]) -> Own | None:
+def own_runs(path: Path, device: str, base: EngineConstants = ENGINES["weft"]) -> Own | None:
     """``base`` refitted to the newest runs of Weft on ``device`` in the rows of ``path``; None without any."""
     if not path.is_file():
         return None
@@ -173,7 +173,7 @@ def own_runs(path: Path, device: str, base: Engine = ENGINES["weft"]) -> Own | N
     return Own(engine, f"calibrated to {runs} ({path}): their times are met to {error:.0f} % (median)", error)
 
 
-def calibrated(path: Path, device: str, base: Engine) -> Own:
+def calibrated(path: Path, device: str, base: EngineConstants) -> Own:
     """``base`` with a calibration: a file of rows, or of factors from ``bench/planner/calibrate.py``."""
     if path.suffix == ".csv":
         own = own_runs(path, device, base)

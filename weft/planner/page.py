@@ -10,8 +10,8 @@ from weft.pages import render, write
 from weft.planner.cost import Cost
 from weft.planner.explain import PARTS, Instead, changed, differences, instead, title, verdict, why
 from weft.planner.finalists import Final, refine
-from weft.planner.memory import Memory
-from weft.planner.search import USABLE, Found, describe
+from weft.planner.memory import RankMemory
+from weft.planner.search import USABLE, SearchResult, describe
 from weft.schedule.draw import legend, svg
 from weft.schedule.exchange import Beside
 from weft.schedule.simulate import Simulation
@@ -19,11 +19,11 @@ from weft.schedule.simulate import Simulation
 #: Boxes in the drawn timeline; longer ones are cut, for the eye as much as for the file.
 BOXES = 8000
 #: What memory is held for.
-HELD = {f.name: f.name for f in fields(Memory)}
+HELD = {f.name: f.name for f in fields(RankMemory)}
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """What was asked, as it is told; ``band``: error of the time in percent, None where nothing was compared.
 
     ``rehearsed``: the layouts were timed on a probed machine; closed forms, which were not, are not told beside them.
@@ -50,12 +50,12 @@ class BarSegment(NamedTuple):
     tip: str
 
 
-def write_page(path: Path, asked: Question, found: Found, finals: Sequence[Final], top: int) -> None:
+def write_page(path: Path, asked: PlanQuestion, found: SearchResult, finals: Sequence[Final], top: int) -> None:
     """Write the page. Raises :class:`WeftError` if the file cannot be written."""
     write(path, page(asked, found, finals, top), "--html")
 
 
-def page(asked: Question, found: Found, finals: Sequence[Final], top: int) -> str:
+def page(asked: PlanQuestion, found: SearchResult, finals: Sequence[Final], top: int) -> str:
     first, limit = finals[0], gib(found.machine.memory)
     others = among(finals) if asked.rehearsed else instead(found, finals)
     apart = first.simulation and first.plan.ep > 1 and not first.barriers  # exchanges are actions of their own
@@ -159,13 +159,15 @@ def timeline(first: Final) -> dict[str, Any]:
     return {"note": note, "picture": picture, "kinds": kinds, "remark": drawn["remark"]}
 
 
-def pieces(split: Cost | Memory, names: dict[str, str], whole: float, show: Callable[[float], str]) -> list[BarSegment]:
+def pieces(
+    split: Cost | RankMemory, names: dict[str, str], whole: float, show: Callable[[float], str]
+) -> list[BarSegment]:
     """Those of a bar that is ``whole`` long, by the fields of ``split`` that ``names`` says in words."""
     sizes = {name: part(split, name) for name in names}
     return [BarSegment(name, x / whole, f"{names[name]}: {show(x)}") for name, x in sizes.items() if x > 0]
 
 
-def part(split: Cost | Memory, name: str) -> float:
+def part(split: Cost | RankMemory, name: str) -> float:
     return float(getattr(split, name))
 
 

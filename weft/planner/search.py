@@ -16,9 +16,9 @@ from weft.errors import UsageError, nearest
 from weft.model_shape import Shape
 from weft.planner.candidates import ADDED, CHOSEN, FIRST, SET, Refused, Rules, variants
 from weft.planner.cost import AWAY, CONTEXT, FILE, HOST, RECOMPUTE, SCHEDULES, Cost, Plan, step_time
-from weft.planner.engine import Engine
+from weft.planner.engine import EngineConstants
 from weft.planner.machine import Cluster, Machine
-from weft.planner.memory import Memory, peak_memory
+from weft.planner.memory import RankMemory, peak_memory
 from weft.planner.tiers import planned_time, room_away
 from weft.recipe import PLACES
 
@@ -61,15 +61,15 @@ class Pin:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """All candidates with their costs (arrays), and the order of those that fit, fastest first."""
 
     shape: Shape
     machine: Machine
-    engine: Engine
+    engine: EngineConstants
     plans: Plan
     cost: Cost
-    memory: Memory
+    memory: RankMemory
     order: NDArray[np.int64]
     refused: list[Refused]
 
@@ -160,8 +160,14 @@ def describe(plan: Plan) -> str:
 
 
 def search(
-    shape: Shape, cluster: Cluster, engine: Engine, batch: int, seq: int, bits: int = 16, pins: Sequence[Pin] = ()
-) -> Found:
+    shape: Shape,
+    cluster: Cluster,
+    engine: EngineConstants,
+    batch: int,
+    seq: int,
+    bits: int = 16,
+    pins: Sequence[Pin] = (),
+) -> SearchResult:
     """Score every layout. Raises :class:`UsageError` saying which demand rules out everything and what is nearest."""
     machine = cluster.machine(bits)
     total = {"batch": batch, "seq": seq, "bits": bits}
@@ -200,7 +206,7 @@ def search(
     fit = np.flatnonzero(np.asarray(memory.total) <= limit)
     seconds = np.asarray(cost.total)
     order = fit[np.argsort(seconds[fit], kind="stable")]
-    found = Found(shape, machine, engine, plans, cost, memory, order, rules.refused())
+    found = SearchResult(shape, machine, engine, plans, cost, memory, order, rules.refused())
     if not len(fit):
         least = int(np.asarray(memory.total).argmin())
         held = ", ".join(f"{f.name} {float(getattr(at(memory, least), f.name)) / 2**30:.0f}" for f in fields(memory))
@@ -225,8 +231,8 @@ def _pinned(table: NDArray[np.float64], pins: Sequence[Pin], names: Sequence[str
 
 
 def _scored(
-    shape: Shape, machine: Machine, engine: Engine, table: NDArray[np.float64], total: dict[str, int]
-) -> tuple[Plan, Cost, Memory]:
+    shape: Shape, machine: Machine, engine: EngineConstants, table: NDArray[np.float64], total: dict[str, int]
+) -> tuple[Plan, Cost, RankMemory]:
     """The plans in the columns of ``table`` (rows: :data:`CHOSEN`), their time and memory."""
     plans = Plan(**dict(zip(CHOSEN, table, strict=True)), **total)
     turning = (plans.pp > 1) & (plans.dp > 1)
@@ -238,7 +244,7 @@ def _scored(
 
 
 def _leanest(
-    shape: Shape, machine: Machine, engine: Engine, table: NDArray[np.float64], total: dict[str, int]
+    shape: Shape, machine: Machine, engine: EngineConstants, table: NDArray[np.float64], total: dict[str, int]
 ) -> tuple[NDArray[np.float64], bool]:
     """The plans that fit into the memory of device and host and on the disk; the leanest, if none does; and whether."""
     plans = Plan(**dict(zip(CHOSEN, table, strict=True)), **total)

@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from weft.model_shape import Num, Shape
-from weft.planner.cost import FILE, HOST, Cost, Passes, Plan, most_layers, passes, step_time
-from weft.planner.engine import Engine
+from weft.planner.cost import FILE, HOST, Cost, MicrobatchSeconds, Plan, most_layers, passes, step_time
+from weft.planner.engine import EngineConstants
 from weft.planner.machine import Machine
 from weft.planner.memory import MOMENTS, in_flight, layer_bytes
 
@@ -34,7 +34,7 @@ def behind(moved: Num, computed: Num, units: Num) -> Num:
     return np.maximum(0.0, moved - computed) + moved / units
 
 
-def room_away(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
+def room_away(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
     """Bytes that the fullest device of ``plan`` takes in the host's memory, and on its disk."""
     most = most_layers(shape, plan.pp)
     held = _own(shape, plan, most) / plan.state_ranks
@@ -46,7 +46,7 @@ def room_away(shape: Shape, plan: Plan, engine: Engine) -> tuple[Num, Num]:
     return host, file
 
 
-def planned_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> Cost:
+def planned_time(shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants) -> Cost:
     """Time of one step of ``plan``, wherever its parts rest."""
     cost = step_time(shape, machine, plan, engine)
     if not np.any(plan.moves):
@@ -56,7 +56,7 @@ def planned_time(shape: Shape, machine: Machine, plan: Plan, engine: Engine) -> 
 
 
 def with_tiers(
-    cost: Cost, shape: Shape, machine: Machine, plan: Plan, engine: Engine, one: Passes, layers: Num
+    cost: Cost, shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants, one: MicrobatchSeconds, layers: Num
 ) -> Cost:
     """``cost`` of a plan whose fullest rank has so many ``layers``, with what its tiers add and save.
 

@@ -18,13 +18,13 @@ from weft.layout.layout import AXES, Layout
 from weft.layout.placement import rank_table
 from weft.memory.heap import keep_heap
 from weft.model_shape import Shape, shape_of
-from weft.planner.choose import Choice, choice_of, demands, recipe_under
+from weft.planner.choose import ChosenLayout, choice_of, demands, recipe_under
 from weft.planner.cost import AWAY, BITS, Cost
 from weft.planner.engine import ENGINES
 from weft.planner.finalists import Final, refine
 from weft.planner.machine import Cluster
-from weft.planner.memory import Memory
-from weft.planner.search import Found, Pin, search
+from weft.planner.memory import RankMemory
+from weft.planner.search import Pin, SearchResult, search
 from weft.planner.shape import vocab_of
 from weft.recipe import Recipe
 from weft.rehearse.clock import Prediction, predict
@@ -41,7 +41,7 @@ REHEARSED = 24
 KIND = ("tp", "pp", "cp", "dp", "shard", "zero", "context", "schedule", "virtual", "secondary", *AWAY)
 
 
-def shortlist(found: Found, most: int) -> list[int]:
+def shortlist(found: SearchResult, most: int) -> list[int]:
     """Candidates to rehearse: the best of every way to cut the model first, then the best kinds of all."""
     columns = {name: np.broadcast_to(getattr(found.plans, name), found.count) for name in KIND}
     kinds: dict[tuple[float, ...], int] = {}
@@ -108,7 +108,7 @@ def traffic_of(events: Sequence[Event], rank: int, layout: Layout) -> dict[str, 
     return {axis: Traffic(*total) for axis, total in found.items()}
 
 
-def held(layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction) -> Iterator[Memory]:
+def held(layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction) -> Iterator[RankMemory]:
     """Memory of the fullest rank of every pipeline position: tensors, and what the process takes beside them."""
     each = layout.world // layout.pp
     for stage in range(layout.pp):
@@ -118,18 +118,18 @@ def held(layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction)
         weights = state / 3  # beside two moments of as many numbers
         grads = min(weights, peak - state)
         beside = prediction.memory[fullest] - peak
-        yield Memory(weights, grads, state - weights, peak - state - grads, 0.0, beside)
+        yield RankMemory(weights, grads, state - weights, peak - state - grads, 0.0, beside)
 
 
 def at_hand(
-    founds: Sequence[Found], local: Local, recipe_of: Callable[[Final], Any],
+    founds: Sequence[SearchResult], local: Local, recipe_of: Callable[[Final], Any],
     rehearse: Callable[[Any], Sequence[Rehearsal]], say: Callable[[str], None] = lambda text: None,
-) -> tuple[Found, list[Final]]:  # fmt: skip
+) -> tuple[SearchResult, list[Final]]:  # fmt: skip
     """The best layouts of all numbers of ranks (one of ``founds`` each), fastest first; and the winner's search.
 
     ``recipe_of``: the recipe of a layout; ``rehearse``: its step on every rank; ``say`` hears what is being done.
     """
-    finals: list[tuple[Final, Found]] = []
+    finals: list[tuple[Final, SearchResult]] = []
     chosen = [
         (found, i)
         for found, (_, most) in zip(founds, shares([int(f.plan(0).world) for f in founds]), strict=True)
@@ -186,7 +186,7 @@ LARGEST = 2e9
 def search_here(
     recipe_of: Callable[[Final], Recipe], shape: Shape, cluster: Cluster, ranks: int | None, batch: int, seq: int,
     bits: int, pins: Sequence[Pin], say: Callable[[str], None],
-) -> tuple[Found, list[Final], str]:  # fmt: skip
+) -> tuple[SearchResult, list[Final], str]:  # fmt: skip
     """The best layouts on the probed machine, of ``ranks`` or else of every number of ranks that was probed; the
     search of the winner's number; and what was compared. ``recipe_of``: what a layout is rehearsed with."""
     if float(shape.parameters) * (ranks or cluster.count) > LARGEST:
@@ -213,7 +213,7 @@ def search_here(
     return found, finals, f"of {len(finals)} rehearsed layouts of {' or '.join(map(str, counts))} ranks"
 
 
-def choose_here(recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callable[[str], None]) -> Choice:
+def choose_here(recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callable[[str], None]) -> ChosenLayout:
     """The fastest layout for ``recipe`` on the probed machine; what its ``[train]`` section says stays."""
     train = recipe.train
     shape = shape_of(model_shape(recipe), vocab_of(recipe))

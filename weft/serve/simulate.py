@@ -15,7 +15,7 @@ from scipy.optimize import nnls
 from weft.generate.engine import Engine
 from weft.generate.request import Request
 from weft.generate.sampling import GREEDY
-from weft.generate.scheduler import Scheduler, Step
+from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.serve.asks import Outcome
 
 
@@ -27,7 +27,7 @@ class TimedRequest(NamedTuple):
     tokens: int
 
 
-def work_of(step: Step) -> list[float]:
+def work_of(step: ScheduledStep) -> list[float]:
     """What a step has to do, as numbers that its time is linear in."""
     ends = [(tokens, request.computed + tokens) for request, tokens in step.work.items()]
     rows = sum(tokens == request.wanted for request, tokens in step.work.items())
@@ -45,7 +45,7 @@ class Curve:
         self.rates, _ = nnls(work / seconds[:, None], np.ones(len(seconds)))
         self.rates *= seconds.sum() / (work @ self.rates).sum()
 
-    def __call__(self, step: Step) -> float:
+    def __call__(self, step: ScheduledStep) -> float:
         return float(self.rates @ np.array(work_of(step)))
 
 
@@ -72,7 +72,9 @@ def play(
     return found
 
 
-def simulate(scheduler: Scheduler, load: Sequence[TimedRequest], curve: Callable[[Step], float]) -> list[Outcome]:
+def simulate(
+    scheduler: Scheduler, load: Sequence[TimedRequest], curve: Callable[[ScheduledStep], float]
+) -> list[Outcome]:
     """What ``load`` would get of an engine with this scheduler, whose steps take what ``curve`` says."""
     numbers: dict[Request, int] = {}
 
@@ -107,7 +109,7 @@ def measure(
     work: list[list[float]] = []
     plan = engine.scheduler.plan
 
-    def planning(depth: int = 1) -> Step:
+    def planning(depth: int = 1) -> ScheduledStep:
         planned = plan(depth)
         work.append(work_of(planned))  # before it is done
         return planned

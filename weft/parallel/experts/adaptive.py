@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from weft.layout.boundary import untyped
-from weft.models.experts import Arriving, Dispatched, Dispatcher, Local, Stacks
+from weft.models.experts import Arriving, Dispatched, Dispatcher, LocalExperts, Stacks
 from weft.models.numbers import has_numbers
 from weft.models.router import Choice
 from weft.parallel.experts.dispatch import AllGather, AllToAll, per_rank
@@ -47,7 +47,7 @@ class Adaptive:
             joined, members = min(block, ranks.pieces), None
             if block < ranks.count:
                 members = ranks if block == 1 else ranks.across(block, joined)
-            ways: list[Dispatcher] = [Local(range(ranks.slots // joined), others=True)]
+            ways: list[Dispatcher] = [LocalExperts(range(ranks.slots // joined), others=True)]
             if members is not None:
                 ways = [AllToAll(members), per_rank(members), AllGather(members)]
             self.levels.append((joined, members))

@@ -21,7 +21,7 @@ from weft.models.experts import (
     Arriving,
     Dispatched,
     Dispatcher,
-    Local,
+    LocalExperts,
     counted,
     placed,
     reordered,
@@ -157,9 +157,9 @@ class EachChoice:
         return lambda: weighted(back(), order, weights)
 
 
-def here(members: Members) -> Local:
+def here(members: Members) -> LocalExperts:
     """The experts of this rank, where tokens are that may have chosen others too."""
-    return Local(range(members.first, members.last), others=True)
+    return LocalExperts(range(members.first, members.last), others=True)
 
 
 def per_rank(members: Members) -> Dispatcher:

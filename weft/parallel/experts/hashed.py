@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.layout.boundary import untyped
-from weft.models.experts import Arriving, Dispatched, Dispatcher, Moved, counted
+from weft.models.experts import Arriving, Dispatched, Dispatcher, MovedRows, counted
 from weft.models.numbers import has_numbers
 from weft.models.parts import current_part, read
 from weft.models.router import Choice
@@ -78,12 +78,12 @@ class Hashed:
 
 def summed(rows: T, buckets: T, count: int) -> T:
     """What the rows of each bucket add up to."""
-    return Moved.apply(rows, *_ways(count), buckets)
+    return MovedRows.apply(rows, *_ways(count), buckets)
 
 
 def shared(sums: T, buckets: T) -> T:
     """The row of its bucket for each."""
-    return Moved.apply(sums, *_ways(len(sums))[::-1], buckets)
+    return MovedRows.apply(sums, *_ways(len(sums))[::-1], buckets)
 
 
 def _ways(count: int) -> tuple[Any, Any]:

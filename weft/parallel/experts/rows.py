@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.models.experts import Moved
+from weft.models.experts import MovedRows
 from weft.models.parts import current_part, read
 from weft.parallel.units import all_gather, exchanged_rows, reduce_scatter
 
@@ -102,5 +102,5 @@ class _Flight:
 def _move(rows: T, there: Callable[[T], Moving], back: Callable[[T], Moving]) -> Awaited:
     """Let rows go ``there``, and in backward their gradients ``back``; what is returned waits for the rows."""
     flight, part = _Flight(there, back), current_part()
-    under_way = Moved.apply(rows, flight.leave, flight.come_back)
-    return lambda: Moved.apply(read(under_way, part), flight.arrive, flight.turn_back)
+    under_way = MovedRows.apply(rows, flight.leave, flight.come_back)
+    return lambda: MovedRows.apply(read(under_way, part), flight.arrive, flight.turn_back)
