@@ -22,7 +22,7 @@ from step import machine
 
 from weft.layout.mesh import Mesh
 from weft.memory.heap import keep_heap
-from weft.parallel.alternating import PROFILED, Alternating, Job
+from weft.parallel.alternating import PROFILED, Alternating, UnitUpdate
 from weft.parallel.build import parallelize
 from weft.parallel.state import State
 from weft.recipe import Memory, ModelShape, Optimizer, Train
@@ -58,7 +58,7 @@ def updated(state: State) -> float:
 
 
 def sizes_of(state: State) -> list[int]:
-    return [Job(unit.held, [h.local for h in unit.held]).size for unit in state.units]
+    return [UnitUpdate(unit.held, [h.local for h in unit.held]).size for unit in state.units]
 
 
 def pace(state: State, link: float | None) -> dict[str, float]:

@@ -252,7 +252,7 @@ def be_rank(folder: Path, fault: str, place: str, rank: int) -> None:
 
 def run_weft(fault: str, place: str) -> dict[str, Any]:
     from weft.resilience.campaign import start_on
-    from weft.resilience.chaos import Running
+    from weft.resilience.chaos import DisturbedRun
     from weft.resilience.hosts import hosts
 
     with tempfile.TemporaryDirectory() as name, hosts(RANKS, f"weft-torchft-{os.getpid()}") as made:
@@ -260,7 +260,7 @@ def run_weft(fault: str, place: str) -> dict[str, Any]:
         words = ["sh", "-c", f'exec "$@" "[\\"{folder}\\", \\"{fault}\\", \\"{place}\\", \\"$RANK\\"]"', "sh"]
         words += [sys.executable, __file__, "--be", "rank"]
         processes = start_on(made, words, RANKS, folder / "log")
-        run = Running(folder / "run", processes)
+        run = DisturbedRun(folder / "run", processes)
         try:
             hit = watch(processes, fault, folder, made[VICTIM])
             codes = [process.poll() for process in processes]

@@ -12,7 +12,7 @@ import torch
 from tests.cases import recipe, write_corpus
 from tests.test_tiers import run
 from weft.errors import UsageError
-from weft.parallel.alternating import PROFILED, Alternating, Job
+from weft.parallel.alternating import PROFILED, Alternating, UnitUpdate
 from weft.parallel.state import State
 from weft.schedule.actions import Action
 from weft.schedule.alternate import BRING, ON_DEVICE, ON_HOST, RETURN, ROOMS, simulated, splits, update_table
@@ -129,7 +129,7 @@ def test_the_share_is_that_of_measured_rates(corpus: str) -> None:
     state.alternating.wrap, state.alternating.report = paced, found.append
     grads = {h.name: torch.ones_like(h.local) for h in state.learning}
     units = [[h for h in unit.held if h.learns] for unit in state.units]
-    sizes = [Job(held, [grads[h.name] for h in held]).size for held in units]
+    sizes = [UnitUpdate(held, [grads[h.name] for h in held]).size for held in units]
     for _ in range(PROFILED + 1):
         state.update_later(lambda unit: grads, 1e-3)
     wanted = splits(sizes, pace)[0].device

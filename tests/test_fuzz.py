@@ -15,7 +15,7 @@ from tests.conftest import Command
 from weft.layout.conflicts import RULES
 from weft.recipe import load_recipe
 from weft.train import fuzz
-from weft.train.fuzz import Case, Fuzzer, Verdict, command, words
+from weft.train.fuzz import Case, CaseResult, Fuzzer, command, words
 from weft.train.pool import WorkerDied
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
@@ -41,9 +41,9 @@ def test_a_campaign(pool: Any) -> None:
 class Judge(Fuzzer):
     """Says wrong of whatever recomputes on two tensor-parallel ranks."""
 
-    def verdict_of(self, case: Case) -> Verdict:
+    def verdict_of(self, case: Case) -> CaseResult:
         bad = case.get("layout.tp") == 2 and "train.recompute" in case
-        return Verdict("wrong" if bad else "equal", "")
+        return CaseResult("wrong" if bad else "equal", "")
 
 
 def test_a_failure_is_made_small() -> None:

@@ -15,7 +15,7 @@ from weft.layout.parts import Part
 from weft.recipe import build_recipe
 from weft.train import step
 from weft.train.setup import prepare
-from weft.train.verify import Difference, Trace, compare, difference, run_layout
+from weft.train.verify import Difference, StepTrace, compare, difference, run_layout
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +101,10 @@ def test_a_millionth_of_a_gradient_is_found(pool: Any, corpus: str) -> None:
 def test_rounding_of_losses_is_no_difference_of_slopes_between_near_points(off: float, ok: bool) -> None:
     """A slope of losses at points 0.002 apart has 500 times the rounding of these, and may itself be small."""
 
-    def trace(slope: float) -> Trace:
+    def trace(slope: float) -> StepTrace:
         grad = slope * torch.tensor([3.0, 4.0], dtype=torch.float64)
         named = {"w": Part(grad, ((0, 2),), mock.Mock())}
-        return Trace([5.0], [abs(slope)], [named], {}, {})
+        return StepTrace([5.0], [abs(slope)], [named], {}, {})
 
     slope = 1e-3
     moved = trace(slope + off / 2e-3)
@@ -118,10 +118,10 @@ def test_rounding_of_losses_is_no_difference_of_slopes_between_near_points(off: 
     (1e-4, 1e-13, False),  # a small gradient that is one
 ])  # fmt: skip
 def test_noise_is_no_measure_where_all_gradients_are_zero(grad: float, off: float, ok: bool) -> None:
-    def trace(value: float) -> Trace:
+    def trace(value: float) -> StepTrace:
         named = {name: Part(torch.tensor([x], dtype=torch.float64), ((0, 1),), mock.Mock())
                  for name, x in [("grad", value), ("w", 2.0)]}  # fmt: skip
-        return Trace([5.0], [abs(value)], [{"w": named["grad"]}], {"w": named["w"]}, {})
+        return StepTrace([5.0], [abs(value)], [{"w": named["grad"]}], {"w": named["w"]}, {})
 
     assert difference([trace(grad + off)], trace(grad), "float64").ok is ok
 
@@ -132,11 +132,11 @@ def test_noise_is_no_measure_where_all_gradients_are_zero(grad: float, off: floa
     ("exp_avg", 1e-13, False),
 ])  # fmt: skip
 def test_a_difference_of_parameters_is_as_exact_as_these(slot: str, off: float, ok: bool) -> None:
-    def trace(moved: float) -> Trace:
+    def trace(moved: float) -> StepTrace:
         grad, parameter = torch.tensor([1e-12], dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)
         named = {name: Part(x, ((0, 1),), mock.Mock()) for name, x in [("grad", grad), ("w", parameter)]}
         kept = {"w": Part(torch.tensor([moved], dtype=torch.float64), ((0, 1),), mock.Mock())}
-        return Trace([5.0], [1e-12], [{"w": named["grad"]}], {"w": named["w"]}, {slot: kept})
+        return StepTrace([5.0], [1e-12], [{"w": named["grad"]}], {"w": named["w"]}, {slot: kept})
 
     assert difference([trace(1e-12 + off)], trace(1e-12), "float64").ok is ok
 
@@ -150,11 +150,11 @@ def test_a_difference_of_parameters_is_as_exact_as_these(slot: str, off: float, 
 def test_noise_that_adam_enlarges_is_no_difference_of_parameters(
     grad: float, off: float, gain: float, ok: bool
 ) -> None:
-    def trace(moved: float) -> Trace:
+    def trace(moved: float) -> StepTrace:
         values = {"w": torch.tensor([1.0], dtype=torch.float64), "b": torch.tensor([grad], dtype=torch.float64)}
         grads = {name: Part(x, ((0, 1),), mock.Mock()) for name, x in values.items()}
         params = {name: Part(torch.tensor([x], dtype=torch.float64), ((0, 1),), mock.Mock())
                   for name, x in [("w", 1.0), ("b", moved)]}  # fmt: skip
-        return Trace([5.0], [1.0], [grads], params, {"anchor": params})
+        return StepTrace([5.0], [1.0], [grads], params, {"anchor": params})
 
     assert difference([trace(1e-3 + off)], trace(1e-3), "float64", gain=gain).ok is ok

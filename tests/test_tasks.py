@@ -22,7 +22,7 @@ from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.observe.charts import charts
-from weft.observe.metrics import Run, read_metrics
+from weft.observe.metrics import RecordedRun, read_metrics
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Task, Train, build_recipe
 from weft.resilience.start import start as start_run
@@ -143,7 +143,7 @@ def test_a_run_asks_and_validates_by_its_averages(pool: Any, corpus: str, tmp_pa
 
     checkpoint = str(tmp_path / "two")
     averaged, files = open_model(checkpoint, "cpu", print, ema=True)
-    drawn = charts([Run("one", read_metrics(tmp_path / "one"))])
+    drawn = charts([RecordedRun("one", read_metrics(tmp_path / "one"))])
     (chart,) = (chart for chart in drawn if chart["title"] == "Tasks")
     assert chart["note"].endswith(": three") and [len(t["x"]) for t in chart["traces"]] == [4]
     task = open_task(Task(path=tasks[0]["path"]), tokenizer_of(files, checkpoint), "it")

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from weft.observe.host import Hardware, environment, git_state
+from weft.observe.host import HardwareLoad, environment, git_state
 
 
 def test_the_environment_names_host_versions_and_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -45,13 +45,13 @@ def test_a_gpu_tells_what_it_may(monkeypatch: pytest.MonkeyPatch, problem: Excep
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**30, 4 * 2**30))
     monkeypatch.setattr("torch.cuda.utilization", mock.Mock(return_value=97, side_effect=problem))
     monkeypatch.setattr("torch.cuda.power_draw", lambda device: 650_000)
-    sample = Hardware(torch.device("cuda"), interval=0).sample()
+    sample = HardwareLoad(torch.device("cuda"), interval=0).sample()
     assert sample is not None and sample["gpu_gib"] == 3
     assert (sample.get("gpu"), sample.get("gpu_watts")) == ((0.97, 650) if problem is None else (None, None))
 
 
 def test_hardware_is_sampled_when_it_is_time() -> None:
-    hardware = Hardware(torch.device("cpu"), interval=30)
+    hardware = HardwareLoad(torch.device("cpu"), interval=30)
     assert hardware.sample() is None
     until = time.process_time() + 0.25
     while time.process_time() < until:  # one core is busy

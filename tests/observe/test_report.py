@@ -15,7 +15,7 @@ import pytest
 from tests.browser import CHROMIUM, dumped_dom, measured
 from weft.errors import UsageError, WeftError
 from weft.observe.charts import POINTS, charts, minutes, running_mean, thin
-from weft.observe.metrics import FILE, Metrics, Run, read_metrics
+from weft.observe.metrics import FILE, Metrics, RecordedRun, read_metrics
 from weft.observe.report import beside, flat, tiles, write_report
 from weft.recipe import Recipe, build_recipe
 
@@ -144,7 +144,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     run = tmp_path / "run"
     Metrics(run).log("run", 0)
     assert write_report(run).is_file()
-    assert charts([Run("run", read_metrics(run))]) == [] and tiles(read_metrics(run)) == []
+    assert charts([RecordedRun("run", read_metrics(run))]) == [] and tiles(read_metrics(run)) == []
 
 
 def test_the_recipe_is_on_the_page(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_long_runs_are_thinned_but_keep_their_spikes() -> None:
     values[31_415] = 9.0
     thinned = thin(list(range(len(values))), values)
     assert len(thinned["x"]) <= POINTS + 2 and max(thinned["y"]) == 9.0 and thinned["x"][-1] == len(values) - 1
-    steps = charts([Run("run", {"train": [{"step": i, "loss": v} for i, v in enumerate(values)]})])
+    steps = charts([RecordedRun("run", {"train": [{"step": i, "loss": v} for i, v in enumerate(values)]})])
     assert len(json.dumps(steps)) < 200_000
 
 
@@ -236,7 +236,7 @@ def test_loads_of_experts_over_the_mean_of_their_layer() -> None:
         "moves_mib": 0,
     }
     loads = [{"step": n, **counts} for n in range(1, 900)]
-    found = {chart["title"]: chart for chart in charts([Run("r", {"experts": loads})])}
+    found = {chart["title"]: chart for chart in charts([RecordedRun("r", {"experts": loads})])}
     assert set(found) == {"Load of experts", "Dropped", "Sent for experts", "Experts"}
     assert [line["name"] for line in found["Sent for experts"]["traces"]] == ["tokens", "moves of experts"]
     trace = found["Experts"]["traces"][0]
@@ -247,8 +247,10 @@ def test_loads_of_experts_over_the_mean_of_their_layer() -> None:
 def test_who_took_part_is_drawn_in_steps_up_to_the_end() -> None:
     views = [{"step": 0, "time": 100.0, "ranks": 4}, {"step": 1, "time": 160.0, "ranks": 3}]
     trained = [{"step": n, "time": 100.0 + 60 * n, "loss": 1 / n} for n in (1, 2, 3)]
-    found = {c["title"]: c for c in charts([Run("r", {"view": views, "train": trained})])}["Who took part"]
+    found = {c["title"]: c for c in charts([RecordedRun("r", {"view": views, "train": trained})])}["Who took part"]
     loss, ranks = found["traces"]
     assert (loss["x"], loss["y"]) == ([1, 2, 3], [1.0, 0.5, 0.333333])
     assert (ranks["x"], ranks["y"], ranks["line"]["shape"]) == ([0, 1, 3], [4, 3, 3], "hv")
-    assert "Who took part" not in [c["title"] for c in charts([Run("r", {"view": views[:1], "train": trained})])]
+    assert "Who took part" not in [
+        c["title"] for c in charts([RecordedRun("r", {"view": views[:1], "train": trained})])
+    ]

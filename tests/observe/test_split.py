@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from torch.profiler import record_function
 
 from tests.measured import until_true
-from weft.observe.split import Split, TraceEvent, profile_step, split_events, trace
+from weft.observe.split import TimeSplit, TraceEvent, profile_step, split_events, trace
 
 
 def work(size: int = 300, times: int = 1) -> None:
@@ -33,7 +33,7 @@ def test_phases_of_one_process() -> None:
             time.sleep(0.10)
         return "result"
 
-    def measured() -> Split:
+    def measured() -> TimeSplit:
         result, split = profile_step(step)
         assert result == "result" and split.communication == 0 and split.data >= 0.05 and split.optimizer >= 0.1
         assert sum((split.compute, split.communication, split.data, split.optimizer)) == pytest.approx(split.total)
@@ -53,7 +53,7 @@ def test_cpu_events_count_once_and_on_the_main_thread_only() -> None:
         TraceEvent("weft:optimizer", 5, 8),
         TraceEvent("weft:wait", 9, 12),
     ]
-    assert split_events(events) == Split(compute=3.5, communication=4, data=0.5, optimizer=2, total=10)
+    assert split_events(events) == TimeSplit(compute=3.5, communication=4, data=0.5, optimizer=2, total=10)
 
 
 def test_cuda_events_count_what_no_other_kernel_hides() -> None:
@@ -72,7 +72,7 @@ def test_cuda_events_count_what_no_other_kernel_hides() -> None:
         TraceEvent("adam", 15, 17, kind="kernel"),
     ]
     split = split_events(events)
-    assert split == Split(compute=20 - 4 - 1 - 4, communication=4, data=1, optimizer=4, total=20)
+    assert split == TimeSplit(compute=20 - 4 - 1 - 4, communication=4, data=1, optimizer=4, total=20)
 
 
 def _rank(rank: int, rendezvous: str, out: str) -> None:

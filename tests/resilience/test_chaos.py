@@ -19,22 +19,24 @@ from tests.conftest import Command
 from tests.measured import until_true
 from weft.errors import WeftError
 from weft.resilience import campaign
-from weft.resilience.campaign import STAGES, Plan, disturb, rows_of, start_here, wrong
-from weft.resilience.chaos import KINDS, LASTS, Fault, Hit, Injector, Running, schedule
+from weft.resilience.campaign import STAGES, Campaign, disturb, rows_of, start_here, wrong
+from weft.resilience.chaos import KINDS, LASTS, DisturbedRun, Fault, Hit, Injector, schedule
 from weft.resilience.hosts import unavailable
 
 FAKE = str(Path(__file__).with_name("fake_run.py"))
 
 
-def plan(out: Path, seconds: float, **counts: int) -> Plan:
-    return Plan(Path("a recipe"), None, [], 8, schedule(counts, 0.8 * seconds, 3), seconds, out)
+def plan(out: Path, seconds: float, **counts: int) -> Campaign:
+    return Campaign(Path("a recipe"), None, [], 8, schedule(counts, 0.8 * seconds, 3), seconds, out)
 
 
 def disturbed(
     tmp_path: Path, seconds: float, fault: str = "", ranks: int = 8, **counts: int
-) -> tuple[Running, Injector]:
+) -> tuple[DisturbedRun, Injector]:
     log = tmp_path / "log"
-    run = Running(tmp_path / "run", start_here([sys.executable, FAKE, str(tmp_path / "run"), str(ranks), fault], log))
+    run = DisturbedRun(
+        tmp_path / "run", start_here([sys.executable, FAKE, str(tmp_path / "run"), str(ranks), fault], log)
+    )
     return run, disturb(run, plan(tmp_path, seconds, **counts), (), lambda text: None, log)
 
 
@@ -108,7 +110,7 @@ def test_whoever_a_cable_cut_off_was_hit_by_it() -> None:
     injector = cast(Injector, SimpleNamespace(hits=[hit], left=0))
     for time, count in ((103.0, 0), (150.0, 1)):
         view = {"kind": "view", "time": time, "step": 3, "lost": [{"number": 1, "rank": 1, "why": "is silent"}]}
-        run = cast(Running, SimpleNamespace(processes=[], records=[view]))
+        run = cast(DisturbedRun, SimpleNamespace(processes=[], records=[view]))
         assert len(campaign._ended_badly(run, injector)) == count
 
 
@@ -143,7 +145,7 @@ def test_a_run_that_hangs_is_ended_and_said(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_run_that_does_not_start_shows_its_output(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    run = Running(tmp_path / "run", start_here([sys.executable, "-c", "print('what is wrong'); exit(2)"], log))
+    run = DisturbedRun(tmp_path / "run", start_here([sys.executable, "-c", "print('what is wrong'); exit(2)"], log))
     with pytest.raises(WeftError, match=r"has ended by itself; its output ends with:\nwhat is wrong"):
         disturb(run, plan(tmp_path, 1, kill=1), (), lambda text: None, log)
 

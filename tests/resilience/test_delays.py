@@ -26,7 +26,7 @@ from weft.resilience.delays import (
     WINDOW,
     DelayWatch,
     Digest,
-    Step,
+    StepTimes,
     Verdict,
     digest,
     ranks_text,
@@ -47,7 +47,7 @@ def digests(
     draw = np.random.default_rng(seed)
     times = np.array(compute)[:, None] * draw.lognormal(0, noise, (len(compute), WINDOW))
     length = times.max(0) + 0.01
-    steps = [{s: Step(length[s], length[s] - mine[s], 0.0) for s in range(WINDOW)} for mine in times]
+    steps = [{s: StepTimes(length[s], length[s] - mine[s], 0.0) for s in range(WINDOW)} for mine in times]
     alike, machines = alike or [""] * len(steps), machines or ["m"] * len(steps)
     return [Digest(rank, machines[rank], mine, alike[rank], 1e6) for rank, mine in enumerate(steps)]
 
@@ -69,7 +69,7 @@ def test_a_slow_computer_is_named_and_equal_ones_are_not(world: int) -> None:
 def test_one_slow_step_is_no_slow_computer() -> None:
     given = digests([0.1] * 4, noise=0.05)
     steps = dict(given[2].steps)
-    steps[3] = Step(1.1, 0.01, 0.0)
+    steps[3] = StepTimes(1.1, 0.01, 0.0)
     assert slow_computers([*given[:2], Digest(2, "m", steps, "", 1e6), given[3]], {}, {}) == []
 
 

@@ -11,7 +11,7 @@ from weft.cli.arguments import AsJson, LayoutText, Overrides, RecipeFile
 from weft.errors import UsageError
 
 if TYPE_CHECKING:
-    from weft.resilience.campaign import Found
+    from weft.resilience.campaign import CampaignResult
 
 _reference = "A run of the same recipe that nobody has disturbed; without it one is made afterwards, of one rank."
 _hosts = "Put the ranks on so many hosts, which are network namespaces of this machine (root on Linux)."
@@ -40,7 +40,7 @@ def chaos(
 ) -> int:
     """Train with faults: ranks killed, frozen, cut off, slowed. Then: did it come through as if nothing had been?"""
     from weft.recipe import RUNS, load_recipe
-    from weft.resilience.campaign import TOLERANCE, Plan, carry_out
+    from weft.resilience.campaign import TOLERANCE, Campaign, carry_out
     from weft.resilience.chaos import schedule
     from weft.resilience.hosts import unavailable
     from weft.resilience.start import planned
@@ -59,7 +59,7 @@ def chaos(
     counts = {"kill": kill, "leader": leader, "two": two, "host": host, "freeze": freeze, "link": link, "slow": slow}
     faults = schedule(counts, 54 * minutes, seed)
     tolerance = TOLERANCE.get(given.train.dtype, TOLERANCE["float32"])
-    plan = Plan(
+    plan = Campaign(
         recipe, str(given.layout) if layout == "" else layout, values, given.layout.world, faults, 60 * minutes,
         out or unused_folder(RUNS / "chaos"), hosts, reference, tolerance,
     )  # fmt: skip
@@ -74,7 +74,7 @@ def chaos(
     return int(bool(found.wrong))
 
 
-def _show(found: "Found", out: Path) -> None:
+def _show(found: "CampaignResult", out: Path) -> None:
     columns = {
         "fault": "fault", "at_s": "at s", "hit": "ranks hit", "lasts_s": "lasts s", "survivors": "survivors",
         "detect_s": "detect", "part_s": "part", "agree_s": "agree", "rebuild_s": "rebuild", "recover_s": "recover",

@@ -6,7 +6,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from weft.observe import checkpoints
-from weft.observe.metrics import Record, Records, Run
+from weft.observe.metrics import Record, RecordedRun, Records
 
 #: Parts of a step and their colors.
 PARTS = {"compute": "--c1", "communication": "--c2", "data": "--c5", "optimizer": "--c4"}
@@ -79,7 +79,7 @@ def column(records: list[Record], name: str) -> tuple[list[int], list[float]]:
     return [s for s, _ in found], [v for _, v in found]
 
 
-def charts(runs: Sequence[Run]) -> list[Record]:
+def charts(runs: Sequence[RecordedRun]) -> list[Record]:
     """Plotly figures as plain JSON; a chart without data is left out. Colors are names of CSS variables."""
     several = len(runs) > 1
     found = []
@@ -163,7 +163,7 @@ def membership(records: Records) -> list[Record]:
     return [{"title": "Who took part", "note": note, "traces": [loss, ranks], "layout": layout}]
 
 
-def task_chart(runs: Sequence[Run]) -> list[Chart]:
+def task_chart(runs: Sequence[RecordedRun]) -> list[Chart]:
     """The chart of the tasks that runs were asked, if there are any."""
     kinds = dict.fromkeys(kind for run in runs for kind in run.records if kind.startswith("task."))
     series = [
@@ -174,7 +174,7 @@ def task_chart(runs: Sequence[Run]) -> list[Chart]:
     return [Chart("Tasks", note, "~%", ".1%", tuple(series))] if series else []
 
 
-def frame(chart: Chart, traces: list[Record], runs: Sequence[Run]) -> Record:
+def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Record:
     """Axes of a chart, with a mark where a single run was resumed."""
     ends = [min(t["x"][0] for t in traces), max(t["x"][-1] for t in traces)]
     mode = "normal" if chart.title == "Loss" else "tozero"
@@ -251,7 +251,7 @@ def thin(steps: Sequence[float], values: list[float]) -> Record:
     return {"x": [steps[i] for i in sorted(keep)], "y": [float(f"{values[i]:.6g}") for i in sorted(keep)]}
 
 
-def step_times(runs: Sequence[Run]) -> list[Record]:
+def step_times(runs: Sequence[RecordedRun]) -> list[Record]:
     """Stacked bars of the last sixty profiled steps of a run, or of the mean profiled step of each of several."""
     split = runs[0].records.get("split", [])[-60:]
     bars = [(str(r["step"]), r) for r in split]

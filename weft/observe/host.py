@@ -40,7 +40,7 @@ def git_state() -> str:
     return ""
 
 
-class Hardware:
+class HardwareLoad:
     """Load of the main rank's machine, at most every ``interval`` seconds; its processor's since the sample before."""
 
     def __init__(self, device: torch.device, interval: float = 5.0) -> None:

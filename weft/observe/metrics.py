@@ -123,7 +123,7 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """A run as it was recorded."""
 
     name: str

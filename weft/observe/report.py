@@ -11,7 +11,7 @@ from weft.errors import UsageError
 from weft.observe import checkpoints, delays
 from weft.observe.charts import PARTS, RUNS, charts, checkpoint_charts, column
 from weft.observe.display import clock, compact
-from weft.observe.metrics import Record, Records, Run, read_metrics
+from weft.observe.metrics import Record, RecordedRun, Records, read_metrics
 from weft.pages import render, write
 
 
@@ -35,13 +35,13 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
         raise UsageError(f"{len(folders)} runs are too many for one page; give at most {len(RUNS)}")
     names = [folder.resolve().name for folder in folders]
     alike = len(set(names)) < len(names)
-    runs = [Run(str(f) if alike else n, read_metrics(f)) for f, n in zip(folders, names, strict=True)]
+    runs = [RecordedRun(str(f) if alike else n, read_metrics(f)) for f, n in zip(folders, names, strict=True)]
     page = page_of(runs[0]) if len(runs) == 1 else page_beside(runs)
     default = folders[0] / ("report.html" if len(runs) == 1 else "compare.html")
     return write(out or default, page, "the report to")
 
 
-def render_runs(runs: Sequence[Run], **values: Any) -> str:
+def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
     """The template filled with ``values`` and with what one run and several have in common."""
     from plotly.offline import get_plotlyjs
 
@@ -51,7 +51,7 @@ def render_runs(runs: Sequence[Run], **values: Any) -> str:
     return render("observe/report.html", plotly=get_plotlyjs(), charts=drawn, samples=samples, names=names, **values)
 
 
-def page_of(run: Run) -> str:
+def page_of(run: RecordedRun) -> str:
     """The page about one run."""
     facts = run_facts(run)
     events = [(f"step {e['step']:,}", e.get("message", "")) for e in run.records.get("event", [])]
@@ -68,7 +68,7 @@ def page_of(run: Run) -> str:
     )
 
 
-def page_beside(runs: Sequence[Run]) -> str:
+def page_beside(runs: Sequence[RecordedRun]) -> str:
     """The page about several runs: the same charts with a color per run, and what differs in numbers and recipes."""
     headline = beside([{name: f"{value} ({about})" for name, value, about in tiles(run.records)} for run in runs])
     recipes = [row for row in beside([dict(flat(run.recipe)) for run in runs]) if row.differs]
@@ -113,7 +113,7 @@ def tiles(records: Records) -> list[tuple[str, str, str]]:
     return found
 
 
-def run_facts(run: Run) -> dict[str, str]:
+def run_facts(run: RecordedRun) -> dict[str, str]:
     """What is fixed about a run, how far it came, and on what."""
     records, head = run.records, run.head
     runs, train = records.get("run", []), records.get("train", [])

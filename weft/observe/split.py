@@ -19,7 +19,7 @@ COLLECTIVES = ("c10d::", "_c10d_functional::", "gloo:", "weft:wait")
 
 
 @dataclass(frozen=True)
-class Split:
+class TimeSplit:
     """Seconds of one step."""
 
     compute: float  # what remains of the total, the profiler's own overhead included
@@ -40,7 +40,7 @@ class TraceEvent:
     kind: str = "cpu_op"
 
 
-def profile_step(fn: Callable[[], T]) -> tuple[T, Split]:
+def profile_step(fn: Callable[[], T]) -> tuple[T, TimeSplit]:
     """Run ``fn`` under :mod:`torch.profiler`, alone and on every rank at once, and say where its time went.
 
     ``fn`` marks its phases with ``record_function("weft:data")`` and ``record_function("weft:optimizer")``.
@@ -58,7 +58,7 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, Split]:
     return result, split_events([TraceEvent(*event) for event in events])
 
 
-def split_events(events: Sequence[TraceEvent]) -> Split:
+def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
     """The split of a step whose extent is the event ``weft:step``.
 
     On the CPU communication is exposed while the main thread issues a collective or waits for it. On a GPU it is
@@ -79,7 +79,7 @@ def split_events(events: Sequence[TraceEvent]) -> Split:
     busy = claim(step, update, work, waiting, loading, phases)
     total = step.end - step.start
     communication, data, optimizer = busy[2], busy[3], busy[0] + busy[4]
-    return Split(max(0.0, total - communication - data - optimizer), communication, data, optimizer, total)
+    return TimeSplit(max(0.0, total - communication - data - optimizer), communication, data, optimizer, total)
 
 
 def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:

@@ -30,7 +30,7 @@ PROFILED = 3
 Update = Callable[[Sequence[Held], Sequence[T]], None]
 
 
-class Job(NamedTuple):
+class UnitUpdate(NamedTuple):
     """The parameters of a unit that learn, and their reduced gradients."""
 
     held: Sequence[Held]
@@ -51,7 +51,7 @@ class Job(NamedTuple):
         """Bytes of room that it needs elsewhere."""
         return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
 
-    def copied(self, room: T) -> "Job":
+    def copied(self, room: T) -> "UnitUpdate":
         """The same unit with its tensors in ``room``, uint8."""
         start, places = 0, []
         for t in self.tensors:
@@ -65,7 +65,7 @@ class Job(NamedTuple):
         held = [
             replace(h, local=w, slots=s, updates=n) for h, w, s, n in zip(self.held, local, slots, updates, strict=True)
         ]
-        return Job(held, list(left))
+        return UnitUpdate(held, list(left))
 
 
 class Lane:
@@ -110,7 +110,7 @@ class Alternating:
     def __call__(self, units: Sequence[tuple[Sequence[Held], Sequence[T]]], update: Update) -> None:
         """Update all of these. What fails is raised, and raised again by whoever asks later (:meth:`check`)."""
         self.check()
-        jobs = [Job(held, grads) for held, grads in units]
+        jobs = [UnitUpdate(held, grads) for held, grads in units]
         sizes = [job.size for job in jobs]
         if self.share is None and self._profiled >= PROFILED:
             self._choose(sizes)
@@ -138,7 +138,7 @@ class Alternating:
                 for _ in range(ROOMS)
             ]
 
-    def _run(self, table: Table, jobs: Sequence[Job], update: Update) -> dict[Key, float]:
+    def _run(self, table: Table, jobs: Sequence[UnitUpdate], update: Update) -> dict[Key, float]:
         """Run the table; seconds that each action took."""
         done: dict[Key, Future[None]] = {a.key: Future() for a in table}
         ops, took = self._ops(table, jobs, update), dict[Key, float]()
@@ -168,10 +168,10 @@ class Alternating:
             future.result()
         return took
 
-    def _ops(self, table: Table, jobs: Sequence[Job], update: Update) -> Mapping[str, Callable[[Action], None]]:
+    def _ops(self, table: Table, jobs: Sequence[UnitUpdate], update: Update) -> Mapping[str, Callable[[Action], None]]:
         away = [a.stage for a in table if a.kind == BRING]
         rooms = {unit: i % ROOMS for i, unit in enumerate(away)}
-        there: dict[int, Job] = {}
+        there: dict[int, UnitUpdate] = {}
 
         def bring(a: Action) -> None:
             there[a.stage] = jobs[a.stage].copied(self._rooms[rooms[a.stage]])

@@ -40,7 +40,7 @@ Point = Callable[[Held], T]
 KEPT = 2
 
 
-class Early(NamedTuple):
+class EarlyUpdates(NamedTuple):
     """Units to be updated during backward, and what does it when the gradient of one is complete."""
 
     units: Container[Unit]
@@ -85,7 +85,7 @@ class Pipeline:
         self.points: Sequence[Point] = ()
         self.visit: Callable[[Unit], None] = lambda unit: None
         self.fetch: Callable[[Unit], None] = lambda unit: None
-        self.early: Early | None = None
+        self.early: EarlyUpdates | None = None
         self.lasts: dict[tuple[str, Unit], Action] = {}  # the last of a kind for each unit that is updated early
         self.turns = Turns(frozenset(), frozenset())
         self.summed: set[TableUnit] = set()  # over the replicas, by now

@@ -99,7 +99,7 @@ def by_block(held: Mapping[str, Held]) -> dict[str, list[Held]]:
     return units
 
 
-class Optimizer(Protocol):
+class Updater(Protocol):
     """What updates parameters, and says what it keeps with each of them."""
 
     def slots(self, held: Held) -> dict[str, Part]:
@@ -145,9 +145,9 @@ class State:
         self.learning = [held for held in self.held if held.learns]
         self.copies = dict(copies or {})
         self.due: dict[Unit, tuple[Callable[[Unit], Mapping[str, T]], float, float]] = {}
-        self._optimizer: Optimizer | None = None
+        self._optimizer: Updater | None = None
 
-    def optimize(self, optimizer: Optimizer) -> None:
+    def optimize(self, optimizer: Updater) -> None:
         """From now on :meth:`update` is the ``optimizer``'s, which finds its slots with every parameter that learns."""
         self._optimizer = optimizer
         for unit in self.units:

@@ -18,7 +18,19 @@ from functools import partial
 from typing import Any
 
 from weft.resilience import members as rules
-from weft.resilience.members import GONE, LEFT, NEWCOMER, STOPPED, Address, Fatal, LeftOut, Loss, Member, TooFew, View
+from weft.resilience.members import (
+    GONE,
+    LEFT,
+    NEWCOMER,
+    STOPPED,
+    Address,
+    Fatal,
+    LeftOut,
+    Member,
+    MemberLoss,
+    TooFew,
+    View,
+)
 
 #: Why a member is lost that is there, but does not come to agree.
 ABSENT = "has not come back from its step"
@@ -31,7 +43,7 @@ HOLD_S = 0.01, 0.04
 
 
 @dataclass
-class Peer:
+class OtherMember:
     """Another process, and what it said last of where it stands; nothing yet of this view: {}."""
 
     member: Member
@@ -59,8 +71,8 @@ class Agreement:
         self.outcome: View | Exception | None = None
         self.breaks: list[str] = []  # every ``why``, for the agent to take away
         self.noted = False  # as a newcomer: somebody has answered
-        self.peers: dict[Address, Peer] = {}
-        self.lost: dict[Address, Loss] = {}  # of this view
+        self.peers: dict[Address, OtherMember] = {}
+        self.lost: dict[Address, MemberLoss] = {}  # of this view
         self._promised = 0  # highest epoch acknowledged
         self._accepted: list[View] = []  # acknowledged since the view was committed; any may be committed somewhere
         self._proposal: View | None = None
@@ -91,7 +103,7 @@ class Agreement:
         )
         self.lost, self.why, self.noted, self.leaving, self.outcome = {}, "", False, False, None
         places = {*contacts} - {self.me.address}
-        self.peers = {(host, port): Peer(Member(NEWCOMER, host, port, "", 0, 0.0)) for host, port in places}
+        self.peers = {(host, port): OtherMember(Member(NEWCOMER, host, port, "", 0, 0.0)) for host, port in places}
 
     def want(self, facts: Message, limit: float, patience: float | None = None) -> None:
         """The process wants the next view; it then finds it, or why there is none, in ``outcome``.
@@ -128,7 +140,7 @@ class Agreement:
         if known and (known.proved or not witnessed):
             return
         accuses = any((host, port) == self.me.address for host, port, _, _ in peer.said.get("lost", ()))
-        self.lost[address] = Loss(why, proved and (witnessed or not accuses))
+        self.lost[address] = MemberLoss(why, proved and (witnessed or not accuses))
         if self.view is None:
             return
         if self.view.at(address) is None:
@@ -208,7 +220,7 @@ class Agreement:
             self.fatal = message["text"]
             self.break_view(self.fatal)
 
-    def _on_stand(self, peer: Peer, message: Message) -> None:
+    def _on_stand(self, peer: OtherMember, message: Message) -> None:
         peer.said, peer.life = message, message["life"]
         loss = self.lost.get(peer.member.address)
         if loss and (loss.why == STOPPED or not loss.proved) and (peer.wants or not loss.why.startswith(ABSENT)):
@@ -233,7 +245,7 @@ class Agreement:
             return
         if address not in self.peers:
             self.lost.pop(address, None)
-            self.peers[address] = Peer(Member(**message["member"]))
+            self.peers[address] = OtherMember(Member(**message["member"]))
         members = [asdict(member) for member in self.view.members]
         if not message["noted"] or message["knows"] != [[member.host, member.port] for member in self.view.members]:
             reply({"t": "noted", "members": members})
@@ -241,7 +253,9 @@ class Agreement:
     def _on_noted(self, members: list[Member]) -> None:
         """A newcomer hears whom to ask."""
         self.noted = True
-        self.peers = {m.address: self.peers.get(m.address, Peer(m)) for m in members if m.address != self.me.address}
+        self.peers = {
+            m.address: self.peers.get(m.address, OtherMember(m)) for m in members if m.address != self.me.address
+        }
         for member in members:
             if member.address in self.peers:
                 self.peers[member.address].member = member
@@ -268,12 +282,12 @@ class Agreement:
     def _epoch(self) -> int:
         return self.view.epoch if self.view else 0
 
-    def _others(self) -> list[Peer]:
+    def _others(self) -> list[OtherMember]:
         """The other members of the present view."""
         members = self.view.members if self.view else ()
         return [self.peers[member.address] for member in members if member.address != self.me.address]
 
-    def _newcomers(self) -> list[Peer]:
+    def _newcomers(self) -> list[OtherMember]:
         """Who wants to be let in, and is heard here."""
         return [
             peer for peer in self.peers.values() if self.view and not self.view.at(peer.member.address) and peer.wants
@@ -293,12 +307,12 @@ class Agreement:
         kept = rules.without_quarrels([m.number for m in self.view.members if m.address not in out], quarrels)
         return [member for member in self.view.members if member.number in kept]
 
-    def _joiners(self, kept: Collection[Member]) -> list[Peer]:
+    def _joiners(self, kept: Collection[Member]) -> list[OtherMember]:
         """The newcomers that all of ``kept`` hear, and that hear them."""
         others = [self.peers[member.address] for member in kept if member.address != self.me.address]
         places = {member.address for member in kept}
 
-        def fits(peer: Peer) -> bool:
+        def fits(peer: OtherMember) -> bool:
             heard = all(list(peer.member.address) in other.said.get("hears", ()) for other in others)
             misses = places.intersection((host, port) for host, port, _, _ in peer.said["lost"])
             return heard and not misses and not peer.said["leaving"]
@@ -370,7 +384,7 @@ class Agreement:
                 self.send(member.address, {"t": "commit", "epoch": proposal.epoch})
             self._on_commit(proposal.epoch)
 
-    def _propose(self, kept: list[Member], ready: list[Peer], joiners: list[Peer]) -> None:
+    def _propose(self, kept: list[Member], ready: list[OtherMember], joiners: list[OtherMember]) -> None:
         assert self.view is not None and self._facts is not None
         numbers = max(view.numbers for view in [self.view, *self._accepted])
         members = kept + [replace(peer.member, number=numbers + i) for i, peer in enumerate(joiners)]
@@ -468,7 +482,7 @@ class Agreement:
                 self.peers.pop(address)
         for member in view.members:
             if member.address != self.me.address:
-                peer = self.peers.setdefault(member.address, Peer(member))
+                peer = self.peers.setdefault(member.address, OtherMember(member))
                 peer.member = member
                 peer.said = peer.said if peer.said.get("epoch", -1) >= view.epoch else {}
         for peer in self._others():

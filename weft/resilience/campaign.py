@@ -20,7 +20,7 @@ import psutil
 
 from weft.errors import WeftError
 from weft.observe.metrics import Record, read_metrics
-from weft.resilience.chaos import Fault, Hit, Injector, Running
+from weft.resilience.chaos import DisturbedRun, Fault, Hit, Injector
 from weft.resilience.hosts import Host, hosts
 
 #: Losses beside those of the undisturbed run: the largest difference, over the largest loss, that is rounding.
@@ -74,7 +74,7 @@ def start_on(hosts: Sequence[Host], words: Sequence[str], ranks: int, log: Path)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Campaign:
     """What is to be done to which run, for so many ``seconds``. With ``hosts`` it is on so many of them.
 
     ``reference`` is the folder of a run that nobody disturbed; else one is made, of one rank.
@@ -93,7 +93,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Found:
+class CampaignResult:
     """A row for every fault that has happened, the middle of every column that holds seconds, and what is wrong."""
 
     rows: list[Record]
@@ -101,7 +101,7 @@ class Found:
     wrong: list[str]
 
 
-def carry_out(plan: Plan, say: Say) -> Found:
+def carry_out(plan: Campaign, say: Say) -> CampaignResult:
     """Start a run in ``plan.out``/run, disturb it, judge it, and write what was found to ``plan.out``/chaos.json."""
     folder, log = plan.out / "run", plan.out / "output.txt"
     plan.out.mkdir(parents=True)
@@ -109,7 +109,7 @@ def carry_out(plan: Plan, say: Say) -> Found:
     with ExitStack() as stack:  # also SIGTERM leaves nothing running
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         made = stack.enter_context(hosts(plan.hosts)) if plan.hosts else ()
-        run = Running(folder, start_on(made, words, plan.ranks, log) if made else start_here(words, log))
+        run = DisturbedRun(folder, start_on(made, words, plan.ranks, log) if made else start_here(words, log))
         more = [sys.executable, "-m", "weft", "ranks", "add", str(folder), "--ranks"]
 
         def add(count: int, draw: Random) -> None:
@@ -122,12 +122,16 @@ def carry_out(plan: Plan, say: Say) -> Found:
             say(f"the run was at step {run.step}; now one that nobody disturbs")
             alone = train_words(plan.recipe, "dp=1", [*plan.overrides, "resilience.survive=false"], reference)
             undisturbed(alone, reference, run.step, log)
-    found = Found(rows := rows_of(run, injector.hits), medians(rows), wrong(run, injector, reference, plan.tolerance))
+    found = CampaignResult(
+        rows := rows_of(run, injector.hits), medians(rows), wrong(run, injector, reference, plan.tolerance)
+    )
     (plan.out / "chaos.json").write_text(json.dumps(asdict(found), indent=1) + "\n")
     return found
 
 
-def disturb(run: Running, plan: Plan, made: Sequence[Host], say: Say, log: Path, add: Add | None = None) -> Injector:
+def disturb(
+    run: DisturbedRun, plan: Campaign, made: Sequence[Host], say: Say, log: Path, add: Add | None = None
+) -> Injector:
     """Inject the faults into a run that has been started, tell it to stop in time, and wait.
 
     ``add`` starts new ranks for those that are lost. Raises :class:`WeftError` if the run does not start, hangs,
@@ -162,7 +166,7 @@ def disturb(run: Running, plan: Plan, made: Sequence[Host], say: Say, log: Path,
         _end(run)
 
 
-def _wait(run: Running, seconds: float, done: Callable[[], bool], problem: str, log: Path) -> None:
+def _wait(run: DisturbedRun, seconds: float, done: Callable[[], bool], problem: str, log: Path) -> None:
     until = time.monotonic() + seconds
     while not done():
         run.look()
@@ -178,7 +182,7 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-SHOWN:])
 
 
-def _end(run: Running) -> None:
+def _end(run: DisturbedRun) -> None:
     """Nothing that belongs to the run is left."""
     for process in _processes(run):
         with suppress(psutil.NoSuchProcess):
@@ -187,7 +191,7 @@ def _end(run: Running) -> None:
         one.wait()
 
 
-def _processes(run: Running) -> list[psutil.Process]:
+def _processes(run: DisturbedRun) -> list[psutil.Process]:
     """All that belong to a run, those that others have started first."""
     left = [psutil.Process(p.pid) for p in (*run.processes, *run.added) if p.poll() is None]
     return [child for p in left for child in p.children(recursive=True)] + left
@@ -195,7 +199,7 @@ def _processes(run: Running) -> list[psutil.Process]:
 
 def undisturbed(words: Sequence[str], folder: Path, steps: int, log: Path) -> None:
     """A run of ``words`` into ``folder`` that is told to stop when it has taken ``steps`` steps."""
-    run = Running(folder, start_here(words, log))
+    run = DisturbedRun(folder, start_here(words, log))
     try:
         _wait(run, STARTS, lambda: run.step > 0, "has not taken a step", log)
         while run.step < steps and not run.ended:
@@ -207,7 +211,7 @@ def undisturbed(words: Sequence[str], folder: Path, steps: int, log: Path) -> No
         _end(run)
 
 
-def wrong(run: Running, injector: Injector, reference: Path, tolerance: float) -> list[str]:
+def wrong(run: DisturbedRun, injector: Injector, reference: Path, tolerance: float) -> list[str]:
     """What is off about a run that was disturbed; nothing, if it came through as one that was not."""
     found = []
     trained = [r for r in run.records if r["kind"] == "train"]
@@ -238,7 +242,7 @@ def _some(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps[:5])) + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
 
 
-def _ended_badly(run: Running, injector: Injector) -> list[str]:
+def _ended_badly(run: DisturbedRun, injector: Injector) -> list[str]:
     """Processes that failed, and members that were left out, although no fault had hit them.
 
     Of a cable that is out, those at either end may be: half of the members go on, if the first of them is there.
@@ -261,7 +265,7 @@ def _ended_badly(run: Running, injector: Injector) -> list[str]:
     return found
 
 
-def rows_of(run: Running, hits: Sequence[Hit]) -> list[Record]:
+def rows_of(run: DisturbedRun, hits: Sequence[Hit]) -> list[Record]:
     """What became of every fault: the view that was agreed on without those whom it hit, and the first step after it.
 
     ``stall_s``: from the fault to that step, of which ``detect_s`` until this was known; ``again``: finished steps that

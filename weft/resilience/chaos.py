@@ -87,7 +87,7 @@ class Hit:
         return {int(member["number"]) for member in self.who}
 
 
-class Running:
+class DisturbedRun:
     """A run that goes on: its processes, the members of its view, and its records so far."""
 
     def __init__(self, folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -137,7 +137,7 @@ class Injector:
 
     def __init__(
         self,
-        run: Running,
+        run: DisturbedRun,
         faults: Sequence[Fault],
         hosts: Sequence[Host] = (),
         add: Callable[[int, Random], None] | None = None,

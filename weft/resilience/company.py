@@ -40,7 +40,7 @@ LOOK_S, ABSENT_S, END_S = 0.05, 15.0, 60.0
 KNOWN = 4
 
 
-class Out(WeftError):
+class IslandLeftOut(WeftError):
     """The others go on without this island."""
 
     exit_code = LEFT_OUT
@@ -124,7 +124,7 @@ class Company(Presence):
                 return
             try:
                 if alone:
-                    raise Out(f"the run has ended before island {self.island} could take part again")
+                    raise IslandLeftOut(f"the run has ended before island {self.island} could take part again")
                 if due:
                     self._take_view(limit)
             except Exception as error:
@@ -193,7 +193,7 @@ class Company(Presence):
         if (self.island, self.mine["life"]) not in whole:
             others = [fact for who, places in found.items() if who[0] == self.island for fact in places.values()]
             if self.got is not None or len(others) >= self.ranks:
-                self.give_up(Out(f"island {self.island} cannot go on without all of its ranks"))
+                self.give_up(IslandLeftOut(f"island {self.island} cannot go on without all of its ranks"))
 
     def _end_of_round(self, begun: int) -> int:
         """The last exchange that begins with the next round of the first fragment, after the one that has ``begun``."""
@@ -427,13 +427,15 @@ class Company(Presence):
         if self.view is not None and not self.ended:
             gone = {place: number for place, number in mates.items() if number in self.membership.lost}
             if gone:
-                self.give_up(Out(f"island {self.island} ends, as its {why}; the other islands go on"))
+                self.give_up(IslandLeftOut(f"island {self.island} ends, as its {why}; the other islands go on"))
 
     def give_up(self, error: Exception) -> None:
         """End this process: by the main thread, if it comes by, or else soon without it."""
         if isinstance(error, LeftOut):
             back = self.way_back(self.island)
-            error = Out(f"the other islands have gone on without island {self.island}: start it again with {back}")
+            error = IslandLeftOut(
+                f"the other islands have gone on without island {self.island}: start it again with {back}"
+            )
         with self.changed:
             if self.fatal is not None or self.closing:
                 return

@@ -53,7 +53,7 @@ SLOWLY = {
 Pair = tuple[int, int]
 
 
-class Step(NamedTuple):
+class StepTimes(NamedTuple):
     """Seconds of a rank's step: in all, waited for others, and lost to other work on its processor."""
 
     total: float
@@ -70,7 +70,7 @@ class Digest:
 
     rank: int
     machine: str
-    steps: Mapping[int, Step]
+    steps: Mapping[int, StepTimes]
     alike: str
     sent: float
 
@@ -102,14 +102,14 @@ class Verdict:
 
 def digest(found: Trace, window: int = WINDOW) -> Digest:
     """What a ring says of its rank's last steps that are over."""
-    records, steps = found.records, dict[int, Step]()
+    records, steps = found.records, dict[int, StepTimes]()
     done = records[(records["kind"] == STEP) & (records["leave"] > 0)][-window:]
     inside = records[np.isin(records["step"], done["sequence"]) & (records["kind"] != STEP)]
     waits = inside[(inside["begin"] > 0) & (inside["leave"] > 0)]
     for one in done:
         mine = waits[(waits["step"] == one["sequence"]) & (waits["enter"] >= one["enter"])]
         times = one["leave"] - one["enter"], (mine["leave"] - mine["begin"]).sum(), one["size"]
-        steps[int(one["sequence"])] = Step(*(float(ns) / 1e9 for ns in times))
+        steps[int(one["sequence"])] = StepTimes(*(float(ns) / 1e9 for ns in times))
     rank, messages = found.about["rank"], inside[inside["peer"] >= 0]
     whither = Counter(zip(messages["kind"].tolist(), (messages["peer"] > rank).tolist(), strict=True))
     shared = inside[inside["peer"] < 0]

@@ -21,7 +21,7 @@ from weft.parallel.state import State
 from weft.plugins import PluginError
 from weft.recipe import Recipe, build_recipe
 from weft.resilience import trace
-from weft.resilience.company import Company, Out
+from weft.resilience.company import Company, IslandLeftOut
 from weft.resilience.members import NEWCOMER, Address, Member
 from weft.resilience.membership import Membership
 from weft.resilience.roster import read_roster, write_roster
@@ -147,7 +147,7 @@ class Islander(Watching):
     def take_as_loss(self, error: Exception) -> None:
         """If ``error`` comes from the loss of a rank of this island, end with that; the other islands go on."""
         cause = error.__cause__ if isinstance(error, PluginError) and error.__cause__ is not None else error
-        if isinstance(error, Out):
+        if isinstance(error, IslandLeftOut):
             time.sleep(VERDICT_S)  # the process is about to be ended
         if not is_secondary(cause):
             return
@@ -156,7 +156,9 @@ class Islander(Watching):
             time.sleep(0.05)
         if self.company.fatal is not None:
             time.sleep(VERDICT_S)
-        raise Out(f"island {self.island} ends, as a rank of it is lost ({cause}); the other islands go on") from error
+        raise IslandLeftOut(
+            f"island {self.island} ends, as a rank of it is lost ({cause}); the other islands go on"
+        ) from error
 
     # --- what the loop asks and says ---
 

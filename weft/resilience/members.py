@@ -62,7 +62,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Loss:
+class MemberLoss:
     """Why a member is lost to this view, and whether that is beyond doubt."""
 
     why: str

@@ -24,7 +24,7 @@ from typing import Any
 from weft.layout.hangup import spare
 from weft.resilience.agreement import Agreement, Message
 from weft.resilience.members import GONE, NEWCOMER, STOPPED, Address, Fatal, Member, TooFew, View, look_at, this_process
-from weft.resilience.wires import Wire, WireCut, key_of
+from weft.resilience.wires import Connection, WireCut, key_of
 
 #: Heartbeats in the time after which a silent member is lost.
 BEATS = 6
@@ -46,7 +46,7 @@ class _Link:
 
     member: Member
     heard: float  # when it said something last; before its first word: when it must
-    wire: Wire | None = None  # the connection that this agent dialled
+    wire: Connection | None = None  # the connection that this agent dialled
     dialled: float = 0.0
     cut: bool = False  # a connection has ended since it was heard last
     sure: bool = True  # it was heard since this process was away
@@ -84,7 +84,7 @@ class Membership:
         self._lock = self.news = threading.Condition()  # guards all that follows; told whenever something may be new
         self._agreement = Agreement(me, self._send_to)
         self._links: dict[Address, _Link] = {}
-        self._incoming: set[Wire] = set()  # connections that others dialled
+        self._incoming: set[Connection] = set()  # connections that others dialled
         self._facts: dict[str, Any] = {}  # published
         self._said: Message = {}  # to all, last
         self._closing = False
@@ -324,7 +324,7 @@ class Membership:
         self._last = now
 
     def _handle(self, key: selectors.SelectorKey, mask: int, now: float) -> None:
-        if isinstance(key.data, Wire):
+        if isinstance(key.data, Connection):
             if key.data.closed:  # by what came in the same moment
                 return
             try:
@@ -340,9 +340,9 @@ class Membership:
                 self._poked.recv(1 << 12)
         else:
             with suppress(OSError):
-                self._incoming.add(Wire(self._listener.accept()[0], self._key, self._selector, now))
+                self._incoming.add(Connection(self._listener.accept()[0], self._key, self._selector, now))
 
-    def _hear(self, wire: Wire, message: Message, now: float) -> None:
+    def _hear(self, wire: Connection, message: Message, now: float) -> None:
         if message["t"] == "hello":
             wire.address = (message["host"], message["port"])
         elif wire.address:
@@ -352,7 +352,7 @@ class Membership:
                 if message["t"] == "stand":
                     self.published[message["from"]] = message["facts_published"]
 
-    def _send(self, wire: Wire, message: Message) -> None:
+    def _send(self, wire: Connection, message: Message) -> None:
         try:
             wire.send(message | {"from": self.me.number})
         except (OSError, WireCut) as error:
@@ -377,7 +377,7 @@ class Membership:
             self._agreement.repeat()
             self._next_beat = now + self._beat
 
-    def _cut(self, wire: Wire, error: Exception) -> None:
+    def _cut(self, wire: Connection, error: Exception) -> None:
         """A connection has ended. If that process then refuses a new one, it is gone."""
         wire.close()
         self._incoming.discard(wire)
@@ -427,7 +427,7 @@ class Membership:
     def _dial(self, link: _Link, now: float) -> None:
         link.dialled = now
         try:
-            wire = Wire.to(link.member.address, self._key, self._selector, now)
+            wire = Connection.to(link.member.address, self._key, self._selector, now)
         except OSError as error:
             if isinstance(error, ConnectionRefusedError):
                 self._refused(link)

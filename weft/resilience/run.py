@@ -79,7 +79,7 @@ ALONE = "the others have gone on without this rank, and cannot be reached any mo
 ENDED = "the run has ended"
 
 
-class Out(WeftError):
+class RankLeftOut(WeftError):
     """The others go on without this rank."""
 
     exit_code = LEFT_OUT
@@ -344,7 +344,7 @@ class Survivor(Watching):
     def end_stuck(self) -> None:
         """In another thread: end the process, as the wait that the main thread is in does not end."""
         mine = self.view.members.index(self.membership.me)
-        error = Out(f"rank {mine} is in a collective that the others have left, and that nothing ends")
+        error = RankLeftOut(f"rank {mine} is in a collective that the others have left, and that nothing ends")
         self.membership.close()
         os._exit(report_failure(error))
 
@@ -407,11 +407,11 @@ class Survivor(Watching):
                 try:
                     self.membership.join(others, self.limit.total_seconds())
                 except TooFew:
-                    raise Out(ALONE) from None
+                    raise RankLeftOut(ALONE) from None
                 continue
             except TooFew:
                 if out:
-                    raise Out(ALONE) from None
+                    raise RankLeftOut(ALONE) from None
                 raise
             self.seconds["agree_s"] = time.monotonic() - self._since - self.seconds["part_s"]
             self.recovery = newest(view.facts)
@@ -421,7 +421,7 @@ class Survivor(Watching):
                 return view
             if mine in self.recovery.odd:
                 self.membership.leave()
-                raise Out(f"rank {mine} has another state than the others, who go on without it")
+                raise RankLeftOut(f"rank {mine} has another state than the others, who go on without it")
             self.view = view
 
     def close(self) -> None:

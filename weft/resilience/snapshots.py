@@ -87,7 +87,7 @@ class TensorSlice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Segment:
+class SnapshotSegment:
     """Parts that the same ranks hold, the ``holders``, in whose copies they lie alike; ``fixed``: they never change.
 
     ``sender``: the one of them that sends them to its buddy; -1 if losing any rank, or host, leaves another holder.
@@ -103,7 +103,9 @@ class Segment:
         return sum(piece.room for piece in self.pieces)
 
 
-def segments_of(tables: Sequence[Table], machines: Sequence[str], leaving: Collection[int] = ()) -> list[Segment]:
+def segments_of(
+    tables: Sequence[Table], machines: Sequence[str], leaving: Collection[int] = ()
+) -> list[SnapshotSegment]:
     """The parts of all ranks, by who holds them; the same on every rank. What a rank holds that stays is not sent."""
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, table in enumerate(tables):
@@ -122,18 +124,18 @@ def segments_of(tables: Sequence[Table], machines: Sequence[str], leaving: Colle
         safe = not set(ranks) <= set(leaving) if leaving else apart > 1 or len(machines) == 1
         return -1 if safe else ranks[0]
 
-    return [Segment(ranks, fixed, sender(ranks), tuple(found[fixed, ranks])) for fixed, ranks in sorted(found)]
+    return [SnapshotSegment(ranks, fixed, sender(ranks), tuple(found[fixed, ranks])) for fixed, ranks in sorted(found)]
 
 
 @dataclass
-class Copy:
+class SnapshotCopy:
     """Some ``segments`` of one rank, by number, one behind the other in ``memory``; ``starts``: where each begins.
 
     They are as they were after ``step`` once the copy is ``whole``. ``rows``: of tensors whose rows are not those of
     their box, which they are; ``digests``: of segments by number.
     """
 
-    segments: Mapping[int, Segment]
+    segments: Mapping[int, SnapshotSegment]
     pinned: InitVar[bool] = False
     step: int | None = None
     whole: bool = False
@@ -194,9 +196,9 @@ class Snapshots:
         found = from_all((self._inbox.address, mine), group)
         self.segments = segments_of([table for _, table in found], machines, leaving)
         pinned = any(part.values.is_cuda for part in parts.values())
-        self._own = [Copy(self._segments_of(self.rank, fixed=False), pinned) for _ in range(2)]
+        self._own = [SnapshotCopy(self._segments_of(self.rank, fixed=False), pinned) for _ in range(2)]
         self._places = [[pair for number in copy.segments for pair in copy.values(number)] for copy in self._own]
-        self._held: dict[tuple[int, int], Copy] = {}
+        self._held: dict[tuple[int, int], SnapshotCopy] = {}
         self._turn, self._begun, self._sent_fixed = 0, -1, False
         self._problem, self._done = "", Event()
         self._done.set()
@@ -297,7 +299,9 @@ class Snapshots:
             self._done.set()
 
     @torch.no_grad()
-    def _copy(self, copy: Copy, pairs: Sequence[tuple[T, T]], ready: "torch.cuda.Event | None", turn: int) -> None:
+    def _copy(
+        self, copy: SnapshotCopy, pairs: Sequence[tuple[T, T]], ready: "torch.cuda.Event | None", turn: int
+    ) -> None:
         places, values = [place for place, _ in pairs], [value for _, value in pairs]
         if ready is not None:
             stream = torch.cuda.Stream(values[0].device)  # a new thread is on the first device
@@ -329,7 +333,7 @@ class Snapshots:
         """Room for what ``sender`` sends; what was there before is not whole any more."""
         key = sender, int(head["turn"])
         if key not in self._held:
-            self._held[key] = Copy(self._segments_of(sender, fixed=key[1] == FIXED, sent=True))
+            self._held[key] = SnapshotCopy(self._segments_of(sender, fixed=key[1] == FIXED, sent=True))
         self._held[key].whole = False
         return self._held[key].view()
 
@@ -343,7 +347,7 @@ class Snapshots:
 
     # --- both ---
 
-    def _segments_of(self, owner: int, fixed: bool, sent: bool = False) -> dict[int, Segment]:
+    def _segments_of(self, owner: int, fixed: bool, sent: bool = False) -> dict[int, SnapshotSegment]:
         """The segments of ``owner`` by number, those first that it sends, or those alone."""
         mine = [(n, s) for n, s in enumerate(self.segments) if owner in s.holders and s.fixed == fixed]
         return dict([pair for pair in mine if pair[1].sender == owner]) | ({} if sent else dict(mine))
@@ -356,7 +360,7 @@ class Snapshots:
             found += [flat.numpy().data, memoryview(bytes(piece.room - piece.size))]
         return found
 
-    def _all(self) -> list[tuple[int, Copy]]:
+    def _all(self) -> list[tuple[int, SnapshotCopy]]:
         """What is whole here, with whose it is."""
         held = [(sender, copy) for (sender, _), copy in list(self._held.items())]
         return [(owner, copy) for owner, copy in [*((self.rank, copy) for copy in self._own), *held] if copy.whole]

@@ -31,7 +31,7 @@ def frame(message: dict[str, Any], key: bytes) -> bytes:
     return len(text).to_bytes(LENGTH) + hashlib.blake2b(text, key=key, digest_size=SEAL).digest() + text
 
 
-class Wire:
+class Connection:
     """One connection of an agent. ``address``: where the process at its other end listens, once it has said so."""
 
     def __init__(self, sock: socket.socket, key: bytes, selector: selectors.BaseSelector, now: float) -> None:
@@ -47,7 +47,7 @@ class Wire:
         selector.register(sock, self._events, self)
 
     @classmethod
-    def to(cls, address: Address, key: bytes, selector: selectors.BaseSelector, now: float) -> "Wire":
+    def to(cls, address: Address, key: bytes, selector: selectors.BaseSelector, now: float) -> "Connection":
         """Dial; what is sent meanwhile waits. Raises OSError if it is known at once that nobody is there."""
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)

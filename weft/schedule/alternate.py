@@ -23,7 +23,7 @@ RETURN = declare(Kind("RETURN", "a unit's state returns to the host", "#9333ea",
 ROOMS = 3
 
 
-class Split(NamedTuple):
+class DeviceSplit(NamedTuple):
     """So many units are updated on the ``device``, evenly among the others; ``seconds`` of all updates."""
 
     device: int
@@ -58,7 +58,7 @@ def simulated(count: int, sizes: Sequence[int], rates: Mapping[str, float]) -> S
     return simulate(update_table(len(sizes), count), Costs(lambda a: rates[a.kind] * sizes[a.stage]))
 
 
-def splits(sizes: Sequence[int], rates: Mapping[str, float]) -> list[Split]:
+def splits(sizes: Sequence[int], rates: Mapping[str, float]) -> list[DeviceSplit]:
     """What every number of units on the device would take, the fastest first; of equals the one that moves least."""
-    found = [Split(count, simulated(count, sizes, rates).elapsed) for count in range(len(sizes) + 1)]
+    found = [DeviceSplit(count, simulated(count, sizes, rates).elapsed) for count in range(len(sizes) + 1)]
     return sorted(found, key=lambda split: (split.seconds, split.device))

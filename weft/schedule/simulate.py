@@ -54,7 +54,7 @@ class Timed(NamedTuple):
     end: float
 
 
-class Transfer(NamedTuple):
+class SimulatedTransfer(NamedTuple):
     """A value on its way between two ranks."""
 
     value: Value
@@ -73,7 +73,7 @@ class Simulation:
     table: Table
     timeline: tuple[tuple[Timed, ...], ...]
     beside: tuple[tuple[Timed, ...], ...]
-    moves: tuple[Transfer, ...]
+    moves: tuple[SimulatedTransfer, ...]
     memory: tuple[tuple[tuple[float, float], ...], ...]
 
     @cached_property
@@ -138,7 +138,7 @@ class _Run:
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
         self.at, self.free = [0] * len(self.queues), [0.0] * len(self.queues)
         self.timeline: list[list[Timed]] = [[] for _ in self.queues]
-        self.moves: list[Transfer] = []
+        self.moves: list[SimulatedTransfer] = []
         self.able: list[tuple[float, int]] = []  # heap of (start, stream) of the next actions that have all they need
 
     def all(self) -> None:
@@ -182,13 +182,13 @@ class _Run:
             if target != source:
                 begin = max(now, self.link_free[source, target]) if self.costs.exclusive else now
                 self.link_free[source, target] = arrival = begin + self.costs.move(value, source, target)
-                self.moves.append(Transfer(value, source, target, begin, arrival))
+                self.moves.append(SimulatedTransfer(value, source, target, begin, arrival))
                 self._end((value, target), arrival)
 
 
 def _memory(
     timeline: list[list[Timed]],
-    moves: list[Transfer],
+    moves: list[SimulatedTransfer],
     readers: dict[Value, dict[int, None]],
     size: Callable[[Value], float],
 ) -> tuple[tuple[tuple[float, float], ...], ...]:

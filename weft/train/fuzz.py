@@ -247,7 +247,7 @@ SMALL: Case = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CaseResult:
     """``kind``: equal, refused, wrong, crashed or hung; ``why``: the table's entry, the figures, or the error."""
 
     kind: str
@@ -331,22 +331,22 @@ class Fuzzer:
     steps: int = 2
     limit: float = 60
 
-    def verdict_of(self, case: Case) -> Verdict:
+    def verdict_of(self, case: Case) -> CaseResult:
         layout, sets = words(case)
         try:
             recipe = load_recipe(self.path, [*sets, f'train.dtype="{self.dtype}"'], layout)
             prepare(recipe)
             found = self.pool.run(recipe.layout.world, compared, recipe, self.steps, timeout=self.limit)[0]
         except Conflict as refusal:
-            return Verdict("refused", refusal.rule)
+            return CaseResult("refused", refusal.rule)
         except TimeoutError as error:
-            return Verdict("hung", str(error))
+            return CaseResult("hung", str(error))
         except Exception as error:  # whatever it is, it is what the campaign is for
             label = "refused outside the table: " if isinstance(error, UsageError | WeftError) else ""
-            return Verdict("crashed", f"{label}{type(error).__name__}: {error}")
-        return Verdict("equal" if found["ok"] else "wrong", json.dumps(found))
+            return CaseResult("crashed", f"{label}{type(error).__name__}: {error}")
+        return CaseResult("equal" if found["ok"] else "wrong", json.dumps(found))
 
-    def shrunk(self, case: Case, kind: str) -> tuple[Case, Verdict]:
+    def shrunk(self, case: Case, kind: str) -> tuple[Case, CaseResult]:
         """The case without whatever it fails without."""
         verdict = self.verdict_of(case)
         for name in list(case):
@@ -361,7 +361,7 @@ class Fuzzer:
 
     def campaign(
         self, count: int, seed: int, ranks: int, minutes: float | None, first: int = 0
-    ) -> Iterator[tuple[Case, Verdict]]:
+    ) -> Iterator[tuple[Case, CaseResult]]:
         """So many cases from number ``first`` on, or as many as ``minutes`` have room for."""
         write_corpus()
         recipe = load_recipe(self.path)

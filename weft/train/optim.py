@@ -15,11 +15,11 @@ from weft.train.rules.elementwise import SGD, AdamW, Lion
 from weft.train.rules.factored import Adafactor
 from weft.train.rules.low_rank import GaLore
 from weft.train.rules.orthogonal import Muon
-from weft.train.rules.rule import Ranks, UpdateRule
+from weft.train.rules.rule import RankSums, UpdateRule
 from weft.train.rules.small import InBfloat16, InBlocks, SmallAdamW
 
 #: AdamW by what its moments are kept in.
-STATES: dict[str, Callable[[Optimizer, Ranks], UpdateRule]] = {
+STATES: dict[str, Callable[[Optimizer, RankSums], UpdateRule]] = {
     "float32": lambda settings, ranks: AdamW(settings),
     "bfloat16": lambda settings, ranks: SmallAdamW(settings, InBfloat16()),
     "8bit": lambda settings, ranks: SmallAdamW(settings, InBlocks(8, settings.block, ranks)),
@@ -27,7 +27,7 @@ STATES: dict[str, Callable[[Optimizer, Ranks], UpdateRule]] = {
 }
 
 #: The rule of each kind, and whether it is for the matrices of blocks only, so that AdamW takes the rest.
-KINDS: dict[str, tuple[Callable[[Optimizer, Ranks], UpdateRule], bool]] = {
+KINDS: dict[str, tuple[Callable[[Optimizer, RankSums], UpdateRule], bool]] = {
     "adamw": (lambda settings, ranks: STATES[settings.state](settings, ranks), False),
     "sgd": (lambda settings, ranks: SGD(), False),
     "lion": (lambda settings, ranks: Lion(settings), False),
@@ -72,7 +72,7 @@ class RuleOptimizer:
 
     def __init__(self, settings: Optimizer, mesh: Mesh) -> None:
         make, blocks_only = KINDS[settings.kind]
-        self.settings, ranks = settings, Ranks(mesh)
+        self.settings, ranks = settings, RankSums(mesh)
         self.rule = make(settings, ranks)
         self.rest: UpdateRule = AdamW(settings) if blocks_only else self.rule
         self.assigned: dict[str, Assignment] = {}  # by the parameter's name

@@ -20,9 +20,9 @@ from weft.model_shape import flops_per_token
 from weft.models.router import SENT, by_layer
 from weft.observe.display import Display
 from weft.observe.flops import memory_gib, parameter_count, peak_flops
-from weft.observe.host import Hardware, environment
+from weft.observe.host import HardwareLoad, environment
 from weft.observe.metrics import Metrics
-from weft.observe.split import Split, profile_step, trace
+from weft.observe.split import TimeSplit, profile_step, trace
 from weft.train.setup import Job
 from weft.train.step import StepResult
 
@@ -58,10 +58,10 @@ class Recorder:
         size = f"{parameters / 1e6:.1f}M parameters" + f" ({learning / 1e6:.2f}M learn)" * (learning != parameters)
         title = f"{job.recipe.name}: {size} on {job.recipe.layout}, {device}"
         self._display = Display(job.recipe.train.steps, title, enabled=mesh.speaks)
-        self._hardware = Hardware(mesh.device)
+        self._hardware = HardwareLoad(mesh.device)
         self._stack, self._tracing = ExitStack(), job.recipe.observe.trace > 0
         self._begun, self._seconds, self._data_s = time.perf_counter(), 0.0, 0.0
-        self._split: Split | None = None  # of the step that has just been taken
+        self._split: TimeSplit | None = None  # of the step that has just been taken
 
     def __enter__(self) -> Self:
         observe = self._recipe.observe

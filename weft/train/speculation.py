@@ -15,7 +15,7 @@ import torch
 
 from weft.data.batch import Batch
 from weft.errors import WeftError
-from weft.parallel.pipeline import Early
+from weft.parallel.pipeline import EarlyUpdates
 from weft.parallel.state import State, Unit
 from weft.parallel.tried import Tried
 from weft.parallel.units import TableUnit
@@ -95,7 +95,7 @@ class Speculation(Stepper):
         for unit in streamed:
             unit.fresh = {}
         if pipeline is not None:
-            pipeline.early = Early(self.parts, self._complete)
+            pipeline.early = EarlyUpdates(self.parts, self._complete)
         try:
             yield
         finally:

@@ -59,7 +59,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """What a run of some steps produced on this rank."""
 
     losses: list[float]
@@ -75,7 +75,7 @@ def run_layout(
     steps: int,
     watch: Callable[[Transformer, State], object] | None = None,
     follow: Sequence[dict[str, torch.Tensor]] = (),
-) -> Trace:
+) -> StepTrace:
     """Train ``steps`` steps from the seeded initial values and the first sample; keep what there is to compare.
 
     Arguments are those of :func:`walk`.
@@ -91,7 +91,7 @@ def walk(
     watch: Callable[[Transformer, State], object] | None = None,
     follow: Sequence[dict[str, torch.Tensor]] = (),
     begun: int = 0,
-) -> Iterator[tuple[State, Trace]]:
+) -> Iterator[tuple[State, StepTrace]]:
     """Step by step, after ``begun``: the state after it, and the trace, which is complete when there are no more.
 
     ``watch`` sees the model and its state before the first step; ``follow`` are the gradients to update with, by step,
@@ -110,7 +110,7 @@ def walk(
     if watch is not None:
         watch(model, state)
     settings, loader = job.recipe.optimizer, job.loader(job.corpus.train, mesh)
-    trace = Trace([], [], [], {}, {})
+    trace = StepTrace([], [], [], {}, {})
     results: list[StepResult] = []
 
     held = {h.name: h for h in state.learning}
@@ -155,7 +155,7 @@ def prove(recipe: Recipe, steps: int) -> Difference | None:
         return compare(run_layout(job, mesh, steps), job, mesh)
 
 
-def compare(mine: Trace, job: Job, mesh: Mesh) -> Difference | None:
+def compare(mine: StepTrace, job: Job, mesh: Mesh) -> Difference | None:
     """Compare every rank's trace with a run on one device. Collective; the answer is on rank 0.
 
     One device computes its own gradients in every step, and then updates with the layout's: Adam would turn the
@@ -184,7 +184,7 @@ def worst_island(mine: Difference, mesh: Mesh) -> Difference | None:
     return dataclasses.replace(bad, ok=all(one.ok for one in found))
 
 
-def _against_simulated(traces: Sequence[Trace], job: Job, mesh: Mesh) -> Difference:
+def _against_simulated(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Difference:
     """This island beside what it is where one process has all islands, each on one device."""
     if job.recipe.sync.compress not in ("none", "topk:1"):
         raise UsageError(
@@ -205,7 +205,7 @@ def _against_simulated(traces: Sequence[Trace], job: Job, mesh: Mesh) -> Differe
     return difference(traces, mine, job.recipe.train.dtype, gain=gain)
 
 
-def _against_one(traces: Sequence[Trace], job: Job, mesh: Mesh) -> Difference:
+def _against_one(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Difference:
     mine = traces[0]
     follow = [_whole([t.grads[step] for t in traces]) for step in range(len(mine.grads))]
     plain = dataclasses.replace(job, recipe=job.recipe.model_copy(update={"memory": Memory()}))
@@ -216,7 +216,7 @@ def _against_one(traces: Sequence[Trace], job: Job, mesh: Mesh) -> Difference:
 
 
 def difference(
-    traces: Sequence[Trace], reference: Trace, dtype: str, apart: float | None = None, gain: float = 0.0
+    traces: Sequence[StepTrace], reference: StepTrace, dtype: str, apart: float | None = None, gain: float = 0.0
 ) -> Difference:
     """All ranks' traces beside one device's: per tensor, and on the scale of the whole model.
 
@@ -254,7 +254,7 @@ def _norm(whole: Part) -> float:
     return whole.values.double().norm().item()
 
 
-def _idle(reference: Trace, noise: float) -> set[str]:
+def _idle(reference: StepTrace, noise: float) -> set[str]:
     """Tensors whose gradients are rounding noise in every step."""
     idle = set(reference.params)
     for grads in reference.grads:

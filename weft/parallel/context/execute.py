@@ -18,7 +18,7 @@ import torch.distributed as dist
 from weft.errors import UsageError
 from weft.models.attention import attend_backward, attend_forward, join, set_backward, wide
 from weft.models.segments import Segment, earlier_keys, windowed
-from weft.parallel.context.tables import RESULT, TileTable, Visit, build
+from weft.parallel.context.tables import RESULT, GuestBlock, TileTable, build
 
 T = torch.Tensor
 Key = tuple[str, int]
@@ -51,7 +51,7 @@ class Trip:
         self.table = table.only(lambda t: bool(self.work[t.q, t.k]))
         self.steps = table.steps
         self.lengths, self.peers, self.index = lengths, peers, index
-        self.ends: dict[int, list[Visit]] = defaultdict(list)
+        self.ends: dict[int, list[GuestBlock]] = defaultdict(list)
         for visit in self.table.visits:
             if visit.rank == index:
                 self.ends[visit.last].append(visit)

@@ -38,7 +38,7 @@ class Move(NamedTuple):
     target: int
 
 
-class Visit(NamedTuple):
+class GuestBlock(NamedTuple):
     """A block at a rank that does not own it, from its first use there to its last."""
 
     kind: str
@@ -89,13 +89,13 @@ class TileTable:
         return dict(found)
 
     @cached_property
-    def visits(self) -> tuple[Visit, ...]:
+    def visits(self) -> tuple[GuestBlock, ...]:
         used: dict[tuple[str, int, int], list[int]] = defaultdict(list)
         for t in self.tiles:
             for kind, block in (("q", t.q), ("kv", t.k)):
                 if self.owner[block] != t.rank:
                     used[kind, block, t.rank].append(t.step)
-        return tuple(sorted(Visit(*key, min(steps), max(steps)) for key, steps in used.items()))
+        return tuple(sorted(GuestBlock(*key, min(steps), max(steps)) for key, steps in used.items()))
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:

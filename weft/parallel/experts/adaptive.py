@@ -19,7 +19,7 @@ from weft.models.experts import Arriving, Dispatched, Dispatcher, LocalExperts, 
 from weft.models.numbers import has_numbers
 from weft.models.router import Choice
 from weft.parallel.experts.dispatch import AllGather, AllToAll, per_rank
-from weft.parallel.experts.ranks import Members, Ranks
+from weft.parallel.experts.ranks import ExpertRanks, Members
 from weft.parallel.experts.rows import Awaited, gathered
 
 T = torch.Tensor
@@ -41,7 +41,7 @@ class Option(NamedTuple):
 class Adaptive:
     """Counts what each option sends, and takes the least."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: ExpertRanks) -> None:
         self.ranks, self.options, self.levels = ranks, list[Option](), list[tuple[int, Members | None]]()
         for block in ranks.blocks:
             joined, members = min(block, ranks.pieces), None

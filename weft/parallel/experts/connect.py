@@ -14,7 +14,7 @@ from weft.models.transformer import Transformer
 from weft.parallel.experts.adaptive import Adaptive
 from weft.parallel.experts.dispatch import AllGather, AllToAll, Placing, per_node, per_rank, two_level
 from weft.parallel.experts.hashed import Hashed
-from weft.parallel.experts.ranks import Ranks
+from weft.parallel.experts.ranks import ExpertRanks
 
 T = torch.Tensor
 
@@ -22,7 +22,7 @@ T = torch.Tensor
 LEAST, MOST = 2**20, 8
 
 #: By ``layout.dispatch``.
-DISPATCHERS: dict[str, Callable[[Ranks], Dispatcher]] = {
+DISPATCHERS: dict[str, Callable[[ExpertRanks], Dispatcher]] = {
     "all-to-all": AllToAll, "per-rank": per_rank, "all-gather": AllGather, "two-level": two_level,
     "per-node": per_node, "adaptive": Adaptive,
 }  # fmt: skip
@@ -45,9 +45,9 @@ def pieces(layout: Layout, tokens: T, choice: Choice) -> int:
     return max(1, min(MOST, message // LEAST))
 
 
-def connect(mixture: Mixture, way: Callable[[Ranks], Dispatcher], sent: Counter[str]) -> Ranks:
+def connect(mixture: Mixture, way: Callable[[ExpertRanks], Dispatcher], sent: Counter[str]) -> ExpertRanks:
     """Let the tokens of one get to its experts this way; the ranks that have these, who count the bytes ``sent``."""
-    ranks = Ranks(mixture.mesh, mixture.experts.logical["gate"].dims, sent)
+    ranks = ExpertRanks(mixture.mesh, mixture.experts.logical["gate"].dims, sent)
     placing = Placing(ranks, way(ranks))
     mixture.dispatcher = Hashed(ranks, placing) if ranks.mesh.layout.lsh else placing
     return ranks

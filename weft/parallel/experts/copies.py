@@ -26,13 +26,13 @@ from weft.parallel.experts.rows import exchanged
 from weft.parallel.state import Held, State
 
 if TYPE_CHECKING:
-    from weft.parallel.experts.ranks import Ranks
+    from weft.parallel.experts.ranks import ExpertRanks
 
 T = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Plan:
+class CopyPlan:
     """Which ranks compute which experts in the passes of a step.
 
     ``copies``: where each is, bool ``[experts, ranks]``, and in which slot, ``slots`` alike. ``lent``: the rows of this
@@ -60,7 +60,7 @@ class Copies:
     the layout has them.
     """
 
-    def __init__(self, ranks: Ranks, spare: int) -> None:
+    def __init__(self, ranks: ExpertRanks, spare: int) -> None:
         self.ranks, self.spare = ranks, spare
         self.home = np.concatenate([np.asarray(home) for home in ranks.homes])
         self.sizes = np.array([len(home) for home in ranks.homes])
@@ -68,11 +68,11 @@ class Copies:
         self.state: Sequence[Held] = ()
         self.expose: Callable[[], None] = lambda: None  # has the state where it rests, as it will be changed
         self.running, self.order, self.rested = np.zeros(ranks.items), self.home, REST
-        self._plan: Future[Plan]
+        self._plan: Future[CopyPlan]
         self.replan()
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> CopyPlan:
         return self._plan.result()
 
     def learn_from(self, loads: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ class Copies:
         sent = self.state[0].parameter.element_size()
         return sum(t.nbytes for t in tensors_of(self.state)) / sum(h.local.numel() * sent for h in self.state)
 
-    def _planned(self, loads: np.ndarray, order: np.ndarray) -> Plan:
+    def _planned(self, loads: np.ndarray, order: np.ndarray) -> CopyPlan:
         ranks, device, first = self.ranks, self.ranks.mesh.device, np.array([lo for lo, _ in self.ranks.shares])
         owners, rows = np.empty((2, ranks.items), np.int64)
         owners[order] = np.arange(ranks.count).repeat(self.sizes)
@@ -111,7 +111,7 @@ class Copies:
         mine = [one[owners[one] == ranks.rank] for one in moves]
         received = np.bincount(owners[moves[ranks.rank]], minlength=ranks.count).tolist()
         lent, sent = rows[np.concatenate(mine)].tolist(), [len(one) for one in mine]
-        return Plan(torch.tensor(copies).to(device), torch.tensor(slots).to(device), lent, sent, received)
+        return CopyPlan(torch.tensor(copies).to(device), torch.tensor(slots).to(device), lent, sent, received)
 
     def slots_of(self, ids: T) -> T:
         """The slot for each choice of an expert: copies share its choices of all ranks evenly."""

@@ -30,7 +30,7 @@ from weft.models.experts import (
     weighted,
 )
 from weft.models.router import Choice
-from weft.parallel.experts.ranks import Members, Ranks
+from weft.parallel.experts.ranks import ExpertRanks, Members
 from weft.parallel.experts.rows import Awaited, exchanged, gathered, scattered
 
 T = torch.Tensor
@@ -167,13 +167,13 @@ def per_rank(members: Members) -> Dispatcher:
     return PerMember(members, here(members))
 
 
-def per_node(ranks: Ranks) -> Dispatcher:
+def per_node(ranks: ExpertRanks) -> Dispatcher:
     """One copy of a token to each node that has any of its experts, and from there to each such rank."""
     near = experts_per_node(ranks.mesh.layout)
     return PerMember(ranks.across(near), PerMember(ranks.within(near), here(ranks)))
 
 
-def two_level(ranks: Ranks) -> Dispatcher:
+def two_level(ranks: ExpertRanks) -> Dispatcher:
     """A row for each choice to this node's rank that stands where its expert's does, and then to that one."""
     near = experts_per_node(ranks.mesh.layout)
     return EachChoice(PerMember(ranks.within(near, from_anywhere=True), PerMember(ranks.across(near), here(ranks))))
@@ -182,7 +182,7 @@ def two_level(ranks: Ranks) -> Dispatcher:
 class Placing:
     """The ``inner`` way with slots in the place of experts."""
 
-    def __init__(self, ranks: Ranks, inner: Dispatcher) -> None:
+    def __init__(self, ranks: ExpertRanks, inner: Dispatcher) -> None:
         self.ranks, self.inner = ranks, inner
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:

@@ -15,7 +15,7 @@ from weft.models.experts import Arriving, Dispatched, Dispatcher, MovedRows, cou
 from weft.models.numbers import has_numbers
 from weft.models.parts import current_part, read
 from weft.models.router import Choice
-from weft.parallel.experts.ranks import Ranks
+from weft.parallel.experts.ranks import ExpertRanks
 from weft.parallel.experts.rows import Awaited
 
 T = torch.Tensor
@@ -24,7 +24,7 @@ T = torch.Tensor
 class Hashed:
     """Means of tokens by the ``inner`` way; one token in a bucket changes nothing. Without gradients all are sent."""
 
-    def __init__(self, ranks: Ranks, inner: Dispatcher) -> None:
+    def __init__(self, ranks: ExpertRanks, inner: Dispatcher) -> None:
         layout = ranks.mesh.layout
         self.ranks, self.inner, self.rotations, self.residual = ranks, inner, layout.lsh, layout.lsh_residual
 

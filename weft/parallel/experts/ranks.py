@@ -65,7 +65,7 @@ class Members:
         return declare(x, self.mesh, **by_token(self.mesh))
 
 
-class Ranks(Members):
+class ExpertRanks(Members):
     """The ranks that have all experts together, and ``slot_of``, which says where which expert is.
 
     Where experts are fewer than ranks, each is cut in ``pieces``, which are placed like experts. ``homes``: those that

@@ -9,7 +9,7 @@ import torch
 
 from weft.layout.parts import Part
 from weft.parallel.state import Held
-from weft.train.rules.rule import Extent, Ranks, counted, like
+from weft.train.rules.rule import Extent, RankSums, counted, like
 
 T = torch.Tensor
 
@@ -20,7 +20,7 @@ DECAY, LEAST, CLIP = -0.8, 1e-3, 1.0
 class Adafactor:
     """As PyTorch's: steps are relative to the size of the parameter, and there is no first moment."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankSums) -> None:
         self.ranks = ranks
 
     def slots(self, held: Held) -> dict[str, Part]:

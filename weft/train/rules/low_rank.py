@@ -12,7 +12,7 @@ from weft.checkpoint.format import MOMENTS
 from weft.layout.parts import Part
 from weft.parallel.state import Held
 from weft.recipe import Optimizer
-from weft.train.rules.rule import Extent, Ranks, counted
+from weft.train.rules.rule import Extent, RankSums, counted
 
 T = torch.Tensor
 
@@ -27,7 +27,7 @@ class GaLore:
     last ones (Natural GaLore), of which each takes as much room as a moment.
     """
 
-    def __init__(self, settings: Optimizer, ranks: Ranks) -> None:
+    def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
         self.settings, self.ranks = settings, ranks
         self.history = settings.history if settings.kind == "natural-galore" else 0
 

@@ -6,7 +6,7 @@ import torch
 
 from weft.layout.parts import Part
 from weft.parallel.state import Held
-from weft.train.rules.rule import Ranks, counted, like
+from weft.train.rules.rule import RankSums, counted, like
 
 T = torch.Tensor
 
@@ -22,7 +22,7 @@ class Muon:
     Every rank makes the whole matrix's update and takes its part: exact, at the price of gathering.
     """
 
-    def __init__(self, momentum: float, ranks: Ranks) -> None:
+    def __init__(self, momentum: float, ranks: RankSums) -> None:
         self.momentum, self.ranks = momentum, ranks
 
     def slots(self, held: Held) -> dict[str, Part]:

@@ -40,7 +40,7 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankSums:
     """Sums over the ranks among which a parameter is cut."""
 
     mesh: Mesh

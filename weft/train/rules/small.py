@@ -20,7 +20,7 @@ from weft.models.nf4 import packed
 from weft.parallel.state import Held
 from weft.recipe import Optimizer
 from weft.train.rules.elementwise import AdamW
-from weft.train.rules.rule import Extent, Ranks, like, logical_positions
+from weft.train.rules.rule import Extent, RankSums, like, logical_positions
 
 T = torch.Tensor
 
@@ -43,7 +43,7 @@ class Encoding(Protocol):
 class InBlocks:
     """Codes of ``bits`` bits, and as scale of a block of ``size`` elements the largest in magnitude, with its sign."""
 
-    def __init__(self, bits: int, size: int, ranks: Ranks) -> None:
+    def __init__(self, bits: int, size: int, ranks: RankSums) -> None:
         self.bits, self.size, self.ranks = bits, size, ranks
         eight = dynamic_map(True, 7, 8), dynamic_map(False, 7, 8)
         self.maps = eight if bits == 8 else (dynamic_map(True, 3, 4), linear_map(4))
