@@ -26,7 +26,7 @@ from step import machine, on_ranks, race, write
 
 from weft.recipe import Resilience
 from weft.sync.arrivals import Gathering, Sum, connected
-from weft.sync.coded import Arrived, Code, Task, code_of
+from weft.sync.coded import Arrived, Code, CodedTask, code_of
 
 RESULTS = Path(__file__).parent / "results" / "coded.json"
 JOB_S, ROUND_S, SLOW = 1.0, 0.01, 8.0
@@ -43,7 +43,7 @@ def trace(ranks: int, rounds: int, seed: int, host: int) -> np.ndarray:
     return np.where(slow, SLOW, 1.0)
 
 
-def seconds(code: Code, tasks: list[Task]) -> float:
+def seconds(code: Code, tasks: list[CodedTask]) -> float:
     return ROUND_S + JOB_S * sum(len(task.parts) for task in tasks) / code.parts
 
 
@@ -123,13 +123,13 @@ class Sleeper:
         self.link = connected(self.code, dist.group.WORLD, 120.0, PATIENCE)
         self.jobs, self.host = jobs, host
 
-    def tasks(self, rank: int, number: int, arrived: Arrived) -> list[Task]:
+    def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
         found = self.code.tasks(rank, number, arrived)
         factor = trace(self.code.ranks, number + 1, self.link.step, self.host)[number, rank]
         self.seconds = factor * seconds(self.code, found) / max(1, len(found))
         return found
 
-    def compute(self, task: Task, over: Callable[[], bool]) -> Sum | None:
+    def compute(self, task: CodedTask, over: Callable[[], bool]) -> Sum | None:
         end = time.monotonic() + self.seconds
         while (left := end - time.monotonic()) > 0:
             if over():

@@ -103,9 +103,9 @@ def predictions(probe: Path, layouts: list[str]) -> dict[str, dict[str, Any]]:
     from weft.recipe import load_recipe
     from weft.rehearse.choose import rehearsals
     from weft.rehearse.clock import predict
-    from weft.rehearse.curves import Local
+    from weft.rehearse.curves import ProbedMachine
 
-    local = Local.of(tomllib.loads(probe.read_text())["calibration"])
+    local = ProbedMachine.of(tomllib.loads(probe.read_text())["calibration"])
     found = {}
     for layout in layouts:
         recipe = load_recipe(RECIPE, [], layout)

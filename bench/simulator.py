@@ -24,7 +24,7 @@ from weft.layout.mesh import Mesh
 from weft.models.products import read_only
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
-from weft.serve.asks import Outcome
+from weft.serve.asks import RequestOutcome
 from weft.serve.simulate import Curve, TimedRequest, measure, simulate
 
 SHAPE = ModelShape(vocab=49152, layers=30, embed=576, heads=9, kv_heads=3, ffn=1536, tied=True)
@@ -53,7 +53,7 @@ def load(seed: int, requests: int, rate: float, prompt: int, answer: int) -> lis
     return found
 
 
-def figures(found: list[Outcome]) -> dict[str, float]:
+def figures(found: list[RequestOutcome]) -> dict[str, float]:
     times = {metric: [x for one in found for x in one.seconds[metric]] for metric in ("ttft", "itl")}
     return {
         f"{metric}_{name}": of(seconds)

@@ -109,7 +109,7 @@ def planned(layout: str, settings: list[str], table: dict[str, Any]) -> tuple[An
 
     from weft.recipe import load_recipe
     from weft.rehearse.choose import traffic_of
-    from weft.rehearse.links import Links
+    from weft.rehearse.links import WorkerLinks
     from weft.rehearse.mapping import place_axes, seconds
     from weft.rehearse.step import plain_batches, rehearse
     from weft.train.setup import model_shape
@@ -119,7 +119,7 @@ def planned(layout: str, settings: list[str], table: dict[str, Any]) -> tuple[An
     shape = model_shape(recipe)
     seen = rehearse(recipe, shape, plain_batches(recipe, shape), 0)
     traffic = traffic_of(seen.events, 0, recipe.layout)
-    links = Links.of(table)
+    links = WorkerLinks.of(table)
     placed = place_axes(links, recipe.layout, traffic)
     best, naive = (seconds(links, one, traffic) for one in (placed, recipe.layout))
     return placed, best, naive, {a: vars(t) for a, t in traffic.items()}

@@ -70,3 +70,15 @@ def test_no_cycle_between_rooms() -> None:
         if (file, imported) not in UPWARD:
             rooms.setdefault(room(file), set()).add(imported)
     TopologicalSorter(rooms).prepare()  # raises CycleError, which names the cycle
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    """One name, one meaning: whoever reads ``Row`` somewhere need not ask which of several it is."""
+    homes: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(path.relative_to(PACKAGE).as_posix())
+    assert homes.keys() >= {"Recipe", "Layout"}, "the package's classes were not found"
+    shared = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
+    assert not shared, "give all but one of these a more exact name"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weft.peers.table import Entry, Stamp, Table, as_json, from_json
+from weft.peers.table import Entry, SharedTable, Stamp, as_json, from_json
 
 KEYS = st.sampled_from(["file/a", "file/b", "has/x/1"])
 VALUES = st.sampled_from([None, 1, "x", [2, "y"]])
@@ -20,7 +20,7 @@ unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def merged(*parts: dict[str, Entry]) -> dict[str, Entry]:
-    table = Table("me")
+    table = SharedTable("me")
     for part in parts:
         table.merge(part)
     return table.entries
@@ -45,7 +45,7 @@ def test_replicas_that_write_and_talk_as_they_like_agree_at_last(
 ) -> None:
     """Each event: a replica writes a value, or hears another; its clock may jump back. Then all hear all."""
     now = [100, 100, 100]
-    tables = [Table(name, lambda i=i: now[i]) for i, name in enumerate("abc")]
+    tables = [SharedTable(name, lambda i=i: now[i]) for i, name in enumerate("abc")]
     for at, what, jump in events:
         now[at] += jump
         if isinstance(what, int):
@@ -62,7 +62,7 @@ def test_replicas_that_write_and_talk_as_they_like_agree_at_last(
 
 
 def test_only_what_changed_is_news() -> None:
-    table = Table("a")
+    table = SharedTable("a")
     table.write("file/x", 1)
     told = table.changes
     table.write("file/x", 1)

@@ -18,8 +18,8 @@ from weft.planner.finalists import Final
 from weft.recipe import Data, Memory, ModelShape, Recipe, Train, load_recipe
 from weft.rehearse.choose import anchored, placed, to_try
 from weft.rehearse.clock import axis_of, predict
-from weft.rehearse.curves import Local
-from weft.rehearse.links import Links
+from weft.rehearse.curves import ProbedMachine
+from weft.rehearse.links import WorkerLinks
 from weft.rehearse.step import Rehearsal, every_rank, plain_batches, reference, rehearse
 from weft.toml import write_toml
 
@@ -74,10 +74,10 @@ def test_groups_belong_to_axes() -> None:
 def test_a_slow_link_costs_what_crosses_it_and_the_order_avoids_it() -> None:
     """Workers 0, 2 and 1, 3 stand together: in rank order tensor parallelism would cross."""
     near = np.arange(4)[:, None] % 2 == np.arange(4) % 2
-    links = Links(np.where(near, 1e-5, 1e-3), np.where(near, 1e9, 1e6))
+    links = WorkerLinks(np.where(near, 1e-5, 1e-3), np.where(near, 1e9, 1e6))
     setting = calibration()["settings"]["2"] | {"ranks": 4, "threads": 1}
     table = {"latency": links.latency.tolist(), "bandwidth": links.bandwidth.tolist()}
-    local = Local.of({"cores": 4, "settings": {"4": setting}, "links": table})
+    local = ProbedMachine.of({"cores": 4, "settings": {"4": setting}, "links": table})
     layout, seen = Layout(dp=2, tp=2), seen_of("dp=2,tp=2", 512)
     order, workers = placed(layout, seen, local.uneven(4))
     assert order == "tp dp" and workers == [0, 2, 1, 3]

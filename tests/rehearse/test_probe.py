@@ -20,9 +20,9 @@ from weft.memory.tiers import TierError, TierFile
 from weft.planner.machine import load_cluster
 from weft.rehearse.choose import traffic_of
 from weft.rehearse.clock import Do, predict, run
-from weft.rehearse.curves import Local, curve
+from weft.rehearse.curves import ProbedMachine, curve
 from weft.rehearse.journal import Event, silent_rank, worked
-from weft.rehearse.links import Links
+from weft.rehearse.links import WorkerLinks
 from weft.rehearse.mapping import Traffic, place_axes
 from weft.rehearse.probe import cluster
 from weft.rehearse.step import Rehearsal, reference
@@ -71,7 +71,7 @@ def test_prediction_adds_up() -> None:
         Event("collective", "reduce", bytes=1_000_000, ranks=(0, 1)),
         Event("work", "optimizer", 2e-4),
     ]
-    local = Local.of(calibration())
+    local = ProbedMachine.of(calibration())
     found = predict(local, [Rehearsal(events, 0, 10**6).slower(1.25)] * 2, Layout(tp=2))
     work = 1.25 * 1.2e-3
     assert found.seconds == pytest.approx(work + 1e-3 + 1e-3)
@@ -121,7 +121,7 @@ def test_measured_curves_are_a_cluster_file(tmp_path: Path) -> None:
     path.write_text(write_toml({"device": "CPU", "count": 2, "calibration": calibration()}))
     cluster = load_cluster(str(path))
     assert cluster.count == 2
-    local = Local.of(cluster.calibration)
+    local = ProbedMachine.of(cluster.calibration)
     seen = reference("tp=2", "tiny")
     assert 0 < predict(local, [seen, seen], Layout(tp=2)).seconds < 10
 
@@ -159,12 +159,12 @@ def test_a_file_of_an_older_probe_is_said_to_be_one() -> None:
     old = calibration()
     del old["settings"]["2"]["step"]
     with pytest.raises(UsageError, match="run weft probe again"):
-        Local.of(old)
+        ProbedMachine.of(old)
 
 
 def test_axis_with_most_traffic_stays_inside_a_site() -> None:
     near = np.arange(4)[:, None] // 2 == np.arange(4) // 2
-    links = Links(np.where(near, 1e-5, 1e-3), np.where(near, 1e9, 1e7))
+    links = WorkerLinks(np.where(near, 1e-5, 1e-3), np.where(near, 1e9, 1e7))
     layout = Layout(dp=2, tp=2)
     assert place_axes(links, layout, {"dp": Traffic(1e6), "tp": Traffic(1e8)}).order == "dp tp"
     assert place_axes(links, layout, {"dp": Traffic(1e8), "tp": Traffic(1e6)}).order == "tp dp"

@@ -17,7 +17,7 @@ from weft.errors import UsageError
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
 from weft.serve.service import add_adapters
-from weft.serve.texts import Ask, write_texts
+from weft.serve.texts import TextRequest, write_texts
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_each_name_has_its_own_weights(folder: Path) -> None:
     expected = {}
     for name in ("tiny", "tiny-0", "tiny-1"):
         model = build() if name == "tiny" else merged(build(), read_adapter(folder / name, build()))
-        ask = Ask(tokenizer.prompt_ids("a prompt of several blocks"), 25, GREEDY, tokenizer.stops)
+        ask = TextRequest(tokenizer.prompt_ids("a prompt of several blocks"), 25, GREEDY, tokenizer.stops)
         (expected[name],) = write_texts(Engine(model), tokenizer, [ask])
 
     def ask(name: str) -> Any:

@@ -17,7 +17,7 @@ from weft.data.tokenizer import load_tokenizer
 from weft.generate.engine import Engine
 from weft.generate.policies import policy_of
 from weft.models.hf import export
-from weft.serve.asks import Ask
+from weft.serve.asks import LoadRequest
 from weft.serve.choose import BUDGETS, POLICIES, SHARE, Candidate, compare, most_requests, play_candidate, requests_of
 from weft.serve.simulate import Curve, TimedRequest, play, work_of
 
@@ -90,7 +90,7 @@ def test_so_many_requests_meet_the_limits_and_not_more() -> None:
 
 
 def test_the_first_requests_are_timed_and_the_others_compared() -> None:
-    asked = [Ask("ab", 3), Ask([5], 4), Ask("c", 5)]
+    asked = [LoadRequest("ab", 3), LoadRequest([5], 4), LoadRequest("c", 5)]
     few, load = requests_of(asked, [1.0, 0.5, 2.0], lambda: load_tokenizer("bytes"), 1)
     assert few == [TimedRequest(-0.5, list(load_tokenizer("bytes").encode("ab")), 3)]
     assert load == [TimedRequest(0.0, [5], 4), TimedRequest(2.0, list(load_tokenizer("bytes").encode("c")), 5)]

@@ -16,7 +16,16 @@ from tests.conftest import Command
 from tests.serve.running import Running, until
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
-from weft.serve.asks import Ask, Outcome, pauses, random_asks, read_limits, read_percentiles, sharegpt_asks, summary
+from weft.serve.asks import (
+    LoadRequest,
+    RequestOutcome,
+    pauses,
+    random_asks,
+    read_limits,
+    read_percentiles,
+    sharegpt_asks,
+    summary,
+)
 from weft.serve.load import Target, run
 
 
@@ -49,9 +58,9 @@ def test_lengths_are_those_asked_for() -> None:
 
 
 def test_figures_are_vllms() -> None:
-    one = Outcome(began=10.0, times=[10.5, 10.6, 11.0], end=11.0, prompt=7, written=3)
-    two = Outcome(began=11.0, times=[11.1], end=11.1, prompt=5, written=1)
-    lost = Outcome(began=11.0, error="500")
+    one = RequestOutcome(began=10.0, times=[10.5, 10.6, 11.0], end=11.0, prompt=7, written=3)
+    two = RequestOutcome(began=11.0, times=[11.1], end=11.1, prompt=5, written=1)
+    lost = RequestOutcome(began=11.0, error="500")
     found = summary([one, two, lost], 4.0, [50, 100], {"ttft": 200, "e2el": 900})
     assert (found["completed"], found["failed"], found["errors"]) == (2, 1, ["500"])
     assert found["output_throughput"] == 1.0 and found["total_token_throughput"] == 4.0
@@ -68,7 +77,7 @@ def test_times_are_those_of_the_server(server: Running, monkeypatch: Any) -> Non
     step = server.engine.step
     monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.03), step())[1])
     target = Target(str(server.client.base_url), ignore_eos=True)
-    asks = [Ask([1, 2, 3, number], 12) for number in range(4)]
+    asks = [LoadRequest([1, 2, 3, number], 12) for number in range(4)]
     found = {}
     for most in (1, 4):
         outcomes, seconds = asyncio.run(run(target, asks, [0.0] * 4, most))

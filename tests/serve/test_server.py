@@ -32,9 +32,9 @@ from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.speculation import Lookup
 from weft.serve.answering import Answering
-from weft.serve.protocol import Completion
-from weft.serve.service import Event, Service
-from weft.serve.texts import Ask, write_texts
+from weft.serve.protocol import CompletionRequest
+from weft.serve.service import Service, TokenEvent
+from weft.serve.texts import TextRequest, write_texts
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 PROMPT = "a few words"
@@ -60,7 +60,7 @@ def expected(tokenizer: Tokenizer) -> Callable[..., str]:
     model = build()
 
     def write(text: str, most: int, how: Sampling = GREEDY, stops: tuple[str, ...] = ()) -> str:
-        ask = Ask(tokenizer.prompt_ids(text), most, how, tokenizer.stops, stops)
+        ask = TextRequest(tokenizer.prompt_ids(text), most, how, tokenizer.stops, stops)
         return write_texts(Engine(model), tokenizer, [ask])[0]
 
     return write
@@ -201,17 +201,17 @@ def test_who_goes_away_is_forgotten(server: Running) -> None:
 
 def test_what_comes_behind_a_stop_string_is_not_shown(tokenizer: Tokenizer) -> None:
     """A step may make several tokens of one answer, and the next step has begun when its stop string is found."""
-    asked = Completion.model_validate({"prompt": "x", "stop": "end"})
-    events = [Event(0, ord(c), None, "") for c in "a end b"] + [
-        Event(1, 99, None, "length"),
-        Event(0, None, None, "stop"),
+    asked = CompletionRequest.model_validate({"prompt": "x", "stop": "end"})
+    events = [TokenEvent(0, ord(c), None, "") for c in "a end b"] + [
+        TokenEvent(1, 99, None, "length"),
+        TokenEvent(0, None, None, "stop"),
     ]
 
     class Given:
         generations = (SimpleNamespace(hits=0),) * 2
         cancelled: ClassVar[list[int]] = []
 
-        async def next(self) -> Event:
+        async def next(self) -> TokenEvent:
             return events.pop(0)
 
         async def cancel(self, index: int) -> None:
@@ -345,7 +345,7 @@ def test_the_command_serves_and_ends_with_its_last_answer(
         asked = {"model": "spoken", "prompt": PROMPT, "max_tokens": 9, "temperature": 0}
         said = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
         model, tokenizer = build().float(), load_tokenizer("bytes")
-        ask = Ask(tokenizer.prompt_ids(PROMPT), 9, GREEDY, tokenizer.stops)
+        ask = TextRequest(tokenizer.prompt_ids(PROMPT), 9, GREEDY, tokenizer.stops)
         adapter = read_adapter(tmp_path / "adapters" / "spoken", model)
         assert [said] == write_texts(Engine(merged(model, adapter)), tokenizer, [ask])
     asked = {"prompt": "x", "max_tokens": 150, "temperature": 0, "stream": True, "ignore_eos": True}

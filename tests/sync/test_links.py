@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import WeftError
-from weft.sync.links import Links, ring_order, ring_times
+from weft.sync.links import IslandLinks, ring_order, ring_times
 
 MBIT = 1e6 / 8
 
 
-def sendings(links: Links, order: tuple[int, ...], nbytes: float, pieces: int) -> list[tuple[float, float]]:
+def sendings(links: IslandLinks, order: tuple[int, ...], nbytes: float, pieces: int) -> list[tuple[float, float]]:
     """Of each link in the ring: how long a piece occupies it, and its latency. Links between two sites share."""
     ways = list(zip(order, order[1:] + order[:1], strict=True))
     site = links.sites
@@ -26,13 +26,13 @@ def sendings(links: Links, order: tuple[int, ...], nbytes: float, pieces: int) -
     return found
 
 
-def formula(links: Links, order: tuple[int, ...], nbytes: float, pieces: int) -> float:
+def formula(links: IslandLinks, order: tuple[int, ...], nbytes: float, pieces: int) -> float:
     sent, steps = sendings(links, order, nbytes, pieces), 2 * (len(order) - 1)
     ways = [sum(sum(sent[(first + i) % len(order)]) for i in range(steps)) for first in range(len(order))]
     return float(max(*(steps * pieces * piece for piece, _ in sent), *ways))
 
 
-def simulated(links: Links, order: tuple[int, ...], nbytes: float, pieces: int) -> float:
+def simulated(links: IslandLinks, order: tuple[int, ...], nbytes: float, pieces: int) -> float:
     """When the last piece has come, if each is sent on as soon as it is there and the link is free."""
     sent = sendings(links, order, nbytes, pieces)
     free, there = [0.0] * len(order), [[0.0] * pieces for _ in order]
@@ -52,10 +52,10 @@ def orders(islands: int) -> list[tuple[int, ...]]:
     return [(0, *rest) for rest in permutations(range(1, islands))]
 
 
-def random_links(islands: int, seed: int) -> Links:
+def random_links(islands: int, seed: int) -> IslandLinks:
     random = np.random.default_rng(seed)
     spread = random.uniform(0, 1.5)
-    return Links(10 ** random.uniform(6 - spread, 6 + spread, (islands, islands)),
+    return IslandLinks(10 ** random.uniform(6 - spread, 6 + spread, (islands, islands)),
                  10 ** random.uniform(-4, -1, (islands, islands)))  # fmt: skip
 
 
@@ -84,11 +84,11 @@ def test_the_formula_is_the_pace_of_the_simulation(seed: int) -> None:
         )
 
 
-def two_sites(between: float, within: float = 10_000 * MBIT) -> Links:
+def two_sites(between: float, within: float = 10_000 * MBIT) -> IslandLinks:
     """Islands 0 and 1 at one site, 2 and 3 at another: the hosts of ``notes/resilience.md`` 4."""
     site = np.array([0, 0, 1, 1])
     same = site[:, None] == site[None]
-    return Links(np.where(same, within, between), np.where(same, 1e-4, 1e-3))
+    return IslandLinks(np.where(same, within, between), np.where(same, 1e-4, 1e-3))
 
 
 def test_the_orders_that_were_measured() -> None:
@@ -99,7 +99,7 @@ def test_the_orders_that_were_measured() -> None:
     assert ring_order(links, 25e6) in ([0, 1, 2, 3], [0, 1, 3, 2])
 
 
-def shaped(case: str) -> Links:
+def shaped(case: str) -> IslandLinks:
     """Six islands whose links are as ``case`` says."""
     site, speed, late = np.arange(6), np.full((6, 6), 100 * MBIT), np.full((6, 6), 5e-3)
     if case == "three sites":
@@ -115,7 +115,7 @@ def shaped(case: str) -> Links:
     elif case == "spread":
         return random_links(6, 5)
     same = site[:, None] == site[None]
-    return Links(np.where(same, 10_000 * MBIT, speed), np.where(same, 1e-4, late))
+    return IslandLinks(np.where(same, 10_000 * MBIT, speed), np.where(same, 1e-4, late))
 
 
 @pytest.mark.parametrize("case", ["three sites", "two sites", "slow uplinks", "far apart", "spread"])
@@ -134,7 +134,7 @@ def test_a_ring_hidden_among_forty() -> None:
     random = np.random.default_rng(1)
     speed, hidden = 10 ** random.uniform(5, 6, (40, 40)), random.permutation(40)
     speed[hidden, np.roll(hidden, -1)] = 2e6
-    found = np.array(ring_order(Links(speed, np.full((40, 40), 1e-3)), 1e7))
+    found = np.array(ring_order(IslandLinks(speed, np.full((40, 40), 1e-3)), 1e7))
     assert np.array_equal(found, np.roll(hidden, -int(np.flatnonzero(hidden == 0)[0])))
 
 
@@ -142,12 +142,12 @@ def test_links_that_are_down_are_gone_around() -> None:
     speed = np.full((4, 4), 1e6)
     for a, b in ((0, 1), (1, 2), (2, 3), (3, 0)):
         speed[a, b] = 0
-    found = ring_order(Links(speed, np.zeros((4, 4))), 1e6)
+    found = ring_order(IslandLinks(speed, np.zeros((4, 4))), 1e6)
     assert all(speed[a, b] for a, b in zip(found, found[1:] + found[:1], strict=True))
     speed[3] = 0
     with pytest.raises(WeftError, match="no ring of measured links joins all islands"):
-        ring_order(Links(speed, np.zeros((4, 4))), 1e6)
-    assert ring_order(Links(np.zeros((1, 1)), np.zeros((1, 1))), 1e6) == [0]
+        ring_order(IslandLinks(speed, np.zeros((4, 4))), 1e6)
+    assert ring_order(IslandLinks(np.zeros((1, 1)), np.zeros((1, 1))), 1e6) == [0]
 
 
 def test_sites_are_those_of_fast_links() -> None:

@@ -73,7 +73,7 @@ def serve(
     target = load.Target(base_url.rstrip("/").removesuffix("/v1"), model, key, ignore_eos)
     waits = asks.pauses(len(asked[:num_prompts]), request_rate, burstiness, seed)
 
-    async def measure() -> tuple[list[asks.Outcome], float]:
+    async def measure() -> tuple[list[asks.RequestOutcome], float]:
         early = asked[num_prompts:]  # other ones, so that no prefix of those that count is known
         await load.run(target, early, [0.0] * len(early), 1)
         return await load.run(target, asked[:num_prompts], waits, max_concurrency)

@@ -22,7 +22,7 @@ NO_TOKENIZER = "no-tokenizer.txt"
 SPACE = "\u2581"
 
 
-class Kind(IntEnum):
+class TokenKind(IntEnum):
     """Of a token, as GGUF numbers them."""
 
     NORMAL = 1
@@ -65,12 +65,12 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> dict[str, bytes]:
     if kind not in MODELS:
         raise WeftError(f"its tokenizer is of kind {kind!r}; Weft reads {', '.join(MODELS)}: set data.tokenizer to one")
     tokens: list[str] = fields[f"{G}tokens"]
-    kinds: list[int] = fields.get(f"{G}token_type") or [Kind.NORMAL] * len(tokens)
+    kinds: list[int] = fields.get(f"{G}token_type") or [TokenKind.NORMAL] * len(tokens)
     model = MODELS[kind](fields, tokens, kinds)
     added = [
-        AddedToken(token, special=kinds[i] != Kind.USER_DEFINED, normalized=False)
+        AddedToken(token, special=kinds[i] != TokenKind.USER_DEFINED, normalized=False)
         for i, token in enumerate(tokens)
-        if kinds[i] in (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)
+        if kinds[i] in (TokenKind.CONTROL, TokenKind.USER_DEFINED, TokenKind.UNKNOWN)
     ]
     model.add_tokens(added)
 
@@ -116,7 +116,7 @@ def _used(tokens: list[str], kinds: list[int]) -> dict[str, int]:
     return {
         token: i
         for i, token in enumerate(tokens)
-        if not (kinds[i] == Kind.UNUSED and re.fullmatch(r"\[PAD\d+\]", token))
+        if not (kinds[i] == TokenKind.UNUSED and re.fullmatch(r"\[PAD\d+\]", token))
     }
 
 
@@ -150,16 +150,16 @@ def _sentence_pieces(fields: Mapping[str, Any], tokens: list[str], kinds: list[i
     vocab, scores = _used(tokens, kinds), fields[f"{G}scores"]
     found = []
     for i, piece in enumerate(tokens):
-        if kinds[i] == Kind.NORMAL and len(piece) > 1:
+        if kinds[i] == TokenKind.NORMAL and len(piece) > 1:
             for at in range(1, len(piece)):
                 left, right = vocab.get(piece[:at]), vocab.get(piece[at:])
-                if left is not None and right is not None and kinds[left] == kinds[right] == Kind.NORMAL:
+                if left is not None and right is not None and kinds[left] == kinds[right] == TokenKind.NORMAL:
                     found.append((-scores[i], left, right))
     merges = [(tokens[left], tokens[right]) for _, left, right in sorted(found, key=lambda pair: pair[0])]
     unknown = fields.get(f"{G}unknown_token_id")
     model = Tokenizer(models.BPE(
         vocab, merges, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True,
-        byte_fallback=Kind.BYTE in kinds,
+        byte_fallback=TokenKind.BYTE in kinds,
     ))  # fmt: skip
     prefix = fields.get(f"{G}add_space_prefix", True)
     spaces = normalizers.Replace(" ", SPACE)
@@ -173,7 +173,7 @@ def _unigrams(fields: Mapping[str, Any], tokens: list[str], kinds: list[int]) ->
     """The likeliest cut into pieces, of sentencepiece's unigram model (Kudo 2018): ``t5``."""
     scores = fields[f"{G}scores"]
     pieces = list(zip(tokens, scores, strict=True))
-    model = Tokenizer(models.Unigram(pieces, fields.get(f"{G}unknown_token_id"), Kind.BYTE in kinds))
+    model = Tokenizer(models.Unigram(pieces, fields.get(f"{G}unknown_token_id"), TokenKind.BYTE in kinds))
     steps: list[normalizers.Normalizer] = []
     if charsmap := fields.get(f"{G}precompiled_charsmap"):
         steps.append(normalizers.Precompiled(bytes(charsmap)))

@@ -48,7 +48,7 @@ class _Seen(NamedTuple):
     modified: int
 
 
-class Shelf:
+class BlockShelf:
     """The blocks of all files in some folders. A file's path begins with the name of its folder."""
 
     def __init__(self, folders: dict[str, Path]) -> None:

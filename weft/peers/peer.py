@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
-from weft.peers.blocks import BLOCK, LONGEST, NAME, Shared, Shelf, is_inside, name_of, shared_from
+from weft.peers.blocks import BLOCK, LONGEST, NAME, BlockShelf, Shared, is_inside, name_of, shared_from
 from weft.peers.invitation import Invitation
 from weft.peers.relay import PROTOCOL as MIRROR
-from weft.peers.table import Table, as_json, from_json
+from weft.peers.table import SharedTable, as_json, from_json
 from weft.peers.transport import LIMIT, MEMBERS_HEAD, PIECE, PeerError, bind, cause, iroh, receive, send, within
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ IN_FLIGHT = 8
 REFUSED, BYE = 1, 0
 
 
-class Member(NamedTuple):
+class ConnectedPeer(NamedTuple):
     """Another peer as it is connected now. ``direct``: the address that packets go to; ``None``: over the relay."""
 
     id: str
@@ -44,7 +44,7 @@ class Member(NamedTuple):
 
 
 @dataclass
-class _Link:
+class _PeerLink:
     """A connection with another peer; how many changes of the table it was ``told``, and whether it was ``heard``."""
 
     id: str
@@ -69,9 +69,9 @@ class Peer:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.invitation, self.name, self.say = invitation, name or socket.gethostname(), say
-        self.shelf = Shelf({folder.resolve().name: folder.resolve() for folder in share})
+        self.shelf = BlockShelf({folder.resolve().name: folder.resolve() for folder in share})
         self.problem = ""
-        self._key, self._links = key, dict[str, _Link]()
+        self._key, self._links = key, dict[str, _PeerLink]()
         self._dialing, self._tasks = set[str](), set[asyncio.Task[None]]()
         self._exposed: dict[str, tuple[str, int]] = {}
         self._published: dict[str, str] = {}
@@ -101,7 +101,7 @@ class Peer:
 
     # What others see of this peer, and it of them.
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ConnectedPeer]:
         return [self._member(link) for link in list(self._links.values())]
 
     def files(self) -> dict[str, Shared]:
@@ -213,7 +213,7 @@ class Peer:
         self._relay_addresses = [f"[{host}]:{where.port}" if ":" in host else f"{host}:{where.port}" for host in hosts]
         self.endpoint = await bind(PROTOCOL, self.relay_url, self._key)
         self.id = str(self.endpoint.id())
-        self.table, self._listed = Table(self.id), asyncio.Event()
+        self.table, self._listed = SharedTable(self.id), asyncio.Event()
         self.table.write(f"peer/{self.id}", {"name": self.name})
         await asyncio.to_thread(self._publish)
         for task in (self._listen(), self._ask_relay(), self._look()):
@@ -315,12 +315,15 @@ class Peer:
             raise PeerError(f"{error}") from None
         if not first:
             await self._prove(peer, stream)
-        known, link = peer in self._links, _Link(peer, connection)  # known: both have dialled; either does, and stays
+        known, link = (
+            peer in self._links,
+            _PeerLink(peer, connection),
+        )  # known: both have dialled; either does, and stays
         self._links[peer] = link
         self._task(self._serve(link))
         self._task(self._tend(link, known))
 
-    async def _tend(self, link: _Link, known: bool) -> None:
+    async def _tend(self, link: _PeerLink, known: bool) -> None:
         """Tell the other what is new, and see that it is there; say when its packets go another way."""
         try:
             while not link.heard:  # so its name is known
@@ -339,7 +342,7 @@ class Peer:
                 del self._links[link.id]
                 self.say(f"{self._name(link.id)} is gone: {error}")
 
-    async def _tell(self, link: _Link) -> None:
+    async def _tell(self, link: _PeerLink) -> None:
         """Exchange what is new, or just that both are there."""
         changes = self.table.changes
         answer, _ = await self._request(link, {"table": as_json(self.table.since(link.told))})
@@ -349,12 +352,12 @@ class Peer:
         if not link.heard:
             await asyncio.sleep(0.05)
 
-    async def _serve(self, link: _Link) -> None:
+    async def _serve(self, link: _PeerLink) -> None:
         with suppress(iroh().IrohError):
             while True:
                 self._task(self._answer(link, await link.connection.accept_bi()))
 
-    async def _answer(self, link: _Link, stream: Any) -> None:
+    async def _answer(self, link: _PeerLink, stream: Any) -> None:
         """One request of another peer."""
         try:
             asked, _ = await receive(stream.recv(), head=MEMBERS_HEAD)
@@ -411,7 +414,7 @@ class Peer:
         finally:
             writer.close()
 
-    async def _request(self, link: _Link, head: dict[str, Any], longest: int = 0) -> tuple[dict[str, Any], bytes]:
+    async def _request(self, link: _PeerLink, head: dict[str, Any], longest: int = 0) -> tuple[dict[str, Any], bytes]:
         stream = await within(LIMIT, link.connection.open_bi())
         await send(stream.send(), head)
         await within(LIMIT, stream.send().finish())
@@ -469,12 +472,12 @@ class Peer:
             str(entry.value["name"]) if entry and isinstance(entry.value, dict) and "name" in entry.value else peer[:10]
         )
 
-    def _member(self, link: _Link) -> Member:
+    def _member(self, link: _PeerLink) -> ConnectedPeer:
         path = next((p for p in link.connection.paths() if p.is_selected), None)
         direct = path.remote_addr if path is not None and path.is_ip else None
-        return Member(link.id, self._name(link.id), direct, path.rtt_ms if path is not None else 0)
+        return ConnectedPeer(link.id, self._name(link.id), direct, path.rtt_ms if path is not None else 0)
 
-    def _path(self, link: _Link) -> str:
+    def _path(self, link: _PeerLink) -> str:
         direct = self._member(link).direct
         return f"direct, {direct}" if direct else "over the relay"
 

@@ -31,7 +31,7 @@ class Entry(NamedTuple):
         return self.stamp, json.dumps(self.value, sort_keys=True)
 
 
-class Table:
+class SharedTable:
     """``writer``: this peer's name in stamps; ``clock``: milliseconds, which need neither be right nor steady."""
 
     def __init__(self, writer: str, clock: Callable[[], int] = lambda: time.time_ns() // 1_000_000) -> None:

@@ -28,9 +28,9 @@ from weft.planner.search import Pin, SearchResult, search
 from weft.planner.shape import vocab_of
 from weft.recipe import Recipe
 from weft.rehearse.clock import Prediction, predict
-from weft.rehearse.curves import Local
+from weft.rehearse.curves import ProbedMachine
 from weft.rehearse.journal import Event
-from weft.rehearse.links import Links
+from weft.rehearse.links import WorkerLinks
 from weft.rehearse.mapping import Traffic, place_axes
 from weft.rehearse.step import Rehearsal, batches_of, every_rank, reference
 from weft.train.setup import model_shape
@@ -62,7 +62,7 @@ def shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield n, max(2, round(REHEARSED * n / whole))
 
 
-def timed(final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: Local) -> Final:
+def timed(final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: ProbedMachine) -> Final:
     """``final`` with the time, the memory and (where links differ) the order of axes that the rehearsal gives."""
     order, workers = placed(layout, rehearsed, local.uneven(layout.world))
     prediction = predict(local, rehearsed, layout, workers)
@@ -72,7 +72,7 @@ def timed(final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: L
                    order=order)  # fmt: skip
 
 
-def placed(layout: Layout, rehearsed: Sequence[Rehearsal], links: Links | None) -> tuple[str, list[int]]:
+def placed(layout: Layout, rehearsed: Sequence[Rehearsal], links: WorkerLinks | None) -> tuple[str, list[int]]:
     """The order of axes for these links, and the worker of every rank as it was rehearsed; usual if links are alike."""
     if links is None:
         return "", []
@@ -122,7 +122,7 @@ def held(layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction)
 
 
 def at_hand(
-    founds: Sequence[SearchResult], local: Local, recipe_of: Callable[[Final], Any],
+    founds: Sequence[SearchResult], local: ProbedMachine, recipe_of: Callable[[Final], Any],
     rehearse: Callable[[Any], Sequence[Rehearsal]], say: Callable[[str], None] = lambda text: None,
 ) -> tuple[SearchResult, list[Final]]:  # fmt: skip
     """The best layouts of all numbers of ranks (one of ``founds`` each), fastest first; and the winner's search.
@@ -194,7 +194,7 @@ def search_here(
             f"the model has {float(shape.parameters) / 1e9:.1f} B parameters: too many to rehearse on a CPU; plan for "
             "GPUs, e.g. --cluster h100 --gpus 8"
         )
-    local = Local.of(cluster.calibration)
+    local = ProbedMachine.of(cluster.calibration)
     counts = [ranks] if ranks else [n for n in local.settings if n <= cluster.count]
     founds, refusal = [], None
     for n in counts:
@@ -224,7 +224,7 @@ def choose_here(recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callab
     return choice_of(recipe, finals, among)
 
 
-def rehearsals(recipe: Recipe, local: Local, paces: dict[int, float] | None = None) -> list[Rehearsal]:
+def rehearsals(recipe: Recipe, local: ProbedMachine, paces: dict[int, float] | None = None) -> list[Rehearsal]:
     """Every rank's step, on the recipe's own first batch if its data is there, with its work as slow as in the probe.
 
     A small model's step is timed before and after: how much longer that took among other ranks is taken to hold for

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from weft.layout.layout import Layout
-from weft.rehearse.curves import Local, Setting
+from weft.rehearse.curves import ProbedMachine, Setting
 from weft.rehearse.journal import Event
-from weft.rehearse.links import Links
+from weft.rehearse.links import WorkerLinks
 from weft.rehearse.step import Rehearsal
 
 
@@ -42,12 +42,12 @@ class Far:
     link takes that is much slower than the fastest.
     """
 
-    links: Links
+    links: WorkerLinks
     groups: Mapping[tuple[int, ...], np.ndarray]
     workers: np.ndarray
 
     @classmethod
-    def of(cls, links: Links, rehearsed: Sequence[Sequence[Event]], workers: Sequence[int]) -> Far:
+    def of(cls, links: WorkerLinks, rehearsed: Sequence[Sequence[Event]], workers: Sequence[int]) -> Far:
         met = {e.ranks for events in rehearsed for e in events if e.kind == "collective" and len(e.ranks) > 1}
         groups = {}
         for ranks in met:
@@ -192,7 +192,9 @@ class Prediction:
     parts: Mapping[str, float]
 
 
-def predict(local: Local, rehearsed: Sequence[Rehearsal], layout: Layout, workers: Sequence[int] = ()) -> Prediction:
+def predict(
+    local: ProbedMachine, rehearsed: Sequence[Rehearsal], layout: Layout, workers: Sequence[int] = ()
+) -> Prediction:
     """From every rank's rehearsed step.
 
     ``workers``: which of the probed machine's workers each rank is, if not the one of its number.

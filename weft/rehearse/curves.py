@@ -18,7 +18,7 @@ import numpy as np
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.rehearse.journal import Event
-from weft.rehearse.links import Links
+from weft.rehearse.links import WorkerLinks
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,23 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Local:
+class ProbedMachine:
     """A probed machine: ``settings`` by the number of ranks on it."""
 
     cores: int
     settings: Mapping[int, Setting]
-    links: Links | None = None  # of the largest setting
+    links: WorkerLinks | None = None  # of the largest setting
 
     @classmethod
-    def of(cls, calibration: Mapping[str, Any]) -> Local:
+    def of(cls, calibration: Mapping[str, Any]) -> ProbedMachine:
         """From the ``calibration`` table of a cluster file that ``weft probe`` has written."""
         if any("step" not in s for s in calibration["settings"].values()):
             raise UsageError("the cluster file is of an older weft probe; run weft probe again")
         found = {int(n): Setting(**s) for n, s in calibration["settings"].items()}
         table = calibration.get("links")
-        return cls(int(calibration["cores"]), dict(sorted(found.items())), Links.of(table) if table else None)
+        return cls(int(calibration["cores"]), dict(sorted(found.items())), WorkerLinks.of(table) if table else None)
 
-    def uneven(self, ranks: int) -> Links | None:
+    def uneven(self, ranks: int) -> WorkerLinks | None:
         """The links of a run of so many ranks, if some of them are much slower than others."""
         return self.links if self.links is not None and len(self.links) == ranks and self.links.uneven else None
 

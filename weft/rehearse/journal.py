@@ -73,7 +73,7 @@ class Journal:
         self.since = worked()
 
 
-class Sent:
+class PendingMessage:
     """A message under way: waiting for it is noted."""
 
     def __init__(self, journal: Journal, event: Event) -> None:
@@ -160,20 +160,20 @@ class Silent(Group):
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._collective("reduce", 0)
 
-    def send(self, tensors: Sequence[T], target: int, tag: int = 0) -> Sent:
+    def send(self, tensors: Sequence[T], target: int, tag: int = 0) -> PendingMessage:
         return self._message("send", tensors[0], target, tag)
 
-    def recv(self, tensors: Sequence[T], source: int, tag: int = 0) -> Sent:
+    def recv(self, tensors: Sequence[T], source: int, tag: int = 0) -> PendingMessage:
         return self._message("recv", tensors[0], source, tag)
 
-    def _message(self, kind: str, tensor: T, peer: int, tag: int) -> Sent:
+    def _message(self, kind: str, tensor: T, peer: int, tag: int) -> PendingMessage:
         self.journal.numbers += 1
         ranks = dist.get_global_rank(self, peer), tag
         event = Event(kind, bytes=tensor.nbytes, ranks=ranks, number=self.journal.numbers)
         with self.journal.note(event):
             if kind == "recv" and tensor.is_floating_point():
                 tensor.normal_()
-            return Sent(self.journal, event)
+            return PendingMessage(self.journal, event)
 
     def _parts(self, whole: T) -> Sequence[T]:
         return whole.view(self.size(), -1).unbind()

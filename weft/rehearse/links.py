@@ -12,14 +12,14 @@ SLOW = 0.1
 
 
 @dataclass(frozen=True)
-class Links:
+class WorkerLinks:
     """Seconds (``latency``) and bytes per second (``bandwidth``) of every ordered pair of workers, ``[n, n]``."""
 
     latency: np.ndarray
     bandwidth: np.ndarray
 
     @classmethod
-    def of(cls, table: Mapping[str, Sequence[Sequence[float]]]) -> Links:
+    def of(cls, table: Mapping[str, Sequence[Sequence[float]]]) -> WorkerLinks:
         """From the ``calibration.links`` of a cluster file that ``weft probe`` has written."""
         return cls(np.array(table["latency"], dtype=float), np.array(table["bandwidth"], dtype=float))
 

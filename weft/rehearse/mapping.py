@@ -15,7 +15,7 @@ import numpy as np
 
 from weft.layout.layout import AXES, Layout
 from weft.layout.placement import rank_table
-from weft.rehearse.links import Links
+from weft.rehearse.links import WorkerLinks
 
 #: Axes whose ranks pass values on from one to the next; the others run rings over all.
 CHAINS = ("pp",)
@@ -29,7 +29,7 @@ class Traffic:
     messages: float = 1.0
 
 
-def seconds(links: Links, layout: Layout, traffic: Mapping[str, Traffic]) -> float:
+def seconds(links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]) -> float:
     """Communication of a step when workers take the places of the layout in their own order.
 
     Axes take turns; all groups of an axis are busy at once and share what is slow.
@@ -45,7 +45,7 @@ def seconds(links: Links, layout: Layout, traffic: Mapping[str, Traffic]) -> flo
     return total
 
 
-def place_axes(links: Links, layout: Layout, traffic: Mapping[str, Traffic]) -> Layout:
+def place_axes(links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]) -> Layout:
     """``layout`` with the best order of axes for workers as they are numbered; ties go to the usual order."""
     if len(links) != layout.world:
         raise ValueError(f"the table has links of {len(links)} workers, and layout {layout} has {layout.world} places")

@@ -12,10 +12,10 @@ from weft.data.detokenizer import Writer
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.serve.metrics import AnswerTimer
-from weft.serve.protocol import Question, Refusal
+from weft.serve.protocol import Refusal, SamplingRequest
 from weft.serve.replies import Answer, Replies, Usage, usage_of
-from weft.serve.responses import ResponseReplies, Responses
-from weft.serve.service import Answers, Busy, Event
+from weft.serve.responses import ResponseReplies, ResponsesRequest
+from weft.serve.service import Answers, Busy, TokenEvent
 from weft.serve.tools import CallFinder, CallForm, CallPiece
 
 
@@ -23,18 +23,24 @@ class Answering:
     """Writes the answers to ``asked`` as JSON. ``form``: of calls of tools, if the model may make some."""
 
     def __init__(
-        self, asked: Question, tokenizer: Tokenizer, model: str, prompt: int, form: CallForm | None, watch: AnswerTimer
+        self,
+        asked: SamplingRequest,
+        tokenizer: Tokenizer,
+        model: str,
+        prompt: int,
+        form: CallForm | None,
+        watch: AnswerTimer,
     ) -> None:
         self.asked, self.tokenizer, self.prompt, self.form, self.watch = asked, tokenizer, prompt, form, watch
         self.replies: Replies | ResponseReplies = (
-            ResponseReplies(asked, model) if isinstance(asked, Responses) else Replies(asked, model, tokenizer)
+            ResponseReplies(asked, model) if isinstance(asked, ResponsesRequest) else Replies(asked, model, tokenizer)
         )
 
     async def respond(self, request: Request, context: Any, n: int) -> Response:
         """The answers of ``context`` (:meth:`Service.answers`), of which there are ``n`` to each prompt."""
         answers = await entered(context)
         if self.asked.stream:
-            return Stream(self._stream(answers), context)
+            return EventStream(self._stream(answers), context)
         writing, leaving = asyncio.ensure_future(self._collect(answers)), asyncio.ensure_future(left(request))
         try:
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -86,7 +92,7 @@ class Answering:
         return usage_of(self.prompt, written, sum(one.hits for one in answers.generations))
 
     async def _collect(self, answers: Answers) -> list[Answer]:
-        texts, events = ["" for _ in answers.generations], [list[Event]() for _ in answers.generations]
+        texts, events = ["" for _ in answers.generations], [list[TokenEvent]() for _ in answers.generations]
         found: dict[int, Answer] = {}
         async for index, new in self._pieces(answers):
             texts[index] += new.text
@@ -98,7 +104,7 @@ class Answering:
     async def _stream(self, answers: Answers) -> AsyncIterator[str]:
         began: set[int] = set()
         written = 0
-        held: dict[int, list[Event]] = {}  # whose text is not shown yet
+        held: dict[int, list[TokenEvent]] = {}  # whose text is not shown yet
         try:
             for event in self.replies.begun():
                 yield said(event)
@@ -118,7 +124,7 @@ class Answering:
         yield self.replies.last
 
 
-class Stream(StreamingResponse):
+class EventStream(StreamingResponse):
     """Events as they come. What is written for them is cancelled when the client goes away, also before the first."""
 
     def __init__(self, chunks: AsyncIterator[str], context: Any) -> None:

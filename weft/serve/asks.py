@@ -24,13 +24,13 @@ SHORTEST, LONGEST = 4, 1024
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
-class Ask(NamedTuple):
+class LoadRequest(NamedTuple):
     prompt: str | list[int]
     tokens: int  # of the answer
 
 
 @dataclass
-class Outcome:
+class RequestOutcome:
     """What came of one question; times in seconds of one clock."""
 
     began: float
@@ -49,7 +49,7 @@ class Outcome:
         return {"ttft": [ttft], "tpot": tpot, "itl": gaps, "e2el": [e2el]}
 
 
-def random_asks(count: int, prompt: int, answer: int, ratio: float, prefix: int, seed: int) -> list[Ask]:
+def random_asks(count: int, prompt: int, answer: int, ratio: float, prefix: int, seed: int) -> list[LoadRequest]:
     """Prompts of random ids below 256, which every vocabulary has, behind ``prefix`` that all share.
 
     Lengths are uniform within ``ratio`` of ``prompt`` and ``answer``.
@@ -61,10 +61,10 @@ def random_asks(count: int, prompt: int, answer: int, ratio: float, prefix: int,
 
     shared = [random.randrange(256) for _ in range(prefix)]
     texts = [[*shared, *(random.randrange(256) for _ in range(length(prompt)))] for _ in range(count)]
-    return [Ask(text, length(answer)) for text in texts]
+    return [LoadRequest(text, length(answer)) for text in texts]
 
 
-def sharegpt_asks(count: int, seed: int) -> list[Ask]:
+def sharegpt_asks(count: int, seed: int) -> list[LoadRequest]:
     """Random ids, of lengths that are drawn as people's talks have them: log-normal with ShareGPT's means."""
     random = Random(seed)
 
@@ -73,22 +73,23 @@ def sharegpt_asks(count: int, seed: int) -> list[Ask]:
         return min(LONGEST, max(SHORTEST, round(drawn)))
 
     return [
-        Ask([random.randrange(256) for _ in range(length(*SHAREGPT[0]))], length(*SHAREGPT[1])) for _ in range(count)
+        LoadRequest([random.randrange(256) for _ in range(length(*SHAREGPT[0]))], length(*SHAREGPT[1]))
+        for _ in range(count)
     ]
 
 
-def read_asks(path: Path, count: int, answer: int) -> list[Ask]:
+def read_asks(path: Path, count: int, answer: int) -> list[LoadRequest]:
     """A JSON object per line: ``prompt``, and perhaps ``output_tokens``."""
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()][:count]
-        return [Ask(row["prompt"], int(row.get("output_tokens", answer))) for row in rows]
+        return [LoadRequest(row["prompt"], int(row.get("output_tokens", answer))) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is no file with an object with 'prompt' in each line: {error!r}") from None
 
 
 def make_asks(
     dataset: str, count: int, path: Path | None, prompt: int, answer: int, ratio: float, prefix: int, seed: int
-) -> list[Ask]:
+) -> list[LoadRequest]:
     """The questions of a data set by its name; errors: unknown names, and a file that is missing."""
     if dataset == "random":
         return random_asks(count, prompt, answer, ratio, prefix, seed)
@@ -128,7 +129,7 @@ def pauses(count: int, rate: float, burstiness: float, seed: int) -> list[float]
 
 
 def summary(
-    outcomes: Sequence[Outcome], seconds: float, percentiles: Sequence[float], limits: Mapping[str, float]
+    outcomes: Sequence[RequestOutcome], seconds: float, percentiles: Sequence[float], limits: Mapping[str, float]
 ) -> dict[str, Any]:
     """Figures by the names that vLLM gives them; times in milliseconds. ``limits``: of metrics, in milliseconds."""
     good = [one for one in outcomes if not one.error]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from weft.data.tokenizer import Tokenizer
 from weft.generate.engine import Engine
-from weft.serve.asks import Ask, summary
+from weft.serve.asks import LoadRequest, summary
 from weft.serve.simulate import Curve, TimedRequest, measure, simulate
 
 POLICIES = ("exact-fill", "chunked:32", "chunked:128", "prompts-first")
@@ -32,7 +32,7 @@ class Candidate(NamedTuple):
 
 
 def requests_of(
-    asked: Sequence[Ask], waits: Sequence[float], open_tokenizer: Callable[[], Tokenizer], first: int
+    asked: Sequence[LoadRequest], waits: Sequence[float], open_tokenizer: Callable[[], Tokenizer], first: int
 ) -> tuple[list[TimedRequest], list[TimedRequest]]:
     """The ``first`` requests, to be timed, and the others, from when the first of those comes on.
 

@@ -24,7 +24,7 @@ from weft.data.tasks import Text
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import Engine
 from weft.generate.sampling import Sampling
-from weft.serve.texts import Ask, write_texts
+from weft.serve.texts import TextRequest, write_texts
 from weft.train.score import scores
 
 #: A request of log-likelihood: its texts, and the ids of both.
@@ -124,7 +124,7 @@ class WeftLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return found
 
-    def _asked(self, context: str, settings: dict[str, Any]) -> Ask:
+    def _asked(self, context: str, settings: dict[str, Any]) -> TextRequest:
         """What is to be written after ``context``, up to a stop sequence."""
         until, most = settings.pop("until", []), settings.pop("max_gen_toks")
         until = [until] if isinstance(until, str) else [term for term in until if term]
@@ -136,7 +136,7 @@ class WeftLM(TemplateLM):
             raise UsageError(f"max_length = {self.max_length} leaves no room for a prompt before {most} new tokens")
         ids = self.tok_encode(context)[most - self.max_length :]
         stops = {*self.own.stops, *(self.own.specials[term] for term in until if term in self.own.specials)}
-        return Ask(ids, most, Sampling(temperature * bool(sampled), top_k), stops, until)
+        return TextRequest(ids, most, Sampling(temperature * bool(sampled), top_k), stops, until)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from weft.errors import WeftError
-from weft.serve.asks import Ask, Outcome
+from weft.serve.asks import LoadRequest, RequestOutcome
 
 
 class Target(NamedTuple):
@@ -22,13 +22,13 @@ class Target(NamedTuple):
     temperature: float = 0.0
 
 
-async def send(client: httpx.AsyncClient, target: Target, ask: Ask) -> Outcome:
+async def send(client: httpx.AsyncClient, target: Target, ask: LoadRequest) -> RequestOutcome:
     """One question, and the times of its events."""
     body: dict[str, Any] = {"model": target.model, "prompt": ask.prompt, "max_tokens": ask.tokens, "stream": True,
                             "temperature": target.temperature, "stream_options": {"include_usage": True}}  # fmt: skip
     if target.ignore_eos:
         body["ignore_eos"] = True
-    outcome = Outcome(time.perf_counter())
+    outcome = RequestOutcome(time.perf_counter())
     try:
         async with client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
@@ -43,7 +43,7 @@ async def send(client: httpx.AsyncClient, target: Target, ask: Ask) -> Outcome:
     return outcome
 
 
-def _note(outcome: Outcome, event: dict[str, Any]) -> None:
+def _note(outcome: RequestOutcome, event: dict[str, Any]) -> None:
     if "error" in event:
         outcome.error = str(event["error"])
     if any(choice.get("text") or choice.get("finish_reason") for choice in event.get("choices", ())):
@@ -59,8 +59,8 @@ async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 async def run(
-    target: Target, asks: Sequence[Ask], waits: Sequence[float], most: int | None = None
-) -> tuple[list[Outcome], float]:
+    target: Target, asks: Sequence[LoadRequest], waits: Sequence[float], most: int | None = None
+) -> tuple[list[RequestOutcome], float]:
     """Ask everything, ``most`` at a time; returns what came and the seconds that it took. Errors: nobody answers."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     headers = {"authorization": f"Bearer {target.key}"} if target.key else {}
@@ -72,7 +72,7 @@ async def run(
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise WeftError(f"{target.url} does not answer: {error}; start weft serve, or give --base-url") from None
 
-        async def one(ask: Ask) -> Outcome:
+        async def one(ask: LoadRequest) -> RequestOutcome:
             async with gate:
                 return await send(client, target, ask)
 

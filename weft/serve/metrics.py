@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from weft.generate.engine import Engine
 from weft.generate.request import Generation
-from weft.serve.service import Event
+from weft.serve.service import TokenEvent
 
 #: Seconds to a first token, and between two tokens.
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -15,7 +15,7 @@ NEXT = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.3, 2.6)
 WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-class Metrics:
+class ServerMetrics:
     """Of one engine and of the requests to it."""
 
     def __init__(self, engine: Engine) -> None:
@@ -66,12 +66,12 @@ class Metrics:
 class AnswerTimer:
     """The times of the answers to one question, which has come when its clock says ``began``."""
 
-    def __init__(self, metrics: Metrics, prompt: int, began: float) -> None:
+    def __init__(self, metrics: ServerMetrics, prompt: int, began: float) -> None:
         self.metrics, self.began = metrics, began
         self._last: dict[int, float] = {}
         metrics.prompt.inc(prompt)
 
-    def saw(self, event: Event, generation: Generation) -> None:
+    def saw(self, event: TokenEvent, generation: Generation) -> None:
         """An event has come: a token, an end or both."""
         metrics, now = self.metrics, time.perf_counter()
         if event.token is not None:

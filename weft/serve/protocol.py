@@ -84,7 +84,7 @@ class Modelled(Strict):
     user: str | None = None
 
 
-class Question(Modelled):
+class SamplingRequest(Modelled):
     """What both ways of asking share; names and ranges are OpenAI's, and some of vLLM's."""
 
     temperature: float = Field(1.0, ge=0, le=2)
@@ -107,7 +107,7 @@ class Question(Modelled):
     structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
-    def _can_end(self) -> "Question":
+    def _can_end(self) -> "SamplingRequest":
         if self.language and self.ignore_eos:
             raise ValueError("a text that has a form ends where it is complete; leave out ignore_eos")
         return self
@@ -147,7 +147,7 @@ class Question(Modelled):
         )  # fmt: skip
 
 
-class Completion(Question):
+class CompletionRequest(SamplingRequest):
     """``POST /v1/completions``."""
 
     prompt: Annotated[str | Ids | list[str] | list[Ids], Field(min_length=1)]
@@ -184,7 +184,7 @@ class Chosen(Strict):
     function: ChosenName
 
 
-class Chat(Question):
+class ChatRequest(SamplingRequest):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -196,7 +196,7 @@ class Chat(Question):
     top_logprobs: int = Field(0, ge=0, le=20)
 
     @model_validator(mode="after")
-    def _tools_are_there(self) -> "Chat":
+    def _tools_are_there(self) -> "ChatRequest":
         names = [tool.function.name for tool in self.offered]
         if self.offered and self.language:
             raise ValueError("a text cannot be a call and have another form; leave out tools or response_format")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from weft.data.tokenizer import Tokenizer
-from weft.serve.protocol import Chat, Question, Refusal, StreamOptions
-from weft.serve.service import Event
+from weft.serve.protocol import ChatRequest, Refusal, SamplingRequest, StreamOptions
+from weft.serve.service import TokenEvent
 from weft.serve.tools import CallPiece
 
 Usage = dict[str, Any]
@@ -17,7 +17,7 @@ class Answer(NamedTuple):
     """What there is of one answer, or what is new of it."""
 
     text: str
-    events: Sequence[Event]
+    events: Sequence[TokenEvent]
     calls: Sequence[CallPiece]
     finish: str  # why it ended, or "" if it goes on
 
@@ -27,8 +27,8 @@ class Replies:
 
     last = "data: [DONE]\n\n"  # of a stream
 
-    def __init__(self, question: Question, model: str, tokenizer: Tokenizer) -> None:
-        self.chat = isinstance(question, Chat)
+    def __init__(self, question: SamplingRequest, model: str, tokenizer: Tokenizer) -> None:
+        self.chat = isinstance(question, ChatRequest)
         self.include_usage = bool((question.stream_options or StreamOptions()).include_usage)
         self.kind = "chat.completion.chunk" if self.chat else "text_completion"  # of a chunk
         self.logs = question.top is not None and (self.chat or getattr(question, "logprobs", None) is not None)
@@ -78,7 +78,7 @@ class Replies:
     def failed(self, refusal: Refusal) -> dict[str, Any]:
         return refusal.body
 
-    def _logs(self, events: Sequence[Event]) -> dict[str, Any] | None:
+    def _logs(self, events: Sequence[TokenEvent]) -> dict[str, Any] | None:
         if not self.logs:
             return None
         found = [(e.token, *e.log_probability) for e in events if e.token is not None and e.log_probability is not None]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from weft.serve.protocol import Chat, Refusal, Schema
+from weft.serve.protocol import ChatRequest, Refusal, Schema
 from weft.serve.replies import Answer, Usage, called
 
 #: What would have to be kept.
@@ -18,7 +18,7 @@ KEPT = ("store", "previous_response_id", "conversation", "background")
 TEXTS = ("input_text", "output_text", "text")
 
 
-class Responses(Chat):
+class ResponsesRequest(ChatRequest):
     """The chat that a question asks for."""
 
     n: Literal[1] = 1
@@ -82,7 +82,7 @@ class ResponseReplies:
 
     last = ""
 
-    def __init__(self, asked: Responses, model: str) -> None:
+    def __init__(self, asked: ResponsesRequest, model: str) -> None:
         said = asked.model_dump(include={"instructions", "metadata", "temperature", "top_p", "parallel_tool_calls"})
         tools = [{"type": "function", **tool.function.model_dump()} for tool in asked.tools or []]
         choice = asked.tool_choice if isinstance(asked.tool_choice, str) else "required"

@@ -21,11 +21,21 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.serve.answering import Answering, refusal_of
 from weft.serve.embeddings import embed, encoded
-from weft.serve.metrics import AnswerTimer, Metrics
+from weft.serve.metrics import AnswerTimer, ServerMetrics
 from weft.serve.prompts import Prompts
-from weft.serve.protocol import Chat, Completion, Language, Modelled, Question, Refusal, Texts, Tokenized, Untokenized
+from weft.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Language,
+    Modelled,
+    Refusal,
+    SamplingRequest,
+    Texts,
+    Tokenized,
+    Untokenized,
+)
 from weft.serve.replies import usage_of
-from weft.serve.responses import Responses
+from weft.serve.responses import ResponsesRequest
 from weft.serve.service import Service, Wish
 from weft.serve.tools import CallForm
 
@@ -55,7 +65,7 @@ class Server:
         self.service, self.tokenizer, self.name, self.keys, self.tokens = service, tokenizer, name, keys, tokens
         self.adapters = adapters
         self.prompts = Prompts(tokenizer, service.engine.model.shape.vocab, name)
-        self.metrics = Metrics(service.engine)
+        self.metrics = ServerMetrics(service.engine)
         self.begun = int(time.time())
         self.held = 0  # bytes of questions that are being answered
         self.embedding = asyncio.Lock()
@@ -124,7 +134,7 @@ class Server:
         return JSONResponse({"object": "list", "data": [{"id": self.name, "parent": None} | made, *adapters]})
 
     async def completions(self, request: Request) -> Response:
-        asked = await self._question(request, Completion)
+        asked = await self._question(request, CompletionRequest)
         if asked.stream and asked.best_of is not None:
             raise Refusal(400, "best_of cannot be streamed; leave out one of them", param="best_of")
         n = max(asked.n, asked.best_of or 0)
@@ -132,12 +142,12 @@ class Server:
         return await self._answer(request, asked, prompts, asked.most or 16, n, asked.language)
 
     async def chat(self, request: Request) -> Response:
-        return await self._talk(request, await self._question(request, Chat))
+        return await self._talk(request, await self._question(request, ChatRequest))
 
     async def responses(self, request: Request) -> Response:
-        return await self._talk(request, await self._question(request, Responses))
+        return await self._talk(request, await self._question(request, ResponsesRequest))
 
-    async def _talk(self, request: Request, asked: Chat) -> Response:
+    async def _talk(self, request: Request, asked: ChatRequest) -> Response:
         tools = [tool.model_dump(exclude_none=True) for tool in asked.offered]
         ids = await self._conversation(asked.messages, tools)
         form = await self.prompts.form() if tools else None
@@ -220,7 +230,7 @@ class Server:
         return asked
 
     async def _answer(
-        self, request: Request, asked: Question, prompts: Sequence[Sequence[int]], most: int, n: int,
+        self, request: Request, asked: SamplingRequest, prompts: Sequence[Sequence[int]], most: int, n: int,
         language: Language | None, form: CallForm | None = None,
     ) -> Response:  # fmt: skip
         """Answers to ``prompts``, each with ``n`` of up to ``most`` tokens, in a ``language`` if there is one."""

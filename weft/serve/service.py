@@ -31,7 +31,7 @@ class Wish(NamedTuple):
     adapter: str = ""
 
 
-class Event(NamedTuple):
+class TokenEvent(NamedTuple):
     """What a step made of one answer: its next token, or none where it ended without one."""
 
     number: int  # which of the answers that were asked for together
@@ -148,7 +148,7 @@ class Answers:
     def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, wishes: Sequence[Wish]) -> None:
         self.service, self.loop, self.wishes = service, loop, wishes
         self.generations: list[Generation] = []
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
 
     def begin(self) -> None:
         """In the engine's thread."""
@@ -171,7 +171,7 @@ class Answers:
                 self.service.engine.cancel(one)
 
     def _pass_on(self, index: int, written: Written | None) -> None:
-        event = Event(index, *written[1:]) if written else Event(index, None, None, "error")
+        event = TokenEvent(index, *written[1:]) if written else TokenEvent(index, None, None, "error")
         self.loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def cancel(self, index: int) -> None:
@@ -184,7 +184,7 @@ class Answers:
 
         await self.service.call(stop)
 
-    async def next(self) -> Event:
+    async def next(self) -> TokenEvent:
         """The next event of any of them."""
         event = await self._events.get()
         if event.finished == "error" and self.service.failure is None:

@@ -16,7 +16,7 @@ from weft.generate.engine import Engine
 from weft.generate.request import Request
 from weft.generate.sampling import GREEDY
 from weft.generate.scheduler import ScheduledStep, Scheduler
-from weft.serve.asks import Outcome
+from weft.serve.asks import RequestOutcome
 
 
 class TimedRequest(NamedTuple):
@@ -51,9 +51,9 @@ class Curve:
 
 def play(
     load: Sequence[TimedRequest], add: Callable[[int], None], step: Callable[[], tuple[float, list[int]]]
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """Let requests come when ``load`` says. ``step`` returns its seconds and the numbers of those who got a token."""
-    found = [Outcome(each.time, prompt=len(each.prompt)) for each in load]
+    found = [RequestOutcome(each.time, prompt=len(each.prompt)) for each in load]
     order, clock, open_ = sorted(range(len(load)), key=lambda i: load[i].time), 0.0, set[int]()
     while order or open_:
         if not open_:
@@ -74,7 +74,7 @@ def play(
 
 def simulate(
     scheduler: Scheduler, load: Sequence[TimedRequest], curve: Callable[[ScheduledStep], float]
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """What ``load`` would get of an engine with this scheduler, whose steps take what ``curve`` says."""
     numbers: dict[Request, int] = {}
 
@@ -99,7 +99,7 @@ def simulate(
 
 def measure(
     engine: Engine, load: Sequence[TimedRequest], clock: Callable[[], float] = perf_counter
-) -> tuple[list[Outcome], list[tuple[list[float], float]]]:
+) -> tuple[list[RequestOutcome], list[tuple[list[float], float]]]:
     """What ``load`` gets of a real engine, and samples of its steps for a :class:`Curve`.
 
     With ``time.thread_time`` as the clock of steps what else the machine does is left out, and other threads too.

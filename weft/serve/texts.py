@@ -13,7 +13,7 @@ from weft.generate.sampling import Sampling
 from weft.recipe import Generate
 
 
-class Ask(NamedTuple):
+class TextRequest(NamedTuple):
     """What is to be written: up to ``most`` tokens behind ``ids``, to one of ``stops`` or of the strings ``until``."""
 
     ids: Sequence[int]
@@ -24,7 +24,7 @@ class Ask(NamedTuple):
 
 
 def write_texts(
-    engine: Engine, tokenizer: Tokenizer, asks: Sequence[Ask], done: Callable[[], object] = lambda: None
+    engine: Engine, tokenizer: Tokenizer, asks: Sequence[TextRequest], done: Callable[[], object] = lambda: None
 ) -> list[str]:
     """The texts that all of ``asks`` get, written side by side; ``done`` is called as each of them ends."""
     writers = {engine.submit(a.ids, a.most, a.how, a.stops)[0]: Writer(tokenizer, a.until) for a in asks}
@@ -51,7 +51,7 @@ def samples(where: Where, settings: Generate, warn: Callable[[str], None], ema: 
     model, files = open_model(where, "cpu", warn, ema)
     tokenizer, how = tokenizer_of(files, where), Sampling(settings.temperature, settings.top_k)
     asks = [
-        Ask(prompt_ids(tokenizer, prompt, settings.chat, str(where)), settings.tokens, how, tokenizer.stops)
+        TextRequest(prompt_ids(tokenizer, prompt, settings.chat, str(where)), settings.tokens, how, tokenizer.stops)
         for prompt in settings.all_prompts
     ]
     return write_texts(Engine(model), tokenizer, asks)

@@ -26,7 +26,7 @@ import numpy as np
 import torch.distributed as dist
 
 from weft.layout.lost import PeerLost
-from weft.sync.coded import Code, Result, Task
+from weft.sync.coded import Code, CodedTask, Result
 
 #: Words of ended rounds that may wait for a late rank, whole gradients among them. Then all wait for it.
 BEHIND = 4
@@ -39,7 +39,7 @@ class Sum(NamedTuple):
     numbers: np.ndarray
 
 
-class Sent(NamedTuple):
+class RoundMessage(NamedTuple):
     """What a rank sends in a round: its sums, by job; ``flag`` is a wish of its own."""
 
     step: int
@@ -69,7 +69,9 @@ class Link:
     limit: float
     step: int = 0
 
-    def take_step(self, code: Code, compute: Callable[[Task, Callable[[], bool]], Sum | None], flag: bool) -> Ended:
+    def take_step(
+        self, code: Code, compute: Callable[[CodedTask, Callable[[], bool]], Sum | None], flag: bool
+    ) -> Ended:
         """Have a part in a step, and return its last word.
 
         ``compute`` returns what a task is about, or None if what it is given says meanwhile that the round is over.
@@ -78,7 +80,7 @@ class Link:
         while True:
             sums = self._sums(code.tasks(self.rank, len(arrived), arrived), compute)
             if sums is not None:
-                self._send(Sent(self.step, len(arrived), flag, sums))
+                self._send(RoundMessage(self.step, len(arrived), flag, sums))
             word = self._next()
             while word.total is None and self.connection.poll():  # a rank that is late finds several
                 arrived.append(word.arrived)
@@ -89,7 +91,7 @@ class Link:
             arrived.append(word.arrived)
 
     def _sums(
-        self, tasks: Sequence[Task], compute: Callable[[Task, Callable[[], bool]], Sum | None]
+        self, tasks: Sequence[CodedTask], compute: Callable[[CodedTask, Callable[[], bool]], Sum | None]
     ) -> dict[int, Sum] | None:
         """What all tasks of a round are about, by job; None if the round is over before they are done."""
         sums = {}
@@ -100,7 +102,7 @@ class Link:
             sums[task.job] = found
         return sums
 
-    def _send(self, message: Sent) -> None:
+    def _send(self, message: RoundMessage) -> None:
         with suppress(OSError):  # whoever was to have it has said why, or is gone: the next word tells
             self.connection.send(message)
 
@@ -151,7 +153,7 @@ class Gathering:
     code: Code
     patience: float
     limit: float
-    inbox: queue.SimpleQueue[tuple[int, Sent | None]] = field(default_factory=queue.SimpleQueue)
+    inbox: queue.SimpleQueue[tuple[int, RoundMessage | None]] = field(default_factory=queue.SimpleQueue)
     outboxes: dict[int, queue.Queue[Ended | None]] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     flag: bool = False

@@ -32,7 +32,7 @@ DRAWS, SETS = 100, 60
 EXACT = 1e-8
 
 
-class Task(NamedTuple):
+class CodedTask(NamedTuple):
     """What a rank adds up for a job in a round: its gradients of some parts, each times a coefficient."""
 
     job: int
@@ -70,7 +70,7 @@ class Code(ABC):
         """All parts of a job that this rank may have to compute."""
 
     @abstractmethod
-    def tasks(self, rank: int, number: int, arrived: Arrived) -> list[Task]:
+    def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
         """What a rank does in round ``number``, after those that ``arrived`` is of; at most one task of each job."""
 
     @abstractmethod
@@ -103,11 +103,11 @@ class GradientCode(Code):
     def parts_of(self, rank: int) -> tuple[int, ...]:
         return tuple(np.flatnonzero(self.matrix[rank]).tolist())
 
-    def task(self, rank: int, job: int) -> Task:
+    def task(self, rank: int, job: int) -> CodedTask:
         parts = self.parts_of(rank)
-        return Task(job, parts, tuple(self.matrix[rank, list(parts)].tolist()))
+        return CodedTask(job, parts, tuple(self.matrix[rank, list(parts)].tolist()))
 
-    def tasks(self, rank: int, number: int, arrived: Arrived) -> list[Task]:
+    def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
         return [self.task(rank, number)] if number < self.jobs else []
 
     def decoding(self, job: int, arrived: Arrived) -> dict[Result, float] | None:
@@ -163,7 +163,7 @@ class SelectiveRepetition(GradientCode):
                 return owing[:count]
         return owing
 
-    def tasks(self, rank: int, number: int, arrived: Arrived) -> list[Task]:
+    def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
         if rank in self.again(number, arrived):
             return [self.task(rank, number - self.burst)]
         return super().tasks(rank, number, arrived)
@@ -207,14 +207,14 @@ class Multiplexed(Code):
         """The code of a group of parts."""
         return GradientCode(self.ranks, self.stragglers)
 
-    def own_task(self, rank: int, job: int, which: int) -> Task:
+    def own_task(self, rank: int, job: int, which: int) -> CodedTask:
         first = (rank * (self.window - 1) + which) * self.own
-        return Task(job, tuple(range(first, first + self.own)), (1.0,) * self.own)
+        return CodedTask(job, tuple(range(first, first + self.own)), (1.0,) * self.own)
 
-    def coded_task(self, rank: int, job: int, group: int) -> Task:
+    def coded_task(self, rank: int, job: int, group: int) -> CodedTask:
         before = self.ranks * ((self.window - 1) * self.own + group)
         _, parts, weights = self.code.task(rank, job)
-        return Task(job, tuple(before + part for part in parts), weights)
+        return CodedTask(job, tuple(before + part for part in parts), weights)
 
     def parts_of(self, rank: int) -> tuple[int, ...]:
         tasks = [self.own_task(rank, 0, which) for which in range(self.window - 1)]
@@ -232,7 +232,7 @@ class Multiplexed(Code):
                 done.add(owed[0])
         return found
 
-    def tasks(self, rank: int, number: int, arrived: Arrived) -> list[Task]:
+    def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
         found = []
         for slot in range(self.delay + 1):
             if 0 <= (job := number - slot) < self.jobs:

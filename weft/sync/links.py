@@ -36,7 +36,7 @@ STARTS = 8
 
 
 @dataclass(frozen=True)
-class Links:
+class IslandLinks:
     """``bandwidth[a][b]`` from ``a`` to ``b`` in bytes per second, 0 if there is no way; ``latency``: seconds, one way.
 
     Each as measured while nothing else is sent.
@@ -62,7 +62,7 @@ class Links:
         return np.unique(found, return_inverse=True)[1]
 
 
-def ring_times(links: Links, orders: Orders, nbytes: float, pieces: int = 4) -> Numbers:
+def ring_times(links: IslandLinks, orders: Orders, nbytes: float, pieces: int = 4) -> Numbers:
     """Seconds of an all-reduce of so many bytes around each of the ``orders [count, islands]``.
 
     Everybody's part goes ``2 (islands - 1)`` times from one to the next, in ``pieces`` that are passed on as they come.
@@ -73,7 +73,7 @@ def ring_times(links: Links, orders: Orders, nbytes: float, pieces: int = 4) -> 
     return 2 * (orders.shape[1] - 1) * np.maximum(slowest, around)
 
 
-def _steps(links: Links, orders: Orders, nbytes: float, pieces: int) -> tuple[Numbers, Numbers]:
+def _steps(links: IslandLinks, orders: Orders, nbytes: float, pieces: int) -> tuple[Numbers, Numbers]:
     """The time of a step by the slowest link of each order, and by the longest way of a piece."""
     islands = orders.shape[1]
     following = np.roll(orders, -1, axis=1)
@@ -90,7 +90,7 @@ def _steps(links: Links, orders: Orders, nbytes: float, pieces: int) -> tuple[Nu
     return sending.max(1), (2 * hops.sum(1) - spared) / (2 * islands - 2)
 
 
-def ring_order(links: Links, nbytes: float, pieces: int = 4, exact: int = EXACT) -> list[int]:
+def ring_order(links: IslandLinks, nbytes: float, pieces: int = 4, exact: int = EXACT) -> list[int]:
     """The order of all islands, from 0 on, in which an all-reduce of so many bytes takes least time.
 
     For more than ``exact`` islands it is the best that can be reached from a few starts by moving a run of islands, or
@@ -110,12 +110,12 @@ def ring_order(links: Links, nbytes: float, pieces: int = 4, exact: int = EXACT)
     return np.roll(best, -int(np.flatnonzero(best == 0)[0])).tolist()
 
 
-def _scores(links: Links, orders: Orders, nbytes: float, pieces: int) -> Numbers:
+def _scores(links: IslandLinks, orders: Orders, nbytes: float, pieces: int) -> Numbers:
     slowest, around = _steps(links, orders, nbytes, pieces)
     return np.maximum(slowest, around) + TIE * around
 
 
-def _starts(links: Links, nbytes: float, pieces: int) -> list[Orders]:
+def _starts(links: IslandLinks, nbytes: float, pieces: int) -> list[Orders]:
     """Orders to begin a search from: always on to the nearest that is left."""
     hops = nbytes / len(links.bandwidth) / pieces / np.maximum(links.bandwidth, SLOWEST) + links.latency
     found = []
@@ -128,7 +128,7 @@ def _starts(links: Links, nbytes: float, pieces: int) -> list[Orders]:
     return found
 
 
-def _improved(links: Links, order: Orders, nbytes: float, pieces: int) -> Orders:
+def _improved(links: IslandLinks, order: Orders, nbytes: float, pieces: int) -> Orders:
     """``order`` after one best move after the other, until none makes it better."""
     score = float(_scores(links, order[None], nbytes, pieces)[0])
     while True:

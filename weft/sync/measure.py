@@ -6,7 +6,7 @@ import time
 import numpy as np
 import torch
 
-from weft.sync.links import Links, ring_order, ring_times
+from weft.sync.links import IslandLinks, ring_order, ring_times
 from weft.sync.streams import IslandLost, Streams
 
 #: Bytes of the first message that a link's speed is measured with, and of the largest; each is four times the last.
@@ -47,7 +47,7 @@ def measured_ring(streams: Streams, nbytes: float) -> str:
 
 def best_ring(rows: np.ndarray, nbytes: float) -> tuple[list[int], float]:
     """The ring by measurements ``[island, island, (bytes/s, seconds)]``, and how much faster it is than 0, 1, 2, ..."""
-    links = Links(rows[..., 0], rows[..., 1])
+    links = IslandLinks(rows[..., 0], rows[..., 1])
     numbered = list(range(len(rows)))
     found = ring_order(links, nbytes)
     before, after = ring_times(links, np.array([numbered, found]), nbytes)

@@ -11,7 +11,7 @@ from weft.errors import UsageError
 from weft.layout.groups import limit
 from weft.recipe import Resilience
 from weft.sync.arrivals import Link, Sum, connected
-from weft.sync.coded import Task, code_of
+from weft.sync.coded import CodedTask, code_of
 from weft.train.step import Stepper, accumulate, clear_gradients
 
 T = torch.Tensor
@@ -49,7 +49,7 @@ class Coding(Stepper):
         passes = len(batches) // len(places)
         of = {place: batches[i * passes : (i + 1) * passes] for i, place in enumerate(places)}
 
-        def compute(task: Task, over: Callable[[], bool]) -> Sum | None:
+        def compute(task: CodedTask, over: Callable[[], bool]) -> Sum | None:
             numbers = torch.zeros(6, dtype=torch.float64)
             for part, coefficient in zip(task.parts, task.coefficients, strict=True):
                 for batch in of[task.job, part]:

@@ -26,7 +26,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Copy:
+class RowsCopy:
     """Rows ``lo:hi`` of a shard are the elements ``to`` of the logical tensor."""
 
     shard: int
@@ -36,46 +36,46 @@ class Copy:
 
 
 Sizes = Sequence[tuple[int, ...]]
-ShardLayout = Callable[[Sizes, ModelShape, int], Iterator[Copy]]
+ShardLayout = Callable[[Sizes, ModelShape, int], Iterator[RowsCopy]]
 
 
-def replicated(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+def replicated(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """Every rank stored all of it, and the same."""
-    yield Copy(0, 0, shards[0][0])
+    yield RowsCopy(0, 0, shards[0][0])
 
 
-def averaged(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+def averaged(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """Every rank stored all of it, but they drifted apart: the mean counts."""
     for i, size in enumerate(shards):
-        yield Copy(i, 0, size[0])
+        yield RowsCopy(i, 0, size[0])
 
 
-def column(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+def column(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """The ranks' rows follow each other (the weight of a column-parallel layer)."""
     at = 0
     for i, size in enumerate(shards):
-        yield Copy(i, 0, size[0], (slice(at, at + size[0]),))
+        yield RowsCopy(i, 0, size[0], (slice(at, at + size[0]),))
         at += size[0]
 
 
-def row(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+def row(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """The ranks' columns follow each other (the weight of a row-parallel layer)."""
     at = 0
     for i, size in enumerate(shards):
-        yield Copy(i, 0, size[0], (slice(None), slice(at, at + size[1])))
+        yield RowsCopy(i, 0, size[0], (slice(None), slice(at, at + size[1])))
         at += size[1]
 
 
-def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """As :func:`column`, with rows after the vocabulary's last that no token uses."""
     at = 0
     for i, size in enumerate(shards):
         rows = max(0, min(size[0], shape.vocab - at))
-        yield Copy(i, 0, rows, (slice(at, at + rows),))
+        yield RowsCopy(i, 0, rows, (slice(at, at + rows),))
         at += size[0]
 
 
-def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """Part 0, 1 or 2 (q, k, v) of Megatron's fusion: by key/value head its query heads, its key and its value."""
     assert shape.kv_heads and shape.head_dim
     group = shape.heads // shape.kv_heads
@@ -83,33 +83,33 @@ def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
     stride, first, count, at = (group + 2) * shape.head_dim, first * shape.head_dim, count * shape.head_dim, 0
     for i, size in enumerate(shards):
         for begin in range(0, size[0] - stride + 1, stride):
-            yield Copy(i, begin + first, begin + first + count, (slice(at, at + count),))
+            yield RowsCopy(i, begin + first, begin + first + count, (slice(at, at + count),))
             at += count
         if size[0] % stride:
-            yield Copy(i, 0, size[0])  # which fits nowhere
+            yield RowsCopy(i, 0, size[0])  # which fits nowhere
 
 
-def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """Part 0 or 1 (gate, up) of a rank's rows: its share of the gate, then its share of up."""
     at = 0
     for i, size in enumerate(shards):
         half = size[0] // 2
-        yield Copy(i, part * half, (part + 1) * half, (slice(at, at + half),))
+        yield RowsCopy(i, part * half, (part + 1) * half, (slice(at, at + half),))
         at += half
 
 
-def expert(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+def expert(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """Each shard is one expert of ``[experts, ...]``."""
     for i, size in enumerate(shards):
-        yield Copy(i, 0, size[0], (i,))
+        yield RowsCopy(i, 0, size[0], (i,))
 
 
-def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """All experts of a layer, of each the rows of ``part`` (transformers 5 in memory); see :func:`_rows_of_experts`."""
     return replicated(shards, shape, part)
 
 
-def unknown_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Copy]:
+def unknown_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """Of a form that is not read."""
     raise NotImplementedError
 
@@ -297,7 +297,7 @@ def logical_tensor(
     return out
 
 
-def _fill(target: torch.Tensor, shard: Shard, copy: Copy, replicas: int) -> None:
+def _fill(target: torch.Tensor, shard: Shard, copy: RowsCopy, replicas: int) -> None:
     """Read the rows of ``copy`` into ``target``, not all at once; of one of several ``replicas``, add its share."""
     rows = max(1, CHUNK // max(1, prod(shard.shape[1:]) * shard.dtype.itemsize))
     for lo in range(copy.lo, copy.hi, rows):

@@ -31,20 +31,20 @@ class ByteRun:
 
 
 @dataclass(frozen=True)
-class Stored(Shard):
+class StoredShard(Shard):
     """A contiguous tensor whose bytes are ``runs``, one after the other."""
 
     runs: tuple[ByteRun, ...]
 
 
-def stored(name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[ByteRun, ...]) -> Stored:
+def stored(name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[ByteRun, ...]) -> StoredShard:
     def read(lo: int, hi: int) -> torch.Tensor:
         out = blank((hi - lo, *shape[1:]), dtype)
         line = prod(shape[1:]) * dtype.itemsize
         read_runs(byte_range(runs, lo * line, hi * line), name, out)
         return out
 
-    return Stored(tuple(shape), dtype, read, runs)
+    return StoredShard(tuple(shape), dtype, read, runs)
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -81,7 +81,7 @@ def read_runs(runs: Sequence[ByteRun], name: str, out: torch.Tensor) -> None:
             raise WeftError(f"{error} (tensor {name}); copy it again") from None
 
 
-def _slice_of(name: str, file: Path, info: Any) -> Stored:
+def _slice_of(name: str, file: Path, info: Any) -> StoredShard:
     """One of the tensors inside a file of DCP's."""
     if getattr(info, "transform_descriptors", None):
         raise WeftError(f"{file}: tensor {name} is transformed ({info.transform_descriptors}); save it plain")
@@ -133,7 +133,7 @@ def load_tree(file: Path) -> Any:
         raise WeftError(f"{file} cannot be read by torch.load: {_line(error)}") from None
 
 
-def as_stored(name: str, fake: torch.Tensor, file: Path, base: int = 0) -> Stored:
+def as_stored(name: str, fake: torch.Tensor, file: Path, base: int = 0) -> StoredShard:
     """Where a tensor of :func:`load_tree` has its bytes."""
     offset = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
     if offset is None or not fake.is_contiguous():
@@ -188,7 +188,7 @@ class Reader(dcp.FileSystemReader):
             boxes.append((box, places.get(metadata.MetadataIndex(name, chunk.offsets))))
 
         @cache  # a tensor is read in pieces, and the head of its part need not be read for each
-        def opened(number: int) -> Stored:
+        def opened(number: int) -> StoredShard:
             info = boxes[number][1]
             return _slice_of(name, Path(self.path) / info.relative_path, info)
 

@@ -11,7 +11,7 @@ import torch
 
 from weft.checkpoint.convert.gguf_file import gguf_shape, read_gguf
 from weft.checkpoint.convert.rules import LAYER, Shard, TensorSource, logical_tensor, rule_and_names, sources_by_name
-from weft.checkpoint.convert.shards import Inert, Reader, Stored, as_stored, byte_range, load_tree, stored
+from weft.checkpoint.convert.shards import Inert, Reader, StoredShard, as_stored, byte_range, load_tree, stored
 from weft.checkpoint.format import MOMENTS, ROOT
 from weft.checkpoint.hub import local_path
 from weft.checkpoint.s3 import Where, open_storage
@@ -301,7 +301,9 @@ def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
     return {**columns}, list(about.get("parameter_to_average_patterns", []))  # type: ignore[dict-item]
 
 
-def _unflatten(about: Mapping[str, Any], files: Sequence[Path], parts: Sequence[Any]) -> dict[str, dict[str, Stored]]:
+def _unflatten(
+    about: Mapping[str, Any], files: Sequence[Path], parts: Sequence[Any]
+) -> dict[str, dict[str, StoredShard]]:
     """The parameters inside the partitions ``parts`` that ``files`` hold. Layout: DeepSpeed's zero_to_fp32.py."""
     stage, count = parts[0].get("zero_stage"), parts[0].get("partition_count")
     stage = int(stage.args[0] if isinstance(stage, Inert) else stage or 0)  # DeepSpeed's own enumeration
@@ -311,13 +313,13 @@ def _unflatten(about: Mapping[str, Any], files: Sequence[Path], parts: Sequence[
             f"{files[0].parent} has {len(parts)} of {count} partitions; an *_optim_states.pt file is missing"
         )
     base, flats = "base_optimizer_state" if stage < 3 else "optimizer_state_dict", "single_partition_of_fp32_groups"
-    found: dict[str, dict[str, Stored]] = {"fp32": {}}
+    found: dict[str, dict[str, StoredShard]] = {"fp32": {}}
     groups = (
         about["param_shapes"] if stage < 3 else [{k: v for group in about["param_shapes"] for k, v in group.items()}]
     )
     for key in ("fp32", *MOMENTS):
         # of each rank, the flat tensors by group
-        held: list[list[Stored]] = []
+        held: list[list[StoredShard]] = []
         for file, part in zip(files, parts, strict=True):
             flat = part[flats if stage < 3 else "fp32_flat_groups"]
             if key != "fp32":

@@ -11,7 +11,7 @@ import tokenizers
 
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.marks import Marked
-from weft.data.chat.spans import Span, SpanFinder
+from weft.data.chat.spans import SpanFinder, WeightedSpan
 from weft.data.chat.template import ChatTemplate, TemplateError
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
@@ -47,7 +47,7 @@ class ChatEncoder:
         """Raises :class:`TemplateError` if the template refuses it, or if nothing of it would be learned."""
         if self.learn == "all":
             shown = self.template.render(talk.messages, talk.tools)
-            spans = [Span(0, len(shown.text), talk.weight)]
+            spans = [WeightedSpan(0, len(shown.text), talk.weight)]
         else:
             shown, spans = self.finder.spans(talk, talk.learned(self.learn))
         ids, starts, ends = self.tokens.encode(shown)

@@ -29,7 +29,7 @@ from weft.errors import WeftError
 from weft.recipe import Chat, Source
 
 
-class Place(NamedTuple):
+class RecordLocation(NamedTuple):
     """Where a conversation stands: a file, and a line of it (a record's number, where the file has no lines)."""
 
     file: Path
@@ -44,14 +44,14 @@ def messages_field(source: Source) -> str | None:
     return None if source.field == Source.model_fields["field"].default else source.field
 
 
-def conversations(source: Source) -> Iterator[tuple[Place, Conversation]]:
+def conversations(source: Source) -> Iterator[tuple[RecordLocation, Conversation]]:
     """The conversations of a source, always in the same order, of pairs the chosen one first."""
     for place, sample in samples(source):
         for talk in (sample.chosen, sample.rejected) if isinstance(sample, AnswerPair) else (sample,):
             yield place, talk
 
 
-def samples(source: Source) -> Iterator[tuple[Place, Conversation | AnswerPair]]:
+def samples(source: Source) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair]]:
     """The records of a source, in order; what is wrong with one is said with file and line."""
     field = messages_field(source)
     for file in files(source):
@@ -60,7 +60,10 @@ def samples(source: Source) -> Iterator[tuple[Place, Conversation | AnswerPair]]
             for number, record in records(file):
                 record = with_garbled(record) if pair and source.form == "docstrings" else record
                 try:
-                    yield Place(file, number), read_pair(record) if pair else read_record(record, source.form, field)
+                    yield (
+                        RecordLocation(file, number),
+                        read_pair(record) if pair else read_record(record, source.form, field),
+                    )
                 except (ConversationError, RecursionError) as error:
                     reason = "nested too deeply" if isinstance(error, RecursionError) else error
                     raise WeftError(f"{file}:{number}: {reason}") from None
@@ -105,7 +108,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
     numbers = {path: number for number, path in enumerate(paths)}
     with open(folder / "weights.bin", "wb", buffering=2**20) as out:
 
-        def document(place: Place, talk: Conversation) -> np.ndarray:
+        def document(place: RecordLocation, talk: Conversation) -> np.ndarray:
             nonlocal alike
             try:
                 encoded = encoder.encode(talk)

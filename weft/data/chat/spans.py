@@ -13,7 +13,7 @@ from weft.data.chat.marks import Marked, numbered
 from weft.data.chat.template import ChatTemplate, TemplateError
 
 
-class Span(NamedTuple):
+class WeightedSpan(NamedTuple):
     """Characters ``start`` to ``end`` of a text, learned with ``weight``."""
 
     start: int
@@ -29,25 +29,25 @@ class SpanFinder:
         self.openings: dict[str, str] = {}
         self.closings: dict[str, str] = {}
 
-    def spans(self, talk: Conversation, learned: Sequence[float]) -> tuple[Marked, list[Span]]:
+    def spans(self, talk: Conversation, learned: Sequence[float]) -> tuple[Marked, list[WeightedSpan]]:
         """The text of ``talk``, and what is learned of it; ``learned`` is every message's weight, 0 for not at all."""
         shown = self.template.render(talk.messages, talk.tools)
         mine = {i: weight for i, weight in enumerate(learned) if weight}
         every = [weight for message, weight in zip(talk.messages, learned, strict=True) if _is_assistant(message)]
         if self.template.tagged and len(mine) == len(every) and len({*every}) == 1:
-            return shown, [Span(start, end, every[0]) for start, end in shown.generations]
+            return shown, [WeightedSpan(start, end, every[0]) for start, end in shown.generations]
         words = self._words(talk, shown, [*mine])
         own = shown.own_text(self.template.specials)
         found, before = [], 0
         for i in words:
             if self.template.tagged and _is_assistant(talk.messages[i]):
                 tagged = [s for s in shown.generations if any(s[0] <= at <= s[1] for at in words[i])]
-                found += [Span(*span, mine[i]) for span in tagged]
+                found += [WeightedSpan(*span, mine[i]) for span in tagged]
                 before = max([before, *(end for _, end in tagged)])
                 continue
             start = self._start(talk, i, own, before, words[i])
             before = words[i][-1] + len(self._closing(talk, i, own[words[i][-1] :]))
-            found.append(Span(start, before, mine[i]))
+            found.append(WeightedSpan(start, before, mine[i]))
         return shown, found
 
     def _words(self, talk: Conversation, shown: Marked, numbers: Sequence[int]) -> dict[int, list[int]]:
