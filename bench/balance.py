@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from step import SETTINGS, machine, on_ranks, write
 
-from weft.data.balance import DocumentTimes, balanced, costs_of, finish
+from weft.data.balance import DocumentTimes, costs_of, finish, make_plan
 from weft.data.batch import Batch
 from weft.data.loader import Loader
 from weft.data.order import Order, Stream
@@ -379,16 +379,16 @@ def planning(quick: bool) -> dict[str, Any]:
     lengths = np.array(log_normal(524_288, 4).lengths[:1024])
     for _ in range(9):
         begun = time.perf_counter()
-        balanced("greedy", lengths, 8192, 64, costs)
+        make_plan("greedy", lengths, 8192, 64, costs)
         took.append(time.perf_counter() - begun)
     against, search = [], []
     for seed in range(1 if quick else 8):
         for ranks, count in ((4, 12),) if quick else ((4, 48), (8, 64)):
             lengths = np.minimum(np.array(log_normal(131_072, 4, seed).lengths[:count]), 8192 * ranks)
             begun = time.perf_counter()
-            oracle = max(finish(balanced("flexsp", lengths, 8192, ranks, costs), lengths, costs))
+            oracle = max(finish(make_plan("flexsp", lengths, 8192, ranks, costs), lengths, costs))
             search.append(time.perf_counter() - begun)
-            against.append(max(finish(balanced("greedy", lengths, 8192, ranks, costs), lengths, costs)) / oracle)
+            against.append(max(finish(make_plan("greedy", lengths, 8192, ranks, costs), lengths, costs)) / oracle)
     return {"ms": 1e3 * statistics.median(took), "least_ms": 1e3 * min(took), "greedy_over_flexsp": {
         "median": statistics.median(against), "worst": max(against), "best": min(against)},
         "flexsp_s": statistics.median(search)}  # fmt: skip

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from step import machine, on_ranks, race, write
 
 from weft.recipe import Resilience
-from weft.sync.arrivals import Gathering, Sum, connected
+from weft.sync.arrivals import Gathering, Sum, connect_ranks
 from weft.sync.coded import Arrived, Code, CodedTask, code_of
 
 RESULTS = Path(__file__).parent / "results" / "coded.json"
@@ -120,7 +120,7 @@ class Sleeper:
 
     def __init__(self, kind: str, words: dict[str, Any], ranks: int, jobs: int, host: int) -> None:
         self.code, self.number = made(kind, words, ranks, jobs), 0
-        self.link = connected(self.code, dist.group.WORLD, 120.0, PATIENCE)
+        self.link = connect_ranks(self.code, dist.group.WORLD, 120.0, PATIENCE)
         self.jobs, self.host = jobs, host
 
     def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:

@@ -170,9 +170,9 @@ def main() -> None:
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        from weft.train.ranks import joined
+        from weft.train.ranks import rank_process
 
-        with joined("cpu", 600):
+        with rank_process("cpu", 600):
             be_rank(options.rank, options.json)
         return
     layouts = options.only or LAYOUTS

@@ -37,7 +37,7 @@ from weft.schedule.draw import ticks
 from weft.schedule.kinds import kind_of
 from weft.schedule.partition import layer_costs
 from weft.schedule.simulate import Costs, Simulation, simulate
-from weft.schedule.skip import cut, plan_paths
+from weft.schedule.skip import plan_paths, stage_lengths
 from weft.schedule.stages import assign_stages, routes
 
 ROOT = Path(__file__).parents[1]
@@ -111,7 +111,7 @@ def cell(at: tuple[bool, float, int, float]) -> dict[str, Any]:
     case = (microbatches, gigabits, limit, split)
     full = full_runs(*case)
     same = next(run for run in full if run[2])
-    ran, equal = partial(cut(RANKS, RATIO), *case), partial([1.0] * RANKS, *case)
+    ran, equal = partial(stage_lengths(RANKS, RATIO), *case), partial([1.0] * RANKS, *case)
     return {
         "split_backward": split, "memory": limit, "microbatches": microbatches, "gigabits_between_sites": gigabits,
         "full_s": round(full[0][0], 3), "full_schedule": full[0][1], "skip_s": round(ran.makespan, 3),
@@ -123,7 +123,7 @@ def cell(at: tuple[bool, float, int, float]) -> dict[str, Any]:
 
 def simulated(grid: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     """A row per split, memory, number of microbatches and bandwidth between the sites."""
-    ends, middle = cut(RANKS, RATIO)[:2]
+    ends, middle = stage_lengths(RANKS, RATIO)[:2]
     print(
         f"{RANKS} ranks at two sites, {RATIO:.0%} of the stages skipped. Stage lengths: ends {ends:.3f}, middle "
         f"{middle:.3f} of an even share,\nso that a microbatch leaves out {RATIO * middle:.1%} of the layers. 'same': "
@@ -351,8 +351,8 @@ def main() -> None:
             f"  {min(ratios):.2f}x to {max(ratios):.2f}x; {held} of {len(rows)} reach {GOALS['speedup']}x, "
             f"{same} against one stage per rank\n"
         )
-        lengths = [round(x, 4) for x in cut(RANKS, RATIO)]
-        share = round(RATIO * cut(RANKS, RATIO)[1], 4)
+        lengths = [round(x, 4) for x in stage_lengths(RANKS, RATIO)]
+        share = round(RATIO * stage_lengths(RANKS, RATIO)[1], 4)
         results["simulated"] = {"skip": RATIO, "stage_lengths": lengths, "layers_skipped": share, "rows": rows}
     if options.only != "simulated":
         facts, usual = about(more), load_recipe(RECIPE).optimizer.lr

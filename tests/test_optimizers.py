@@ -17,7 +17,7 @@ from weft.errors import WeftError
 from weft.layout.dims import Dim
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.memory.noise import hashed, normal
+from weft.memory.noise import normal, random_bits
 from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, rounded_bf16, unpacked
 from weft.models.nf4 import packed
 from weft.parallel.state import Held, State, Unit
@@ -256,7 +256,7 @@ def test_codes_of_four_bits_share_a_byte() -> None:
 
 
 def test_stochastic_rounding_keeps_the_mean_and_what_bfloat16_can_say() -> None:
-    bits = hashed(torch.arange(200_000), seed=3)
+    bits = random_bits(torch.arange(200_000), seed=3)
     for value in (1.003, -1.003, 3e-5):
         found = rounded_bf16(torch.full((200_000,), value), bits).double()
         assert found.unique().numel() == 2
@@ -295,7 +295,7 @@ def test_the_estimate_is_the_slope_along_its_direction(corpus: str) -> None:
 
 
 def test_hashed_bits_are_even_and_seeds_differ() -> None:
-    a, b = (hashed(torch.arange(100_000), seed).double() / 2**32 for seed in (1, 1 + (7 << 32)))
+    a, b = (random_bits(torch.arange(100_000), seed).double() / 2**32 for seed in (1, 1 + (7 << 32)))
     for x in (a, b):
         assert abs(x.mean().item() - 0.5) < 5e-3 and abs(x.var().item() * 12 - 1) < 2e-2
     assert abs(torch.corrcoef(torch.stack((a, b)))[0, 1].item()) < 2e-2

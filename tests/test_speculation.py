@@ -13,7 +13,7 @@ from tests.cases import recipe, start, write_corpus
 from tests.checkpoint.test_resume import go, state_of
 from tests.checkpoint.test_resume import tree as save_tree
 from tests.test_tiers import disk_that_fails
-from weft.memory.balance import Sizes, even, moved
+from weft.memory.balance import Sizes, even, step_traffic
 from weft.memory.tiers import TierError
 from weft.parallel.state import State
 from weft.train.speculation import Speculation
@@ -176,7 +176,7 @@ def test_even_units_are_those_that_balance_the_halves() -> None:
     """Of alike blocks, whose backward takes twice as long, seven in ten: forward has a third of the bytes then."""
     blocks = [Sizes(4, 4, 8, learns=True, free=True)] * 100
     early = even(blocks, 2.0)
-    found = moved(blocks, early)
+    found = step_traffic(blocks, early)
     assert sum(early) == pytest.approx(48 / 68 * 100, abs=1) and early[0]
     assert found.backward / found.forward == pytest.approx(2, rel=0.05)
     assert sum(even(blocks, 3.0)) > sum(early)

@@ -72,7 +72,7 @@ class Registered:
         """``work`` of the plugin's; what it raises names the plugin."""
 
         def called(*given: Any) -> Any:
-            with blamed(str(self)):
+            with blame_plugin(str(self)):
                 return work(*given)
 
         return called
@@ -184,7 +184,7 @@ def _why_not(module: str, error: BaseException) -> str:
 
 
 @contextmanager
-def blamed(who: str) -> Iterator[None]:
+def blame_plugin(who: str) -> Iterator[None]:
     """What a plugin raises in here says so; errors of Weft's own, and an end that was asked for, pass."""
     try:
         yield

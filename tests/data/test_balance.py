@@ -15,13 +15,13 @@ from weft.data.balance import (
     Pass,
     Plan,
     PlanError,
-    balanced,
     bucket,
     check,
     costs_of,
     finish,
     flexsp,
     in_rounds,
+    make_plan,
 )
 from weft.errors import UsageError
 from weft.recipe import ModelShape
@@ -43,11 +43,11 @@ def test_every_plan_is_whole_and_never_hangs(lengths: list[int], ranks: int, cap
     model = (COSTS, DocumentTimes(1, 0), DocumentTimes(0, 1, 0, 5))[costs]
     if lengths and max(lengths) > ranks * capacity:
         with pytest.raises(UsageError, match=f"document of {max(lengths)} tokens does not fit {ranks} ranks"):
-            balanced("greedy", lengths, capacity, ranks, model)
+            make_plan("greedy", lengths, capacity, ranks, model)
         return
-    plan = balanced("greedy", lengths, capacity, ranks, model)  # which checks it
+    plan = make_plan("greedy", lengths, capacity, ranks, model)  # which checks it
     assert len(plan) == ranks
-    assert plan == balanced("greedy", lengths, capacity, ranks, model)
+    assert plan == make_plan("greedy", lengths, capacity, ranks, model)
     tokens = np.array(lengths, int)
     for rank, mine in enumerate(plan):
         assert mine[-1].peers == (rank,)
@@ -65,12 +65,12 @@ def test_every_plan_is_whole_and_never_hangs(lengths: list[int], ranks: int, cap
 
 def test_long_documents_are_spread_and_short_ones_stay_whole() -> None:
     lengths = np.array([1000, 10, 20, 5, 10, 10, 10, 10])
-    plan = balanced("greedy", lengths, 300, 4, DocumentTimes(1e-3, 1.0))
+    plan = make_plan("greedy", lengths, 300, 4, DocumentTimes(1e-3, 1.0))
     assert plan[0][0] == Pass((0, 1, 2, 3), (0,))
     assert all(len(p.peers) == 1 for mine in plan for p in mine[1:])
     # Memory would let it stay on one rank, but then three others wait for it.
     lengths = np.array([1000, 300, 300, 300])
-    plan = balanced("greedy", lengths, 2000, 4, DocumentTimes(1.0, 1.0))
+    plan = make_plan("greedy", lengths, 2000, 4, DocumentTimes(1.0, 1.0))
     assert len(plan[0][0].peers) >= 3
     assert max(finish(plan, lengths, DocumentTimes(1.0, 1.0))) < 1.3 * ideal(lengths, 4, DocumentTimes(1.0, 1.0))
 
@@ -78,7 +78,7 @@ def test_long_documents_are_spread_and_short_ones_stay_whole() -> None:
 def test_attention_is_balanced_and_not_tokens() -> None:
     lengths = np.array([400] + [10] * 320)
     costs = DocumentTimes(1.0, 10.0, fixed=1.0, move=1e9)
-    plan = balanced("greedy", lengths, 4000, 2, costs)
+    plan = make_plan("greedy", lengths, 4000, 2, costs)
     tokens = [sum(int(lengths[d]) for p in mine for d in p.documents) for mine in plan]
     assert min(tokens) < 0.4 * max(tokens)
     assert max(finish(plan, lengths, costs)) < 1.5 * ideal(lengths, 2, costs)
@@ -96,7 +96,7 @@ def test_latent_attention_costs_by_the_widths_of_its_scores_and_of_its_values() 
 def test_close_to_the_ideal(count: int, ranks: int, capacity: int) -> None:
     costs = costs_of(ModelShape(vocab=32_000, layers=32, embed=4096, heads=32, kv_heads=8))
     lengths = long_tailed(count, ranks * capacity // 2)
-    plan = balanced("greedy", lengths, capacity, ranks, costs)
+    plan = make_plan("greedy", lengths, capacity, ranks, costs)
     spent = finish(plan, lengths, costs)
     assert max(spent) < 1.15 * np.mean(spent)  # what is more than the ideal is the price of moves and passes
     assert max(spent) < 1.5 * ideal(lengths, ranks, costs)
@@ -108,7 +108,7 @@ def test_planning_takes_less_than_50_ms() -> None:
     took = []
     for _ in range(5):
         begun = time.thread_time()  # of this thread: other tests run on the same cores
-        balanced("greedy", lengths, 8192, 64, costs)
+        make_plan("greedy", lengths, 8192, 64, costs)
         took.append(time.thread_time() - begun)
     assert min(took) < 0.05
 
@@ -116,7 +116,7 @@ def test_planning_takes_less_than_50_ms() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_greedy_against_the_integer_program(seed: int) -> None:
     lengths = long_tailed(24, 8000, seed)
-    plans = {name: balanced(name, lengths, 4096, 4, COSTS) for name in ("greedy", "flexsp")}
+    plans = {name: make_plan(name, lengths, 4096, 4, COSTS) for name in ("greedy", "flexsp")}
     spent = {name: max(finish(plan, lengths, COSTS)) for name, plan in plans.items()}
     assert spent["greedy"] < 1.1 * spent["flexsp"]
     assert spent["flexsp"] > 0.999 * ideal(lengths, 4, COSTS)
@@ -127,7 +127,7 @@ def test_greedy_against_the_integer_program(seed: int) -> None:
 @given(st.lists(st.integers(1, 60), max_size=12), st.integers(1, 5), st.integers(12, 100))
 def test_the_integer_program_fits_memory(lengths: list[int], ranks: int, capacity: int) -> None:
     if not lengths or max(lengths) <= ranks * capacity:
-        balanced("flexsp", lengths, capacity, ranks, COSTS)
+        make_plan("flexsp", lengths, capacity, ranks, COSTS)
 
 
 def test_buckets_lose_least() -> None:
@@ -172,7 +172,7 @@ def test_wrong_plans_are_refused(plan: Plan, message: str) -> None:
 
 def test_empty_documents_are_refused() -> None:
     with pytest.raises(UsageError, match="document 1 of the step is empty"):
-        balanced("greedy", [3, 0], 10, 2, COSTS)
+        make_plan("greedy", [3, 0], 10, 2, COSTS)
 
 
 @pytest.mark.slow

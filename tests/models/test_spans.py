@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.models.spans import MOST, PADDED, SHORT, Span, SpanBatch, batched
+from weft.models.spans import MOST, PADDED, SHORT, Span, SpanBatch, batch_spans
 
 
 def spans_of(*sizes: tuple[int, int]) -> list[Span]:
@@ -18,7 +18,7 @@ def spans_of(*sizes: tuple[int, int]) -> list[Span]:
 
 def test_short_spans_of_like_lengths_are_one_call() -> None:
     spans = spans_of((40, 1), (0, 90), (44, 1), (35, 1), (400, 1), (410, 1), (9, 3), (11, 3), (50, SHORT + 1))
-    found = batched(spans, 4, 0, torch.zeros(1), 2)
+    found = batch_spans(spans, 4, 0, torch.zeros(1), 2)
     rows = [piece.rows.flatten().tolist() for piece in found if isinstance(piece, SpanBatch)]
     assert rows == [[92, 0, 91], [93, 94], [95, 96, 97, 98, 99, 100]]
     assert sorted(piece.past for piece in found if isinstance(piece, Span)) == [0, 50]
@@ -30,14 +30,14 @@ def test_short_spans_of_like_lengths_are_one_call() -> None:
 
 def test_calls_are_bounded() -> None:
     spans = spans_of(*[(length, 1) for length in range(3, 2000, 7)])
-    for piece in batched(spans, 1, 0, torch.zeros(1), 1):
+    for piece in batch_spans(spans, 1, 0, torch.zeros(1), 1):
         assert isinstance(piece, Span) or piece.blocks.numel() <= MOST
         lengths = [] if isinstance(piece, Span) else (piece.bias == 0).sum(-1).flatten().tolist()
         assert not lengths or max(lengths) <= PADDED * min(lengths)
 
 
 def test_blocks_behind_a_window_are_left_out() -> None:
-    (piece,) = batched(spans_of((40, 2), (47, 2)), 4, 6, torch.zeros(1), 1)
+    (piece,) = batch_spans(spans_of((40, 2), (47, 2)), 4, 6, torch.zeros(1), 1)
     assert isinstance(piece, SpanBatch) and piece.blocks.tolist() == [[8, 9, 10], [110, 111, 112]]
     seen = [[(8 * 4 + j) for j in row.nonzero().flatten().tolist()] for row in piece.bias[0, 0] == 0]
     assert seen == [[*range(35, 41)], [*range(36, 42)]]

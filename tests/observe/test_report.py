@@ -16,7 +16,7 @@ from tests.browser import CHROMIUM, dumped_dom, measured
 from weft.errors import UsageError, WeftError
 from weft.observe.charts import POINTS, charts, minutes, running_mean, thin
 from weft.observe.metrics import FILE, Metrics, RecordedRun, read_metrics
-from weft.observe.report import beside, flat, tiles, write_report
+from weft.observe.report import flat, rows_side_by_side, tiles, write_report
 from weft.recipe import Recipe, build_recipe
 
 TITLES = ["Loss", "Throughput", "Model flops utilisation", "Step time", "Gradient norm", "Memory", "Learning rate",
@@ -193,7 +193,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
 
 
 def test_what_stands_beside_what() -> None:
-    rows = beside([{"a": "1", "b": "2"}, {"b": "3", "c": "4", "a": "1"}])
+    rows = rows_side_by_side([{"a": "1", "b": "2"}, {"b": "3", "c": "4", "a": "1"}])
     assert [(r.name, r.values, r.differs) for r in rows] == [
         ("a", ["1", "1"], False), ("b", ["2", "3"], True), ("c", ["-", "4"], True)
     ]  # fmt: skip

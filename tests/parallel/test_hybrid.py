@@ -14,7 +14,7 @@ import pytest
 from tests.cases import Case, recipe
 from tests.test_equality import difference, name
 from weft.data import loader
-from weft.data.balance import DocumentTimes, Pass, Plan, balanced
+from weft.data.balance import DocumentTimes, Pass, Plan, make_plan
 from weft.data.batch import Batch
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
@@ -167,11 +167,11 @@ def other_plan(values: dict[str, Any]) -> str:
     mesh = Mesh.create(settings.layout, "cpu")
 
     def odd(name: str, lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes) -> Plan:
-        plan = balanced(name, lengths, capacity, ranks, costs)
+        plan = make_plan(name, lengths, capacity, ranks, costs)
         return (*plan[:-1], (*plan[-1], Pass((ranks - 1,), ()))) if mesh.rank("cp") else plan
 
     try:
-        with mock.patch.object(loader, "balanced", odd):
+        with mock.patch.object(loader, "make_plan", odd):
             run_layout(prepare(settings), mesh, steps=1)
     except WeftError as error:
         return str(error)

@@ -19,7 +19,7 @@ from tests.measured import until_true
 from weft.parallel.build import check_fits
 from weft.planner.cost import SCHEDULES, Plan
 from weft.planner.engine import ENGINES
-from weft.planner.explain import differences, instead, recipe_tree, verdict
+from weft.planner.explain import best_alternatives, differences, recipe_tree, verdict
 from weft.planner.finalists import Final, finalists, refine
 from weft.planner.machine import load_cluster
 from weft.planner.page import PlanQuestion, page, timeline
@@ -117,7 +117,7 @@ def test_reasons_name_the_cause() -> None:
 def test_other_values_are_seen_as_closely() -> None:
     found = found_for("llama3-70b", 64, 256)
     finals = finalists(found, 10)
-    others = instead(found, finals)
+    others = best_alternatives(found, finals)
     assert {other.axis for other in others} >= {"tp", "pp", "cp", "micro_batch", "recompute"}
     for other in others:
         if other.final is None:

@@ -16,7 +16,7 @@ from weft.layout.layout import Layout
 from weft.planner.cost import Cost, Plan
 from weft.planner.finalists import Final
 from weft.recipe import Data, Memory, ModelShape, Recipe, Train, load_recipe
-from weft.rehearse.choose import anchored, placed, to_try
+from weft.rehearse.choose import correct_by_measured, place_ranks, to_try
 from weft.rehearse.clock import axis_of, predict
 from weft.rehearse.curves import ProbedMachine
 from weft.rehearse.links import WorkerLinks
@@ -79,12 +79,12 @@ def test_a_slow_link_costs_what_crosses_it_and_the_order_avoids_it() -> None:
     table = {"latency": links.latency.tolist(), "bandwidth": links.bandwidth.tolist()}
     local = ProbedMachine.of({"cores": 4, "settings": {"4": setting}, "links": table})
     layout, seen = Layout(dp=2, tp=2), seen_of("dp=2,tp=2", 512)
-    order, workers = placed(layout, seen, local.uneven(4))
+    order, workers = place_ranks(layout, seen, local.uneven(4))
     assert order == "tp dp" and workers == [0, 2, 1, 3]
     naive, planned = predict(local, seen, layout), predict(local, seen, layout, workers)
     assert naive.seconds > 1.5 * planned.seconds
     assert naive.parts["tp"] > 2 * planned.parts["tp"]
-    assert placed(layout, seen, None) == ("", [])
+    assert place_ranks(layout, seen, None) == ("", [])
 
 
 def final_of(seconds: float, world: int) -> Final:
@@ -96,11 +96,11 @@ def test_what_ran_moves_those_of_as_many_ranks() -> None:
     one, two, other, four = final_of(1.0, 1), final_of(1.1, 2), final_of(1.2, 2), final_of(1.4, 4)
     finals = [one, two, other, four]
     assert to_try(finals, 2) == [one, two] and to_try(finals, 4) == [one, two, four, other]
-    moved = anchored(finals, [(one, 2.0), (two, 1.0)])
+    moved = correct_by_measured(finals, [(one, 2.0), (two, 1.0)])
     assert [f.plan.dp for f in moved] == [2, 2, 4, 1] and moved[0].seconds == 1.0 and moved[-1].seconds == 2.0
     assert moved[1].seconds == pytest.approx(1.2 / 1.1)  # as the other one of two ranks
     assert moved[2].seconds == pytest.approx(1.4 * (2.0 / 1.1) ** 0.5)  # as all, in the middle
-    assert anchored(finals, [])[0].seconds == 1.0
+    assert correct_by_measured(finals, [])[0].seconds == 1.0
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.measured import until_true
 from weft.layout.mesh import Mesh
 from weft.model_shape import shape_of
 from weft.recipe import Data, Memory, ModelShape, Recipe, Train, load_recipe
-from weft.rehearse.here import METHODS, USABLE, Estimate, command, estimates, reasons, recommended, with_method
+from weft.rehearse.here import METHODS, USABLE, Estimate, command, estimates, reasons, recommend, with_method
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.rehearse.step import plain_batches
 from weft.train.setup import assemble
@@ -93,7 +93,7 @@ def estimate(method: str, gib: float, tokens: int = 10**6, learning: int = 10**6
     ([estimate("full", 9), estimate("qlora", 8)], None),
 ])  # fmt: skip
 def test_the_one_to_take_is_what_fits_and_learns_enough(found: list[Estimate], chosen: str | None) -> None:
-    best = recommended(found)
+    best = recommend(found)
     assert (best and best.method) == chosen
     said = " ".join(reasons(found, best))
     assert all(f"{e.method} does not fit: {e.total / 2**30:.2f} GiB" in said for e in found if not e.fits)

@@ -21,7 +21,7 @@ from weft.planner.machine import load_cluster
 from weft.rehearse.choose import traffic_of
 from weft.rehearse.clock import Do, predict, run
 from weft.rehearse.curves import ProbedMachine, curve
-from weft.rehearse.journal import Event, silent_rank, worked
+from weft.rehearse.journal import Event, processor_seconds, silent_rank
 from weft.rehearse.links import WorkerLinks
 from weft.rehearse.mapping import Traffic, place_axes
 from weft.rehearse.probe import cluster
@@ -99,7 +99,7 @@ def test_work_between_messages_is_all_the_work() -> None:
     def measured() -> tuple[list[float], float]:
         with silent_rank(1, 2) as journal:
             a, out = torch.ones(400, 400), torch.empty(8)
-            before = worked()  # first, as what is worked in here must be no less than what is found
+            before = processor_seconds()  # first, as what is worked in here must be no less than what is found
             journal.begin()
             for turn in range(3):
                 for _ in range(5 * (turn + 1)):
@@ -107,7 +107,7 @@ def test_work_between_messages_is_all_the_work() -> None:
                 dist.all_gather_into_tensor(out, torch.ones(4))
                 dist.send(out, 0)
             journal.close()
-            whole = worked() - before
+            whole = processor_seconds() - before
         work = [e.seconds for e in journal.events if e.kind == "work"]
         assert 0 < sum(work) <= whole and out.tolist() == [1.0] * 8
         assert [e.kind for e in journal.events if e.kind != "work"] == ["collective", "send", "wait"] * 3

@@ -22,7 +22,7 @@ from weft.layout.lost import PeerLost
 from weft.layout.mesh import Mesh
 from weft.recipe import Resilience, build_recipe
 from weft.resilience.layouts import recipe_for
-from weft.sync.arrivals import Gathering, Link, Sum, connected
+from weft.sync.arrivals import Gathering, Link, Sum, connect_ranks
 from weft.sync.coded import Code, GradientCode, Multiplexed, SelectiveRepetition, code_of
 from weft.train.setup import prepare
 from weft.train.verify import compare, run_layout
@@ -236,7 +236,7 @@ def straggle(rounds: list[int | None]) -> tuple[list[float], list[list[int]]]:
     """Steps of one part per rank, one of which is late: the sums, and who was in time."""
     group = dist.group.WORLD
     code = GradientCode(group.size(), 1)
-    link = connected(code, group, 20.0, 1.0)
+    link = connect_ranks(code, group, 20.0, 1.0)
     sums, arrived = [], []
     for step, late in enumerate(rounds):
 
@@ -299,7 +299,7 @@ def test_fewer_ranks_are_fewer_replicas(corpus: str) -> None:
 
 
 def leave(wait: float) -> str:
-    link = connected(GradientCode(3, 1), dist.group.WORLD, wait, 1.0)
+    link = connect_ranks(GradientCode(3, 1), dist.group.WORLD, wait, 1.0)
     if link.rank:
         if wait > 1:
             del link

@@ -12,7 +12,7 @@ from weft.schedule.actions import Table, Value, assemble
 from weft.schedule.build.greedy import list_schedule
 from weft.schedule.build.plain import one_forward_one_backward, zb_h1, zb_h2
 from weft.schedule.simulate import Costs, Simulation, simulate
-from weft.schedule.skip import Holders, cut, plan_paths
+from weft.schedule.skip import Holders, plan_paths, stage_lengths
 
 RANKS = 8
 HOLDERS = [[r] for r in range(RANKS)]
@@ -55,7 +55,7 @@ def best_full(microbatches: int, wan: float, limit: float, split: bool) -> float
 
 
 def partial(microbatches: int, wan: float, limit: float, split: bool) -> Simulation:
-    lengths = cut(RANKS, 0.25)
+    lengths = stage_lengths(RANKS, 0.25)
     costs = two_sites(lengths, wan)
     table = skip_pipe(HOLDERS, microbatches, 0.25, costs, ranks=RANKS, limit=limit, split=split)
     return simulate(table, costs)
@@ -96,7 +96,7 @@ def test_ratio_0_is_the_full_pipeline() -> None:
     assert plan_paths(HOLDERS, 12, 0.0, costs) == [tuple(range(RANKS))] * 12
     full = list_schedule("skip", HOLDERS, [tuple(range(RANKS))] * 12, costs, ranks=RANKS)
     assert skip_pipe(HOLDERS, 12, 0.0, costs, ranks=RANKS) == full
-    assert cut(RANKS, 0.0) == [1.0] * RANKS
+    assert stage_lengths(RANKS, 0.0) == [1.0] * RANKS
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_quarter_skipped_is_a_third_faster(wan: float, split: bool) -> None:
 
 
 def test_the_profile_computes_as_much_on_every_rank() -> None:
-    lengths = cut(RANKS, 0.25)
+    lengths = stage_lengths(RANKS, 0.25)
     assert sum(lengths) == pytest.approx(RANKS)
     ran = partial(24, 1e9, 16.0, True)
     assert max(ran.busy) == pytest.approx(min(ran.busy))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.cases import recipe, start, write_corpus
 from weft.sync import greco
 from weft.sync.compress import Compressor, TopK, build_compressor
-from weft.sync.greco import allocated, candidates, smallest, total
+from weft.sync.greco import allocate_compressors, candidates, smallest, total
 from weft.train.step import accumulate, clear_gradients, train_step
 
 T = torch.Tensor
@@ -86,7 +86,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, T]:
 def test_a_transformer_s_gradients_become_smaller(gradients: dict[str, T], word: str) -> None:
     """At least 1.3x where there are candidates; all within the error of the same setting for all."""
     usual = build_compressor(word).for_feedback
-    found = allocated(gradients, usual)
+    found = allocate_compressors(gradients, usual)
     assert found.keys() == gradients.keys()
     alike, errors = (sum(usual.nbytes(x.shape) for x in gradients.values()),
                      sum(lost(usual, x) for x in gradients.values()))  # fmt: skip

@@ -43,7 +43,7 @@ def chaos(
     from weft.resilience.campaign import TOLERANCE, Campaign, carry_out
     from weft.resilience.chaos import schedule
     from weft.resilience.hosts import unavailable
-    from weft.resilience.start import planned
+    from weft.resilience.start import with_planned_layout
     from weft.train.runs import unused_folder
 
     if hosts and (why := unavailable()):
@@ -53,7 +53,7 @@ def chaos(
     values = ["resilience.survive=true", *(overrides or [])]
     given = load_recipe(recipe, values, layout)
     if "layout" not in given.model_fields_set:
-        given, layout = planned(given, ranks)[0], ""
+        given, layout = with_planned_layout(given, ranks)[0], ""
     if given.layout.world < 2:
         raise UsageError("a run of one rank has nobody to go on without it; add --ranks 4, or --layout")
     counts = {"kill": kill, "leader": leader, "two": two, "host": host, "freeze": freeze, "link": link, "slow": slow}

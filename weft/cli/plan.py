@@ -308,7 +308,7 @@ def _plan_here(
 
     from weft.errors import UsageError, nearest
     from weft.observe.display import clock
-    from weft.rehearse.here import METHODS, command, estimates, reasons, recommended, subject
+    from weft.rehearse.here import METHODS, command, estimates, reasons, recommend, subject
 
     if unknown := [name for name in methods if name not in METHODS]:
         raise UsageError(f"--method {unknown[0]!r} is not known; {nearest(unknown[0], METHODS)}")
@@ -319,7 +319,7 @@ def _plan_here(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with Console(stderr=True).status("") as status:
         found = estimates(recipe, shape, methods or list(METHODS), device, status.update)
-    chosen = recommended(found)
+    chosen = recommend(found)
     line = None if chosen is None else command(model, chosen, recipe)
     if as_json:
         print(json.dumps({"methods": [vars(e) | {"fits": e.fits} for e in found], "command": line,
@@ -367,10 +367,10 @@ def _own_runs(path: Path | None, device: str, engine: str) -> "Own | None":
 def _tried(finals: "list[Final]", model: "Model", count: int) -> "tuple[list[Final], list[tuple[Final, Measured]]]":
     import torch
 
-    from weft.rehearse.trial import tried
+    from weft.rehearse.trial import run_trials
 
     with Console(stderr=True).status("") as status:
-        return tried(finals, model, count, torch.cuda.device_count() or 4 * (os.cpu_count() or 1), status.update)
+        return run_trials(finals, model, count, torch.cuda.device_count() or 4 * (os.cpu_count() or 1), status.update)
 
 
 def _checked(finals: "list[Final]", model: "Model") -> "list[Checked]":

@@ -21,7 +21,7 @@ def probe(
     """Measure this machine for weft plan: products, memory, a step, collectives, a disk. Under torchrun: its ranks."""
     if in_ranks():
         return _be_rank(out, quick, folder)
-    from weft.rehearse.probe import away, setting
+    from weft.rehearse.probe import probe_storage, setting
 
     begun = time.perf_counter()
     wanted = [n for n in (2**i for i in range(10)) if n < ranks] + [ranks]
@@ -31,7 +31,7 @@ def probe(
             status.update(f"measuring with {n} process{'es' * (n > 1)} at once")
             settings.append(setting(n, quick))
         status.update(f"measuring the disk of {folder.resolve()}")
-        moves = away(folder, quick)
+        moves = probe_storage(folder, quick)
     _write(settings, max(wanted), moves, out, time.perf_counter() - begun)
     return 0
 
@@ -40,13 +40,13 @@ def _be_rank(out: Path, quick: bool, folder: Path) -> int:
     """One of several ranks that were started elsewhere: one setting, and the links between all of them."""
     import torch
 
-    from weft.rehearse.probe import away, measure
+    from weft.rehearse.probe import measure, probe_storage
 
     torch.set_num_threads(threads_per_rank(0, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     begun = time.perf_counter()
     found = measure(quick)
     if int(os.environ["RANK"]) == 0:
-        moves = away(folder, quick)
+        moves = probe_storage(folder, quick)
         _write([found], int(os.environ["WORLD_SIZE"]), moves, out, time.perf_counter() - begun)
     return 0
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.train.launch import launch
-from weft.train.ranks import in_ranks, joined, own_device
+from weft.train.ranks import in_ranks, own_device, rank_process
 
 if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
     from weft.layout.layout import Layout
@@ -41,7 +41,7 @@ def as_rank(layout: "Layout", device: str) -> Iterator[str]:
     if layout.world == 1:
         yield device
         return
-    with joined(device, WAIT_S):
+    with rank_process(device, WAIT_S):
         yield own_device(device)
 
 

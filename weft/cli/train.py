@@ -39,9 +39,9 @@ def train(
     given = load_recipe(recipe, overrides or [], layout, origin)
     argv = sys.argv[1:]
     if "layout" not in given.model_fields_set:
-        from weft.resilience.start import planned
+        from weft.resilience.start import with_planned_layout
 
-        given, more = planned(given, ranks) if cluster is None else probed_choice(given, ranks, cluster)
+        given, more = with_planned_layout(given, ranks) if cluster is None else probed_choice(given, ranks, cluster)
         argv += more
     elif cluster is not None and not in_ranks():
         raise UsageError("--cluster is for a recipe without a layout, which the planner then chooses; leave out one")

@@ -411,7 +411,7 @@ def _optimal_groups(
 PLANNERS: dict[str, Callable[[np.ndarray, int, int, DocumentTimes], Plan]] = {"greedy": greedy, "flexsp": flexsp}
 
 
-def balanced(name: str, lengths: Sequence[int] | np.ndarray, capacity: int, ranks: int, costs: DocumentTimes) -> Plan:
+def make_plan(name: str, lengths: Sequence[int] | np.ndarray, capacity: int, ranks: int, costs: DocumentTimes) -> Plan:
     """The plan that the planner ``name`` makes, checked."""
     lengths = np.asarray(lengths, np.int64)
     plan = PLANNERS[name](lengths, capacity, ranks, costs)

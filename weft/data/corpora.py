@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.data.cache import digest
 from weft.errors import WeftError, nearest
-from weft.plugins import blamed, find
+from weft.plugins import blame_plugin, find
 from weft.recipe import SOURCES, Source
 
 #: Folders below the standard library that are not its own code.
@@ -50,7 +50,7 @@ def documents(source: Source) -> Iterator[str]:
 def _plugin(source: Source) -> Iterator[str]:
     found = find("dataset", source.kind)
     given = source.path and str(Path(source.path).expanduser())
-    with blamed(str(found)):
+    with blame_plugin(str(found)):
         for number, text in enumerate(found.call(source.settings)(given), 1):
             if not isinstance(text, str):
                 raise WeftError(f"{found}: document {number} is {type(text).__name__}, not a text")

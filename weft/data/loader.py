@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.data.balance import DocumentTimes, Pass, balanced, in_rounds
+from weft.data.balance import DocumentTimes, Pass, in_rounds, make_plan
 from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, PassGroup
 from weft.data.cache import digest
 from weft.data.chat.source import fitted, open_chats
@@ -234,7 +234,7 @@ class Loader:
         )
         tp = self.layout.tp
         capacity = -(-self.rows * self.seq_len // (self.layout.cp * tp)) * tp
-        plan = balanced(self.layout.balance, np.diff(edges), capacity, self.layout.size(*DATA_AXES), costs)
+        plan = make_plan(self.layout.balance, np.diff(edges), capacity, self.layout.size(*DATA_AXES), costs)
         if self.layout.ep > 1:
             plan = in_rounds(plan)
         number = zlib.crc32(repr(plan).encode())

@@ -178,12 +178,12 @@ class Leader(RankReader):
     def start(self, step: ScheduledStep) -> Callable[[], T]:
         """Let all ranks begin with a step; what is returned waits for the logits ``[rows of all parts, vocab]``."""
         work = row, *_ = pack(parts_of(step)), step.copies, step.loads
-        with named():
+        with naming_lost_rank():
             stripes, own = self.run(number := self.tickets.give(("run", *work)), *work)
 
         def logits() -> T:
             owner, found = stripes.owner[row.wanted], own.new_empty(len(row.wanted), self.model.shape.vocab)
-            with named():
+            with naming_lost_rank():
                 for place in sorted(set(owner.tolist())):
                     rank = self.ends[place]
                     found[owner == place] = own if rank == 0 else self.take("logits", number, rank)
@@ -195,12 +195,12 @@ class Leader(RankReader):
 
     def embed(self, ids: Sequence[int], last: bool) -> T:
         """See :meth:`read_vector`."""
-        with named():
+        with naming_lost_rank():
             return self.read_vector(self.tickets.give(("read_vector", ids, last)), ids, last)
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> int:
         """Let requests name ``adapter``; returns how many blocks it needs."""
-        with named():
+        with naming_lost_rank():
             return self.take_adapter(self.tickets.give(("take_adapter", name, None)), name, adapter)
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class Leader(RankReader):
 
 
 @contextmanager
-def named() -> Iterator[None]:
+def naming_lost_rank() -> Iterator[None]:
     """In here the failed wait for another rank says which one it is."""
     try:
         yield

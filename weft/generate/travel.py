@@ -81,7 +81,7 @@ class Arrival:
         given back.
         """
         try:
-            about, tensors = parsed(message)
+            about, tensors = parse_message(message)
             self._put(about, tensors)
         except WeftError:
             self.drop()
@@ -125,7 +125,7 @@ class Arrival:
         return request
 
 
-def parsed(message: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def parse_message(message: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What a message says, and its blocks by layer."""
     try:
         length = int.from_bytes(message[:8], "little")

@@ -349,8 +349,8 @@ class SavedActivations:
         for _, timings in sorted(by_index.items(), reverse=True):
             if not timings:
                 continue
-            forward = min(between(*t.stamps[:2]) for t in timings)
-            seen = [between(*t.stamps[2:]) for t in timings if len(t.stamps) > 3]
+            forward = min(seconds_between(*t.stamps[:2]) for t in timings)
+            seen = [seconds_between(*t.stamps[2:]) for t in timings if len(t.stamps) > 3]
             backward = min(seen) if seen else blocks[-1].backward if blocks else 2 * forward
             blocks.append(BlockCost(forward, backward, timings[-1].saved, timings[-1].inputs))
         return blocks[::-1]
@@ -369,7 +369,7 @@ def move_piece(
     moved.append((begun, time.perf_counter(), piece.numel()))
 
 
-def between(begun: Stamp, ended: Stamp) -> float:
+def seconds_between(begun: Stamp, ended: Stamp) -> float:
     """Seconds between two stamps."""
     if isinstance(begun, torch.cuda.Event):
         return float(begun.elapsed_time(cast(torch.cuda.Event, ended))) / 1000

@@ -21,7 +21,7 @@ class StepTraffic(NamedTuple):
     backward: float
 
 
-def moved(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
+def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
     """What a step moves if these units are updated ``early``, that is during backward.
 
     Weights come for each half. A gradient leaves in backward, and comes back for an update that has waited.
@@ -53,7 +53,7 @@ def even(sizes: Sequence[Sizes], backward: float) -> list[bool]:
     candidates = [spread(sizes, waiting) for waiting in range(sum(unit.free for unit in sizes) + 1)]
 
     def longest(early: Sequence[bool]) -> float:
-        found = moved(sizes, early)
+        found = step_traffic(sizes, early)
         return max(found.forward, found.backward / backward)
 
     return min(candidates, key=longest)

@@ -20,7 +20,7 @@ import torch
 from weft.errors import UsageError, WeftError
 from weft.memory.records import Records, Slots
 from weft.memory.tiers import TierFile, page_buffer
-from weft.models.experts import Experts, Mixture, Stacks, counted, sizes_of
+from weft.models.experts import Experts, Mixture, Stacks, expert_counts, sizes_of
 from weft.models.module import Module
 from weft.models.router import Choice, Router
 from weft.models.transformer import Block, Transformer
@@ -182,7 +182,7 @@ def _records(first: int, router: Router, ids: T) -> list[int]:
     """
     if len(ids) == 1:
         return [first + e for e in ids[0].tolist()]
-    counts, most = counted(ids, router.count), ids.shape[-1]
+    counts, most = expert_counts(ids, router.count), ids.shape[-1]
     place = torch.arange(most, device=counts.device).expand_as(ids).flatten()
     surest = torch.full_like(counts, most).scatter_reduce(0, ids.flatten(), place.to(counts.dtype), "amin")
     often = (counts * (most + 1) - surest).argsort(descending=True, stable=True)[: int(counts.count_nonzero())]

@@ -84,7 +84,7 @@ class LocalExperts:
         if self.others:
             ids = torch.where((ids >= 0) & (ids < count), ids, count)
         order = ids.argsort(stable=True)  # of the choices, those of the first expert first and those elsewhere last
-        counts = counted(ids, count + 1)[:-1]
+        counts = expert_counts(ids, count + 1)[:-1]
         rows = sum(sizes_of(counts, len(order))) if self.others else None
         found = Dispatched(spread(x, order, choice.ids.shape[1], rows), counts, (order, choice.weights))
         return lambda: found
@@ -93,7 +93,7 @@ class LocalExperts:
         return partial(weighted, rows, *meta)
 
 
-def counted(ids: T, experts: int) -> T:
+def expert_counts(ids: T, experts: int) -> T:
     """How often each expert is in ``ids``: int64 ``[experts]``."""
     flat = ids.flatten()
     return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add(0, flat, torch.ones_like(flat))

@@ -19,7 +19,7 @@ import torch
 from weft.models.attention import Attend, repeat_heads, wide
 from weft.models.latent import LatentAttention
 from weft.models.linear_attention import forward, local_state, state_to_state, state_to_tokens
-from weft.models.spans import Span, SpanBatch, attend_batch, attend_span, batched, columns, rounds
+from weft.models.spans import Span, SpanBatch, attend_batch, attend_span, batch_spans, columns, rounds
 from weft.models.transformer import Attention, Block, T, Transformer
 from weft.models.views import Views, attend_views, views_of
 
@@ -122,7 +122,7 @@ class KeyValuePages(Pages):
         assert self.store is not None
         plain, others = ([s for s in self.reading.spans if bool(s.context) is sees] for sees in (False, True))
         group = q.shape[2] // self.store.shape[3]
-        found: list[SpanBatch | Span | Views] = [*batched(plain, self.size, window, q, group)] if plain else []
+        found: list[SpanBatch | Span | Views] = [*batch_spans(plain, self.size, window, q, group)] if plain else []
         return [*found, views_of(others, self.freq, q)] if others else found
 
     def write(self, *new: T) -> None:

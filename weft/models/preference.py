@@ -1,8 +1,8 @@
 """Losses of pairs of answers, of which one is preferred: by their log-probabilities, or by a reward model's scores.
 
-Every loss is a function of one number per answer, a sum over its tokens. :func:`compared` makes the sums, wherever the
-tokens are, and hands back the loss and its derivative by each token's number. What follows is then an ordinary weighted
-sum over tokens, such as the cross entropy is one.
+Every loss is a function of one number per answer, a sum over its tokens. :func:`pair_losses` makes the sums, wherever
+the tokens are, and hands back the loss and its derivative by each token's number. What follows is then an ordinary
+weighted sum over tokens, such as the cross entropy is one.
 """
 
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def objective(settings: Loss) -> Objective | None:
     return of
 
 
-def compared(values: T, counts: T, documents: T, batch: Batch, of: Objective, mesh: Mesh, *axes: str) -> tuple[T, T]:
+def pair_losses(values: T, counts: T, documents: T, batch: Batch, of: Objective, mesh: Mesh, *axes: str) -> tuple[T, T]:
     """This rank's share of the loss of the pairs in ``batch``, and its derivative by each of ``values``.
 
     ``values``: a number for every token that is here, ``counts`` how much it counts in its answer's sum, both float64,
@@ -129,7 +129,7 @@ def weigh(nll: T, batch: Batch, of: Objective | None, mesh: Mesh) -> tuple[T, T]
     if batch.paired is None or of is None:
         return (nll * scale).double().sum(), scale
     assert batch.documents is not None
-    loss, slopes = compared(-nll.double(), scale.double(), batch.documents.flatten(), batch, of, mesh, "cp")
+    loss, slopes = pair_losses(-nll.double(), scale.double(), batch.documents.flatten(), batch, of, mesh, "cp")
     return loss, -slopes
 
 
@@ -161,7 +161,7 @@ def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> 
         here = (x.chunk(mesh.size("tp"), dim=1)[mesh.rank("tp")].flatten() for x in (batch.labels, batch.documents))
         labels, documents = here
         last = (labels != IGNORE).double()
-    loss, slopes = compared(scores.detach(), last, documents, batch, of, mesh, "cp", "tp")
+    loss, slopes = pair_losses(scores.detach(), last, documents, batch, of, mesh, "cp", "tp")
     return with_gradient_of(loss, lambda: sum_over("tp", share_of_sum((scores * slopes).sum(), mesh, tp=V), mesh))
 
 

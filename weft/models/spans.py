@@ -54,10 +54,10 @@ def columns(span: Span, size: int, window: int) -> tuple[int, int]:
     return first, -(-(span.past + span.last - span.first) // size)
 
 
-def batched(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> list[SpanBatch | Span]:
+def batch_spans(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> list[SpanBatch | Span]:
     """What is attended to in a call each: many short spans, or a long one."""
     if is_invariant():
-        return [*apart(spans, size, window, q, group)]
+        return [*batch_each_query(spans, size, window, q, group)]
 
     def measure(span: Span) -> tuple[int, int]:
         first, last = columns(span, size, window)
@@ -75,7 +75,7 @@ def batched(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> 
     return [*found, _batch(alike, size, window, q, group) if len(alike) > 1 else alike[0]]
 
 
-def apart(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> Iterator[SpanBatch]:
+def batch_each_query(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> Iterator[SpanBatch]:
     """What is attended to in a call each where every query is for itself (:mod:`weft.models.invariant`)."""
     found: dict[tuple[int, int, int], list[tuple[Span, Reach]]] = defaultdict(list)
     for span in spans:

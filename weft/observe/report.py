@@ -70,11 +70,15 @@ def page_of(run: RecordedRun) -> str:
 
 def page_beside(runs: Sequence[RecordedRun]) -> str:
     """The page about several runs: the same charts with a color per run, and what differs in numbers and recipes."""
-    headline = beside([{name: f"{value} ({about})" for name, value, about in tiles(run.records)} for run in runs])
-    recipes = [row for row in beside([dict(flat(run.recipe)) for run in runs]) if row.differs]
+    headline = rows_side_by_side(
+        [{name: f"{value} ({about})" for name, value, about in tiles(run.records)} for run in runs]
+    )
+    recipes = [row for row in rows_side_by_side([dict(flat(run.recipe)) for run in runs]) if row.differs]
     made = [run_facts(run) | dict(checkpoint_card(run.records).get("facts", ())) for run in runs]
     title, subtitle = " · ".join(run.name for run in runs), f"{len(runs)} runs side by side"
-    return render_runs(runs, title=title, subtitle=subtitle, headline=headline, facts=beside(made), recipes=recipes)
+    return render_runs(
+        runs, title=title, subtitle=subtitle, headline=headline, facts=rows_side_by_side(made), recipes=recipes
+    )
 
 
 def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -86,7 +90,7 @@ def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, json.dumps(values)
 
 
-def beside(runs: Sequence[dict[str, str]]) -> list[ReportRow]:
+def rows_side_by_side(runs: Sequence[dict[str, str]]) -> list[ReportRow]:
     """Rows of all names that any of ``runs`` has, in their order."""
     names = dict.fromkeys(name for run in runs for name in run)
     return [ReportRow(name, [run.get(name, "-") for run in runs]) for name in names]

@@ -33,7 +33,7 @@ def title(final: Final) -> str:
     return describe(final.plan) + (" vocabulary over pp" if final.barriers else "") + order
 
 
-def changed(first: Plan, other: Plan) -> dict[str, str]:
+def changed_settings(first: Plan, other: Plan) -> dict[str, str]:
     """What ``other`` sets to another value, and to which."""
     idle = {"schedule": other.pp == 1, "virtual": other.pp == 1, "context": other.cp == 1, "zero": other.shard == 1}
     names = [name for name in SET if getattr(other, name) != getattr(first, name) and not idle.get(name)]
@@ -42,7 +42,7 @@ def changed(first: Plan, other: Plan) -> dict[str, str]:
 
 def differences(first: Final, other: Final) -> list[str]:
     """What ``other`` does otherwise, as ``name=value``."""
-    found = [f"{name}={value}" for name, value in changed(first.plan, other.plan).items()]
+    found = [f"{name}={value}" for name, value in changed_settings(first.plan, other.plan).items()]
     if first.barriers != other.barriers:
         found.append("vocabulary over pp" if other.barriers else "vocabulary at the ends")
     return found or [title(other)]
@@ -98,7 +98,7 @@ def _most(final: Final) -> int:
 
 
 @dataclass(frozen=True)
-class Instead:
+class Alternative:
     """The best layout that sets ``axis`` to another value; if none of them fits, ``gib`` of the leanest."""
 
     axis: str
@@ -107,7 +107,7 @@ class Instead:
     gib: float
 
 
-def instead(found: SearchResult, finals: Sequence[Final]) -> list[Instead]:
+def best_alternatives(found: SearchResult, finals: Sequence[Final]) -> list[Alternative]:
     """For each thing that one can set: the best layout with another value, seen as closely as ``finals``."""
     first, limit = finals[0], found.order
     # What the simulator said about a schedule's closed form holds for its other layouts too, by and large.
@@ -129,12 +129,12 @@ def instead(found: SearchResult, finals: Sequence[Final]) -> list[Instead]:
             if axis != "pp" and (quick := fit[pp[fit] <= DEEP]).size:
                 fit = quick
             if not len(fit):
-                result.append(Instead(axis, text_of(axis, value), None, float(memory[column == value].min())))
+                result.append(Alternative(axis, text_of(axis, value), None, float(memory[column == value].min())))
                 continue
             best = int(fit[total[fit].argmin()])
             final = refine(found, found.plan(best), found.seconds(best), 0, tables)
             if final is not None and final.fits:
-                result.append(Instead(axis, text_of(axis, value), final, final.gib))
+                result.append(Alternative(axis, text_of(axis, value), final, final.gib))
     return result
 
 

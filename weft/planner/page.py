@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 
 from weft.pages import render, write
 from weft.planner.cost import Cost
-from weft.planner.explain import PARTS, Instead, changed, differences, instead, title, verdict, why
+from weft.planner.explain import (
+    PARTS,
+    Alternative,
+    best_alternatives,
+    changed_settings,
+    differences,
+    title,
+    verdict,
+    why,
+)
 from weft.planner.finalists import Final, refine
 from weft.planner.memory import RankMemory
 from weft.planner.search import USABLE, SearchResult, describe
@@ -57,7 +66,7 @@ def write_page(path: Path, asked: PlanQuestion, found: SearchResult, finals: Seq
 
 def page(asked: PlanQuestion, found: SearchResult, finals: Sequence[Final], top: int) -> str:
     first, limit = finals[0], gib(found.machine.memory)
-    others = among(finals) if asked.rehearsed else instead(found, finals)
+    others = alternatives_among(finals) if asked.rehearsed else best_alternatives(found, finals)
     apart = first.simulation and first.plan.ep > 1 and not first.barriers  # exchanges are actions of their own
     drawn = timeline((apart and refine(found, first.plan, first.closed, beside=Beside.NOTHING)) or first)
     used = {name: words for name, words in PARTS.items() if any(part(final.cost, name) > 0 for final in finals)}
@@ -74,7 +83,7 @@ def page(asked: PlanQuestion, found: SearchResult, finals: Sequence[Final], top:
     )  # fmt: skip
 
 
-def reasons(first: Final, finals: Sequence[Final], others: Sequence[Instead]) -> Iterator[str]:
+def reasons(first: Final, finals: Sequence[Final], others: Sequence[Alternative]) -> Iterator[str]:
     """Where the time goes and what the nearest rivals lose by."""
     cost = {name: part(first.cost, name) / first.seconds for name in PARTS}
     lost = sorted(((share, name) for name, share in cost.items() if name != "compute" and share >= 0.01), reverse=True)
@@ -87,12 +96,12 @@ def reasons(first: Final, finals: Sequence[Final], others: Sequence[Instead]) ->
         yield f"More tensor parallelism: {verdict(first, tp)}"
 
 
-def among(finals: Sequence[Final]) -> list[Instead]:
+def alternatives_among(finals: Sequence[Final]) -> list[Alternative]:
     """For each thing that one can set: the best of ``finals`` with another value."""
-    first, found = finals[0], dict[tuple[str, str], Instead]()
+    first, found = finals[0], dict[tuple[str, str], Alternative]()
     for final in finals[1:]:
-        for key in changed(first.plan, final.plan).items():
-            found.setdefault(key, Instead(*key, final, final.gib))
+        for key in changed_settings(first.plan, final.plan).items():
+            found.setdefault(key, Alternative(*key, final, final.gib))
     return list(found.values())
 
 
@@ -104,9 +113,9 @@ def remarks(final: Final, first: Final) -> str:
     return ". ".join(found)
 
 
-def alternatives(others: Sequence[Instead]) -> list[list[Instead]]:
+def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
     """Rows of the table, fastest first; values that lead to the same layout share one."""
-    rows: dict[Any, list[Instead]] = {}
+    rows: dict[Any, list[Alternative]] = {}
     for other in others:
         rows.setdefault(other.final.plan if other.final else (other.axis, other.value), []).append(other)
     return sorted(rows.values(), key=lambda row: row[0].final.seconds if row[0].final else float("inf"))

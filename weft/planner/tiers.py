@@ -29,7 +29,7 @@ EXPOSED = 0.25
 WIDE = 4.0
 
 
-def behind(moved: Num, computed: Num, units: Num) -> Num:
+def exposed_seconds(moved: Num, computed: Num, units: Num) -> Num:
     """Seconds that are seen of so many of transfers: what computing does not cover, and the first of ``units``."""
     return np.maximum(0.0, moved - computed) + moved / units
 
@@ -73,7 +73,7 @@ def with_tiers(
         """Seconds of a phase that so much compute does not hide: bytes over the link, and of files read and written."""
         crossed, moved = sent / link, read / machine.disk_read + written / machine.disk_write
         seen = EXPOSED * crossed + np.maximum(0.0, (1 - EXPOSED) * crossed - compute)
-        return np.maximum(seen, behind(moved, compute, layers))
+        return np.maximum(seen, exposed_seconds(moved, compute, layers))
 
     # Stage 3 fetches its shard for every gather, and hands on the gradients of every pass.
     often = np.where(plan.pp > 1, 1, m) * np.where(plan.secondary > 0, 1, 2)

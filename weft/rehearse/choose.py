@@ -62,9 +62,9 @@ def shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield n, max(2, round(REHEARSED * n / whole))
 
 
-def timed(final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: ProbedMachine) -> Final:
+def with_rehearsed_time(final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: ProbedMachine) -> Final:
     """``final`` with the time, the memory and (where links differ) the order of axes that the rehearsal gives."""
-    order, workers = placed(layout, rehearsed, local.uneven(layout.world))
+    order, workers = place_ranks(layout, rehearsed, local.uneven(layout.world))
     prediction = predict(local, rehearsed, layout, workers)
     parts = {**prediction.parts, "host": float(final.cost.host)}  # a rehearsal waits for no disk
     cost = Cost(**{part.name: parts.get(part.name, 0.0) for part in fields(Cost)})
@@ -72,7 +72,7 @@ def timed(final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: P
                    order=order)  # fmt: skip
 
 
-def placed(layout: Layout, rehearsed: Sequence[Rehearsal], links: WorkerLinks | None) -> tuple[str, list[int]]:
+def place_ranks(layout: Layout, rehearsed: Sequence[Rehearsal], links: WorkerLinks | None) -> tuple[str, list[int]]:
     """The order of axes for these links, and the worker of every rank as it was rehearsed; usual if links are alike."""
     if links is None:
         return "", []
@@ -141,7 +141,7 @@ def at_hand(
             continue
         recipe = recipe_of(final)
         say(f"rehearsing {recipe.layout} ({n} of {len(chosen)})")
-        finals.append((timed(final, recipe.layout, rehearse(recipe), local), found))
+        finals.append((with_rehearsed_time(final, recipe.layout, rehearse(recipe), local), found))
     fit = [(final, found) for final, found in finals if final.fits] or finals
     fit.sort(key=lambda pair: pair[0].seconds)
     return fit[0][1], [final for final, _ in fit]
@@ -156,7 +156,7 @@ def to_try(finals: Sequence[Final], count: int) -> list[Final]:
     return chosen + [final for final in finals if final not in chosen][: count - len(chosen)]
 
 
-def anchored(finals: Sequence[Final], measured: Sequence[tuple[Final, float]]) -> list[Final]:
+def correct_by_measured(finals: Sequence[Final], measured: Sequence[tuple[Final, float]]) -> list[Final]:
     """All of ``finals`` by time: those that ran with the seconds ``measured``, the others moved as those were.
 
     The speed of a machine that others use too wanders, and a probe knows it as it was: layouts of as many ranks are off

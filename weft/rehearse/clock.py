@@ -209,7 +209,7 @@ def predict(
     parts: dict[str, float] = defaultdict(float)
     side_by_side = max(1.0, min(world, local.cores / setting.threads))
     for rank, seen in enumerate(rehearsed):
-        for cause, cpu, wait in spent(rank, seen.events, setting, far, layout):
+        for cause, cpu, wait in time_by_cause(rank, seen.events, setting, far, layout):
             parts[cause] += cpu / side_by_side + wait / world
     known = sum(parts.values())
     if known > seconds:  # some waited while others worked
@@ -217,7 +217,7 @@ def predict(
     return Prediction(seconds, memory, busy, parts | {"bubble": max(0.0, seconds - known)})
 
 
-def spent(
+def time_by_cause(
     rank: int, events: Sequence[Event], setting: Setting, far: Far | None, layout: Layout
 ) -> list[tuple[str, float, float]]:
     """``(cause, cpu seconds, seconds besides)`` of everything that ``rank`` does."""

@@ -17,7 +17,7 @@ from weft.checkpoint.weights import shape_named
 from weft.layout.layout import Layout
 from weft.model_parameters import learns, parameters
 from weft.planner.shape import SECTIONS, vocab_of
-from weft.planner.tiers import behind
+from weft.planner.tiers import exposed_seconds
 from weft.recipe import Adapter, Memory, ModelShape, Recipe, build_recipe, load_recipe
 from weft.rehearse.pieces import Piece, measure
 from weft.rehearse.transfers import bytes_per_s, disk_curves
@@ -126,7 +126,7 @@ def estimates(
     return found
 
 
-def recommended(found: Sequence[Estimate]) -> Estimate | None:
+def recommend(found: Sequence[Estimate]) -> Estimate | None:
     """The one to take, of those that fit; adapters where these can hold all that is learned."""
     fitting = {e.method: e for e in found if e.fits}
     small = "lora" in fitting and fitting["lora"].tokens <= TOKENS_PER_PARAMETER * fitting["lora"].learning
@@ -204,7 +204,10 @@ def _into_files(
     memory["copies"] = 2 * block.weights + ends.weights if weights else 0.0
     moved = ((weights, 0.0), (weights, gradients), (sum(filed.values()), weights + filed["moments"]))
     read, write = bytes_per_s(disk["read"]), bytes_per_s(disk["write"])
-    seen = (behind(r / read + w / write, compute, layers + 1) for (r, w), compute in zip(moved, computed, strict=True))
+    seen = (
+        exposed_seconds(r / read + w / write, compute, layers + 1)
+        for (r, w), compute in zip(moved, computed, strict=True)
+    )
     return float(sum(seen))
 
 

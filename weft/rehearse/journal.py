@@ -40,7 +40,7 @@ class Event:
     number: int = 0
 
 
-def worked() -> float:
+def processor_seconds() -> float:
     """Processor seconds of this process by thread, which other programs lengthen little."""
     return time.process_time() / torch.get_num_threads()
 
@@ -59,10 +59,10 @@ class Journal:
 
     def turn(self, name: str) -> None:
         """What was done until now is work of the old name, what comes is of this one."""
-        self.name, self.since = name, worked()
+        self.name, self.since = name, processor_seconds()
 
     def close(self) -> None:
-        self.events.append(Event("work", self.name, worked() - self.since))
+        self.events.append(Event("work", self.name, processor_seconds() - self.since))
 
     @contextmanager
     def note(self, event: Event) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Journal:
         self.close()
         self.events.append(event)
         yield
-        self.since = worked()
+        self.since = processor_seconds()
 
 
 class PendingMessage:

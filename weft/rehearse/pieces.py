@@ -21,7 +21,7 @@ from weft.models.rope import angles
 from weft.models.transformer import Transformer
 from weft.parallel.state import State, Unit
 from weft.recipe import Adapter, ModelShape, Recipe
-from weft.rehearse.journal import worked
+from weft.rehearse.journal import processor_seconds
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.train.rules.low_rank import singular_directions
 from weft.train.setup import assemble
@@ -203,7 +203,7 @@ def _seconds(run: Callable[[], Any], device: torch.device, times: int = 2) -> fl
 
     def now() -> float:
         if device.type != "cuda":
-            return worked()
+            return processor_seconds()
         torch.cuda.synchronize(device)
         return time.perf_counter()
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from weft.errors import WeftError
 from weft.memory.heap import keep_heap
 from weft.observe.flops import peak_resident
-from weft.rehearse.journal import worked
+from weft.rehearse.journal import processor_seconds
 from weft.rehearse.step import reference, usual_step
 from weft.rehearse.transfers import bytes_per_s, disk_curves, link_curves
 from weft.train.failure import leave
@@ -41,21 +41,21 @@ JOIN_S = 300
 MESSAGES = (64, 2**14, 2**17, 2**19, 2**21, 2**23)
 
 
-def timed(call: Callable[[], Any]) -> float:
+def time_call(call: Callable[[], Any]) -> float:
     """Processor seconds of one call by thread: the middle of some."""
     call()
     found = []
     for _ in range(5):
-        begun = worked()
+        begun = processor_seconds()
         call()
-        found.append(worked() - begun)
+        found.append(processor_seconds() - begun)
     return statistics.median(found)
 
 
 def triad() -> float:
     """Bytes per second of ``a = b + s * c`` on arrays that no cache holds (McCalpin's STREAM)."""
     a, b, c = torch.ones(3, 2**23).unbind()
-    return 3 * 4 * 2**23 / timed(lambda: torch.add(b, c, alpha=3.0, out=a))
+    return 3 * 4 * 2**23 / time_call(lambda: torch.add(b, c, alpha=3.0, out=a))
 
 
 def peaks() -> dict[str, float]:
@@ -63,7 +63,7 @@ def peaks() -> dict[str, float]:
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.rand(768, 768).to(dtype)
-        found[str(dtype).removeprefix("torch.")] = 2 * 768**3 / timed(lambda a=a: a @ a)  # type: ignore[misc]
+        found[str(dtype).removeprefix("torch.")] = 2 * 768**3 / time_call(lambda a=a: a @ a)  # type: ignore[misc]
     return found
 
 
@@ -256,7 +256,7 @@ def cores_here() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def away(folder: Path, quick: bool) -> dict[str, Any]:
+def probe_storage(folder: Path, quick: bool) -> dict[str, Any]:
     """What rests away from memory: the ``disk`` of a folder, with its ``free`` bytes, and the ``link`` to a device."""
     disk = disk_curves(folder, (32 if quick else 128) << 20)
     return {"disk": disk | {"folder": str(folder), "free": shutil.disk_usage(folder).free}, "link": link_curves()}
@@ -265,7 +265,7 @@ def away(folder: Path, quick: bool) -> dict[str, Any]:
 def cluster(settings: Sequence[dict[str, Any]], count: int, moves: dict[str, Any]) -> dict[str, Any]:
     """The tree of a cluster file: the few numbers of :class:`weft.planner.machine.Cluster`, and all the curves.
 
-    ``moves``: of :func:`away`; all ranks share that disk.
+    ``moves``: of :func:`probe_storage`; all ranks share that disk.
     """
     full = max(settings, key=lambda s: (min(s["ranks"] * s["threads"], cores_here()), -s["ranks"]))
     most = max(settings, key=lambda s: s["ranks"])

@@ -19,11 +19,11 @@ from weft.planner.explain import recipe_tree, title
 from weft.planner.finalists import Final
 from weft.planner.shape import Model
 from weft.recipe import Recipe, load_recipe
-from weft.rehearse.choose import anchored, to_try
+from weft.rehearse.choose import correct_by_measured, to_try
 from weft.toml import write_toml
 from weft.train.failure import leave, report_failure
 from weft.train.launch import launch
-from weft.train.ranks import in_ranks, joined
+from weft.train.ranks import in_ranks, rank_process
 
 WARM, ENOUGH = 3, 12
 #: Seconds after which no further step is begun, and after which a trial of one rank is given up.
@@ -58,7 +58,7 @@ def trial(recipe: Path, world: int) -> Measured:
         return Measured(**json.loads(out.read_text()))
 
 
-def tried(
+def run_trials(
     finals: Sequence[Final], model: Model, count: int, devices: int, say: Callable[[str], None]
 ) -> tuple[list[Final], list[tuple[Final, Measured]]]:
     """Some of ``finals`` run for real: all by time, with what that told; and every trial, with what was predicted.
@@ -82,7 +82,7 @@ def tried(
             found.append((final, trial(path, int(final.plan.world))))
             failed = [f for f, done in found if not done.seconds]
             kept = [f for f in finals if all(f is not x for x in failed)]
-            ranked = anchored(kept, [(f, done.seconds) for f, done in found if done.seconds])
+            ranked = correct_by_measured(kept, [(f, done.seconds) for f, done in found if done.seconds])
             if not waiting and ranked and len(found) < 2 * count:  # what comes first now is to have run, too
                 first = next((f for f in kept if f.plan == ranked[0].plan and f.order == ranked[0].order), None)
                 waiting = [first] if first is not None and all(first is not f for f, _ in found) else []
@@ -141,7 +141,7 @@ def main() -> int:
     in_ranks()
     try:
         recipe = load_recipe(sys.argv[1])
-        with joined(device_type(recipe), recipe.train.timeout, recipe.train.threads):
+        with rank_process(device_type(recipe), recipe.train.timeout, recipe.train.threads):
             measure_steps(recipe, Path(sys.argv[2]))
     except Exception as error:  # the launcher prints it, once for all ranks
         return report_failure(error)

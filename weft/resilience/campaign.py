@@ -121,7 +121,7 @@ def carry_out(plan: Campaign, say: Say) -> CampaignResult:
         if plan.reference is None:
             say(f"the run was at step {run.step}; now one that nobody disturbs")
             alone = train_words(plan.recipe, "dp=1", [*plan.overrides, "resilience.survive=false"], reference)
-            undisturbed(alone, reference, run.step, log)
+            run_undisturbed(alone, reference, run.step, log)
     found = CampaignResult(
         rows := rows_of(run, injector.hits), medians(rows), wrong(run, injector, reference, plan.tolerance)
     )
@@ -197,7 +197,7 @@ def _processes(run: DisturbedRun) -> list[psutil.Process]:
     return [child for p in left for child in p.children(recursive=True)] + left
 
 
-def undisturbed(words: Sequence[str], folder: Path, steps: int, log: Path) -> None:
+def run_undisturbed(words: Sequence[str], folder: Path, steps: int, log: Path) -> None:
     """A run of ``words`` into ``folder`` that is told to stop when it has taken ``steps`` steps."""
     run = DisturbedRun(folder, start_here(words, log))
     try:

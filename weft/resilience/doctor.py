@@ -15,7 +15,17 @@ import numpy as np
 from weft.errors import WeftError
 from weft.observe.metrics import FILE, read_metrics
 from weft.resilience.delays import Verdict, digest, ranks_text, slow_computers
-from weft.resilience.rings import KINDS, STEP, Trace, TracedGroup, called, held_in, newest, process_of, standing
+from weft.resilience.rings import (
+    KINDS,
+    STEP,
+    Trace,
+    TracedGroup,
+    collective_text,
+    held_in,
+    newest,
+    process_of,
+    standing,
+)
 
 #: A wait is none of a healthy run if it takes so many seconds, and so many times as long as a step.
 STUCK_S, STUCK_STEPS = 5.0, 5.0
@@ -74,7 +84,7 @@ def row_of(found: Trace, process: str, now: int) -> RankStatus:
     about, short, inside = found.about, digest(found), held_in(found)
     steps = found.records[found.records["kind"] == STEP]
     last = found.records[-1] if len(found.records) else None
-    what = called(found, inside) if inside is not None else "computes" if process == "running" else "-"
+    what = collective_text(found, inside) if inside is not None else "computes" if process == "running" else "-"
     since = inside["begin"] if inside is not None else max(last["enter"], last["leave"]) if last is not None else now
     return RankStatus(
         about["rank"], about["machine"], about["pid"], process, int(steps["sequence"][-1]) if len(steps) else 0,
@@ -104,7 +114,10 @@ def standstill(traces: Mapping[int, Trace], states: Mapping[int, str], now: int)
         waits = [rank for rank in sorted(inside) if root in missing[rank]]
         waits = [rank for rank in waits if _same(traces, inside, rank, waits[0])]
         how = {"gone": "is gone", "stopped": "is stopped (SIGSTOP or a debugger)"}.get(states[root], "hangs")
-        seconds, what = max(_seconds(inside[r], now) for r in waits), called(traces[waits[0]], inside[waits[0]])
+        seconds, what = (
+            max(_seconds(inside[r], now) for r in waits),
+            collective_text(traces[waits[0]], inside[waits[0]]),
+        )
         found.append(Verdict(
             "hang", (root,), seconds,
             f"rank {root} {how}: it has not come to {what}, in which {_ranks(waits)} waited {seconds:.1f} s; "
@@ -118,7 +131,7 @@ def _everyone_inside(
 ) -> list[Verdict]:
     """The verdict on a wait of ``rank`` to which everybody has come who is known: who has ended or stopped in it."""
     record, seconds = inside[rank], _seconds(inside[rank], now)
-    what, peer = called(traces[rank], record), int(record["peer"])
+    what, peer = collective_text(traces[rank], record), int(record["peer"])
     ranks = traces[rank].groups[record["group"]].ranks if peer < 0 else (rank, peer)
     halted = [r for r in ranks if r in inside and states[r] != "running" and not inside[r]["leave"]]
     if unknown := [other for other in ranks if other not in traces]:
@@ -186,8 +199,9 @@ def _differing(traces: Mapping[int, Trace], inside: Mapping[int, Any], stuck: Se
             and one["sequence"] == two["sequence"]
             and one["kind"] != two["kind"]
         ):
-            text = f"rank {rank} is in {called(traces[rank], one)}, and rank {other} in {called(traces[other], two)}"
-            return Verdict("mismatch", (rank, other), 0.0, f"{text}: they took different ways")
+            here, there = collective_text(traces[rank], one), collective_text(traces[other], two)
+            text = f"rank {rank} is in {here}, and rank {other} in {there}: they took different ways"
+            return Verdict("mismatch", (rank, other), 0.0, text)
     return None
 
 

@@ -102,12 +102,12 @@ def restore(
     this rank sent to others.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    sent = redistribute(list(given(recovery, snapshots, rank)), state.tensors(), group)
+    sent = redistribute(list(parts_to_give(recovery, snapshots, rank)), state.tensors(), group)
     state.updates = recovery.progress.updates
     return sent
 
 
-def given(recovery: Recovery, snapshots: Sequence[Snapshots], rank: int) -> Iterator[tuple[str, Part]]:
+def parts_to_give(recovery: Recovery, snapshots: Sequence[Snapshots], rank: int) -> Iterator[tuple[str, Part]]:
     """What this rank gives to the others, by name."""
     for mine in snapshots:
         if mine.epoch == recovery.epoch:

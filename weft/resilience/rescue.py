@@ -15,7 +15,7 @@ from weft.layout.dims import Tensor
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.model_parameters import learns, parameters
-from weft.resilience.recover import Recovery, given
+from weft.resilience.recover import Recovery, parts_to_give
 from weft.resilience.snapshots import Snapshots
 from weft.train.runs import Run
 from weft.train.setup import Job
@@ -29,7 +29,7 @@ def save_copies(
     Nobody needs memory for more than that share and its part of the copies. Raises :class:`WeftError` if it fails.
     """
     rank, world, about = mesh.rank("dp"), mesh.size("dp"), job.about
-    parts = list(given(recovery, snapshots, rank))
+    parts = list(parts_to_give(recovery, snapshots, rank))
     tensors: dict[str, Tensor] = {}
     for theirs in from_all({name: part.tensor for name, part in parts}, mesh.step_group):
         tensors |= theirs

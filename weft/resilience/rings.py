@@ -114,7 +114,7 @@ def process_of(found: Trace) -> str:
         return "gone"
 
 
-def called(found: Trace, record: Any) -> str:
+def collective_text(found: Trace, record: Any) -> str:
     """``all_reduce 812 of dp (weft/train/step.py:164)``"""
     group, peer = found.groups[record["group"]], int(record["peer"])
     kind = KINDS[record["kind"]]
@@ -138,9 +138,9 @@ def standing(found: Trace, now: int) -> str:
     records = found.records[found.records["kind"] != STEP]
     ago = lambda ns: f"{max(0, now - int(ns)) / 1e9:.1f} s ago"  # noqa: E731
     if (inside := held_in(found)) is not None:
-        return f"went into {called(found, inside)} {ago(inside['begin'])}"
+        return f"went into {collective_text(found, inside)} {ago(inside['begin'])}"
     if not len(records):
         return "has been in no collective"
     last = records[-1]
     what, when = ("left", last["leave"]) if last["leave"] else ("began", last["enter"])
-    return f"{what} {called(found, last)} {ago(when)}, in step {last['step']}"
+    return f"{what} {collective_text(found, last)} {ago(when)}, in step {last['step']}"

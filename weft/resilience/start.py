@@ -28,7 +28,7 @@ from weft.resilience.watching import Watching
 from weft.train.failure import leave, report_failure
 from weft.train.launch import run_ranks
 from weft.train.loop import Outcome, train
-from weft.train.ranks import in_ranks, joined, own_device
+from weft.train.ranks import in_ranks, own_device, rank_process
 from weft.train.runs import prepare_run
 from weft.train.setup import device_type, model_shape, prepare
 
@@ -43,7 +43,7 @@ def start(recipe: Recipe, out: str | Path | None = None, resume: str | None = No
     """
     out = None if out is None else Path(out)
     if "layout" not in recipe.model_fields_set:
-        recipe, _ = planned(recipe, None)
+        recipe, _ = with_planned_layout(recipe, None)
     if in_ranks() or recipe.layout.world == 1:
         outcome = be_rank(recipe, out, resume, finish)
         if outcome is None:
@@ -53,7 +53,7 @@ def start(recipe: Recipe, out: str | Path | None = None, resume: str | None = No
     return _in_ranks_of_its_own(recipe, out, resume)
 
 
-def planned(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list[str]]:
+def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list[str]]:
     """A recipe that names no layout, with the planner's; and the same for the command lines of its ranks.
 
     Its ranks are those that were started, else ``ranks``, else one per GPU; on a CPU alone it stays one.
@@ -110,7 +110,7 @@ def be_rank(
 def _live_once(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome, bool]:
     """Train with all ranks from beginning to end; how that ended, and whether this is the first of them."""
     device = device_type(recipe)
-    with joined(device, recipe.train.timeout, recipe.train.threads):
+    with rank_process(device, recipe.train.timeout, recipe.train.threads):
         mesh = Mesh.create(recipe.layout, own_device(device))
         outcome = train(prepare(recipe), mesh, guard=Watching(out, resume))
         trace.stop(everyone=mesh.is_main)

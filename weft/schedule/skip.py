@@ -55,7 +55,7 @@ def plan_paths(holders: Holders, microbatches: int, ratio: float, costs: Costs, 
     return plans[min(plans)]
 
 
-def cut(stages: int, ratio: float) -> list[float]:
+def stage_lengths(stages: int, ratio: float) -> list[float]:
     """Length of every stage (mean 1) such that all compute the same on average.
 
     Stages that are always run must be shorter: with stages of equal length they would compute as much as without

@@ -11,7 +11,7 @@ from weft.schedule.build.greedy import list_schedule
 from weft.schedule.build.interleaved import vertical
 from weft.schedule.partition import layer_costs, partition
 from weft.schedule.simulate import Costs, by_kind
-from weft.schedule.skip import cut, plan_paths
+from weft.schedule.skip import plan_paths, stage_lengths
 from weft.schedule.times import ModelTimes, Times
 from weft.schedule.vocab import output_times, with_vocabulary
 
@@ -54,7 +54,7 @@ def cut_stages(
 def assign_stages(shape: ModelShape, layout: Layout, stages: int, seq_len: int) -> tuple[Stage, ...]:
     """Layers to stages by their flops. Where microbatches skip stages, those that none may skip are made shorter."""
     first, layer, last = layer_costs(shape, seq_len)
-    speeds = cut(stages, layout.skip) if layout.skip else None
+    speeds = stage_lengths(stages, layout.skip) if layout.skip else None
     ends = not (layout.vocab_barriers or layout.overlap)
     return cut_stages(shape.layers, stages, layer, first, last, ends=ends, speeds=speeds)
 
@@ -87,7 +87,7 @@ def modelled_costs(shape: ModelShape, layout: Layout, table: Table, seq_len: int
 def make_table(layout: Layout, microbatches: int, shape: ModelShape, seq_len: int) -> Table:
     """The schedule that ``layout`` asks for, as built; what the model computes decides where vocabulary passes go."""
     if layout.skip:
-        lengths = cut(layout.pp, layout.skip)
+        lengths = stage_lengths(layout.pp, layout.skip)
         costs = Costs(lambda a: lengths[a.stage])  # F, I and W take about the same
         holders = [[r] for r in range(layout.pp)]
         paths = plan_paths(holders, microbatches, layout.skip, costs)

@@ -107,7 +107,7 @@ class Answering:
         held: dict[int, list[TokenEvent]] = {}  # whose text is not shown yet
         try:
             for event in self.replies.begun():
-                yield said(event)
+                yield event_text(event)
             async for index, new in self._pieces(answers):
                 events = held.setdefault(index, [])
                 events += new.events
@@ -115,12 +115,12 @@ class Answering:
                 if new.text or new.calls or new.finish:
                     new = new._replace(events=held.pop(index))
                     for event in self.replies.chunks(index, new, index not in began):
-                        yield said(event)
+                        yield event_text(event)
                     began.add(index)
             for event in self.replies.ended(self._usage(answers, written)):
-                yield said(event)
+                yield event_text(event)
         except WeftError as error:
-            yield said(self.replies.failed(refusal_of(error)))
+            yield event_text(self.replies.failed(refusal_of(error)))
         yield self.replies.last
 
 
@@ -160,7 +160,7 @@ async def left(request: Request) -> None:
         pass
 
 
-def said(what: dict[str, Any]) -> str:
+def event_text(what: dict[str, Any]) -> str:
     """An event of a stream."""
     name = f"event: {what['type']}\n" if "type" in what else ""
     return f"{name}data: {json.dumps(what, ensure_ascii=False)}\n\n"

@@ -48,7 +48,7 @@ class Replies:
             "finish_reason": new.finish or None,
         }
         if self.chat:
-            calls = [{"index": piece.number} | called(piece) for piece in new.calls]
+            calls = [{"index": piece.number} | call_fields(piece) for piece in new.calls]
             choice["delta"] = (
                 ({"role": "assistant"} if first else {})
                 | ({"content": new.text} if new.text or (first and not calls) else {})
@@ -64,7 +64,7 @@ class Replies:
         for index, (text, events, calls, finish) in enumerate(answers):
             message: dict[str, Any] = {"role": "assistant", "content": text}
             if calls:
-                message |= {"content": text or None, "tool_calls": [called(call) for call in calls]}
+                message |= {"content": text or None, "tool_calls": [call_fields(call) for call in calls]}
             said = {"message": message} if self.chat else {"text": text}
             choices.append({"index": index, **said, "logprobs": self._logs(events), "finish_reason": finish})
         kind = "chat.completion" if self.chat else "text_completion"
@@ -106,7 +106,7 @@ def usage_of(prompt: int, written: int, found: int = 0) -> Usage:
     return counts | {"prompt_tokens_details": {"cached_tokens": min(found, prompt)}}
 
 
-def called(piece: CallPiece) -> dict[str, Any]:
+def call_fields(piece: CallPiece) -> dict[str, Any]:
     """A call, or what is new of it."""
     if piece.name is None:
         return {"function": {"arguments": piece.arguments}}

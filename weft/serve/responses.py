@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from weft.serve.protocol import ChatRequest, Refusal, Schema
-from weft.serve.replies import Answer, Usage, called
+from weft.serve.replies import Answer, Usage, call_fields
 
 #: What would have to be kept.
 KEPT = ("store", "previous_response_id", "conversation", "background")
@@ -109,7 +109,7 @@ class ResponseReplies:
             yield self._of_item("output_text.delta", content_index=0, delta=new.text, logprobs=[])
         for piece in new.calls:
             if piece.name is not None:
-                yield from self._begin("function_call", call_id=called(piece)["id"], name=piece.name, arguments="")
+                yield from self._begin("function_call", call_id=call_fields(piece)["id"], name=piece.name, arguments="")
             self.output[-1]["arguments"] += piece.arguments
             yield self._of_item("function_call_arguments.delta", delta=piece.arguments)
         if new.finish:

@@ -92,8 +92,12 @@ class Server:
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {
-            Refusal: refused, WeftError: failed, HTTPException: no_route, ClientDisconnect: gone, Exception: broken,
-        }  # fmt: skip
+            Refusal: refused,
+            WeftError: failed,
+            HTTPException: no_route,
+            ClientDisconnect: client_gone,
+            Exception: broken,
+        }
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
         return self.metrics.counting(self._weighing(app))
 
@@ -265,7 +269,7 @@ async def no_route(request: Request, error: Exception) -> Response:
     return JSONResponse(Refusal(error.status_code, said).body, error.status_code, error.headers)
 
 
-async def gone(request: Request, error: Exception) -> Response:
+async def client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
 
 

@@ -118,7 +118,7 @@ class Link:
         return word
 
 
-def connected(code: Code, group: dist.ProcessGroup, limit: float, patience: float) -> Link:
+def connect_ranks(code: Code, group: dist.ProcessGroup, limit: float, patience: float) -> Link:
     """This rank's link, and on the first rank of ``group`` the threads at the other ends of all. Collective.
 
     ``limit``: seconds that anybody waits; ``patience``: see :class:`weft.recipe.Resilience`. The threads end when the
@@ -135,12 +135,12 @@ def connected(code: Code, group: dist.ProcessGroup, limit: float, patience: floa
     dist.broadcast_object_list(given, group_src=0, group=group)
     (name, port, key) = given[0]
     connection = Client((name, port), authkey=key)
-    undelayed(connection)
+    send_without_delay(connection)
     connection.send(rank)
     return Link(connection, rank, 2 * limit)  # the other end names those that it waits for, and is to be the first
 
 
-def undelayed(connection: Connection) -> None:
+def send_without_delay(connection: Connection) -> None:
     """Have short messages sent at once."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -178,7 +178,7 @@ class Gathering:
 
     def _admit(self, connection: Connection) -> None:
         rank = connection.recv()
-        undelayed(connection)
+        send_without_delay(connection)
         self.outboxes[rank] = queue.Queue(BEHIND)
         for work in (self._read, self._write):
             threading.Thread(target=work, args=(rank, connection), daemon=True).start()
@@ -217,7 +217,7 @@ class Gathering:
                 return
             for job in list(left):
                 if (weights := self.code.decoding(job, arrived)) is not None:
-                    total = added(total, weights, left.pop(job))
+                    total = add_result(total, weights, left.pop(job))
             self._tell(Ended(frozenset(arrived[-1]), None if left else total, self.flag))
 
     def _collect(self, step: int, arrived: list[set[int]], left: dict[int, dict[Result, Sum]]) -> None:
@@ -277,7 +277,7 @@ def _listed(ranks: set[int]) -> str:
     return " and ".join(map(str, sorted(ranks)))
 
 
-def added(total: Sum | None, weights: dict[Result, float], found: dict[Result, Sum]) -> Sum:
+def add_result(total: Sum | None, weights: dict[Result, float], found: dict[Result, Sum]) -> Sum:
     """``total`` and the weighted results of a job."""
     some: Sequence[Sum] = [found[result] for result in weights]
     vector, numbers = (np.zeros_like(x) for x in some[0]) if total is None else total

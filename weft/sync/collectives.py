@@ -78,7 +78,7 @@ def compressed_mean(
     kept: dict[int, T] = {}  # what is sent must stay until it has been
     for i in every:
         payload = fed_back(there, flat, up, parts[i], seed_of(there, number, me))
-        kept[i] = joined(payload)
+        kept[i] = join_bytes(payload)
         if i != me:
             streams.send(i, f"{tag}/there", kept[i])
     shape = (parts[me].stop - parts[me].start,)
@@ -88,7 +88,7 @@ def compressed_mean(
         mean += decoded(there, came, shape, seed_of(there, number, i), i, flat.dtype)
     mean /= len(every)
     own = down[parts[me]] if down is not None else None
-    sent = joined(fed_back(back, mean, own, slice(None), seed_of(back, number, me)))
+    sent = join_bytes(fed_back(back, mean, own, slice(None), seed_of(back, number, me)))
     answer = torch.empty_like(flat)
     for i in every:
         if i != me:
@@ -123,15 +123,15 @@ def decoded(compressor: Compressor, came: T, shape: Sequence[int], seed: int, is
         raise IslandLost(
             f"island {island} has sent {came.numel()} bytes in the place of {size}; are the recipes the same?"
         )
-    return compressor.decode(parted(came, specs), shape, seed).to(dtype)
+    return compressor.decode(split_bytes(came, specs), shape, seed).to(dtype)
 
 
-def joined(payload: Payload) -> T:
+def join_bytes(payload: Payload) -> T:
     """Its tensors one behind the other, as bytes."""
     return torch.cat([tensor.flatten().view(torch.uint8) for tensor in payload])
 
 
-def parted(came: T, specs: Sequence[Spec]) -> Payload:
+def split_bytes(came: T, specs: Sequence[Spec]) -> Payload:
     ends = accumulate((prod(shape) * dtype.itemsize for shape, dtype in specs), initial=0)
     return [
         came[lo:hi].clone().view(dtype).view(shape)  # a view of another type must begin where that may

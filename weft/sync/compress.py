@@ -230,7 +230,7 @@ class RandomK(Compressor):
         return values.new_zeros(count).index_put_((chosen,), values * scale).view(*shape)
 
     def _chosen(self, count: int, seed: int) -> T:
-        return shuffled(count, seed)[: kept_of(count, self.share)]
+        return shared_permutation(count, seed)[: kept_of(count, self.share)]
 
     @property
     def for_feedback(self) -> Self:
@@ -328,7 +328,7 @@ class Cocktail(Compressor):
     def _mask(self, count: int, seed: int) -> T:
         turn, size = seed % COCKTAIL_ROUNDS, -(-count // COCKTAIL_ROUNDS)
         first = max(0, min(turn * size, count - size))
-        return shuffled(count, seed // COCKTAIL_ROUNDS)[first : first + size]
+        return shared_permutation(count, seed // COCKTAIL_ROUNDS)[first : first + size]
 
 
 def build_compressor(word: str) -> Compressor:
@@ -403,7 +403,7 @@ def largest(flat: T, count: int) -> T:
     return flat.abs().topk(count, sorted=False).indices.sort().values
 
 
-def shuffled(count: int, seed: int) -> T:
+def shared_permutation(count: int, seed: int) -> T:
     """A permutation that is the same everywhere, whatever the device."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 

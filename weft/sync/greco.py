@@ -2,9 +2,9 @@
 
 Tensors differ in what compressing them costs: one loses little at rank 2, another needs 8. Given the squared error and
 the size of each tensor under each of a few candidates, a choice per tensor is wanted that adds up to the least bytes,
-with errors that add up to no more than those of one setting for all (Markov et al. 2024). :func:`allocated` does it
-all. It depends on nothing but its arguments, so islands that call it with tensors on which they have agreed need to say
-nothing to each other, and can call it again whenever the tensors have changed.
+with errors that add up to no more than those of one setting for all (Markov et al. 2024).
+:func:`allocate_compressors` does it all. It depends on nothing but its arguments, so islands that call it with tensors
+on which they have agreed need to say nothing to each other, and can call it again whenever the tensors have changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ KEPT = 4_000
 FACTORS = (0.125, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
 
 
-def allocated(tensors: Mapping[str, T], default: Compressor, seed: int = 0) -> dict[str, Compressor]:
+def allocate_compressors(tensors: Mapping[str, T], default: Compressor, seed: int = 0) -> dict[str, Compressor]:
     """A compressor for each of the ``tensors``: together no larger than ``default`` for all, with no larger error."""
     options = {name: candidates(default, x.shape) for name, x in tensors.items()}
     errors = [[_error(one, x, seed) for one in options[name]] for name, x in tensors.items()]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from weft.recipe import Sync
-from weft.sync.compress import shuffled
+from weft.sync.compress import shared_permutation
 
 T = torch.Tensor
 Slots = Mapping[str, T]
@@ -123,7 +123,7 @@ def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[
         return sorted({island, *(one for edge in how.graph if island in edge for one in edge if one in among)})
     if how.partner != "pairs" and how.update != "noloco":
         return list(among)
-    order = shuffled(count, number).tolist()
+    order = shared_permutation(count, number).tolist()
     first = order.index(me) // 2 * 2
     return sorted(among[i] for i in order[first : first + 2])
 

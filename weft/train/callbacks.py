@@ -12,7 +12,7 @@ from weft.checkpoint.storage import Storage
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.state import State
-from weft.plugins import HOOKS, Registered, blamed, find
+from weft.plugins import HOOKS, Registered, blame_plugin, find
 from weft.recipe import Recipe, Use
 from weft.train.recorder import Recorder
 
@@ -73,5 +73,5 @@ class Callbacks:
         for who, callback in self._callbacks:
             every = getattr(callback, "every", 0) if hook == "after_step" else 1
             if (method := getattr(callback, hook, None)) is not None and every and step % every == 0:
-                with blamed(f"{who}, {hook} at step {step},"):
+                with blame_plugin(f"{who}, {hook} at step {step},"):
                     method(self.running, *given)

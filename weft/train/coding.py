@@ -10,7 +10,7 @@ from weft.data.order import marks
 from weft.errors import UsageError
 from weft.layout.groups import limit
 from weft.recipe import Resilience
-from weft.sync.arrivals import Link, Sum, connected
+from weft.sync.arrivals import Link, Sum, connect_ranks
 from weft.sync.coded import CodedTask, code_of
 from weft.train.step import Stepper, accumulate, clear_gradients
 
@@ -41,7 +41,7 @@ class Coding(Stepper):
         waits = limit()
         self.code, self.rank = code, self.mesh.rank("dp")
         seconds = waits.total_seconds() if waits else 600.0
-        self.link: Link = connected(code, self.mesh.group("dp"), seconds, self.resilience.patience)
+        self.link: Link = connect_ranks(code, self.mesh.group("dp"), seconds, self.resilience.patience)
 
     def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:
         parts = self.code.parts_of(self.rank)

@@ -314,7 +314,7 @@ def write_corpus() -> None:
         path.write_text("".join(lines))
 
 
-def compared(recipe: Recipe, steps: int) -> dict[str, Any] | None:
+def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:
     """On every rank: the recipe's layout against one device."""
     mesh, job = Mesh.create(recipe.layout, "cpu"), prepare(recipe)
     found = compare(run_layout(job, mesh, steps), job, mesh)
@@ -336,7 +336,7 @@ class Fuzzer:
         try:
             recipe = load_recipe(self.path, [*sets, f'train.dtype="{self.dtype}"'], layout)
             prepare(recipe)
-            found = self.pool.run(recipe.layout.world, compared, recipe, self.steps, timeout=self.limit)[0]
+            found = self.pool.run(recipe.layout.world, compare_layout, recipe, self.steps, timeout=self.limit)[0]
         except Conflict as refusal:
             return CaseResult("refused", refusal.rule)
         except TimeoutError as error:

@@ -15,7 +15,7 @@ from weft.parallel.state import Held, State
 from weft.recipe import Sync
 from weft.sync.collectives import compressed_mean, from_islands, power_mean, ring_sum
 from weft.sync.compress import Compressor, PowerSGD, build_compressor
-from weft.sync.greco import allocated
+from weft.sync.greco import allocate_compressors
 from weft.sync.measure import measured_ring
 from weft.sync.methods import begins, fragment_of, method_of, partners, shared_slots, shares
 from weft.sync.parity import made_same
@@ -341,7 +341,7 @@ class Apart(Stepper):
         if self.mesh.island != members[0]:
             return [int(rank) for rank in self.streams.receive(members[0], f"{tag}/ranks", torch.int32)]
         if number % allocate == 0 or not self.warm.keys() & {h.name for h in held}:
-            chosen = allocated({h.name: x for h, x in zip(held, wanted, strict=True)}, there, number)
+            chosen = allocate_compressors({h.name: x for h, x in zip(held, wanted, strict=True)}, there, number)
             found = [one.rank if isinstance(one, PowerSGD) else there.rank for one in chosen.values()]
         for other in members[1:]:
             self.streams.send(other, f"{tag}/ranks", torch.tensor(found, dtype=torch.int32))

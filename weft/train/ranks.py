@@ -133,7 +133,7 @@ def own_device(device: str) -> str:
 
 
 @contextlib.contextmanager
-def joined(device: str, timeout_s: int, threads: int = 0) -> Iterator[None]:
+def rank_process(device: str, timeout_s: int, threads: int = 0) -> Iterator[None]:
     """In here this process is one of the ranks that were started, with its ``threads`` (see :func:`threads_per_rank`).
 
     At the end all ranks wait for each other before any leaves, so that none that is still at work loses another.

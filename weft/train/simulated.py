@@ -86,7 +86,7 @@ def partners(i: int, count: int, how: Sync, number: int) -> Collection[int]:
     return next({*order[k : k + 2]} for k in range(0, count, 2) if i in order[k : k + 2])
 
 
-def stepped(one: One, gradient: T, how: Sync) -> None:
+def step_anchor(one: One, gradient: T, how: Sync) -> None:
     """Move the anchor by PyTorch's own optimizer."""
     optimizer = torch.optim.SGD([one.kept["anchor"].clone()], how.lr, how.momentum, nesterov=how.momentum > 0)
     (parameter,) = optimizer.param_groups[0]["params"]
@@ -119,7 +119,7 @@ def nesterov(at: Round) -> None:
     if at.is_due:
         mean = at.mean(at.differences())
         for one in at.ones.values():
-            stepped(one, mean, at.how)
+            step_anchor(one, mean, at.how)
             one.now.copy_(one.kept["anchor"])
 
 
@@ -129,7 +129,7 @@ def streaming(at: Round) -> None:
     if at.past and at.past[0][0] == at.step:
         _, mean = at.past.pop(0)
         for one in at.ones.values():
-            stepped(one, mean, at.how)
+            step_anchor(one, mean, at.how)
             one.now.copy_(at.how.mix * one.now + (1 - at.how.mix) * one.kept["anchor"])
 
 
@@ -139,7 +139,7 @@ def eager(at: Round) -> None:
         mean, count = at.past.pop() if at.past else (torch.zeros_like(next(iter(now.values()))), len(at.ones))
         at.past.append((at.mean(now), len(at.near(min(at.ones)))))
         for i, one in at.ones.items():  # the own difference of now in the place of the last
-            stepped(one, mean + (now[i] - one.kept["own"]) / count, at.how)
+            step_anchor(one, mean + (now[i] - one.kept["own"]) / count, at.how)
             one.now.copy_(one.kept["anchor"])
             one.kept["own"].copy_(now[i])
 

@@ -163,7 +163,7 @@ def accumulate(
     return torch.stack(shares).sum()
 
 
-def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``x`` on ``device``: where the state is offloaded, gradients are on the host and sums are not."""
     return x if x.device == device else x.to(device)
 
@@ -202,7 +202,7 @@ def in_one(
     """What ``work`` makes of the named gradients laid end to end on ``device``, under their names."""
     flat = torch.cat([grads[name].flatten() for name in names])
     place = flat.device
-    flat = moved(work(moved(flat, device)), place)  # they may be on the host
+    flat = move_to(work(move_to(flat, device)), place)  # they may be on the host
     shares = flat.split([grads[name].numel() for name in names])
     return {name: share.view(grads[name].shape) for name, share in zip(names, shares, strict=True)}
 
@@ -218,7 +218,7 @@ def square_norm(grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh) -> 
         # A norm that is known stands for its gradient, unless that has been summed further.
         known = (h.norm if h.norm is not None and grads[h.name] is h.grad else grads[h.name] for h in counted)
         norm = torch.nn.utils.get_total_norm(list(known))
-        square = moved(norm.double().square(), mesh.device)
+        square = move_to(norm.double().square(), mesh.device)
     return declare(square, mesh, **SHARE)
 
 

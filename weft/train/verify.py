@@ -20,7 +20,7 @@ from weft.parallel.state import State
 from weft.recipe import Memory, Recipe
 from weft.schedule.stages import routes
 from weft.sync.streams import open_streams
-from weft.train.ranks import joined
+from weft.train.ranks import rank_process
 from weft.train.reference import with_reference
 from weft.train.setup import Job, assemble, device_type, prepare
 from weft.train.simulated import agree
@@ -150,7 +150,7 @@ def prove(recipe: Recipe, steps: int) -> Difference | None:
     On the first rank; None on the others.
     """
     device = device_type(recipe)
-    with joined(device, recipe.train.timeout, recipe.train.threads):
+    with rank_process(device, recipe.train.timeout, recipe.train.threads):
         mesh, job = Mesh.create(recipe.layout, device), prepare(recipe)
         return compare(run_layout(job, mesh, steps), job, mesh)
 

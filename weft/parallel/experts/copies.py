@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from weft.models.experts import Mixture, counted
+from weft.models.experts import Mixture, expert_counts
 from weft.models.numbers import has_numbers
 from weft.models.transformer import Transformer
 from weft.parallel.experts.moves import REST, better_order, move, tensors_of
@@ -116,7 +116,7 @@ class Copies:
     def slots_of(self, ids: T) -> T:
         """The slot for each choice of an expert: copies share its choices of all ranks evenly."""
         plan, ranks, flat = self.plan, self.ranks, ids.flatten()
-        mine = counted(flat, ranks.items + ranks.pieces)  # the last are of choices that are dropped
+        mine = expert_counts(flat, ranks.items + ranks.pieces)  # the last are of choices that are dropped
         counts = ranks.counts_from_all(mine[: ranks.items])
         if not has_numbers(ids):
             return ids.clone()

@@ -22,7 +22,7 @@ from weft.models.experts import (
     Dispatched,
     Dispatcher,
     LocalExperts,
-    counted,
+    expert_counts,
     placed,
     reordered,
     sizes_of,
@@ -46,7 +46,7 @@ class AllToAll:
         members = self.members
         with untyped():
             order = choice.ids.flatten().argsort(stable=True)  # those that are dropped come last
-            counts = counted(choice.ids, members.slots + 1)[:-1]
+            counts = expert_counts(choice.ids, members.slots + 1)[:-1]
             arriving = members.counts_from_all(counts)[:, members.first : members.last]  # [members, experts here]
             sent = sizes_of(counts.new_zeros(members.count).scatter_add(0, members.owner[:-1], counts), len(order))
             received = sizes_of(arriving.sum(1), len(order))
@@ -110,7 +110,7 @@ class AllGather:
     """All tokens to all members, each of which adds up what its experts make of them."""
 
     def __init__(self, members: Members) -> None:
-        self.members, self.fan_out = members, here(members)
+        self.members, self.fan_out = members, local_experts(members)
         self.uneven = bool(members.mesh.layout.balance or members.mesh.layout.lsh)
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
@@ -157,26 +157,28 @@ class EachChoice:
         return lambda: weighted(back(), order, weights)
 
 
-def here(members: Members) -> LocalExperts:
+def local_experts(members: Members) -> LocalExperts:
     """The experts of this rank, where tokens are that may have chosen others too."""
     return LocalExperts(range(members.first, members.last), others=True)
 
 
 def per_rank(members: Members) -> Dispatcher:
     """One copy of a token to each rank that has any of its experts."""
-    return PerMember(members, here(members))
+    return PerMember(members, local_experts(members))
 
 
 def per_node(ranks: ExpertRanks) -> Dispatcher:
     """One copy of a token to each node that has any of its experts, and from there to each such rank."""
     near = experts_per_node(ranks.mesh.layout)
-    return PerMember(ranks.across(near), PerMember(ranks.within(near), here(ranks)))
+    return PerMember(ranks.across(near), PerMember(ranks.within(near), local_experts(ranks)))
 
 
 def two_level(ranks: ExpertRanks) -> Dispatcher:
     """A row for each choice to this node's rank that stands where its expert's does, and then to that one."""
     near = experts_per_node(ranks.mesh.layout)
-    return EachChoice(PerMember(ranks.within(near, from_anywhere=True), PerMember(ranks.across(near), here(ranks))))
+    return EachChoice(
+        PerMember(ranks.within(near, from_anywhere=True), PerMember(ranks.across(near), local_experts(ranks)))
+    )
 
 
 class Placing:

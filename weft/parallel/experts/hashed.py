@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.layout.boundary import untyped
-from weft.models.experts import Arriving, Dispatched, Dispatcher, MovedRows, counted
+from weft.models.experts import Arriving, Dispatched, Dispatcher, MovedRows, expert_counts
 from weft.models.numbers import has_numbers
 from weft.models.parts import current_part, read
 from weft.models.router import Choice
@@ -35,7 +35,7 @@ class Hashed:
         k = choice.ids.shape[1]
         with untyped():
             buckets, ids = self._buckets(x.detach(), choice.ids)
-            share = 1 / counted(buckets, len(ids)).to(x.dtype)[:, None]
+            share = 1 / expert_counts(buckets, len(ids)).to(x.dtype)[:, None]
             ones = choice.weights.new_ones(len(ids), 1)
         buckets, ids, ones, share = map(self.ranks.declared, (buckets, ids, ones, share))
         each = x[:, None].expand(-1, k, -1)

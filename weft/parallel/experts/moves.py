@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from weft.parallel.experts.placement import away, swapped, with_copies
+from weft.parallel.experts.placement import copies_away, swapped, with_copies
 from weft.parallel.experts.rows import exchange
 from weft.parallel.state import Held
 
@@ -34,7 +34,7 @@ def better_order(loads: Array, order: Array, sizes: Array, spare: int, cost: flo
     def copies(order: Array) -> int:
         owners = np.empty_like(order)
         owners[order] = np.arange(len(sizes)).repeat(sizes)
-        return away(with_copies(loads, owners, len(sizes), spare), order, sizes)
+        return copies_away(with_copies(loads, owners, len(sizes), spare), order, sizes)
 
     new = swapped(loads, order, sizes)
     return new if 2 * REST * (copies(order) - copies(new)) > cost * (new != order).sum() else order

@@ -103,7 +103,7 @@ def swapped(loads: Array, order: Array, sizes: Array) -> Array:
         order[[one, two]] = order[[two, one]]
 
 
-def away(copies: Array, order: Array, sizes: Array) -> int:
+def copies_away(copies: Array, order: Array, sizes: Array) -> int:
     """How many copies are not on the rank that owns the expert."""
     return int(copies.sum() - copies[order, np.arange(len(sizes)).repeat(sizes)].sum())
 

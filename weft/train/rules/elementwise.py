@@ -9,7 +9,7 @@ from weft.checkpoint.format import MOMENTS
 from weft.layout.parts import Part
 from weft.parallel.state import Held
 from weft.recipe import Optimizer
-from weft.train.rules.rule import counted, like
+from weft.train.rules.rule import count_update, like
 
 T = torch.Tensor
 
@@ -48,7 +48,7 @@ class SGD:
         return {}
 
     def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
-        counted(held)
+        count_update(held)
         for h, g in zip(held, grads, strict=True):
             h.local.mul_(1 - lr * decay).sub_(g, alpha=lr)
 
@@ -64,7 +64,7 @@ class Lion:
 
     def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
         near, far = self.betas
-        counted(held)
+        count_update(held)
         for h, g in zip(held, grads, strict=True):
             momentum = h.slots["momentum"].values
             h.local.mul_(1 - lr * decay).add_(momentum.lerp(g, 1 - near).sign_(), alpha=-lr)

@@ -9,7 +9,7 @@ import torch
 
 from weft.layout.parts import Part
 from weft.parallel.state import Held
-from weft.train.rules.rule import Extent, RankSums, counted, like
+from weft.train.rules.rule import Extent, RankSums, count_update, like
 
 T = torch.Tensor
 
@@ -30,7 +30,7 @@ class Adafactor:
         return {"rows": self.ranks.slot(held, *stack, row), "columns": self.ranks.slot(held, *stack, column)}
 
     def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
-        step = counted(held)
+        step = count_update(held)
         for h, g in zip(held, grads, strict=True):
             rate = self._root_mean_square(h.local, h).clamp(min=LEAST) * min(lr, step**-0.5)
             h.local.mul_(1 - lr * decay)

@@ -12,7 +12,7 @@ from weft.checkpoint.format import MOMENTS
 from weft.layout.parts import Part
 from weft.parallel.state import Held
 from weft.recipe import Optimizer
-from weft.train.rules.rule import Extent, RankSums, counted
+from weft.train.rules.rule import Extent, RankSums, count_update
 
 T = torch.Tensor
 
@@ -41,7 +41,7 @@ class GaLore:
         return found
 
     def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
-        count, (beta1, beta2) = counted(held), self.settings.betas
+        count, (beta1, beta2) = count_update(held), self.settings.betas
         for h, g in zip(held, grads, strict=True):
             short = self._short(h)
             if (count - 1) % self.settings.refresh == 0:

@@ -6,7 +6,7 @@ import torch
 
 from weft.layout.parts import Part
 from weft.parallel.state import Held
-from weft.train.rules.rule import RankSums, counted, like
+from weft.train.rules.rule import RankSums, count_update, like
 
 T = torch.Tensor
 
@@ -29,7 +29,7 @@ class Muon:
         return {"momentum": like(held)}
 
     def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
-        counted(held)
+        count_update(held)
         for h, g in zip(held, grads, strict=True):
             momentum = h.slots["momentum"].values.lerp_(g, 1 - self.momentum)
             whole = self.ranks.whole(g.lerp(momentum, self.momentum), h)  # Nesterov's

@@ -109,7 +109,7 @@ def like(held: Held, dtype: torch.dtype | None = None) -> Part:
     return held.part(torch.zeros_like(held.local, dtype=dtype))
 
 
-def counted(held: Sequence[Held]) -> int:
+def count_update(held: Sequence[Held]) -> int:
     """Count one more update of parameters that are always updated together, and return how many there have been."""
     for h in held:
         h.updates += 1

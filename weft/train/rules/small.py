@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from weft.checkpoint.format import MOMENTS
 from weft.layout.parts import Part
-from weft.memory.noise import hashed
+from weft.memory.noise import random_bits
 from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, linear_map, rounded_bf16, unpacked
 from weft.models.nf4 import packed
 from weft.parallel.state import Held
@@ -102,7 +102,7 @@ class InBfloat16:
         positions = logical_positions(held)
         for number, (moment, x) in enumerate(zip(MOMENTS, moments, strict=True)):
             seed = crc32(held.name.encode()) << 32 | int(held.updates.item()) * len(MOMENTS) + number
-            held.slots[moment].values.copy_(rounded_bf16(x, hashed(positions, seed)))
+            held.slots[moment].values.copy_(rounded_bf16(x, random_bits(positions, seed)))
 
 
 class SmallAdamW:
