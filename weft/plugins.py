@@ -66,9 +66,9 @@ class Registered:
 
     def call(self, settings: Mapping[str, Any]) -> Callable[..., Any]:
         """What to call with what the kind gives; what it raises names the plugin."""
-        return self.blamed(partial(self.made, **settings))
+        return self.blaming(partial(self.made, **settings))
 
-    def blamed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+    def blaming(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """``work`` of the plugin's; what it raises names the plugin."""
 
         def called(*given: Any) -> Any:

@@ -121,7 +121,7 @@ def test_what_changes_after_the_copy_is_not_saved(tmp_path: Path, lazy: bool) ->
         local = Part(values, ((0, 3), (0, 4)), Tensor((3, 4), "F32"))
         saver.save(LocalStorage(tmp_path), 1, {"w": local}, {}, {}, lazy=lazy)
         returned.set()
-        saver.copied()
+        saver.wait_for_copy()
     values.zero_()
     saver.finish()
     report = saver.reports[0].report

@@ -63,7 +63,7 @@ class Checkpoints:
     @property
     def wait_for_copy(self) -> Callable[[], None]:
         """To be called before the state changes: returns when the save that is under way has its copy."""
-        return self._saver.copied
+        return self._saver.wait_for_copy
 
     def due(self, step: int) -> list[LevelStore]:
         """The levels to which the state after ``step`` is to be saved."""

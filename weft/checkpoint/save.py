@@ -87,7 +87,7 @@ class Saver:
     ) -> float:
         """Copy this rank's share and let it be written; returns the seconds that this took. Collective.
 
-        ``lazy``: return while the copy goes on. The values must then not change before :meth:`copied` has returned.
+        ``lazy``: return while the copy goes on. The values must not change before :meth:`wait_for_copy` has returned.
         """
         begun = time.perf_counter()
         attempt = self._finish_current(digest(repr((step, str(storage), sorted(meta), meta.get("layout"))).encode()))
@@ -110,10 +110,10 @@ class Saver:
         self._seconds = {"stage": time.perf_counter() - begun}
         self._copying = self._copy(places, values)
         if not lazy:
-            self.copied()
+            self.wait_for_copy()
         return time.perf_counter() - begun
 
-    def copied(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the state has been copied: it may change now. To be called before every optimizer step."""
         if self._copying is None or self._task is None:
             return
@@ -160,7 +160,7 @@ class Saver:
         Returns a random id for the next save, the same on all ranks. ``what``: a digest of what is to be saved next,
         which must be the same on all ranks, too.
         """
-        self.copied()
+        self.wait_for_copy()
         while self._due > (self.rank == 0):
             self._receive_report()
         everyones = from_all((self.problem, self._unsent), self.group)

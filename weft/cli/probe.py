@@ -85,10 +85,10 @@ def _write(settings: list[dict[str, Any]], count: int, moves: dict[str, Any], ou
 def _rates(curves: dict[str, Any], *names: str) -> str:
     """GB/s by MiB of a transfer, of each of the curves."""
 
-    def told(points: list[list[float]]) -> str:
+    def rates(points: list[list[float]]) -> str:
         return ", ".join(f"{size / seconds / 1e9:.2f} ({size / 2**20:.0f} MiB)" for size, seconds in points)
 
-    return "; ".join(f"{name.replace('_', ' ')} {told(curves[name])} GB/s" for name in names)
+    return "; ".join(f"{name.replace('_', ' ')} {rates(curves[name])} GB/s" for name in names)
 
 
 def _nearest(points: list[list[float]] | None, size: int) -> float | None:

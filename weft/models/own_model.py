@@ -51,7 +51,7 @@ class OwnModel(Transformer):
     ) -> T:  # fmt: skip
         """As of :class:`Transformer`."""
         who = find("model", self.shape.kind)
-        logits: T = who.blamed(self.net)(tokens, positions, cu_seqlens)
+        logits: T = who.blaming(self.net)(tokens, positions, cu_seqlens)
         if logits.shape != (*tokens.shape, self.shape.vocab):
             wanted = [*tokens.shape, self.shape.vocab]
             raise WeftError(f"{who} returned {list(logits.shape)} where logits {wanted} are needed")

@@ -72,7 +72,7 @@ class Answering:
             index, writer, finder = event.number, writers[event.number], finders[event.number]
             if index not in left:
                 continue  # written after its stop string had come
-            self.watch.saw(event, answers.generations[index])
+            self.watch.record(event, answers.generations[index])
             text = "" if event.token is None else writer.add(event.token)
             if event.finished and not writer.stopped:
                 text += writer.end()

@@ -71,7 +71,7 @@ class AnswerTimer:
         self._last: dict[int, float] = {}
         metrics.prompt.inc(prompt)
 
-    def saw(self, event: TokenEvent, generation: Generation) -> None:
+    def record(self, event: TokenEvent, generation: Generation) -> None:
         """An event has come: a token, an end or both."""
         metrics, now = self.metrics, time.perf_counter()
         if event.token is not None:

@@ -142,15 +142,15 @@ class SelectiveRepetition(GradientCode):
 
     def first(self, job: int, arrived: Arrived) -> list[Result]:
         """The results of a job that have come in its first round."""
-        late = self.again(job, arrived)
+        late = self.repeating_ranks(job, arrived)
         return [Result(rank, job) for rank in arrived[job] if rank not in late]
 
-    def again(self, number: int, arrived: Arrived) -> list[int]:
+    def repeating_ranks(self, number: int, arrived: Arrived) -> list[int]:
         """The ranks that repeat, in round ``number``, what they owe the job of ``burst`` rounds before."""
-        return self._again(number, tuple(map(frozenset, arrived[:number])))
+        return self._repeating_ranks(number, tuple(map(frozenset, arrived[:number])))
 
     @lru_cache(4096)  # noqa: B019 - codes are few
-    def _again(self, number: int, arrived: Arrived) -> list[int]:
+    def _repeating_ranks(self, number: int, arrived: Arrived) -> list[int]:
         job = number - self.burst
         if not 0 <= job < self.jobs:
             return []
@@ -164,7 +164,7 @@ class SelectiveRepetition(GradientCode):
         return owing
 
     def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
-        if rank in self.again(number, arrived):
+        if rank in self.repeating_ranks(number, arrived):
             return [self.task(rank, number - self.burst)]
         return super().tasks(rank, number, arrived)
 
@@ -173,7 +173,7 @@ class SelectiveRepetition(GradientCode):
             return None
         have, later = self.first(job, arrived), job + self.burst
         if later < len(arrived):
-            have += [Result(rank, later) for rank in self.again(later, arrived) if rank in arrived[later]]
+            have += [Result(rank, later) for rank in self.repeating_ranks(later, arrived) if rank in arrived[later]]
         return self._decoded(have)
 
 

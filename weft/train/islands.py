@@ -227,7 +227,7 @@ class Apart(Stepper):
         shared = {name: slots[name] for name in shared_slots(self.how)}
         if starts and not later:
             found = self.whole(f, self.exchanged(f, self.number(f), mine, shared, self.steps), mine.numel())
-            answer = self.settled(f, found)
+            answer = self.keep_exchanged(f, found)
             slots |= {name: found.kept[name] for name in shared if name in found.kept}
         if answer is not None:
             theta = self.method.applied(theta, slots, answer[0], self.how, answer[1])
@@ -241,7 +241,7 @@ class Apart(Stepper):
         """The answer of a fragment's last exchange, and how many islands it is of."""
         if f in self.under_way:
             found = self.under_way.pop(f).result()
-            return self.settled(f, self.whole(f, found, sum(h.local.numel() for h in self.fragments[f])))
+            return self.keep_exchanged(f, self.whole(f, found, sum(h.local.numel() for h in self.fragments[f])))
         return self.flat(self.fragments[f], "answer"), self.counts.get(f, self.mesh.islands)
 
     def whole(self, f: int, found: Exchanged, sent: int) -> Exchanged:
@@ -259,7 +259,7 @@ class Apart(Stepper):
             kept[name] = replicas.whole(mine, size)
         return found._replace(answer=replicas.whole(found.answer, sent), kept=kept)
 
-    def settled(self, f: int, found: Exchanged) -> tuple[T, int]:
+    def keep_exchanged(self, f: int, found: Exchanged) -> tuple[T, int]:
         """The same, with what else an exchange has changed kept."""
         for name, values in found.kept.items():
             self.keep(name, self.fragments[f], values)
