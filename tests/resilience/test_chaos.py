@@ -26,7 +26,7 @@ from weft.resilience.hosts import unavailable
 FAKE = str(Path(__file__).with_name("fake_run.py"))
 
 
-def plan(out: Path, seconds: float, **counts: int) -> Campaign:
+def make_campaign(out: Path, seconds: float, **counts: int) -> Campaign:
     return Campaign(Path("a recipe"), None, [], 8, schedule(counts, 0.8 * seconds, 3), seconds, out)
 
 
@@ -37,7 +37,7 @@ def disturbed(
     run = DisturbedRun(
         tmp_path / "run", start_here([sys.executable, FAKE, str(tmp_path / "run"), str(ranks), fault], log)
     )
-    return run, disturb(run, plan(tmp_path, seconds, **counts), (), lambda text: None, log)
+    return run, disturb(run, make_campaign(tmp_path, seconds, **counts), (), lambda text: None, log)
 
 
 def reference(tmp_path: Path, steps: int) -> Path:
@@ -147,7 +147,7 @@ def test_a_run_that_does_not_start_shows_its_output(tmp_path: Path) -> None:
     log = tmp_path / "log"
     run = DisturbedRun(tmp_path / "run", start_here([sys.executable, "-c", "print('what is wrong'); exit(2)"], log))
     with pytest.raises(WeftError, match=r"has ended by itself; its output ends with:\nwhat is wrong"):
-        disturb(run, plan(tmp_path, 1, kill=1), (), lambda text: None, log)
+        disturb(run, make_campaign(tmp_path, 1, kill=1), (), lambda text: None, log)
 
 
 def test_words_that_make_no_sense_are_refused(command: Command, tmp_path: Path) -> None:

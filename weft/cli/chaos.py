@@ -59,18 +59,18 @@ def chaos(
     counts = {"kill": kill, "leader": leader, "two": two, "host": host, "freeze": freeze, "link": link, "slow": slow}
     faults = schedule(counts, 54 * minutes, seed)
     tolerance = TOLERANCE.get(given.train.dtype, TOLERANCE["float32"])
-    plan = Campaign(
+    campaign = Campaign(
         recipe, str(given.layout) if layout == "" else layout, values, given.layout.world, faults, 60 * minutes,
         out or unused_folder(RUNS / "chaos"), hosts, reference, tolerance,
     )  # fmt: skip
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    found = carry_out(plan, console.print)
+    found = carry_out(campaign, console.print)
     if json:
         from json import dumps
 
         print(dumps({"rows": found.rows, "medians": found.medians, "wrong": found.wrong}))
     else:
-        _show(found, plan.out)
+        _show(found, campaign.out)
     return int(bool(found.wrong))
 
 

@@ -23,7 +23,7 @@ SPACE = "\u2581"
 
 
 class TokenKind(IntEnum):
-    """Of a token, as GGUF numbers them."""
+    """The kinds of tokens, as GGUF numbers them."""
 
     NORMAL = 1
     UNKNOWN = 2

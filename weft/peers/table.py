@@ -32,7 +32,10 @@ class Entry(NamedTuple):
 
 
 class SharedTable:
-    """``writer``: this peer's name in stamps; ``clock``: milliseconds, which need neither be right nor steady."""
+    """The entries that this peer knows, which it merges with those of others.
+
+    ``writer``: this peer's name in stamps; ``clock``: milliseconds, which need neither be right nor steady.
+    """
 
     def __init__(self, writer: str, clock: Callable[[], int] = lambda: time.time_ns() // 1_000_000) -> None:
         self.entries: dict[str, Entry] = {}

@@ -101,36 +101,36 @@ class CampaignResult:
     wrong: list[str]
 
 
-def carry_out(plan: Campaign, say: Say) -> CampaignResult:
-    """Start a run in ``plan.out``/run, disturb it, judge it, and write what was found to ``plan.out``/chaos.json."""
-    folder, log = plan.out / "run", plan.out / "output.txt"
-    plan.out.mkdir(parents=True)
-    words = train_words(plan.recipe, plan.layout, plan.overrides, folder)
+def carry_out(campaign: Campaign, say: Say) -> CampaignResult:
+    """Start a run in ``campaign.out``/run, disturb it, judge it, and write what was found to chaos.json beside it."""
+    folder, log = campaign.out / "run", campaign.out / "output.txt"
+    campaign.out.mkdir(parents=True)
+    words = train_words(campaign.recipe, campaign.layout, campaign.overrides, folder)
     with ExitStack() as stack:  # also SIGTERM leaves nothing running
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-        made = stack.enter_context(hosts(plan.hosts)) if plan.hosts else ()
-        run = DisturbedRun(folder, start_on(made, words, plan.ranks, log) if made else start_here(words, log))
+        made = stack.enter_context(hosts(campaign.hosts)) if campaign.hosts else ()
+        run = DisturbedRun(folder, start_on(made, words, campaign.ranks, log) if made else start_here(words, log))
         more = [sys.executable, "-m", "weft", "ranks", "add", str(folder), "--ranks"]
 
         def add(count: int, draw: Random) -> None:
             told = [*more, str(count)]
             run.added += start_here(draw.choice(made).command(told) if made else told, log)
 
-        injector = disturb(run, plan, made, say, log, add)
-        reference = plan.reference or plan.out / "reference"
-        if plan.reference is None:
+        injector = disturb(run, campaign, made, say, log, add)
+        reference = campaign.reference or campaign.out / "reference"
+        if campaign.reference is None:
             say(f"the run was at step {run.step}; now one that nobody disturbs")
-            alone = train_words(plan.recipe, "dp=1", [*plan.overrides, "resilience.survive=false"], reference)
+            alone = train_words(campaign.recipe, "dp=1", [*campaign.overrides, "resilience.survive=false"], reference)
             run_undisturbed(alone, reference, run.step, log)
     found = CampaignResult(
-        rows := rows_of(run, injector.hits), medians(rows), wrong(run, injector, reference, plan.tolerance)
+        rows := rows_of(run, injector.hits), medians(rows), wrong(run, injector, reference, campaign.tolerance)
     )
-    (plan.out / "chaos.json").write_text(json.dumps(asdict(found), indent=1) + "\n")
+    (campaign.out / "chaos.json").write_text(json.dumps(asdict(found), indent=1) + "\n")
     return found
 
 
 def disturb(
-    run: DisturbedRun, plan: Campaign, made: Sequence[Host], say: Say, log: Path, add: Add | None = None
+    run: DisturbedRun, campaign: Campaign, made: Sequence[Host], say: Say, log: Path, add: Add | None = None
 ) -> Injector:
     """Inject the faults into a run that has been started, tell it to stop in time, and wait.
 
@@ -139,8 +139,8 @@ def disturb(
     """
     try:
         _wait(run, STARTS, lambda: run.step > 0, "has not taken a step", log)
-        injector, last = Injector(run, plan.faults, made, add, say), time.monotonic()
-        until = last + plan.seconds
+        injector, last = Injector(run, campaign.faults, made, add, say), time.monotonic()
+        until = last + campaign.seconds
         while time.monotonic() < until and not run.ended:
             injector.work()
             if run.look():

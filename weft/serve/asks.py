@@ -25,6 +25,8 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 class LoadRequest(NamedTuple):
+    """One request of a load that a server is measured under."""
+
     prompt: str | list[int]
     tokens: int  # of the answer
 

@@ -16,7 +16,7 @@ WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class ServerMetrics:
-    """Of one engine and of the requests to it."""
+    """What is measured of one engine and of the requests to it."""
 
     def __init__(self, engine: Engine) -> None:
         registry = self.registry = CollectorRegistry()

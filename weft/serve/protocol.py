@@ -85,7 +85,7 @@ class Modelled(Strict):
 
 
 class SamplingRequest(Modelled):
-    """What both ways of asking share; names and ranges are OpenAI's, and some of vLLM's."""
+    """What requests for completions and for chats share; names and ranges are OpenAI's, and some of vLLM's."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
