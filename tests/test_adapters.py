@@ -53,7 +53,7 @@ def name(case: Case) -> str:
     return "-".join(str(Layout(**v)) if k == "layout" else f"{k.partition('__')[2]}:{v}" for k, v in case.items())
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK)) for i, c in enumerate(CASES)]

@@ -84,7 +84,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK)) for i, c in enumerate(CASES)]
 )
@@ -200,7 +200,7 @@ def test_all_layouts_and_pairs_are_covered() -> None:
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("layout", [{"shard": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 2}], ids=str)
 def test_planted_faults_are_found(pool: Any, corpus: str, fault: str, layout: dict[str, int]) -> None:

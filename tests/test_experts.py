@@ -87,7 +87,7 @@ def check(pool: Any, values: dict[str, Any]) -> None:
     assert check_types(shape, layout, Train(recompute=values["train"]["recompute"])) is None
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "case",
     [
@@ -99,7 +99,7 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     check(pool, tree(corpus, case))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", [
     "shard=1024,ep=64", "dp=16,shard=16,tp=4,ep=1024", "dp=8,shard=32,cp=2,tp=2,ep=128", "shard=128,tp=8,ep=8",
 ])  # fmt: skip
@@ -120,7 +120,7 @@ def test_each_option_is_typed(experts: int) -> None:
             assert check_types(shape, Layout.parse("shard=2,cp=2,ep=4,dispatch=adaptive"), Train()) is None
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [
     {"layout": "shard=2,cp=2", "model": "hugging face"},
     {"layout": "tp=3", "model": "deepseek-v3", "recompute": "full"},

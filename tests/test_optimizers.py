@@ -318,7 +318,7 @@ def slots_difference(values: dict[str, Any]) -> Any:
         small.SMALL = 4096
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("layout", "way"), [
     # Of the other layouts each way sees two, which are others for the next way; all are for soak.
     pytest.param(layout, way, id=f"{name(layout)}-{name(way)}",

@@ -87,7 +87,7 @@ def mostly_slow(*quick: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in BUILDERS]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", mostly_slow("gpipe", "1f1b", "interleaved-1f1b", "zb-v", "dualpipe"))
 def test_every_schedule(pool: Any, corpus: str, schedule: str, ranks: int) -> None:
@@ -138,7 +138,7 @@ COMPOSED = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("layout", "recompute"), [pytest.param(*c, marks=[pytest.mark.slow] * (i % 2)) for i, c in enumerate(COMPOSED)]
 )

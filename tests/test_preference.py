@@ -91,7 +91,7 @@ def compared(pairs: str, kind: str, **change: Any) -> Recipe:
     return recipe(pairs, **given | change)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("layout", "kind"), CASES, ids=str)
 def test_equal_to_one_device(pool: Any, pairs: str, layout: dict[str, Any], kind: str) -> None:
     values = compared(pairs, kind).model_dump(mode="json") | {"layout": layout}

@@ -76,7 +76,7 @@ def same(found: State, wanted: State) -> None:
 CLIPS = [9.0, 1e-3, float("nan"), 0.5, 1e-2, 0.0, 9.0]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("change", [
     {"train__micro_batch": 1},
     {"optimizer__kind": "muon", "optimizer__ema": 0.9, "train__micro_batch": 2},
@@ -127,7 +127,7 @@ LAYOUTS: list[tuple[dict[str, int | str], dict[str, str], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "memory", "change"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (i >= 2)) for i, case in enumerate(LAYOUTS)],

@@ -90,7 +90,7 @@ SLOW: list[Case] = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, id=name(c)) for c in QUICK] + [pytest.param(c, id=name(c), marks=pytest.mark.slow) for c in SLOW],

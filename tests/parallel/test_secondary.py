@@ -26,7 +26,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [
     {"layout": {"shard": 4, "secondary": 2}},
     {"layout": {"shard": 4, "secondary": 2}, "micro_batch": 1, "recompute": "full"},

@@ -66,7 +66,7 @@ def compared(name: str) -> dict[str, tuple[float, float]]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_predictions_are_near_what_steps_take(name: str) -> None:

@@ -157,7 +157,7 @@ def test_experts(pool: Any, tmp_path: Path) -> None:
     check(pool, write_corpus(tmp_path), MIXTURES, **MIXTURE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind)))
 def test_whatever_is_kept_with_a_parameter(pool: Any, tmp_path: Path, kind: dict[str, Any]) -> None:
     check(pool, write_corpus(tmp_path), [("shard=2,tp=2", (1,), "shard=3"), ("pp=2,dp=2", (0,), "dp=3")], **kind)

@@ -46,7 +46,7 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, fl
     return losses(out)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "rank", "number"), [
     ("shard=2,tp=2", 2, signal.SIGKILL),

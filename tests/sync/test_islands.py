@@ -92,7 +92,7 @@ def in_threads(values: dict[str, Any], steps: int) -> Difference:
         return next(one for one in found if one is not None)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("count", "sync"), OUTER, ids=lambda value: str(value).translate({34: None, 39: None}))
 def test_islands_are_what_one_process_simulates(corpus: str, count: int, sync: dict[str, Any]) -> None:
     found = in_threads(
