@@ -21,6 +21,18 @@ def render(template: str, **values: Any) -> str:
     return templates().get_template(template).render(values)
 
 
+def check_writable(path: Path, option: str) -> None:
+    """Refuse, before the work whose outcome goes there, a file that cannot be written; leaves no file behind."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        path.open("a").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise WeftError(f"cannot write {option} {path}: {error.strerror}; name another file") from None
+
+
 def write(path: Path, page: str, option: str) -> Path:
     """Write ``page`` to ``path``, whose folder need not exist; ``option`` is what named it, for the error."""
     try:

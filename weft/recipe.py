@@ -19,6 +19,7 @@ from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import BATCH_AXES, Layout
 from weft.plugins import check, load_plugins
 from weft.shipped import find_recipe, shipped_recipes
+from weft.toml import read_toml
 from weft.validation import validated
 
 Dtype = Literal["float64", "float32", "bfloat16"]
@@ -131,7 +132,7 @@ class ModelShape(Section):
     kind: str = ""
     settings: dict[str, Any] = {}
     vocab: int = Field(0, ge=0)
-    layers: PositiveInt = 4
+    layers: int = Field(4, gt=0, le=100_000)
     embed: PositiveInt = 256
     heads: PositiveInt = 4
     kv_heads: PositiveInt | None = None
@@ -355,7 +356,10 @@ class Data(Section):
         """``kind``, ``path`` and the like as those of the only source."""
         own = {key: given[key] for key in given if key in Source.model_fields} if isinstance(given, dict) else {}
         if own and "sources" in given:
-            raise ValueError(f"data.{next(iter(own))} beside data.sources; give it to a source")
+            key = next(iter(own))
+            raise ValueError(
+                f"data.{key} stands beside data.sources; set data.sources = [{{ {key} = ... }}] to replace these"
+            )
         return {key: given[key] for key in given if key not in own} | {"sources": [own]} if own else given
 
 
@@ -867,13 +871,12 @@ def load_recipe(
     """
     file = Path(path) if Path(path).is_file() else find_recipe(path)
     if file is None:
+        if Path(path).is_dir():
+            raise UsageError(f"{path} is a folder; give a recipe, which is a TOML file, or a name of 'weft recipes'")
         alike = get_close_matches(Path(path).stem, shipped_recipes(), n=1)
         remedy = f"did you mean {alike[0]!r}?" if alike else "see 'weft recipes', or write one with 'weft new NAME'"
         raise WeftError(f"recipe {path} does not exist; {remedy}")
-    try:
-        tree = tomllib.loads(file.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    tree = read_toml(file, str(path))
     if origin is not None:
         tree["model"] = {"from": origin}
         tree["data"] = {key: value for key, value in tree.get("data", {}).items() if key != "tokenizer"}

@@ -1,7 +1,24 @@
-"""Nested dictionaries as TOML, which Python reads but does not write."""
+"""TOML files as nested dictionaries: read, with one line for what is wrong with them, and written."""
 
 import json
+import tomllib
+from pathlib import Path
 from typing import Any
+
+from weft.errors import UsageError, WeftError
+
+
+def read_toml(path: Path, name: str = "") -> dict[str, Any]:
+    """The tables of a TOML file in UTF-8, with or without a byte order mark; errors call it ``name``."""
+    name = name or str(path)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not text in UTF-8 (byte {error.start}); save it in that encoding") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{name} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise WeftError(f"cannot read {name}: {error.strerror}") from None
 
 
 def write_toml(tree: dict[str, Any], digits: int | None = None, path: str = "") -> str:

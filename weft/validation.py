@@ -4,11 +4,19 @@ import re
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from weft.errors import UsageError, nearest
 from weft.layout.conflicts import Conflict
 
 M = TypeVar("M", bound=BaseModel)
+
+#: What a value should be, by the type of pydantic's error, as whoever writes TOML calls it.
+KINDS = {
+    "int_parsing": "a whole number", "int_type": "a whole number", "int_from_float": "a whole number",
+    "float_parsing": "a number", "float_type": "a number", "string_type": "a text in quotes",
+    "bool_parsing": "true or false", "bool_type": "true or false", "tuple_type": "a list",
+}  # fmt: skip
 
 
 def validated(model: type[M], values: dict[str, Any], origin: str) -> M:
@@ -24,20 +32,30 @@ def validated(model: type[M], values: dict[str, Any], origin: str) -> M:
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """First problem of a pydantic error as one line: key, cause, remedy."""
     first = error.errors()[0]
-    path = [part for part in map(str, first["loc"]) if not re.match(r"constrained-|\w+\[", part)]  # kinds of a union
+    path = _path(first)
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
-        sections = [name for name in model.model_fields if path[0] in _fields_at(model, [name])]
-        if len(path) == 1 and sections:
-            return f"unknown key {key!r}; did you mean {f'{sections[0]}.{key}'!r}?"
-        return f"unknown key {key!r}; {nearest(path[-1], _fields_at(model, path[:-1]))}"
+        near, last = nearest(path[-1], _fields_at(model, path[:-1])), path[-1]
+        sections = [name for name in model.model_fields if last in _fields_at(model, [name]) and name not in path]
+        if sections and (len(path) == 1 or (len(path) == 2 and not near.startswith("did"))):
+            return f"unknown key {key!r}; did you mean {f'{sections[0]}.{last}'!r}?"
+        return f"unknown key {key!r}; {near}"
     if first["type"] == "literal_error":
         expected = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         return f"{key} = {first['input']!r} is not possible; {nearest(str(first['input']), expected)}"
-    message = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
+    # A union has an error for each of its kinds.
+    kinds = [KINDS[e["type"]] for e in error.errors() if e["type"] in KINDS and _path(e) == path]
+    plain = f"it should be {' or '.join(dict.fromkeys(kinds))}" if kinds else first["msg"]
+    message = plain.removeprefix("Value error, ").replace("Input should", "it should")
+    keys = {tuple(_path(other)) for other in error.errors()}
+    more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
     where = f"{key} = {first['input']!r}: " if path and not isinstance(first["input"], dict) else f"{key}: " * bool(key)
     return f"{where}{message}{more}"
+
+
+def _path(error: ErrorDetails) -> list[str]:
+    """Where an error of pydantic is, without the kinds of a union."""
+    return [part for part in map(str, error["loc"]) if not re.match(r"constrained-|\w+\[", part)]
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:

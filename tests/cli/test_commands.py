@@ -18,6 +18,7 @@ from tests.cases import write_corpus
 from tests.conftest import Command
 from weft.checkpoint.store import committed
 from weft.cli import main
+from weft.errors import UsageError
 from weft.observe.metrics import read_metrics
 from weft.recipe import load_recipe
 
@@ -69,7 +70,10 @@ def weft(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     (["trian", "x"], 2, r"No such command 'trian'"),
     (["train", QUICKSTART, "--layuot", "tp=2"], 2, r"No such option: --layuot"),
     (["train", QUICKSTART, "--layout", "tq=2"], 2, r"unknown axis 'tq'; did you mean 'tp'\?"),
-    (["train", QUICKSTART, "--layout", "tp=x"], 2, r"tp = 'x': it should be a valid integer"),
+    (["train", QUICKSTART, "--layout", "tp=x"], 2, r"tp = 'x': it should be a whole number"),
+    (["train", QUICKSTART, "--layout", "dp=2,dp=4"], 2, r"dp is there twice; say it once"),
+    (["train", QUICKSTART, "--layout", "dp=99999999"], 1, r"too little memory: 99999999 ranks take .* fewer ranks"),
+    (["train", QUICKSTART, "--set", "model.embed=30000", "--layout", "dp=2"], 1, r"on 2 ranks need .*lower layout\.dp"),
     (["train", QUICKSTART, "--layout", "tp=0"], 2, r"tp = 0: it should be greater"),
     (["train", QUICKSTART, "--layout", "tp=16"], 2, r"tp=16 is more than the model's \d+ heads; use tp <= \d+"),
     (["train", QUICKSTART, "--layout", "cp=5,context=ulysses"], 2, r"Ulysses cannot split"),
@@ -85,7 +89,12 @@ def weft(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     (["train", QUICKSTART, "--set", "modle.layers=2"], 2, r"unknown key 'modle'; did you mean 'model'\?"),
     (["train", QUICKSTART, "--set", "train.dtype=flot32"], 2, r"did you mean 'float32'\?"),
     (["train", QUICKSTART, "--set", "train.steps=-1"], 2, r"train\.steps = -1: it should be greater than 0"),
-    (["train", QUICKSTART, "--set", "train.steps=many"], 2, r"train\.steps = 'many': it should be a valid integer"),
+    (["train", QUICKSTART, "--set", "train.steps=many"], 2, r"train\.steps = 'many': it should be a whole number"),
+    (["train", QUICKSTART, "--set", "model.experts=3.5"], 2, r"3\.5: it should be a whole number or a list$"),
+    (["train", QUICKSTART, "--set", "model.layers=999999999999"], 2, r"it should be less than or equal to 100000"),
+    (["train", QUICKSTART, "--set", "train.lr=1"], 2, r"unknown key 'train\.lr'; did you mean 'optimizer\.lr'\?"),
+    (["train", QUICKSTART, "--set", "data.path=x"], 2, r"set data\.sources = \[\{ path = \.\.\. \}\] to replace these"),
+    (["train", str(Path(__file__).parent)], 2, r"is a folder; give a recipe, which is a TOML file"),
     (["train", QUICKSTART, "--set", "optimizer.lr=inf"], 2, r"optimizer\.lr = inf: it should be a finite number"),
     (["train", QUICKSTART, "--set", "train.steps"], 2, r"not of the form section\.key=value"),
     (["train", QUICKSTART, "--set", "model.heads=5", "--set", "model.kv_heads=2"], 2, r"multiple of kv_heads"),
@@ -98,6 +107,10 @@ def weft(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     (["train", QUICKSTART, "--resume", "nowhere"], 1, r"nowhere does not exist"),
     (["verify", QUICKSTART, "--dtype", "float8"], 2, r"--dtype 'float8' is not possible"),
     (["report", "nowhere"], 1, r"nowhere"),
+    (["probe", "--out", str(Path(__file__).parent)], 1, r"cannot write --out .*Is a directory; name another file"),
+    (["profile", str(Path(__file__).parent)], 2, r"cannot read the trace .*Is a directory$"),
+    (["schedule", "gpipe", "--stages", "10000", "--microbatches", "10000"], 2, r"is too large for a table"),
+    (["verifi", "x"], 2, r"No such command 'verifi'\. Did you mean 'verify'\? See '.*--help'$"),
     (["generate", "--checkpoint", "nowhere", "--prompt", "x"], 1, r"nowhere does not exist"),
     (["generate", "--checkpoint", "nowhere"], 2, r"either --prompt TEXT or --prompt-file FILE"),
     (["generate", "--checkpoint", "nowhere", "--prompt-file", "none.txt"], 2, r"none\.txt cannot be read"),
@@ -122,6 +135,19 @@ def test_mistakes_cost_one_line(
     assert re.search(said, line), line
     assert "\n" not in line and line.startswith("weft: error: ") and "Traceback" not in out + err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "windows.toml"
+    path.write_text("[train]\r\nsteps = 7\r\n", encoding="utf-8-sig", newline="")
+    assert load_recipe(str(path)).train.steps == 7
+    for text, said in (
+        (b'name = "\xe9"', r"windows\.toml is not text in UTF-8 \(byte 8\)"),
+        (b"[train", "not valid TOML"),
+    ):
+        path.write_bytes(text)
+        with pytest.raises(UsageError, match=said):
+            load_recipe(str(path))
 
 
 @pytest.mark.slow
@@ -162,6 +188,24 @@ def test_train_report_generate_resume(tiny: str, launched: Command, tmp_path: Pa
     words = ("generate", "--checkpoint", "run", "--prompt-file", "prompt.txt", "--tokens", 4, "--temperature", 0)
     _, spread, err = command(*words, "--layout", "cp=2")
     assert "abc" + spread == text and "3 tokens of prompt over 2 ranks" in err, err
+
+
+def test_ctrl_c_in_any_command_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of several ranks the first one says it."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("weft.recipe.load_recipe", interrupt)
+    monkeypatch.setattr(sys, "argv", ["weft", "train", "quickstart"])
+    for rank, said in ((None, "weft: interrupted\n"), ("0", "weft: interrupted\n"), ("1", "")):
+        monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code, capsys.readouterr().err) == (130, said)
 
 
 @pytest.mark.slow

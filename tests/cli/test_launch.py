@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import psutil
 import pytest
 
 from weft.errors import UsageError, WeftError
+from weft.train import ranks
 from weft.train.failure import Failure, Grade, is_secondary, oom_kills, report_failure, root_cause
 from weft.train.launch import launch
 from weft.train.ranks import in_ranks, slurm_ranks
@@ -179,6 +182,44 @@ def test_a_second_signal_ends_ranks_at_once(script: list[str], tmp_path: Path) -
     parent.communicate(timeout=120)
     assert parent.returncode == 130
     assert_gone(pids)
+
+
+def test_when_one_rank_ends_with_an_error_after_ctrl_c_the_others_do_not_have_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose import has swallowed Ctrl-C would wait for those that are gone."""
+    monkeypatch.setattr("weft.train.launch.AFTER_FAILURE_S", 0.5)
+    monkeypatch.setattr("weft.train.launch.GRACE_S", 3600)
+    deaf = f'trap "" INT; echo $$ > {tmp_path}/pid-0; while :; do sleep 0.1; done'
+    ends = f'trap "exit 130" INT; echo $$ > {tmp_path}/pid-1; while :; do sleep 0.1; done'
+
+    def interrupt() -> None:
+        wait_for(tmp_path, "pid-*", 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert launch([], 2, ["/bin/sh", "-c", f"if [ $RANK = 0 ]; then {deaf}; else {ends}; fi"]) == 130
+    thread.join()
+    assert_gone(wait_for(tmp_path, "pid-*", 2))
+
+
+def test_ctrl_c_that_was_swallowed_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    keyboard = type(ranks.keyboard)()
+    monkeypatch.setattr(ranks, "keyboard", keyboard)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        keyboard.watch()
+        with ranks.noted_signals([signal.SIGINT], lambda number: None) as received:
+            assert not received
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with ranks.noted_signals([signal.SIGINT], lambda number: None) as received:
+            assert received == [signal.SIGINT]
+        with ranks.noted_signals([signal.SIGTERM], lambda number: None) as received:
+            assert not received
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_rank_that_cannot_be_killed_is_left_behind_and_named(

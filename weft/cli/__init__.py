@@ -5,23 +5,29 @@ import os
 import sys
 
 from weft.errors import WeftError
+from weft.train.failure import leave, report_failure
+from weft.train.ranks import keyboard
+
+
+class Interrupted(Exception):
+    """Ctrl-C in a command. Typer itself would end with the exit code alone, and say nothing."""
 
 
 def main() -> None:
     """Entry point of ``weft``. Exit code 0 is success, 1 a failure, 2 a request that cannot be met."""
     # Imports make several 100,000 objects that stay; looking for circles among them at every 700th takes a fifth.
     gc.set_threshold(10_000)
-    from weft.cli.app import app
-    from weft.train.failure import leave, report_failure
-
+    keyboard.watch()
     try:
+        from weft.cli.app import app
+
         code = app(standalone_mode=False) or 0
         leave(code)
         sys.exit(code)
     except WeftError as error:
         sys.exit(report_failure(error))
-    except (KeyboardInterrupt, EOFError):
-        if "RANK" not in os.environ:  # of several ranks, the launcher says it once
+    except (Interrupted, KeyboardInterrupt, EOFError):
+        if os.environ.get("RANK", "0") == "0":  # of several ranks, the first says it
             print("weft: interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
@@ -36,5 +42,7 @@ def main() -> None:
             print(text)
         else:
             command = getattr(getattr(error, "ctx", None), "command_path", "weft")
-            print(f"weft: error: {text.strip().rstrip('.')}; see '{command} --help'", file=sys.stderr)
+            text = text.strip().rstrip(".")
+            see = " See" if text.endswith("?") else "; see"
+            print(f"weft: error: {text}{see} '{command} --help'", file=sys.stderr)
         sys.exit(2)

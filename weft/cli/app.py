@@ -4,8 +4,10 @@ import os
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 import weft
+from weft.cli import Interrupted
 from weft.cli.bench import app as bench
 from weft.cli.chaos import chaos
 from weft.cli.checkpoint import app as checkpoint
@@ -28,8 +30,20 @@ from weft.cli.techniques import techniques
 from weft.cli.train import train
 from weft.cli.verify import verify
 
+
+class Commands(TyperGroup):
+    """All commands; Ctrl-C in one is told apart from an exit code of 130."""
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's own context, which is private
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
+
 app = typer.Typer(
     name="weft",
+    cls=Commands,
     help="Train large models on whatever devices there are, under any layout, proved equal to one device.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -111,7 +111,8 @@ def plan(
     if precision not in bits:
         raise UsageError(f"--precision {precision!r} is not possible; {nearest(precision, bits)}")
     if batch is None or seq is None:
-        raise UsageError(f"--{'batch' if batch is None else 'seq'} is missing; only a recipe says it by itself")
+        missing = "--batch (sequences per step)" if batch is None else "--seq (tokens per sequence)"
+        raise UsageError(f"{missing} is missing; only a recipe has its own")
     subject = load_model(model, _shape_named)
     demanded = [*(pin or []), *["pp>=2"] * bool(subject.recipe.get("optimizer", {}).get("post_validation"))]
     pins = [searching.Pin.parse(text) for text in demanded]

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
+from weft.pages import check_writable
 from weft.train.ranks import in_ranks, threads_per_rank
 
 
@@ -23,6 +24,7 @@ def probe(
         return _be_rank(out, quick, folder)
     from weft.rehearse.probe import probe_storage, setting
 
+    check_writable(out, "--out")
     begun = time.perf_counter()
     wanted = [n for n in (2**i for i in range(10)) if n < ranks] + [ranks]
     settings = []

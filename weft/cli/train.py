@@ -108,4 +108,4 @@ def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
     if traces := sorted(outcome.run.glob("trace/*.json")):
         say(f"trace       {traces[0].parent}: a file per rank, to open in ui.perfetto.dev")
     if finished.measured:
-        say(f"measured    {finished.measured}: what the planner learns from")
+        say(f"measured    {finished.measured}: runs of this machine, which weft plan learns from")

@@ -72,7 +72,8 @@ def _types(recipe: "Recipe", as_json: bool) -> int:
     elif fault:
         typer.echo(f"the types of {recipe.layout} do not fit:\n{fault}")
     else:
-        typer.echo(f"the types of one step under {recipe.layout} fit ({recipe.layout.world} ranks, none started)")
+        ranks = f"{recipe.layout.world} rank{'s' * (recipe.layout.world > 1)}"
+        typer.echo(f"the types of one step under {recipe.layout} fit ({ranks}, none started)")
     return 0 if fault is None else 1
 
 

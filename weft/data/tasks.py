@@ -4,7 +4,6 @@ A line of JSON (or, in TOML, a table ``[[questions]]``) holds a ``prompt`` (or `
 ``choices`` the answer is one of these, or its number from 0. docs/evaluation.md says how they are counted.
 """
 
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from weft.data.corpora import reading, records
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.recipe import Task
+from weft.toml import read_toml
 
 #: The keys of a question.
 KEYS = {"prompt", "messages", "answer", "choices"}
@@ -65,11 +65,7 @@ def read_questions(path: str | Path, limit: int = 0) -> list[Question]:
 
 
 def _toml(file: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        tree = tomllib.loads(file.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise WeftError(f"{file} is not valid TOML: {error}") from None
-    found = tree.get("questions")
+    found = read_toml(file).get("questions")
     if not isinstance(found, list):
         raise WeftError(f"{file} has no question in it; write them as tables [[questions]]")
     yield from enumerate(found, 1)

@@ -165,12 +165,16 @@ class Layout(BaseModel):
     def parse(cls, text: str, base: dict[str, Any] | None = None) -> Self:
         """Read ``"shard=2,tp=2"``. Axes that are not named are 1; ``zero`` and ``context`` come from ``base``."""
         values: dict[str, Any] = {k: v for k, v in (base or {}).items() if k not in (*AXES, FOLDED, "order")}
+        said: set[str] = set()
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = (part.strip() for part in item.partition("="))
             if name not in cls.model_fields:
                 raise UsageError(f"layout {text!r}: unknown axis {name!r}; {nearest(name, cls.model_fields)}")
             if not equals:
                 raise UsageError(f"layout {text!r}: {item!r} is not of the form axis=number")
+            if name in said:
+                raise UsageError(f"layout {text!r}: {name} is there twice; say it once")
+            said.add(name)
             values[name] = int(value) if value.lstrip("-").isdigit() else value  # pydantic reads the fractions
         return validated(cls, values, f"layout {text!r}")
 

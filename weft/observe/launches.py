@@ -57,7 +57,9 @@ def read_launches(path: Path) -> Launches:
     """The figures of a trace that ``torch.profiler`` has exported for Chrome. Errors: no such trace."""
     try:
         events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X" and "dur" in e]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise UsageError(f"cannot read the trace {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is no trace of torch.profiler's (export_chrome_trace): {error!r}") from None
     kernels = [e for e in events if e.get("cat") == "kernel"]
     operators = [e for e in events if e.get("cat") == "cpu_op"]

@@ -1,6 +1,5 @@
 """What a layout runs on: devices, their memory, and the links between them, level by level."""
 
-import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +10,7 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.model_shape import Num
 from weft.planner.presets import read_presets
 from weft.recipe import Section
+from weft.toml import read_toml
 from weft.validation import explain
 
 #: Share of the 4-bit peak that a large product reaches.
@@ -149,10 +149,7 @@ def load_cluster(name: str, count: int | None = None) -> Cluster:
     elif not Path(name).is_file():
         raise WeftError(f"cluster {name!r} is neither a file nor a preset; {nearest(name, CLUSTERS)}")
     else:
-        try:
-            tree = tomllib.loads(Path(name).read_text())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"{name} is not valid TOML: {error}") from None
+        tree = read_toml(Path(name))
     if count is not None:
         tree["count"] = count
     try:

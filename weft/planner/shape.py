@@ -1,7 +1,6 @@
 """What a plan is for: models by name, recipes and the ``config.json`` of Hugging Face, trainable by Weft or not."""
 
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -14,6 +13,7 @@ from weft.model_config import shape_from_config as section_from_config
 from weft.model_shape import Shape, shape_from_config, shape_of
 from weft.planner.presets import members, read_presets
 from weft.recipe import ModelShape, Recipe, build_recipe
+from weft.toml import read_toml
 from weft.validation import validated
 
 
@@ -82,10 +82,7 @@ def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> Model:
     """The model of a recipe; its sections but ``[layout]``, which is what is planned, stay as they are."""
     if not path.is_file():
         raise WeftError(f"recipe {path} does not exist")
-    try:
-        tree = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    tree = read_toml(path)
     recipe = build_recipe(tree, str(path))
     tree.pop("layout", None)
     section = recipe.model if recipe.model.origin is None else named(recipe.model.origin)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 GRACE_S = 60
 #: Seconds that the others get to end when a rank has failed.
 END_S = 3
+#: Seconds that the others get to save and stop, once a rank that was asked to stop has ended with an error.
+AFTER_FAILURE_S = 10
 #: Seconds that killed ranks get to be gone; to give back much memory takes some.
 KILLED_S = 30
 #: Seconds between two looks at the ranks.
@@ -154,8 +156,8 @@ def _living(started: Sequence[psutil.Popen]) -> list[psutil.Popen]:
 def _end(started: Sequence[psutil.Popen], received: Sequence[int]) -> list[int]:
     """End the ranks that are left, and return those that were found stopped after another one's failure.
 
-    They have :data:`END_S` seconds then. If all are asked to stop they have :data:`GRACE_S`, and those that are stopped
-    go on, so that they can.
+    They have :data:`END_S` seconds then. If all are asked to stop they have :data:`GRACE_S`, or :data:`AFTER_FAILURE_S`
+    once one has not ended well, and those that are stopped go on, so that they can.
     """
     stopped = []
     for process in _living(started):
@@ -166,7 +168,11 @@ def _end(started: Sequence[psutil.Popen], received: Sequence[int]) -> list[int]:
             elif _is_stopped(process):
                 stopped.append(started.index(process))
                 process.kill()
-    psutil.wait_procs(_living(started), GRACE_S if received else END_S)
+    until, failed = time.monotonic() + (GRACE_S if received else END_S), False
+    while (living := _living(started)) and time.monotonic() < until:
+        psutil.wait_procs(living, LOOK_S)
+        if not failed and any(process.poll() for process in started):
+            failed, until = True, min(until, time.monotonic() + AFTER_FAILURE_S)
     return stopped
 
 

@@ -53,10 +53,32 @@ def threads_per_rank(requested: int, local_world: int) -> int:
     return requested or max(1, cores // local_world)
 
 
+class _Keyboard:
+    """Whether Ctrl-C has come to this process: Python's own handler, which also remembers it."""
+
+    interrupted = False
+
+    def watch(self) -> None:
+        """Remember from now on; where somebody else handles Ctrl-C, that stays so."""
+        self.interrupted = False
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        signal.default_int_handler(number, frame)
+
+
+keyboard = _Keyboard()
+
+
 @contextlib.contextmanager
 def noted_signals(numbers: Sequence[int], again: Callable[[int], None]) -> Iterator[list[int]]:
-    """In here these signals are noted; from the second one on ``again`` is called with each."""
-    received: list[int] = []
+    """In here these signals are noted; from the second one on ``again`` is called with each.
+
+    A Ctrl-C of before counts as well, if whatever it interrupted has swallowed the exception, as imports may.
+    """
+    received: list[int] = [signal.SIGINT] * (signal.SIGINT in numbers and keyboard.interrupted)
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)

@@ -298,6 +298,10 @@ def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
     )
 
 
+#: Bytes of a rank's process at the least, before it holds any of the model: Python and PyTorch.
+PROCESS = 150 << 20
+
+
 def check_memory(recipe: Recipe, shape: ModelShape, here: int = 0) -> None:
     """Refuse what cannot even hold its own state: parameters, gradients and moments, before any activation.
 
@@ -311,9 +315,19 @@ def check_memory(recipe: Recipe, shape: ModelShape, here: int = 0) -> None:
     else:
         free = psutil.virtual_memory().available
         ranks = here or int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world))
-    if need * ranks > free:
+    started = here or "LOCAL_WORLD_SIZE" in os.environ
+    if not cuda and not started and (ranks - 1) * PROCESS > free:
         raise WeftError(
-            f"too little memory: {parameters / 1e9:.2f}B parameters need {need * ranks / 2**30:.1f} GiB for weights, "
-            f"gradients and optimizer state, and this {'device' if cuda else 'machine'} has {free / 2**30:.1f}; "
-            "raise layout.shard or layout.tp, or choose a smaller model"
+            f"too little memory: {ranks} ranks take at least {ranks * PROCESS / 2**30:.1f} GiB for their processes "
+            f"alone, and this machine has {free / 2**30:.1f}; choose a layout with fewer ranks"
+        )
+    if need * ranks > free:
+        size = f"{parameters / 1e9:.2f}B" if parameters >= 1e8 else f"{parameters / 1e6:.1f}M"
+        copies = recipe.layout.size("island", "dp")
+        fewer = f"lower layout.{'dp' if recipe.layout.dp > 1 else 'island'}, " if copies > 1 and not cuda else ""
+        raise WeftError(
+            f"too little memory: {size} parameters{f' on {ranks} ranks' if ranks > 1 else ''} need "
+            f"{need * ranks / 2**30:.1f} GiB for weights, gradients and optimizer state, and this "
+            f"{'device' if cuda else 'machine'} has {free / 2**30:.1f}; "
+            f"{fewer}raise layout.shard or layout.tp, or choose a smaller model"
         )

@@ -81,6 +81,9 @@ def _slots(p: Number, m: Number, t: Times) -> Number:
     return (2 * (p - 1) / 3 - 1 / 6) * (t.forward + t.backward) + m * (3 * slot - t.forward - t.backward)
 
 
+#: Forward passes that a table may have at most: above, building it takes minutes and many GB.
+LARGEST = 2_000_000
+
 BUILDERS: dict[str, Builder] = {
     "gpipe": Builder(
         lambda p, m, v, t: gpipe(p, m),
@@ -180,4 +183,9 @@ def build(name: str, ranks: int, microbatches: int, virtual: int | None = None, 
     refuse(asked, "layout", "schedules")
     builder, chunks = BUILDERS[name], asked.chunks
     stages = ranks * chunks
+    if stages * microbatches > LARGEST:
+        raise UsageError(
+            f"schedule {name} of {stages:,} stages and {microbatches:,} microbatches is too large for a table (at most "
+            f"{LARGEST:,} passes in each direction); ask for fewer of either"
+        )
     return assemble(name, builder.orders(ranks, microbatches, chunks, times), stages, [range(stages)] * microbatches)
