@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint.load import StoredCheckpoint
-from weft.layout.dims import Box, Tensor, part
+from weft.layout.dims import Box, Tensor, extents, part, whole_box
 from weft.layout.parts import TORCH_DTYPES, Part
 
 CHUNK = 1 << 22  # elements that are compared together
@@ -56,8 +56,8 @@ def _difference(name: str, tensor: Tensor, one: StoredCheckpoint, two: StoredChe
     count, largest, apart, norm = 0, 0.0, 0.0, 0.0
     rows = (*tensor.shape, 1)[0]
     for i in range(pieces := min(rows, -(-tensor.numel // CHUNK))):
-        box: Box = (part(rows, pieces, i), *((0, n) for n in tensor.shape[1:]))[: len(tensor.shape)]
-        x, y = (torch.empty([hi - lo for lo, hi in box], dtype=TORCH_DTYPES[tensor.dtype]) for _ in "xy")
+        box: Box = (part(rows, pieces, i), *whole_box(tensor.shape[1:]))[: len(tensor.shape)]
+        x, y = (torch.empty(extents(box), dtype=TORCH_DTYPES[tensor.dtype]) for _ in "xy")
         one.load({name: Part(x, box, tensor)})
         two.load({name: Part(y, box, tensor)})
         unequal = x.view(BITS[tensor.itemsize]) != y.view(BITS[tensor.itemsize])

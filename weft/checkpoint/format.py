@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from weft.errors import WeftError
-from weft.layout.dims import Box, Tensor, part
+from weft.layout.dims import Box, Tensor, extents, part, whole_box
 
 FORMAT = 2
 ROOT = "weft.json"
@@ -53,7 +53,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def volume(box: Box) -> int:
-    return math.prod(hi - lo for lo, hi in box)
+    return math.prod(extents(box))
 
 
 def meet(a: Box, b: Box) -> Box | None:
@@ -94,7 +94,7 @@ def tiles(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
         return
     (r0, r1), *middle = front
     for a, b in pairwise(columns):
-        row = math.prod(hi - lo for lo, hi in middle) * (b - a) * itemsize
+        row = volume(tuple(middle)) * (b - a) * itemsize
         # Quarters at least where they are not tiny, and a power of two: later cuts by rows then fall between blocks.
         count = max(-(-(r1 - r0) * row // BLOCK), min(4, (r1 - r0) * row // (BLOCK // 16)), 1)
         count = min(r1 - r0, 1 << (count - 1).bit_length())
@@ -114,8 +114,7 @@ def header(blocks: Iterable[tuple[str, Box]], tensors: Mapping[str, Tensor]) -> 
     at, spans = 0, []
     for name, box in blocks:
         size = volume(box) * tensors[name].itemsize
-        extent = [hi - lo for lo, hi in box]
-        table[entry(name, box)] = {"dtype": tensors[name].dtype, "shape": extent, "data_offsets": [at, at + size]}
+        table[entry(name, box)] = {"dtype": tensors[name].dtype, "shape": extents(box), "data_offsets": [at, at + size]}
         spans.append((at, size))
         at += size
     text = json.dumps(table, separators=(",", ":")).encode()
@@ -159,9 +158,8 @@ class Manifest:
     def blocks(self, tensor: str, box: Box | None = None) -> Iterator[StoredBlock]:
         """Blocks of a tensor, in the order of the file; those that have elements of ``box``, if it is given."""
         for edges, offset, size, xxh3 in self._rows.get(tensor, ()):
-            for (lo, hi), (first, last) in zip(
-                edges, box or (), strict=box is not None
-            ):  # a loop that readers wait for
+            # A plain loop instead of `meet`: every reader runs it for every block.
+            for (lo, hi), (first, last) in zip(edges, box or (), strict=box is not None):
                 if lo >= last or first >= hi:
                     break
             else:
@@ -218,7 +216,7 @@ def _check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None
         raise DamagedCheckpoint(f"a block of {name} is no part of a tensor of shape {list(shape)}")
     even = [sum(bits) % 2 == 0 for bits in product((0, 1), repeat=len(shape))]
     corners = list(chain.from_iterable(product(*box) for box in boxes))
-    whole = list(product(*((0, n) for n in shape)))
+    whole = list(product(*whole_box(shape)))
     odd = [not sign for sign in even]
     more = Counter(chain(compress(corners, cycle(even)), compress(whole, odd)))
     less = Counter(chain(compress(corners, cycle(odd)), compress(whole, even)))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.checkpoint.format import meet, volume
-from weft.layout.dims import Box
+from weft.layout.dims import Box, extents
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 def elements(buffer: bytes | bytearray | memoryview | mmap.mmap, box: Box, itemsize: int, offset: int = 0) -> Elements:
     """The elements ``box`` that lie row-major in ``buffer`` from byte ``offset`` on; shares the memory."""
     flat: Elements = np.frombuffer(buffer, f"u{itemsize}", volume(box), offset)
-    return flat.reshape([hi - lo for lo, hi in box])
+    return flat.reshape(extents(box))
 
 
 def move(target: Elements, target_box: Box, source: Elements, source_box: Box) -> None:

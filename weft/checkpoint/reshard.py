@@ -18,7 +18,7 @@ from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.pack import grouped, within
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError
-from weft.layout.dims import Box, Tensor
+from weft.layout.dims import Box, Tensor, extents
 from weft.layout.mesh import from_all
 from weft.layout.parts import TORCH_DTYPES, Part
 
@@ -163,7 +163,7 @@ def _message(
     memory = torch.zeros(begins[-1], dtype=torch.uint8, device=device)
     places = []
     for at, (_, move) in zip(begins, plan, strict=False):
-        tensor, shape = tensors[move.name], [hi - lo for lo, hi in move.box]
+        tensor, shape = tensors[move.name], extents(move.box)
         elements = memory[at : at + volume(move.box) * tensor.itemsize].view(TORCH_DTYPES[tensor.dtype]).view(shape)
         places.append((move, elements))
     return memory, sizes, places

@@ -15,7 +15,7 @@ import torch
 
 from weft.checkpoint.format import share, volume
 from weft.checkpoint.writer import Report, WriteTask
-from weft.layout.dims import Box
+from weft.layout.dims import Box, extents
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.memory.tiers import nameless_file
 
@@ -47,7 +47,7 @@ def elements_of(piece: SavedPiece, part: Part, memory: mmap.mmap) -> torch.Tenso
     """The place of a piece of ``part`` in ``memory``."""
     dtype = TORCH_DTYPES[part.tensor.dtype]
     flat = torch.frombuffer(memory, dtype=dtype, count=volume(piece.box), offset=piece.offset)
-    return flat.view([hi - lo for lo, hi in piece.box])
+    return flat.view(extents(piece.box))
 
 
 class WriterProcess:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from pydantic import ValidationError
@@ -17,6 +17,7 @@ from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import MissingObject, Storage, StorageError
 from weft.checkpoint.writer import write_whole
 from weft.errors import WeftError
+from weft.layout.dims import extents
 from weft.layout.layout import Layout
 from weft.layout.mesh import from_all
 from weft.plugins import check, load_plugins
@@ -92,8 +93,8 @@ def new_name(taken: Collection[str], step: int) -> str:
     return name
 
 
-def check_files(checkpoint: StoredCheckpoint) -> dict[str, Any]:
-    """Check that manifests and files of a checkpoint are whole and its data files there; returns its root.
+def check_files(checkpoint: StoredCheckpoint) -> None:
+    """Check that manifests and files of a checkpoint are whole and its data files there.
 
     What the data files hold is not read. Raises :class:`DamagedCheckpoint` naming what is wrong.
     """
@@ -104,7 +105,6 @@ def check_files(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         if sizes.get(block.file, -1) < block.offset + block.size:
             what = "shorter than it should be" if block.file in sizes else "missing"
             raise checkpoint.damaged(f"{block.file} is {what} (tensor {block.tensor})")
-    return checkpoint.meta
 
 
 def candidates(*where: Where, warn: Callable[[str], None] | None = None) -> list[Storage]:
@@ -303,7 +303,7 @@ def _check_head(checkpoint: StoredCheckpoint, file: str, blocks: Sequence[Stored
     for b in blocks:
         wanted = {
             "dtype": checkpoint.tensors[b.tensor].dtype,
-            "shape": [hi - lo for lo, hi in b.box],
+            "shape": list(extents(b.box)),
             "data_offsets": [b.offset - begin, b.offset - begin + b.size],
         }
         if not isinstance(table, dict) or table.get(entry(b.tensor, b.box)) != wanted:
@@ -313,12 +313,11 @@ def _check_head(checkpoint: StoredCheckpoint, file: str, blocks: Sequence[Stored
 def rewrite(source: StoredCheckpoint, target: Storage) -> None:
     """Make the checkpoint again as one of a single rank: one data file with the blocks as they are, each verified."""
     blocks = sorted(source.all_blocks(), key=lambda b: (b.tensor, b.box))
-    files = {Path(name).name: source.file(name, *about) for name, about in source.meta["files"].items()}
     meta = {k: v for k, v in source.meta.items() if k not in ("tensors", "places", "manifests", "files")}
     before = {"layout": meta.get("layout"), "world": meta.get("world")}
     meta |= {"layout": str(Layout()), "world": 1, "merged_from": before}
     boxes = [(b.tensor, b.box) for b in blocks]
-    write_whole(target, boxes, source.tensors, lambda: source.read_all(blocks), meta, files)
+    write_whole(target, boxes, source.tensors, lambda: source.read_all(blocks), meta, stored_files(source))
 
 
 def first_problem(problem: str, group: dist.ProcessGroup | None = None) -> str:

@@ -16,7 +16,7 @@ from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import candidates, model_of, open_checkpoint, stored_files
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
-from weft.layout.dims import Box, Logical, Tensor
+from weft.layout.dims import Box, Logical, Tensor, extents, slices
 from weft.layout.parts import NAMES, TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
 from weft.model_parameters import ADAPTERS
@@ -131,8 +131,8 @@ def of_checkpoint(checkpoint: StoredCheckpoint, name: str = "", ema: bool = Fals
         kept = stored_name(checkpoint, name, ema)
         stored = checkpoint.tensors.get(kept)
         if stored is None and not hf_names(name, shape):  # of what only training needs, and now for the first time
-            return torch.zeros([hi - lo for lo, hi in box])
-        out = torch.empty([hi - lo for lo, hi in box], dtype=TORCH_DTYPES[stored.dtype] if stored else None)
+            return torch.zeros(extents(box))
+        out = torch.empty(extents(box), dtype=TORCH_DTYPES[stored.dtype] if stored else None)
         checkpoint.load({kept: Part(out, box, Tensor(logical.shape, NAMES[out.dtype]))})
         return out
 
@@ -178,6 +178,6 @@ def _beside(base: Values, adapter: Values, shape: ModelShape) -> Values:
 
 def _boxes(foreign: Foreign) -> Values:
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
-        return foreign.read(name)[tuple(slice(lo, hi) for lo, hi in box)]
+        return foreign.read(name)[slices(box)]
 
     return values

@@ -39,5 +39,5 @@ def convert(
     found = write(source, out, kind, to, config, dtypes[dtype] if dtype else None, optimizer, upcycle)
     count = sum(logical.numel for logical in found.logical.values())
     moments = ", with optimizer state" if found.moments and optimizer and to != "hf" else ""
-    typer.echo(f"{out}: {len(found.names())} tensors, {count:,} parameters from {found.kind}{moments}")
+    typer.echo(f"{out}: {len(found.logical)} tensors, {count:,} parameters from {found.kind}{moments}")
     return 0

@@ -1,10 +1,26 @@
 """Named dimensions and the slice of a logical tensor that a rank owns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 #: Half-open ranges, one per tensor dimension, in logical (single-device) coordinates.
 Box = tuple[tuple[int, int], ...]
+
+
+def extents(box: Box) -> tuple[int, ...]:
+    """The sizes of a box: the shape of an array that holds just its elements."""
+    return tuple(hi - lo for lo, hi in box)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box of all elements of a tensor of this shape."""
+    return tuple((0, size) for size in shape)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """A box as an index into an array that holds the whole tensor."""
+    return tuple(slice(lo, hi) for lo, hi in box)
 
 
 def part(count: int, parts: int, index: int) -> tuple[int, int]:
@@ -54,7 +70,7 @@ class Logical:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return tuple(hi - lo for lo, hi in self.box)
+        return extents(self.box)
 
     @property
     def numel(self) -> int:

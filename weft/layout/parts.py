@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.layout.dims import Box, Tensor
+from weft.layout.dims import Box, Tensor, slices
 
 #: PyTorch's types by the names that checkpoints give them, which are those of safetensors.
 TORCH_DTYPES = {
@@ -40,7 +40,7 @@ class Part:
     @property
     def index(self) -> tuple[list[int] | slice, ...]:
         """Where in the logical tensor the values are."""
-        found = tuple(slice(lo, hi) for lo, hi in self.box)
+        found = slices(self.box)
         return found if self.rows is None else (list(self.rows), *found[1:])
 
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from weft.errors import WeftError
-from weft.layout.dims import Box, Logical
+from weft.layout.dims import Box, Logical, slices
 from weft.layout.mesh import Mesh
 from weft.model_config import read_json
 from weft.model_parameters import ADAPTERS, PROJECTIONS, is_target, projections
@@ -102,7 +102,7 @@ class PeftAdapter:
         file = safe_open(self.folder / TENSORS, "pt")
 
         def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
-            return file.get_slice(peft_name(name))[tuple(slice(lo, hi) for lo, hi in box)]
+            return file.get_slice(peft_name(name))[slices(box)]
 
         return values
 

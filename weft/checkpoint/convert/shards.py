@@ -17,8 +17,10 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from weft.checkpoint.convert.rules import Shard
 from weft.checkpoint.format import meet
+from weft.checkpoint.pack import within
 from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.errors import WeftError
+from weft.layout.dims import extents, slices, whole_box
 
 
 @dataclass(frozen=True)
@@ -195,16 +197,15 @@ class Reader(dcp.FileSystemReader):
         def read(lo: int, hi: int) -> torch.Tensor:
             out, filled = blank((hi - lo, *shape[1:]), dtype), 0
             for number, (box, info) in enumerate(boxes):
-                if info is None or (both := meet(box, ((lo, hi), *((0, n) for n in shape[1:])))) is None:
+                if info is None or (both := meet(box, ((lo, hi), *whole_box(shape[1:])))) is None:
                     continue
-                (first, last), *columns = both
+                first, last = both[0]
                 part = opened(number)
-                if part.shape != tuple(b - a for a, b in box):
+                if part.shape != extents(box):
                     raise WeftError(f"{self.path}: tensor {name} has a part of another shape than was saved")
                 values = part.read(first - box[0][0], last - box[0][0])
-                to = (slice(first - lo, last - lo), *(slice(a, b) for a, b in columns))
-                cut = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(columns, box[1:], strict=True))
-                out[to] = values[(slice(None), *cut)]
+                to = (slice(first - lo, last - lo), *slices(both[1:]))
+                out[to] = values[(slice(None), *within(both[1:], box[1:]))]
                 filled += out[to].numel()
             if filled != out.numel():
                 raise WeftError(f"{self.path}: tensor {name} has {out.numel() - filled} elements that no file holds")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from weft.checkpoint.storage import LocalStorage, Storage
 from weft.checkpoint.store import candidates, model_of, open_checkpoint, stored_files
 from weft.data.gguf_tokenizer import NO_TOKENIZER, gguf_tokenizer
 from weft.errors import UsageError, WeftError, nearest
-from weft.layout.dims import Logical
+from weft.layout.dims import Logical, whole_box
 from weft.layout.mesh import Mesh
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
@@ -58,29 +58,11 @@ class Foreign:
             raise WeftError(f"{self.path} has tensors that the model has not: {', '.join(extra[:5])}; the "
                             "configuration is of another model")  # fmt: skip
 
-    def shape(self) -> ModelShape:
-        return self.model
-
-    def names(self) -> list[str]:
-        return list(self.logical)
-
-    def dtype(self, name: str, moment: str | None = None) -> torch.dtype:
-        return (self.moments[moment] if moment else self.made)[name].dtype
-
-    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One logical tensor, as stored or as ``dtype``."""
-        return self._form(self.made[name], name, dtype)
-
-    def optimizer(self, name: str) -> dict[str, torch.Tensor]:
-        """The moments of one parameter, as far as the source has them."""
-        return {moment: self.moment(moment, name) for moment, made in self.moments.items() if name in made}
-
-    def moment(self, moment: str, name: str) -> torch.Tensor:
-        return self._form(self.moments[moment][name], name, None)
-
-    def _form(self, made: TensorSource, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    def read(self, name: str, dtype: torch.dtype | None = None, moment: str = "") -> torch.Tensor:
+        """The whole parameter ``name``, or the ``moment`` of it, as stored or converted to ``dtype``."""
+        made = self.moments[moment] if moment else self.made
         try:
-            return logical_tensor(made, self.logical[name].shape, self.model, dtype)
+            return logical_tensor(made[name], self.logical[name].shape, self.model, dtype)
         except WeftError as error:
             raise error if str(self.path) in str(error) else WeftError(f"{self.path}: {error}") from None
 
@@ -95,7 +77,10 @@ def open_foreign(source: Where, kind: str | None = None, config: Path | None = N
     elsewhere = not isinstance(place, LocalStorage)
     if not (elsewhere or path.exists()):
         raise WeftError(f"{path} does not exist; give a checkpoint")
-    kind = kind or ("weft" if elsewhere else kind_of(path) or _unknown(path))
+    kind = kind or ("weft" if elsewhere else kind_of(path))
+    if kind is None:
+        known = ", ".join(OPENERS)
+        raise WeftError(f"{path} is no checkpoint that Weft knows ({known}); say which it is with --from")
     if kind not in OPENERS:
         raise UsageError(f"--from {kind!r} is not possible; {nearest(kind, OPENERS)}")
     if elsewhere and kind != "weft":
@@ -124,10 +109,6 @@ def kind_of(path: Path) -> str | None:
     return None
 
 
-def _unknown(path: Path) -> Never:
-    raise WeftError(f"{path} is no checkpoint that Weft knows ({', '.join(OPENERS)}); say which it is with --from")
-
-
 def _tagged(path: Path) -> Path:
     """The folder of the newest save where ``path`` names it (DeepSpeed, Megatron), else ``path``."""
     for file, name in (
@@ -153,7 +134,7 @@ def _hf(path: Path, config: Path | None) -> Foreign:
     def shard(name: str, logical: Logical) -> Shard:
         def read(lo: int, hi: int) -> torch.Tensor:
             # Opened anew for every read: a mapping that stays keeps all it has read in memory.
-            return hf_values(path, shape)(name, logical, ((lo, hi), *((0, n) for n in logical.shape[1:])))
+            return hf_values(path, shape)(name, logical, ((lo, hi), *whole_box(logical.shape[1:])))
 
         return Shard(logical.shape, read(0, 1).dtype, read)
 
@@ -169,16 +150,13 @@ def _weft(where: Where, config: Path | None) -> Foreign:
 
     def shard(name: str) -> Shard:
         about = checkpoint.tensors[name]
+        dtype = TORCH_DTYPES[about.dtype]
 
         def read(lo: int, hi: int) -> torch.Tensor:
-            out, box = (
-                torch.empty(hi - lo, *about.shape[1:], dtype=dtype),
-                ((lo, hi), *((0, n) for n in about.shape[1:])),
-            )
-            checkpoint.load({name: Part(out, box, about)})
+            out = torch.empty(hi - lo, *about.shape[1:], dtype=dtype)
+            checkpoint.load({name: Part(out, ((lo, hi), *whole_box(about.shape[1:])), about)})
             return out
 
-        dtype = TORCH_DTYPES[about.dtype]
         return Shard(about.shape, dtype, read)
 
     def under(prefix: str) -> dict[str, TensorSource]:

@@ -74,7 +74,7 @@ def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
             name = f"{path}.{weight}"
             piece = _piece(partial(dense, name), weight == "down", width, down_scale(shape, count))
             size = logical[f"{path}.experts.{weight}"].shape[1:]
-            shards = [Shard(size, foreign.dtype(name), piece(expert % parts)) for expert in range(count)]
+            shards = [Shard(size, foreign.made[name].dtype, piece(expert % parts)) for expert in range(count)]
             source(f"{path}.experts.{weight}", shards)
             del made[name]
         for kept in ("table", "bias", "load"):

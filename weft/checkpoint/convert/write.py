@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,14 +15,14 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from weft.checkpoint.convert.rules import CHUNK
 from weft.checkpoint.convert.sources import Foreign, open_foreign
 from weft.checkpoint.convert.upcycle import upcycled
-from weft.checkpoint.format import tiles, volume
+from weft.checkpoint.format import tiles
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import LocalStorage, Storage
 from weft.checkpoint.store import is_new
 from weft.checkpoint.writer import write_whole
 from weft.errors import UsageError, WeftError, nearest
-from weft.layout.dims import Box, Tensor
-from weft.layout.parts import NAMES
+from weft.layout.dims import Tensor, slices, whole_box
+from weft.layout.parts import NAMES, TORCH_DTYPES
 from weft.model_config import config_from_shape
 from weft.models.hf import TYPICAL, as_hf, export
 from weft.models.hf_names import hf_names
@@ -56,46 +56,46 @@ def convert(
     return foreign
 
 
-def _plan(foreign: Foreign, dtype: torch.dtype | None, optimizer: bool) -> dict[str, tuple[str, str | None, Tensor]]:
-    """Weft's name of every tensor to write: its parameter, its moment if it is one, and its description."""
-    found: dict[str, tuple[str, str | None, Tensor]] = {}
-    for moment in (None, *(foreign.moments if optimizer else ())):
-        for name in foreign.names():
-            if moment is not None and name not in foreign.moments[moment]:
-                continue
-            logical, kept = foreign.logical[name], foreign.dtype(name, moment)
-            about = Tensor(logical.shape, NAMES[(dtype if moment is None else None) or kept],
-                           tuple(d.name for d in logical.dims))  # fmt: skip
-            found[f"optimizer.{moment}.{name}" if moment else f"model.{name}"] = (name, moment, about)
+class _Output(NamedTuple):
+    """A tensor to write: a parameter, or a moment of it if ``moment`` is not empty. ``about``: its shape and type."""
+
+    parameter: str
+    moment: str
+    about: Tensor
+
+    def read(self, foreign: Foreign) -> torch.Tensor:
+        return foreign.read(self.parameter, TORCH_DTYPES[self.about.dtype], self.moment)
+
+
+def _plan(foreign: Foreign, dtype: torch.dtype | None, optimizer: bool) -> dict[str, _Output]:
+    """Every tensor to write, by the name that Weft's checkpoints have for it. Moments keep their types."""
+    found: dict[str, _Output] = {}
+    for moment in ("", *(foreign.moments if optimizer else ())):
+        made = foreign.moments[moment] if moment else foreign.made
+        for name, logical in foreign.logical.items():
+            if name in made:
+                kept = made[name].dtype if moment or dtype is None else dtype
+                about = Tensor(logical.shape, NAMES[kept], tuple(d.name for d in logical.dims))
+                found[f"optimizer.{moment}.{name}" if moment else f"model.{name}"] = _Output(name, moment, about)
     return found
 
 
 def write_weft(foreign: Foreign, out: Storage, dtype: torch.dtype | None, optimizer: bool) -> None:
     """A checkpoint of format 2 in one data file."""
     wanted = _plan(foreign, dtype, optimizer)
-    tensors = {name: about for name, (_, _, about) in sorted(wanted.items())}
+    tensors = {name: output.about for name, output in sorted(wanted.items())}
     boxes = [(name, box) for name, t in tensors.items() if t.numel
-             for box in tiles(tuple((0, n) for n in t.shape), t.shape, t.itemsize)]  # fmt: skip
+             for box in tiles(whole_box(t.shape), t.shape, t.itemsize)]  # fmt: skip
 
     def contents() -> Iterator[memoryview]:
         values, held = torch.empty(0), ""
         for name, box in boxes:
             if name != held:
                 values = torch.empty(0)  # gone before the next one is made
-                values, held = _read(foreign, *wanted[name][:2], dtype), name
-            yield _bytes(values, box)
+                values, held = wanted[name].read(foreign), name
+            yield values[slices(box)].contiguous().view(-1).view(torch.uint8).numpy().data
 
-    write_whole(out, boxes, tensors, contents, _meta(foreign, out), _files(foreign))
-
-
-def _read(foreign: Foreign, name: str, moment: str | None, dtype: torch.dtype | None) -> torch.Tensor:
-    return foreign.read(name, dtype) if moment is None else foreign.moment(moment, name)
-
-
-def _bytes(values: torch.Tensor, box: Box) -> memoryview:
-    assert values.ndim == len(box) and volume(box)
-    piece = values[tuple(slice(lo, hi) for lo, hi in box)].contiguous()
-    return piece.view(-1).view(torch.uint8).numpy().data
+    write_whole(out, boxes, tensors, contents, _meta(foreign, out), dict(sorted(foreign.files.items())))
 
 
 def _meta(foreign: Foreign, out: Storage) -> dict[str, Any]:
@@ -105,13 +105,10 @@ def _meta(foreign: Foreign, out: Storage) -> dict[str, Any]:
     return {"step": foreign.step, "progress": about, "recipe": recipe, "layout": "", "world": 1, "source": source}
 
 
-def _files(foreign: Foreign) -> dict[str, bytes]:
-    return dict(sorted(foreign.files.items()))
-
-
 def write_hf(foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool) -> None:
     """A Hugging Face folder (without optimizer state, which has no place there)."""
-    largest = max(logical.numel for logical in foreign.logical.values()) * (dtype or foreign.dtype(TYPICAL)).itemsize
+    itemsize = (dtype or foreign.made[TYPICAL].dtype).itemsize
+    largest = max(logical.numel for logical in foreign.logical.values()) * itemsize
     export(lambda name: foreign.read(name, dtype), foreign.model, out, dtype, foreign.files,
            max_file_bytes=max(FILE_BYTES, largest))  # fmt: skip
 
@@ -149,27 +146,26 @@ class _Lazy(dcp.DefaultSavePlanner):
 
 def export_dcp(foreign: Foreign, out: Path, dtype: torch.dtype | None = None, optimizer: bool = True) -> None:
     """A DCP folder with Hugging Face's names, moments as ``optimizer.state.NAME.exp_avg``; no process group needed."""
-    wanted: dict[str, tuple[str, str | None, int | None]] = {}
+    wanted: dict[str, tuple[_Output, int | None]] = {}
     empty = {}
-    for name, moment, about in _plan(foreign, dtype, optimizer).values():
-        kept = (dtype if moment is None else None) or foreign.dtype(name, moment)
-        of_experts = ".experts." in name
-        for number, theirs in enumerate(hf_names(name, foreign.model)):
-            theirs = f"optimizer.state.{theirs}.{moment}" if moment else theirs
-            wanted[theirs] = (name, moment, number if of_experts else None)
-            empty[theirs] = torch.empty(about.shape[of_experts:], dtype=kept, device="meta")
+    for output in _plan(foreign, dtype, optimizer).values():
+        of_experts, kept = ".experts." in output.parameter, TORCH_DTYPES[output.about.dtype]
+        for number, theirs in enumerate(hf_names(output.parameter, foreign.model)):
+            theirs = f"optimizer.state.{theirs}.{output.moment}" if output.moment else theirs
+            wanted[theirs] = (output, number if of_experts else None)
+            empty[theirs] = torch.empty(output.about.shape[of_experts:], dtype=kept, device="meta")
 
-    def whole(name: str, moment: str | None) -> torch.Tensor:
-        values = _read(foreign, name, moment, dtype)
-        return values if moment else as_hf(name, values, foreign.model).to(values.dtype)
+    def whole(output: _Output) -> torch.Tensor:
+        values = output.read(foreign)
+        return values if output.moment else as_hf(output.parameter, values, foreign.model).to(values.dtype)
 
     experts = lru_cache(maxsize=1)(whole)
 
     def make(theirs: str) -> torch.Tensor:
-        name, moment, expert = wanted[theirs]
-        return whole(name, moment) if expert is None else experts(name, moment)[expert]
+        output, expert = wanted[theirs]
+        return whole(output) if expert is None else experts(output)[expert]
 
-    config = config_from_shape(foreign.model, dtype or foreign.dtype(TYPICAL))
+    config = config_from_shape(foreign.model, dtype or foreign.made[TYPICAL].dtype)
     try:
         with new_folder(out) as draft:
             writer = dcp.FileSystemWriter(draft, thread_count=1, per_thread_copy_ahead=0)
