@@ -343,7 +343,7 @@ class Data(Section):
 
     sources: tuple[Source, ...] = Field((Source(),), min_length=1)
     tokenizer: str = ""
-    seq_len: PositiveInt = 256
+    seq_len: int = Field(256, gt=0, lt=2**31)
     seed: int = 0
     epochs: int = Field(0, ge=0)
     validation: float = Field(0.02, ge=0, lt=1)
@@ -453,8 +453,8 @@ class Train(Section):
     """One training run. ``batch`` counts sequences per step over all ranks; ``micro_batch`` per rank and pass."""
 
     steps: PositiveInt = 100
-    batch: PositiveInt = 8
-    micro_batch: PositiveInt | None = None
+    batch: int = Field(8, gt=0, le=10_000_000)
+    micro_batch: int | None = Field(None, gt=0, le=10_000_000)
     dtype: Dtype = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
     compile: bool = False

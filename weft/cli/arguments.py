@@ -55,8 +55,10 @@ def read_keys(file: Path) -> list[str]:
     """The keys of ``--api-key``, one per line."""
     try:
         keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key {file} cannot be read: {error}") from None
+    except OSError as error:
+        raise UsageError(f"--api-key {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--api-key {file} cannot be read: not text in UTF-8 (byte {error.start})") from None
     if not keys:
         raise UsageError(f"--api-key {file} has no key; write one per line")
     return keys

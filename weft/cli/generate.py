@@ -88,8 +88,12 @@ def generate(
         raise UsageError("--system is for --chat, whose template says where it belongs")
     try:
         text = prompt if prompt_file is None else prompt_file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompt-file {prompt_file} cannot be read: {error}") from None
+    except OSError as error:
+        raise UsageError(f"--prompt-file {prompt_file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"--prompt-file {prompt_file} cannot be read: not text in UTF-8 (byte {error.start})"
+        ) from None
     assert text is not None
     messages, tools = [{"role": "user", "content": text}], None
     if chat and prompt_file is not None and prompt_file.suffix == ".json":

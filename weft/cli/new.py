@@ -19,6 +19,8 @@ def new(
 
     out = Path(name if name.endswith(".toml") else f"{name}.toml")
     found = find_recipe(source)
+    if not out.name.removesuffix(".toml"):
+        raise UsageError("the new recipe has no name; say: weft new NAME")
     if out.exists():
         raise UsageError(f"{out} exists already; choose another name")
     if found is None:

@@ -130,4 +130,6 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise UsageError(f"cannot listen at {host} port {port}: {error.strerror}; give another --port") from None
+        raise UsageError(
+            f"cannot listen at {host} port {port}: {error.strerror}; give another --host or --port"
+        ) from None

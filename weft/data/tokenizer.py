@@ -187,11 +187,15 @@ def _chat_template(given: str | list[dict[str, str]] | None, file: bytes | None)
     return given
 
 
+#: Entries that are trained at most; far above, the trainer asks for more memory than there is, and aborts.
+LARGEST = 2**24
+
+
 def _trained(spec: str, sources: Sequence[Source], root: Path) -> Path:
     """Folder of the byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) trained on ``sources``."""
     size = spec.removeprefix("train:")
-    if not size.isdecimal() or int(size) < 257:
-        raise UsageError(f"tokenizer {spec!r}: N must be a number of at least 257 (256 bytes and {_EOS[0]})")
+    if not size.isdecimal() or not 257 <= int(size) <= LARGEST:
+        raise UsageError(f"tokenizer {spec!r}: N must be a number of 257 (256 bytes and {_EOS[0]}) to {LARGEST}")
     if not sources:
         raise UsageError(f"tokenizer {spec!r} needs a source of text; name the tokenizer that made the 'tokens'")
 

@@ -133,7 +133,10 @@ def best_alternatives(found: SearchResult, finals: Sequence[Final]) -> list[Alte
                 continue
             best = int(fit[total[fit].argmin()])
             final = refine(found, found.plan(best), found.seconds(best), 0, tables)
-            if final is not None and final.fits:
+            known = [one for one in finals if getattr(one.plan, axis) == value]  # simulated, these may be quicker
+            known += [final] if final is not None and final.fits else []
+            if known:
+                final = min(known, key=lambda one: one.seconds)
                 result.append(Alternative(axis, text_of(axis, value), final, final.gib))
     return result
 

@@ -70,7 +70,9 @@ async def run(
             models = (await client.get("/v1/models", timeout=30)).raise_for_status().json()
             target = target._replace(model=target.model or models["data"][0]["id"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise WeftError(f"{target.url} does not answer: {error}; start weft serve, or give --base-url") from None
+            raise WeftError(
+                f"{target.url} does not answer: {str(error).rstrip('.')}; start weft serve, or give --base-url"
+            ) from None
 
         async def one(ask: LoadRequest) -> RequestOutcome:
             async with gate:
