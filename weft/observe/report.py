@@ -140,7 +140,8 @@ def run_facts(run: RecordedRun) -> dict[str, str]:
         "Skipped steps": skipped and f"{skipped} (loss or gradient not finite)",
         "Started": runs and runs[0].get("started"),
         "Wall time": spent and clock(spent) + (f" in {len(runs)} attempts" if len(runs) > 1 else ""),
-        **{name.capitalize(): head.get(name) for name in ("host", "versions", "git", "command", "folder")},
+        **{name.capitalize(): head.get(name) for name in ("host", "versions", "git", "command")},
+        "Working folder": head.get("folder"),
     }
     return {name: str(value) for name, value in facts.items() if value}
 
