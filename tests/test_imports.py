@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -82,3 +83,24 @@ def test_no_two_public_classes_share_a_name() -> None:
     assert homes.keys() >= {"Recipe", "Layout"}, "the package's classes were not found"
     shared = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
     assert not shared, "give all but one of these a more exact name"
+
+
+#: Who may name FSDP2 or DTensor: the backend of the state; what foreign checkpoints put before names; what the
+#: planner prices as other programs do.
+BACKENDS = {"parallel/sharded.py", "checkpoint/convert/rules.py"}
+
+
+def test_only_the_backend_knows_who_holds_the_state() -> None:
+    named = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"fsdp|dtensor", path.read_text(), re.IGNORECASE)
+    }
+    assert {name for name in named if room(name) != "planner"} == BACKENDS
+
+
+def test_steps_and_checkpoints_do_not_ask_for_tp() -> None:
+    """What an axis means for a parameter follows from its placement, so no code of these rooms names that axis."""
+    named = [path for each in ("train", "checkpoint") for path in (PACKAGE / each).rglob("*.py")
+             if '"tp"' in path.read_text()]  # fmt: skip
+    assert not named

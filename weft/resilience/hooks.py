@@ -2,7 +2,7 @@
 
 PyTorch has no public place for this. Its flight recorders live in the process and die with it; a backend of our own
 would stand between it and what it asks gloo and NCCL by name. So two private things are used, and only here: methods
-of ``ProcessGroup`` are replaced (Python calls them on every thread, FSDP2's and autograd's too), and kernels of the
+of ``ProcessGroup`` are replaced (Python calls them on every thread, autograd's too), and kernels of the
 functional collectives, which C++ calls, are put before PyTorch's own. Works with PyTorch 2.11 to 2.13.
 """
 

@@ -20,6 +20,7 @@ from weft.data.batch import Batch, Pairs
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.order import Order, Stream
 from weft.errors import WeftError
+from weft.layout.layout import MODEL_AXES
 from weft.layout.mesh import Mesh
 from weft.models.preference import needs_reference
 from weft.models.values import Values
@@ -72,7 +73,8 @@ def log_probabilities(
     Raises :class:`WeftError` if one of its numbers is not finite.
     """
     table = torch.zeros(_pairs_of(job), 3, dtype=torch.float64)  # both answers, and how often they were counted
-    recorded = not mesh.rank("tp") and not mesh.rank("cp")  # others have the same numbers
+    # Ranks that share the work on the same tokens have the same sums.
+    recorded = not any(mesh.rank(axis) for axis in (*MODEL_AXES, "cp"))
 
     def record(sums: torch.Tensor, lengths: torch.Tensor, pairs: Pairs) -> torch.Tensor:
         if recorded:
