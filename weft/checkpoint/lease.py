@@ -1,4 +1,4 @@
-"""Who uses a run's folder, or a place with its checkpoints: one run at a time.
+"""A lease on a run's folder, or on a place with its checkpoints: one run at a time may use it.
 
 A run that uses a place has an object under ``lease/`` there, and puts a new one in its stead every few seconds. Whoever
 wants the place makes such an object first and looks for others afterwards, so that of two that come at once at least

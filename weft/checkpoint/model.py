@@ -1,4 +1,4 @@
-"""A trained model from wherever it lies, and as Hugging Face has it."""
+"""Open a trained model, wherever it is stored, and export it as a Hugging Face folder."""
 
 from collections.abc import Callable
 from functools import partial

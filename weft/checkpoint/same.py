@@ -1,4 +1,4 @@
-"""What a run that goes on must have in common with the checkpoint that it goes on from.
+"""What a resumed run must have in common with the checkpoint from which it resumes.
 
 Model and tokenizer must be the same, field by field: a setting that changes no tensor's shape (heads, ``rope_theta``)
 makes another model of the same parameters just as well. All else may change, and every such difference is named.

@@ -1,4 +1,4 @@
-"""Saving without stopping: a rank copies its share into memory that it keeps for this, and a process of its own writes.
+"""Save without stopping: a rank copies its share into reserved memory, and a separate process writes it.
 
 Which rank writes which elements follows from the layout alone (:func:`weft.checkpoint.format.share`); before a save the
 ranks compare one digest of what they are about to write and tell each other how the last save went. The copy itself can

@@ -1,4 +1,4 @@
-"""What a rank keeps for saving: which pieces it writes, and a process that writes them, with the memory they share."""
+"""What a rank keeps for saving: the list of pieces it writes, the process that writes them, and their shared memory."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""A model to start from: of a Hugging Face folder or id, a GGUF file, or a checkpoint of Weft's, wherever it is."""
+"""Load the weights of a model to start from: a Hugging Face folder or id, a GGUF file, or a Weft checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What ``weft generate`` writes where more than one text takes part: several, the likeliest, what most say, streams."""
+"""``weft generate`` with several texts: several answers, beam search, a majority vote, and streams."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What commands that generate do about ``--layout``: refuse what cannot be, start ranks, be one of them."""
+"""``--layout`` of commands that generate: refuse what is not possible, start ranks, or be one of them."""
 
 import sys
 from collections.abc import Iterator

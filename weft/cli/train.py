@@ -1,4 +1,4 @@
-"""``weft train``: prepare, start the ranks (or be one), and say at the end what there is to see."""
+"""``weft train``: prepare, start the ranks (or be one), and print the results at the end."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Text of ids that come one by one: whole characters only, and nothing of what a stop string may begin with."""
+"""Text from ids that arrive one by one: whole characters only, holding back what may begin a stop string."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

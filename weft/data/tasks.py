@@ -1,4 +1,4 @@
-"""Questions with known answers, from a file: what a model is asked while it is trained, and by ``weft eval``.
+"""Questions with known answers, read from a file: a model answers them during training and in ``weft eval``.
 
 A line of JSON (or, in TOML, a table ``[[questions]]``) holds a ``prompt`` (or ``messages``) and an ``answer``; with
 ``choices`` the answer is one of these, or its number from 0. docs/evaluation.md says how they are counted.

@@ -1,4 +1,4 @@
-"""What a text may be: a JSON schema, a regular expression or a grammar says which tokens can follow.
+"""Constrain a text by a JSON schema, a regular expression or a grammar, which says which tokens may follow.
 
 The automaton is llguidance's (Earley's algorithm over derivatives of regular expressions, and a trie of the tokens), of
 ``pip install 'weft[serve]'``. Here it becomes a mask over a model's logits. Guesses need no way back: a text's grammar

@@ -1,4 +1,4 @@
-"""Keys by which blocks are found again: those with the beginning of a text, and those with an adapter."""
+"""Keys by which blocks of the cache are found again: by the beginning of a text, or by an adapter."""
 
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b

@@ -1,4 +1,4 @@
-"""Who is served first in a step, and how much at once."""
+"""Scheduling policies: which requests are served first in a step, and how many tokens each gets."""
 
 from collections.abc import Callable, Iterable, Sequence
 

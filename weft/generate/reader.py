@@ -1,4 +1,4 @@
-"""Forward passes that read pieces of many texts at once, from pages in which their layers remember what came before.
+"""Forward passes over pieces of many texts at once, with what came before kept in pages per layer.
 
 The pages (:mod:`weft.models.paged`) stand in for the layers' attention for the time of one pass. Their blocks are those
 that the scheduler's tables list (:mod:`weft.generate.pool`).

@@ -1,4 +1,4 @@
-"""A text that grows: as the scheduler sees it, and with how it is written."""
+"""A request: the text that grows, what the scheduler knows of it, and its sampling settings."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

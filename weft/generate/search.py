@@ -1,4 +1,4 @@
-"""Several texts for one prompt, of which one is wanted: the likeliest (beam search), or what most of them say.
+"""Several texts for one prompt, of which one is wanted: beam search or a majority vote.
 
 Beams are requests like others: they share the blocks of what they have in common, are computed in the same steps as
 everybody else, and a beam that goes on in two ways is forked.

@@ -1,4 +1,4 @@
-"""Guesses of what a request will write, checked many at once by the pass that computes its next token.
+"""Speculative decoding: guesses of what a request will write, all checked by the pass that computes its next token.
 
 A guess is a path of tokens. The pass computes it behind the request's own tokens, and the sampler then chooses as it
 would have done without: at every position from the logits there, with penalties and grammar for what is written by

@@ -1,4 +1,4 @@
-"""Several streams of tokens with one cache: workers who see each other write, and texts that part and meet again.
+"""Several streams of tokens over one cache: workers that see each other write (Hogwild), and Multiverse's paths.
 
 **Hogwild! Inference** (Rodionov et al. 2025, 2504.06261): workers answer one prompt together. Each sees the prompt,
 what all others have written by now, and then its own text, as if these stood behind each other.

@@ -1,4 +1,4 @@
-"""The few places where data changes hands inside a model, as typed differentiable collectives.
+"""The few functions through which ranks exchange data inside a model: typed, differentiable collectives.
 
 Types are those of ``spmd_types``: per mesh axis a tensor is replicated (R: same value, gradient a partial sum),
 invariant (I: same value, same gradient), varying (V) or partial (P: a sum is pending). On an axis of size one every

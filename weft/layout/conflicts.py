@@ -1,4 +1,4 @@
-"""The one table of what cannot be combined: training, both proofs and the fuzzer refuse what stands here.
+"""The one table of what cannot be combined: training, both proofs and the fuzzer refuse what it lists.
 
 An entry says when it holds, why that cannot be, and what to do instead. It is looked at as soon as all that it reads is
 known: a layout by itself when it is made, the rest when the model is.

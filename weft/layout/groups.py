@@ -1,4 +1,4 @@
-"""Process groups. All are made here, so that in none a rank waits longer than in the default one."""
+"""Process groups. All are made here, so that no rank waits longer in any of them than in the default one."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

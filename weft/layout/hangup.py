@@ -1,4 +1,4 @@
-"""End the waits of process groups from another thread, when it is known that they wait in vain.
+"""End the waits of process groups from another thread, once it is known that they wait in vain.
 
 Gloo has no abort. What it waits for are TCP connections that it made with the groups; once these are shut down, all
 that waits for them raises within milliseconds, and the groups can be destroyed at once.

@@ -1,4 +1,4 @@
-"""Whom the ranks waited for in vain: the one that says nothing while all others say that they gave up waiting."""
+"""Name the rank for which the others waited in vain: the one that is silent while all others say that they gave up."""
 
 import json
 import os

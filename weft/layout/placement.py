@@ -1,4 +1,4 @@
-"""Where every rank stands, and what it holds of a parameter: the one rule that cuts, as arithmetic on a layout.
+"""The one cutting rule: where every rank stands and what it holds of a parameter, as arithmetic on a layout.
 
 Nothing here needs a process group. From a parameter's :class:`Logical` and a rank's :class:`Place` follows everything
 that other code wants to know: the part it holds, who else holds it, whether it counts in the norm, who writes it.

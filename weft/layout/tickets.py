@@ -1,4 +1,4 @@
-"""What one rank tells all others, in order, by the store that they share."""
+"""Messages from one rank to all others, in order, through the store that they share."""
 
 import pickle
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""How many blocks' activations leave the device: as many as travel while others are computed, by a profile of passes.
+"""How many blocks' activations leave the device: as many as transfers can hide, by a profile of the first passes.
 
 The last blocks stay, as backward begins with them (SSDTrain, Wu et al. 2024, 2408.10013; Fuyou, Liao et al. 2024).
 """

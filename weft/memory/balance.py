@@ -1,4 +1,4 @@
-"""Which units to update during backward, and which in the next forward, where what is updated rests in a file."""
+"""Which units to update during backward and which in the next forward, where their state rests in a file."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

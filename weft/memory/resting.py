@@ -1,4 +1,4 @@
-"""Tensors that rest in a tier while they are not in use: brought in together, and taken back after they have changed.
+"""Tensors that rest in a tier while not in use: read in together, and written back after they have changed.
 
 A tensor object stays the same all the time, and what it refers to changes: a region of the tier's file (or memory of
 the host) while it rests, and a buffer (or memory of the device) in between.

@@ -1,4 +1,4 @@
-"""Rows of a table that rests in a file, read as they are asked for: the pages that they lie on, and little else.
+"""Rows of a table that rests in a file, read when asked for: the pages on which they lie, and little else.
 
 An embedding table, or the features of a graph's nodes, may be far larger than memory while a step asks for some
 thousand rows of it. A file that is mapped into memory brings them in one after the other, each with what the system

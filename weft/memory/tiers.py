@@ -1,4 +1,4 @@
-"""A file as memory: what does not fit rests there, and is read and written past the page cache (direct I/O).
+"""State in a file: read and written past the page cache (direct I/O), through buffers in memory.
 
 The file has no name, so that nothing is left of it after a crash and no two runs can share one. Its regions are memory
 of the process, too, so that who looks at what rests there now and then, a checkpoint or a proof, need not know of it.

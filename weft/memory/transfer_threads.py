@@ -1,4 +1,4 @@
-"""Threads for transfers, of which some cannot wait: what is read is wanted soon, and what is written has time."""
+"""Threads for transfers: reads go before writes, as reads are waited for."""
 
 from collections import deque
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The dense feed-forward, which experts are many of."""
+"""The dense feed-forward layer; a mixture of experts holds many of them."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Whether a tensor has numbers at all: those of a rehearsal, which only counts what a step would hold, have none."""
+"""Whether a tensor has values at all: in a rehearsal, which only counts what a step would hold, it has none."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Attention that remembers: what stands in for a layer's ``attend`` while a model reads texts piece by piece.
+"""Attention that remembers: replaces a layer's ``attend`` while a model reads texts piece by piece.
 
 A block calls ``attend(q, k, v, cu_seqlens)``, with its window if it has one, and does not know whether earlier tokens
 are remembered; training never does. Whoever generates makes one such object per layer (:func:`layer_pages`) and lets

@@ -1,4 +1,4 @@
-"""A forward pass in parts, each with a graph of its own, so that other work runs between them, forward and backward.
+"""A forward pass cut in parts, each with an autograd graph of its own, so that other work can run in between.
 
 A module that can be left and gone on with is a generator that yields where a part ends. Where a later part reads what
 an earlier one has computed, the graph is cut: the reader gets a leaf, and the earlier part's backward begins with the

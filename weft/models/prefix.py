@@ -1,4 +1,4 @@
-"""Prefixes over states that are spread along an axis: what a stretch of a sequence starts with.
+"""Prefix scan over states that are spread along an axis: the state with which each rank's stretch starts.
 
 States form a monoid: after a stretch there is its own state and what it lets through of the one before. Which routine
 combines them is a choice: all ranks gather all states (LASP-2, Sun et al. 2025, 2502.07563), or each passes the running

@@ -1,4 +1,4 @@
-"""Weights that are only read: packed for the CPU's kernels once for all, or kept in eight or four bits.
+"""Weights that are only read: packed once for the CPU's kernels, or quantised to eight or four bits.
 
 A model whose weights were taken over here (:func:`read_only`) generates and does nothing else: its parameters are gone.
 Weights that multiply the same input become one product, adapters are merged into them.

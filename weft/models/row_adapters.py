@@ -1,4 +1,4 @@
-"""Low-rank adapters beside one model, of which every text in a row has its own (S-LoRA, Sheng et al. 2023, 2311.03285).
+"""Low-rank adapters on one model where every text in a row has its own (S-LoRA, Sheng et al. 2023, 2311.03285).
 
 An adapter is a list of numbers per layer, in which the factors of the weights that it changes follow each other. Texts
 of equally many tokens whose adapters have one form (rank and targets) are multiplied with them in one call.

@@ -1,4 +1,4 @@
-"""What parameters begin with that are made of others: of a base model's weights, magnitudes and four-bit codes."""
+"""Initial values that are computed from other parameters: from base weights, magnitudes and four-bit codes."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Attention of texts to others beside their own tokens, wherever these stand in what they see.
+"""Attention of texts to other texts beside their own tokens, at whatever positions they see them.
 
 What a text sees is a row of tiles: blocks of other texts, of which so many tokens are there. Keys are never copied or
 rotated again. A tile whose keys were rotated to other positions than those at which a text sees them is met by queries

@@ -1,1 +1,1 @@
-"""What a run tells: metrics, live display, model flops, time split of a step, and the report page."""
+"""What can be seen of a run: metrics, live display, model flops, time split of a step, and the report page."""

@@ -1,4 +1,4 @@
-"""What a run's page says of its checkpoints: how long saving and loading take, and which rank and stage is slow."""
+"""Checkpoints on a run's page: how long saving and loading take, and which rank and stage is slow."""
 
 import math
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What a run's page says of ranks that made the others wait: whom, when, and how all ranks stood then."""
+"""Delays on a run's page: which ranks made the others wait, when, and the state of all ranks then."""
 
 from math import log
 from statistics import quantiles

@@ -1,4 +1,4 @@
-"""The machine that the main rank runs on: what it is and runs, and what it was doing while the run went on."""
+"""The machine of the main rank: its hardware and software, and its load during the run."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Steps whose documents are placed by length: attention of a pass crosses the ranks that share it, no others.
+"""Steps whose documents are placed by length: attention crosses only the ranks that share a pass.
 
 :mod:`weft.data.balance` makes the plan. Ranks run different passes, and unequal numbers of them (ByteScale, Ge et al.
 2025, 2502.21231), so nothing inside a pass may wait for a rank that is not in it. Parameters are gathered before the

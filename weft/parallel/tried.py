@@ -1,4 +1,4 @@
-"""Updates that can be taken back to the last bit (SuperOffload, Lian et al. 2025).
+"""Updates that can be undone to the last bit (SuperOffload, Lian et al. 2025).
 
 Whoever does not wait for the global norm before it updates may have to undo that. Of what rests in a tier the version
 before stays there, and undoing is to forget the new one; other tensors are copied first.

@@ -1,4 +1,4 @@
-"""Files as blocks with a name that follows from what they hold, so that nobody has to be believed.
+"""Files as blocks named by the hash of their content, so that no sender has to be trusted.
 
 A file is cut into blocks of a MiB; a block's name is the BLAKE2b-256 of its bytes. The names of a file's blocks, one
 after the other, are its *index*, which is a block as well: its name, the file's *root*, says all that the file holds.

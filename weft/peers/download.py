@@ -1,4 +1,4 @@
-"""Files of other peers into a folder, block by block; what is there already is not fetched again."""
+"""Fetch files of other peers into a folder, block by block; blocks that are there already are not fetched again."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What layouts there are: every way to cut the ranks that divides, and why the other ways are out."""
+"""All candidate layouts: every way to cut the ranks whose sizes divide, and why the other ways are out."""
 
 import math
 from collections.abc import Iterator, Sequence

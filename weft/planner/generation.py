@@ -1,4 +1,4 @@
-"""How fast a device writes for many prompts while weights come from its host (MoE-Lens, Yuan et al. 2025, 2504.09345).
+"""How fast a device generates for many prompts with weights in its host's memory (MoE-Lens, 2504.09345).
 
 Weights, keys and values are in the host's memory. In a pass through all layers each weight that the device has no room
 for crosses the link once, the device multiplies, and new tokens attend on the host, beside their keys and values; all

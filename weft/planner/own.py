@@ -1,4 +1,4 @@
-"""What runs of one's own have measured: a row each, and the model refitted to them within its bounds.
+"""Measurements of your own runs: a row each, and the constants refitted to them within bounds.
 
 A row has the header of every measured file (``bench/planner/evaluate.py`` reads it too), and the fit is the one that is
 made to published runs, drawn towards the presets: few runs move little.

@@ -1,4 +1,4 @@
-"""What is known in advance of models, devices and programs: ``models.toml``, ``devices.toml``, ``programs.toml``."""
+"""Presets of models, devices and programs: ``models.toml``, ``devices.toml``, ``programs.toml``."""
 
 import tomllib
 from pathlib import Path

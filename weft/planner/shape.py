@@ -1,4 +1,4 @@
-"""What a plan is for: models by name, recipes and the ``config.json`` of Hugging Face, trainable by Weft or not."""
+"""The model to plan for: a name, a recipe or a Hugging Face ``config.json``, trainable by Weft or not."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What it costs that parts of a step rest on the host or in files: transfers, the update on the host, and room there.
+"""The cost of state on the host or in files: transfers, the update on the host, and the room there.
 
 The update runs where the weights rest, or on the host if that is a file (ZeRO-Offload, Ren et al. 2021, 2101.06840;
 ZeRO-Infinity, Rajbhandari et al. 2021, 2104.07857). All microbatches of a unit of a file come one after the other, so

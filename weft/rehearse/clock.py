@@ -1,4 +1,4 @@
-"""The ranks' programs of a rehearsed step against each other, on a clock in which busy ranks share the cores.
+"""Run the programs of all ranks of a rehearsed step against each other, on a clock where busy ranks share cores.
 
 Times are seconds, sizes bytes. What is sent costs what :mod:`weft.rehearse.curves` knows of it.
 """

@@ -1,4 +1,4 @@
-"""What communication costs on a machine at hand, and what its ranks take of memory, as ``weft probe`` has measured it.
+"""Costs of communication on a probed machine, and the memory of its ranks, as ``weft probe`` measured them.
 
 The closed form of :mod:`weft.planner.cost` knows devices that compute while links move data. On a CPU the ranks share
 cores and memory, and a collective is work of the same cores. So here the work of a rehearsed step

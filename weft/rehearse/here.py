@@ -1,4 +1,4 @@
-"""What training a model takes on this machine by every method, whether it fits, and which method to take.
+"""What training a model takes on this machine with every method, whether it fits, and which method to take.
 
 Sums over the layers of what one block of the model, and its ends, take when they are really run here
 (:mod:`weft.rehearse.pieces`).

@@ -1,4 +1,4 @@
-"""A process group that moves nothing: it writes down what its rank asks of it, and how long the rank works in between.
+"""A process group that moves nothing: it records its rank's calls, and the work between them.
 
 Groups of the world and of axes share one :class:`Journal`, so that all a step does stands in one order. What would
 arrive is filled in with numbers of the usual size: a processor is slow with denormal ones, and a step is timed.

@@ -1,4 +1,4 @@
-"""Links between workers as they were measured: what a transfer over several of them takes."""
+"""Measured links between workers: the time of a transfer over several of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which worker takes which place of a layout: the order of ranks that keeps the traffic on the links that carry it.
+"""Which worker takes which place of a layout: the order of ranks that keeps most traffic on fast links.
 
 As in Pipette (Yim et al. 2024; real link tables instead of nominal ones) and Holmes (Yang et al. 2024; groups by what
 joins them). What a run takes is an order of axes (``layout.order``): the ranks of one host or site are neighbours

@@ -1,4 +1,4 @@
-"""One block of a model and its ends, really run: what they take of time and memory, by the tokens of a pass.
+"""One block of a model and its ends, really run: their time and memory by the number of tokens in a pass.
 
 The model's own modules are built with its widths, one layer deep and with a part of its vocabulary, run forward,
 backward and through an update, and every tensor they hold is counted. All are straight lines in the tokens, of which

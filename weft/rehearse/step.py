@@ -1,4 +1,4 @@
-"""One rank's training step alone, in a process group that moves nothing: what it works, sends and keeps.
+"""One rank's training step alone, in a process group that moves nothing: its work, messages and memory.
 
 The planner's view of a layout on a machine at hand: our own modules, timed as they run, with every collective and
 message in the order in which this rank issues them, so that counts and sizes cannot drift from the code. Values are

@@ -1,4 +1,4 @@
-"""What a transfer takes between memory and a file, and between host and device: seconds by bytes of one, measured.
+"""Measured times of transfers between memory and a file, and between host and device, by their size.
 
 As a step moves what rests there: direct I/O in two threads, page-aligned buffers, one transfer behind the other.
 """

@@ -1,4 +1,4 @@
-"""Who makes the others wait: a slow computer, a slow sender or receiver, or a slow link.
+"""Find who makes the others wait: a slow computer, a slow sender or receiver, or a slow link.
 
 A rank's step is what it computes and what it waits for others. Who computes longer than those that do the same is a
 slow computer; durations alone tell that, so no two clocks need to agree. If even the rank that all wait for spends

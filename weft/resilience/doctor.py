@@ -1,4 +1,4 @@
-"""What the rings of a run say from outside, while it goes on or afterwards: who is slow, and why it stands still."""
+"""Diagnose a run from the ring buffers of its ranks, live or afterwards: who is slow, and why it stands still."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where every collective and every message of this process passes by, in eager and in compiled code.
+"""Hooks through which every collective and message of this process passes, in eager and in compiled code.
 
 PyTorch has no public place for this. Its flight recorders live in the process and die with it; a backend of our own
 would stand between it and what it asks gloo and NCCL by name. So two private things are used, and only here: methods

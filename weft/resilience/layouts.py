@@ -1,4 +1,4 @@
-"""The layout for as many ranks as there are, given the one that the recipe wishes.
+"""Choose the layout for the ranks that are left, given the one in the recipe.
 
 With as many ranks as the wish has places, it is the wish. Otherwise:
 

@@ -1,4 +1,4 @@
-"""From which copies the state comes back after a loss, and how it gets into the next view's layout.
+"""From which copies the state is restored after a loss, and how it gets into the next view's layout.
 
 Every member says what it holds (:meth:`weft.resilience.snapshots.Snapshots.held`), and from that all work out the same:
 the newest step of which each part of the old layout is somewhere, and who gives it.

@@ -1,4 +1,4 @@
-"""The rings of a run as they are read, by whomever and whenever: their form, and what they say in words.
+"""Read the ring buffers of a run: their binary form, and what they say in words.
 
 A ring is a file: a head that says how many bytes of names there are; the names, a line of JSON each (whose ring it is,
 groups, lines of code); and records of 64 bytes, the oldest of which are written over. The rank writes without locks.

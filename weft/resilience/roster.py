@@ -1,4 +1,4 @@
-"""Where the members of a run are: a file in its folder, for whoever wants to look, to join, or that one leaves."""
+"""Where the members of a run are: a file in its folder, for those who look, join, or tell one to leave."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Copies of the state in memory: what every rank holds, at two ranks, so that a lost rank's part is not lost.
+"""Copies of the state in memory, each part on two ranks, so that no part is lost with a rank.
 
 While step ``k + 1`` computes, the state is still that after step ``k``: beside it every rank copies its part into
 memory of its own, and from there to a *buddy*, a rank on another host if there is one. Both copies are whole before the

@@ -1,4 +1,4 @@
-"""A run that says which of its ranks is slow: what it does for that beside its steps."""
+"""A run that names its slow ranks: what it does for this beside its steps."""
 
 from contextlib import AbstractContextManager
 

@@ -1,4 +1,4 @@
-"""Updates of units by turns on the host, where they rest, and on the device: their table, and how many go which way.
+"""Updates of units that alternate between host, where they rest, and device: their table and their split.
 
 While the host updates some units, another one's state comes to the device, is updated there and returns (Deep
 Optimizer States, Maurya et al. 2024, 2410.21316). The table has three ranks: the host, which updates; the device, which

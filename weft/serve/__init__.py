@@ -1,1 +1,1 @@
-"""A model over HTTP, as OpenAI's clients ask for it."""
+"""A model over HTTP, with OpenAI's interface."""

@@ -1,4 +1,4 @@
-"""Answers to one question as the engine's tokens come, whole or in a stream: text, calls of tools, why they ended."""
+"""Answers to one request as the engine's tokens come, whole or streamed: text, tool calls, finish reasons."""
 
 import asyncio
 import json

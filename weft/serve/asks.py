@@ -1,4 +1,4 @@
-"""Questions for a server or an engine, when they come, and figures of the times of their answers.
+"""Requests for measuring a server or an engine, their arrival times, and statistics of their latencies.
 
 The words are those of ``vllm bench serve``, so that figures of both can stand side by side. TTFT is the time from a
 question to its answer's first token, TPOT the mean time of each further token, ITL the time between two events of a

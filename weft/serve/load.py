@@ -1,4 +1,4 @@
-"""Load on a server, this one or any other that speaks as OpenAI's, and what it does to the times of its answers."""
+"""Put load on a server, Weft's or any other with OpenAI's interface, and measure its latencies."""
 
 import asyncio
 import json

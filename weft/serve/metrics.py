@@ -1,4 +1,4 @@
-"""What a server counts and times, as Prometheus reads it."""
+"""Counters and histograms of a server, in Prometheus' format."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""The words of OpenAI's HTTP interface: what is asked, and how a refusal looks."""
+"""Requests and errors of OpenAI's HTTP interface."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The words of OpenAI's HTTP interface: what is answered."""
+"""Responses of OpenAI's HTTP interface."""
 
 import time
 import uuid

@@ -1,4 +1,4 @@
-"""``weft serve``: a model over HTTP, as OpenAI's clients ask for it."""
+"""``weft serve``: a model over HTTP, with OpenAI's interface."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, asked from an event loop: steps go on while the loop talks to clients."""
+"""An engine in a thread of its own, used from an event loop: steps go on while the loop serves clients."""
 
 import asyncio
 import threading

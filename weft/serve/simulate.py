@@ -1,4 +1,4 @@
-"""When requests would get their tokens: the engine's own scheduler, with the time of a step from a curve.
+"""Simulate when requests would get their tokens: the engine's own scheduler, with step times from a fitted curve.
 
 Nothing is computed, so that policies, cache sizes and loads can be compared in seconds. The curve is fitted to steps of
 a real engine. It is linear in what a step has to do: its tokens, its texts, the rows whose logits are wanted, the keys

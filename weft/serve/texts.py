@@ -1,4 +1,4 @@
-"""Whole texts behind many prompts, written side by side; among them what a model answers to a recipe's prompts."""
+"""Complete texts for many prompts, generated together; among them a model's answers to a recipe's prompts."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple

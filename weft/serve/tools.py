@@ -1,4 +1,4 @@
-"""Calls of tools as a model's own chat template writes them: found in its text, or the only text that it may write."""
+"""Tool calls in the format of a model's own chat template: parsed from its text, or forced."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A trace of the steps in which many texts go on by one token each."""
+"""Record a trace of the steps in which many texts grow by one token each."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Results collected from whoever is first, by a code (:mod:`weft.sync.coded`): nobody waits for the slowest ranks.
+"""Collect coded results from the fastest ranks (:mod:`weft.sync.coded`): nobody waits for the slowest.
 
 Rank 0 of a group puts results together, in threads of its own, so that it is no worse off for being late itself. Every
 rank, this one too, has a connection to it. A round ends when the code says that enough have come; everybody then hears

@@ -1,4 +1,4 @@
-"""Gradients computed several times over, so that the sum of all is known before the slowest ranks are done.
+"""Gradients computed redundantly, so that the sum of all is known before the slowest ranks are done.
 
 A code is a table. A *job* is a gradient that is wanted: of so many samples, in so many *parts*. Time passes in
 *rounds*; round ``r`` is the first in which job ``r`` is worked on, and in round ``r + delay`` it must be known. The

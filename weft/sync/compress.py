@@ -1,4 +1,4 @@
-"""Compressors: tensors as fewer bytes than they have, so that islands can agree over slow links.
+"""Compressors: fewer bytes per tensor, so that islands can synchronise over slow links.
 
 A compressor is a frozen value without state. :func:`build_compressor` makes one of a recipe's word. What it makes of a
 tensor is a *payload*: a list of contiguous tensors whose shapes and types :meth:`Compressor.specs` tells beforehand, so

@@ -1,4 +1,4 @@
-"""L-GreCo: how strongly each tensor is compressed, so that all together are smallest within a total error.
+"""L-GreCo: how strongly to compress each tensor, for the smallest total size within a total error.
 
 Tensors differ in what compressing them costs: one loses little at rank 2, another needs 8. Given the squared error and
 the size of each tensor under each of a few candidates, a choice per tensor is wanted that adds up to the least bytes,

@@ -1,4 +1,4 @@
-"""How islands make one model of many: what each sends at the end of a round, and what it does with the answer.
+"""How islands agree on one model: what each sends at the end of a round, and what it does with the result.
 
 Every method is a row of :data:`METHODS`, two functions on flat vectors. Parameters are ``theta``; what belongs to them
 and outlasts a round is in slots, as ``anchor``, the parameters that all had when the round began. The *difference* is

@@ -1,4 +1,4 @@
-"""Parity of what islands share: hashes are compared, and who has another state than most takes theirs.
+"""Parity of what islands share: hashes are compared, and an island that differs takes the majority's state.
 
 As in PCCL (Keiblinger et al. 2025), whose peers compare hashes of a shared state. A bit that flips in one island's
 momentum, or an answer that was applied twice, would otherwise pull that island away from the others for good.

@@ -1,4 +1,4 @@
-"""Who takes part in what islands exchange, and that all who do come to the same end of it.
+"""Which islands take part in an exchange, and that all of them end it in the same way.
 
 Exchanges have numbers, which rise by one from each to the next on every island. Here all islands take part in all of
 them, and one that is lost ends the run. :class:`weft.resilience.company.Company` lets islands come and go.

@@ -1,4 +1,4 @@
-"""Ranks of one island that hold the same state: each exchanges a part of it, and they tell each other what came."""
+"""Ranks of one island that hold the same state each exchange a part of it, and share the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

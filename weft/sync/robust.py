@@ -1,4 +1,4 @@
-"""One gradient of replicas of which some may send garbage, by rules that these cannot sway.
+"""Aggregate gradients of replicas of which some may send garbage, by rules that tolerate it.
 
 The gradients of ``p`` replicas are never all on one rank. Each rank gets a chunk of all of them (all_to_all), adds up
 what the chunk has to say to the ``p x p`` matrix of inner products (all_reduce), from which every rule but the

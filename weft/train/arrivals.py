@@ -1,4 +1,4 @@
-"""When the gradient of a unit is complete, where autograd and its hooks make it: after its last parameter's."""
+"""When the gradient of a unit is complete, where autograd hooks compute it: after its last parameter's."""
 
 import weakref
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Steps whose gradient is decoded from coded sums of whoever is first (:mod:`weft.sync.coded`)."""
+"""Steps whose gradient is decoded from the coded sums of the fastest ranks (:mod:`weft.sync.coded`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a run asks of its model between steps: the loss of what is held out, and tasks."""
+"""Evaluation between steps: the loss on held-out data, and tasks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

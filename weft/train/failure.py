@@ -1,4 +1,4 @@
-"""Turn what went wrong in any of several ranks into one line.
+"""Turn a failure in any of several ranks into one line.
 
 A rank that fails leaves a record (:func:`report_failure`); the launcher picks the root cause from all of them.
 """

@@ -1,4 +1,4 @@
-"""Random layouts and features against one device: what a hostile week would find, found by ``weft verify --random``.
+"""Random layouts and features compared with one device, for ``weft verify --random``.
 
 Every case is the recipe with small sizes and drawn settings, exactly as its command line would make it. A feature that
 can be drawn is one line of :data:`DRAWN`. A refusal is right only if the table of conflicts has it.

@@ -1,4 +1,4 @@
-"""What a run does beside its steps for the sake of ranks that may be lost: by itself, nothing."""
+"""Hooks around a run's steps for the case that ranks are lost; by default they do nothing."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

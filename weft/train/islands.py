@@ -1,4 +1,4 @@
-"""What islands do in their steps, or between them, so that they agree with the other islands."""
+"""What islands do in their steps, or between them, to agree with the other islands."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""How likely a model finds given continuations of given texts, under whatever layout it is trained.
+"""The log-probability of given continuations of given texts, under any training layout.
 
 The passes are those of validation. The loss that these ask for is lent: instead of the tokens' cross entropy it adds up
 what each text's tokens are to the model.

@@ -1,4 +1,4 @@
-"""Islands simulated in one process, one after the other: what ways to agree are compared with.
+"""Islands simulated in one process, one after the other: the reference for methods of synchronisation.
 
 Written apart from what islands do (:mod:`weft.sync.methods`, :mod:`weft.train.islands`): parameter by parameter, with
 the parameters of all islands at hand, and no messages.

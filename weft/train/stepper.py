@@ -1,4 +1,4 @@
-"""Which technique makes an update of the state of the batches of a step."""
+"""Choose the stepper: which technique turns the batches of a step into an update of the state."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

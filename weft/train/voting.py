@@ -1,4 +1,4 @@
-"""Steps by a gradient that a rule makes of all replicas', some of which may be garbage (:mod:`weft.sync.robust`)."""
+"""Steps with a gradient aggregated from all replicas, some of which may be garbage (:mod:`weft.sync.robust`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the tokens of a task's texts choose of a model's experts, and models that are written with this in mind.
+"""Count which experts a task's texts choose, and write models whose experts are reordered or left out accordingly.
 
 Experts that no token chooses can be left out. And as a layer computes the same in whatever order its experts stand,
 those that follow each other on many tokens' ways can be put side by side, so that whoever spreads a layer's experts

@@ -1,4 +1,4 @@
-"""A dense checkpoint as one of experts that compute the same at first (Komatsuzaki et al. 2022; He et al. 2024).
+"""Give a dense checkpoint experts that at first compute the same (Komatsuzaki et al. 2022; He et al. 2024).
 
 A dense feed-forward is cut into as many parts as fit its width (the granularity), and these are repeated. A router
 draws a row for each repetition, shared by its parts, so that a token chooses whole copies of the dense layer. What they

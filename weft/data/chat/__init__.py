@@ -1,1 +1,1 @@
-"""Conversations to learn from: read from any of the usual forms, written by a chat template, learned in part."""
+"""Conversations as training data: read from any common format, rendered by a chat template, with labels on a part."""

@@ -1,4 +1,4 @@
-"""Conversations as tokens, each with the weight with which it is learned; and prompts for a model to go on with."""
+"""Conversations as tokens, each with its weight in the loss; and prompts for a model to continue."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The forms in which conversations are published, each brought into the one that chat templates take."""
+"""The formats in which conversations are published, each converted to the one that chat templates take."""
 
 import json
 from collections.abc import Callable, Mapping

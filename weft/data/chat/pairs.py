@@ -1,4 +1,4 @@
-"""Pairs of answers to one prompt, of which one is preferred, in the forms in which they are published."""
+"""Pairs of answers to one prompt, of which one is preferred, in the formats in which they are published."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

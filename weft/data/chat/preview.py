@@ -1,4 +1,4 @@
-"""Conversations as a run would read them, in pieces that show what is learned: for the terminal and for a page."""
+"""Conversations as a run would read them, in pieces that show which tokens the loss counts: for terminal and page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""In each layer and pass the way that sends least, of tokens or of experts (after Tutel, Hwang et al. 2023).
+"""Choose per layer and pass the way that sends least, moving tokens or experts (after Tutel, Hwang et al. 2023).
 
 Experts stay where they are, but for a pass neighbours can give each other the weights of theirs. Then a block of them
 has all that its experts need on each of its ranks, and tokens go to one rank of each block only, or nowhere, where the

@@ -1,4 +1,4 @@
-"""Which rank is to have which experts, from what tokens have chosen before.
+"""Which rank should have which experts, from what tokens have chosen before.
 
 A token that stays where its last layer's expert was goes on to the next layer's for nothing if that is on the same rank
 (ExFlow, Yao et al. 2024, 2401.08383). What follows from a count of such steps is a table for each layer, the same as

@@ -1,4 +1,4 @@
-"""The dispatchers by name, and what gives a model's mixtures theirs."""
+"""The dispatchers by name, and the function that gives a model's mixtures theirs."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tokens that are alike travel as one: the compressed exchange of LSH-MoE (Nie et al. 2024).
+"""Similar tokens travel as one mean: the compressed exchange of LSH-MoE (Nie et al. 2024).
 
 Of the tokens that chose an expert, those with the same hash are sent as their mean. The hash of each of some random
 rotations is the axis that a token is nearest to, with its sign. What the expert makes of the mean stands for all of

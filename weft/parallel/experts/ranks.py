@@ -1,4 +1,4 @@
-"""Which ranks have which experts, and which of them bring rows to each other's."""
+"""Which ranks have which experts, and between which of them rows travel."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What microbatches take on their way through the stages: time, and memory by the banker's rule."""
+"""Times of microbatches on their way through the stages, and memory by the banker's rule."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
