@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -326,6 +327,9 @@ def test_report_outside_of_launch_prints_the_line(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert report_failure(UsageError("unknown key 'lr_rate'")) == 2
     assert capsys.readouterr().err == "weft: error: unknown key 'lr_rate'\n"
+    assert report_failure(PermissionError(errno.EACCES, "Permission denied", "dark/model")) == 1
+    said = "weft: error: dark/model: Permission denied; give this user access to it, or name another\n"
+    assert capsys.readouterr().err == said
     monkeypatch.setenv("WEFT_DEBUG", "1")
     assert report_failure(ZeroDivisionError()) == 1
     assert "weft: error: ZeroDivisionError (traceback in" in capsys.readouterr().err

@@ -56,6 +56,9 @@ def report_failure(error: BaseException) -> int:
     cause = error.__cause__ if isinstance(error, PluginError) else None
     if cause is not None and not isinstance(cause, SystemExit) and is_secondary(cause):
         error = cause  # another rank is gone, which is not the plugin's doing
+    if isinstance(error, PermissionError) and isinstance(error.filename, str | os.PathLike):  # whoever opened it
+        refused = WeftError(f"{error.filename}: {error.strerror}; give this user access to it, or name another")
+        refused.__cause__, error = error, refused
     if isinstance(error, WeftError):
         message, code, grade = str(error), error.exit_code, Grade.LOST if error.secondary else Grade.WEFT_ERROR
     else:
