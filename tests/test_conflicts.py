@@ -23,6 +23,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "experts that do not fold": ("ep=2", ""),
     "moments nearer than the weights": ("", "memory.weights=host memory.moments=device"),
     "gradients away from the weights": ("", "memory.gradients=host"),
+    "room for weights that do not leave": ("", "memory.buffer=2"),
     "blocks of what stays": ("", "memory.blocks=2"),
     "alternating updates away from the host": ("", "memory.alternate=0.5"),
     "alternating updates that ask other ranks": (

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.cases import recipe, write_corpus
 from weft.layout.mesh import Mesh
@@ -123,6 +127,20 @@ def test_what_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
     region, data = slow.region(PAGE), page_buffer(PAGE).fill_(7)
     region.write(data).wait()
     assert (region.memory == 7).all()
+
+
+def test_memory_that_is_not_there_is_said() -> None:
+    with pytest.raises(TierError, match=r"no memory for a buffer of 4,611,686,018,427,387,904 bytes: Cannot allocate"):
+        BufferPool().take(1 << 62)
+
+
+def test_memory_that_cannot_be_pinned_is_said() -> None:
+    refused = mock.Mock(side_effect=RuntimeError("out of memory (2)"))
+    with (
+        mock.patch.multiple("torch.cuda", cudart=mock.Mock(), check_error=refused),
+        pytest.raises(TierError, match=r"8,192 bytes of the host's memory cannot be pinned .*: out of memory \(2\)"),
+    ):
+        BufferPool(pinned=True).take(8_000)
 
 
 def test_the_pool_has_slots_for_every_size() -> None:
@@ -242,6 +260,33 @@ def test_bytes_are_those_of_the_formula(corpus: str, tmp_path: Path, rows: int) 
     assert size["moments"] <= 2 * size["weights"] and size["gradients"] == size["weights"]
 
 
+@pytest.mark.parametrize("speculate", ["none", "all"])
+def test_what_has_room_stays_from_forward_to_backward(corpus: str, tmp_path: Path, speculate: str) -> None:
+    """Weights of as many blocks more as the buffer has room for are read once in a step; no bit changes."""
+    memory = {**EVERYTHING, "folder": str(tmp_path), "speculate": speculate}
+    change = {f"model__{key}": value for key, value in {"layers": 6, "embed": 96, "ffn": 288, "head_dim": 24}.items()}
+    steps, sides = 2, {}
+    for room in (0, 1, 2, 64):
+        results, state = run(corpus, {**memory, "buffer": room}, steps, **change, train__dtype="float32")
+        sides[room] = [r[:4] for r in results], state
+    losses, plain = sides[0]
+    weights = [groups["weights"].region.size for groups in plain.tiers.groups.values() if groups]  # type: ignore[union-attr]
+    block = max(weights)
+    assert weights[1:-1] == [block] * 6
+    again = sum(weights[:-2])  # is read again for backward if there is no room
+    for room, (found, state) in sides.items():
+        assert found == losses, room
+        saved = min(again, (room << 20) // block * block)
+        if speculate == "none":
+            assert plain.tiers.bytes["read"] - state.tiers.bytes["read"] == steps * saved
+        else:
+            assert plain.tiers.bytes["read"] - state.tiers.bytes["read"] >= (steps - 1) * saved
+        assert state.tiers.bytes["written"] == plain.tiers.bytes["written"]
+        assert state.tiers.pool.most <= plain.tiers.pool.most + saved
+        wanted = plain.tensors()
+        assert all(torch.equal(part.values, wanted[name].values) for name, part in state.tensors().items())
+
+
 def test_what_rests_takes_no_memory(corpus: str, tmp_path: Path) -> None:
     """Buffers of three units at most, of the kinds that are used together, however many blocks there are."""
     for layers in (3, 9):
@@ -268,6 +313,52 @@ def test_what_does_not_learn_has_no_gradients_anywhere(corpus: str, tmp_path: Pa
     _, state = run(corpus, {**EVERYTHING, "folder": str(tmp_path)}, 1, adapter__rank=2)
     kept = {name for unit in state.units if isinstance(unit, TableUnit) for name in unit.reduced}
     assert kept == {h.name for h in state.learning} and len(kept) < len(state.held)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count other memory")
+@pytest.mark.parametrize("limit, share, model", [
+    (720, 4.0, {"layers": 108, "embed": 384, "heads": 6}),
+    (1024, 2.0, {"layers": 30, "embed": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "vocab": 49152, "tied": "true"}),
+], ids=["four times the limit", "SmolLM2-135M"])  # fmt: skip
+def test_what_does_not_fit_in_memory_trains_from_a_file(
+    tmp_path: Path, limit: int, share: float, model: dict[str, Any]
+) -> None:
+    """With so many MiB for all that a process allocates: checkpoints as of one that has all it wants.
+
+    ``share``: how many times the limit the training state is, 16 bytes for every parameter.
+    """
+    settings = {f"model.{key}": value for key, value in model.items()} | {
+        "train.steps": 2, "train.batch": 2, "train.micro_batch": 1, "train.threads": 1, "train.loss_chunk": 32,
+        "data.seq_len": 128, "validation.every": 0, "observe.split_every": 0, "data.cache": tmp_path / "cache",
+        "memory.folder": tmp_path,
+    }  # fmt: skip
+
+    def trained(name: str, limited: bool, **memory: str) -> subprocess.CompletedProcess[str]:
+        given = settings | {f"memory.{kind}": place for kind, place in memory.items()}
+        words = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+
+        def limit_memory() -> None:
+            resource.setrlimit(resource.RLIMIT_STACK, (2 << 20,) * 2)  # of every thread, all of which counts as data
+            if limited:
+                resource.setrlimit(resource.RLIMIT_DATA, (limit << 20,) * 2)
+
+        return subprocess.run(
+            [sys.executable, "-m", "weft", "train", "files", "--out", str(tmp_path / name), *words],
+            preexec_fn=limit_memory, capture_output=True, text=True,
+        )  # fmt: skip
+
+    def written(name: str) -> dict[str, torch.Tensor]:
+        data = tmp_path / name / "checkpoints" / "step-000002" / "data"
+        return {key: value for path in data.iterdir() for key, value in load_file(path).items()}
+
+    assert trained("short", True, weights="device").returncode, "the limit holds nobody up"
+    for name, done in (("file", trained("file", True)), ("memory", trained("memory", False, weights="device"))):
+        assert not done.returncode, (name, done.stderr)
+    found, wanted = written("file"), written("memory")
+    assert sum(value.nbytes for value in wanted.values()) * 4 / 3 >= share * (limit << 20)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
 @contextmanager

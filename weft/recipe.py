@@ -494,7 +494,8 @@ class Memory(Section):
     which units are updated during backward, before the global norm says whether gradients are clipped, and taken back
     if they are (SuperOffload, Lian et al. 2025): "all", or as many as make transfers of a step "even". ``alternate``:
     with weights and moments on the host, this share of the units is updated on the device meanwhile (Deep Optimizer
-    States, Maurya et al. 2024); "auto": the fastest share, by rates measured in the first steps.
+    States, Maurya et al. 2024); "auto": the fastest share, by rates measured in the first steps. ``buffer``: MiB of
+    weights from a file that stay in memory from forward to backward, beside what a step needs in any case.
     """
 
     weights: Place = "device"
@@ -503,6 +504,7 @@ class Memory(Section):
     activations: Place = "device"
     blocks: int = Field(0, ge=0, description="how many blocks' activations leave; 0: as many as travel hidden")
     folder: str = "."
+    buffer: int = Field(0, ge=0, description="MiB of weights from files that stay from forward to backward")
     speculate: Literal["none", "even", "all"] = "none"
     alternate: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
 

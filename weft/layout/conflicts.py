@@ -171,6 +171,9 @@ RULES: tuple[Rule, ...] = (
              (1, 2) if a.memory.weights == "file" else (a.memory.distance("weights"),)),
          "memory.gradients = {0.memory.gradients!r} is not where the update needs them, with memory.weights = "
          "{0.memory.weights!r}", "leave memory.gradients out"),
+    Rule("room for weights that do not leave", "memory", lambda a: a.memory.buffer > 0 and a.memory.weights != "file",
+         "memory.buffer = {0.memory.buffer} is room for weights that come from a file, and memory.weights = "
+         "{0.memory.weights!r}", "set memory.weights = 'file', or leave memory.buffer out"),
     Rule("blocks of what stays", "memory", lambda a: a.memory.blocks > 0 and not a.memory.offloads_activations,
          "memory.blocks = {0.memory.blocks} says how many blocks' activations leave, and memory.activations = 'device' "
          "keeps all", "set memory.activations to 'host' or 'file', or leave memory.blocks out"),

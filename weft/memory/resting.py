@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from weft.memory.heap import give_heap_back
 from weft.memory.tiers import BufferPool, Region, TierFile, Transfer, page_buffer, whole_pages
 
 T = torch.Tensor
@@ -161,15 +160,17 @@ class Tiers:
     """What rests outside the memory in which it is used, by its owner, a unit of the state, and its kind.
 
     ``places``: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); what is not named is on
-    the device. ``folder``: where the file is, of which every rank has one; ``timeout``: seconds for one transfer.
+    the device. ``folder``: where the file is, of which every rank has one; ``timeout``: seconds for one transfer;
+    ``room``: bytes of weights that may stay for a later use, beside what a step needs in any case.
     Owners are updated in the same order in every step, so that from the second on the next one's tensors are read
     while one's are in use.
     """
 
     def __init__(
-        self, places: Mapping[str, str], folder: str = ".", device: torch.device = CPU, timeout: float = 600
-    ) -> None:
-        self.places, self.folder, self.timeout = places, Path(folder).expanduser(), timeout
+        self, places: Mapping[str, str], folder: str = ".", device: torch.device = CPU, timeout: float = 600,
+        room: int = 0,
+    ) -> None:  # fmt: skip
+        self.places, self.folder, self.timeout, self.room = places, Path(folder).expanduser(), timeout, room
         self.pool = BufferPool(pinned=device.type == "cuda")
         self.groups: dict[Hashable, dict[str, RestingGroup]] = defaultdict(dict)
         self.order, self.trials = (
@@ -207,13 +208,17 @@ class Tiers:
         place, tensors = self.places.get(kind, "device"), [t for t in tensors if t.numel()]
         if tensors and (place == "file" or (place == "host" and tensors[0].device.type != "cpu")):
             self.groups[owner][kind] = RestingGroup(tensors, self.file if place == "file" else None, self.pool)
-            give_heap_back()  # what they were in: all units' would be as much as they have together
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
         """Begin to bring what will soon be used."""
         for kind in kinds:
             if group := self._group(owner, kind):
                 group.fetch()
+
+    def size(self, owner: Hashable, kind: str) -> int:
+        """Bytes that the owner's tensors of one kind take in the file."""
+        group = self._group(owner, kind)
+        return 0 if group is None or group.region is None else group.region.size
 
     def keep(self, owner: Hashable, kind: str) -> None:
         """What is brought for the next use stays for the one after that."""

@@ -46,7 +46,7 @@ def parallelize(
     """
     memory = memory or Memory()
     check_fits(shape, mesh.layout, train, memory=memory)
-    tiers = Tiers(memory.away, memory.folder, mesh.device, train.timeout)
+    tiers = Tiers(memory.away, memory.folder, mesh.device, train.timeout, memory.buffer << 20)
     pipeline = None
     if mesh.size("pp") > 1 or memory.weights == "file":
         pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)

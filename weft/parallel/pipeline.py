@@ -54,9 +54,23 @@ class Turns(NamedTuple):
     first: frozenset[int]
 
 
-def turns(gathers: Sequence[Action]) -> Turns:
-    """Of a rank's gathers in their order: those of a stage that is the next but one, and the first stages."""
-    again = (id(a) for a, b in zip(gathers, gathers[KEPT:], strict=False) if a.stage == b.stage)
+def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -> Turns:
+    """Of a rank's gathers in their order: those of a stage that is the next but one, and the first stages.
+
+    Of those that come again later, the soonest stay as well, as many as have ``room``; ``size_of`` a stage, in bytes.
+    """
+    last: dict[int, int] = {}
+    waits = []  # how many gathers a stage would stay for, and the one before them
+    for i, a in enumerate(gathers):
+        if a.stage in last:
+            waits.append((i - last[a.stage], last[a.stage]))
+        last[a.stage] = i
+    again = set()
+    for wait, i in sorted(waits):
+        room -= size_of(gathers[i].stage) if wait > KEPT else 0
+        if room < 0:
+            break
+        again.add(id(gathers[i]))
     return Turns(frozenset(again), frozenset(a.stage for a in gathers[:KEPT]))
 
 
@@ -227,7 +241,8 @@ class Pipeline:
         self.batches, self.total = [b.to(self.mesh.device) for b in batches], total
         self.losses, self.ropes, self.seen = {}, {}, {}
         self.lasts, self.summed = self._last_uses(table), set()
-        self.turns = turns([a for a in table.ranks[self.rank] if a.kind == GATHER])
+        gathers = [a for a in table.ranks[self.rank] if a.kind == GATHER]
+        self.turns = turns(gathers, self._weights_of, self.tiers.room)
         self.tiers.restart()
         ops = self._ops(table)
         self.last = execute(table, self.rank, ops, self.wire)
@@ -341,6 +356,10 @@ class Pipeline:
     def _units_of(self, stage: int) -> list[TableUnit]:
         """The units whose parameters ``stage`` computes with."""
         return [unit for stages, unit in self.users if stage in stages]
+
+    def _weights_of(self, stage: int) -> int:
+        """Bytes of a stage's weights that rest in a file."""
+        return sum(self.tiers.size(unit, "weights") for unit in self._units_of(stage))
 
     def _last_uses(self, table: Table) -> dict[tuple[str, Unit], Action]:
         """The last action of each inserted kind for every unit that is updated early."""

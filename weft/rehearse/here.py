@@ -199,10 +199,12 @@ def _into_files(
         if filed[kind]:
             of_block, of_ends = getattr(block, name), getattr(ends, name)
             memory["optimizer" if kind == "moments" else kind] = min(BUFFERS, layers) * of_block + of_ends
+    stay = min(recipe.memory.buffer << 20, max(0.0, filed["weights"] - memory["weights"]))  # until backward
+    memory["weights"] += stay
     weights, gradients = filed["weights"], filed["gradients"]
     # Beside its rows a unit that comes from a file has whole parameters, two units' at a time, and sums of gradients.
     memory["copies"] = 2 * block.weights + ends.weights if weights else 0.0
-    moved = ((weights, 0.0), (weights, gradients), (sum(filed.values()), weights + filed["moments"]))
+    moved = ((weights, 0.0), (weights - stay, gradients), (sum(filed.values()), weights + filed["moments"]))
     read, write = bytes_per_s(disk["read"]), bytes_per_s(disk["write"])
     seen = (
         exposed_seconds(r / read + w / write, compute, layers + 1)

@@ -1,7 +1,7 @@
 """What must be known, and can be refused, before a rank starts or a folder is made."""
 
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.layout.layout import BATCH_AXES, MODEL_AXES, Layout
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Place
-from weft.memory.heap import give_heap_back
+from weft.memory.heap import passing_by_the_heap
 from weft.model_parameters import PROJECTIONS, is_target, learns, parameters, projections
 from weft.models.own_loss import own_loss
 from weft.models.preference import objective
@@ -144,21 +144,18 @@ def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | Non
     memory = recipe.memory
     if recipe.optimizer.estimate == "zeroth-order" and memory.place_of("gradients") == "file":
         memory = memory.model_copy(update={"gradients": "host"})  # there are none, so they take no room in a file
-    if "file" in memory.away.values():
-        give_heap_back()
-    model, state = parallelize(
-        shape, mesh, recipe.train, values, recipe.data.seq_len, memory, summed=not recipe.resilience.combines
-    )
+    with passing_by_the_heap() if "file" in memory.away.values() else nullcontext():
+        model, state = parallelize(
+            shape, mesh, recipe.train, values, recipe.data.seq_len, memory, summed=not recipe.resilience.combines
+        )
+        state.optimize(RuleOptimizer(recipe.optimizer, mesh))
     model.objective = objective(recipe.loss)
     model.criterion = own_loss(recipe.loss, shape.vocab) or model.criterion
-    state.optimize(RuleOptimizer(recipe.optimizer, mesh))
     state.early = early_units(state, memory, recipe.train.recompute)
     if recipe.memory.alternate:
         state.alternating = Alternating(mesh.device, recipe.memory.alternate)
     if mesh.islands > 1:
         add_slots(state, recipe.sync)
-    if "file" in memory.away.values():
-        give_heap_back()
     return model, state
 
 
