@@ -24,6 +24,8 @@ ROUTERS = {
     "DeepseekV2ForCausalLM": ("softmax", ("greedy", "group_limited_greedy")),
     "DeepseekV3ForCausalLM": ("sigmoid", ("noaux_tc",)),
 }
+#: What the others' configs have no word for, and those of models derived from them do.
+PLAIN = "softmax", ("greedy",)
 #: Parts of :class:`ModelShape` that DeepSeek calls otherwise.
 LATENT = {
     "kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "rope_dim": "qk_rope_head_dim", "head_dim": "qk_nope_head_dim",
@@ -57,6 +59,11 @@ def mixture_settings(path: Path, name: str, config: Mapping[str, Any], layers: i
         "experts_per_token": _number(path, config, "num_experts_per_tok"),
         "expert_ffn": _number(path, config, width),
     }
+    scores, ways = ROUTERS.get(name, PLAIN)
+    if (given := config.get("scoring_func", scores)) != scores:
+        refuse(path, "scoring_func", given, repr(scores))
+    if (way := config.get("topk_method") or ways[0]) not in ways:
+        refuse(path, "topk_method", way, " and ".join(map(repr, ways)))
     if config.get("router_jitter_noise"):
         refuse(path, "router_jitter_noise", config["router_jitter_noise"], "0")
     if config.get("output_router_logits") and config.get("router_aux_loss_coef"):
@@ -95,11 +102,7 @@ def _qwen(path: Path, name: str, config: Mapping[str, Any], layers: int, tree: d
 
 def _deepseek(path: Path, name: str, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     third = name.startswith("DeepseekV3")
-    scores, ways = ROUTERS[name]
-    if (given := config.get("scoring_func", scores)) != scores:
-        refuse(path, "scoring_func", given, repr(scores))
-    if (way := config.get("topk_method") or ways[0]) not in ways:
-        refuse(path, "topk_method", way, " and ".join(map(repr, ways)))
+    way = config.get("topk_method") or ROUTERS[name][1][0]
     if config.get("moe_layer_freq", 1) != 1:
         refuse(path, "moe_layer_freq", config["moe_layer_freq"], "1")
     norm = bool(config.get("norm_topk_prob", third))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from math import ceil
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ import torch.nn.functional as F
 from weft.data.batch import Batch
 from weft.errors import UsageError
 from weft.layout.mesh import Mesh
-from weft.models.experts import Mixture, feed_forward, grouped, grouped_gradient, grouped_runs
+from weft.models import experts
+from weft.models.experts import Mixture, feed_forward, feed_forwards, gradient, grouped_runs, product
+from weft.models.feed_forward import ACTIVATE
 from weft.models.init import initial_values
 from weft.models.router import Loads, RouterPass
 from weft.models.transformer import Transformer
@@ -201,10 +204,39 @@ def test_the_grouped_product_is_that_of_the_loop(dtype: torch.dtype) -> None:
     counts = torch.tensor([5, 0, 7, 1])
     assert grouped_runs(x, w)
     loop = torch.cat([part @ one for part, one in zip(x.split(counts.tolist()), w, strict=True)])
-    torch.testing.assert_close(grouped(x, w, counts), loop)
+    torch.testing.assert_close(product(x, w, counts), loop)
     grad = torch.randn(13, 16, dtype=dtype)
     parts = zip(grad.split(counts.tolist()), x.split(counts.tolist()), strict=True)
-    torch.testing.assert_close(grouped_gradient(grad, x, counts, w.mT), torch.stack([g.t() @ one for g, one in parts]))
+    found = torch.empty_like(w.mT)
+    gradient(grad, x, counts, found)
+    torch.testing.assert_close(found, torch.stack([g.t() @ one for g, one in parts]))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("together", [False, True])
+def test_experts_have_the_gradients_of_autograd(activation: str, dtype: torch.dtype, together: bool) -> None:
+    """One expert at a time, as on the CPU, and all ``together``, as on a GPU; also where some are given no row."""
+    generator, counts = torch.Generator().manual_seed(5), torch.tensor([5, 0, 7, 1])
+    shapes = (13, 8), (4, 16, 8), (4, 16, 8), (4, 8, 16)
+    given = [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+    def plain(rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        made = []
+        for x, gate, up, down in zip(rows.split(counts.tolist()), *weights, strict=True):
+            made.append((ACTIVATE[activation](x @ gate.t()) * (x @ up.t())) @ down.t())
+        return torch.cat(made)
+
+    def ours(rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return feed_forwards(rows, counts, activation, *weights)
+
+    expected, grad = plain(*given), torch.randn(13, 8, generator=generator, dtype=dtype)
+    with mock.patch.object(experts, "together", lambda rows: together):
+        found = ours(*given)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found, given, grad), torch.autograd.grad(expected, given, grad))
+        with torch.inference_mode():
+            assert torch.equal(ours(*given), found)
 
 
 @pytest.mark.parametrize("more", [

@@ -41,6 +41,11 @@ CASES: dict[str, tuple[Callable[..., object], Callable[..., object], list[tuple[
         lambda x: rotate_plainly(x, *(a.to(x.dtype) for a in ANGLES)),
         [(2, 3, 2, 8)],
     ),
+    "rotation of neighbours": (
+        lambda x: rotate(x, *(a.to(x.dtype) for a in ANGLES), interleaved=True),
+        lambda x: rotate_plainly(torch.cat((x[..., ::2], x[..., 1::2]), -1), *(a.to(x.dtype) for a in ANGLES)),
+        [(2, 3, 2, 8)],
+    ),
 }  # fmt: skip
 
 

@@ -400,6 +400,7 @@ def test_shapes_survive(shape: ModelShape, tmp_path: Path) -> None:
     ({"architectures": ["Qwen2MoeForCausalLM"], **QWEN, "shared_expert_intermediate_size": 50},
      ["shared_expert_intermediate_size = '50'", "multiples of moe_intermediate_size = 24"]),
     ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}, ["no num_experts_per_tok"]),
+    ({"architectures": ["Qwen3MoeForCausalLM"], **QWEN, "topk_method": "hash"}, ["topk_method = 'hash'", "greedy"]),
     ({"architectures": ["Qwen3MoeForCausalLM"], **QWEN, "mlp_only_layers": "0"}, ["mlp_only_layers = '0'", "a list"]),
     ({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}}, ["missing is an image tower"]),
     ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},

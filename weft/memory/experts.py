@@ -21,6 +21,7 @@ from weft.errors import UsageError, WeftError
 from weft.memory.records import Records, Slots
 from weft.memory.tiers import TierFile, page_buffer
 from weft.models.experts import Experts, Mixture, Stacks, expert_counts, sizes_of
+from weft.models.feed_forward import ACTIVATE
 from weft.models.module import Module
 from weft.models.router import Choice, Router
 from weft.models.transformer import Block, Transformer
@@ -43,7 +44,8 @@ class SlottedExperts(Experts):
 
     def __init__(self, experts: Experts, slots: Slots, first: int, stored: torch.dtype) -> None:
         Module.__init__(self, experts.mesh)
-        self.activate, self.slots, self.first, self.stored = experts.activate, slots, first, stored
+        self.activate = ACTIVATE[experts.activation]
+        self.slots, self.first, self.stored = slots, first, stored
         self.shapes = [logical.local_shape[1:] for logical in experts.logical.values()]
         self.views: dict[int, list[T]] = {}  # by where a slot's memory begins
 

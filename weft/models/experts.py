@@ -11,7 +11,7 @@ from spmd_types import rules
 from weft.layout.boundary import gather_tokens, scatter_tokens, untyped
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
-from weft.models.feed_forward import ACTIVATE, FeedForward
+from weft.models.feed_forward import ACTIVATE, SLOPE, FeedForward
 from weft.models.fused import current_tape
 from weft.models.module import Module
 from weft.models.numbers import has_numbers
@@ -185,13 +185,15 @@ def _bags(rows: T, order: T, k: int, weights: T | None = None) -> T:
     return F.embedding_bag(at.view(-1, k), rows, mode="sum", per_sample_weights=weights)
 
 
-def products(x: T, counts: T, *weights: T) -> tuple[T, ...]:
-    """``x @ weight[e].T`` for each weight, of the rows of each expert ``e``: so many as ``counts``, in turn.
+def feed_forwards(rows: T, counts: T, activation: str, gate: T, up: T, down: T) -> T:
+    """What experts make of their rows, so many as ``counts`` of each in turn: ``[rows, embed]`` to the same.
 
-    ``x``: ``[rows, in]``, weights ``[experts, out, in]``; each result ``[rows, out]``.
+    ``gate, up``: ``[experts, hidden, embed]``; ``down``: ``[experts, embed, hidden]``.
     """
-    tape = current_tape()
-    return _Products.apply(x, counts, None if tape is None else (tape, weights), *weights)
+    if torch.is_inference_mode_enabled():
+        return _forwards(rows, counts, activation, gate, up, down)[2]
+    tape, weights = current_tape(), (gate, up, down)
+    return _FeedForwards.apply(rows, counts, activation, None if tape is None else (tape, weights), *weights)
 
 
 def sizes_of(counts: T, rows: int) -> list[int]:
@@ -210,62 +212,125 @@ def grouped_runs(x: T, *weights: T) -> bool:
     return hasattr(F, "grouped_mm") and aligned and x.dtype in kinds and has_numbers(x) and len(x) > 0
 
 
-def grouped(x: T, weight: T, counts: T, plus: T | None = None) -> T:
-    """``[rows, in]`` and ``[experts, in, out]`` to ``[rows, out]`` (added to ``plus``), without a gradient."""
-    if grouped_runs(x, weight) and (plus is None or x.is_cuda):
+def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False) -> T:
+    """``[rows, in]`` of one expert and its ``[in, out]``, or of all of ``[experts, in, out]``, to ``[rows, out]``.
+
+    It goes to ``out``, if there is one, or is to ``add`` to what is there. Without a gradient.
+    """
+    if weight.dim() == 2:
+        return torch.addmm(out, x, weight, out=out) if add else torch.mm(x, weight, out=out)
+    if grouped_runs(x, weight):
         found = F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
-        return found if plus is None else plus.add_(found)
-    out, at = x.new_empty(len(x), weight.shape[2]) if plus is None else plus, 0
-    for w, size in zip(weight, sizes_of(counts, len(x)), strict=True):
-        rows = slice(at, at + size)
-        torch.addmm(out[rows], x[rows], w, beta=0 if plus is None else 1, out=out[rows])
-        at += size
+        return found if out is None else out.add_(found) if add else out.copy_(found)
+    sizes, out = sizes_of(counts, len(x)), x.new_empty(len(x), weight.shape[2]) if out is None else out
+    for some, w, into in zip(x.split(sizes), weight, out.split(sizes), strict=True):
+        product(some, w, counts, into, add)
     return out
 
 
-def grouped_gradient(grad: T, x: T, counts: T, weight: T) -> T:
-    """``grad.T @ x`` of each expert's rows: ``[rows, out]`` and ``[rows, in]`` to ``[experts, out, in]``."""
-    out, at = torch.empty_like(weight), 0
-    for w, size in zip(out, sizes_of(counts, len(x)), strict=True):
-        torch.mm(grad[at : at + size].t(), x[at : at + size], out=w)
-        at += size
-    return out
+def gradient(grad: T, x: T, counts: T, out: T) -> None:
+    """``out = grad.T @ x`` of an expert's rows, or of each one's: ``[rows, out]`` and ``[rows, in]``."""
+    if out.dim() == 2:
+        torch.mm(grad.t(), x, out=out)
+        return
+    sizes = sizes_of(counts, len(x))
+    for some, rows, w in zip(grad.split(sizes), x.split(sizes), out, strict=True):
+        gradient(some, rows, counts, w)
 
 
-def add_grouped_gradient(parameter: T, grad: T, x: T, counts: T) -> None:
-    """``parameter.grad += grad.T @ x`` of each expert's rows."""
-    found = grouped_gradient(grad, x, counts, parameter.detach())
+def add_gradient(parameter: T, found: T) -> None:
     parameter.grad = found if parameter.grad is None else parameter.grad.add_(found)
 
 
-class _Products(torch.autograd.Function):
+def together(rows: T) -> bool:
+    """Whether all experts are computed at once, by a grouped product.
+
+    On the CPU, which has none that is faster than its parts, what one expert makes is still in the cache when it is
+    used.
+    """
+    return rows.is_cuda
+
+
+def _forward(
+    x: T, counts: T, activation: str, gate: T, up: T, down: T,
+    one: T | None = None, two: T | None = None, out: T | None = None,
+) -> tuple[T, T, T]:  # fmt: skip
+    """What ``gate`` and ``up`` of one expert or all make of ``x``, and what comes of these; to where there is place."""
+    one, two = product(x, gate.mT, counts, one), product(x, up.mT, counts, two)
+    return one, two, product(ACTIVATE[activation](one).mul_(two), down.mT, counts, out)
+
+
+def _forwards(rows: T, counts: T, activation: str, *stacks: T) -> tuple[T, ...]:
+    """:func:`_forward` of all experts."""
+    if together(rows):
+        return _forward(rows, counts, activation, *stacks)
+    sizes, (_, hidden, embed) = sizes_of(counts, len(rows)), stacks[0].shape
+    found = tuple(rows.new_empty(len(rows), width) for width in (hidden, hidden, embed))
+    for x, *given in zip(rows.split(sizes), *stacks, *(y.split(sizes) for y in found), strict=True):
+        if len(x):
+            _forward(x, counts, activation, *given)
+    return found
+
+
+def _backward(
+    x: T, grad: T, one: T, two: T, counts: T, activation: str, gate: T, up: T, down: T, d_x: T | None = None
+) -> tuple[T, tuple[tuple[T, T], ...]]:
+    """The gradient of ``x``, to where there is place, and of each weight the two whose product its gradient is."""
+    active, d_hidden = ACTIVATE[activation](one), product(grad, down, counts)
+    d_two, hidden = active * d_hidden, active.mul_(two)
+    d_one = SLOPE[activation](d_hidden.mul_(two), one)
+    d_x = product(d_one, gate, counts, d_x)
+    return product(d_two, up, counts, d_x, add=True), ((d_one, x), (d_two, x), (grad, hidden))
+
+
+class _FeedForwards(torch.autograd.Function):
+    """:func:`feed_forwards`, which keeps two of the four hidden tensors that autograd would."""
+
     @staticmethod
-    def spmd_typecheck(*, x, counts, later, weights):  # type: ignore[no-untyped-def]
+    def spmd_typecheck(*, rows, counts, activation, later, stacks):  # type: ignore[no-untyped-def]
         rules.ignore(counts)
-        return tuple(rules.einsum("ri,eoi->ro", x, w) for w in weights)
+        gate, up, down = stacks
+        one, two = (rules.einsum("ri,eoi->ro", rows, w) for w in (gate, up))
+        return rules.einsum("ro,eio->ri", rules.einsum("ro,ro->ro", one, two), down)
 
     @staticmethod
-    def forward(ctx, x, counts, later, *weights):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x, counts, *weights)
-        ctx.later = later  # the parameters themselves, as in weft.models.fused
-        return tuple(grouped(x, w.mT, counts) for w in weights)
+    def forward(ctx, rows, counts, activation, later, *stacks):  # type: ignore[no-untyped-def]
+        one, two, out = _forwards(rows, counts, activation, *stacks)
+        ctx.save_for_backward(rows, counts, one, two, *stacks)
+        ctx.activation, ctx.later = activation, later  # the parameters themselves, as in weft.models.fused
+        return out
 
     @staticmethod
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        x, counts, *weights = ctx.saved_tensors
-        grads = tuple(g.contiguous() for g in grads)
-        d_x: T | None = None
-        for g, w in zip(grads, weights, strict=True):
-            d_x = grouped(g, w, counts, d_x)
-        tape, parameters = ctx.later or (None, weights)
-        now: list[T | None] = []
-        for p, g, w, learns in zip(parameters, grads, weights, ctx.needs_input_grad[3:], strict=True):
-            # A weight that came from another rank passes its gradient on.
-            if learns and tape is not None and p.is_leaf:
-                tape.append(partial(add_grouped_gradient, p, g, x.detach(), counts))
-                learns = False
-            now.append(grouped_gradient(g, x, counts, w) if learns else None)
-        return d_x, None, None, *now
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        rows, counts, one, two, *stacks = ctx.saved_tensors
+        tape, parameters = ctx.later or (None, stacks)
+        learning = [
+            torch.empty_like(w) if asked else None for w, asked in zip(stacks, ctx.needs_input_grad[4:], strict=True)
+        ]
+        # A weight that came from another rank passes its gradient on.
+        waiting = [tape is not None and p.is_leaf for p in parameters]
+
+        def learn(products: Sequence[tuple[T, T]], places: Sequence[T | None]) -> None:
+            for pair, place, waits in zip(products, places, waiting, strict=True):
+                if place is not None:
+                    work = partial(gradient, *pair, counts, place)
+                    tape.append(work) if waits else work()
+
+        given = rows, grad.contiguous(), one, two
+        if together(rows):
+            d_rows, products = _backward(*given, counts, ctx.activation, *stacks)
+            learn(products, learning)
+        else:
+            sizes, d_rows = sizes_of(counts, len(rows)), torch.empty_like(rows)
+            parts = zip(*(y.split(sizes) for y in (*given, d_rows)), *stacks, strict=True)
+            for e, (*some, d_x, gate, up, down) in enumerate(parts):
+                _, products = _backward(*some, counts, ctx.activation, gate, up, down, d_x)
+                learn(products, [None if place is None else place[e] for place in learning])
+        for i, (p, found, waits) in enumerate(zip(parameters, learning, waiting, strict=True)):
+            if found is not None and waits:
+                tape.append(partial(add_gradient, p, found))
+                learning[i] = None
+        return d_rows, None, None, None, *learning
 
 
 class Experts(Module):
@@ -273,7 +338,7 @@ class Experts(Module):
 
     def __init__(self, shape: ModelShape, mesh: Mesh, count: int) -> None:
         super().__init__(mesh)
-        self.activate = ACTIVATE[shape.activation]
+        self.activation = shape.activation
         assert shape.expert_ffn
         expert, ffn, embed = Dim("expert", count), Dim("ffn", shape.expert_ffn), Dim("embed", shape.embed)
         self.weight("gate", expert, ffn, embed, std=shape.init_std)
@@ -299,8 +364,7 @@ class Experts(Module):
         return torch.cat(made)
 
     def _made(self, rows: T, counts: T, gate: T, up: T, down: T) -> T:
-        one, two = products(rows, counts, gate, up)  # [rows, hidden units here]
-        return products(self.activate(one) * two, counts, down)[0]
+        return feed_forwards(rows, counts, self.activation, gate, up, down)
 
 
 class Mixture(Module):

@@ -19,6 +19,13 @@ ACTIVATE: dict[str, Callable[[T], T]] = {
     "silu": F.silu, "gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu,
 }  # fmt: skip
 
+#: The gradient of each by its input, from that by its output.
+SLOPE: dict[str, Callable[[T, T], T]] = {
+    "silu": torch.ops.aten.silu_backward,
+    "gelu": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "relu": partial(torch.ops.aten.threshold_backward, threshold=0),
+}
+
 
 class FeedForward(Projections):
     """``down(activate(gate(x)) * up(x))``, of ``width`` hidden units."""

@@ -3,8 +3,12 @@
 import math
 
 import torch
+from spmd_types import rules
 
+from weft.models.fused import own_gradients_pay
 from weft.recipe import ModelShape, RopeScaling
+
+T = torch.Tensor
 
 
 def frequencies(shape: ModelShape) -> torch.Tensor:
@@ -71,10 +75,52 @@ def angles(positions: torch.Tensor, freq: torch.Tensor, dtype: torch.dtype) -> t
     return theta.cos(), theta.sin()
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+def rotate(x: T, cos: T, sin: T, interleaved: bool = False) -> T:
     """Rotate the pairs ``(x[i], x[i + head_dim / 2])`` of ``[batch, seq, heads, head_dim]``.
 
     ``interleaved``: the pairs ``(x[2i], x[2i + 1])``, which are half a head apart afterwards; scores do not mind.
     """
-    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    if own_gradients_pay(x) and x.dtype == cos.dtype:
+        turn = _turned if torch.is_inference_mode_enabled() else _Rotate.apply
+        return turn(x, cos, sin, interleaved)
+    a, b = pairs(x, interleaved)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def pairs(x: T, interleaved: bool) -> tuple[T, T]:
+    """The first and the second of each pair, as views."""
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    return a, b
+
+
+def _turn(a: T, b: T, cos: T, sin: T, first: T, second: T) -> None:
+    """Write the rotated pairs ``a, b`` to ``first, second``."""
+    torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=second).addcmul_(a, sin)
+
+
+def _turned(x: T, cos: T, sin: T, interleaved: bool) -> T:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _turn(*pairs(x, interleaved), cos, sin, *out.chunk(2, dim=-1))
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    """:func:`rotate`, whose gradient is the rotation back, without a temporary for each product."""
+
+    @staticmethod
+    def spmd_typecheck(*, x, cos, sin, interleaved):  # type: ignore[no-untyped-def]
+        return rules.einsum("bshd,bsor,bsor->bshd", x, cos, sin)
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, interleaved):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turned(x, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        cos, sin = ctx.saved_tensors
+        d_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        _turn(*grad.chunk(2, dim=-1), cos, -sin, *pairs(d_x, ctx.interleaved))
+        return d_x, None, None, None
