@@ -20,8 +20,7 @@ import torch
 from weft.errors import UsageError, WeftError
 from weft.memory.records import Records, Slots
 from weft.memory.tiers import TierFile, page_buffer
-from weft.models.experts import Experts, Mixture, Stacks, expert_counts, sizes_of
-from weft.models.feed_forward import ACTIVATE
+from weft.models.experts import Experts, Mixture, Stacks, expert_counts, forward_piece, sizes_of
 from weft.models.module import Module
 from weft.models.router import Choice, Router
 from weft.models.transformer import Block, Transformer
@@ -44,37 +43,30 @@ class SlottedExperts(Experts):
 
     def __init__(self, experts: Experts, slots: Slots, first: int, stored: torch.dtype) -> None:
         Module.__init__(self, experts.mesh)
-        self.activate = ACTIVATE[experts.activation]
+        self.activation = experts.activation
         self.slots, self.first, self.stored = slots, first, stored
         self.shapes = [logical.local_shape[1:] for logical in experts.logical.values()]
         self.views: dict[int, list[T]] = {}  # by where a slot's memory begins
 
     def forward(self, rows: T, counts: T, lent: object = (), stacks: Stacks | None = None) -> T:
-        """As of :class:`Experts`, whose experts are all this rank's own, to the last bit.
-
-        How PyTorch rounds an activation depends on where in a tensor a number is: so hidden units of all rows are
-        activated together, and again for experts that come later.
-        """
+        """As of :class:`Experts`, whose experts are all this rank's own, to the last bit: one expert at a time."""
         sizes = sizes_of(counts, len(rows))
         chosen = [self.first + e for e, size in enumerate(sizes) if size]
         places = {self.first + e: slice(end - sizes[e], end) for e, end in enumerate(accumulate(sizes))}
         self.slots.counts["used"] += len(chosen)
-        (one, two), out = rows.new_zeros(2, len(rows), self.shapes[0][0]), torch.empty_like(rows)
+        out = torch.empty_like(rows)
         for some in self.slots.using(chosen):
-            there = [(places[record], self._matrices(memory)) for record, memory in some]
-            for place, (gate, up, _) in there:
-                torch.mm(rows[place], gate.to(DTYPE), out=one[place])
-                torch.mm(rows[place], up.to(DTYPE), out=two[place])
-            hidden = self.activate(one) * two
-            for place, (_, _, down) in there:
-                torch.mm(hidden[place], down.to(DTYPE), out=out[place])
+            for record, memory in some:
+                weights = (w.to(DTYPE) for w in self._matrices(memory))
+                place = places[record]
+                forward_piece(rows[place], counts, self.activation, *weights, out=out[place])
         return out
 
     def _matrices(self, memory: T) -> list[T]:
-        """What rows are multiplied by, in a slot's memory: views, made once."""
+        """An expert's weights in a slot's memory: views, made once."""
         place = memory.data_ptr()
         if place not in self.views:
-            self.views[place] = [w.t() for w in matrices(memory, self.stored, self.shapes)]
+            self.views[place] = matrices(memory, self.stored, self.shapes)
         return self.views[place]
 
 

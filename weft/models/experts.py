@@ -251,7 +251,7 @@ def together(rows: T) -> bool:
     return rows.is_cuda
 
 
-def _forward(
+def forward_piece(
     x: T, counts: T, activation: str, gate: T, up: T, down: T,
     one: T | None = None, two: T | None = None, out: T | None = None,
 ) -> tuple[T, T, T]:  # fmt: skip
@@ -261,14 +261,14 @@ def _forward(
 
 
 def _forwards(rows: T, counts: T, activation: str, *stacks: T) -> tuple[T, ...]:
-    """:func:`_forward` of all experts."""
+    """:func:`forward_piece` of all experts."""
     if together(rows):
-        return _forward(rows, counts, activation, *stacks)
+        return forward_piece(rows, counts, activation, *stacks)
     sizes, (_, hidden, embed) = sizes_of(counts, len(rows)), stacks[0].shape
     found = tuple(rows.new_empty(len(rows), width) for width in (hidden, hidden, embed))
     for x, *given in zip(rows.split(sizes), *stacks, *(y.split(sizes) for y in found), strict=True):
         if len(x):
-            _forward(x, counts, activation, *given)
+            forward_piece(x, counts, activation, *given)
     return found
 
 
@@ -359,7 +359,7 @@ class Experts(Module):
             return self._made(rows, counts, *own)
         with untyped():
             here, others = counts[: len(self.gate)], counts[len(self.gate) :][: len(lent[0])]
-            size = sum(sizes_of(here, len(rows) * len(here) // len(counts)))
+            size = sum(sizes_of(here, len(rows) * len(here) // max(1, len(here) + len(others))))
         made = self._made(rows[:size], here, *own), self._made(rows[size:], others, *lent)
         return torch.cat(made)
 
