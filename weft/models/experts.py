@@ -316,7 +316,7 @@ class _FeedForwards(torch.autograd.Function):
                     work = partial(gradient, *pair, counts, place)
                     tape.append(work) if waits else work()
 
-        given = rows, grad.contiguous(), one, two
+        given = rows.detach(), grad.contiguous(), one, two  # of what is left for later no graph is made
         if together(rows):
             d_rows, products = _backward(*given, counts, ctx.activation, *stacks)
             learn(products, learning)
