@@ -57,9 +57,9 @@ class SlottedExperts(Experts):
         out = torch.empty_like(rows)
         for some in self.slots.using(chosen):
             for record, memory in some:
-                weights = (w.to(DTYPE) for w in self._matrices(memory))
+                weights = [w.to(DTYPE) for w in self._matrices(memory)]
                 place = places[record]
-                forward_piece(rows[place], counts, self.activation, *weights, out=out[place])
+                forward_piece(rows[place], counts, self.activation, weights, (None, None, out[place]))
         return out
 
     def _matrices(self, memory: T) -> list[T]:

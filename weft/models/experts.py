@@ -12,7 +12,7 @@ from weft.layout.boundary import gather_tokens, scatter_tokens, untyped
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.feed_forward import ACTIVATE, SLOPE, FeedForward
-from weft.models.fused import current_tape
+from weft.models.fused import Tape, current_tape
 from weft.models.module import Module
 from weft.models.numbers import has_numbers
 from weft.models.parts import Steps, current_part, read, result_of
@@ -191,7 +191,7 @@ def feed_forwards(rows: T, counts: T, activation: str, gate: T, up: T, down: T) 
     ``gate, up``: ``[experts, hidden, embed]``; ``down``: ``[experts, embed, hidden]``.
     """
     if torch.is_inference_mode_enabled():
-        return _forwards(rows, counts, activation, gate, up, down)[2]
+        return _forwards(rows, counts, activation, (gate, up, down))[2]
     tape, weights = current_tape(), (gate, up, down)
     return _FeedForwards.apply(rows, counts, activation, None if tape is None else (tape, weights), *weights)
 
@@ -218,7 +218,7 @@ def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False)
     It goes to ``out``, if there is one, or is to ``add`` to what is there. Without a gradient.
     """
     if weight.dim() == 2:
-        return torch.addmm(out, x, weight, out=out) if add else torch.mm(x, weight, out=out)
+        return out.addmm_(x, weight) if add and out is not None else torch.mm(x, weight, out=out)
     if grouped_runs(x, weight):
         found = F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
         return found if out is None else out.add_(found) if add else out.copy_(found)
@@ -252,30 +252,32 @@ def together(rows: T) -> bool:
 
 
 def forward_piece(
-    x: T, counts: T, activation: str, gate: T, up: T, down: T,
-    one: T | None = None, two: T | None = None, out: T | None = None,
-) -> tuple[T, T, T]:  # fmt: skip
+    x: T, counts: T, activation: str, stacks: Sequence[T], places: Sequence[T | None] = (None, None, None)
+) -> tuple[T, T, T]:
     """What ``gate`` and ``up`` of one expert or all make of ``x``, and what comes of these; to where there is place."""
-    one, two = product(x, gate.mT, counts, one), product(x, up.mT, counts, two)
-    return one, two, product(ACTIVATE[activation](one).mul_(two), down.mT, counts, out)
+    gate, up, down = stacks
+    one, two = product(x, gate.mT, counts, places[0]), product(x, up.mT, counts, places[1])
+    return one, two, product(ACTIVATE[activation](one).mul_(two), down.mT, counts, places[2])
 
 
-def _forwards(rows: T, counts: T, activation: str, *stacks: T) -> tuple[T, ...]:
+def _forwards(rows: T, counts: T, activation: str, stacks: Sequence[T]) -> tuple[T, T, T]:
     """:func:`forward_piece` of all experts."""
     if together(rows):
-        return forward_piece(rows, counts, activation, *stacks)
+        return forward_piece(rows, counts, activation, stacks)
     sizes, (_, hidden, embed) = sizes_of(counts, len(rows)), stacks[0].shape
-    found = tuple(rows.new_empty(len(rows), width) for width in (hidden, hidden, embed))
-    for x, *given in zip(rows.split(sizes), *stacks, *(y.split(sizes) for y in found), strict=True):
+    one, two, out = (rows.new_empty(len(rows), width) for width in (hidden, hidden, embed))
+    experts, places = zip(*stacks, strict=True), zip(*(y.split(sizes) for y in (one, two, out)), strict=True)
+    for x, weights, place in zip(rows.split(sizes), experts, places, strict=True):
         if len(x):
-            forward_piece(x, counts, activation, *given)
-    return found
+            forward_piece(x, counts, activation, weights, place)
+    return one, two, out
 
 
 def _backward(
-    x: T, grad: T, one: T, two: T, counts: T, activation: str, gate: T, up: T, down: T, d_x: T | None = None
+    x: T, grad: T, one: T, two: T, counts: T, activation: str, stacks: Sequence[T], d_x: T | None = None
 ) -> tuple[T, tuple[tuple[T, T], ...]]:
     """The gradient of ``x``, to where there is place, and of each weight the two whose product its gradient is."""
+    gate, up, down = stacks
     active, d_hidden = ACTIVATE[activation](one), product(grad, down, counts)
     d_two, hidden = active * d_hidden, active.mul_(two)
     d_one = SLOPE[activation](d_hidden.mul_(two), one)
@@ -295,7 +297,7 @@ class _FeedForwards(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, counts, activation, later, *stacks):  # type: ignore[no-untyped-def]
-        one, two, out = _forwards(rows, counts, activation, *stacks)
+        one, two, out = _forwards(rows, counts, activation, stacks)
         ctx.save_for_backward(rows, counts, one, two, *stacks)
         ctx.activation, ctx.later = activation, later  # the parameters themselves, as in weft.models.fused
         return out
@@ -303,12 +305,12 @@ class _FeedForwards(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         rows, counts, one, two, *stacks = ctx.saved_tensors
-        tape, parameters = ctx.later or (None, stacks)
+        tape, parameters = ctx.later or (Tape(), stacks)
         learning = [
             torch.empty_like(w) if asked else None for w, asked in zip(stacks, ctx.needs_input_grad[4:], strict=True)
         ]
         # A weight that came from another rank passes its gradient on.
-        waiting = [tape is not None and p.is_leaf for p in parameters]
+        waiting = [ctx.later is not None and p.is_leaf for p in parameters]
 
         def learn(products: Sequence[tuple[T, T]], places: Sequence[T | None]) -> None:
             for pair, place, waits in zip(products, places, waiting, strict=True):
@@ -318,13 +320,13 @@ class _FeedForwards(torch.autograd.Function):
 
         given = rows.detach(), grad.contiguous(), one, two  # of what is left for later no graph is made
         if together(rows):
-            d_rows, products = _backward(*given, counts, ctx.activation, *stacks)
+            d_rows, products = _backward(*given, counts, ctx.activation, stacks)
             learn(products, learning)
         else:
             sizes, d_rows = sizes_of(counts, len(rows)), torch.empty_like(rows)
             parts = zip(*(y.split(sizes) for y in (*given, d_rows)), *stacks, strict=True)
-            for e, (*some, d_x, gate, up, down) in enumerate(parts):
-                _, products = _backward(*some, counts, ctx.activation, gate, up, down, d_x)
+            for e, (x, g, a, b, d_x, *weights) in enumerate(parts):
+                _, products = _backward(x, g, a, b, counts, ctx.activation, weights, d_x)
                 learn(products, [None if place is None else place[e] for place in learning])
         for i, (p, found, waits) in enumerate(zip(parameters, learning, waiting, strict=True)):
             if found is not None and waits:

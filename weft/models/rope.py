@@ -101,7 +101,7 @@ def _turn(a: T, b: T, cos: T, sin: T, first: T, second: T) -> None:
 
 def _turned(x: T, cos: T, sin: T, interleaved: bool) -> T:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _turn(*pairs(x, interleaved), cos, sin, *out.chunk(2, dim=-1))
+    _turn(*pairs(x, interleaved), cos, sin, *pairs(out, False))
     return out
 
 
@@ -122,5 +122,5 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         cos, sin = ctx.saved_tensors
         d_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        _turn(*grad.chunk(2, dim=-1), cos, -sin, *pairs(d_x, ctx.interleaved))
+        _turn(*pairs(grad, False), cos, -sin, *pairs(d_x, ctx.interleaved))
         return d_x, None, None, None
