@@ -20,8 +20,8 @@ _recipe = "A TOML recipe: a file, or one of Weft's by name (weft recipes), e.g. 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help=_recipe, autocompletion=_recipes)]
 
 _layout = (
-    'Ranks per axis, e.g. "shard=2,tp=2". Axes: pp, dp, shard, cp, tp; also zero, context, ulysses, and of pp: '
-    "schedule, virtual, vocab_barriers, skip."
+    'Ranks per axis, e.g. "shard=2,tp=2"; "" is one device. Axes: pp, dp, shard, cp, tp, ep, island; also zero, '
+    "context, ulysses, dispatch ..., and with pp: schedule, virtual, vocab_barriers, skip."
 )
 LayoutText = Annotated[str | None, typer.Option("--layout", help=_layout)]
 
@@ -38,10 +38,10 @@ ModelName = typer.Option("--checkpoint", "--from", metavar="MODEL", help=_named)
 _from = "Start from this model (a folder, a GGUF file, an id of the hub) and its tokenizer, not from the recipe's."
 FromModel = Annotated[str | None, typer.Option("--from", metavar="MODEL", help=_from)]
 
-_ema = "Take the averages of the parameters that the run has kept (optimizer.ema)."
+_ema = "Use the averages of the parameters that the run has kept (optimizer.ema)."
 Ema = Annotated[bool, typer.Option("--ema", help=_ema)]
 
-_weights = "float as they are; int8 or int4: so many bits each, on the CPU, faster and a little less exact."
+_weights = "float: as they are; int8 or int4: quantised, on the CPU, faster and a little less exact."
 Weights = Annotated[str, typer.Option(metavar="float|int8|int4", help=_weights)]
 
 _draft = (

@@ -13,32 +13,32 @@ from weft.errors import UsageError
 if TYPE_CHECKING:
     from weft.resilience.campaign import CampaignResult
 
-_reference = "A run of the same recipe that nobody has disturbed; without it one is made afterwards, of one rank."
-_hosts = "Put the ranks on so many hosts, which are network namespaces of this machine (root on Linux)."
-_seed = "What happens when to whom; the same seed means the same faults."
-_minutes = "Stop the run after so long; faults happen in the first nine tenths."
+_reference = "An undisturbed run of the same recipe; by default one is made afterwards, on one rank."
+_hosts = "Put the ranks on this many hosts: network namespaces of this machine (needs root on Linux)."
+_seed = "Chooses times and targets; the same seed gives the same faults."
+_minutes = "Stop the run after this time; faults happen in its first nine tenths."
 
 
 def chaos(
     recipe: RecipeFile,
     layout: LayoutText = None,
     overrides: Overrides = None,
-    kill: Annotated[int, typer.Option(min=0, help="Kill a rank, so many times.")] = 0,
-    leader: Annotated[int, typer.Option(min=0, help="Kill the rank that leads the others' agreement.")] = 0,
-    two: Annotated[int, typer.Option(min=0, help="Kill two ranks at once.")] = 0,
-    host: Annotated[int, typer.Option(min=0, help="Kill all ranks of a host.")] = 0,
-    freeze: Annotated[int, typer.Option(min=0, help="Freeze a rank; every other one thaws after a while.")] = 0,
-    link: Annotated[int, typer.Option(min=0, help="Pull the cable of a host for a while.")] = 0,
-    slow: Annotated[int, typer.Option(min=0, help="Slow a rank to half its speed for a while.")] = 0,
+    kill: Annotated[int, typer.Option(min=0, help="How often to kill a rank.")] = 0,
+    leader: Annotated[int, typer.Option(min=0, help="How often to kill the rank that leads the agreement.")] = 0,
+    two: Annotated[int, typer.Option(min=0, help="How often to kill two ranks at once.")] = 0,
+    host: Annotated[int, typer.Option(min=0, help="How often to kill all ranks of a host.")] = 0,
+    freeze: Annotated[int, typer.Option(min=0, help="How often to freeze a rank; every second one thaws.")] = 0,
+    link: Annotated[int, typer.Option(min=0, help="How often to unplug the cable of a host for a while.")] = 0,
+    slow: Annotated[int, typer.Option(min=0, help="How often to slow a rank to half its speed.")] = 0,
     minutes: Annotated[float, typer.Option(min=0.05, help=_minutes)] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help=_seed)] = 0,
     hosts: Annotated[int, typer.Option(min=0, max=200, help=_hosts)] = 0,
     ranks: Annotated[int | None, typer.Option(min=2, help="Ranks for a recipe without a layout.")] = None,
     reference: Annotated[Path | None, typer.Option(metavar="RUN", help=_reference)] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of all that this leaves; runs/chaos by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for all results; runs/chaos by default.")] = None,
     json: AsJson = False,
 ) -> int:
-    """Train with faults: ranks killed, frozen, cut off, slowed. Then: did it come through as if nothing had been?"""
+    """Train with faults: ranks killed, frozen, cut off, slowed. Then compare with an undisturbed run."""
     from weft.recipe import RUNS, load_recipe
     from weft.resilience.campaign import TOLERANCE, Campaign, carry_out
     from weft.resilience.chaos import schedule

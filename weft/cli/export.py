@@ -9,10 +9,10 @@ from weft.cli.arguments import Ema, ModelName
 from weft.cli.console import warn
 from weft.errors import UsageError
 
-_texts = "Of experts: texts of a task, by whose tokens' choices --keep and --place go."
-_keep = "So many experts of each layer, those chosen most."
-_place = "Experts in the order in which so many ranks are to have them, so that most tokens stay on a rank."
-_level = "How much equal loads of the ranks count with --place."
+_texts = "For a mixture of experts: texts of a task, whose choices of experts decide --keep and --place."
+_keep = "Keep only this many experts of each layer, those chosen most."
+_place = "Order the experts for this many ranks, so that most tokens stay on one rank."
+_level = "With --place: weight of equal loads against tokens that stay on a rank."
 
 
 def export(

@@ -24,7 +24,9 @@ if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
 
 _chat = "The prompt is what a user says (or a .json file with messages): apply the chat template, print the answer."
 
-_rest = "Where a mixture's experts rest that are not in use: a folder on a local disk, or host."
+_rest = "Where a mixture's experts rest while they are not in use: a folder on a local disk, or host."
+
+_min_p = "Drop what is less likely than this share of the likeliest."
 
 #: Tokens of a step for each rank along cp: of long prompts as many as fill the processor well.
 CHUNK = 2048
@@ -33,17 +35,17 @@ CHUNK = 2048
 def generate(
     checkpoint: Annotated[str, ModelName],
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with it; not printed.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the text.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help=_chat)] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: what the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 120,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many; 0 means all.")] = 40,
-    top_p: Annotated[float, typer.Option(max=1, help="Sample among the likeliest that make up this much.")] = 1.0,
-    min_p: Annotated[float, typer.Option(min=0, max=1, help="Sample what is so likely beside the likeliest.")] = 0.0,
-    repetition: Annotated[float, typer.Option(help="Make what has been seen less likely, above 1.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End where this comes; repeatable.")] = None,
-    seed: int = 0,
+    top_p: Annotated[float, typer.Option(max=1, help="Sample among the likeliest with this total probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(min=0, max=1, help=_min_p)] = 0.0,
+    repetition: Annotated[float, typer.Option(help="Above 1: makes tokens of the text so far less likely.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
     texts: Texts = 1,
     answer: Answer = None,
     beams: Beams = 0,
@@ -54,7 +56,7 @@ def generate(
     draft: Draft = "",
     layout: Spread = None,
     experts_in: Annotated[str | None, typer.Option(metavar="WHERE", help=_rest)] = None,
-    resident: Annotated[float, typer.Option(min=0, max=1, help="The share of them that memory has room for.")] = 0.5,
+    resident: Annotated[float, typer.Option(min=0, max=1, help="The share of the experts kept in memory.")] = 0.5,
 ) -> int:
     """Continue a text with a trained model, on one rank or on several."""
     import torch

@@ -15,9 +15,9 @@ from weft.train.ranks import in_ranks, threads_per_rank
 
 def probe(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The cluster file to write.")] = Path("probe.toml"),
-    ranks: Annotated[int, typer.Option(min=1, help="Measure with 1, 2, 4 ... up to so many ranks at once.")] = 4,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and turns.")] = False,
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="On the disk to measure: memory.folder.")] = Path(),
+    ranks: Annotated[int, typer.Option(min=1, help="Measure with 1, 2, 4 ... up to this many ranks.")] = 4,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repetitions.")] = False,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="A folder on the disk to measure.")] = Path(),
 ) -> int:
     """Measure this machine for weft plan: products, memory, a step, collectives, a disk. Under torchrun: its ranks."""
     if in_ranks():

@@ -13,16 +13,16 @@ from weft.cli.arguments import AsJson, ModelName
 from weft.cli.console import warn
 from weft.errors import UsageError
 
-_traces = "Traces of torch.profiler's (export_chrome_trace), of growing batches if there are several."
-_batches = "Texts that go on at a time, with commas between them."
+_traces = "Traces of torch.profiler (export_chrome_trace); several are of growing batch sizes."
+_batches = "Batch sizes to record, separated by commas."
 
 
 def profile(
     traces: Annotated[list[Path] | None, typer.Argument(metavar="[TRACE]...", help=_traces)] = None,
     checkpoint: Annotated[str | None, ModelName] = None,
     batches: Annotated[str, typer.Option(help=_batches)] = "1,4,16,64",
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each text before.")] = 64,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens that each text goes on by.")] = 16,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens to generate for each text.")] = 16,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where new traces go.")] = Path("traces"),
     as_json: AsJson = False,
 ) -> int:

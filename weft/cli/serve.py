@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from weft.serve.service import Service
 
 _adapters = "A folder of adapters as PEFT writes them: each is a model by its folder's name."
-_keys = "A file with a key per line: who sends none of them is refused. Prefixes are shared among requests of one key."
+_keys = "A file with a key per line: requests without one are refused. Prefixes are shared among requests of one key."
 _policy = (
     "Who goes first in a step. exact-fill: new tokens, then prompts, cut where the budget ends; chunked:N: new tokens "
     "and at most N of one prompt; prompts-first: prompts, then new tokens."
 )
-_invariant = "Log-probabilities are to the last bit those of the text alone, whatever else is asked; slower."
+_invariant = "Log-probabilities do not depend on other requests, to the last bit; slower."
 
 #: The share of the free memory that the cache may fill.
 SHARE = 0.4
@@ -38,14 +38,14 @@ def serve(
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for all networks.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8000,
     api_key: Annotated[Path | None, typer.Option(metavar="FILE", help=_keys)] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients; without it its own.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; by default its own.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 64,
-    waiting: Annotated[int, typer.Option(min=0, help="Answers that wait besides; more are refused with 429.")] = 960,
-    budget: Annotated[int, typer.Option(min=1, help="Tokens of a step: prompts are read in such pieces.")] = 512,
+    waiting: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 960,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens per step; longer prompts are read in pieces.")] = 512,
     policy: Annotated[str, typer.Option(metavar="exact-fill|chunked:N|prompts-first", help=_policy)] = "exact-fill",
-    cache: Annotated[int, typer.Option(min=0, help="Tokens that the cache has room for; 0: by the free memory.")] = 0,
-    tokens: Annotated[int, typer.Option(min=1, help="Of an answer, where a chat does not say.")] = 1024,
-    drain: Annotated[int, typer.Option(min=0, help="Seconds that answers have to end, after Ctrl-C.")] = 30,
+    cache: Annotated[int, typer.Option(min=0, help="Tokens in the cache; 0: by the free memory.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer if a request does not say.")] = 1024,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds that answers have to finish after Ctrl-C.")] = 30,
     adapters: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_adapters)] = None,
     ema: Ema = False,
     weights: Weights = "float",

@@ -16,18 +16,18 @@ if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
     from weft.generate.streams import Tags
     from weft.layout.layout import Layout
 
-_texts = "So many texts for one prompt, sampled side by side; with --beams, so many of the likeliest."
+_texts = "Number of texts for one prompt, sampled together; with --beams, the number of likeliest texts."
 Texts = Annotated[int, typer.Option(min=1, help=_texts)]
-_beams = "Search for the likeliest texts, so many at a time (beam search), instead of sampling."
+_beams = "Beam search for the likeliest texts with this many beams, instead of sampling."
 Beams = Annotated[int, typer.Option(min=0, help=_beams)]
 _answer = (
-    "With --texts: what most of them say where this matches last (its first group, if it has one). Texts that cannot "
-    "change that any more are not written to their end."
+    "With --texts: a majority vote on what this matches last in each text (its first group, if it has one). Texts that "
+    "cannot change the result any more are not finished."
 )
 Answer = Annotated[str | None, typer.Option(metavar="REGEX", help=_answer)]
-_workers = "So many texts that are written together, each of which sees the others as they grow (Hogwild)."
+_workers = "Number of texts that are written together, each of which sees the others as they grow (Hogwild)."
 Workers = Annotated[int, typer.Option(min=0, help=_workers)]
-_paths = "Write the paths into which the model itself parts its text at the same time (a model of Multiverse's kind)."
+_paths = "Write at the same time the paths into which the model itself splits its text (Multiverse models)."
 Paths = Annotated[bool, typer.Option("--paths", help=_paths)]
 
 #: The tokens by which a model parts its text, in the order of :class:`weft.generate.streams.Tags` (Yang et al. 2025).

@@ -31,10 +31,10 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     types: Annotated[bool, typer.Option("--types", help=_types_help)] = False,
     dtype: Annotated[str, typer.Option(help="float64 (to 1e-10) or float32 (to 5e-5).")] = "float64",
-    cases: Annotated[int | None, typer.Option("--random", min=1, help="Try so many random layouts instead.")] = None,
-    seed: Annotated[int, typer.Option(help="Of --random: other cases.")] = 0,
-    first: Annotated[int, typer.Option(min=0, help="Of --random: its first case, to go on with a campaign.")] = 0,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Of --random: stop after so long.")] = None,
+    cases: Annotated[int | None, typer.Option("--random", min=1, help="Try this many random layouts instead.")] = None,
+    seed: Annotated[int, typer.Option(help="With --random: chooses the cases.")] = 0,
+    first: Annotated[int, typer.Option(min=0, help="With --random: start at this case of a campaign.")] = 0,
+    minutes: Annotated[float | None, typer.Option(min=0, help="With --random: stop after this time.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Prove that a layout computes what one device computes. Exit code 0: equal, 1: not."""
