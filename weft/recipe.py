@@ -90,39 +90,40 @@ class Adapter(Section):
 class ModelShape(Section):
     """A decoder-only transformer.
 
-    ``from`` (in Python ``origin``) names a model to start from, which then says every field: a folder of Hugging Face's
-    or of Weft's, a GGUF file, or an id of the Hugging Face hub; of a ``config.json`` the values are new.
-    ``vocab = 0`` means "as large as the tokenizer's". ``kind``: a plugin's model (docs/plugins.md), which is made with
-    ``settings`` and has no other field of these.
+    ``from`` (in Python ``origin``) names a model to start from, which then defines every field here: a Hugging Face or
+    Weft folder, a GGUF file, or an id of the Hugging Face hub; from a ``config.json`` alone, weights are initialised
+    anew. ``vocab = 0`` means the size of the tokenizer's vocabulary. ``kind``: a plugin's model (docs/plugins.md),
+    which is built with ``settings`` and has none of the other fields.
 
-    ``mixer`` is what mixes tokens: ``softmax`` attention, ``linear`` attention, or ``retention`` (linear with decay).
-    Of the last two, ``softmax_every = n`` keeps softmax attention in every n-th layer (a hybrid; 0: in none).
+    ``mixer``: ``softmax`` attention, ``linear`` attention, or ``retention`` (linear with decay). With the last two,
+    ``softmax_every = n`` keeps softmax attention in every n-th layer (a hybrid; 0: in none).
 
-    ``window``: a token sees so many tokens, itself among them (0: all), but in every ``full_every``-th layer, which
-    sees all; ``window_theta`` is ``rope_theta`` of windowed layers. The rest is what Gemma 3 does besides: scores
-    divided by the root of ``query_dim`` rather than of ``head_dim``, embeddings multiplied by the root of ``embed``,
-    and norms after attention and feed-forward as well as before. ``rope_interleaved``: neighbouring elements of a head
-    rotate together, and not those half a head apart.
+    ``window``: a token sees this many tokens, including itself (0: all), except in every ``full_every``-th layer, which
+    sees all; ``window_theta`` is ``rope_theta`` of windowed layers. The following are for Gemma 3: scores divided by
+    the root of ``query_dim`` instead of ``head_dim``, embeddings multiplied by the root of ``embed``
+    (``scaled_embedding``), and norms after attention and feed-forward as well as before (``norm_after``).
+    ``rope_interleaved``: neighbouring elements of a head rotate together, instead of elements half a head apart.
 
-    ``kv_rank``: attention is latent (DeepSeek-V2): keys and values of all heads are made from one vector of this width,
-    which is all that generation remembers beside a rotated key of ``rope_dim``, and queries from one of ``q_rank`` (0:
-    directly). ``head_dim`` is the width of what is not rotated of a head's query, ``value_dim`` that of its values.
+    ``kv_rank``: latent attention (DeepSeek-V2). Keys and values of all heads are computed from one vector of this
+    width, which together with a rotated key of ``rope_dim`` is all that generation caches. Queries are computed from a
+    vector of ``q_rank`` (0: directly). ``head_dim`` is the width of the part of a head's query that is not rotated,
+    ``value_dim`` that of its values.
 
-    ``experts``: so many feed-forwards of width ``expert_ffn`` in the place of one, of which each token goes through
-    ``experts_per_token``; a list says how many each layer has (0: a dense one). Dense are also the first
-    ``first_dense`` layers and all but every ``moe_every``-th. ``shared_experts`` of that width see all tokens; what
-    they add is ``shared_mix``: all of it, by a sigmoid ``gate`` (Qwen2-MoE), or what is left of the experts' share
-    (``residual``, PR-MoE, Rajbhandari et al. 2022).
-    ``router``: a token's experts are those with the largest logits, weighted by the softmax of these
-    (``post-softmax``, Mixtral) or of all logits (``pre-softmax``), or those with the largest sigmoid plus a bias, which
-    moves by ``bias_rate`` each step towards equal loads (``sigmoid``, DeepSeek-V3). ``router_norm`` makes the weights
-    add up to 1, ``router_scale`` multiplies them. Of ``router_groups`` groups of experts only the ``router_top_groups``
-    best are chosen from. ``router_early``: it reads what attention reads (SmallThinker).
-    ``capacity``: in training an expert takes of each document at most so many times its mean share of the choices, the
-    earliest; the others are dropped (0: none is).
-    ``balance_loss`` and ``z_loss`` are added to the loss for training. The first is the mean over documents of how
-    unequal the loads are: of each layer by itself (``balance = "sequence"``), against the loads of the whole step
-    before (``step``), or of all layers together and not divided by ``experts_per_token`` (``huggingface``).
+    ``experts``: a layer has this many feed-forwards of width ``expert_ffn``, and each token goes through
+    ``experts_per_token`` of them; a list gives the number for each layer (0: dense). The first ``first_dense`` layers
+    are dense, and so are all but every ``moe_every``-th. ``shared_experts`` of that width see all tokens;
+    ``shared_mix`` says how their output is added: as it is (``add``), through a sigmoid ``gate`` (Qwen2-MoE), or with
+    what is left of the experts' share (``residual``, PR-MoE, Rajbhandari et al. 2022).
+    ``router``: a token's experts are those with the largest logits, weighted by the softmax of these (``post-softmax``,
+    Mixtral) or of all logits (``pre-softmax``), or those with the largest sigmoid plus a bias, which moves by
+    ``bias_rate`` each step towards equal loads (``sigmoid``, DeepSeek-V3). ``router_norm`` makes the weights add up to
+    1, ``router_scale`` multiplies them. A token chooses only from the ``router_top_groups`` best of ``router_groups``
+    groups of experts. ``router_early``: the router reads the input of attention (SmallThinker).
+    ``capacity``: in training an expert takes from each document at most this many times its mean share of the choices,
+    the earliest first; the others are dropped (0: none).
+    ``balance_loss`` and ``z_loss`` are added to the training loss. The first is the mean over documents of how unequal
+    the loads are: of each layer (``balance = "sequence"``), against the loads of the whole previous step (``step``), or
+    of all layers together and not divided by ``experts_per_token`` (``huggingface``).
     ``output``: ``tokens`` of the vocabulary, or the ``score`` of a reward model; ``loss.kind`` sets it.
     """
 
@@ -488,14 +489,14 @@ class Memory(Section):
 
     ``weights``: the rank's own rows of the parameters, in full precision. They are updated where they rest, or on the
     host if that is a file (ZeRO-Offload, Ren et al. 2021). ``gradients``, once reduced, and the optimizer's ``moments``
-    are with the weights if left out; moments may be further away. ``activations``: what backward needs of each block,
-    of the first ``blocks`` of every pass; with 0, of as many as nobody waits for, by a profile of passes.
-    ``folder`` has the files. They have no names there, and are gone with the run however that ends. ``speculate``:
-    which units are updated during backward, before the global norm says whether gradients are clipped, and taken back
-    if they are (SuperOffload, Lian et al. 2025): "all", or as many as make transfers of a step "even". ``alternate``:
-    with weights and moments on the host, this share of the units is updated on the device meanwhile (Deep Optimizer
-    States, Maurya et al. 2024); "auto": the fastest share, by rates measured in the first steps. ``buffer``: MiB of
-    weights from a file that stay in memory from forward to backward, beside what a step needs in any case.
+    rest with the weights by default; moments may be further away. ``activations``: what backward needs of the first
+    ``blocks`` blocks of every pass; 0 takes as many as transfers can hide, by a profile of passes. ``folder`` is where
+    the files are. They have no names, and disappear with the run however it ends. ``speculate``: which units are
+    updated during backward, before the global norm decides about clipping, and undone if it clips (SuperOffload, Lian
+    et al. 2025): "all", or with "even" as many as balance a step's transfers. ``alternate``: with weights and moments
+    on the host, this share of the units is updated on the device meanwhile (Deep Optimizer States, Maurya et al. 2024);
+    "auto": the fastest share, by rates measured in the first steps. ``buffer``: MiB of weights from a file that stay in
+    memory from forward to backward, beyond what a step needs in any case.
     """
 
     weights: Place = "device"
@@ -620,23 +621,22 @@ class Observe(Section):
 class Resilience(Section):
     """What a run of several ranks does when one of them dies, stalls or crawls (docs/resilience.md).
 
-    ``survive``: the others finish the step, or of islands the round; else the run ends, and goes on from its last
-    checkpoint, as islands always do that agree in every step. The ranks of a run that survives copy every rank's state
-    into another rank's memory each ``snapshot_every`` steps; with 0 they do not, and go on from the last checkpoint.
-    ``detect``: seconds after which a silent rank is taken to be lost. With fewer than ``min_ranks`` left the run saves
-    and ends. ``actions``: how far one goes about a slow rank: ``say`` who it is, ``rebalance`` so that it gets less to
-    do, or ``leave-out``.
+    ``survive``: the others finish the step, or with islands the round; otherwise the run ends and continues from its
+    last checkpoint, as do islands that synchronise in every step. Every ``snapshot_every`` steps each rank copies its
+    state into another rank's memory; with 0 there are no copies, and a loss goes back to the last checkpoint.
+    ``detect``: seconds after which a silent rank counts as lost. With fewer than ``min_ranks`` left the run saves and
+    ends. ``actions`` on a slow rank: ``say`` names it, ``rebalance`` gives it less to do, ``leave-out`` removes it.
 
-    ``aggregate``: how the gradients of replicas (``layout.dp``) become one. By another rule than their ``mean``
-    ``faulty`` of them may send whatever they like: ``flag`` (Almasi et al. 2024), ``krum`` or ``multi-krum`` (Blanchard
-    et al. 2017), ``bulyan`` (El Mhamdi et al. 2018), ``geometric-median`` (Pillutla et al. 2019) or ``trimmed-mean``
-    (Yin et al. 2018).
+    ``aggregate``: how the gradients of replicas (``layout.dp``) are combined. Every rule but the mean tolerates
+    ``faulty`` replicas that send anything: ``flag`` (Almasi et al. 2024), ``krum`` or ``multi-krum`` (Blanchard et al.
+    2017), ``bulyan`` (El Mhamdi et al. 2018), ``geometric-median`` (Pillutla et al. 2019) or ``trimmed-mean`` (Yin et
+    al. 2018).
 
     ``code``: replicas compute some of each other's samples, so that the sum of all gradients is known before up to
-    ``stragglers`` late ones are done (:mod:`weft.sync.coded`): by ``gradient`` coding (Tandon et al. 2017), or with a
-    step cut in ``jobs`` by one of the sequential codes (Krishnan et al. 2023), which compute less for it: ``sr-sgc`` or
-    ``m-sgc``, made for so many stragglers in any ``window`` jobs, each late for at most ``burst`` of them. These take
-    for late what takes longer than the first, by ``patience`` times as long.
+    ``stragglers`` late replicas are done (:mod:`weft.sync.coded`): by ``gradient`` coding (Tandon et al. 2017), or,
+    with a step cut into ``jobs``, by one of the sequential codes (Krishnan et al. 2023), which need less redundancy:
+    ``sr-sgc`` or ``m-sgc``, made for that many stragglers in any ``window`` jobs, each late for at most ``burst`` of
+    them. With these a rank counts as late when it takes ``patience`` times as long as the first.
     """
 
     survive: bool = True
@@ -673,22 +673,22 @@ OUTER = {
 class Sync(Section):
     """How islands (``layout.island``) agree: docs/islands.md.
 
-    ``every`` so many steps, with all or with some (``partner``): ``ring`` neighbours, random ``pairs``, or those whom a
-    ``graph`` of pairs, as ``[[0, 1], [1, 2]]``, links; by ``update = "average"`` alone, or in pairs by ``"noloco"``.
-    ``update`` is how (:mod:`weft.sync.methods`): the ``average`` of all parameters, ``nesterov`` momentum on what was
-    learned (DiLoCo), that in ``fragments`` in turn, of each of which the answer comes ``delay`` steps later and is
-    mixed with a share ``mix`` of what is here then (``streaming``), with the others' of the last round (``eager``,
-    ``co2``), or in pairs (``noloco``). Where all average in every step it is gradients that they exchange, so that they
-    compute exactly what one would.
+    Islands synchronise after ``every`` steps, with all others or with some (``partner``): ring neighbours, random
+    pairs, or those that a ``graph`` of pairs such as [[0, 1], [1, 2]] links; partners are for ``update = "average"``,
+    and ``"noloco"`` always uses pairs. ``update`` says how (:mod:`weft.sync.methods`): the ``average`` of all
+    parameters; ``nesterov`` momentum on the mean difference (DiLoCo); the same for fragments in turn, whose result is
+    applied ``delay`` steps later, mixed with a share ``mix`` of the local parameters (``streaming``); with the others'
+    differences of the last round (``eager``, ``co2``); or in pairs (``noloco``). Where all average in every step they
+    exchange gradients, and compute exactly what one island would.
 
-    ``compress``: what is sent, as ``int8``, ``int4``, ``topk:0.01``, ``randk:0.1``, ``powersgd:4``, ``sign`` or
-    ``cocktail`` (:mod:`weft.sync.compress`), and ``compress_back`` what comes back, if not likewise. What a message
-    leaves out is added to the next. With ``allocate`` PowerSGD has a rank for each matrix, chosen anew every so many
-    rounds so that all together are smallest with no more error than one rank for all (L-GreCo).
+    ``compress``: the compressor of what is sent: ``int8``, ``int4``, ``topk:0.01``, ``randk:0.1``, ``powersgd:4``,
+    ``sign`` or ``cocktail`` (:mod:`weft.sync.compress`); ``compress_back`` is that of what comes back, if it differs.
+    The error of a message is added to the next one. With ``allocate`` PowerSGD has a rank for each matrix, chosen anew
+    every that many rounds for the smallest total size with no more error than one rank for all (L-GreCo).
 
-    Sums go around a ring of the islands: in the ``order`` that is ``measured`` to be quickest, or as ``numbered``.
+    Sums go around a ring of the islands: in the order measured to be fastest, or as numbered.
 
-    ``lr`` and ``momentum`` of the outer update are those of its paper if left out. Of ``co2``: what is late is divided
+    ``lr`` and ``momentum`` of the outer update default to those of its paper. For ``co2``: late differences are divided
     by ``penalty``, and no element of the momentum is above ``clip``.
     """
 

@@ -41,39 +41,40 @@ class Layout(BaseModel):
     """Ranks per mesh axis.
 
     ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``. ``secondary``, with stage 3: after the forward pass
-    parameters stay cut over only so many neighbouring ranks, so that backward's gather does not leave their fast links
-    (ZeRO++ hpZ, Wang et al. 2023; Frontier, Dash et al. 2023); 0: it is over all ranks of ``shard`` and ``cp``.
+    parameters stay sharded over only this many neighbouring ranks, so that backward's gather stays on fast links
+    (ZeRO++ hpZ, Wang et al. 2023; Frontier, Dash et al. 2023); 0: over all ranks of ``shard`` and ``cp``.
 
-    Of ``cp``: ``context``, how attention crosses it (a table of :mod:`weft.parallel.context.tables`, or heads exchanged
-    among all its ranks); with ``ulysses`` > 1, heads are exchanged among so many neighbours, and the table of
-    ``context`` runs over the rest. ``scan`` is how states of linear attention cross ``cp``: all ranks ``gather`` them,
-    or each can ``pass`` the running one on.
+    With ``cp``: ``context`` says how attention crosses it (a table of :mod:`weft.parallel.context.tables`, or heads
+    exchanged among all its ranks). With ``ulysses`` > 1, heads are exchanged among that many neighbours, and the table
+    of ``context`` runs over the rest. ``scan`` says how states of linear attention cross ``cp``: all ranks ``gather``
+    them, or each rank can ``pass`` the running state on.
 
-    Of ``pp``: ``schedule`` (see ``weft schedule``) and its ``virtual`` stages per rank, where it leaves that open;
-    ``vocab_barriers`` (1 or 2: embedding and output layer are cut over all pipeline ranks, with so many barriers
-    between their passes; 0: they are on the first and last stage); ``skip``, the share of stages that a microbatch
-    leaves out.
+    With ``pp``: ``schedule`` (see ``weft schedule``) and the number of ``virtual`` stages per rank, if the schedule
+    leaves it open. ``vocab_barriers``: 1 or 2 cut embedding and output layer over all pipeline ranks, with that many
+    barriers between their passes; 0 keeps them on the first and last stage. ``skip``: the share of stages that each
+    microbatch skips.
 
-    ``overlap``: other microbatches compute while rows of experts travel. ``passes``: a forward pass takes turns with
-    another microbatch's backward, layer by layer, where the schedule has one after the other; ``pairs``: two passes of
-    a kind do (:mod:`weft.schedule.exchange`).
+    ``overlap``: other microbatches compute while rows travel to experts. ``passes``: a forward pass alternates with
+    another microbatch's backward, layer by layer, where the schedule has one after the other; ``pairs``: two forwards
+    or two backwards alternate (:mod:`weft.schedule.exchange`).
 
-    ``balance``: the documents of a step are placed on the data ranks by their length, long ones on several, and not
-    row by row (:mod:`weft.data.balance`); needs ``zero = 1``. The same loss and gradients come out.
+    ``balance``: the documents of a step are dealt to the data ranks by length instead of row by row, long ones to
+    several ranks (:mod:`weft.data.balance`); needs ``zero = 1``. Loss and gradients stay the same.
 
-    ``ep``: experts are spread over so many neighbours among the data ranks, so it divides dp x shard x cp; or else over
-    the ranks of ``tp`` too, which then send each their own tokens to whole experts. ``dispatch``: how tokens get there
-    (:mod:`weft.parallel.experts.dispatch`). With ``placement = "sharded"`` ranks have so many ``spare`` slots each, for
-    copies of experts that many tokens choose (:mod:`weft.parallel.experts.copies`); with ``"moving"`` experts also
-    change their owners. ``node``: so many ranks share a node, for dispatchers that mind what travels between nodes
-    (0: not said). Tokens set out in ``pieces``, of which one travels while experts compute another (0: as many as leave
-    messages of a MiB). ``lsh``: in training tokens of one hash, of so many random rotations, travel as their mean; with
-    ``lsh_residual`` what they differ by is added (:mod:`weft.parallel.experts.hashed`). Not what one device computes.
+    ``ep``: experts are spread over this many neighbouring data ranks, so it divides dp x shard x cp; or else over the
+    ranks of ``tp`` too, each of which then routes its own tokens to whole experts. ``dispatch``: how tokens reach their
+    experts (:mod:`weft.parallel.experts.dispatch`). ``placement = "sharded"`` gives each rank ``spare`` slots for
+    copies of busy experts (:mod:`weft.parallel.experts.copies`); with ``"moving"`` experts also change their owners.
+    ``node``: ranks per node, for dispatchers that save traffic between nodes (0: not given). ``pieces``: tokens are
+    sent in this many pieces, one of which travels while experts compute another (0: as many as leave messages of a
+    MiB). ``lsh``: in training, tokens with the same hash under this many random rotations travel as their mean;
+    ``lsh_residual`` adds their differences from it (:mod:`weft.parallel.experts.hashed`). This is not what one device
+    computes.
 
-    ``island``: groups of ranks that train by themselves and agree as the recipe's [sync] says (docs/islands.md).
+    ``island``: groups of ranks that train by themselves and synchronise as the recipe's [sync] says (docs/islands.md).
 
-    ``order``: the axes from the slowest links to the fastest, e.g. ``"tp pp"``, if neighbouring ranks are to be
-    neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.rehearse.mapping`` chooses).
+    ``order``: the axes from the slowest links to the fastest, e.g. ``"tp pp"``, if neighbouring ranks should be
+    neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.rehearse.mapping`` chooses one).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
