@@ -365,16 +365,16 @@ class Data(Section):
 
 
 class Loss(Section):
-    """What a step makes smaller (docs/preference.md).
+    """The training loss (docs/preference.md).
 
-    ``cross-entropy`` of the labels; or of pairs of answers, of which one is preferred, ``dpo`` (Rafailov et al. 2023),
+    ``cross-entropy`` of the labels; or, on pairs of answers of which one is preferred, ``dpo`` (Rafailov et al. 2023),
     ``dpo-norm`` (of averages over tokens, Rafailov et al. 2024), ``ipo`` (Azar et al. 2023), ``robust`` (Chowdhury et
-    al. 2024), ``hinge`` (Zhao et al. 2023), ``simpo`` (Meng et al. 2024) and ``reward``, by which a model with a scalar
-    head learns to score answers (Bradley & Terry 1952).
+    al. 2024), ``hinge`` (Zhao et al. 2023), ``simpo`` (Meng et al. 2024) and ``reward``, which trains a model with a
+    scalar head to score answers (Bradley & Terry 1952).
 
-    ``beta`` multiplies what is compared; ``label_smoothing`` is the share of pairs taken to be the wrong way round;
-    ``margin`` is how far ``simpo`` and ``reward`` want the chosen answer ahead. ``reference``: the model that others
-    than ``simpo`` and ``reward`` stay near to; that which the run starts from, if left out.
+    ``beta`` multiplies the difference of the two answers; ``label_smoothing`` is the assumed share of pairs with
+    swapped labels; ``margin`` is by how much ``simpo`` and ``reward`` want the chosen answer ahead. ``reference``: the
+    model that the other losses keep close to; by default the one from which the run starts.
 
     Any other kind is a plugin's (docs/plugins.md), which is called with ``settings``.
     """
@@ -410,17 +410,17 @@ class ParameterGroup(Section):
 class Optimizer(Section):
     """How parameters are updated; learning rates have a warm-up and a cosine or warm-up-stable-decay schedule.
 
-    ``estimate``: where gradients come from; ``zeroth-order`` takes them from the losses at two points, ``epsilon``
-    times a random direction away (MeZO, Malladi et al. 2023), without backward and unclipped. ``pairs``: of two ranks
-    along ``dp`` each evaluates one of the points, on the same sequences (DistZO2, Wang et al. 2025).
-    ``kind``: ``adamw`` (Loshchilov & Hutter 2019), ``lion`` (Chen et al. 2023), ``adafactor`` (Shazeer & Stern 2018),
-    ``muon`` (Jordan et al. 2024), ``galore`` (Zhao et al. 2024) or ``natural-galore`` (Das 2024). The last three are
-    for the matrices of blocks, and AdamW updates the rest. ``state``: what AdamW keeps its moments in; ``block``:
-    elements of a row that share a scale in 8 or 4 bits. ``momentum`` is Muon's. ``rank``, ``refresh`` (updates between
-    two sets of directions), ``scale`` and ``history`` (past gradients of ``natural-galore``) are GaLore's. ``ema``:
-    decay of an average of the parameters that is kept beside them; 0 keeps none. ``use_ema``: that average, and not the
-    parameters, is what is validated, writes the samples at the end and is exported. ``in_backward``: every block is
-    updated as soon as backward has its gradients, which are freed then (LOMO, Lv et al. 2023); needs ``clip = 0``.
+    ``estimate``: how gradients are computed; ``zeroth-order`` estimates them from the losses at two points, ``epsilon``
+    times a random direction away, without backward and unclipped (MeZO, Malladi et al. 2023). ``pairs``: each of two
+    ranks along ``dp`` evaluates one of the points, on the same sequences (DistZO2, Wang et al. 2025). ``kind``:
+    ``adamw`` (Loshchilov & Hutter 2019), ``sgd``, ``lion`` (Chen et al. 2023), ``adafactor`` (Shazeer & Stern 2018),
+    ``muon`` (Jordan et al. 2024), ``galore`` (Zhao et al. 2024) or ``natural-galore`` (Das 2024). The last three update
+    the matrices of blocks, and AdamW the rest. ``state``: the type of AdamW's moments; ``block``: elements of a row
+    that share a scale in 8 or 4 bits. ``momentum`` is for Muon. ``rank``, ``refresh`` (updates between two sets of
+    directions), ``scale`` and ``history`` (past gradients of ``natural-galore``) are for GaLore. ``ema``: decay of a
+    moving average of the parameters that is kept beside them; 0 keeps none. ``use_ema``: validate, sample and export
+    this average instead of the parameters. ``in_backward``: every block is updated as soon as backward has its
+    gradients, which are then freed (LOMO, Lv et al. 2023); needs ``clip = 0``.
     """
 
     estimate: Literal["backward", "zeroth-order"] = "backward"
@@ -740,8 +740,8 @@ class Sync(Section):
 class Generate(Section):
     """What the model writes at the end of the run: after ``prompt``, or after each of ``prompts``.
 
-    ``chat``: prompts are what a user says, and the chat template is applied. ``before``: what the model of
-    ``model.from`` writes stands beside it.
+    ``chat``: prompts are user messages, and the chat template is applied. ``before``: also show what the model of
+    ``model.from`` writes.
     """
 
     prompt: str = "def "
