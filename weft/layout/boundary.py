@@ -134,6 +134,11 @@ def own_number(value: float, mesh: Mesh, **types: Kind) -> torch.Tensor:
     return declare(x, mesh, **types)
 
 
+def own_share(value: float, mesh: Mesh, **types: Kind) -> torch.Tensor:
+    """This rank's share of a sum over all ranks of such a number: a pending float64 scalar, nothing counted twice."""
+    return share_of_sum(own_number(value, mesh, **types), mesh, **types)
+
+
 def declare(x: torch.Tensor, mesh: Mesh, **types: Kind) -> torch.Tensor:
     """State the type of ``x`` per axis; checked under ``weft verify --types`` and free otherwise."""
     if spmd.TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from spmd_types import rules
 
 from weft.data.batch import Batch
-from weft.layout.boundary import BY_DATA, OWN, Kind, R, V, declare, own_number, share_of_sum, untyped
+from weft.layout.boundary import BY_DATA, OWN, Kind, R, V, declare, own_share, share_of_sum, untyped
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.module import Module
@@ -115,7 +115,7 @@ class Loads:
 
     def share_of_bytes(self) -> T:
         """This rank's share of the bytes sent in the step, by :data:`SENT`; moves are those since the step before."""
-        shares = [share_of_sum(own_number(self.sent[what], self.mesh, **OWN), self.mesh, **OWN) for what in SENT]
+        shares = [own_share(self.sent[what], self.mesh, **OWN) for what in SENT]
         self.sent.clear()
         return torch.stack(shares)
 

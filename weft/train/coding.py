@@ -12,7 +12,7 @@ from weft.layout.groups import limit
 from weft.recipe import Resilience
 from weft.sync.arrivals import Link, Sum, connect_ranks
 from weft.sync.coded import CodedTask, code_of
-from weft.train.step import Stepper, accumulate, clear_gradients
+from weft.train.step import Stepper, accumulate, clear_gradients, split_like
 
 T = torch.Tensor
 
@@ -67,9 +67,7 @@ class Coding(Stepper):
         loss, weight, *counts = last.total.numbers.tolist()
         weight = weight if abs(weight) > ROUNDING else 1.0
         vector = torch.from_numpy(last.total.vector).to(self.mesh.device) / weight
-        held = self.state.learning
-        pieces = vector.split([h.local.numel() for h in held])
-        grads = {h.name: piece.view(h.local.shape) for h, piece in zip(held, pieces, strict=True)}
+        grads = split_like(vector, {h.name: h.local for h in self.state.learning})
         tokens, samples, low, high = map(round, counts)
         sums = [loss / weight, vector.double().square().sum().item(), last.flag, tokens, samples, low + (high << 16)]
         return grads, torch.tensor(sums, dtype=torch.float64)

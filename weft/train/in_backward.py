@@ -16,7 +16,7 @@ from weft.layout.boundary import I, share_of_sum, step_sum
 from weft.layout.layout import MODEL_AXES
 from weft.parallel.state import State, Unit
 from weft.train.arrivals import Arrivals
-from weft.train.step import Stepper, StepResult, accumulate, reduced, result_of, shares_of_sums, square_norm
+from weft.train.step import Stepper, StepResult, accumulate, reduced, result_of, square_norm
 
 T = torch.Tensor
 
@@ -43,7 +43,7 @@ class InBackward(Stepper):
         for unit in self.arrivals.end():
             self._update(unit)
         self.state.settle()
-        result = result_of(step_sum(shares_of_sums(loss, self.square, self.model, batches, stop, self.mesh), self.mesh))
+        result = result_of(step_sum(self.shares_of_sums(loss, self.square, batches, stop), self.mesh))
         if math.isfinite(result.loss) and result.skipped:
             raise WeftError(
                 "a gradient was not finite, and optimizer.in_backward had updated other parameters by then: go on from "

@@ -22,13 +22,24 @@ from weft.sync.parity import made_same
 from weft.sync.presence import Presence
 from weft.sync.replicas import Replicas, replicas_of
 from weft.sync.streams import Streams
-from weft.train.step import Stepper, StepResult, accumulate, in_one, reduced, shares_of_sums, square_norm, step_sum
+from weft.train.step import (
+    MARKS,
+    SAMPLES,
+    SQUARE_NORM,
+    Stepper,
+    StepResult,
+    accumulate,
+    in_one,
+    reduced,
+    square_norm,
+    step_sum,
+)
 
 T = torch.Tensor
 
-#: Of a step's sums (:func:`weft.train.step.shares_of_sums`) those that each island knows by itself: the norm, which is
-#: of gradients that all have then, and which samples were seen.
-OWN = [1, 4, 5]
+#: Of a step's sums those that each island knows by itself: the norm, which is of gradients that all islands have by
+#: then, and which samples were seen.
+OWN = [SQUARE_NORM, SAMPLES, MARKS]
 
 
 def slots_of(how: Sync) -> tuple[str, ...]:
@@ -88,7 +99,7 @@ class Together(Stepper):
             grads = self.summed(reduced(state, mesh))
             square = square_norm(grads, state, mesh)
             self.before_update()
-            mine = step_sum(shares_of_sums(loss, square, model, batches, stop, mesh), mesh)
+            mine = step_sum(self.shares_of_sums(loss, square, batches, stop), mesh)
             sums = self.of_all(mine)
             sums[OWN] = mine[OWN]
             return grads, sums

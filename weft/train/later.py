@@ -24,7 +24,6 @@ from weft.train.step import (
     reduced,
     result_of,
     share_of_weight,
-    shares_of_sums,
     square_norm,
     update,
 )
@@ -63,7 +62,7 @@ class PostValidation(Stepper):
             if self.inspect is not None:
                 self.inspect(grads)
             square = square_norm(grads, self.state, self.mesh)
-            sums = PendingSum(shares_of_sums(loss, square, self.model, batches, stop, self.mesh), self.mesh)
+            sums = PendingSum(self.shares_of_sums(loss, square, batches, stop), self.mesh)
             if self.changing:  # there may be nothing on this rank that learns
                 torch._foreach_copy_(self.copy, self.changing)
             update(self.state, grads, lr)

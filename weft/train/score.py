@@ -15,7 +15,7 @@ from weft.data.batch import IGNORE
 from weft.data.loader import Loader
 from weft.data.order import Listed, Row, packed
 from weft.data.tasks import Score, Text
-from weft.layout.boundary import OWN, own_number, share_of_sum, step_sum
+from weft.layout.boundary import OWN, own_share, step_sum
 from weft.layout.mesh import Mesh
 from weft.models.loss import token_scores
 from weft.models.transformer import Transformer
@@ -96,8 +96,7 @@ def scores(
     with lent_loss(model, scorer):
         position = 0
         while (batches := loader.step(position)) is not None:
-            refusals = share_of_sum(own_number(not wanted(), mesh, **OWN), mesh, **OWN)
-            if step_sum(refusals, mesh) > 0:
+            if step_sum(own_share(not wanted(), mesh, **OWN), mesh) > 0:
                 return []
             loss_sum(model, batches, mesh)
             position += batch

@@ -21,7 +21,7 @@ from weft.parallel.tried import Tried
 from weft.parallel.units import TableUnit
 from weft.train.arrivals import Arrivals
 from weft.train.optim import is_elementwise
-from weft.train.step import Stepper, StepResult, accumulate, clip_scale, reduced_and_sums, result_of, summed_over_axes
+from weft.train.step import Stepper, StepResult, accumulate, clip_scale, result_of, summed_over_axes
 
 T = torch.Tensor
 
@@ -60,8 +60,7 @@ class Speculation(Stepper):
                 )
             if any(self.state.tiers.groups.values()):  # otherwise the norm is computed beside the last updates
                 self._wait()
-            looked_at = self.inspect is not None
-            found = reduced_and_sums(loss, self.model, self.state, batches, self.mesh, stop, self._wait, looked_at)
+            found = self.reduced_and_sums(loss, batches, stop, self._wait)
         except BaseException:
             self._take_back()
             raise

@@ -27,6 +27,7 @@ from weft.layout.boundary import (
     declare,
     gradient_types,
     own_number,
+    own_share,
     share_of_sum,
     state_types,
     step_sum,
@@ -47,6 +48,10 @@ Beyond = Callable[[torch.Tensor], torch.Tensor]
 
 def same(x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+#: Where the sums of a step (:meth:`Stepper.shares_of_sums`) stand in their vector; those of experts follow.
+LOSS, SQUARE_NORM, STOPS, TOKENS, SAMPLES, MARKS = range(6)
 
 
 class StepResult(NamedTuple):
@@ -71,26 +76,25 @@ class StepResult(NamedTuple):
 
 def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """This rank's share of the step's real tokens: ranks with the same data count once. Scalar, float64."""
-    return share_of_sum(own_number(sum(b.real_tokens for b in batches), mesh, **BY_DATA), mesh, **BY_DATA)
+    return own_share(sum(b.real_tokens for b in batches), mesh, **BY_DATA)
 
 
 def share_of_samples(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """The same of the step's samples: how many there are, and the sum of their marks. ``[2]``."""
     seen = [sample for batch in batches for sample in batch.samples]
-    found = (own_number(number, mesh, **BY_DATA) for number in (len(seen), int(marks(seen).sum())))
-    return torch.stack([share_of_sum(number, mesh, **BY_DATA) for number in found])
+    return torch.stack([own_share(number, mesh, **BY_DATA) for number in (len(seen), int(marks(seen).sum()))])
 
 
 def share_of_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """The same of the weight of the step's labels, 1 each if the data says nothing else: the loss's one denominator."""
-    return share_of_sum(own_number(sum(b.label_weight for b in batches), mesh, **BY_DATA), mesh, **BY_DATA)
+    return own_share(sum(b.label_weight for b in batches), mesh, **BY_DATA)
 
 
 def count_loads(model: Transformer, batches: Sequence[Batch], mesh: Mesh, beyond: Beyond = same) -> None:
     """From now on routers count for a step of these batches. Collective, if their losses need to know its tokens."""
     if model.loads is None:
         return
-    tokens = share_of_sum(own_number(sum(b.document_tokens for b in batches), mesh, **BY_DATA), mesh, **BY_DATA)
+    tokens = own_share(sum(b.document_tokens for b in batches), mesh, **BY_DATA)
     total = beyond(step_sum(tokens, mesh)) if model.loads.balances else tokens
     model.loads.begin(lambda: total)
 
@@ -203,8 +207,13 @@ def in_one(
     flat = torch.cat([grads[name].flatten() for name in names])
     place = flat.device
     flat = move_to(work(move_to(flat, device)), place)  # they may be on the host
-    shares = flat.split([grads[name].numel() for name in names])
-    return {name: share.view(grads[name].shape) for name, share in zip(names, shares, strict=True)}
+    return split_like(flat, {name: grads[name] for name in names})
+
+
+def split_like(flat: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``flat`` as views with the names and shapes of ``like``, of which it has the elements end to end."""
+    pieces = flat.split([x.numel() for x in like.values()])
+    return {name: piece.view(x.shape) for (name, x), piece in zip(like.items(), pieces, strict=True)}
 
 
 @torch.no_grad()
@@ -223,46 +232,17 @@ def square_norm(grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh) -> 
 
 
 def gradients(
-    model: Transformer,
-    state: State,
-    batches: Sequence[Batch],
-    mesh: Mesh,
-    stop: bool = False,
-    routes: Sequence[Sequence[int]] = (),
-    before_sums: Callable[[], None] = lambda: None,
-    looked_at: bool = True,
+    model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Everything of a step up to the clip: reduced local gradients, and sums over the step's ranks.
-
-    The sums are one vector of float64 from one all-reduce: mean loss, squared gradient norm, ranks that wish to stop,
-    real tokens, samples and their marks, and of experts the bytes that were sent, and the loads. ``before_sums`` is
-    called when this rank has computed its share. Gradients that are not ``looked_at`` may be on their way to where they
-    rest.
-    """
-    loss = accumulate(model, state, batches, mesh, routes)
-    return reduced_and_sums(loss, model, state, batches, mesh, stop, before_sums, looked_at)
-
-
-def reduced_and_sums(
-    loss: torch.Tensor,
-    model: Transformer,
-    state: State,
-    batches: Sequence[Batch],
-    mesh: Mesh,
-    stop: bool,
-    before_sums: Callable[[], None],
-    looked_at: bool = True,
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The same after all passes, of which this rank's share of the loss is ``loss``."""
-    with record_function("weft:optimizer"):
-        grads = reduced(state, mesh, looked_at)
-        square = square_norm(grads, state, mesh)
-        before_sums()
-        return grads, step_sum(shares_of_sums(loss, square, model, batches, stop, mesh), mesh)
+    """Everything of a plain step up to the clip, for callers that read the gradients: :meth:`Stepper.gradients`."""
+    return Stepper(model, state, mesh, Optimizer(), inspect=lambda grads: None).gradients(batches, stop=False)
 
 
 def reduced(state: State, mesh: Mesh, looked_at: bool = True) -> dict[str, torch.Tensor]:
-    """The local gradients, summed over all that hold or compute a share of the same parameter."""
+    """The local gradients, summed over all ranks that hold or compute a share of the same parameter.
+
+    Unless the caller reads them (``looked_at``), they may still be on their way to where they rest.
+    """
     grads = state.gradients(settled=looked_at or bool(state.copies) or mesh.size(*MODEL_AXES) > 1)
     return sum_over_copies(summed_over_axes(grads, state, mesh), state, mesh)
 
@@ -272,23 +252,6 @@ def summed_over_axes(grads: dict[str, torch.Tensor], state: State, mesh: Mesh) -
     for axis in MODEL_AXES:
         grads = sum_over_axis(axis, grads, state, mesh)
     return grads
-
-
-def shares_of_sums(
-    loss: torch.Tensor, square: torch.Tensor, model: Transformer, batches: Sequence[Batch], stop: bool, mesh: Mesh
-) -> torch.Tensor:
-    """This rank's shares of the step's sums (see :func:`gradients`), float64 ``[6]``, or ``[9 + experts]``.
-
-    ``square``: its share of the squared norm.
-    """
-    shares = (
-        share_of_sum(loss, mesh, **dict.fromkeys(MODEL_AXES, I)),
-        square,
-        share_of_sum(own_number(stop, mesh, **OWN), mesh, **OWN),
-        share_of_tokens(batches, mesh),
-    )
-    found = torch.cat((torch.stack(shares), share_of_samples(batches, mesh)))
-    return found if model.loads is None else torch.cat((found, model.loads.share_of_bytes(), model.loads.share()))
 
 
 def result_of(sums: torch.Tensor) -> StepResult:
@@ -355,9 +318,41 @@ class Stepper:
         return [result]
 
     def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The reduced gradients and the sums of a step, as the function :func:`gradients`; calls ``before_update``."""
-        looked_at = self.inspect is not None
-        return gradients(self.model, self.state, batches, self.mesh, stop, self.routes, self.before_update, looked_at)
+        """Everything of a step up to the clip: reduced local gradients, and sums over the step's ranks.
+
+        The sums are one vector of float64 from one all-reduce, see :meth:`shares_of_sums`. Calls ``before_update`` when
+        this rank has computed its share of them.
+        """
+        loss = accumulate(self.model, self.state, batches, self.mesh, self.routes)
+        return self.reduced_and_sums(loss, batches, stop, self.before_update)
+
+    def reduced_and_sums(
+        self, loss: torch.Tensor, batches: Sequence[Batch], stop: bool, before_sums: Callable[[], None]
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The same after all passes, of which this rank's share of the loss is ``loss``."""
+        with record_function("weft:optimizer"):
+            grads = reduced(self.state, self.mesh, looked_at=self.inspect is not None)
+            square = square_norm(grads, self.state, self.mesh)
+            before_sums()
+            return grads, step_sum(self.shares_of_sums(loss, square, batches, stop), self.mesh)
+
+    def shares_of_sums(
+        self, loss: torch.Tensor, square: torch.Tensor, batches: Sequence[Batch], stop: bool
+    ) -> torch.Tensor:
+        """This rank's shares of the step's sums, from which :func:`result_of` reads the step's result.
+
+        They are mean loss, squared gradient norm (of which ``square`` is its share), ranks that wish to stop, real
+        tokens, samples and the sum of their marks; with experts also the bytes sent for them, and their loads. Float64
+        ``[6]``, or ``[9 + experts]``.
+        """
+        shares = (
+            share_of_sum(loss, self.mesh, **dict.fromkeys(MODEL_AXES, I)),
+            square,
+            own_share(stop, self.mesh, **OWN),
+            share_of_tokens(batches, self.mesh),
+        )
+        found, loads = torch.cat((torch.stack(shares), share_of_samples(batches, self.mesh))), self.model.loads
+        return found if loads is None else torch.cat((found, loads.share_of_bytes(), loads.share()))
 
     @property
     def streamed(self) -> bool:

@@ -53,19 +53,8 @@ def build_stepper(
         kind = InBackward
     elif state.early:
         kind = Speculation
-    found = kind(model, state, mesh, settings, before_update, inspect, routes)
+    given = model, state, mesh, settings, before_update, inspect, routes
+    found = kind(*given)
     if streams is None or sync is None or sync.of_gradients:
         return found
-    return Apart(
-        model,
-        state,
-        mesh,
-        settings,
-        before_update,
-        inspect,
-        routes,
-        inner=found,
-        presence=presence or Presence(streams),
-        how=sync,
-        steps=begun,
-    )
+    return Apart(*given, inner=found, presence=presence or Presence(streams), how=sync, steps=begun)

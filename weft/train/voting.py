@@ -9,7 +9,7 @@ from weft.data.batch import Batch
 from weft.layout.boundary import step_sum
 from weft.recipe import Resilience
 from weft.sync.robust import RULES, aggregated
-from weft.train.step import Stepper, accumulate, divisor, shares_of_sums
+from weft.train.step import LOSS, SQUARE_NORM, Stepper, accumulate, divisor, split_like
 
 T = torch.Tensor
 
@@ -36,8 +36,7 @@ class Voting(Stepper):
         if not counted[self.mesh.rank("dp")]:
             loss, weight = torch.zeros_like(loss), torch.zeros_like(weight)
         self.before_update()
-        sums = step_sum(shares_of_sums(loss * weight, weight, self.model, batches, stop, self.mesh), self.mesh)
-        sums[0] = sums[0] / divisor(sums[1])
-        sums[1] = vote.double().square().sum()
-        pieces = vote.split([grad.numel() for grad in grads.values()])
-        return {name: x.view(grads[name].shape) for name, x in zip(grads, pieces, strict=True)}, sums
+        sums = step_sum(self.shares_of_sums(loss * weight, weight, batches, stop), self.mesh)
+        sums[LOSS] = sums[LOSS] / divisor(sums[SQUARE_NORM])  # where the weights were summed
+        sums[SQUARE_NORM] = vote.double().square().sum()
+        return split_like(vote, grads), sums

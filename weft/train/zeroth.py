@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 
 from weft.data.batch import Batch
-from weft.layout.boundary import OWN, own_number, share_of_sum, step_sum
+from weft.layout.boundary import OWN, own_share, step_sum
 from weft.memory.noise import normal
 from weft.parallel.state import Held, Unit
 from weft.train.rules.rule import logical_positions
@@ -40,7 +40,7 @@ class ZerothOrder(Stepper):
     def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
         number, epsilon = self.state.updates, self.settings.epsilon
         self.before_update()
-        stops = share_of_sum(own_number(stop, self.mesh, **OWN), self.mesh, **OWN)
+        stops = own_share(stop, self.mesh, **OWN)
         mine = *self._shares(batches, number), torch.stack((share_of_tokens(batches, self.mesh), stops))
         (above, weight), (below, same), (tokens, stopped) = step_sum(torch.stack(mine), self.mesh).tolist()
         above, below = above / (weight or 1.0), below / (same or 1.0)
