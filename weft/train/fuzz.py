@@ -39,19 +39,24 @@ def _order(case: Case, rng: random.Random) -> str:
     return " ".join(axes)
 
 
-def _if_above_one(axis: str, *values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
-    return lambda recipe, case, rng: list(values) if case.get(f"layout.{axis}", 1) > 1 else []
+#: The values that a setting may take, for a recipe and what has been drawn before; none if it stays as it is.
+Choices = Callable[[Recipe, Case, random.Random], list[Any]]
 
 
-def _if_adapter(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
-    return lambda recipe, case, rng: list(values) if "adapter.kind" in case else []
+def _any(*values: Any) -> Choices:
+    return lambda recipe, case, rng: list(values)
 
 
-def _with_experts(*values: Any, least: int = 1) -> Callable[[Recipe, Case, random.Random], list[Any]]:
-    return lambda recipe, case, rng: list(values) if _experts(recipe, case) >= least else []
+def _after(setting: str, *values: Any) -> Choices:
+    """Where ``setting`` has been drawn. The sizes of axes are drawn first, and only those above 1 are in a case."""
+    return lambda recipe, case, rng: list(values) if setting in case else []
 
 
-def _beside_dense(value: int) -> Callable[[Recipe, Case, random.Random], list[int]]:
+def _with_experts(*values: Any) -> Choices:
+    return lambda recipe, case, rng: list(values) if _experts(recipe, case) else []
+
+
+def _beside_dense(value: int) -> Choices:
     """Where layers with experts are left."""
     return lambda recipe, case, rng: [value] if _experts(recipe, case) and case.get("model.layers", 4) > 1 else []
 
@@ -81,7 +86,7 @@ def _targets(recipe: Recipe, case: Case, rng: random.Random) -> list[list[str]]:
     return [["blocks.0.*"], *plain, *dense] if "adapter.kind" in case else []
 
 
-def _if_plain(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
+def _if_plain(*values: Any) -> Choices:
     """Where attention has nothing that latent attention cannot have."""
 
     def found(recipe: Recipe, case: Case, rng: random.Random) -> list[Any]:
@@ -100,29 +105,21 @@ def _plain_replicas(case: Case) -> bool:
     return "layout.dp" in case and not cut and not any(name.startswith(other) for name in case)
 
 
-def _any(*values: Any) -> Callable[[Recipe, Case, random.Random], list[Any]]:
-    return lambda recipe, case, rng: list(values)
-
-
-def _updates(recipe: Recipe, case: Case, rng: random.Random) -> list[str]:
-    return ["nesterov", "streaming", "eager", "co2", "noloco"] if case.get("layout.island", 1) > 1 else []
-
-
-def _if_update(*names: str, values: Sequence[Any]) -> Callable[[Recipe, Case, random.Random], list[Any]]:
+def _if_update(*names: str, values: Sequence[Any]) -> Choices:
     return lambda recipe, case, rng: list(values) if case.get("sync.update") in names else []
 
 
-#: What can be drawn: a setting, and its values for this recipe with what has been drawn before. None: as it is.
-DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
+#: What can be drawn, in this order.
+DRAWN: dict[str, Choices] = {
     "model.experts": _any(2, 5, 6),
     "layout.ep": _folding,
-    "layout.node": lambda recipe, case, rng: [1, 2] if "layout.ep" in case else [],
+    "layout.node": _after("layout.ep", 1, 2),
     "layout.dispatch": _dispatchers,
-    "layout.pieces": _if_above_one("ep", 0, 2, 3),
-    "layout.placement": _if_above_one("ep", "sharded", "moving"),
-    "layout.spare": _if_above_one("ep", 1, 3),
-    "sync.every": _if_above_one("island", 2),
-    "sync.update": _updates,
+    "layout.pieces": _after("layout.ep", 0, 2, 3),
+    "layout.placement": _after("layout.ep", "sharded", "moving"),
+    "layout.spare": _after("layout.ep", 1, 3),
+    "sync.every": _after("layout.island", 2),
+    "sync.update": _after("layout.island", "nesterov", "streaming", "eager", "co2", "noloco"),
     "sync.partner": lambda recipe, case, rng: (
         ["ring", "pairs", "graph"] if "layout.island" in case and case.get("sync.update", "noloco") == "noloco" else []
     ),
@@ -139,27 +136,27 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "sync.clip": _if_update("co2", values=(1e-4,)),
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
     "layout.zero": _any(1, 2, 3),
-    "layout.secondary": _if_above_one("shard", 2, 3),
-    "layout.context": _if_above_one("cp", "zigzag", "ring", "lightseq", "tokenring", "gather", "rsa", "ulysses"),
-    "layout.ulysses": _if_above_one("cp", 2),
-    "layout.scan": _if_above_one("cp", "pass"),
-    "layout.schedule": _if_above_one("pp", *BUILDERS),
-    "layout.virtual": _if_above_one("pp", 2, 3),
-    "layout.vocab_barriers": _if_above_one("pp", 1, 2),
-    "layout.skip": _if_above_one("pp", 0.25),
+    "layout.secondary": _after("layout.shard", 2, 3),
+    "layout.context": _after("layout.cp", "zigzag", "ring", "lightseq", "tokenring", "gather", "rsa", "ulysses"),
+    "layout.ulysses": _after("layout.cp", 2),
+    "layout.scan": _after("layout.cp", "pass"),
+    "layout.schedule": _after("layout.pp", *BUILDERS),
+    "layout.virtual": _after("layout.pp", 2, 3),
+    "layout.vocab_barriers": _after("layout.pp", 1, 2),
+    "layout.skip": _after("layout.pp", 0.25),
     "layout.overlap": lambda recipe, case, rng: (
         ["passes", "pairs"] if _experts(recipe, case) and "layout.pp" in case and case.get("layout.zero", 3) < 3 else []
     ),
     "layout.balance": lambda recipe, case, rng: ["greedy", "flexsp"] if case.get("layout.zero") == 1 else [],
-    "optimizer.post_validation": _if_above_one("pp", True),
+    "optimizer.post_validation": _after("layout.pp", True),
     "optimizer.clip": _any(0.0, 0.1),
     "optimizer.kind": _any(*KINDS),
     "optimizer.state": lambda recipe, case, rng: list(STATES) if "optimizer.kind" not in case else [],
     "optimizer.ema": _any(0.5),
     "optimizer.estimate": _any("zeroth-order"),
-    "optimizer.pairs": lambda recipe, case, rng: [True] if "optimizer.estimate" in case else [],
+    "optimizer.pairs": _after("optimizer.estimate", True),
     "adapter.kind": _any("lora", "dora", "qlora"),
-    "adapter.rank": _if_adapter(1, 3),
+    "adapter.rank": _after("adapter.kind", 1, 3),
     "train.freeze": lambda recipe, case, rng: [] if "adapter.kind" in case else [["norm.*"], ["blocks.0.*", "embed*"]],
     "train.recompute": _any("selective", "full"),
     "memory.weights": _any("host", "file"),
@@ -168,7 +165,7 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "memory.activations": _any("host", "file"),
     "memory.buffer": lambda recipe, case, rng: [1, 64] if case.get("memory.weights") == "file" else [],
     "memory.speculate": _any("even", "all"),
-    "memory.blocks": lambda recipe, case, rng: [1, 2, 9] if "memory.activations" in case else [],
+    "memory.blocks": _after("memory.activations", 1, 2, 9),
     "memory.alternate": lambda recipe, case, rng: [0.4, 1.0, "auto"] if case.get("memory.weights") == "host" else [],
     "train.micro_batch": _any(1, 2, 3),
     "train.batch": _any(1, 2, 7),
@@ -208,11 +205,11 @@ DRAWN: dict[str, Callable[[Recipe, Case, random.Random], list[Any]]] = {
     "adapter.targets": _targets,
     "model.rope_interleaved": _any(True),
     "model.kv_rank": _if_plain(5),
-    "model.q_rank": lambda recipe, case, rng: [7] if "model.kv_rank" in case else [],
-    "model.value_dim": lambda recipe, case, rng: [3, 14] if "model.kv_rank" in case else [],
+    "model.q_rank": _after("model.kv_rank", 7),
+    "model.value_dim": _after("model.kv_rank", 3, 14),
     "resilience.code": lambda recipe, case, rng: ["gradient", "sr-sgc", "m-sgc"] if _plain_replicas(case) else [],
-    "resilience.stragglers": lambda recipe, case, rng: [1] if "resilience.code" in case else [],
-    "resilience.jobs": lambda recipe, case, rng: [2, 3] if "resilience.code" in case else [],
+    "resilience.stragglers": _after("resilience.code", 1),
+    "resilience.jobs": _after("resilience.code", 2, 3),
 }
 
 #: How often a setting is drawn where it can be; what has gone wrong before, and seldom shows, more often.
