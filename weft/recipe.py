@@ -226,15 +226,12 @@ class ModelShape(Section):
     @model_validator(mode="after")
     def _own(self) -> Self:
         others = self.model_fields_set - {"kind", "settings", "vocab", "origin", "kv_heads", "head_dim", "ffn"}
-        if self.kind and (named := sorted(name for name in others if getattr(self, name) != self._default(name))):
+        fields = type(self).model_fields
+        if self.kind and (named := sorted(name for name in others if getattr(self, name) != fields[name].default)):
             raise ValueError(f"{named[0]} is of Weft's own models, not of kind {self.kind!r}; put it into settings")
         if self.settings and not self.kind:
             raise ValueError("settings are those of a plugin's model; name it as kind")
         return self
-
-    @classmethod
-    def _default(cls, name: str) -> Any:
-        return cls.model_fields[name].default
 
     @model_validator(mode="after")
     def _fill(self) -> Self:

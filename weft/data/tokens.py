@@ -7,7 +7,7 @@ A folder holds ``tokens.bin`` (little-endian uint16, or uint32 if the vocabulary
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,6 @@ from weft.data.corpora import documents, files, fingerprint
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.recipe import Source
-
-#: Called now and then with the numbers of documents and tokens written so far.
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -52,13 +49,11 @@ class Tokens:
         return f"{self.files[file]}:{line}"
 
 
-def write_tokens(
-    folder: str | Path, docs: Iterable[np.ndarray], vocab: int, eos: int, progress: Progress | None = None
-) -> None:
+def write_tokens(folder: str | Path, docs: Iterable[np.ndarray], vocab: int, eos: int) -> None:
     """Write documents (ids below ``vocab``) as a stream into a new ``folder``, ``eos`` after each; no empty ones."""
     if Path(folder).exists():
         raise WeftError(f"{folder} exists already; remove it or choose another folder")
-    build_once(Path(folder), lambda making: write_documents(making, docs, vocab, eos, str(folder), progress))
+    build_once(Path(folder), lambda making: write_documents(making, docs, vocab, eos, str(folder)))
 
 
 def read_tokens(path: str | Path) -> Tokens:
@@ -126,13 +121,7 @@ def open_source(source: Source, tokenizer: Tokenizer, cache: Path | None = None)
 
 
 def write_documents(
-    folder: Path,
-    docs: Iterable[np.ndarray],
-    vocab: int,
-    eos: int,
-    name: str,
-    progress: Progress | None = None,
-    close: bool = True,
+    folder: Path, docs: Iterable[np.ndarray], vocab: int, eos: int, name: str, close: bool = True
 ) -> None:
     """Write documents into an existing ``folder``. With ``close`` each ends with ``eos`` and empty ones are left out.
 
@@ -151,12 +140,8 @@ def write_documents(
             out.write(data)
             content.update(data)
             offsets.append(offsets[-1] + len(data) // dtype.itemsize)
-            if progress and len(offsets) % 256 == 0:
-                progress(len(offsets) - 1, offsets[-1])
     if len(offsets) == 1:
         raise WeftError(f"{name} holds no document with a token in it; check where it comes from")
-    if progress:
-        progress(len(offsets) - 1, offsets[-1])
     content.update(offsets.tobytes())
     np.save(folder / "offsets.npy", np.array(offsets, np.int64))
     meta = {"dtype": dtype.name, "vocab": vocab, "eos": eos, "count": offsets[-1], "fingerprint": content.hexdigest()}
