@@ -12,7 +12,7 @@ from rich.control import strip_control_codes
 
 from tests.chats import TEMPLATES, save_tokenizer
 from tests.conftest import Command
-from weft.cli.several import TAGS
+from weft.generate.several import TAGS
 
 PROMPT = "def add"
 SMALL = {

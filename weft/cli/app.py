@@ -1,6 +1,7 @@
 """The commands in the order of ``weft --help``. Each stands in the file named after it."""
 
 import os
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -70,24 +71,12 @@ def _root(
         os.environ["WEFT_DEBUG"] = "1"
 
 
-app.command()(train)
-app.command()(verify)
-app.command()(generate)
-app.command()(serve)
+command: Callable[..., int]
+for command in (train, verify, generate, serve):
+    app.command()(command)
 app.command("eval")(evaluate)
-app.command()(report)
-app.command()(doctor)
-app.command()(export)
-app.command()(schedule)
-app.command()(probe)
-app.command()(profile)
-app.command()(chaos)
-app.command()(recipes)
-app.command()(new)
-app.command()(techniques)
-app.add_typer(ranks, name="ranks")
-app.add_typer(peer, name="peer")
-app.add_typer(data, name="data")
-app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(bench, name="bench")
+for command in (report, doctor, export, schedule, probe, profile, chaos, recipes, new, techniques):
+    app.command()(command)
+for name, commands in {"ranks": ranks, "peer": peer, "data": data, "checkpoint": checkpoint, "bench": bench}.items():
+    app.add_typer(commands, name=name)
 app.command(no_args_is_help=True)(plan)

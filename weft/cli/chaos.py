@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table as Grid
 
 from weft.cli.arguments import AsJson, LayoutText, Overrides, RecipeFile
+from weft.cli.console import grid, plain_console
 from weft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -80,14 +80,11 @@ def _show(found: "CampaignResult", out: Path) -> None:
         "detect_s": "detect", "part_s": "part", "agree_s": "agree", "rebuild_s": "rebuild", "recover_s": "recover",
         "recompute_s": "recompute", "stall_s": "stall s", "again": "steps again", "layout": "layout then",
     }  # fmt: skip
-    grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
-    for title in columns.values():
-        grid.add_column(title, justify="left" if title in ("fault", "layout then") else "right")
+    table = grid(columns.values(), ("fault", "layout then"), wrap=True)
     for row in [*found.rows, {"fault": "median", **found.medians}]:
-        grid.add_row(*(_cell(row.get(name)) for name in columns))
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, 150)
-    console.print(grid)
+        table.add_row(*(_cell(row.get(name)) for name in columns))
+    console = plain_console(150)
+    console.print(table)
     for problem in found.wrong:
         console.print(f"wrong: {problem}", markup=False)
     if not found.wrong:

@@ -1,7 +1,7 @@
 """What commands print: tables, and warnings."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +17,21 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console(highlight=False).print(table)
+
+
+def grid(columns: Iterable[str], left: Collection[str], wrap: bool = False) -> Table:
+    """An empty table without lines. Columns named in ``left`` are flush left, the others, which hold numbers, right."""
+    table = Table(header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=not wrap)
+    return table
+
+
+def plain_console(width: int = 0) -> Console:
+    """A console that breaks no line, and that is ``width`` characters wide for tables if the terminal is narrower."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, width)
+    return console
 
 
 def warn(text: str) -> None:

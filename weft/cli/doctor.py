@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.arguments import AsJson
 from weft.cli.console import print_table
 
 
 def doctor(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that goes on, or has ended.")],
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Say who makes a run wait: a slow computer, sender, receiver or link, or a rank that hangs and where."""
     from weft.resilience.doctor import examine, tables

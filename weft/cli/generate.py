@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.cli.arguments import Draft, Ema, ModelName, Weights
-from weft.cli.console import warn
-from weft.cli.several import Answer, Beams, Paths, Several, Texts, Workers
+from weft.cli.console import plain_console, warn
 from weft.cli.spread import Spread, as_rank, leads, run_ranks
 from weft.errors import UsageError
 
@@ -23,6 +22,20 @@ if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
     from weft.recipe import Recipe
 
 _chat = "The prompt is what a user says (or a .json file with messages): apply the chat template, print the answer."
+
+_texts = "Number of texts for one prompt, sampled together; with --beams, the number of likeliest texts."
+Texts = Annotated[int, typer.Option(min=1, help=_texts)]
+_beams = "Beam search for the likeliest texts with this many beams, instead of sampling."
+Beams = Annotated[int, typer.Option(min=0, help=_beams)]
+_answer = (
+    "With --texts: a majority vote on what this matches last in each text (its first group, if it has one). Texts that "
+    "cannot change the result any more are not finished."
+)
+Answer = Annotated[str | None, typer.Option(metavar="REGEX", help=_answer)]
+_workers = "Number of texts that are written together, each of which sees the others as they grow (Hogwild)."
+Workers = Annotated[int, typer.Option(min=0, help=_workers)]
+_paths = "Write at the same time the paths into which the model itself splits its text (Multiverse models)."
+Paths = Annotated[bool, typer.Option("--paths", help=_paths)]
 
 _rest = "Where a mixture's experts rest while they are not in use: a folder on a local disk, or host."
 
@@ -68,6 +81,7 @@ def generate(
     from weft.generate.engine import BUDGET, Engine
     from weft.generate.ranks import follow, mesh_of_rank
     from weft.generate.sampling import Sampling
+    from weft.generate.several import Several
     from weft.layout.layout import Layout
     from weft.memory.experts import RestingExperts
     from weft.models.products import read_only
@@ -141,7 +155,7 @@ def _say(text: str) -> None:
 
 def _show(texts: Iterable[tuple[str, str]]) -> None:
     """Texts, each below its heading."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     for heading, text in texts:
         console.rule(heading, style="dim", align="left")
         console.print(text, markup=False)

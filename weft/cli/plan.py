@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table as Grid
 from rich.text import Text
+
+from weft.cli.arguments import AsJson
+from weft.cli.console import grid, plain_console
 
 if TYPE_CHECKING:
     from weft.model_shape import Shape
@@ -77,7 +79,7 @@ def plan(
     hottest: Annotated[float, typer.Option(min=1, metavar="FACTOR", help=_hottest)] = 1.0,
     sweep: Annotated[list[str] | None, typer.Option(metavar="FIELD=VALUE,...", help=_sweep)] = None,
     generate: Annotated[str | None, typer.Option(metavar="PROMPTSxTOKENS+NEW", help=_generate)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time, and say why the first is first."""
     from weft.errors import UsageError, nearest
@@ -176,7 +178,7 @@ def plan(
                           "islands": islands.record() if islands else None,
                           "experts": exchanged or None, "not_trainable": missing or None}))  # fmt: skip
         return 0
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     console.print(
         f"[bold]{model}[/] ({_sizes(shape)}) on {where}, {batch:,} x {seq:,} "
         f"tokens per step, {precision}: {found.count:,} layouts, {len(found.order):,} fit\n"
@@ -236,7 +238,7 @@ def _generating(model: str, cluster: "Cluster", asked: str, as_json: bool) -> in
         print(json.dumps(vars(answer)))
         return 0
     slowest = ", ".join(f"{name} {share:.0%}" for name, share in answer.limits.items() if share > 0.005)
-    say = partial(Console(highlight=False, soft_wrap=True).print, markup=False)
+    say = partial(plain_console().print, markup=False)
     say(f"{model} ({_sizes(shape)}) on a {cluster.device}, weights, keys and values in its host's memory")
     say(f"{prompts:,} prompts of {prompt:,} tokens, {new:,} new ones each: {answer.rate:,.4g} new tokens/s, all in "
         f"{answer.seconds:,.4g} s")  # fmt: skip
@@ -276,9 +278,7 @@ def _swept(
     if subject.section is None:
         raise UsageError("--sweep needs a model that Weft can train: a recipe, a config.json or a trained built-in")
     rows: list[dict[str, Any]] = []
-    grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
-    for head in ("model", "B", "active", "s/step", "tokens/s", "MFU", "GiB", "layout"):
-        grid.add_column(head, justify="left" if head in ("model", "layout") else "right", no_wrap=True)
+    table = grid(("model", "B", "active", "s/step", "tokens/s", "MFU", "GiB", "layout"), ("model", "layout"))
     for fields, shape in swept(subject.section, asked, subject.vocab):
         words = " ".join(f"{name}={value}" for name, value in fields.items())
         sizes = [f"{float(n) / 1e9:.3g}" for n in (shape.parameters, shape.active_parameters)]
@@ -286,18 +286,16 @@ def _swept(
             best = finalists(search(shape, machines, engine, *job, pins), 3)[0]
         except UsageError as error:
             rows.append({"model": fields, "refused": str(error)})
-            grid.add_row(words, *sizes, "-", "-", "-", "-", str(error).partition(":")[0])
+            table.add_row(words, *sizes, "-", "-", "-", "-", str(error).partition(":")[0])
             continue
         rows.append({"model": fields, "parameters": float(shape.parameters), "active": float(shape.active_parameters),
                      **record(best)})  # fmt: skip
-        grid.add_row(words, *sizes, f"{best.seconds:.3g}", f"{best.tokens_per_s:,.0f}", f"{best.utilisation:.1%}",
-                     f"{best.gib:.3g}", title(best))  # fmt: skip
+        table.add_row(words, *sizes, f"{best.seconds:.3g}", f"{best.tokens_per_s:,.0f}", f"{best.utilisation:.1%}",
+                      f"{best.gib:.3g}", title(best))  # fmt: skip
     if as_json:
         print(json.dumps({"models": rows}))
         return 0
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, 200)
-    console.print(grid)
+    plain_console(200).print(table)
     return 0
 
 
@@ -326,25 +324,23 @@ def _plan_here(
         print(json.dumps({"methods": [vars(e) | {"fits": e.fits} for e in found], "command": line,
                           "recommended": chosen and chosen.method, "why": reasons(found, chosen)}))  # fmt: skip
         return 0
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(140)
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     console.print(
         f"[bold]{model}[/] on {where}, {found[0].available / 2**30:.1f} GiB free: {steps:,} steps of "
         f"{recipe.train.batch} x {recipe.data.seq_len} tokens\n"
     )
-    grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
     parts = ("weights", "gradients", "optimizer", "copies", "activations", "runtime")
-    for head in ("", "method", "micro batch", "recompute", *parts, "GiB", "fits", "s/step", "all steps"):
-        grid.add_column(head, justify="left" if head in ("", "method", "recompute") else "right", no_wrap=True)
+    heads = ("", "method", "micro batch", "recompute", *parts, "GiB", "fits", "s/step", "all steps")
+    table = grid(heads, ("", "method", "recompute"))
     for e in found:
         name = f"{e.method}, files" if e.places else e.method
         sizes = [f"{e.memory[part] / 2**30:.2f}" if e.memory.get(part) else "-" for part in parts]
-        grid.add_row(
+        table.add_row(
             "*" if e is chosen else "", name, str(e.micro_batch), e.recompute, *sizes, f"{e.total / 2**30:.2f}",
             "yes" if e.fits else "no", f"{e.seconds:.3g}", clock(e.seconds * steps),
         )  # fmt: skip
-    console.width = max(console.width, 140)
-    console.print(grid)
+    console.print(table)
     console.print()
     for reason in reasons(found, chosen):
         console.print(f"why   {reason}", markup=False)
@@ -386,11 +382,8 @@ def _table(console: Console, finals: "list[Final]") -> None:
     """Rank, layout, figures; with colour, a bar of where the time goes."""
     from weft.planner.explain import PARTS, title
 
-    grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
     bars = console.color_system is not None and console.width >= 140
-    heads = ("", "layout", "s/step", "tokens/s", "MFU", "GiB", "free", *["time"] * bars)
-    for head in heads:
-        grid.add_column(head, justify="left" if head in ("layout", "time") else "right", no_wrap=True)
+    table = grid(("", "layout", "s/step", "tokens/s", "MFU", "GiB", "free", *["time"] * bars), ("layout", "time"))
     longest = max(final.seconds for final in finals)
     for rank, final in enumerate(finals, 1):
         limit = float(final.machine.memory) / 2**30
@@ -398,9 +391,9 @@ def _table(console: Console, finals: "list[Final]") -> None:
         cells += [f"{final.utilisation:.1%}", f"{final.gib:.3g}", f"{limit - final.gib:.3g}"]
         if bars:
             cells.append(_bar({name: float(getattr(final.cost, name)) for name in PARTS}, 40 / longest))
-        grid.add_row(str(rank), title(final), *cells)
+        table.add_row(str(rank), title(final), *cells)
     console.width = max(console.width, 60 + max(len(title(final)) for final in finals))
-    console.print(grid)
+    console.print(table)
     first = finals[0]
     parts = {name: float(getattr(first.cost, name)) / first.seconds for name in PARTS}
     split = Text("\ntime    ")

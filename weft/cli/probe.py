@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table as Grid
 
+from weft.cli.console import grid, plain_console
 from weft.pages import check_writable
 from weft.train.ranks import in_ranks, threads_per_rank
 
@@ -60,21 +60,17 @@ def _write(settings: list[dict[str, Any]], count: int, moves: dict[str, Any], ou
     tree = cluster(settings, count, moves)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(f"# Written by weft probe in {seconds:.0f} s; for weft plan --cluster.\n{write_toml(tree, 5)}")
-    grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
-    grid.add_column("each of")
-    for name in ("threads", "GFLOP/s f32", "bf16", "triad GB/s", "step ms", "all-reduce 1 MB us",
-                 "MB empty"):  # fmt: skip
-        grid.add_column(name, justify="right")
+    heads = "each of", "threads", "GFLOP/s f32", "bf16", "triad GB/s", "step ms", "all-reduce 1 MB us", "MB empty"
+    table = grid(heads, ("each of",), wrap=True)
     for s in settings:
         reduce = _nearest(s["collectives"].get(f"reduce.{s['ranks']}"), 2**20)
-        grid.add_row(
+        table.add_row(
             f"{s['ranks']} process{'es' * (s['ranks'] > 1)}", str(s["threads"]), f"{s['peaks']['float32'] / 1e9:.0f}",
             f"{s['peaks']['bfloat16'] / 1e9:.0f}", f"{s['triad'] / 1e9:.1f}", f"{s['step'] * 1e3:.0f}",
             "-" if reduce is None else f"{reduce * 1e6:.0f}", f"{s['memory']['plain'] / 1e6:.0f}",
         )  # fmt: skip
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, 120)
-    console.print(grid)
+    console = plain_console(120)
+    console.print(table)
     disk, link = moves["disk"], moves["link"]
     console.print(f"disk of {disk['folder']}: {_rates(disk, 'read', 'write')}, {disk['free'] / 1e9:.0f} GB free")
     if disk["note"]:

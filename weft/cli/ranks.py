@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from weft.cli.arguments import AsJson
+from weft.cli.console import grid
 from weft.train.launch import launch
 from weft.train.ranks import in_ranks
 
@@ -28,7 +28,8 @@ def show(run: RunFolder, json: AsJson = False) -> None:
 
         print(dumps({"epoch": roster.epoch, "members": [asdict(member) for member in roster.members]}))
         return
-    table = Table("member", "rank", "process", "address", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    heads = ("member", "rank", "process", "address")
+    table = grid(heads, heads, wrap=True)
     for rank, member in enumerate(roster.members):
         table.add_row(str(member.number), str(rank), str(member.pid), f"{member.host}:{member.port}")
     Console(highlight=False).print(table)

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from weft.cli.arguments import FromModel, LayoutText, Overrides, RecipeFile
+from weft.cli.console import plain_console
 from weft.errors import UsageError
 from weft.train.launch import launch
 from weft.train.ranks import in_ranks
@@ -87,7 +88,7 @@ def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
     from weft.observe.metrics import Metrics
     from weft.resilience.start import finish
 
-    say = Console(highlight=False, soft_wrap=True).print
+    say = plain_console().print
     if outcome.interrupted:
         name = signal.Signals(outcome.interrupted).name
         say(f"stopped by {name} after step {outcome.progress.step}; continue with: --resume {outcome.run}")

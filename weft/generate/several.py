@@ -3,32 +3,14 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
-
-if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
-    from weft.data.tokenizer import Tokenizer
-    from weft.generate.engine import Engine
-    from weft.generate.sampling import Sampling
-    from weft.generate.streams import Tags
-    from weft.layout.layout import Layout
-
-_texts = "Number of texts for one prompt, sampled together; with --beams, the number of likeliest texts."
-Texts = Annotated[int, typer.Option(min=1, help=_texts)]
-_beams = "Beam search for the likeliest texts with this many beams, instead of sampling."
-Beams = Annotated[int, typer.Option(min=0, help=_beams)]
-_answer = (
-    "With --texts: a majority vote on what this matches last in each text (its first group, if it has one). Texts that "
-    "cannot change the result any more are not finished."
-)
-Answer = Annotated[str | None, typer.Option(metavar="REGEX", help=_answer)]
-_workers = "Number of texts that are written together, each of which sees the others as they grow (Hogwild)."
-Workers = Annotated[int, typer.Option(min=0, help=_workers)]
-_paths = "Write at the same time the paths into which the model itself splits its text (Multiverse models)."
-Paths = Annotated[bool, typer.Option("--paths", help=_paths)]
+from weft.generate.engine import Engine
+from weft.generate.sampling import Sampling
+from weft.generate.search import Search, vote
+from weft.generate.streams import Tags, hogwild, multiverse
+from weft.layout.layout import Layout
 
 #: The tokens by which a model parts its text, in the order of :class:`weft.generate.streams.Tags` (Yang et al. 2025).
 TAGS = ("<Outline>", "</Goal>", "<Path>", "</Path>", "<Conclusion>")
@@ -49,7 +31,7 @@ class Several:
         """Whether it is more than one text that is sampled."""
         return self != Several()
 
-    def check(self, temperature: float, draft: str, spread: "Layout") -> None:
+    def check(self, temperature: float, draft: str, spread: Layout) -> None:
         """Raises :class:`UsageError` where that cannot be."""
         alone = {"--beams": self.beams, "--answer": self.answer, "--workers": self.workers, "--paths": self.paths}
         given = [name for name, value in alone.items() if value]
@@ -69,12 +51,10 @@ class Several:
             raise UsageError(f"{given[0]} is for one rank and without guesses; leave out --layout and --draft")
 
     def write(
-        self, engine: "Engine", tokenizer: "Tokenizer", ids: Sequence[int], count: int, how: "Sampling",
+        self, engine: Engine, tokenizer: Tokenizer, ids: Sequence[int], count: int, how: Sampling,
         until: Sequence[str],
     ) -> Iterator[tuple[str, str]]:  # fmt: skip
         """Texts of up to ``count`` tokens behind ``ids``, each to one of the strings ``until``, below a heading."""
-        from weft.generate.search import Search, vote
-        from weft.generate.streams import hogwild, multiverse
 
         def text_of(written: Sequence[int]) -> str:
             text = tokenizer.decode(written)
@@ -116,10 +96,8 @@ def _compiled(answer: str) -> re.Pattern[str]:
         raise UsageError(f"--answer {answer!r} is no regular expression: {error}") from None
 
 
-def tags_of(tokenizer: "Tokenizer") -> "Tags":
+def tags_of(tokenizer: Tokenizer) -> Tags:
     """The tokens by which this model parts its text."""
-    from weft.generate.streams import Tags
-
     found = {tag: None if tokenizer.model is None else tokenizer.model.token_to_id(tag) for tag in TAGS}
     if lacking := [tag for tag, i in found.items() if i is None]:
         raise UsageError(
