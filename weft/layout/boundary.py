@@ -95,14 +95,14 @@ def total_of_shares(x: torch.Tensor, axes: Iterable[str], mesh: Mesh) -> torch.T
     return x
 
 
-#: How numbers differ over the ranks: each has its own; those of a step's data; the same on all.
+#: Types of numbers: each rank has its own; they depend on the rank's data alone; they are the same on all ranks.
 OWN: dict[str, Kind] = dict.fromkeys(LIVE_AXES, V)
 BY_DATA: dict[str, Kind] = {axis: V if axis in DATA_AXES else R for axis in LIVE_AXES}
 SAME: dict[str, Kind] = dict.fromkeys(LIVE_AXES, R)
 #: Each rank has a share of a sum that is still to be made.
 SHARE: dict[str, Kind] = dict.fromkeys(LIVE_AXES, P)
 
-#: In here the types of tensors are neither checked nor derived.
+#: A context in which types of tensors are neither checked nor derived.
 untyped = spmd.no_typecheck
 
 

@@ -1,7 +1,7 @@
 """The one table of what cannot be combined: training, both proofs and the fuzzer refuse what it lists.
 
-An entry says when it holds, why that cannot be, and what to do instead. It is looked at as soon as all that it reads is
-known: a layout by itself when it is made, the rest when the model is.
+An entry has a condition, the reason for the refusal, and a remedy. It is tested as soon as all that it reads is known:
+of a layout alone when that is made, the others with the recipe, or when the model is known.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Conflict(UsageError, ValueError):
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be combined; None is not known yet.
+    """The settings to be combined; None for what is not known yet. ``schedules``: builders of schedules, by name.
 
-    ``schedules``: those that can be built, by name.
+    The properties are what conditions and texts of the table need of them.
     """
 
     layout: Layout = None  # type: ignore[assignment]
@@ -46,14 +46,14 @@ class Asked:
 
     @property
     def nearby(self) -> str:
-        """What ``layout.secondary`` can be."""
+        """The possible values of ``layout.secondary``, in words."""
         state = self.layout.size("shard", "cp")
         fit = [n for n in range(2, state) if state % n == 0]
         return f"use one of {', '.join(map(str, fit))}" if fit else "leave it out"
 
     @property
     def folding(self) -> list[int]:
-        """What ``layout.ep`` can be: neighbours among the data ranks, or also all ranks of ``tp`` for each of these."""
+        """The possible values of ``layout.ep``: so many neighbours among the data ranks, or that many times ``tp``."""
         data = [n for n in range(1, self.layout.size("dp", "shard", "cp") + 1) if self.layout.folds(n)]
         return sorted({*data, *(self.layout.tp * n for n in data)})
 
@@ -80,7 +80,7 @@ class Asked:
 
     @property
     def narrowest_expert(self) -> int:
-        """Hidden units that a rank has at least of an expert; 0 if ``ep`` does not go with some layer's experts."""
+        """The fewest hidden units that a rank has of an expert; 0 if ``ep`` does not divide some layer's experts."""
         found = [self.shape.expert_ffn or 0] if self.shape.mixtures else [1]
         for count in self.shape.mixtures.values():
             pieces, rest = divmod(self.layout.ep, count)
@@ -96,14 +96,14 @@ class Asked:
 
     @property
     def learns_loads(self) -> bool:
-        """Whether routers change by what has been chosen."""
+        """Whether routers learn from how often each expert was chosen."""
         shape = self.shape
         moves = shape.router == "sigmoid" and shape.bias_rate > 0
         return bool(shape.mixtures) and (moves or shape.balance == "step")
 
     @property
     def builder(self) -> Any:
-        """What builds the schedule; None where a model has no pipeline, or if there is no such schedule."""
+        """The builder of the schedule; None without a pipeline, or if there is no such schedule."""
         return self.schedules.get(self.layout.schedule) if self.shape is None or self.layout.pp > 1 else None
 
     @property
@@ -117,7 +117,7 @@ class Asked:
 
     @property
     def least_layers(self) -> int:
-        """So many layers, with the ends of the model where these are stages' work, fill all stages."""
+        """The fewest layers that fill all stages; embedding and output layer count as layers where stages hold them."""
         return self.stages - (0 if self.layout.vocab_barriers or self.layout.overlap else 2)
 
     @property
@@ -136,7 +136,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Rule:
-    """``meets`` reads the fields of :class:`Asked` that ``needs`` names; the texts may print them."""
+    """An entry: if ``meets`` is true, the request is refused with ``why`` and ``remedy``.
+
+    ``meets`` reads those fields of :class:`Asked` that ``needs`` names; ``{0}`` in the texts is the :class:`Asked`.
+    """
 
     name: str
     needs: str
@@ -568,7 +571,7 @@ def connected(edges: Sequence[tuple[int, int]], count: int) -> bool:
 
 
 def refuse(asked: Asked, *given: str) -> None:
-    """Raises :class:`Conflict` for the first entry that holds, of those that read nothing but what is ``given``."""
+    """Raise :class:`Conflict` for the first entry whose condition holds, of those that read only fields ``given``."""
     for rule in RULES:
         if set(rule.needs.split()) <= set(given) and rule.meets(asked):
             raise Conflict(f"{rule.why}; {rule.remedy}".format(asked), rule.name)

@@ -65,12 +65,12 @@ def _inodes() -> set[int]:
 
 
 class HangUp:
-    """The connections of one view's process groups. Make it before the groups.
+    """Shuts the connections of a set of process groups, so that all waits in them raise. Make it before the groups.
 
-    What is connected from then on is taken for theirs, as gloo also connects later, but for what was given to
-    :func:`spare`. ``hang_up()``, from any thread, makes all waits in the groups raise; ``close()`` when no thread is in
-    any of them any more: nothing is shut after that. ``stuck`` is called, in another thread, if the main thread is in
-    such a wait that does not end.
+    Every connection that appears from then on is taken for one of the groups', as gloo also connects later, except for
+    sockets given to :func:`spare`. Call ``hang_up()`` from any thread, and ``close()`` when no thread is in any of the
+    groups any more: nothing is shut after that. ``stuck`` is called, in another thread, if the main thread stays in a
+    wait although its connections are shut.
     """
 
     def __init__(self, stuck: Callable[[], None] = lambda: None) -> None:

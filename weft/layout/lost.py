@@ -20,9 +20,9 @@ PATIENCE_S = 5.0
 #: Most ranks that are named when it cannot be told which of them is the cause.
 MOST = 4
 
-#: Says where ranks are, in the words of :mod:`weft.resilience.trace` while that is at work.
+#: Describes where ranks are in their code, if :mod:`weft.resilience.trace` has set it.
 witness: Callable[[Sequence[int]], str] | None = None
-#: Where ranks watch each other, that which says at once who is lost, if it is known already.
+#: Where ranks watch each other: its last entry returns a line on who is lost, or nothing if that is not known yet.
 watch: list[Callable[[], str]] = []
 
 
@@ -33,10 +33,10 @@ class PeerLost(RuntimeError):
 def peer_lost(
     error: BaseException, waits_for: int | None = None, doing: str = "", seconds: float | None = None
 ) -> PeerLost | None:
-    """What ``error``, a wait for other ranks that failed, comes from; None if no rank can be told from the others.
+    """The error that names the rank because of which a wait has failed with ``error``; None if it cannot be found.
 
-    ``waits_for``: the rank of the world that this one needs something from, and ``doing`` why. ``seconds``: how long
-    it waits for that, if not as long as in the default process group. Takes :data:`PATIENCE_S` seconds at most.
+    ``waits_for``: the world rank that this one needs something from, and ``doing`` what for. ``seconds``: the limit of
+    the wait, if not that of the default process group. Takes about :data:`PATIENCE_S` seconds at most.
     """
     if watch:
         return PeerLost(watch[-1]() or str(error))
@@ -92,9 +92,9 @@ def stopped_ranks() -> list[int]:
 
 
 def _culprits(late: bool, waits_for: int | None, patience: float) -> tuple[list[int], bool]:
-    """Which ranks, of which one at least is the cause, and whether some wait had come to its limit.
+    """Ranks of which at least one is the cause, and whether any wait ran into its limit.
 
-    A rank that gives up publishes for whom it waited; the one that publishes nothing is the cause.
+    A rank that gives up publishes whom it waited for; a rank that publishes nothing is the cause.
     """
     # The store that all ranks share; PyTorch has no public way to it.
     store = dist.distributed_c10d._get_default_store()

@@ -126,7 +126,7 @@ class Mesh:
         return self.place.rank(axis)
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns or raises on the first of the ranks that step together, on all of them. Collective."""
+        """Run ``work`` on the first rank of the step group; all its ranks return, or raise, the result. Collective."""
         done: list[T | WeftError | None] = [None]
         if self.step_group is None or self.step_group.rank() == 0:
             try:
@@ -172,7 +172,7 @@ class Mesh:
 
 
 def from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What every rank of ``group`` (default: all) gives, in their order; of one process its own. Collective."""
+    """The values ``mine`` of all ranks of ``group`` (default: all), in rank order. Collective."""
     found = [mine]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         found *= dist.get_world_size(group)

@@ -128,7 +128,7 @@ def rank_table(layout: Layout) -> np.ndarray:
     return ranks.transpose([order.index(axis) for axis in AXES])
 
 
-#: What the data ranks are to experts, with the axis that they are cut over.
+#: The axes into which the data ranks fall for experts: replicas, ranks that share their state, and other experts.
 EXPERT_AXES = ("expert_dp", "expert_state", FOLDED)
 
 
@@ -139,14 +139,17 @@ def expert_sizes(layout: Layout) -> tuple[int, int, int]:
 
 
 def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """A table of :func:`rank_table` as experts see it: ``[island, pp, expert_dp, expert_state, ep, tp]``."""
+    """The ranks of :func:`rank_table` by the axes of experts: ``[island, pp, expert_dp, expert_state, ep, tp]``."""
     by_state = np.sort(ranks.reshape(*ranks.shape[:3], -1, layout.tp), axis=3)  # [island, pp, dp, state, tp]
     folded = by_state.reshape(*ranks.shape[:2], *expert_sizes(layout), layout.tp)
     return np.sort(folded, axis=4)
 
 
 def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """A table of :func:`rank_table` with the ranks that have all experts together last, ``[island, pp, ..., ep]``."""
+    """The ranks of :func:`rank_table`, in whose last dimension stand those that together have all experts of a layer.
+
+    ``[island, pp, ..., ep]``.
+    """
     folded = expert_table(layout, ranks)
     return np.sort(folded.reshape(*folded.shape[:4], -1) if layout.folds_tp else np.moveaxis(folded, 4, -1))
 
@@ -159,17 +162,17 @@ def experts_per_node(layout: Layout) -> int:
 
 
 def expert_blocks(layout: Layout) -> list[int]:
-    """In blocks of how many neighbours ranks bring rows or experts to each other, beside all of them."""
+    """Sizes of the blocks of neighbours that exchange rows or experts among themselves, besides all ranks together."""
     if layout.dispatch in ("two-level", "per-node"):
         return [experts_per_node(layout)]
     return [n for n in range(2, layout.ep) if layout.ep % n == 0] if layout.dispatch == "adaptive" else []
 
 
 def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[tuple[str, ...], ...]:
-    """For each dimension the axes larger than one that cut it: :data:`CUTS`, and no axis cuts a parameter twice.
+    """For each dimension the axes larger than one that cut it, by :data:`CUTS`; no axis cuts a parameter twice.
 
-    Only of experts that are fewer than the ranks of ``ep`` the width is cut over these, too.
-    With vocabulary passes the vocabulary is cut over the stages too, and experts may be over ``tp``.
+    With vocabulary passes the vocabulary is cut over the stages too. Experts may be cut over ``tp`` too, and where they
+    are fewer than the ranks of ``ep``, ``ep`` also cuts their width.
     """
     cuts: list[tuple[str, ...]] = []
     taken: set[str] = {*MODEL_AXES, FOLDED} if whole else set()
@@ -188,7 +191,7 @@ def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[
 
 
 def pieces_of_experts(dims: Sequence[Dim], cuts: Sequence[Sequence[str]], layout: Layout) -> int:
-    """In how many pieces each expert of a stack is cut, if there are fewer than ranks along ``ep``; else 0."""
+    """In how many pieces each expert of a stack is cut, where ranks along ``ep`` outnumber the experts; else 0."""
     if not dims or dims[0].name != "expert" or _width(dims[1:]) < 0:
         return 0
     pieces, rest = divmod(layout.size(*cuts[0]), dims[0].count)
@@ -196,5 +199,5 @@ def pieces_of_experts(dims: Sequence[Dim], cuts: Sequence[Sequence[str]], layout
 
 
 def _width(dims: Sequence[Dim]) -> int:
-    """Which of these dimensions is an expert's width; -1 if none is."""
+    """The index of an expert's width among these dimensions; -1 if it is not there."""
     return next((i for i, dim in enumerate(dims) if dim.name == "ffn"), -1)

@@ -11,9 +11,9 @@ IDLE = timedelta(days=1)
 
 
 class Tickets:
-    """Messages of the first rank, numbered from 1, to the others; all ranks make this.
+    """A queue that the first rank writes and every other rank reads; messages are numbered from 1. All ranks make it.
 
-    Nobody needs to be ready for one, and who waits for the next one does so for as long as there is none.
+    Writing never waits for a reader; reading waits for the next message, however long that takes.
     """
 
     def __init__(self) -> None:
@@ -24,13 +24,13 @@ class Tickets:
         self.oldest = 1
 
     def give(self, message: Any) -> int:
-        """Leave ``message`` for all; returns its number."""
+        """Write ``message`` for all; returns its number."""
         self.number += 1
         self.store.set(f"{self.name}/{self.number}", pickle.dumps(message))  # type: ignore[arg-type]
         return self.number
 
     def forget(self, number: int) -> None:
-        """All have read the tickets up to this one."""
+        """Delete the messages up to this number, which all ranks have read."""
         for read in range(self.oldest, number + 1):
             self.store.delete_key(f"{self.name}/{read}")
         self.oldest = number + 1

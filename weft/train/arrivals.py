@@ -1,4 +1,4 @@
-"""When the gradient of a unit is complete, where autograd hooks compute it: after its last parameter's."""
+"""Tells when the gradients of all parameters of a unit (mostly a block) are complete, while backward still runs."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -10,13 +10,14 @@ from weft.parallel.state import Unit
 
 
 class Arrivals:
-    """Calls ``complete`` with a unit when all gradients of it that a pass leaves have come, since :meth:`expect`.
+    """Calls ``complete(unit)`` as soon as every parameter of the unit that learns has its gradient.
 
-    What comes is autograd's own sum, or what has been reduced over the ranks with other data.
+    It watches from :meth:`expect` to :meth:`end`, one backward pass. The gradients are autograd's own or, where units
+    share their state, already reduced over the ranks with other data.
     """
 
     def __init__(self, units: Iterable[Unit], complete: Callable[[Unit], None]) -> None:
-        # Weak, as a circle with the parameters, or with who has process groups, would keep these alive.
+        # Weak references: a reference cycle would keep the parameters, and process groups, alive.
         self.complete, self.watching = weakref.WeakMethod(complete), False
         self.names = {unit: [h.parameter for h in unit.held if h.learns] for unit in units}
         self.missing: dict[Unit, int] = {}
@@ -26,12 +27,12 @@ class Arrivals:
                 parameter.register_post_accumulate_grad_hook(partial(_arrived, mine, unit))
 
     def expect(self) -> None:
-        """From now on gradients are the last ones of their parameters."""
+        """Begin to watch: each gradient that autograd accumulates from now on is the last one of its parameter."""
         self.missing = {unit: len(parameters) for unit, parameters in self.names.items()}
         self.watching = True
 
     def end(self) -> list[Unit]:
-        """Nothing more comes. Returns the units that are not complete: some parameter had no part in the loss."""
+        """Stop watching. Returns the units that are incomplete, as some parameter of theirs had no part in the loss."""
         self.watching = False
         return [unit for unit, missing in self.missing.items() if missing]
 

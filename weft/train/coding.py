@@ -1,4 +1,4 @@
-"""Steps whose gradient is decoded from the coded sums of the fastest ranks (:mod:`weft.sync.coded`)."""
+"""Gradient coding: a step's gradient is decoded from the sums of the ranks that are first (:mod:`weft.sync.coded`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,17 +16,18 @@ from weft.train.step import Stepper, accumulate, clear_gradients, split_like
 
 T = torch.Tensor
 
-#: A decoded weight of labels that is smaller is none.
+#: A decoded weight of labels below this is a rounding error of 0.
 ROUNDING = 1e-7
 
 
 @dataclass
 class Coding(Stepper):
-    """A stepper that ends a step as soon as its gradient can be decoded.
+    """A stepper that ends a step as soon as enough ranks have answered for its gradient to be decoded.
 
-    A step's batches are those of all parts that this rank may have to compute, of one job after the other. Nothing in a
-    step waits for all ranks: loss, tokens and wishes to stop come with the gradients. The jobs of a step are parts of
-    one sum, so that all are computed with the same parameters, and the update waits for the last.
+    A step consists of jobs, and a job of parts, each computed by several ranks. ``batches`` of a step are those of all
+    parts that this rank may have to compute, job after job. Nothing in a step waits for all ranks: loss, tokens and
+    wishes to stop come with the gradients. The step's gradient is the sum over its jobs, which are all computed with
+    the same parameters; the update waits for the last one.
     """
 
     resilience: Resilience = field(default_factory=Resilience)
@@ -73,7 +74,11 @@ class Coding(Stepper):
         return grads, torch.tensor(sums, dtype=torch.float64)
 
     def _pass(self, batch: Batch, coefficient: float) -> T:
-        """Forward and backward of a batch; its numbers times ``coefficient``, as its gradient is on top of what was."""
+        """Forward and backward of a batch, which add ``coefficient`` times its gradient to the parameters' gradients.
+
+        Returns the batch's numbers, likewise times ``coefficient``: float64 ``[6]``, loss, weight of labels, tokens,
+        samples, and the sums of the lower and the upper half of their marks.
+        """
         divisor = torch.tensor(1 / coefficient, dtype=torch.float64, device=self.mesh.device)
         loss = accumulate(self.model, self.state, [batch], self.mesh, self.routes, weight=divisor)
         marked = marks(batch.samples)  # in halves: their sums are whole numbers, and must be told from each other

@@ -4,15 +4,16 @@ from weft.memory.balance import Sizes, even
 from weft.parallel.state import State, Unit
 from weft.recipe import Memory
 
-#: How many times as long as forward backward computes, by what of forward it repeats.
+#: How long backward takes, in multiples of forward, by ``train.recompute`` (what of forward it repeats).
 BACKWARD = {"none": 2.0, "selective": 2.0, "full": 3.0}
 
 
 def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
-    """The units to update early: the same on all ranks that have parts of them, as logical sizes decide."""
+    """The units to update early. Logical sizes decide, so all ranks that hold parts of a unit choose alike."""
     if memory.speculate == "none":
         return []
-    summed_last = {name for names in state.copies.values() for name in names}  # over stages, at the end of a step
+    # Gradients that several pipeline stages share are summed at the end of a step: too late for these units.
+    summed_last = {name for names in state.copies.values() for name in names}
 
     def may(unit: Unit) -> bool:
         learns = any(h.learns for h in unit.held) and all(h.name not in summed_last for h in unit.held)
@@ -26,7 +27,7 @@ def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
 
 
 def sizes(unit: Unit, memory: Memory, free: bool) -> Sizes:
-    """Bytes of the whole unit that are in files."""
+    """How many bytes of the unit, over all ranks, rest in files."""
     learning = [h for h in unit.held if h.learns]
     moments = [part.tensor for h in learning for part in h.slots.values()]
     every = {

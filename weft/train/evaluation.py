@@ -12,15 +12,15 @@ from weft.train.score import scores
 from weft.train.setup import Job
 from weft.train.step import evaluate
 
-#: What validation is called among the things to evaluate.
+#: The name of validation beside the names of tasks.
 VALIDATION = "validation"
 
 
 class Evaluation:
-    """Validation and tasks, each when it is due. ``validations`` are the losses so far, and get those that are found.
+    """Runs validation and tasks, each when it is due. New validation losses are appended to ``validations``.
 
-    ``before_change`` returns when the state may change: the averages of the parameters take their place if the recipe
-    says so (``optimizer.use_ema``). Tasks are given up on all ranks as soon as any is ``interrupted``.
+    With ``optimizer.use_ema`` the averages of the parameters take their place meanwhile; ``before_change`` is called
+    first, and returns when the state may change. Tasks are given up on all ranks as soon as any is ``interrupted``.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class Evaluation:
         self._done: dict[str, int] = {}  # at which step each was evaluated last
 
     def due(self, step: int) -> list[str]:
-        """What is to be evaluated after ``step``."""
+        """The names of what is to be evaluated after ``step``."""
         return [name for name, every in self._every.items() if every and step % every == 0]
 
     def missing(self, step: int) -> list[str]:
-        """What has not been evaluated after ``step``."""
+        """The names of what has not been evaluated after ``step``."""
         return [name for name in self._every if self._done.get(name) != step]
 
     def run(self, names: list[str], step: int) -> dict[str, float]:
-        """Evaluate what is named, after ``step``: the validation loss, and the accuracy of tasks. Collective."""
+        """Evaluate ``names`` after ``step``: the validation loss, and the accuracy of each task. Collective."""
         found = {}
         with self._weights():
             for name in names:
@@ -58,7 +58,7 @@ class Evaluation:
 
     @contextmanager
     def _weights(self) -> Iterator[None]:
-        """In here the parameters are those that are to be evaluated."""
+        """A context in which the parameters are those to evaluate: with ``use_ema`` their averages."""
         if not self.job.recipe.optimizer.use_ema:
             yield
             return

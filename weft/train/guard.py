@@ -16,16 +16,17 @@ from weft.train.setup import Job
 
 
 class Regroup(Exception):
-    """All ranks have ended a step, and come together anew: some leave, or others join."""
+    """Raised on all ranks after a step, so that they form new process groups: some ranks leave, or others join."""
 
 
 class Guard:
-    """Opens a run in the folder ``out`` and fills its state, and is told of every step.
+    """Opens a run in the folder ``out``, fills its state, and is told of every step; this one does nothing more.
 
-    One that keeps a run going when ranks are lost derives from this. ``validations`` are the losses so far.
+    :mod:`weft.resilience` derives guards that keep a run going when ranks are lost. ``validations`` are the losses of
+    the run so far.
     """
 
-    #: Whether the state is known when ranks come together anew, without a checkpoint.
+    #: Whether the state survives in the ranks' memory when they form new groups, so that no checkpoint is needed.
     remembers = False
     presence: Presence | None = None
 
@@ -34,15 +35,15 @@ class Guard:
         self.validations: list[float] = []
 
     def lease(self) -> Lease:
-        """For the places that the run uses."""
+        """The lease that keeps other runs out of the folders that this one writes."""
         return Lease()
 
     def open(self, recipe: Recipe, lease: Lease, size: int) -> Run:
-        """The run's folder and places, which are in use from now on; ``size``: bytes of a checkpoint. On rank 0."""
+        """Choose the run's folder and places, and lease them. On rank 0. ``size``: bytes of a checkpoint, about."""
         return open_run(recipe, self.out, self.resume, lease, size)
 
     def signals(self) -> AbstractContextManager[list[int]]:
-        """Notes the signals that ask the run to end."""
+        """A context that collects the signals that ask the run to end."""
         return noted_signals(*stop_signals())
 
     def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
@@ -57,10 +58,10 @@ class Guard:
         return open_streams(mesh, limit)
 
     def begin(self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder) -> None:
-        """The first step is about to be taken."""
+        """Called before the first step."""
 
     def step(self, number: int) -> AbstractContextManager[None]:
-        """In here step ``number`` (from 1) is taken."""
+        """A context around step ``number`` (from 1)."""
         return nullcontext()
 
     def due(self, step: int) -> bool:
@@ -68,12 +69,12 @@ class Guard:
         return False
 
     def before_update(self) -> None:
-        """Returns when the state may change."""
+        """Called before the state changes; returns when it may."""
 
     def after_step(self) -> None:
-        """The state is that after a step, until :meth:`before_update` has returned."""
+        """Called when the state is that after a step; it stays so until :meth:`before_update` has returned."""
 
     @property
     def regroup(self) -> bool:
-        """Whether this rank knows of others that want to leave or join."""
+        """Whether this rank knows of ranks that want to leave or join, for which the run has to regroup."""
         return False

@@ -1,4 +1,4 @@
-"""What islands do in their steps, or between them, to agree with the other islands."""
+"""Steppers of islands: they sum gradients over all islands in every step, or exchange parameters between some steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,9 +43,10 @@ OWN = [SQUARE_NORM, SAMPLES, MARKS]
 
 
 def slots_of(how: Sync) -> tuple[str, ...]:
-    """What is kept with every parameter, beside the method's: ``answer``, of a round that is not applied yet.
+    """The names of the slots that every parameter has for the sake of the islands.
 
-    And what messages have left out: those that were sent (``up``), and the means that this island sent back (``down``).
+    They are the method's own; ``answer``, the result of an exchange that is not applied yet; and with compression what
+    the messages left out (error feedback): of those that were sent ``up``, and of the means sent back ``down``.
     """
     method, (there, back) = method_of(how), compressors(how)
     found = [*method.slots, *(["answer"] if method.late or how.delay else [])]
@@ -55,12 +56,12 @@ def slots_of(how: Sync) -> tuple[str, ...]:
 
 
 def compressors(how: Sync) -> tuple[Compressor, Compressor]:
-    """Of what is sent, and of what comes back."""
+    """The compressor of what is sent, and that of what comes back."""
     return build_compressor(how.compress), build_compressor(how.compress_back or how.compress)
 
 
 def add_slots(state: State, how: Sync) -> None:
-    """Give every parameter that learns the slots of the method, in float32 or its own type if that is wider."""
+    """Give every parameter that learns its slots, in float32 or in its own type if that is wider."""
     if how.of_gradients:
         return
     for h in state.learning:
@@ -70,9 +71,9 @@ def add_slots(state: State, how: Sync) -> None:
 
 
 def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
-    """Put the islands into the ring that goes best over their links, if sums go around one; what there is to say."""
+    """Measure the links and put the islands into the fastest ring, if sums go around one; returns a line to report."""
     if streams.islands < 3 or not how.in_ring or how.order == "numbered" or streams.shared is None:
-        return ""  # two make one ring, and an island that comes later is told which it is
+        return ""  # two islands make only one ring, and an island that comes later is told the ring's order
     elements = sum(h.local.numel() for h in state.learning)
     return measured_ring(streams, 4.0 * elements / how.fragments)
 
@@ -81,8 +82,8 @@ def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
 class Together(Stepper):
     """A stepper for islands that agree in every step: their gradients are summed before the update.
 
-    So it is data parallelism, over streams: every label counts alike, whichever island it is on, and the norm that is
-    clipped is that of the whole gradient.
+    This is data parallelism over streams: every label counts alike, whichever island it is on, and clipping goes by the
+    norm of the whole gradient.
     """
 
     streams: Streams = field(kw_only=True)
@@ -105,7 +106,7 @@ class Together(Stepper):
             return grads, sums
 
     def of_all(self, number: T) -> T:
-        """The sum of some numbers of all islands."""
+        """The elementwise sum of ``number``, any tensor, over all islands."""
         mine = number.detach().reshape(-1).cpu()
         found = from_islands(self.streams, mine, range(self.mesh.islands), f"numbers of step {self.steps}")
         return torch.stack(found).sum(0).view_as(number).to(number.device)
@@ -124,9 +125,10 @@ class Together(Stepper):
 
 
 class Exchanged(NamedTuple):
-    """What an exchange of a fragment gives: the mean of what so many ``islands`` have sent.
+    """The result of one exchange of a fragment: ``answer``, the mean of what ``islands`` islands have sent.
 
-    ``kept`` replaces slots, of which it has the values end to end. ``warm``: what PowerSGD ended with, by parameter.
+    ``kept``: new values of slots, by slot, those of all parameters of the fragment end to end. ``warm``: by parameter,
+    the factor with which PowerSGD begins the next exchange.
     """
 
     answer: T
@@ -137,10 +139,11 @@ class Exchanged(NamedTuple):
 
 @dataclass
 class Apart(Stepper):
-    """A stepper for islands that take steps by themselves, by another stepper, and agree between some of them.
+    """A stepper for islands that take steps by themselves, by ``inner``, and agree every ``how.every`` steps.
 
-    ``presence`` says which islands take part, and ``steps`` have been taken before. A wish to end the run counts from
-    the round after the next on, so that all islands that agree with each other end after the same step.
+    A *round* is what happens every so many steps; in it, each *fragment* of the parameters is exchanged once with the
+    partners. ``presence`` says which islands take part; ``steps`` counts the steps so far. A wish to end the run is
+    passed on in the next round and ends it with the one after, so that all islands end after the same step.
     """
 
     inner: Stepper = field(kw_only=True)
@@ -153,15 +156,15 @@ class Apart(Stepper):
         self.method, count = method_of(self.how), self.how.fragments
         self.streams = self.presence.streams
         self.there, self.back = compressors(self.how)
-        #: Of PowerSGD, by parameter: what the last round ended with.
+        #: By parameter: the factor of PowerSGD from the last round.
         self.warm: dict[str, T] = {}
         self.fragments = [[h for h in self.state.learning if fragment_of(h.name, count) == f] for f in range(count)]
-        #: Who shares in exchanging them: with PowerSGD nobody, as its matrices are not cut.
+        #: The replicas of this island that each exchange a part of a fragment; PowerSGD's matrices are not cut so.
         alone = isinstance(self.there, PowerSGD)
         self.replicas = [Replicas() if alone else replicas_of(held, self.mesh) for held in self.fragments]
         #: Exchanges under way, by fragment. One after the other, in the same order on all islands.
         self.under_way: dict[int, Future[Exchanged]] = {}
-        #: Of answers that are slots, by fragment: how many islands they are of; all, if nothing is said.
+        #: By fragment: how many islands the answer in its slots is the mean of; all, if it is not in here.
         self.counts: dict[int, int] = dict(enumerate(self.presence.counts))
         self.exchanging = ThreadPoolExecutor(1, "weft-islands")
 
@@ -190,13 +193,13 @@ class Apart(Stepper):
         return results
 
     def finish(self) -> list[StepResult]:
-        """As of any stepper; answers that are on their way are waited for, and become slots of the state."""
+        """As every stepper's; exchanges under way are waited for, and their answers become slots of the state."""
         results = self.without_wish(self.inner.finish())
         self.keep_answers()
         return results
 
     def keep_answers(self) -> None:
-        """Wait for the answers that are on their way, and have them in slots."""
+        """Wait for the exchanges under way, and keep their answers in slots."""
         if self.under_way:
             self.before_update()
         for f in list(self.under_way):
@@ -217,7 +220,7 @@ class Apart(Stepper):
         return [result._replace(stop=False) for result in results]
 
     def is_due(self, f: int) -> bool:
-        """Whether something is to be done about a fragment after this step."""
+        """Whether an exchange of fragment ``f`` begins after this step, or the answer to one is applied."""
         return begins(self.steps, f, self.how) or begins(self.steps - self.how.delay, f, self.how)
 
     def number(self, f: int) -> int:
@@ -256,9 +259,9 @@ class Apart(Stepper):
         return self.flat(self.fragments[f], "answer"), self.counts.get(f, self.mesh.islands)
 
     def whole(self, f: int, found: Exchanged, sent: int) -> Exchanged:
-        """What an exchange of a fragment gives, with the parts that other replicas of this island have exchanged.
+        """The result of an exchange, with the parts that the other replicas of this island have exchanged.
 
-        All together have ``sent`` so many elements.
+        ``sent``: elements of all parts together.
         """
         replicas, held = self.replicas[f], self.fragments[f]
         if replicas.group is None:
@@ -271,17 +274,17 @@ class Apart(Stepper):
         return found._replace(answer=replicas.whole(found.answer, sent), kept=kept)
 
     def keep_exchanged(self, f: int, found: Exchanged) -> tuple[T, int]:
-        """The same, with what else an exchange has changed kept."""
+        """Keep what an exchange has changed in slots; returns its answer, and how many islands that is of."""
         for name, values in found.kept.items():
             self.keep(name, self.fragments[f], values)
         self.warm |= found.warm
         return found.answer, found.islands
 
     def exchanged(self, f: int, number: int, mine: T, shared: Mapping[str, T], step: int) -> Exchanged:
-        """The mean over the partners of what each sends of this rank's part of a fragment. Changes nothing here.
+        """Exchange this rank's part of ``mine`` for the mean over the partners. Runs in a thread, and changes no state.
 
-        ``shared``: the slots that all must have alike; an island that has not sends what it would have with the right
-        ones.
+        ``shared``: slots that must be equal on all islands. An island where they differ gets the others' values, and
+        sends what it would have sent with these.
         """
         held, here = self.fragments[f], self.replicas[f].part(mine.numel())
         shared = {name: values[here] for name, values in shared.items()}
@@ -316,7 +319,7 @@ class Apart(Stepper):
     def compressed(
         self, held: Sequence[Held], mine: T, here: slice, tag: str, number: int, members: Sequence[int]
     ) -> Exchanged:
-        """The mean over these islands, by compressed messages; what these leave out is to go to slots."""
+        """The mean over these islands by compressed messages; what these leave out is in the result's ``kept``."""
         left: dict[str, T] = {name: self.flat(held, name)[here] for name in ("up", "down") if name in held[0].slots}
         if not isinstance(self.there, PowerSGD):
             answer = compressed_mean(
@@ -339,10 +342,10 @@ class Apart(Stepper):
     def ranks(
         self, held: Sequence[Held], wanted: Sequence[T], tag: str, number: int, members: Sequence[int]
     ) -> list[int]:
-        """PowerSGD's rank for what is ``wanted`` of each parameter: one for all, or L-GreCo's choice.
+        """PowerSGD's rank for each parameter, whose message is ``wanted``: one for all, or those that L-GreCo chose.
 
-        The first member has chosen, anew every so many rounds. It says so in each, so that nobody needs to have taken
-        part in the last one.
+        The first member chooses, anew every ``how.allocate`` rounds. It sends the ranks in each round, so that members
+        need not have taken part in the one before.
         """
         there, allocate = self.there, self.how.allocate
         assert isinstance(there, PowerSGD)
@@ -360,7 +363,7 @@ class Apart(Stepper):
         return found
 
     def hand_over(self, island: int, tokens: int) -> None:
-        """Send an island that comes, or comes back, the state that it goes on from."""
+        """Send an island that joins, or comes back, the state that it goes on from."""
         self.keep_answers()
         counts = [self.counts.get(f, self.mesh.islands) for f in range(self.how.fragments)]
         about = [self.presence.tokens + tokens, *counts, *self.streams.order]
@@ -387,9 +390,10 @@ def wider(x: T) -> torch.dtype:
 
 
 def state_of(state: State, how: Sync, number: int) -> Iterator[tuple[str, Held, str]]:
-    """What an island that comes takes from another at the end of a round: tags, whose they are, and slots or "".
+    """What an island that joins takes over from another at the end of a round: message tag, parameter, and slot.
 
-    What messages have left out is each island's own, and so are the moments of its optimizer.
+    The slot is "" for the parameter itself. What messages left out and the optimizer's moments are not handed over:
+    each island has its own.
     """
     for h in state.held:
         if h.local.is_floating_point():
@@ -401,7 +405,7 @@ def state_of(state: State, how: Sync, number: int) -> Iterator[tuple[str, Held, 
 
 
 def send_state(state: State, how: Sync, streams: Streams, island: int, number: int, about: Sequence[int]) -> None:
-    """Send all that to the same place of another island, without waiting, and some numbers ``about`` it."""
+    """Send :func:`state_of` and some numbers ``about`` it to the same rank of another island, without waiting."""
     streams.send(island, f"state {number}", torch.tensor(about))
     for tag, h, slot in state_of(state, how, number):
         values = values_of(h, slot)
@@ -410,8 +414,11 @@ def send_state(state: State, how: Sync, streams: Streams, island: int, number: i
 
 @torch.no_grad()
 def take_state(state: State, how: Sync, streams: Streams, island: int, number: int) -> list[int]:
-    """Take all that from the same place of another island; the numbers about it. Raises :class:`IslandLost`."""
-    about: list[int] = streams.receive(island, f"state {number}", torch.int64, limit=inf).tolist()  # when that ends
+    """Receive :func:`state_of` from the same rank of another island into ``state``; returns the numbers about it.
+
+    It is sent when that island's round ends, however long that takes. Raises :class:`IslandLost`.
+    """
+    about: list[int] = streams.receive(island, f"state {number}", torch.int64, limit=inf).tolist()
     for tag, h, slot in state_of(state, how, number):
         target = values_of(h, slot)
         target.copy_(streams.receive(island, tag, wider(target)).view_as(target))

@@ -83,7 +83,10 @@ class PostValidation(Stepper):
         return self.model.pipeline.accumulate(batches, lambda: divisor(weight()))
 
     def _finish_pending(self) -> tuple[list[StepResult], bool]:
-        """Read the pending step's sums; correct its update if it was wrong, and say whether it was right."""
+        """The result of the pending step, if there is one, and whether its update was right.
+
+        If it was not, as it must be clipped or skipped, it is taken back and done right.
+        """
         if self.pending is None:
             return [], True
         sums, grads, lr = self.pending

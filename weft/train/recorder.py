@@ -1,4 +1,4 @@
-"""What can be seen of a run while it goes on: records, the display for a person, profiles and traces."""
+"""Recording of a run: metrics, the display in the terminal, profiles and traces."""
 
 import datetime
 import os
@@ -32,8 +32,8 @@ Results = list[StepResult]
 class Recorder:
     """A context in which a run is recorded. Ranks other than the main one only take part in profiles.
 
-    ``progress`` is read whenever something is recorded; ``about`` is kept with the run's record. The time between
-    :meth:`restart_clock` and :meth:`lap` is that of the steps that have become final.
+    ``progress`` is read whenever something is recorded; ``about`` goes into the record of the run itself. The time from
+    :meth:`restart_clock` to :meth:`lap` is that of the steps that became final in between.
     """
 
     def __init__(self, job: Job, mesh: Mesh, folder: Path, progress: Progress, about: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ class Recorder:
         kind = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
         device = f"{mesh.layout.world} x {kind}"
         one = peak_flops(mesh.device, getattr(torch, job.recipe.train.dtype))
-        # What a step's tokens are of: this island, or all, where their gradients become one.
+        # The tokens of a step are those of this island, or of all islands where their gradients are summed.
         self._peak = one and one * mesh.layout.world * (mesh.islands if job.recipe.sync.of_gradients else 1)
         twice = job.recipe.optimizer.estimate == "zeroth-order"  # forward, and nothing else
         self._per_token = (1 + twice) * flops_per_token(
@@ -80,16 +80,16 @@ class Recorder:
         self._stack.__exit__(*problem)
 
     def event(self, text: str) -> None:
-        """Say something, and keep it."""
+        """Print a line, and record it."""
         self._display.note(text)
         self.log("event", message=text)
 
     def forget(self, step: int) -> None:
-        """What was recorded of steps after ``step`` does not count, as they are taken again."""
+        """Drop the records of steps after ``step``, which are taken again."""
         self._metrics.forget(step)
 
     def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
-        """Keep a record, of the step that the run has come to if no other is given."""
+        """Record ``values`` under ``kind``, for the step that the run has come to if no other is given."""
         self._metrics.log(kind, self._progress.step if step is None else step, **values)
 
     def validation(self, loss: float) -> None:
@@ -97,7 +97,7 @@ class Recorder:
         self._display.update(self._progress.step, validation=loss)
 
     def task(self, name: str, answered: Answered) -> None:
-        """Keep and say how the model has done at a task."""
+        """Record and print how the model has done at a task."""
         self.log(f"task.{name}", accuracy=answered.accuracy, loss=answered.loss, questions=answered.questions)
         self._display.note(
             f"step {self._progress.step}: {name}: {answered.right} of {answered.questions} right "
@@ -105,7 +105,7 @@ class Recorder:
         )
 
     def activations(self, found: Mapping[str, Any]) -> None:
-        """Keep and say how many blocks' saved activations leave, and what other numbers would give."""
+        """Record and print of how many blocks the saved activations leave the device; ``found`` has other choices."""
         self.log("activations", **found)
         self.event(
             f"activations of {found['blocks']} of {found['of']} blocks leave for the {found['place']}: so many that "
@@ -113,7 +113,7 @@ class Recorder:
         )
 
     def alternating(self, found: Mapping[str, Any]) -> None:
-        """Keep and say how many units are updated on the device, and what other numbers would take."""
+        """Record and print how many units are updated on the device; ``found`` has the time of every such number."""
         self.log("alternating", **found)
         count, units, seconds = found["device"], found["units"], found["seconds"]
         self.event(
@@ -123,14 +123,14 @@ class Recorder:
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """While this step's data is fetched."""
+        """A context around the fetching of a step's data, which measures its time."""
         begun = time.perf_counter()
         with record_function("weft:data"):
             yield
         self._data_s = time.perf_counter() - begun
 
     def watch(self, number: int, take_step: Callable[[], Results | None]) -> Results | None:
-        """What step ``number`` (from 0) returns; it is profiled when its turn comes."""
+        """Take step ``number`` (from 0), every so often (``observe.split_every``) under the profiler; its results."""
         every = self._recipe.observe.split_every
         if self._tracing or not every or number % every != min(2, every - 1):
             self._split = None
@@ -140,11 +140,11 @@ class Recorder:
         return results
 
     def restart_clock(self) -> None:
-        """What has been done since belongs to no step."""
+        """Begin to measure the time of the next steps: what was done before now belongs to none."""
         self._begun = time.perf_counter()
 
     def lap(self, results: Sequence[StepResult]) -> None:
-        """The time since the clock was restarted is that of these steps, in equal parts."""
+        """Give the time since the clock was restarted to these steps, in equal parts, and restart it."""
         if results:
             now = time.perf_counter()
             self._seconds, self._begun = (now - self._begun) / len(results), now
@@ -193,5 +193,5 @@ class Recorder:
         self.log("experts", **record)
 
     def end_step(self) -> None:
-        """After every step: a trace goes on to the next one."""
+        """Called after every step, so that a trace can tell one step from the next."""
         self._traced()

@@ -33,9 +33,9 @@ FILE = "log_probabilities.npy"
 
 
 def with_cached_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
-    """``job`` with what its loss needs of the reference model, from the cache or else computed. Collective.
+    """``job`` with the reference model's log-probabilities, if its loss needs them, from the cache or computed.
 
-    Also notes on that for whoever watches.
+    Also notes to print about it. Collective.
     """
     if not needs_reference(job.recipe.loss):
         return job, []
@@ -54,9 +54,9 @@ def with_cached_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
 
 
 def with_reference(job: Job, mesh: Mesh, values: Values, steps: int) -> Job:
-    """``job`` with what the loss of its first ``steps`` needs of a model of the same shape with ``values``. Collective.
+    """``job`` with log-probabilities for its first ``steps``, by a model of its shape with ``values``; none are cached.
 
-    Nothing is kept.
+    Collective.
     """
     if not needs_reference(job.recipe.loss):
         return job
@@ -68,9 +68,9 @@ def with_reference(job: Job, mesh: Mesh, values: Values, steps: int) -> Job:
 def log_probabilities(
     job: Job, mesh: Mesh, shape: ModelShape, values: Values | None, steps: Iterable[Sequence[Batch]]
 ) -> np.ndarray:
-    """What the model of ``shape`` with ``values`` says of the pairs in ``steps``, ``[pairs of the job, 2]``; else 0.
+    """Log-probabilities of both answers of every pair, ``[pairs of the job, 2]``; 0 for pairs not in ``steps``.
 
-    Raises :class:`WeftError` if one of its numbers is not finite.
+    The model has ``shape`` and ``values``. Raises :class:`WeftError` if a number is not finite.
     """
     table = torch.zeros(_pairs_of(job), 3, dtype=torch.float64)  # both answers, and how often they were counted
     # Ranks that share the work on the same tokens have the same sums.
@@ -105,7 +105,7 @@ def _pairs_of(job: Job) -> int:
 
 
 def _all_steps(job: Job, mesh: Mesh) -> Iterator[Sequence[Batch]]:
-    """Batches that have every pair of a job once."""
+    """Batches in which every pair of a job is once."""
     for stream in _streams(job):
         order = Order((stream,), (1.0,), seed=0, epochs=1)
         loader = job.loader(order, mesh)
@@ -114,6 +114,8 @@ def _all_steps(job: Job, mesh: Mesh) -> Iterator[Sequence[Batch]]:
 
 
 def _with(job: Job, table: np.ndarray) -> Job:
+    """``job`` with the log-probabilities of ``table`` in the pairs of its data."""
+
     def known(order: Order) -> Order:
         streams = []
         for stream in order.streams:
@@ -136,7 +138,7 @@ def _reference(job: Job) -> tuple[ModelShape, Values | None]:
 
 
 def _folder(job: Job) -> Path:
-    """Where the cache has the log-probabilities, under a name that says by which model, of what and how computed."""
+    """The cache folder of the log-probabilities; its name is a digest of model, data and precision."""
     recipe, shape = job.recipe, job.shape.model_dump(mode="json", exclude={"origin"})
     key = digest(1, job.corpus.fingerprint, _identity(recipe), recipe.loss.reference or shape, recipe.train.dtype)
     return cache_root(recipe.data.cache) / f"reference-{key}"
@@ -148,7 +150,7 @@ def _identity(recipe: Recipe) -> str | int:
 
 
 def _read(folder: Path, pairs: int) -> tuple[np.ndarray | None, str]:
-    """What the cache has, if anything, and what is wrong with it, if that is damaged."""
+    """The cached table if there is a whole one, and a line on what is damaged if it is."""
     if not folder.exists():
         return None, ""
     try:

@@ -1,6 +1,6 @@
-"""Where a run goes: its folder, the places of its checkpoints, and what it goes on from.
+"""Where a run goes: its folder, the places of its checkpoints, and the checkpoint that it resumes from.
 
-All of it is looked at before ranks start and again, and then taken, by rank 0.
+They are checked before ranks are started; rank 0 then checks them again and leases them.
 """
 
 import json
@@ -32,9 +32,9 @@ from weft.train.setup import Job, prepare
 
 @dataclass
 class Run:
-    """A run's folder, the places to go on from (none: it is a new run), and where its checkpoints go.
+    """A run's folder, the places that it may resume from (none: it is a new run), and the levels of its checkpoints.
 
-    ``in_memory``: its state is in the memory of ranks that have it, and goes on from there.
+    ``in_memory``: it resumes from the state that other ranks have in memory.
     """
 
     folder: Path
@@ -48,14 +48,15 @@ class Run:
 
     @property
     def places(self) -> list[Storage]:
-        """What only one run at a time may use. A level in memory goes with the run's folder."""
+        """The places that only one run at a time may write. A level in memory belongs to the run's folder."""
         return [LocalStorage(self.folder), *(level.place for level in self.levels if not level.in_memory)]
 
 
 def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
-    """:func:`weft.train.setup.prepare`, and find what keeps a run from starting, before ranks do so much later.
+    """:func:`weft.train.setup.prepare`, and errors that ranks would otherwise meet only after they have started.
 
-    What ``out`` and ``resume`` mean, whether this can be used, and whether the newest checkpoint is of this model.
+    Checked are what ``out`` and ``resume`` mean, whether these places can be written, and whether the newest checkpoint
+    is of this model.
     """
     with Lease() as lease:
         run = open_run(recipe, out, resume, lease, 0)
@@ -68,13 +69,13 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
 
 
 def _check(checkpoint: StoredCheckpoint, job: Job) -> None:
-    """Refuse to go on from a checkpoint of another model, of one beside another base, or of another tokenizer."""
+    """Refuse to resume from a checkpoint of another model, of an adapter of another base, or of another tokenizer."""
     check_goes_on(checkpoint, job.shape, job.corpus.tokenizer, job.recipe.optimizer)
     check_same_base(checkpoint, base_of_run(job.recipe, job.shape))
 
 
 def _is_readable(checkpoint: StoredCheckpoint) -> bool:
-    """Whether a checkpoint has a root; if not, the run takes the one before, or says that there is none."""
+    """Whether the metadata of a checkpoint can be read; if not, the run takes the one before, or reports that."""
     try:
         return bool(checkpoint.meta)
     except WeftError:
@@ -82,7 +83,7 @@ def _is_readable(checkpoint: StoredCheckpoint) -> bool:
 
 
 def open_run(recipe: Recipe, out: Path | None, resume: str | None, lease: Lease, size: int) -> Run:
-    """The folder and places of a run, from now on in use by it. ``size``: bytes of a checkpoint, about."""
+    """Choose and lease the folder and places of a run. ``size``: about how many bytes a checkpoint has."""
     while True:
         folder, sources = _choose(recipe, out, resume)
         run = Run(folder, sources, levels_of(recipe.checkpoint, folder))
@@ -97,7 +98,7 @@ def open_run(recipe: Recipe, out: Path | None, resume: str | None, lease: Lease,
 
 
 def open_for_island(mesh: Mesh, open_first: Callable[[], Run], recipe: Recipe, lease: Lease, size: int) -> Run:
-    """The run as ``open_first`` opens it, in which every island but the first has a folder, and places, of its own.
+    """The run of an island: the first one's as ``open_first`` opens it; the others' are in folders below that one's.
 
     Runs on the first rank of each island.
     """
@@ -123,7 +124,7 @@ def open_for_island(mesh: Mesh, open_first: Callable[[], Run], recipe: Recipe, l
 
 
 def _counterpart(run: Run, shore: dist.Store) -> str:
-    """The checkpoint from which an island goes on: its own of the step of the first island's, or else that one."""
+    """The checkpoint that an island resumes from: its own of the first island's step, or else the first island's."""
     first = open_storage(shore.get("weft/resumed").decode())
     own = [place for level in run.levels for place in committed(level.place) if step_of(place) == step_of(first)]
     return str((own or [first])[-1])
@@ -131,7 +132,7 @@ def _counterpart(run: Run, shore: dist.Store) -> str:
 
 @dataclass
 class Resumed:
-    """What a run goes on from, ``notes`` on that for whoever watches, and where every rank's time to load went."""
+    """The progress that a run resumes from, ``notes`` to print about it, and how long each rank took to load what."""
 
     progress: Progress
     notes: list[str]
@@ -174,7 +175,7 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
 
 
 def checkpoint_size(job: Job) -> int:
-    """Bytes of a checkpoint, about: parameters, and of those that learn the moments; of an adapter, these alone."""
+    """About how many bytes a checkpoint has: parameters, and moments of those that learn; of adapters without base."""
     train, wide = job.recipe.train, 8 if job.recipe.train.dtype == "float64" else 4
     moments, frozen = slot_bytes(job.recipe.optimizer, wide), 0 if job.shape.adapter else wide
     return round(sum(
@@ -183,6 +184,7 @@ def checkpoint_size(job: Job) -> int:
 
 
 def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path, list[str]]:
+    """The folder of a run, and the places that it may resume from: none if it is a new one."""
     folder = RUNS / recipe.name
     if out is not None and out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is not a folder; choose another")
@@ -207,6 +209,7 @@ def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path,
 
 
 def unused_folder(folder: Path) -> Path:
+    """``folder``, or with the first number behind its name that is free."""
     run, number = folder, 1
     while run.exists():
         number += 1

@@ -25,9 +25,9 @@ from weft.train.step import loss_sum, sum_over_passes
 
 @dataclass
 class Scorer:
-    """Takes the place of a model's loss: adds up scores by the text that each label is of.
+    """Takes the place of a model's loss: adds up the scores of labels, by the text that each label belongs to.
 
-    ``counts``, otherwise the weights of the labels, are the numbers of their texts, from 1.
+    ``counts``, where a loss has the weights of the labels, are the numbers of their texts, from 1.
     """
 
     sums: torch.Tensor  # float64 [texts, 2]: log-probability, and how many tokens are the likeliest
@@ -45,7 +45,7 @@ class Scorer:
 
 @contextmanager
 def lent_loss(model: Transformer, scorer: Scorer) -> Iterator[None]:
-    """In here the loss of ``model`` is ``scorer``."""
+    """A context in which the loss of ``model`` is ``scorer``."""
     before, model.criterion = model.criterion, scorer
     try:
         yield
@@ -82,10 +82,9 @@ def scores(
 ) -> list[Score]:
     """How likely each text's continuation is. Collective; the same on all ranks.
 
-    ``wanted`` is asked on every rank before every step: where any says no, nothing is scored, and the list is empty.
-
     ``state`` may be None on one device. ``rows`` and ``passes`` are those of a rank's step (see
-    :meth:`weft.recipe.Recipe.rows_per_pass`), ``room`` the tokens of a row, if no text has more.
+    :meth:`weft.recipe.Recipe.rows_per_pass`), ``room`` is the number of tokens in a row, or more for a longer text.
+    ``wanted`` is asked on every rank before every step; as soon as it is false on any, the list is empty.
     """
     if not texts:
         return []

@@ -1,4 +1,4 @@
-"""What must be known, and can be refused, before a rank starts or a folder is made."""
+"""From a recipe to a :class:`Job`: data, model and shape are looked up and checked before a rank starts."""
 
 import os
 from contextlib import nullcontext, suppress
@@ -47,9 +47,9 @@ LEARNING = ("balance", "balance_loss", "z_loss", "bias_rate")
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with everything looked up: open data, and the complete shape of the model. ``notes`` are to be said.
+    """A recipe with everything looked up: open data, and the complete shape of the model.
 
-    ``speeds`` of the ranks of the world, where they are not all alike.
+    ``notes`` are lines to print. ``speeds``: relative speeds of all ranks, where they are not all alike.
     """
 
     recipe: Recipe
@@ -60,6 +60,7 @@ class Job:
     speeds: tuple[float, ...] = ()
 
     def loader(self, order: Order, mesh: Mesh) -> Loader:
+        """This rank's loader of the samples in ``order``, which are either those to train on or to evaluate on."""
         data, layout = self.recipe.data, mesh.layout
         trains = order is self.corpus.train
         if trains:  # each island has samples of its own to learn from, and all evaluate on the same
@@ -88,7 +89,7 @@ class Job:
         )  # fmt: skip
 
     def batch_speeds(self, layout: Layout) -> tuple[float, ...]:
-        """How fast those are that the sequences of a step are dealt to: each as its slowest rank; none: all alike."""
+        """The speed of each place that sequences are dealt to, which is that of its slowest rank; none: all alike."""
         if len(set(self.speeds)) < 2:
             return ()
         ranks = [Place.of(layout, rank).along(*BATCH_AXES) for rank in range(layout.world)]
@@ -98,7 +99,7 @@ class Job:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a run's record and its checkpoints say of it."""
+        """The facts about a run that its record and its checkpoints hold."""
         recipe = self.recipe.model_copy(update={"model": self.shape})
         layout, base = self.recipe.layout, base_of_run(self.recipe, self.shape)
         about = {"recipe": recipe.model_dump(mode="json"), "layout": str(layout), "world": layout.world}
@@ -300,7 +301,7 @@ PROCESS = 150 << 20
 
 
 def check_memory(recipe: Recipe, shape: ModelShape, here: int = 0) -> None:
-    """Refuse what cannot even hold its own state: parameters, gradients and moments, before any activation.
+    """Raise :class:`WeftError` if parameters, gradients and moments alone need more memory than there is.
 
     ``here``: ranks on this machine; 0: as many as the launcher says, else all.
     """

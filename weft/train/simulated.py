@@ -14,21 +14,23 @@ from weft.recipe import Sync
 
 T = torch.Tensor
 
-#: With which islands, itself among them, an island agrees in an exchange: (number, island) -> islands.
+#: Maps (number of an exchange, island) to the islands that this one agrees with in it, itself included.
 Members = Callable[[int, int], Collection[int]]
 
 
 class One(NamedTuple):
-    """A parameter of one island: ``now``, and what it keeps from round to round."""
+    """A parameter on one island: its values ``now``, and by slot what it ``kept`` from round to round."""
 
     now: T
     kept: dict[str, T]
 
 
 class Round(NamedTuple):
-    """An exchange of a parameter: what all islands have of it, by their numbers, and who agrees with whom.
+    """An exchange of one parameter among islands.
 
-    ``step`` counts from when rounds of this parameter begin, ``past`` is what will be needed later.
+    ``ones``: the parameter on every island, by the island's number. ``step`` counts from when rounds of this parameter
+    begin, ``offset`` steps after the first. ``past``: a list in which rules keep what they need later. ``near(i)``: the
+    islands that island ``i`` agrees with, itself included.
     """
 
     ones: dict[int, One]
@@ -54,9 +56,10 @@ class Round(NamedTuple):
 def agree(
     states: Mapping[int, State], step: int, how: Sync, past: dict[str, Any], members: Members | None = None
 ) -> None:
-    """What islands with these states do after ``step`` (from 1); ``past`` is what they will need later.
+    """Change these states, by island, as islands do after ``step`` (from 1).
 
-    ``members``: who takes part, where islands come and go; else all always do.
+    ``past`` is a dictionary to pass to every call, for what rules need later. ``members``: who takes part, where
+    islands come and go; else all always do.
     """
     for held in zip(*(state.learning for state in states.values()), strict=True):
         ones = {i: One(h.local, {k: s.values for k, s in h.slots.items()}) for i, h in zip(states, held, strict=True)}
@@ -75,7 +78,7 @@ def agree(
 
 
 def partners(i: int, count: int, how: Sync, number: int) -> Collection[int]:
-    """The island itself and whom it agrees with, if all are there."""
+    """The islands that island ``i`` of ``count`` agrees with in exchange ``number``, itself included; all are there."""
     if how.partner == "ring":
         return {(i - 1) % count, i, (i + 1) % count}
     if how.partner == "graph":
@@ -87,7 +90,7 @@ def partners(i: int, count: int, how: Sync, number: int) -> Collection[int]:
 
 
 def step_anchor(one: One, gradient: T, how: Sync) -> None:
-    """Move the anchor by PyTorch's own optimizer."""
+    """Move the anchor of a parameter along ``gradient``, by PyTorch's own SGD."""
     optimizer = torch.optim.SGD([one.kept["anchor"].clone()], how.lr, how.momentum, nesterov=how.momentum > 0)
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.grad = gradient
@@ -111,7 +114,7 @@ def average(at: Round) -> None:
 
 
 def weight(i: int, j: int, how: Sync) -> float:
-    """How far an island of a graph goes towards another: less far where either has many neighbours."""
+    """The weight of island ``j`` in the average of island ``i`` (Metropolis): one over the larger degree plus one."""
     return 1 / max(sum(1 for edge in {frozenset(edge) for edge in how.graph} if one in edge) + 1 for one in (i, j))
 
 

@@ -42,7 +42,7 @@ from weft.parallel.hybrid import check_plan, share_pass
 from weft.parallel.state import State, Unit
 from weft.recipe import Optimizer
 
-#: What makes a sum over the ranks that step together one over all whose gradients become one update.
+#: Turns a sum over the ranks that step together into one over all islands, where their gradients become one update.
 Beyond = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -55,12 +55,13 @@ LOSS, SQUARE_NORM, STOPS, TOKENS, SAMPLES, MARKS = range(6)
 
 
 class StepResult(NamedTuple):
-    """``loss`` is the (weighted) mean over the step's real ``tokens``; a skipped step changed nothing.
+    """What a step did, over all ranks that took it. A ``skipped`` step changed nothing.
 
-    ``loads``: how often each expert was chosen, those of all layers in turn; with a capacity, then what each dropped.
-    ``sent``: the bytes that ranks have sent each other for the experts, by :data:`weft.models.router.SENT`.
-    ``samples``: how many the step has really seen, and the sum of their marks (:func:`weft.data.order.marks`),
-    where that is counted. ``undone``: what had been updated before the norm was known was taken back.
+    ``loss``: the weighted mean over the step's real ``tokens``. ``stop``: whether some rank wishes to end the run.
+    ``loads``: how often each expert was chosen, layer after layer; with a capacity, then how many choices each dropped.
+    ``sent``: bytes that ranks sent each other for the experts, in the order of :data:`weft.models.router.SENT`.
+    ``samples``: how many samples the step has seen and the sum of their marks (:func:`weft.data.order.marks`); None if
+    nobody counts them. ``undone``: updates made before the norm was known had to be taken back.
     """
 
     loss: float
@@ -80,18 +81,24 @@ def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 
 
 def share_of_samples(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """The same of the step's samples: how many there are, and the sum of their marks. ``[2]``."""
+    """This rank's shares of the number of the step's samples, and of the sum of their marks. Float64 ``[2]``."""
     seen = [sample for batch in batches for sample in batch.samples]
     return torch.stack([own_share(number, mesh, **BY_DATA) for number in (len(seen), int(marks(seen).sum()))])
 
 
 def share_of_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """The same of the weight of the step's labels, 1 each if the data says nothing else: the loss's one denominator."""
+    """This rank's share of the total weight of the step's labels, by which the summed loss is divided. Scalar, float64.
+
+    A label weighs 1 if the data says nothing else.
+    """
     return own_share(sum(b.label_weight for b in batches), mesh, **BY_DATA)
 
 
 def count_loads(model: Transformer, batches: Sequence[Batch], mesh: Mesh, beyond: Beyond = same) -> None:
-    """From now on routers count for a step of these batches. Collective, if their losses need to know its tokens."""
+    """Have the routers begin to count what they choose in a step of these batches.
+
+    Collective if the routers' losses divide by the tokens of the whole step.
+    """
     if model.loads is None:
         return
     tokens = own_share(sum(b.document_tokens for b in batches), mesh, **BY_DATA)
@@ -100,12 +107,12 @@ def count_loads(model: Transformer, batches: Sequence[Batch], mesh: Mesh, beyond
 
 
 def divisor(total: torch.Tensor) -> torch.Tensor:
-    """The total weight of some labels as what to divide a sum by: 1 where there are none."""
+    """The total weight of some labels as a divisor: 1 if it is 0."""
     return torch.where(total > 0, total, 1.0)
 
 
 class PendingSum:
-    """A sum over the ranks of a step that is under way, of every rank's ``share``; call it for the value."""
+    """An asynchronous sum of every rank's ``share`` over the ranks of a step; calling it waits for the value."""
 
     def __init__(self, share: torch.Tensor, mesh: Mesh) -> None:
         self.value = share.clone()
@@ -136,12 +143,11 @@ def accumulate(
     weight: torch.Tensor | None = None,
     beyond: Beyond = same,
 ) -> torch.Tensor:
-    """Forward and backward of every pass. Returns this rank's share of the loss.
+    """Forward and backward of every pass (gradient accumulation). Returns this rank's share of the mean loss.
 
-    ``weight``: what losses are divided by; left out, it is that of the labels of all ranks' batches, and ``beyond``.
-
-    ``routes``: the blocks that each pass runs (in turn, if there are more passes), where these are not all.
-    ``before_last`` is called with that share before the last backward, of a model without pipeline.
+    ``routes``: for each pass the blocks that it runs, where these are not all; repeated if there are more passes.
+    ``before_last`` is called with this rank's share of the loss before the last backward; not with a pipeline.
+    ``weight``: what the summed loss is divided by; left out, the weight of the labels of all ranks, after ``beyond``.
     """
     count_loads(model, batches, mesh, beyond)
     if model.pipeline is not None:
@@ -174,9 +180,9 @@ def move_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def sum_over_axis(axis: str, grads: dict[str, torch.Tensor], state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Make, in one call, the sums over ``axis`` that are pending: of what it does not cut (over ``tp`` norms, say).
+    """Sum over ``axis`` the gradients of the parameters that it does not cut (of norms over ``tp``, say), in one call.
 
-    Each of its ranks has computed a part of these gradients from its share of the work.
+    Every rank along such an axis has computed a part of these gradients from its share of the work.
     """
     names = [h.name for h in state.learning if gradient_types(h.logical)[axis] is P]
     if mesh.size(axis) == 1 or not names:
@@ -203,7 +209,7 @@ def in_one(
     device: torch.device,
     work: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """What ``work`` makes of the named gradients laid end to end on ``device``, under their names."""
+    """The named gradients after ``work``, which gets them as one flat tensor on ``device`` and returns one like it."""
     flat = torch.cat([grads[name].flatten() for name in names])
     place = flat.device
     flat = move_to(work(move_to(flat, device)), place)  # they may be on the host
@@ -218,7 +224,7 @@ def split_like(flat: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str
 
 @torch.no_grad()
 def square_norm(grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh) -> torch.Tensor:
-    """This rank's share of the squared global gradient norm. Every element of the model counts on one rank."""
+    """This rank's share of the squared global gradient norm; over all ranks every element of the model counts once."""
     for h in state.learning:
         declare(grads[h.name], mesh, **state_types(h.logical))
     with untyped():  # that each counts once follows from the placements, not from types
@@ -248,14 +254,14 @@ def reduced(state: State, mesh: Mesh, looked_at: bool = True) -> dict[str, torch
 
 
 def summed_over_axes(grads: dict[str, torch.Tensor], state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """The same gradients with the sums that are pending over ranks that hold other parts of the model."""
+    """The gradients with :func:`sum_over_axis` done for each of :data:`weft.layout.layout.MODEL_AXES`."""
     for axis in MODEL_AXES:
         grads = sum_over_axis(axis, grads, state, mesh)
     return grads
 
 
 def result_of(sums: torch.Tensor) -> StepResult:
-    """What the sums over the step's ranks say of it."""
+    """The result of a step from its sums over all ranks (:meth:`Stepper.shares_of_sums`)."""
     loss, square, stops, tokens, samples, marked, *counts = sums.tolist()
     sent, loads = counts[: len(SENT)], counts[len(SENT) :]
     norm = math.sqrt(square) if square >= 0 else math.nan
@@ -279,7 +285,7 @@ def clear_gradients(model: Transformer, state: State) -> None:
 
 
 def clip_scale(norm: float, clip: float) -> float:
-    """What brings gradients with this global norm to the norm ``clip``, if that is above 0 and below theirs; else 1."""
+    """The factor that scales gradients of global norm ``norm`` down to ``clip``; 1 if they are below, or clip is 0."""
     return clip / (norm + 1e-6) if clip and norm > clip else 1.0
 
 
@@ -388,7 +394,7 @@ def train_step(
 
 @torch.no_grad()
 def loss_sum(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """This rank's share of the sum of the losses of some passes, equal on ``tp``; nothing is kept for a backward."""
+    """The summed loss of some forward passes on this rank, equal on all ranks of ``tp``."""
     if model.pipeline is not None:
         total: torch.Tensor = model.pipeline.evaluate(batches)
         return total
@@ -400,21 +406,21 @@ def loss_sum(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> torch.
 
 
 def share_of_passes(found: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
-    """What this rank has found in passes without backward, from its own tokens, as a share of a sum over all ranks."""
-    if mesh.size("near"):  # copies kept for a backward that did not come: values may change
+    """Numbers that this rank computed from its own tokens, in passes without backward, as a share of a pending sum."""
+    if mesh.size("near"):  # gathered copies are kept for a backward that did not come, and parameters may change
         state.release(drop=True)
     by_stage = BY_DATA | {"pp": V}  # losses are where the last stage is
     return share_of_sum(found, mesh, **by_stage)
 
 
 def sum_over_passes(found: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
-    """What the ranks have found in passes without backward, each from its own tokens, summed over all of them."""
+    """Such numbers, summed over all ranks."""
     return step_sum(share_of_passes(found, state, mesh), mesh)
 
 
 @torch.no_grad()
 def loss_shares(model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> torch.Tensor:
-    """This rank's shares of the losses' sum over some steps' batches, and of their labels' weight: float64 ``[2]``."""
+    """This rank's shares of the summed loss of some steps' batches and of their labels' weight: float64 ``[2]``."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batches in steps:
         sums += torch.stack((loss_sum(model, batches, mesh), own_weight(batches, mesh)))
@@ -422,7 +428,7 @@ def loss_shares(model: Transformer, state: State, steps: Iterable[Sequence[Batch
 
 
 def own_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """The weight of the labels of these batches, on one of the stages that they pass."""
+    """The weight of the labels of these batches; 0 on all pipeline stages but the first, so that it counts once."""
     return own_number((mesh.rank("pp") == 0) * sum(b.label_weight for b in batches), mesh)
 
 

@@ -1,8 +1,8 @@
-"""What every rule offers, and sums over the ranks that hold the other parts of a parameter.
+"""The interface of update rules, and sums over the ranks that hold the other parts of a parameter.
 
-A rule sees what this rank holds of some parameters. What it needs to know of the rest it gets by sums over the ranks
-among which a dimension is cut, so that its update is the one device's under every layout. All ranks that hold parts
-of the same parameters call a rule with these in the same order, also those that hold no rows of them.
+A rule sees the part of each parameter that this rank holds. What it needs of the rest it gets by sums over the ranks
+among which a dimension is cut, so that its update equals that of one device under every layout. All ranks that hold
+parts of the same parameters call a rule with these in the same order, also those that hold no rows of them.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,17 @@ class UpdateRule(Protocol):
     """Updates parameters in place."""
 
     def slots(self, held: Held) -> dict[str, Part]:
-        """What belongs to this parameter, as before the first update."""
+        """The initial optimizer state of this parameter, by slot."""
 
     def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
         """One update at learning rate ``lr``, with weight decay ``decay`` (times ``lr``, decoupled)."""
 
 
 class Extent(NamedTuple):
-    """One dimension of a slot: the parameter's dimension ``of``, ``per`` elements in one, or one of its own."""
+    """One dimension of a slot: the parameter's dimension ``of`` with one entry per ``per`` elements, or a new one.
+
+    ``size`` is that of a new dimension, where ``of`` is None.
+    """
 
     of: int | None
     size: int = 0
@@ -73,13 +76,13 @@ class RankSums:
         return self.sum(full, held, *range(full.dim()))
 
     def mine(self, full: T, held: Held) -> T:
-        """What this rank holds of a logical tensor like the parameter."""
+        """The part that this rank holds of ``full``, a logical tensor shaped like the parameter."""
         return full[tuple(slice(lo, hi) for lo, hi in held.box)]
 
     def agreed(self, x: T) -> T:
-        """The first replica's ``x``, on all ranks that hold parts of the same parameters, in place.
+        """Broadcast the first replica's ``x`` to all ranks that hold parts of the same parameters, in place.
 
-        For what processors of different makes might round, or choose, differently.
+        For results that different processors might round differently, or choose differently among equals.
         """
         there = x.to(self.mesh.device)
         for axis in ("dp", "state", *MODEL_AXES):
@@ -89,7 +92,7 @@ class RankSums:
         return x.copy_(there) if there is not x else x
 
     def slot(self, held: Held, *extents: Extent, dtype: torch.dtype | None = None) -> Part:
-        """Zeros that belong to a parameter, with some of its dimensions, cut as these are, and some of their own."""
+        """A slot of zeros with dimensions ``extents``; those that are the parameter's are cut as the parameter is."""
         dims = held.logical.dims
         here = [(0, e.size) if e.of is None else held.box[e.of] for e in extents]
         box = tuple((lo // e.per, -(-hi // e.per)) for (lo, hi), e in zip(here, extents, strict=True))
@@ -117,7 +120,7 @@ def count_update(held: Sequence[Held]) -> int:
 
 
 def logical_positions(held: Held, first: int = 0, last: int | None = None) -> T:
-    """Where in the flat logical tensor each element that is held here stands, of rows ``first`` to ``last``: int64."""
+    """The index, in the flattened logical tensor, of each element held here in rows ``first`` to ``last``: int64."""
     found = torch.zeros((), dtype=torch.int64, device=held.local.device)
     (begin, end), *others = held.box
     rows = (begin + first, end if last is None else begin + last)
