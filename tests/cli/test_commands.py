@@ -174,12 +174,14 @@ def test_train_report_generate_resume(tiny: str, launched: Command, tmp_path: Pa
     assert (tmp_path / "run/report.html").stat().st_size > 1_000_000
     assert "already holds something" in command("train", tiny, "--layout", "shard=2", "--out", "run")[2]
 
-    changed = ["--set", "train.steps=9", "--set", "observe.trace=1"]
+    changed = ["--set", "train.steps=9", "--set", "observe.trace=1", "--set", "observe.split_every=1"]
     code, out, err = command("train", tiny, "--out", "run", "--resume", "auto", *changed)
     assert code == 0, err
     assert "trace       run/trace: a file per rank" in out and len(list(Path("run/trace").iterdir())) == 1
     assert "resumed from run/checkpoints/step-000005" in out
-    assert [r["step"] for r in read_metrics(tmp_path / "run")["train"]] == list(range(1, 10))
+    records = read_metrics(tmp_path / "run")
+    assert [r["step"] for r in records["train"]] == list(range(1, 10))
+    assert [r["step"] for r in records["split"] if r["step"] > 5] == [8, 9]  # after the traced step and its warm-up
     code, text, _ = command("generate", "--checkpoint", "run", "--prompt", "abc", "--tokens", 4, "--temperature", 0)
     assert code == 0 and text.startswith("abc")
     words = ("generate", "--checkpoint", "run", "--prompt", "abc", "--tokens", 4)

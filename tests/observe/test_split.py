@@ -153,6 +153,8 @@ def test_trace_holds_the_asked_steps(tmp_path: Path, loop: int) -> None:
             with record_function(f"step-{i}"):
                 work(8)
             active.append(step())
+            if not active[-1]:
+                assert profile_step(work)[1].total > 0
     names = {e.get("name") for e in json.loads(path.read_text())["traceEvents"]}
     assert {f"step-{i}" for i in range(6)} & names == {f"step-{i}" for i in range(1, min(loop, 4))}
     assert active == [True, True, True, False, False, False][:loop]

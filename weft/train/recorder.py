@@ -194,4 +194,4 @@ class Recorder:
 
     def end_step(self) -> None:
         """Called after every step, so that a trace can tell one step from the next."""
-        self._traced()
+        self._tracing = self._traced()
