@@ -7,6 +7,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from weft.recipe import Recipe, Section, build_recipe
+from weft.toml import toml_value
 
 _HEAD = """\
 # A line with '#' and no space after it is a setting at its default: take the '#' away to change it.
@@ -52,12 +53,14 @@ def _about(section: Section) -> str:
 
 def _defaults(section: Section, given: dict[str, Any]) -> str:
     """A commented line for every field that ``given`` leaves out."""
-    settings = {f.alias or name: (f, getattr(section, name, None)) for name, f in type(section).model_fields.items()}
+    values = section.model_dump(mode="json", by_alias=True, exclude_none=True)
+    settings = {f.alias or name: f for name, f in type(section).model_fields.items()}
     if given.keys() - settings.keys():  # those of the only source
         settings.pop("sources")
     lines = [
-        f"#{name} = {_toml(value)}".ljust(34) + _note(field)
-        for name, (field, value) in settings.items()
+        # "..." where there is no default, and the user must say something.
+        f"#{name} = {toml_value(values[name]) if name in values else '...'}".ljust(34) + _note(field)
+        for name, field in settings.items()
         if name not in given
     ]
     return "".join(line.rstrip() + "\n" for line in lines)
@@ -68,17 +71,3 @@ def _note(field: FieldInfo) -> str:
     choices = [str(c) for c in get_args(field.annotation) if isinstance(c, str | int) and str(c)]
     notes = [field.description or "", ", ".join(choices)]
     return " # " + "; ".join(filter(None, notes)) if any(notes) else ""
-
-
-def _toml(value: Any) -> str:
-    """A default as TOML; ``...`` where there is none and the user must say something."""
-    if value is None:
-        return "..."
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, Section | dict):
-        pairs = value.items() if isinstance(value, dict) else value
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in pairs if v is not None) + " }"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if not isinstance(value, int | float) else repr(value)

@@ -27,7 +27,7 @@ def write_toml(tree: dict[str, Any], digits: int | None = None, path: str = "") 
     ``path`` is the name of the table that ``tree`` stands in.
     """
     lines = [f"[{path}]"] if path else []
-    lines += [f"{_key(k)} = {_value(v, digits)}" for k, v in tree.items() if not isinstance(v, dict)]
+    lines += [f"{_key(k)} = {toml_value(v, digits)}" for k, v in tree.items() if not isinstance(v, dict)]
     tables = [
         write_toml(v, digits, f"{path}.{_key(k)}" if path else _key(k)) for k, v in tree.items() if isinstance(v, dict)
     ]
@@ -38,11 +38,12 @@ def _key(text: str) -> str:
     return text if text.replace("_", "").replace("-", "").isalnum() else json.dumps(text)
 
 
-def _value(value: Any, digits: int | None) -> str:
+def toml_value(value: Any, digits: int | None = None) -> str:
+    """One value as TOML; ``digits`` as of :func:`write_toml`."""
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_value(item, digits) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item, digits) for item in value) + "]"
     if isinstance(value, dict):  # within a list
-        return "{ " + ", ".join(f"{_key(k)} = {_value(v, digits)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{_key(k)} = {toml_value(v, digits)}" for k, v in value.items()) + " }"
     if isinstance(value, float) and digits is not None:
         text = f"{value:.{digits}g}"
         return text if any(c in text for c in ".en") else text + ".0"
