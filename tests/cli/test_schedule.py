@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.conftest import Command
-from weft.cli.schedule import timeline
 from weft.schedule.build import BUILDERS, build
+from weft.schedule.lanes import timeline
 from weft.schedule.simulate import simulate, uniform
 
 

@@ -189,11 +189,12 @@ def prune(
     from weft.checkpoint.s3 import open_storage
     from weft.checkpoint.store import committed, places
     from weft.checkpoint.store import prune as delete
+    from weft.observe.metrics import metric_by_step
 
     found = _checkpoints(run)
     if found == [open_storage(run)]:
         raise UsageError(f"{run} is one checkpoint; give the folder of its run")
-    scores = _scores(Path(run), best) if best else None
+    scores = metric_by_step(Path(run), best) if best else None
     deleted, damaged = 0, list[str]()
     # Not the run's folder itself: by when it was changed, --resume auto tells which run is the last.
     roots = [root for root in places(run) if root != open_storage(run) or committed(root)]
@@ -211,21 +212,6 @@ def prune(
             damaged += [place.name for place in pruned.damaged]
     print(f"{len(found) - deleted} of {len(found)} kept" + (f"; damaged: {', '.join(damaged)}" if damaged else ""))
     return 0
-
-
-def _scores(run: Path, metric: str) -> dict[int, float]:
-    """A metric of the run by step: ``validation.loss``, or ``validation`` for short."""
-    from weft.observe.metrics import FILE, read_metrics
-
-    kind, _, field = metric.partition(".")
-    folder = next((p for p in (run, run.parent) if (p / FILE).is_file()), None)
-    if folder is None:
-        raise UsageError(f"--best needs the metrics of the run, and there is no {FILE} in {run}; give the run's folder")
-    records = read_metrics(folder).get(kind, [])
-    scores = {r["step"]: float(value) for r in records if isinstance(value := r.get(field or "loss"), int | float)}
-    if not scores:
-        raise UsageError(f"--best {metric}: the run has no such metric; validation.loss and train.loss are usual")
-    return scores
 
 
 def _checkpoints(path: str) -> "list[Storage]":

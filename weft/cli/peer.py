@@ -1,9 +1,7 @@
 """``weft peer``: machines that cannot reach each other join by an invitation, share checkpoints and carry streams."""
 
 import json
-import os
 import re
-import secrets
 import signal
 import threading
 from contextlib import suppress
@@ -74,7 +72,7 @@ def join(
     key: Annotated[Path | None, typer.Option(metavar="FILE", help=_key)] = None,
 ) -> int:
     """Be a peer until stopped: say who comes and goes, share folders, carry streams."""
-    from weft.peers.invitation import read_invitation
+    from weft.peers.invitation import read_invitation, read_key
     from weft.peers.peer import Peer
 
     exposed = [_parse(text, r"([\w.-]+)=(\d+)", "--expose NAME=PORT") for text in expose or ()]
@@ -85,7 +83,7 @@ def join(
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    with Peer(read_invitation(given), name, share or (), _key_of(key), _say) as peer:
+    with Peer(read_invitation(given), name, share or (), read_key(key) if key else None, _say) as peer:
         for service, port in exposed:
             peer.expose(service, int(port))
         for who, service, port in reached:
@@ -146,17 +144,3 @@ def _parse(text: str, form: str, usage: str) -> tuple[str, ...]:
     if (found := re.fullmatch(form, text)) is None or not 0 < int(found.groups()[-1]) < 65536:
         raise UsageError(f"{text!r} is not of the form {usage}")
     return found.groups()
-
-
-def _key_of(file: Path | None) -> bytes | None:
-    if file is None:
-        return None
-    try:
-        with suppress(FileExistsError), open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
-            new.write(secrets.token_hex(32))
-        key = bytes.fromhex(file.read_text().strip())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read a key from {file}: {error}") from None
-    if len(key) != 32:
-        raise UsageError(f"{file} holds no key: it has 64 hexadecimal digits")
-    return key

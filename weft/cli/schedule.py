@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from weft.cli.arguments import AsJson
 from weft.cli.console import print_table
@@ -16,6 +15,7 @@ from weft.pages import write
 from weft.schedule import draw
 from weft.schedule.build import BUILDERS, Times, build
 from weft.schedule.exchange import best_turns, with_exchanges
+from weft.schedule.lanes import timeline
 from weft.schedule.simulate import Simulation, simulate, uniform
 
 _exchange = "Tokens of a microbatch to experts of other ranks and back, in all layers of a rank; as much in backward."
@@ -104,42 +104,6 @@ def _show(simulation: Simulation, bubble: float, title: str, more: dict[str, str
         console.print()
         for lane in lanes:
             console.print(lane, no_wrap=True, overflow="crop")
-
-
-def timeline(simulation: Simulation, width: int, colour: bool) -> list[Text]:
-    """A lane per rank with the microbatch (its last digit, where there is no room) in each action; none if too wide.
-
-    Without colour every action also carries its kind, and therefore needs more room.
-    """
-    kinds, (shade, shades, _) = draw.colours(simulation.table), draw.chunks(simulation.table)
-    gutter = len(f"rank {len(simulation.timeline) - 1}  ")
-    timed = [t for lane in simulation.timeline for t in lane if t.end > t.start]
-    shortest = min(t.end - t.start for t in timed)
-    digits = len(str(simulation.table.microbatches - 1))
-    wanted = (digits + 1, digits) if colour else (digits + max(map(len, kinds)),)
-    cells = next((c for c in (*wanted, 1) if gutter + simulation.elapsed / shortest * c <= width), 0)
-    if not cells or (cells < wanted[-1] and not colour):
-        return []
-    lanes = []
-    for rank, actions in enumerate(simulation.timeline):
-        lane, at = Text(f"rank {rank}".ljust(gutter)), 0
-        for t in actions:
-            begin, end = round(t.start / shortest * cells), round(t.end / shortest * cells)
-            if end <= begin:
-                continue
-            label = f"{t.action.microbatch}" if colour else f"{t.action.kind}{t.action.microbatch}"
-            fill, ink = draw.shaded(kinds[t.action.kind], shade[rank, t.action.stage, t.action.microbatch], shades)
-            lane.append(" " * (begin - at))
-            label = label[-(end - begin) :].ljust(end - begin, " " if colour else "-")
-            lane.append(label, style=f"{ink} on {fill}" if colour else "")
-            at = end
-        lanes.append(lane)
-    if not colour:
-        return lanes
-    legend = Text(" " * gutter)
-    for kind, fill in kinds.items():
-        legend.append(f" {kind} ", style=f"{draw.shaded(fill, 0, 1)[1]} on {fill}").append(" ")
-    return [*lanes, legend]
 
 
 def _paper(name: str) -> str:

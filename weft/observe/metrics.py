@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.observe.trackers import Tracker, make_tracker
 
 FILE = "metrics.jsonl"
@@ -159,3 +159,16 @@ def read_metrics(run: Path) -> Records:
         if kind == "run":
             series = {k: {key: r for key, r in rows.items() if key[0] <= step} for k, rows in series.items()}
     return history | {kind: [rows[key] for key in sorted(rows)] for kind, rows in series.items() if rows}
+
+
+def metric_by_step(run: Path, metric: str) -> dict[int, float]:
+    """Values of ``metric`` (``validation.loss``, say) by step; ``run`` is the folder of a run, or one in it."""
+    kind, _, field = metric.partition(".")
+    folder = next((p for p in (run, run.parent) if (p / FILE).is_file()), None)
+    if folder is None:
+        raise UsageError(f"--best needs the metrics of the run, and there is no {FILE} in {run}; give the run's folder")
+    records = read_metrics(folder).get(kind, [])
+    scores = {r["step"]: float(value) for r in records if isinstance(value := r.get(field or "loss"), int | float)}
+    if not scores:
+        raise UsageError(f"--best {metric}: the run has no such metric; validation.loss and train.loss are usual")
+    return scores

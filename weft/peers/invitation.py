@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,6 +78,19 @@ def read_ticket(text: str) -> Ticket:
     """From the line itself, or the name of a file that holds it."""
     token, host, port, key = _parts(text, "weft-relay", "a relay's ticket")
     return Ticket(host, int(port), bytes.fromhex(key), token)
+
+
+def read_key(file: Path) -> bytes:
+    """The private key of a peer: 32 bytes from a file of 64 hexadecimal digits, which is made if it is not there."""
+    try:
+        with suppress(FileExistsError), open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
+            new.write(secrets.token_hex(32))
+        key = bytes.fromhex(file.read_text().strip())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read a key from {file}: {error}") from None
+    if len(key) != 32:
+        raise UsageError(f"{file} holds no key: it has 64 hexadecimal digits")
+    return key
 
 
 def _parts(text: str, scheme: str, what: str) -> tuple[str, str, str, str]:
