@@ -1,4 +1,4 @@
-"""What one rank computes on in one pass."""
+"""A batch: the tokens that one rank computes on in one pass, with labels, positions and document boundaries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +13,10 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class PassGroup:
-    """The data ranks that share a pass, in the order of the attention table; ``index`` is this one among them.
+    """The data ranks that share a pass of a balanced step, in the order of the attention table.
 
-    ``lengths``: tokens in every block of the table. ``plan`` is the same on all ranks that follow the same plan.
+    ``index``: the position of this rank among ``peers``. ``lengths``: tokens in every block of the table. ``plan``: a
+    checksum of the step's plan, which must be equal on all ranks.
     """
 
     plan: int
@@ -26,11 +27,11 @@ class PassGroup:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What is known of pairs of documents that follow each other, of which the first is preferred: ``[pairs]`` each.
+    """Facts about pairs of neighbouring documents, of which the first is the preferred answer: arrays ``[pairs]``.
 
-    ``number``: int64, of each among all that the run knows. ``weight`` float64: how much its loss counts; ``margin``:
-    by how much the first should be ahead. ``reference`` ``[pairs, 2]``: the log-probabilities of both by the model that
-    the trained one is to stay near to; zeros where there is none.
+    ``number``: int64, its number among all pairs of the run. ``weight``: float64, how much its loss counts.
+    ``margin``: by how much the first answer should be ahead. ``reference`` ``[pairs, 2]``: the log-probabilities of
+    both answers by the reference model; zeros where there is none.
     """
 
     number: np.ndarray
@@ -46,25 +47,25 @@ class Pairs:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """The pairs of several, one after the other."""
+        """The pairs of all ``parts``, concatenated."""
         names = ("number", "weight", "margin", "reference")
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
     @classmethod
     def listed(cls, weight: np.ndarray, margin: np.ndarray) -> Self:
-        """All pairs of a source, without a reference."""
+        """Pairs with numbers from 0 on, without a reference."""
         return cls(np.arange(len(weight)), weight, margin, np.zeros((len(weight), 2)))
 
     def numbered(self, first: int) -> Self:
-        """The same with numbers from ``first`` on."""
+        """The same pairs with numbers from ``first`` on."""
         return replace(self, number=first + np.arange(len(self)))
 
 
 @dataclass(frozen=True)
 class PairedRows:
-    """The pairs in the rows of a batch. ``segments``: int64 ``[2 * pairs]``, which of the batch's their documents are.
+    """The pairs in the rows of a batch. ``segments``: int64 ``[2 * pairs]``, the segments that hold their documents.
 
-    ``counted``: whether this rank, of those that have a part of the rows, counts the pairs.
+    ``counted``: whether it is this rank, of all that have a part of these rows, that counts the pairs.
     """
 
     pairs: Pairs
@@ -79,11 +80,11 @@ class Batch:
     ``tokens``, ``labels``, ``positions``: int64 ``[rows, seq/cp]``; positions count from 0 in every document.
     ``cu_seqlens``: int32 ``[segments + 1]``, on the CPU: document boundaries in the flattened ``rows * seq`` tokens
     of the *whole* (padded) rows; every row boundary is also a document boundary.
-    ``group``: whose tokens these are in a balanced step, where it is not all of ``cp`` (:mod:`weft.data.balance`).
-    ``documents``: int64 ``[rows, seq/cp]``, the segment that each token is of, -1 for padding; None if nobody asked.
+    ``group``: in a balanced step, the ranks that the rows are cut over in place of ``cp`` (:mod:`weft.data.balance`).
+    ``documents``: int64 ``[rows, seq/cp]``, the segment of each token, -1 for padding; None if it is not needed.
     ``weights``: float32 ``[rows, seq/cp]``, how much the loss of each label counts; None where all count alike.
-    ``paired``: of rows that hold pairs of documents to compare.
-    ``samples``: the numbers of those samples that this rank, of all that have a part of them, answers for.
+    ``paired``: the pairs, where rows hold pairs of documents to compare.
+    ``samples``: the numbers of the samples in these rows; on one only of the ranks that have a part of a row.
     """
 
     tokens: torch.Tensor

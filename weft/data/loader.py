@@ -1,4 +1,4 @@
-"""The loader: the samples of a step, dealt out to the ranks and cut as the layout cuts them."""
+"""The loader: deals the samples of a step out to the ranks, and cuts their rows as the layout cuts sequences."""
 
 import sys
 import zlib
@@ -25,7 +25,7 @@ from weft.recipe import Data
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads. ``fingerprint`` changes whenever the same position would mean other data."""
+    """The data of a run. ``fingerprint`` changes whenever the same position would mean other data."""
 
     tokenizer: Tokenizer
     train: Order
@@ -35,9 +35,9 @@ class Corpus:
 
 
 def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
-    """Open every source, tokenizing what is not in the cache yet; ``validation`` is one epoch of what is held out.
+    """Open every source, tokenizing what is not in the cache yet; ``validation`` is one epoch of held-out documents.
 
-    ``own``: the tokenizer of the model to start from, which counts where the recipe names none.
+    ``own``: the tokenizer of the model to start from, which is used where the recipe names none.
     """
     tokenizer = own if own and not data.tokenizer else load_tokenizer(data.tokenizer, data.sources, data.cache)
     sides: list[list[Stream]] = [[], []]
@@ -76,7 +76,7 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
 
 
 def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """How many of ``batch`` samples each rank gets, so that the last one is done as early as can be."""
+    """How many of ``batch`` samples each rank gets, so that the last rank is done as early as possible."""
     shares = [0] * len(speeds)
     for _ in range(batch):
         first = min(range(len(speeds)), key=lambda rank: ((shares[rank] + 1) / speeds[rank], rank))
@@ -86,17 +86,21 @@ def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Loader:
-    """Batches of one rank. With ``costs`` (of documents) and ``layout.balance`` every step is planned by length.
+    """The batches of one rank.
 
-    ``ends``: the only labels are the last tokens of documents, where a reward model's score is read. ``joined``: the
-    rows of a pass stand behind each other in one row, which is as long as the ranks' longest: documents do not see each
-    other, so that all that falls away is padding. ``more``: places among those that sequences are dealt out to whose
-    batches are wanted, too, after the own ones. ``speeds`` of these places: slower ones get fewer; none: all are alike.
+    Samples of a step are dealt out to *places*, the ranks along :data:`weft.layout.layout.BATCH_AXES`; ``batch_rank``
+    is this rank's. ``more``: further places whose batches this rank computes, after its own. ``speeds``: relative
+    speeds of the places, of which slower ones get fewer samples; none: all are alike. With ``costs`` of documents, and
+    ``layout.balance``, every step is planned by the documents' lengths instead (:mod:`weft.data.balance`).
+
+    ``ends``: the only labels are the last tokens of documents, where a reward model's score is read. ``joined``: all
+    rows of a pass are joined into one, as long as the longest of any rank; as documents do not see each other, this
+    only removes padding.
     """
 
     order: Order | Listed
     layout: Layout
-    batch_rank: int  # among those that the sequences of a step are dealt out to
+    batch_rank: int  # place of this rank
     cp_rank: int
     batch: int  # global sequences per step
     rows: int  # of this rank, per pass
@@ -110,14 +114,14 @@ class Loader:
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        """How many samples of a whole step each rank gets."""
+        """How many samples of a whole step each place gets."""
         ranks = self.layout.size(*BATCH_AXES)
         return shares_of(self.batch, self.speeds) if self.speeds else (-(-self.batch // ranks),) * ranks
 
     def dealt(self, position: int) -> list[range]:
-        """The samples of the step after ``position`` that each rank gets, consecutive ones: first islands share them.
+        """For each place its samples of the step that begins at ``position``, which are consecutive ones.
 
-        So an island's samples are the same whatever its own layout.
+        They are shared among islands first, so that an island's samples do not depend on its own layout.
         """
         end, islands = min(position + self.batch, self.order.total or sys.maxsize), self.layout.island
         share, ranks = -(-self.batch // islands), len(self.shares) // islands
@@ -129,16 +133,16 @@ class Loader:
         return found
 
     def due(self, position: int) -> range:
-        """The samples of the step after ``position`` that are for the ranks of this one's island."""
+        """The samples of the step that begins at ``position`` that this rank's island gets."""
         ranks = len(self.shares) // self.layout.island
         first = self.batch_rank // ranks * ranks
         own = self.dealt(position)[first : first + ranks]
         return range(own[0].start, own[-1].stop)
 
     def step(self, position: int) -> list[Batch] | None:
-        """The passes of the step that begins after ``position`` global samples, or None (on all ranks) past the end.
+        """The passes of the step that begins at sample ``position``; None, on all ranks, past the end of the data.
 
-        Every rank takes consecutive samples, as many as its share is, and rows of padding where there are none.
+        A pass of a rank whose samples have run out has rows of padding.
         """
         total = self.order.total
         if total is not None and position >= total:
@@ -160,7 +164,7 @@ class Loader:
         return [self._assemble(samples, place, rows[place]) for place in places for samples, rows in passes]
 
     def _assemble(self, dealt: list[range], place: int, count: int) -> Batch:
-        """The pass of those samples that are ``dealt`` to one ``place`` of all, in ``count`` rows."""
+        """The batch of one ``place`` in a pass: its samples in ``count`` rows. ``dealt``: those of every place."""
         rows = [self._row(sample) for sample in dealt[place]]
         longest = self.seq_len
         lines = [[row] for row in rows] + [[] for _ in range(count - len(rows))]
@@ -218,9 +222,9 @@ class Loader:
         return row._replace(labels=labels, weights=None)
 
     def _balanced(self, samples: range, costs: DocumentTimes) -> list[Batch]:
-        """The same tokens, document by document to the ranks that the plan gives them; all ranks make the same plan.
+        """The passes of a balanced step: each document is on the ranks that the plan gives it.
 
-        A rank has the memory for as many tokens per pass as without balance.
+        All ranks make the same plan. A pass of a rank has at most as many tokens as without balance.
         """
         rows = [self.order.row(sample) for sample in samples]
         sizes = np.cumsum([0, *(len(row.tokens) for row in rows)])

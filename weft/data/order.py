@@ -95,7 +95,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Listed:
-    """Rows in the order in which they are given, once; what a :class:`weft.data.loader.Loader` can read, too."""
+    """A fixed list of rows, each read once; a :class:`weft.data.loader.Loader` reads it like an :class:`Order`."""
 
     rows: Sequence[Row]
 
@@ -160,8 +160,8 @@ class Stream:
         return lru_cache(maxsize=2)(self._tables)
 
     def _tables(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """``ends`` of the documents in the joined stream, ``shift`` from there to ``ids``, and of the rows, in the
-        order in which they come, the first tokens and the ends.
+        """An epoch: ends of the documents in the joined stream, what to add to go from there to ``ids``, and the first
+        tokens and the ends of the rows in the order in which they come.
         """
         whole = self.rows_of != "tokens"
         order = self._packed[0] if whole else shuffled(len(self.starts), _DOCUMENTS, self.seed, epoch)
