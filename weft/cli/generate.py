@@ -98,10 +98,10 @@ def generate(
         raise UsageError("--experts-in is for ranks that have all experts; leave it out, or have cp alone in --layout")
     if experts_in == "host" and device == "cpu":
         raise UsageError("--experts-in host is for models on a GPU; on the CPU give a folder on a local disk")
-    if (code := run_ranks(spread, checkpoint)) is not None:
-        return code
     if system is not None and not chat:
         raise UsageError("--system is for --chat, whose template says where it belongs")
+    if (code := run_ranks(spread, checkpoint)) is not None:
+        return code
     try:
         text = prompt if prompt_file is None else prompt_file.read_text()
     except OSError as error:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.data.chat.conversation import conversation
-from weft.data.chat.encode import ChatEncoder, Messages, as_messages, own_encoder
+from weft.data.chat.conversation import as_messages, conversation
+from weft.data.chat.encode import ChatEncoder, Messages, own_encoder
 from weft.data.corpora import reading, records
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError

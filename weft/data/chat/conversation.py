@@ -53,6 +53,16 @@ def conversation(messages: Any, tools: Any = None, weight: Any = None) -> Conver
     return Conversation(tuple(checked), _tools(tools), weights, weight_of(weight, "its 'weight'"))
 
 
+def as_messages(given: Any, role: str = "user") -> Any:
+    """A text as a list of one message by ``role``; anything else as it is."""
+    return [{"role": role, "content": given}] if isinstance(given, str) else given
+
+
+def unlearned(messages: Sequence[Any]) -> list[Any]:
+    """The messages with a note that they are not learned from."""
+    return [message | {"train": False} if isinstance(message, dict) else message for message in messages]
+
+
 def check_messages(messages: Any) -> list[Message]:
     """``messages`` in the form templates expect, of a conversation that may also be one to go on with."""
     if not isinstance(messages, list) or not messages:

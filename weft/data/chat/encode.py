@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
-from weft.data.chat.conversation import Conversation
+from weft.data.chat.conversation import Conversation, as_messages
 from weft.data.chat.marks import Marked
 from weft.data.chat.spans import SpanFinder, WeightedSpan
 from weft.data.chat.template import ChatTemplate, TemplateError
@@ -91,11 +91,6 @@ def prompt_ids(
         assert isinstance(prompt, str)
         return tokenizer.prompt_ids(prompt)
     return [int(i) for i in own_encoder(tokenizer, name).prompt(as_messages(prompt), tools)]
-
-
-def as_messages(prompt: str | Messages) -> Messages:
-    """A conversation, or what a user says as one."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def own_encoder(tokenizer: Tokenizer, name: str, learn: str = "assistant") -> ChatEncoder:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.data.chat.agents import from_adp, from_atif
-from weft.data.chat.conversation import Conversation, ConversationError, conversation
+from weft.data.chat.conversation import Conversation, ConversationError, as_messages, conversation, unlearned
 from weft.errors import nearest
 
 #: Names of speakers in ShareGPT's form. ``function_call`` is the assistant's, as JSON.
@@ -30,15 +30,10 @@ def _messages(record: Mapping[str, Any], field: str) -> Conversation:
 
 def _prompt(record: Mapping[str, Any]) -> Conversation:
     """``prompt`` and ``completion``: texts, or lists of messages of which the completion alone is learned."""
-    asked, answered = record["prompt"], record["completion"]
-    if isinstance(asked, str):
-        asked = [{"role": "user", "content": asked}]
-    if isinstance(answered, str):
-        answered = [{"role": "assistant", "content": answered}]
+    asked, answered = as_messages(record["prompt"]), as_messages(record["completion"], "assistant")
     if not isinstance(asked, list) or not isinstance(answered, list):
         raise ConversationError("'prompt' and 'completion' are each a text or a list of messages")
-    asked = [m | {"train": False} if isinstance(m, dict) else m for m in asked]
-    return conversation(asked + answered, record.get("tools"), record.get("weight"))
+    return conversation(unlearned(asked) + answered, record.get("tools"), record.get("weight"))
 
 
 def _sharegpt(record: Mapping[str, Any]) -> Conversation:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from weft.data.chat.conversation import Conversation, ConversationError, conversation, weight_of
+from weft.data.chat.conversation import Conversation, ConversationError, as_messages, conversation, unlearned, weight_of
 
 
 class AnswerPair(NamedTuple):
@@ -44,8 +44,7 @@ def read_pair(record: Any) -> AnswerPair:
         chosen, rejected, prompt = chosen[len(prompt) :], rejected[len(prompt) :], prompt.rstrip()
     if not prompt:
         raise ConversationError("no 'prompt', and 'chosen' and 'rejected' do not begin alike")
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
+    prompt = as_messages(prompt)
     if not isinstance(prompt, list):
         raise ConversationError("'prompt' is a text or a list of messages")
     sides = [_side(prompt, answer, name, record) for answer, name in ((chosen, "chosen"), (rejected, "rejected"))]
@@ -65,12 +64,11 @@ def with_garbled(record: Mapping[str, str]) -> dict[str, str]:
 
 
 def _side(prompt: Sequence[Any], answer: Any, name: str, record: Mapping[str, Any]) -> Conversation:
-    messages = [m | {"train": False} if isinstance(m, dict) else m for m in prompt]
-    answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    answers = as_messages(answer, "assistant")
     if not any(isinstance(m, dict) and m.get("role") == "assistant" for m in answers):
         raise ConversationError(f"{name!r} has no turn of the assistant's")
     try:
-        return conversation([*messages, *answers], record.get("tools"))
+        return conversation([*unlearned(prompt), *answers], record.get("tools"))
     except ConversationError as error:
         raise ConversationError(f"prompt and {name!r}: {error}") from None
 
