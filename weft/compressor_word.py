@@ -1,4 +1,4 @@
-"""The word by which a recipe names a compressor, such as ``topk:0.01``, read without PyTorch."""
+"""Parses the name of a compressor in a recipe, such as ``topk:0.01``; without PyTorch."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,10 @@ COMPRESSORS = {
 
 
 class CompressorWord(NamedTuple):
-    """``share``: of the elements that are kept; ``rank``: of a product of two matrices; ``random``: how to round."""
+    """A compressor's name and setting.
+
+    ``share``: of the elements that are kept; ``rank``: of the two factors of a matrix; ``random``: round at random.
+    """
 
     name: str
     share: float = 0.0

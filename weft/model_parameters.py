@@ -1,4 +1,4 @@
-"""Every parameter of a model in the order in which a forward pass meets it: what learns, what it weighs, what it costs.
+"""Every parameter of a model in the order of a forward pass: shape, whether it learns, and share of the products.
 
 Without PyTorch, as the planner reads it too. A test holds the list against the modules' own.
 """
@@ -35,9 +35,9 @@ BLOCK, SCALES = 64, 256
 
 
 class Parameter(NamedTuple):
-    """``step``: its place in a forward pass; what stands at one place reads the same input.
+    """A parameter's name and shape, and its ``step``: its place in a forward pass; equal where the input is the same.
 
-    ``products``: weights that every token is multiplied with. ``is_bytes``: a stored form, which cannot learn.
+    ``products``: how many weights each token is multiplied with. ``is_bytes``: a stored form, which cannot learn.
     """
 
     name: str

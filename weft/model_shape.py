@@ -121,7 +121,7 @@ class Shape:
 
     @property
     def active_parameters(self) -> Num:
-        """Those that a token meets: all but the experts that it does not choose."""
+        """The parameters that a token passes through: all but the experts that it does not choose."""
         return self.parameters - self.layers * (self.dense_weights + self.expert_weights - self.active_weights)
 
     @property
@@ -130,16 +130,16 @@ class Shape:
         return 2 * self.layers * (self.cached + (self.cached == 0) * 2 * self.kv_heads * self.head_dim)
 
     def busiest(self, ranks: Num) -> Num:
-        """Load of the busiest of so many ranks of experts, as a multiple of the mean: that with the hottest expert."""
+        """The load of the rank with the busiest expert, of so many ranks with experts, as a multiple of the mean."""
         here, others = np.maximum(self.experts / ranks, 1), np.maximum(self.experts - 1, 1)
         return (self.hottest + (here - 1) * (self.experts - self.hottest) / others) / here
 
     def rows_sent(self, ranks: Num) -> dict[str, Num]:
-        """What dispatch makes of a token, by :attr:`weft.layout.layout.Layout.dispatch`, in rows as wide as the model.
+        """How many rows, as wide as the model, each kind of ``layout.dispatch`` sends for a token, on average.
 
-        The same as of combine and of both in backward, on average, if no choice is likelier than another; a share
-        ``1 / ranks`` of it stays. Where what experts make is added up, ids and weights go along. Experts fewer than
-        ranks are cut in pieces.
+        Combining, and both in backward, send as many. All choices of experts are taken to be equally likely; a share
+        ``1 / ranks`` of the rows stays on its rank. Kinds that add up the results of experts where these are also send
+        ids and weights. Experts that are fewer than the ranks are cut in pieces.
         """
         pieces = np.maximum(1, ranks // np.maximum(self.experts, 1))
         experts, k = self.experts * pieces, self.top_k * pieces

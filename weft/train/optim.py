@@ -46,7 +46,7 @@ def slot_bytes(settings: Optimizer, width: int) -> float:
     return width * (SLOTS.get(settings.state if settings.kind == "adamw" else settings.kind, 0.0) + bool(settings.ema))
 
 
-#: Kinds and states in which every element goes its own way, so that ranks ask each other nothing.
+#: Kinds and states whose updates are elementwise, so that ranks need nothing from each other.
 ELEMENTWISE = {"adamw", "sgd", "lion"}, {"float32", "bfloat16"}
 
 

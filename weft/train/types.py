@@ -55,17 +55,16 @@ def check_types(
     """Type-check one whole training step of ``layout`` on this process alone, whatever its world size.
 
     Tensors live on the meta device and collectives in a fake process group, so neither memory nor ranks are needed.
-    What shards the state stands for its contract: gradients are partial sums over the data axes before, and rows of the
-    sum after.
-    Pipeline stages hand each other tensors of one and the same type, so one place along ``pp`` stands for all, as one
-    island does.
+    The sharding of the state is replaced by its contract: gradients are partial sums over the data axes before it, and
+    rows of their sum after it. Pipeline stages hand each other tensors of one and the same type, so one stage stands
+    for all of them, and one island for all islands.
     """
     check_fits(shape, layout, train, optimizer, memory)
     if shape.kind:
         raise UsageError(f"types are known of Weft's own models, and model.kind = {shape.kind!r} is a plugin's; prove "
                          "it by numbers: leave out --types")  # fmt: skip
     kinds = [(shape.mixer_of(i), shape.experts_of(i)) for i in range(shape.layers)]
-    # Layers of a kind are alike: as many as have each kind, and two, stand for all.
+    # Layers of a kind are alike: enough of the first layers to have each kind, at least two, stand for all.
     few = max(min(2, len(kinds)), 1 + max(kinds.index(kind) for kind in kinds))
     experts = shape.experts[:few] if isinstance(shape.experts, tuple) else shape.experts
     shape = shape.model_copy(update={"layers": few, "experts": experts})

@@ -32,11 +32,11 @@ TOLERANCE = {"float64": 1e-10, "float32": 5e-5}
 #: Rounding of sums over a whole model, in units of the precision and of the global norm. Gradients that are zero in
 #: exact arithmetic (of the keys' bias, of queries that see one key) are of this size, so that theirs is no measure.
 NOISE = 64
-#: Slots that are parameters of before, or differences of parameters. What these may differ by shows in them, however
-#: small they are themselves.
+#: Slots that hold earlier parameters or differences of parameters. Errors of the size that parameters may have show in
+#: them, however small their own values are.
 OF_PARAMETERS = ("anchor", "outer", "own", "answer", "up", "down")
 
-#: What a rank holds of tensors, by name.
+#: The parts of tensors that a rank holds, by the tensors' names.
 Parts = dict[str, Part]
 
 
@@ -60,7 +60,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What a run of some steps produced on this rank."""
+    """The results of some steps on this rank, which are compared with those of another layout."""
 
     losses: list[float]
     norms: list[float]
@@ -76,10 +76,7 @@ def run_layout(
     watch: Callable[[Transformer, State], object] | None = None,
     follow: Sequence[dict[str, torch.Tensor]] = (),
 ) -> StepTrace:
-    """Train ``steps`` steps from the seeded initial values and the first sample; keep what there is to compare.
-
-    Arguments are those of :func:`walk`.
-    """
+    """Train ``steps`` steps from the seeded initial values and the first sample. Arguments: see :func:`walk`."""
     *_, (_, trace) = walk(job, mesh, steps, watch, follow)
     return trace
 
@@ -92,11 +89,11 @@ def walk(
     follow: Sequence[dict[str, torch.Tensor]] = (),
     begun: int = 0,
 ) -> Iterator[tuple[State, StepTrace]]:
-    """Step by step, after ``begun``: the state after it, and the trace, which is complete when there are no more.
+    """Train from step ``begun`` to ``steps``. Yields after each step the state, and the trace, complete at the end.
 
-    ``watch`` sees the model and its state before the first step; ``follow`` are the gradients to update with, by step,
-    where these are not the run's own. On one device, the reference of a partial pipeline skips what that skips,
-    microbatch by microbatch.
+    ``watch`` is called with the model and its state before the first step. ``follow``: by step, the gradients to update
+    with, where these are not the run's own. With ``layout.skip`` the reference on one device skips the blocks that the
+    pipeline skips, microbatch by microbatch.
     """
     taken: list[tuple[int, ...]] = []
     if job.recipe.layout.skip and mesh.size("pp") == 1:
@@ -145,10 +142,7 @@ def walk(
 
 
 def prove(recipe: Recipe, steps: int) -> Difference | None:
-    """As one of the ranks of ``recipe``, from its start to its end: how the layout differs from one device.
-
-    On the first rank; None on the others.
-    """
+    """Join the ranks of ``recipe``, and compare its layout with one device. None on all ranks but the first."""
     device = device_type(recipe)
     with rank_process(device, recipe.train.timeout, recipe.train.threads):
         mesh, job = Mesh.create(recipe.layout, device), prepare(recipe)
@@ -172,7 +166,7 @@ def compare(mine: StepTrace, job: Job, mesh: Mesh) -> Difference | None:
 
 
 def worst_island(mine: Difference, mesh: Mesh) -> Difference | None:
-    """What differs most on any of the islands, each of which has its ``mine``; on the first of them."""
+    """The largest of the differences ``mine`` that the islands have found; None on all islands but the first."""
     if mesh.shore is None:
         return mine
     mesh.shore.set(f"weft/difference/{mesh.island}", json.dumps(dataclasses.asdict(mine)))
@@ -185,7 +179,7 @@ def worst_island(mine: Difference, mesh: Mesh) -> Difference | None:
 
 
 def _against_simulated(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Difference:
-    """This island beside what it is where one process has all islands, each on one device."""
+    """This island compared with itself in a simulation: one process that has all islands, each on one device."""
     if job.recipe.sync.compress not in ("none", "topk:1"):
         raise UsageError(
             f"sync.compress = {job.recipe.sync.compress!r} loses a part of what is sent, so that no two layouts are "
@@ -199,7 +193,7 @@ def _against_simulated(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Dif
     for step, now in enumerate(zip(*walks, strict=True), 1):
         agree(dict(enumerate(state for state, _ in now)), step, job.recipe.sync, past)
         mine = now[mesh.island][1]
-    mine.slots.pop("answer", None)  # which a simulation has no need to wait for
+    mine.slots.pop("answer", None)  # a simulation need not wait for answers
     sync, optimizer = job.recipe.sync, job.recipe.optimizer
     gain = steps * optimizer.lr * (1 + sync.lr / (1 - min(sync.momentum, 0.99))) / optimizer.eps
     return difference(traces, mine, job.recipe.train.dtype, gain=gain)
@@ -218,13 +212,13 @@ def _against_one(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Differenc
 def difference(
     traces: Sequence[StepTrace], reference: StepTrace, dtype: str, apart: float | None = None, gain: float = 0.0
 ) -> Difference:
-    """All ranks' traces beside one device's: per tensor, and on the scale of the whole model.
+    """The differences of all ranks' traces from that of one device, relative to the size of each tensor.
 
-    A gradient is measured against the least slope that shows above the rounding of the loss, over a way as long as the
-    parameters are large: all of it can be zero in exact arithmetic, as of keys' adapters where queries see one key.
-    ``apart``: gradients are estimated from losses at points so far apart, which is that way then. ``gain``: how much
-    farther than its gradients Adam may move a number, where both sides update with their own: those that are rounding
-    noise are enlarged by it.
+    A gradient that is zero in exact arithmetic (that of keys' adapters where queries see one key, say) has rounding
+    noise for a size. So gradients count relative to at least the smallest slope that shows above the rounding of the
+    loss, over a distance as large as the norm of the parameters. ``apart``: that distance, where gradients are
+    estimated from losses at two points. ``gain``: the factor by which Adam may enlarge a gradient, where both sides
+    update with gradients of their own; parameters whose gradients are noise may differ by so many times the noise.
     """
 
     def relative(a: float, b: float) -> float:

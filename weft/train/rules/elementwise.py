@@ -1,4 +1,4 @@
-"""Rules in which every element goes its own way: AdamW, SGD and Lion."""
+"""Elementwise update rules: AdamW, SGD and Lion."""
 
 from collections.abc import Sequence
 
