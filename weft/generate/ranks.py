@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from weft.errors import UsageError
 from weft.generate.reader import PackedRow, pack, parts_of, pooled
 from weft.generate.scheduler import ScheduledStep
+from weft.generate.tickets import Tickets
 from weft.layout.boundary import gather_tokens
 from weft.layout.groups import limit
 from weft.layout.layout import Layout
 from weft.layout.lost import peer_lost
 from weft.layout.mesh import Mesh
 from weft.layout.placement import rank_table
-from weft.layout.tickets import Tickets
 from weft.models.paged import Reading, StatePages, attending, layer_pages
 from weft.models.rope import angles
 from weft.models.row_adapters import HostAdapter, own_part
