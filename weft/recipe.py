@@ -23,7 +23,7 @@ from weft.toml import read_toml
 from weft.validation import validated
 
 Dtype = Literal["float64", "float32", "bfloat16"]
-#: What reads a corpus, compares pairs of answers, and takes a run's records, besides plugins.
+#: Weft's own kinds of sources, losses that compare pairs of answers, and trackers; plugins bring others.
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference")
 PAIR_LOSSES = ("dpo", "dpo-norm", "ipo", "robust", "hinge", "simpo", "reward")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -32,7 +32,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 #: Where runs go, each in a folder of its own.
 RUNS = Path("runs")
-#: As ``checkpoint.levels.to``: a folder of this host's memory.
+#: The value of ``checkpoint.levels.to`` that means a folder in this host's memory.
 MEMORY = "memory"
 
 
@@ -45,10 +45,10 @@ class Section(BaseModel):
 class RopeScaling(Section):
     """Scaling of rotary frequencies: of Llama 3 (its report, section 3.4), ``linear``, or ``yarn`` (Peng et al. 2023).
 
-    ``linear`` uses ``factor`` alone. The last four are yarn's: ``beta_fast`` and ``beta_slow`` are turns within the
-    original length, more than which are kept and fewer stretched. Rotated queries and keys grow by
-    ``attention_factor``, which follows from ``factor`` if it is 0; with ``mscale`` and ``mscale_all_dim`` it is the
-    ratio of what each gives, and of latent attention the latter scales all scores (DeepSeek).
+    ``linear`` uses ``factor`` alone. The last five are for yarn: frequencies with more than ``beta_fast`` turns in the
+    original length are kept, those with fewer than ``beta_slow`` are stretched. Rotated queries and keys are multiplied
+    by ``attention_factor``, which follows from ``factor`` if it is 0; with ``mscale`` and ``mscale_all_dim`` it is the
+    ratio of the factors that these give, and with latent attention the latter scales all scores (DeepSeek).
     """
 
     kind: Literal["llama3", "linear", "yarn"] = "llama3"
@@ -235,7 +235,7 @@ class ModelShape(Section):
 
     @model_validator(mode="after")
     def _fill(self) -> Self:
-        """Derive what was left out, once, so that no reader has to."""
+        """Derive fields that were left out, once, so that no reader of a shape has to."""
         derived = {
             "kv_heads": self.heads if self.kv_rank else self.kv_heads or self.heads,
             "head_dim": (head_dim := self.head_dim or max(1, self.embed // self.heads)),
@@ -394,7 +394,7 @@ class Loss(Section):
 
 
 class ParameterGroup(Section):
-    """Parameters whose names match ``match`` (with ``*`` and ``?``) and that are updated otherwise than the rest.
+    """Settings for the parameters whose names match ``match`` (with ``*`` and ``?``).
 
     ``lr`` multiplies the learning rate; ``weight_decay`` replaces the optimizer's.
     """
@@ -476,7 +476,7 @@ class Train(Section):
         return {key: value for key, value in tree.items() if key != "offload"}
 
 
-#: Where something can rest while it is not in use, the nearest first.
+#: Where tensors can rest while they are not in use, the nearest first.
 PLACES = ("device", "host", "file")
 Place = Literal["device", "host", "file"]
 
@@ -515,7 +515,7 @@ class Memory(Section):
 
     @property
     def away(self) -> dict[str, str]:
-        """What does not rest on the device, and where it does."""
+        """Where weights, gradients, moments and activations rest, for those that do not rest on the device."""
         kinds = ("weights", "gradients", "moments", "activations")
         return {kind: self.place_of(kind) for kind in kinds if self.distance(kind)}
 
@@ -599,7 +599,7 @@ class Checkpoint(Level):
         return self
 
 
-#: Replicas that a rule of ``resilience.aggregate`` needs: so many for each that may be faulty, and so many more.
+#: How many replicas a rule of ``resilience.aggregate`` needs: (for each faulty one, and so many more).
 REPLICAS_NEEDED = {
     "flag": (2, 1), "krum": (2, 3), "multi-krum": (2, 3), "bulyan": (4, 3), "geometric-median": (2, 1),
     "trimmed-mean": (2, 1),
@@ -657,11 +657,11 @@ class Resilience(Section):
 
     @property
     def combines(self) -> bool:
-        """Whether the replicas' gradients are put together otherwise than by a plain sum."""
+        """Whether the gradients of replicas are combined in another way than by a plain sum."""
         return self.aggregate != "mean" or bool(self.code)
 
 
-#: Rate and momentum of the outer update, as published with each way to make it.
+#: Learning rate and momentum of the outer update, as published, by ``sync.update``.
 OUTER = {
     "nesterov": (0.7, 0.9), "streaming": (0.7, 0.9), "eager": (0.7, 0.9), "co2": (1.0, 0.2), "noloco": (0.7, 0.5),
 }  # fmt: skip
@@ -755,7 +755,7 @@ class Generate(Section):
 
 
 class Use(Section):
-    """Something of a plugin's by name, with what else it is called with; a text is the name alone."""
+    """A plugin's registration by name, with the ``settings`` that it is called with; a text is the name alone."""
 
     name: str
     settings: dict[str, Any] = {}
@@ -827,7 +827,7 @@ class Recipe(Section):
         return self.resilience.survive and self.layout.island > 1 and not self.sync.of_gradients
 
     def dealt(self, layout: Layout) -> Layout:
-        """The layout as sequences are dealt out to it: the two ranks of a pair get the same ones."""
+        """The layout as sequences are dealt out to it: with ``optimizer.pairs`` two ranks get the same sequences."""
         paired = self.optimizer.pairs and layout.dp > 1
         return layout.model_copy(update={"dp": layout.dp // 2}) if paired else layout
 

@@ -129,7 +129,7 @@ class Layout(BaseModel):
         return (*(axis for axis in AXES if axis not in named), *named)
 
     def size(self, *axes: str) -> int:
-        """Places along ``axes`` together. Of ``ep``, an axis among the data ranks, those of ``tp`` do not count."""
+        """The number of ranks along ``axes`` together. For ``ep`` only those that are among the data ranks count."""
         return prod(self.fold if axis == FOLDED else getattr(self, axis) for axis in axes)
 
     def folds(self, count: int) -> bool:
