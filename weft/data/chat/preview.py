@@ -8,10 +8,9 @@ import numpy as np
 from rich.text import Text
 
 from weft.data.chat.encode import ChatEncoder
-from weft.data.chat.source import chat_template, conversations
-from weft.data.chat.template import TemplateError
+from weft.data.chat.source import chat_template, conversations, encode_record
 from weft.data.tokenizer import Tokenizer
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError
 from weft.pages import render
 from weft.recipe import Data
 
@@ -55,10 +54,7 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> list[Sample]:
         for place, talk in conversations(source):
             if len(found) == count:
                 return found
-            try:
-                encoded = encoder.encode(talk)
-            except TemplateError as error:
-                raise WeftError(f"{place}: {error}") from None
+            encoded = encode_record(encoder, place, talk)
             size, row = len(encoded.ids), data.seq_len // (2 if source.kind == "preference" else 1)
             cut = np.zeros(size, bool)
             if data.chat.truncation == "keep_end":

@@ -18,7 +18,7 @@ import numpy as np
 from weft.data.batch import Pairs
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.chat.conversation import Conversation, ConversationError
-from weft.data.chat.encode import ChatEncoder
+from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.forms import read_record
 from weft.data.chat.pairs import AnswerPair, read_pair, with_garbled
 from weft.data.chat.template import ChatTemplate, TemplateError
@@ -100,6 +100,14 @@ def open_chats(source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path
     return read_tokens(build_once(cache_root(cache) / f"chats-{key}", build))
 
 
+def encode_record(encoder: ChatEncoder, place: RecordLocation, talk: Conversation) -> Encoded:
+    """``talk`` encoded; an error says at which ``place`` it stands."""
+    try:
+        return encoder.encode(talk)
+    except TemplateError as error:
+        raise WeftError(f"{place}: {error}") from None
+
+
 def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
     tokenizer = encoder.template.tokenizer
     places, content, alike = array("q"), hashlib.sha256(), True
@@ -110,10 +118,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
 
         def document(place: RecordLocation, talk: Conversation) -> np.ndarray:
             nonlocal alike
-            try:
-                encoded = encoder.encode(talk)
-            except TemplateError as error:
-                raise WeftError(f"{place}: {error}") from None
+            encoded = encode_record(encoder, place, talk)
             weights = encoded.weights.astype("<f4")
             alike = alike and bool(np.isin(weights, (0, 1)).all())
             out.write(weights.tobytes())
