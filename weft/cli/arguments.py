@@ -50,6 +50,9 @@ _draft = (
 )
 Draft = Annotated[str, typer.Option("--draft", metavar="text|texts|MODEL", help=_draft)]
 
+_spread = 'Ranks for models and texts that are too large for one: "tp=2", "cp=4", "pp=2", "cp=4,ep=4", "tp=2,pp=2" ...'
+Spread = Annotated[str | None, typer.Option("--layout", help=_spread)]
+
 
 def read_keys(file: Path) -> list[str]:
     """The keys of ``--api-key``, one per line."""

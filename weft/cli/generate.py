@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.arguments import Draft, Ema, ModelName, Weights
+from weft.cli.arguments import Draft, Ema, ModelName, Spread, Weights
 from weft.cli.console import plain_console, warn
-from weft.cli.spread import Spread, as_rank, leads, run_ranks
 from weft.errors import UsageError
 
 if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
@@ -82,6 +81,7 @@ def generate(
     from weft.generate.ranks import follow, mesh_of_rank
     from weft.generate.sampling import Sampling
     from weft.generate.several import Several
+    from weft.generate.start import as_rank, launch_ranks, leads
     from weft.layout.layout import Layout
     from weft.memory.experts import RestingExperts
     from weft.models.products import read_only
@@ -100,7 +100,7 @@ def generate(
         raise UsageError("--experts-in host is for models on a GPU; on the CPU give a folder on a local disk")
     if system is not None and not chat:
         raise UsageError("--system is for --chat, whose template says where it belongs")
-    if (code := run_ranks(spread, checkpoint)) is not None:
+    if (code := launch_ranks(spread, checkpoint)) is not None:
         return code
     try:
         text = prompt if prompt_file is None else prompt_file.read_text()

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.arguments import Draft, Ema, ModelName, Weights, read_keys
+from weft.cli.arguments import Draft, Ema, ModelName, Spread, Weights, read_keys
 from weft.cli.console import warn
-from weft.cli.spread import Spread, as_rank, leads, run_ranks
 from weft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,6 +61,7 @@ def serve(
     from weft.generate.engine import Engine, check_prompt
     from weft.generate.policies import policy_of
     from weft.generate.ranks import follow, mesh_of_rank
+    from weft.generate.start import as_rank, launch_ranks, leads
     from weft.layout.layout import Layout
     from weft.models.products import read_only
 
@@ -77,7 +77,7 @@ def serve(
     if invariant and spread.world > 1:
         raise UsageError("--invariant is for a model on one rank; leave out --layout")
     order = policy_of(policy)
-    if (code := run_ranks(spread, checkpoint)) is not None:
+    if (code := launch_ranks(spread, checkpoint)) is not None:
         return code
     with as_rank(spread, device) as device:
         listening = _listen(host, port) if leads() else None

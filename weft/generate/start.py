@@ -1,0 +1,46 @@
+"""Being one of the ranks that generate: start them all, join them, and tell the one that schedules from the others."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from weft.checkpoint.weights import open_pretrained
+from weft.generate.ranks import check_layout
+from weft.layout.layout import Layout
+from weft.train.launch import launch
+from weft.train.ranks import in_ranks, own_device, rank_process
+
+#: Seconds that ranks wait for each other.
+WAIT_S = 600
+
+#: Seconds that a rank may be stopped, while people wait for the answers of all.
+STOPPED_S = 10
+
+
+def launch_ranks(layout: Layout, checkpoint: str) -> int | None:
+    """Run this command on all ranks of ``layout``; the exit code, or None if this process is one of them, or alone.
+
+    Raises :class:`UsageError` for a layout under which this model cannot generate.
+    """
+    check_layout(layout)
+    if layout.world == 1 or in_ranks():
+        return None
+    check_layout(layout, open_pretrained(checkpoint).shape)
+    return launch(sys.argv[1:], layout.world, patience=STOPPED_S)
+
+
+@contextmanager
+def as_rank(layout: Layout, device: str) -> Iterator[str]:
+    """A context in which this process is one of the ranks of ``layout``; its device."""
+    if layout.world == 1:
+        yield device
+        return
+    with rank_process(device, WAIT_S):
+        yield own_device(device)
+
+
+def leads() -> bool:
+    """Whether this process has the engine: the others follow it."""
+    return not dist.is_initialized() or dist.get_rank() == 0
