@@ -21,8 +21,9 @@ from weft.train.recorder import Recorder
 class Running:
     """A run as a callback sees it.
 
-    ``folder`` is the run's, ``progress`` how far it is; ``model`` and ``state`` are what this rank has of both, to look
-    at. ``checkpoint`` is the last one, at the end. ``stopping``: why a callback of this rank wants the run to end.
+    ``folder`` is the run's, ``progress`` how far it is; ``model`` and ``state`` are this rank's parts, which callbacks
+    may read. ``checkpoint``: the last one, set at the end. ``stopping``: why a callback of this rank asked the run to
+    end; empty if none has.
     """
 
     recipe: Recipe
@@ -41,15 +42,15 @@ class Running:
         return self.mesh.speaks
 
     def say(self, text: str) -> None:
-        """Say something, and keep it with the run; the main rank's word counts."""
+        """Print ``text`` and record it with the run; on the main rank only."""
         self.recorder.event(text)
 
     def log(self, kind: str, **values: Any) -> None:
-        """Keep numbers of a ``kind`` with the run, and hand them to its trackers; the main rank's count."""
+        """Record numbers under ``kind`` with the run, and in its trackers; on the main rank only."""
         self.recorder.log(kind, **values)
 
     def stop(self, why: str) -> None:
-        """End the run after the next step as if it were complete: it saves and exports. One rank's wish is enough."""
+        """End the run after the next step as if it were complete: it saves and exports. One rank is enough to ask."""
         self.stopping = why
 
 
@@ -64,9 +65,9 @@ class Callbacks:
             self._callbacks.append((found, found.call(use.settings)()))
 
     def call(self, hook: str, *given: Any) -> None:
-        """What the callbacks have under ``hook`` (:data:`weft.plugins.HOOKS`), called with the run and ``given``.
+        """Call the method ``hook`` (:data:`weft.plugins.HOOKS`) of each callback that has it, with run and ``given``.
 
-        After a step each one is called after every ``callback.every``-th, and by itself after none.
+        ``after_step`` is called after every ``callback.every``-th step; never if a callback has no ``every``.
         """
         assert hook in HOOKS
         step = self.running.progress.step

@@ -30,7 +30,7 @@ class InBackward(Stepper):
     """
 
     def __post_init__(self) -> None:
-        # Each unit as a state of its own, for sums and norm; without those that do not learn.
+        # Each unit that learns as a state of its own, for sums and norm.
         self.parts = {unit: State([unit]) for unit in self.state.units if any(h.learns for h in unit.held)}
         self.arrivals, self.skipped = Arrivals(self.parts, self._update), False
         self.lr, self.square = 0.0, torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -54,7 +54,7 @@ class InBackward(Stepper):
         return [result]
 
     def _agree(self, share: T) -> None:
-        """Before the last backward: whether the step's loss is finite, on all ranks alike."""
+        """Called before the last backward: all ranks agree whether the step's loss is finite."""
         loss = step_sum(share_of_sum(share, self.mesh, **dict.fromkeys(MODEL_AXES, I)), self.mesh)
         self.skipped = not math.isfinite(loss.item())
         self.arrivals.expect()

@@ -51,7 +51,8 @@ def train(
 ) -> Outcome:
     """Train to the end of the recipe, of the data, or to a signal; save, and say how it went. Runs on every rank.
 
-    ``guard`` (default: one for ``out`` and ``resume``) is told of every step; with it :class:`Regroup` may be raised.
+    ``guard`` (default: one for ``out`` and ``resume``) opens the run and is told of every step; with one that survives
+    the loss of ranks, :class:`Regroup` may be raised.
     """
     recipe, tokenizer, guard = job.recipe, job.corpus.tokenizer, guard or Guard(out, resume)
     if mesh.device.type == "cuda":
@@ -117,8 +118,9 @@ def train(
 class Loop:
     """Data, step, agree, record, save: over and over, until the recipe is done, the data ends or a rank wants to stop.
 
-    ``begun`` counts steps; those that are final are in ``progress``. ``fruitless`` are the last ones that were skipped.
-    With ``again`` what was due after the step that it begins with may not have been done.
+    ``begun`` counts the steps that have begun; those whose results are final are in ``progress``. ``fruitless`` counts
+    how many of the last steps in a row were skipped. ``again``: the run goes on from the memory of ranks, and the
+    evaluation and the checkpoint that were due after its last step may not have been made.
     """
 
     job: Job
@@ -233,7 +235,7 @@ class Loop:
         self.callbacks.call("end")
 
     def complete(self) -> bool:
-        """Whether a run that was to stop ends as if it were complete, as a callback of some rank asked. Collective."""
+        """Whether it was a callback that asked the run to stop, so that it ends as if it were complete. Collective."""
         wishes = from_all((bool(self.signals), self.callbacks.running.stopping), self.mesh.step_group)
         whys = [why for _, why in wishes if why]
         if not whys or any(received for received, _ in wishes):
@@ -243,7 +245,7 @@ class Loop:
         return True
 
     def regroups(self) -> bool:
-        """Whether ranks stopped just because some wanted to leave or to join, even if none does now. Collective."""
+        """Whether the run stopped only for ranks that want to leave or to join, and is to go on. Collective."""
         return self.mesh.islands == 1 and not any(from_all(self.wants_to_end, self.mesh.step_group))
 
     @property

@@ -1,9 +1,8 @@
-"""Updates during backward, before the norm is known, that are taken back if it asks for it (SuperOffload, Lian et al.
-2025).
+"""Speculative updates during backward, which are undone if the step must be clipped (SuperOffload, Lian et al. 2025).
 
-A unit is updated as soon as its gradient is complete and reduced, as if nothing were to be clipped: its moments travel,
-and its update is computed, beside the backward of the units before it. If the norm then says that the step is clipped,
-or skipped, all of these are as before again, to the last bit, and are updated like the others.
+A unit is updated as soon as its gradient is complete and reduced, as if nothing were to be clipped: its moments travel
+and its update is computed beside the backward of the units before it. If the norm then says that the step is clipped or
+skipped, these updates are undone to the last bit, and the units are updated with all others.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,11 +27,11 @@ T = torch.Tensor
 
 @dataclass
 class Speculation(Stepper):
-    """A stepper that updates the state's ``early`` units during backward; the results are the plain one's.
+    """A stepper that updates the state's ``early`` units during backward; the results equal those of the plain stepper.
 
-    Units in files are updated where the table completes their gradients, others in a thread of their own, which makes
-    copies during forward, unless their rule asks other ranks. ``undone`` counts the steps that had been updated too
-    early.
+    Units in files are updated where the schedule completes their gradients. Others are updated in a thread, which makes
+    the copies to go back to during forward, unless their rule needs other ranks. ``undone`` counts the steps whose
+    early updates had to be undone.
     """
 
     def __post_init__(self) -> None:
@@ -52,7 +51,7 @@ class Speculation(Stepper):
         return [result._replace(undone=self.wrong)]
 
     def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:
-        """As in the plain way; early units have been updated then, unless the norm says that this was wrong."""
+        """As of the plain stepper; early units are updated meanwhile, and restored if the step must be clipped."""
         try:
             with self._watching():
                 loss = accumulate(
@@ -74,7 +73,7 @@ class Speculation(Stepper):
         return found
 
     def update(self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float = 1.0) -> None:
-        """Update what has not been updated early."""
+        """Update the units that have not been updated early."""
         self.state.update_later(grads, lr, scale, but=tuple(self.tried.done))
         if not self.streamed:
             self.state.settle()
@@ -87,7 +86,7 @@ class Speculation(Stepper):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """In here early units are updated as their gradients become complete."""
+        """A context in which early units are updated as their gradients become complete."""
         self.running = [] if self.thread is None else [self.thread.submit(self.tried.keep, *self.tried.units)]
         pipeline = self.model.pipeline
         streamed = [unit for unit in self.state.early if isinstance(unit, TableUnit) and unit.reduced]
@@ -110,13 +109,13 @@ class Speculation(Stepper):
             self.arrivals.expect()
 
     def _begin(self) -> None:
-        """Parameters are about to change, unless they have in this step."""
+        """Call ``before_update``, once in a step."""
         if not self.begun:
             self.begun = True
             self.before_update()
 
     def _wait(self) -> None:
-        """End the updates that are under way."""
+        """Wait for the updates that are under way."""
         self._begin()
         for update in self.running:
             update.result()
@@ -143,7 +142,7 @@ class Speculation(Stepper):
         self.tried.update(unit, grads, lr)
 
     def _take_back(self) -> None:
-        """Have the state be that before the step, which has failed."""
+        """Restore the state of before the step, which has failed."""
         for update in self.running:
             with suppress(Exception):
                 update.result()
