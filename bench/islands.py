@@ -308,7 +308,7 @@ def be_weft(run: Run) -> None:
     waits: list[float] = []
     with open_streams(mesh, LIMIT) as streams:
         settings = Optimizer(lr=LR, weight_decay=DECAY, clip=CLIP)
-        stepper = build_stepper(model, state, mesh, settings, streams=streams, sync=recipe.sync)
+        stepper = build_stepper(model, state, mesh, recipe.model_copy(update={"optimizer": settings}), streams=streams)
         if hasattr(stepper, "exchanged"):
             count_waits(stepper, waits)
         log.train(

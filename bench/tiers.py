@@ -80,7 +80,7 @@ class Side:
         self.shape, self.settings = job.shape, recipe.optimizer
         self.model, self.state = assemble(job.shape, self.mesh, recipe)
         self.loader = job.loader(job.corpus.train, self.mesh)
-        self.stepper = build_stepper(self.model, self.state, self.mesh, recipe.optimizer)
+        self.stepper = build_stepper(self.model, self.state, self.mesh, recipe)
 
     def step(self) -> float:
         return self.stepper.step(self.batches(), LR)[0].loss

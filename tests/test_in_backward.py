@@ -85,7 +85,7 @@ def test_gradients_of_one_unit_at_a_time(corpus: str) -> None:
         model, state = assemble(job.shape, mesh, settings)
         batches = job.loader(job.corpus.train, mesh).step(0)
         assert batches is not None
-        stepper, ledger = build_stepper(model, state, mesh, settings.optimizer), Ledger()
+        stepper, ledger = build_stepper(model, state, mesh, settings), Ledger()
         with AllocationWatch(ledger):
             stepper.step(batches, 1e-3)
         peaks[way] = ledger.peak
@@ -103,7 +103,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(corpus: str) -> None:
     assert batches is not None
     state.held[0].local.fill_(float("nan"))
     before = [h.local.clone() for h in state.held]
-    result = build_stepper(model, state, mesh, settings.optimizer).step(batches, 1e-3)[0]
+    result = build_stepper(model, state, mesh, settings).step(batches, 1e-3)[0]
     assert result.skipped and state.updates == 0
     for h, x in zip(state.held, before, strict=True):
         torch.testing.assert_close(h.local, x, rtol=0, atol=0, equal_nan=True)
@@ -118,4 +118,4 @@ def test_a_gradient_that_is_not_finite_ends_the_run(corpus: str) -> None:
     parameter = next(h.parameter for h in state.held if h.name == "blocks.0.ffn.up")
     parameter.register_hook(lambda grad: grad * float("inf"))
     with pytest.raises(WeftError, match="in_backward had updated other parameters by then: go on from the last"):
-        build_stepper(model, state, mesh, settings.optimizer).step(batches, 1e-3)
+        build_stepper(model, state, mesh, settings).step(batches, 1e-3)

@@ -205,7 +205,8 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
     repeated = 0
     for post in (False, True):
         model, state = assemble(job.shape, mesh, settings)
-        asked = settings.optimizer.model_copy(update={"post_validation": post, "clip": clip})
+        optimizer = settings.optimizer.model_copy(update={"post_validation": post, "clip": clip})
+        asked = settings.model_copy(update={"optimizer": optimizer})
         stepper = build_stepper(model, state, mesh, asked)
         loader, results = job.loader(job.corpus.train, mesh), []
         for step in range(8):

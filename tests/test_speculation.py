@@ -47,7 +47,7 @@ def run(values: dict[str, Any], clips: list[float], seen: list[State] | None = N
     settings, mesh, model, state, loader = start(values)
     if seen is not None:
         seen.append(state)
-    stepper = build_stepper(model, state, mesh, settings.optimizer)
+    stepper = build_stepper(model, state, mesh, settings)
     results: list[StepResult] = []
     for step, clip in enumerate(clips):
         stepper.settings = stepper.settings.model_copy(update={"clip": clip if clip == clip else 0.0})
@@ -212,7 +212,7 @@ def test_a_step_that_fails_is_as_if_it_had_not_begun(corpus: str, tmp_path: Path
     values = tree(corpus, {"folder": str(tmp_path), "speculate": "all", **memory}, model__layers=4)
     _, wanted, _ = run(values, [9.0])
     settings, mesh, model, state, loader = start(values)
-    stepper = build_stepper(model, state, mesh, settings.optimizer)
+    stepper = build_stepper(model, state, mesh, settings)
     stepper.settings = settings.optimizer.model_copy(update={"clip": 9.0})
     stepper.step(loader.step(0) or [], 1e-3)
     stepper.finish()

@@ -199,7 +199,7 @@ def run(
     settings = recipe(corpus, **{f"memory__{key}": value for key, value in memory.items()}, **change)
     job, mesh = prepare(settings), Mesh.single()
     model, state = assemble(job.shape, mesh, settings)
-    stepper, loader = build_stepper(model, state, mesh, settings.optimizer), job.loader(job.corpus.train, mesh)
+    stepper, loader = build_stepper(model, state, mesh, settings), job.loader(job.corpus.train, mesh)
     results: list[Any] = []
     if seen is not None:
         seen.append(state)

@@ -78,7 +78,7 @@ class Sent(TorchDispatchMode):
 
 def counted(values: dict[str, Any]) -> tuple[list[int], int, int]:
     settings, mesh, model, state, loader = start(values)
-    stepper, batches = build_stepper(model, state, mesh, settings.optimizer), loader.step(0)
+    stepper, batches = build_stepper(model, state, mesh, settings), loader.step(0)
     with Sent() as sent:
         result = stepper.step(batches or [], 1e-6)[0]
     return sent.bytes, sent.losses, result.tokens

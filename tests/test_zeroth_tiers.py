@@ -51,7 +51,7 @@ def run(
     model, state = assemble(job.shape, mesh, settings)
     if seen is not None:
         seen.append(state)
-    stepper, loader = build_stepper(model, state, mesh, settings.optimizer), job.loader(job.corpus.train, mesh)
+    stepper, loader = build_stepper(model, state, mesh, settings), job.loader(job.corpus.train, mesh)
     results: list[StepResult] = []
     for step in range(steps):
         results += stepper.step(loader.step(step * settings.train.batch) or [], 1e-3)
@@ -88,7 +88,7 @@ def test_an_update_without_a_slope_decays_weights(corpus: str, tmp_path: Path) -
     for each in (settings, in_memory(settings)):
         _, state = run(each, 0)
         job, mesh = prepare(each), Mesh.single()
-        stepper = build_stepper(*assemble(job.shape, mesh, each), mesh, each.optimizer)
+        stepper = build_stepper(*assemble(job.shape, mesh, each), mesh, each)
         assert isinstance(stepper, ZerothOrder)
         stepper._update(0.0, 0, lr=0.5)
         stepper.finish()
@@ -181,7 +181,7 @@ def test_equal_to_one_device(pool: Any, corpus: str, tmp_path: Path, layout: Cas
 def weights_after(values: dict[str, Any], slopes: list[float]) -> dict[str, Any]:
     """Every part of the weights after updates by these slopes, each but the last made on a visit."""
     settings, mesh, model, state, loader = start(values)
-    stepper = build_stepper(model, state, mesh, settings.optimizer)
+    stepper = build_stepper(model, state, mesh, settings)
     assert isinstance(stepper, ZerothOrder)
     for number, slope in enumerate(slopes):
         batches = loader.step(number * settings.train.batch) or []

@@ -41,7 +41,7 @@ def measured(recipe: Recipe, shape: ModelShape) -> tuple[float, float]:
     adapted = shape.model_copy(update={"adapter": recipe.adapter})
     mesh, ledger = Mesh.single(), Ledger()
     model, state = assemble(adapted, mesh, recipe)
-    batches, stepper = plain_batches(recipe, shape)(mesh), build_stepper(model, state, mesh, recipe.optimizer)
+    batches, stepper = plain_batches(recipe, shape)(mesh), build_stepper(model, state, mesh, recipe)
     state.updates = 1  # GaLore's directions are new every 200 steps
     begun = time.process_time()
     stepper.step(batches, 1e-6)

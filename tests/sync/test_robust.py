@@ -212,7 +212,7 @@ def losses(cases: list[tuple[dict[str, Any], str, int, int]]) -> list[float]:
         settings, mesh, model, state, loader = start(tree)
         for parameter in model.parameters() if mesh.rank("dp") < liars else ():
             parameter.register_hook(LIES[lie])
-        stepper = build_stepper(model, state, mesh, settings.optimizer, resilience=settings.resilience)
+        stepper = build_stepper(model, state, mesh, settings)
         seen = [
             stepper.step(loader.step(i * settings.train.batch) or [], settings.optimizer.lr)[0] for i in range(steps)
         ]

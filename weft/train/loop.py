@@ -95,8 +95,8 @@ def train(
         if streams is not None and (said := put_in_ring(streams, state, recipe.sync)):
             recorder.event(said)
         stepper = build_stepper(
-            model, state, mesh, recipe.optimizer, before_update, resilience=recipe.resilience, streams=streams,
-            presence=guard.presence, sync=recipe.sync, begun=resumed.progress.step,
+            model, state, mesh, recipe, before_update, streams=streams, presence=guard.presence,
+            begun=resumed.progress.step,
         )  # fmt: skip
         evaluation = Evaluation(
             job, mesh, model, state, recorder, before_update, lambda: bool(signals), guard.validations

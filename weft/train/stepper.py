@@ -8,7 +8,7 @@ import torch
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.state import State
-from weft.recipe import Optimizer, Resilience, Sync
+from weft.recipe import Recipe
 from weft.sync.presence import Presence
 from weft.sync.streams import Streams
 from weft.train.coding import Coding
@@ -25,25 +25,24 @@ def build_stepper(
     model: Transformer,
     state: State,
     mesh: Mesh,
-    settings: Optimizer,
+    recipe: Recipe,
     before_update: Callable[[], None] = lambda: None,
     inspect: Callable[[dict[str, torch.Tensor]], None] | None = None,
     routes: Sequence[Sequence[int]] = (),
-    resilience: Resilience | None = None,
     streams: Streams | None = None,
     presence: Presence | None = None,
-    sync: Sync | None = None,
     begun: int = 0,
 ) -> Stepper:
-    """The stepper that the recipe's ``settings`` ask for; arguments as of :class:`weft.train.step.Stepper`.
+    """The stepper that the recipe asks for; the other arguments are those of :class:`weft.train.step.Stepper`.
 
-    ``resilience``: of a recipe whose replicas may be late or wrong; ``streams`` to the other islands, if there are any,
-    who agree as ``sync`` says, after ``begun`` steps; ``presence``: which of them are there, if not always all.
+    ``streams``: to the other islands, if there are any, ``presence``: which of them are there, if not always all, and
+    ``begun``: how many steps have been taken before.
     """
+    settings, resilience, sync = recipe.optimizer, recipe.resilience, recipe.sync
     kind: Callable[..., Stepper] = Stepper
-    if resilience is not None and resilience.combines and mesh.size("dp") > 1:
+    if resilience.combines and mesh.size("dp") > 1:
         kind = partial(Coding if resilience.code else Voting, resilience=resilience)
-    if streams is not None and sync is not None and sync.of_gradients:
+    if streams is not None and sync.of_gradients:
         kind = partial(Together, streams=streams)
     if settings.estimate == "zeroth-order":
         kind = ZerothOrder
@@ -55,6 +54,6 @@ def build_stepper(
         kind = Speculation
     given = model, state, mesh, settings, before_update, inspect, routes
     found = kind(*given)
-    if streams is None or sync is None or sync.of_gradients:
+    if streams is None or sync.of_gradients:
         return found
     return Apart(*given, inner=found, presence=presence or Presence(streams), how=sync, steps=begun)

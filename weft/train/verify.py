@@ -106,7 +106,7 @@ def walk(
     model, state = assemble(job.shape, mesh, job.recipe)
     if watch is not None:
         watch(model, state)
-    settings, loader = job.recipe.optimizer, job.loader(job.corpus.train, mesh)
+    loader = job.loader(job.corpus.train, mesh)
     trace = StepTrace([], [], [], {}, {})
     results: list[StepResult] = []
 
@@ -119,16 +119,13 @@ def walk(
                 grads[name].copy_(grad)
 
     with open_streams(mesh, job.recipe.train.timeout) as streams:  # none for islands that are simulated
-        stepper = build_stepper(
-            model, state, mesh, settings, inspect=keep, routes=taken, resilience=job.recipe.resilience,
-            streams=streams, sync=job.recipe.sync,
-        )  # fmt: skip
+        stepper = build_stepper(model, state, mesh, job.recipe, inspect=keep, routes=taken, streams=streams)
         for step in range(begun, steps):
             batches = loader.step(step * job.recipe.train.batch)
             if batches is None:
                 raise WeftError(f"the data ends after {step} steps; use fewer --steps or a smaller train.batch")
             trace.grads.append({})
-            results += stepper.step(batches, settings.lr)
+            results += stepper.step(batches, job.recipe.optimizer.lr)
             yield state, trace
         results += stepper.finish()
     for result in results:
