@@ -633,7 +633,7 @@ class Resilience(Section):
     ``stragglers`` late replicas are done (:mod:`weft.sync.coded`): by ``gradient`` coding (Tandon et al. 2017), or,
     with a step cut into ``jobs``, by one of the sequential codes (Krishnan et al. 2023), which need less redundancy:
     ``sr-sgc`` or ``m-sgc``, made for that many stragglers in any ``window`` jobs, each late for at most ``burst`` of
-    them. With these a rank counts as late when it takes ``patience`` times as long as the first.
+    them. A rank is late after 1 + ``patience`` times as long as the first.
     """
 
     survive: bool = True
