@@ -22,6 +22,7 @@ import psutil
 
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.errors import WeftError
+from weft.layout.machine import machine_id
 
 FOLDER = "lease"
 
@@ -207,8 +208,4 @@ def _start_of(pid: int) -> str:
 
 def _machine() -> str:
     """What is the same just where process numbers mean the same: this boot of the machine, and the space of numbers."""
-    found = [socket.gethostname()]
-    with suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return "/".join(found)
+    return f"{socket.gethostname()}/{machine_id('pid')}"

@@ -17,6 +17,7 @@ from weft.checkpoint.levels import levels_of
 from weft.checkpoint.state import Progress
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.placement import island_ranks
+from weft.layout.sockets import own_address
 from weft.parallel.state import State
 from weft.plugins import PluginError
 from weft.recipe import Recipe, build_recipe
@@ -26,7 +27,7 @@ from weft.resilience.members import NEWCOMER, Address, Member
 from weft.resilience.membership import Membership
 from weft.resilience.roster import read_roster, write_roster
 from weft.resilience.watching import Watching
-from weft.sync.streams import Streams, own_host, own_port
+from weft.sync.streams import Streams, own_port
 from weft.train.failure import is_secondary
 from weft.train.islands import take_state
 from weft.train.loop import Outcome, train
@@ -100,7 +101,7 @@ class Islander(Watching):
         self.folder = Path()
         self.device, limit = device_type(recipe), recipe.train.timeout
         settle_in(self.device, recipe.train.threads)
-        ranks, host, detect = recipe.layout.inside.world, own_host(), recipe.resilience.detect
+        ranks, host, detect = recipe.layout.inside.world, own_address(), recipe.resilience.detect
         addresses = dist.HashStore()
         addresses.set("weft/streams/token", token)
         self.own_streams = Streams(island, recipe.layout.island, place, addresses, host, limit)

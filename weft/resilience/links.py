@@ -8,11 +8,10 @@ import json
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from threading import Lock
 from typing import Any
 
-from weft.sync.streams import serve_each
+from weft.layout.sockets import end, family_of, listen, read, read_into, send_at_once, serve_each
 
 Head = dict[str, Any]
 
@@ -39,8 +38,7 @@ class Inbox:
     ) -> None:
         self._token, self._place, self._keep = token, place, keep
         self._lock, self._open, self._closed = Lock(), set[socket.socket](), False
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = listen(host)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
 
     def start(self) -> None:
@@ -52,13 +50,13 @@ class Inbox:
         with self._lock:
             self._closed = True
             ends = [self._listener, *self._open]
-        for end in ends:
-            _end(end)
+        for connection in ends:
+            end(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         with self._lock:
             if self._closed:
-                return _end(connection)
+                return end(connection)
             self._open.add(connection)
         try:
             connection.settimeout(HELLO_S)
@@ -66,12 +64,12 @@ class Inbox:
             if hello["token"] == self._token:
                 connection.settimeout(None)  # only so a read goes on until all is there
                 self._receive(connection, int(hello["rank"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, EOFError, ValueError, KeyError, TypeError):
             pass  # a stranger's bytes may be anything; who it was does not matter
         finally:
             with self._lock:
                 self._open.discard(connection)
-            _end(connection)
+            end(connection)
 
     def _receive(self, connection: socket.socket, sender: int) -> None:
         while True:
@@ -79,7 +77,7 @@ class Inbox:
             place = self._place(sender, head)
             if len(place) != head["size"]:
                 raise ValueError("a message of another size than there is room for")
-            _fill(connection, place)
+            read_into(connection, place)
             connection.sendall(KEPT if self._keep(sender, head) else REFUSED)
 
 
@@ -91,7 +89,7 @@ class Outbox:
 
     def __init__(self, address: tuple[str, int], token: str, rank: int, limit: float) -> None:
         self._address, self._hello, self._made = address, {"token": token, "rank": rank}, False
-        self._socket = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+        self._socket = socket.socket(family_of(address[0]))
         self._socket.settimeout(limit)
 
     def send(self, head: Head, payload: Sequence[memoryview]) -> None:
@@ -100,7 +98,7 @@ class Outbox:
             if not self._made:
                 self._socket.connect(self._address)
                 self._socket.settimeout(None)
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                send_at_once(self._socket)
                 _send_head(self._socket, self._hello)
                 self._made = True
             _send_head(self._socket, head | {"size": sum(map(len, payload))})
@@ -114,14 +112,7 @@ class Outbox:
 
     def close(self) -> None:
         """End the stream; a :meth:`send` that waits in another thread raises."""
-        _end(self._socket)
-
-
-def _end(end: socket.socket) -> None:
-    """Close, and wake whoever waits in another thread."""
-    with suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
-    end.close()
+        end(self._socket)
 
 
 def _send_head(connection: socket.socket, head: Head) -> None:
@@ -130,22 +121,8 @@ def _send_head(connection: socket.socket, head: Head) -> None:
 
 
 def _read_head(connection: socket.socket, most: int) -> Head:
-    size = bytearray(4)
-    _fill(connection, memoryview(size))
-    (count,) = struct.unpack("!I", size)
-    if count > most:
-        raise ValueError("no message of Weft's")
-    text = bytearray(count)
-    _fill(connection, memoryview(text))
-    head = json.loads(text)
+    (count,) = struct.unpack("!I", read(connection, 4))
+    head = json.loads(read(connection, count, most))
     if not isinstance(head, dict):
         raise TypeError("no message of Weft's")
     return head
-
-
-def _fill(connection: socket.socket, place: memoryview) -> None:
-    while place:
-        count = connection.recv_into(place, len(place), socket.MSG_WAITALL)
-        if not count:
-            raise LinkBroken("the connection has ended")
-        place = place[count:]

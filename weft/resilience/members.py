@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import WeftError
+from weft.layout.machine import machine_id
 
 Address = tuple[str, int]
 
@@ -115,16 +115,8 @@ class View:
         return cls(message["epoch"], members, facts, lost, message["about"], message["numbers"], reasons)
 
 
-def this_machine() -> str:
-    """Of two processes with the same answer, each sees the other's process and reaches it without any network."""
-    with suppress(OSError):
-        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
-        return "/".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
-    return ""
-
-
 def this_process(number: int, address: Address) -> Member:
-    return Member(number, *address, this_machine(), os.getpid(), _stat(f"/proc/{os.getpid()}")[2])
+    return Member(number, *address, machine_id("pid", "net"), os.getpid(), _stat(f"/proc/{os.getpid()}")[2])
 
 
 def _stat(folder: str) -> tuple[str, int, float]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.layout.hangup import spare
+from weft.layout.sockets import listen
 from weft.resilience.agreement import Agreement, Message
 from weft.resilience.members import GONE, NEWCOMER, STOPPED, Address, Fatal, Member, TooFew, View, look_at, this_process
 from weft.resilience.wires import Connection, WireCut, key_of
@@ -73,8 +74,7 @@ class Membership:
         interrupted: Callable[[], object] = lambda: False,
         port: int = 0,
     ) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=256)
+        self._listener = listen(host, port, backlog=256)
         self._listener.setblocking(False)
         spare(self._listener)
         me = this_process(number, (host, self._listener.getsockname()[1]))

@@ -11,11 +11,10 @@ import math
 import os
 import secrets
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +35,7 @@ from weft.layout.layout import BATCH_AXES, Layout
 from weft.layout.lost import PeerLost
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.placement import Place
+from weft.layout.sockets import own_address
 from weft.parallel.state import State
 from weft.plugins import PluginError
 from weft.recipe import Recipe, build_recipe
@@ -521,12 +521,3 @@ class Survivor(Watching):
             for number in asked_to_leave(self.run.folder):
                 self.membership.remove(number)
         return self._rebalance or self.membership.wishes()
-
-
-def own_address(peer: str = "") -> str:
-    """The address of this machine under which others reach it who are, or reach, ``peer`` (default: the first rank)."""
-    master = peer or os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 1))  # sends nothing
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"

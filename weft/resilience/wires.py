@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from weft.layout.hangup import spare
+from weft.layout.sockets import family_of, send_at_once
 from weft.resilience.members import Address
 
 #: Bytes of a frame's length, then of its seal.
@@ -37,7 +38,7 @@ class Connection:
     def __init__(self, sock: socket.socket, key: bytes, selector: selectors.BaseSelector, now: float) -> None:
         sock.setblocking(False)
         with suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            send_at_once(sock)
         spare(sock)
         self.socket, self._key, self._selector = sock, key, selector
         self.address: Address | None = None
@@ -49,8 +50,7 @@ class Connection:
     @classmethod
     def to(cls, address: Address, key: bytes, selector: selectors.BaseSelector, now: float) -> "Connection":
         """Dial; what is sent meanwhile waits. Raises OSError if it is known at once that nobody is there."""
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = socket.socket(family_of(address[0]))
         try:
             sock.setblocking(False)
             with suppress(BlockingIOError):

@@ -26,6 +26,7 @@ import numpy as np
 import torch.distributed as dist
 
 from weft.layout.lost import PeerLost
+from weft.layout.sockets import send_at_once
 from weft.sync.coded import Code, CodedTask, Result
 
 #: Words of ended rounds that may wait for a late rank, whole gradients among them. Then all wait for it.
@@ -143,7 +144,7 @@ def connect_ranks(code: Code, group: dist.ProcessGroup, limit: float, patience: 
 def send_without_delay(connection: Connection) -> None:
     """Have short messages sent at once."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        send_at_once(own)
 
 
 @dataclass

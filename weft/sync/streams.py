@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from queue import Queue
 from threading import Condition, Thread
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from weft.errors import UsageError, WeftError
 from weft.layout.hangup import spare
 from weft.layout.mesh import Mesh
+from weft.layout.sockets import end, listen, own_address, read, send_at_once, serve_each
 
 #: Bytes of a seal and of a challenge, and of a message's fixed beginning; longest introduction and tag.
 SEAL, HEAD, LONGEST = 16, 18, 1024
@@ -69,8 +70,7 @@ class Streams:
         self._threads: list[Thread] = []
         self._sockets: list[socket.socket] = []
         self._to: dict[int, socket.socket] = {}
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, own_port(place)), family=family)
+        self._listener = listen(host, own_port(place))
         self._sockets.append(self._listener)
         store.set(f"weft/streams/{island}/{place}", json.dumps(self._listener.getsockname()[:2]))
         serve_each(self._listener, self._serve, "weft-streams")
@@ -136,12 +136,12 @@ class Streams:
             self.epoch, self._broken, self._waiting = epoch, "", 0
             for key in [key for key in self._came if key[0] < epoch]:
                 del self._came[key]
-            ends, self._to = list(self._to.values()), {}
+            before, self._to = list(self._to.values()), {}
             self._lost.clear()
             self._news.notify_all()
-        for end in ends:  # a thread may be about to send there, to one who does not read
+        for connection in before:  # a thread may be about to send there, to one who does not read
             with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self, flush: bool = True) -> None:
         """Send what is still to be sent, unless nobody would read it, and end all streams."""
@@ -152,10 +152,8 @@ class Streams:
         with self._news:
             self._closed = True
             self._news.notify_all()
-        for end in self._sockets:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
+        for connection in self._sockets:
+            end(connection)
 
     def _loses(self, island: int, why: str) -> None:
         with self._news:
@@ -218,7 +216,7 @@ class Streams:
 
     def _introduce(self, connection: socket.socket, island: int, epoch: int) -> bytes:
         """Say who this is, sealed with what the other end asks, and return the key of this connection."""
-        challenge = _read(connection, SEAL)
+        challenge = read(connection, SEAL)
         hello = json.dumps({"from": self.island, "to": island, "place": self.place, "epoch": epoch}).encode()
         key = hashlib.blake2b(challenge + hello, key=self._key[:64]).digest()
         connection.sendall(struct.pack("!H", len(hello)) + hello + _seal(key, 0, hello, b""))
@@ -226,7 +224,7 @@ class Streams:
         return key
 
     def _adopt(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        send_at_once(connection)
         spare(connection)
         self._sockets.append(connection)
 
@@ -237,9 +235,9 @@ class Streams:
             connection.settimeout(HELLO_S)
             challenge = secrets.token_bytes(SEAL)
             connection.sendall(challenge)
-            hello = bytes(_read(connection, struct.unpack("!H", _read(connection, 2))[0], LONGEST))
+            hello = bytes(read(connection, struct.unpack("!H", read(connection, 2))[0], LONGEST))
             key = hashlib.blake2b(challenge + hello, key=self._key[:64]).digest()
-            if not hmac.compare_digest(_read(connection, SEAL), _seal(key, 0, hello, b"")):
+            if not hmac.compare_digest(read(connection, SEAL), _seal(key, 0, hello, b"")):
                 raise ValueError
             said = json.loads(hello)
             island, epoch = int(said["from"]), int(said["epoch"])
@@ -263,10 +261,10 @@ class Streams:
     def _hear(self, connection: socket.socket, island: int, key: bytes) -> None:
         number = 0
         while True:
-            fixed = _read(connection, HEAD)
+            fixed = read(connection, HEAD)
             length, size, epoch = struct.unpack("!HQQ", fixed)
-            head = bytes(fixed + _read(connection, length, LONGEST))
-            seal, found = _read(connection, SEAL), _read(connection, size)
+            head = bytes(fixed + read(connection, length, LONGEST))
+            seal, found = read(connection, SEAL), read(connection, size)
             if not hmac.compare_digest(seal, _seal(key, number, head, found)):
                 raise ValueError
             number += 1
@@ -276,51 +274,11 @@ class Streams:
                     self._news.notify_all()
 
 
-def serve_each(listener: socket.socket, serve: Callable[[socket.socket], None], name: str) -> None:
-    """From now on every connection is served in a thread of this name, until the listener is closed."""
-
-    def accept() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            Thread(target=serve, args=(connection,), name=name, daemon=True).start()
-
-    Thread(target=accept, name=name, daemon=True).start()
-
-
 def _seal(key: bytes, number: int, head: bytes, payload: bytes | bytearray | memoryview) -> bytes:
     """Of a connection's message ``number``, so that none can be left out, repeated or put in another's place."""
     found = hashlib.blake2b(struct.pack("!Q", number) + head, key=key, digest_size=SEAL)
     found.update(payload)
     return found.digest()
-
-
-def _read(connection: socket.socket, size: int, most: int | None = None) -> bytearray:
-    """So many bytes; raises EOFError if the other end has ended, and ValueError if they are more than ``most``."""
-    if most is not None and size > most:
-        raise ValueError(size)
-    found = bytearray(size)
-    view = memoryview(found)
-    while view:
-        count = connection.recv_into(view)
-        if not count:
-            raise EOFError
-        view = view[count:]
-    return found
-
-
-def own_host() -> str:
-    """The address by which other hosts reach this one: that by which it reaches where the ranks have met."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
 
 
 def own_port(place: int) -> int:
@@ -338,7 +296,7 @@ def open_streams(mesh: Mesh, limit: float) -> Iterator[Streams | None]:
         yield None
         return
     place = dist.get_rank() if dist.is_initialized() else 0
-    streams = Streams(mesh.island, mesh.islands, place, mesh.shore, own_host(), limit)
+    streams = Streams(mesh.island, mesh.islands, place, mesh.shore, own_address(), limit)
     try:
         yield streams
     except BaseException:
