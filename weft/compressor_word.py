@@ -10,6 +10,9 @@ COMPRESSORS = {
     "cocktail": "",
 }  # fmt: skip
 
+#: Elements of a tensor that share a scale, which is a bfloat16.
+BLOCK = 128
+
 
 class CompressorWord(NamedTuple):
     """A compressor's name and setting.

@@ -19,9 +19,9 @@ from tests.checkpoint.test_reshard import train_across
 from tests.checkpoint.test_resume import go, series
 from weft.checkpoint.format import meet, volume
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.reshard import moves
+from weft.checkpoint.reshard import moves, redistribute
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import Progress, load_state, move_state
+from weft.checkpoint.state import Progress, load_state
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import UsageError
 from weft.layout.dims import Box, Tensor
@@ -87,7 +87,7 @@ def pass_on(trees: list[dict[str, Any]], folder: str) -> list[Held]:
             for name, part in state.tensors().items():
                 part.values.copy_(part_of(numbers(name, part.tensor), part.box))
         else:
-            move_state(before, state, Progress())
+            redistribute(before.tensors().items(), state.tensors())
             check_values(state.tensors(), values["layout"])
             for part in state.tensors().values():
                 part.values.zero_()

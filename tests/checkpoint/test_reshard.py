@@ -16,7 +16,6 @@ from weft.checkpoint.format import volume
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.reshard import load, moves, redistribute
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import Progress, move_state
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError
 from weft.layout.dims import Box, Tensor, part
@@ -179,7 +178,8 @@ def train_across(layouts: list[dict[str, Any]]) -> tuple[list[float], int]:
         job, mesh = prepare(settings_), Mesh.create(settings_.layout, "cpu")
         model, state = assemble(job.shape, mesh, settings_)
         if before is not None:
-            sent += move_state(before, state, Progress(updates=len(losses)))
+            sent += redistribute(before.tensors().items(), state.tensors())
+            state.updates = len(losses)
         before = state
         loader = job.loader(job.corpus.train, mesh)
         for _ in range(2):

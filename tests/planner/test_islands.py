@@ -11,10 +11,11 @@ from tests.conftest import Command
 from weft.model_parameters import parameters
 from weft.model_shape import shape_of
 from weft.planner.engine import ENGINES
-from weft.planner.islands import EVERY, EXPOSED, Islands, agreement, islands_of
+from weft.planner.islands import EVERY, EXPOSED, SENT, Islands, agreement, islands_of
 from weft.planner.machine import Cluster
 from weft.planner.shape import SHAPES
 from weft.recipe import ModelShape
+from weft.sync.compress import build_compressor
 
 SHAPE = SHAPES["llama3-8b"]
 
@@ -82,3 +83,9 @@ def test_the_command_tells(command: Command, tmp_path: Path) -> None:
     assert best < found["layouts"][0]["seconds"]  # in one layout over both sites
     code, out, _ = command(*words)
     assert "2 sites as islands of " in out and 'compress = "int4": ' in out
+
+
+@pytest.mark.parametrize("word", SENT)
+def test_a_parameter_takes_the_bytes_that_its_compressor_sends(word: str) -> None:
+    count = 1 << 12
+    assert build_compressor(word).nbytes((count,)) == SENT[word] * count

@@ -26,9 +26,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 #: Bytes of a block, about. A block is the unit of reading and of verifying.
 BLOCK = 1 << 20
 
-#: Columns are cut at these fractions of a tensor's width, so that a later cut by columns reads whole blocks.
+#: A wide tensor is cut into so many parts by columns, so that a later layout that cuts columns reads whole blocks.
 COLUMNS = 8
-#: The least bytes of a block's row that are worth such a cut.
+#: Only tensors whose parts then have rows of at least so many bytes are cut by columns.
 RUN = 512
 
 
@@ -63,9 +63,10 @@ def meet(a: Box, b: Box) -> Box | None:
 
 
 def share(box: Box, itemsize: int, replica: int, replicas: int, key: int) -> Box | None:
-    """What one of ``replicas`` holders of ``box`` writes: its part of the rows, or all of a small box or nothing.
+    """What the holder ``replica`` of ``box`` writes, if ``replicas`` ranks hold it: its part of the rows.
 
-    The holders write each element once and need not ask each other. ``key``: any number that they have in common.
+    A small box is not divided: one of the holders writes it, the others get None. Together they write each element
+    once, without a message between them. ``key``: any number that they have in common.
     """
     if not volume(box):
         return None
@@ -140,7 +141,10 @@ def manifest(file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequen
 
 
 class Manifest:
-    """What a manifest says; a block is made when it is asked for. Raises :class:`DamagedCheckpoint` if it is none."""
+    """A manifest that was read. ``tensors`` describes its tensors by name; blocks are made when they are asked for.
+
+    Raises :class:`DamagedCheckpoint` if ``data`` is no manifest; ``name`` is for that message.
+    """
 
     def __init__(self, data: bytes, name: str) -> None:
         try:
@@ -180,9 +184,9 @@ def read_tensor(tree: Mapping[str, Any]) -> Tensor:
 
 
 def index(manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[StoredBlock]]]) -> dict[str, Any]:
-    """What the root says of the manifests: every tensor, and in which manifests which part of it is described.
+    """The part of the root that finds blocks: every tensor, and which manifest describes which part of it.
 
-    Tensors that are spread alike share one ``place``: a list of ``[manifest, box]``. Raises
+    Tensors that are spread over manifests in the same way share one ``place``, a list of ``[manifest, box]``. Raises
     :class:`DamagedCheckpoint` if the blocks of a tensor do not hold each of its elements exactly once.
     """
     numbers = {name: i for i, name in enumerate(manifests)}

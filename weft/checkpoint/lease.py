@@ -1,9 +1,10 @@
 """A lease on a run's folder, or on a place with its checkpoints: one run at a time may use it.
 
-A run that uses a place has an object under ``lease/`` there, and puts a new one in its stead every few seconds. Whoever
-wants the place makes such an object first and looks for others afterwards, so that of two that come at once at least
-one sees the other. Whether the holder of an object still lives is known at once if it is a process of this machine; of
-any other it shows by whether its object is renewed. Objects are made once and never changed, as in every storage.
+A run that uses a place has an object under ``lease/`` there, and replaces it by a new one every few seconds. Whoever
+wants the place creates its own object first and looks for others afterwards, so that of two runs that come at the same
+time at least one sees the other. Whether the holder of an object is alive is known at once if it is a process of this
+machine; a holder elsewhere is alive as long as it renews its object. Objects are created and deleted, never changed,
+as storage has only immutable ones.
 """
 
 import hashlib
@@ -26,9 +27,6 @@ from weft.layout.machine import machine_id
 
 FOLDER = "lease"
 
-#: What an object says of its holder.
-ABOUT = ("machine", "host", "pid", "started")
-
 #: Seconds between two renewals, and seconds without one after which a holder elsewhere is taken to be dead.
 BEAT, PATIENCE = 10.0, 60.0
 
@@ -38,17 +36,18 @@ class PlaceInUse(WeftError):
 
 
 class Lease:
-    """The places that this process uses, until :meth:`close`. ``lost`` says so if one was taken away meanwhile.
+    """The places that this process uses, until :meth:`close`. ``lost``: the message if another run has taken one over.
 
-    ``run``: a secret of the ranks of one run, each of which may take over from another that it knows to be out of it.
+    ``run``: a secret that the ranks of one run share. A rank takes a place over from another rank of its run without
+    waiting. ``beat`` and ``patience``: seconds, see :data:`BEAT` and :data:`PATIENCE`.
     """
 
     def __init__(self, beat: float = BEAT, patience: float = PATIENCE, run: str = "") -> None:
         self.beat, self.patience, self.lost = beat, patience, ""
         pid = os.getpid()
-        about = _machine(), socket.gethostname(), pid, _start_of(pid)
         self._run = hashlib.sha256(run.encode()).hexdigest()[:16] if run else ""
-        self._about = json.dumps(dict(zip(ABOUT, about, strict=True)) | {"run": self._run}).encode()
+        about = {"machine": _machine(), "host": socket.gethostname(), "pid": pid, "started": _start_of(pid)}
+        self._about = json.dumps(about | {"run": self._run}).encode()
         self._held: dict[Storage, str] = {}  # the name of the object in each place
         self._made: list[Path] = []  # folders that were not there before
         self._renewed, self._renewing, self._end = time.monotonic(), threading.Lock(), threading.Event()
@@ -153,7 +152,7 @@ class Lease:
 
 
 def _create(place: Storage, name: str, data: bytes) -> str:
-    """Make an object under the lease's folder; its name."""
+    """Create an object under ``lease/`` and return its full name."""
     path = f"{FOLDER}/{name}"
     try:
         place.create(path, data)
@@ -163,16 +162,19 @@ def _create(place: Storage, name: str, data: bytes) -> str:
 
 
 def _leases(place: Storage) -> dict[str, str]:
-    """The newest object of every holder, by holder.
+    """The name of every holder's newest object, by the holder's token.
 
-    Asked for twice: a list that is made while a holder renews its object may have neither the old nor the new one.
+    The place is listed twice: a listing during a renewal may contain neither the old nor the new object.
     """
     names = {*place.list(f"{FOLDER}/"), *place.list(f"{FOLDER}/")}
     return {name.partition("-")[0]: name for name in sorted(names)}
 
 
 def _living(place: Storage, name: str, beat: float, patience: float) -> str:
-    """Who the holder of an object is if it lives, else nothing. Of one elsewhere this waits for a sign of life."""
+    """Who the holder of an object is, in words, if it is alive, else an empty string.
+
+    For a holder on another machine this waits up to ``patience`` seconds for the next renewal.
+    """
     about, words = _about(place, name)
     if about.get("machine") == _machine():
         return words if _start_of(about["pid"]) == about["started"] else ""
@@ -185,10 +187,14 @@ def _living(place: Storage, name: str, beat: float, patience: float) -> str:
 
 
 def _about(place: Storage, name: str) -> tuple[dict[str, Any], str]:
-    """What an object says of its holder, and the same in words. Nothing if it was renewed just now, or is not ours."""
+    """What an object says of its holder, and the holder in words.
+
+    The former is empty if the object was renewed just now and so is gone, or if it was not written by Weft.
+    """
     try:
         about = json.loads(place.read(name))
-        return {key: about[key] for key in ABOUT}, f"process {about['pid']} on {about['host']}"
+        known = {key: about[key] for key in ("machine", "pid", "started")}
+        return known, f"process {about['pid']} on {about['host']}"
     except (StorageError, ValueError, KeyError, TypeError):
         return {}, "another run"
 

@@ -1,4 +1,4 @@
-"""The levels of a run: the places where it keeps checkpoints, each with its own cadence and number that stay."""
+"""The levels of a run: the places where it keeps checkpoints, each with how often it saves there and how many stay."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ VISIBLE_S = 5.0
 class LevelStore:
     """A place where a run keeps checkpoints: one every ``every`` steps, of which the newest ``keep`` stay.
 
-    ``taken``: the names of those that there are, so that a save need not ask.
+    ``taken``: the names of the checkpoints in it, so that a save need not list the place. ``last``: the newest one.
     """
 
     place: Storage
@@ -48,7 +48,7 @@ class LevelStore:
         return bool(self.every) and step % self.every == 0
 
     def next_place(self, step: int) -> Storage:
-        """Where the checkpoint of ``step``, which is the next, goes."""
+        """The place of the next checkpoint, which is of ``step``."""
         name = new_name(self.taken, step)
         self.taken.add(name)
         self.last, self.step = self.place / name, step
@@ -65,9 +65,9 @@ def _path(place: Storage) -> Storage | Path:
 
 
 def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelStore]:
-    """The recipe's levels, fastest first, for the run in the folder ``run``. Touches nothing.
+    """The recipe's levels, fastest first, for the run in the folder ``run``. Nothing is created.
 
-    ``apart``: what a place that is not of the folder is called below what the recipe says.
+    ``apart``: a subfolder to use in places outside of the run's folder, which several islands share.
     """
     found = []
     for level in settings.all_levels:
@@ -84,9 +84,9 @@ def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelSto
 
 
 def check_levels(levels: Sequence[LevelStore], size: int, fresh: bool) -> None:
-    """Refuse what cannot work before training starts, and learn what is there. Needs to run on one rank only.
+    """Refuse levels that cannot work, and fill their ``taken``. One rank needs to call it, before training starts.
 
-    ``size``: bytes of a checkpoint, about; ``fresh``: the run continues nothing, so nothing may be there.
+    ``size``: bytes of a checkpoint, about; ``fresh``: the run does not resume, so that no checkpoints may be there.
     """
     for level in levels:
         if level.in_memory:
@@ -116,9 +116,10 @@ def _check_memory(level: LevelStore, size: int) -> None:
 
 
 def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
-    """Refuse places that only some ranks see: with ``ranks`` of which ``local`` are on this host. Collective.
+    """Refuse places that only some ranks see, such as a host's own disk. Collective.
 
-    What launchers say of a host may differ from rank to rank, once others of theirs were lost.
+    ``ranks``: of the run; ``local``: of these on this host. What launchers say of ``local`` may differ between the
+    ranks of a host once some were lost.
     """
     if all(from_all(ranks == local)):
         return
@@ -153,7 +154,7 @@ def _is_visible(place: Storage, name: str) -> bool:
 
 
 def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
-    """Make what must be there before the first save, and leave word in the run's folder of where checkpoints are."""
+    """Create the folders that must exist before the first save, and list the levels' places in the run's folder."""
     for level in levels:
         if level.in_memory:
             if fresh:  # of a run whose folder is gone
@@ -175,9 +176,9 @@ def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
 
 
 class Thinning:
-    """Deletes old checkpoints while training goes on: that may take many requests, or fail without harm.
+    """Deletes old checkpoints in a background thread: that may take many requests, and may fail without harm.
 
-    Those that are not ``mine`` stay. That is asked in the background, and of each checkpoint once.
+    ``mine``: whether a checkpoint is of this run's model; others stay. It is asked once for each checkpoint.
     """
 
     def __init__(self, mine: Callable[[Storage], bool] = lambda place: True) -> None:

@@ -20,6 +20,19 @@ from weft.layout.dims import Box, Tensor
 from weft.layout.parts import TORCH_DTYPES, Part
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's cyclic garbage collection: going through a manifest's many small objects takes longer than
+    reading them, and none of them is in a cycle."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 class StoredCheckpoint:
     """A committed checkpoint. ``bytes_read`` counts what was read of data files, ``seconds`` where the time went.
 
@@ -121,30 +134,30 @@ class StoredCheckpoint:
                 raise self.damaged(f"{block.file} is not what was saved (tensor {block.tensor})")
             yield block, data
 
+    @_no_collection()
     def load(self, locals_: Mapping[str, Part]) -> None:
         """Fill every part in place. Raises :class:`WeftError` with a table if names or shapes do not fit."""
-        with _no_collection():
-            self._load(locals_)
-
-    def _load(self, locals_: Mapping[str, Part]) -> None:
         begun = time.perf_counter()
         self.check_fits(locals_)
         wanted = {name: self.blocks(name, v.box) for name, v in locals_.items() if v.values.numel()}
         self.seconds["plan"] += time.perf_counter() - begun
-        as_stored = [n for n in wanted if _in_place(locals_[n], TORCH_DTYPES[self.tensors[n].dtype])]
+        dtypes = {n: TORCH_DTYPES[self.tensors[n].dtype] for n in wanted}
+        as_stored = [n for n in wanted if locals_[n].values.is_cpu and locals_[n].values.dtype == dtypes[n]]
         self._fill(
             {n: (memory_of(locals_[n].values), locals_[n].box) for n in as_stored},
             [block for n in as_stored for block in wanted[n]],
         )
         for name in wanted.keys() - set(as_stored):  # of another type or on another device: one at a time
-            local, dtype = locals_[name], TORCH_DTYPES[self.tensors[name].dtype]
-            values = torch.empty(local.values.shape, dtype=dtype)
+            local = locals_[name]
+            values = torch.empty(local.values.shape, dtype=dtypes[name])
             self._fill({name: (memory_of(values), local.box)}, wanted[name])
             local.values.copy_(values)
 
     def _fill(self, targets: Mapping[str, tuple[Elements, Box]], blocks: Iterable[StoredBlock]) -> None:
         groups = list(_side_by_side(sorted(blocks, key=lambda b: (b.file, b.offset)), self.storage.granule))
-        scratch = _aligned(max((sum(b.size for b in group) for group in groups), default=0))
+        largest = max((sum(b.size for b in group) for group in groups), default=0)
+        # PyTorch's memory is aligned: the system copies to it at full speed, which Python's and NumPy's need not be.
+        scratch = torch.empty(largest, dtype=torch.uint8).numpy().data
         for group in groups:
             places = {b: place for b in group if (place := _whole(*targets[b.tensor], b.box)) is not None}
             for block, data in self.read(group, places, scratch):
@@ -170,22 +183,6 @@ class StoredCheckpoint:
             raise WeftError("\n  ".join([f"checkpoint {self} {other}:", *rows[:20], *more]))
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Manifests are many small objects, none of them in a circle: looking for circles takes longer than reading."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-def _in_place(local: Part, dtype: torch.dtype) -> bool:
-    return local.values.device.type == "cpu" and local.values.dtype == dtype
-
-
 def memory_of(values: torch.Tensor) -> Elements:
     """The elements of a tensor in the CPU's memory, which they share."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -200,11 +197,6 @@ def _whole(target: Elements, target_box: Box, box: Box) -> memoryview | None:
     index: tuple[Any, ...] = (*within(box, target_box), ...)  # of a scalar, too, a view
     part = target[index]
     return part.reshape(-1).view(np.uint8).data if part.flags.c_contiguous else None
-
-
-def _aligned(size: int) -> memoryview:
-    """Memory that the system copies to at full speed, which what Python and NumPy allocate need not be."""
-    return torch.empty(size, dtype=torch.uint8).numpy().data
 
 
 def _side_by_side(blocks: Iterable[StoredBlock], most: int) -> Iterator[list[StoredBlock]]:

@@ -1,4 +1,4 @@
-"""The one way in which elements move between boxes: staging, writing, loading and resharding all pack and unpack here.
+"""Copies elements between boxes: staging, writing, loading and resharding all do it with these functions.
 
 A box of a tensor lies in memory as a strided array (the canonical form of Pearson et al. 2021, TEMPI): two boxes that
 meet exchange their common elements by one strided copy. Elements are moved as bytes, whatever they mean. No PyTorch:
@@ -42,7 +42,10 @@ def move(target: Elements, target_box: Box, source: Elements, source_box: Box) -
 def grouped(
     items: Iterable[T], most: int, size: Callable[[T], int], joins: Callable[[T, T], bool] = lambda before, item: True
 ) -> Iterator[list[T]]:
-    """Items in lists of at most ``most`` bytes (or one item); what does not join the item before begins a new list."""
+    """Consecutive items in lists of at most ``most`` bytes, or of one item that is larger.
+
+    ``size``: bytes of an item; ``joins(before, item)``: whether an item may be in one list with the one before it.
+    """
     group: list[T] = []
     total = 0
     for item in items:

@@ -134,7 +134,7 @@ class PeerStorage:
 
 @cache
 def _circle(process: int) -> "Peer":
-    """This process as a peer, once; ``process`` tells a fork from the one that it was made of."""
+    """This process's own peer, made at the first call. ``process``: its id, so that a forked child makes another."""
     from weft.peers.invitation import read_invitation
     from weft.peers.peer import Peer
 

@@ -1,9 +1,9 @@
-"""State from one layout into another between running ranks, without storage.
+"""Resharding: moves a state from one layout into another between running ranks, without storage.
 
-The ranks tell each other which boxes they have and which they need. Every rank then works out the same moves: each
-element goes to a rank that needs it from one that has it, from itself if it can, else from its holders in turn. The
-bytes go in a few uneven all-to-all exchanges of bounded size. Loading with shared reads is the same thing: each rank
-reads a share of what it and its replicas need from storage, and gets the rest from them.
+The ranks tell each other which boxes they have and which they need. From that every rank computes the same list of
+moves: each needed element comes from the rank itself if it has it, else from one of the ranks that have it, chosen in
+turn. The bytes go in a few all-to-all exchanges of bounded size. Loading with shared reads works in the same way: each
+replica reads a different part of what all of them need from storage, and gets the rest from the others.
 """
 
 import zlib
@@ -174,9 +174,10 @@ def _part(local: Part, box: Box) -> torch.Tensor:
 
 
 def load(checkpoint: StoredCheckpoint, locals_: Mapping[str, Part], group: dist.ProcessGroup | None = None) -> None:
-    """Load, and where storage is far away let each of several replicas read a part and pass it on. Collective.
+    """Fill this rank's parts from a checkpoint. Collective over ``group`` (default: all ranks).
 
-    Raises what any rank ran into on all of them, so that none goes on alone.
+    From remote storage each of several replicas reads a part, which it passes on to the others. An error of any rank
+    is raised on all of them, so that none goes on alone.
     """
     world = dist.get_world_size(group) if dist.is_initialized() else 1
     shared = world > 1 and not isinstance(checkpoint.storage, LocalStorage)
@@ -195,7 +196,7 @@ def load(checkpoint: StoredCheckpoint, locals_: Mapping[str, Part], group: dist.
 
 
 def _share(name: str, local: Part) -> Part | None:
-    """The part of ``local`` that this one of its replicas reads."""
+    """The part of ``local`` that this rank reads from storage, if its replicas read the rest; None: nothing of it."""
     if local.replicas == 1:
         return local
     box = share(local.box, local.tensor.itemsize, local.replica, local.replicas, zlib.crc32(name.encode()))

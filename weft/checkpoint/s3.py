@@ -116,10 +116,10 @@ class S3Storage:
         return total
 
     def create(self, name: str, data: bytes) -> bool:
-        """As the protocol says. An object that holds just these bytes counts as made by this call.
+        """As the protocol says. If there is an object that holds just these bytes, it counts as made by this call.
 
-        That is what tells a request whose answer was lost, and which was repeated, from a race that was lost: whoever
-        races for a name has to write something of its own.
+        A request whose answer was lost is repeated, and then finds its own object. That differs from an object of
+        another process that was quicker only by its bytes: processes that compete for a name must write different ones.
         """
         key = self._key(name)
 
@@ -171,7 +171,7 @@ class S3Storage:
         return {n: size for n, size in sorted(names.items()) if n.startswith(prefix) and not n.endswith("/")}
 
     def _listed(self, prefix: str = "") -> Sequence[Any]:
-        """What obstore says of all objects in the folder that ``prefix`` begins with: a store lists whole folders."""
+        """obstore's entries of all objects in the folder part of ``prefix``, as a store can only list whole folders."""
         folder = self._key(prefix).rpartition("/")[0]
         return self._retried("list", folder, lambda: _obstore().list(self._store, prefix=folder or None).collect())
 
@@ -221,7 +221,10 @@ class S3Storage:
         return S3Store(self.bucket, client_options=cast(Any, options), retry_config=limit)
 
     def _retried(self, doing: str, key: str, attempt: Callable[[], T]) -> T:
-        """The result of ``attempt``, repeated where obstore does not: a lost answer to what is not safe in general."""
+        """The result of ``attempt``, tried again after transient errors.
+
+        obstore repeats only requests that are always safe to repeat; the requests here are, too (see :meth:`create`).
+        """
         deadline, pause = time.monotonic() + self.patience, self.pause
         while True:
             try:
@@ -266,7 +269,7 @@ class S3Storage:
 
 
 def _total(chunks: Iterable[bytes | memoryview]) -> int:
-    """Bytes of all chunks together, from ``nbytes`` if they say it themselves."""
+    """The bytes of all chunks together: their attribute ``nbytes`` if they have one, else each chunk is measured."""
     known = getattr(chunks, "nbytes", None)
     return known if known is not None else sum(memoryview(chunk).nbytes for chunk in chunks)
 
@@ -274,7 +277,8 @@ def _total(chunks: Iterable[bytes | memoryview]) -> int:
 def _slices(chunks: Iterable[bytes | memoryview], part: int) -> Generator[bytes, None, None]:
     """Copies of the chunks in slices of at most ``part`` bytes.
 
-    They are made in a thread of their own: obstore asks for them where nobody may make a request.
+    They are made in a thread of their own: obstore takes them in a thread in which no other request can be made, and
+    making a chunk may take one.
     """
 
     def slices() -> Generator[bytes, None, None]:

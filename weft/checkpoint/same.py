@@ -26,7 +26,7 @@ from weft.layout.mesh import Mesh
 from weft.models.own_model import model_of_shape
 from weft.recipe import ModelShape, Optimizer, Recipe
 
-#: Of a foreign file this many pieces of so many bytes are looked at, spread over it, and its length.
+#: A foreign file's fingerprint is of its length and of so many pieces, of so many bytes each, spread over it.
 PIECES, PIECE = 64, 64 << 10
 
 #: Fields that say where a model's first values come from. Once it is trained, they change nothing.
@@ -88,7 +88,10 @@ def check_goes_on(checkpoint: StoredCheckpoint, shape: ModelShape, tokenizer: To
 
 
 def other_differences(checkpoint: StoredCheckpoint, recipe: Recipe, fingerprint: str) -> list[str]:
-    """By what else the recipe differs from that of the checkpoint, a line each; ``fingerprint``: of the data."""
+    """The other differences between the recipe and the checkpoint's, which are allowed: a line of text for each.
+
+    ``fingerprint``: of the recipe's data.
+    """
     stored, mine = checkpoint.meta.get("recipe", {}), recipe.model_dump(mode="json")
     found = _differing("optimizer", stored, mine, Optimizer.model_fields)
     found += _differing("train", stored, mine, SETTINGS)
@@ -114,7 +117,10 @@ def _shown(value: Any) -> str:
 
 
 def fingerprint(name: str) -> str:
-    """What tells the model called ``name`` from another one, without reading all of it."""
+    """A digest by which the model called ``name`` is recognised again.
+
+    Of Weft's own checkpoints it is one of the root file, of foreign files one of samples (:data:`PIECES`).
+    """
     where = local_path(name)
     place, path = open_storage(where), Path(where)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) + sorted(path.glob("*.gguf"))
@@ -133,7 +139,10 @@ def fingerprint(name: str) -> str:
 
 
 def base_of_run(recipe: Recipe, shape: ModelShape) -> dict[str, Any] | None:
-    """What lies under the adapter of a run: a model by name and fingerprint, or new values by their seed."""
+    """The base model under the adapter of a run: its name and fingerprint, or the seed of new values.
+
+    None if the run has no adapter.
+    """
     if shape.adapter is None:
         return None
     name = recipe.model.origin

@@ -49,14 +49,3 @@ def load_state(checkpoint: StoredCheckpoint, state: State, group: dist.ProcessGr
     progress = Progress(**checkpoint.meta["progress"])
     state.updates = progress.updates
     return progress
-
-
-def move_state(old: State | None, new: State | None, progress: Progress) -> int:
-    """Bring the state of a running layout into another one, without storage. Collective.
-
-    A rank that has no place in one of the layouts gives None for it. Returns the bytes that this rank sent.
-    """
-    sent = reshard.redistribute(old.tensors().items() if old else (), new.tensors() if new else {})
-    if new is not None:
-        new.updates = progress.updates
-    return sent

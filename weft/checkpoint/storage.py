@@ -202,7 +202,7 @@ class LocalStorage:
             shutil.rmtree(self.root)
 
     def _sync_folders(self, folder: Path) -> None:
-        """Make the names on the way from the top of all to a new file as durable as the file."""
+        """Sync all folders above a new file, so that its path is as durable as its contents."""
         for above in (folder, *folder.parents):
             try:
                 handle = os.open(above, os.O_RDONLY)
@@ -215,7 +215,7 @@ class LocalStorage:
 
     @contextmanager
     def _named(self, doing: str, name: str = "") -> Iterator[None]:
-        """What the system refuses in here is said as what cannot be done with which file."""
+        """Raise an OSError of the body as a :class:`StorageError` that says what cannot be done with which file."""
         try:
             yield
         except OSError as error:
@@ -225,12 +225,16 @@ class LocalStorage:
 
 
 def _unless_gone(error: OSError) -> None:
+    """For :func:`os.walk`: raise its error, unless a folder was deleted in the meantime."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 
 def _flush(handle: int, begin: int, end: int) -> int:
-    """Begin to write these bytes of a file to the disk, without waiting; ``end``. What comes of it fsync tells."""
+    """Start to write a file's bytes ``begin`` to ``end`` to the disk without waiting for it, and return ``end``.
+
+    An error shows when the file is synced.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).sync_file_range(handle, ctypes.c_int64(begin), ctypes.c_int64(end - begin), 2)
     return end

@@ -53,7 +53,8 @@ def stored_files(checkpoint: StoredCheckpoint) -> dict[str, bytes]:
 
 
 def places(where: Where) -> list[Storage]:
-    """The folders that may hold a run's checkpoints: what ``where`` is itself, and what the run has left word of."""
+    """The places that may hold checkpoints of the run in the folder ``where``: its ``checkpoints``, the folder itself,
+    and those that the run has listed in :data:`PLACES`."""
     place, listed = open_storage(where), []
     with suppress(MissingObject):
         try:
@@ -70,7 +71,8 @@ def committed(root: Where) -> list[Storage]:
 
 
 def _numbered(root: Storage) -> list[str]:
-    """``step-000200``, then ``step-000200-2`` if a run has come to that step a second time, and so on."""
+    """The names of a run's checkpoints, oldest first: ``step-000200``, then ``step-000200-2`` of the second time that
+    the run came to that step, and so on."""
     return sorted((name for name in root.folders() if _number(name) is not None), key=lambda name: _number(name) or ())
 
 
@@ -85,7 +87,7 @@ def step_of(place: Storage) -> int:
 
 
 def new_name(taken: Collection[str], step: int) -> str:
-    """What a checkpoint of ``step`` is called: what is there is never written to again."""
+    """A name for a checkpoint of ``step`` that is not ``taken``, as no checkpoint is ever written to again."""
     name, number = f"step-{step:06d}", 1
     while name in taken:
         number += 1
@@ -108,10 +110,11 @@ def check_files(checkpoint: StoredCheckpoint) -> None:
 
 
 def candidates(*where: Where, warn: Callable[[str], None] | None = None) -> list[Storage]:
-    """The checkpoints that ``where`` may mean, best first: itself, or those of all places of a run (or of several).
+    """The checkpoints that a user may mean by ``where``, the newest first: itself if it is one, else those of the run.
 
-    Of one step, the place that comes first goes first. ``warn``, if given, is called for every place that cannot be
-    read while others can. Raises :class:`WeftError` if there is no checkpoint.
+    With several ``where`` (run folders) these are the checkpoints of all of them. Of two checkpoints of the same step
+    the one in the place that is searched first comes first. ``warn``, if given, is called for every place that cannot
+    be read while others can. Raises :class:`WeftError` if there is no checkpoint.
     """
     found: list[Storage] = []
     problems: list[StorageError] = []
@@ -161,12 +164,13 @@ def load_newest(
     check: Callable[[StoredCheckpoint], object] = lambda checkpoint: None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[StoredCheckpoint, T]:
-    """The newest checkpoint that ``where`` may mean (see :func:`candidates`) and that is whole, and what ``load`` made
-    of it. Collective over ``group`` (default: all ranks): it is the same one on all of them.
+    """The newest undamaged checkpoint of :func:`candidates`, and what ``load`` has returned for it. Collective over
+    ``group`` (default: all ranks); all of them get the same checkpoint.
 
-    What a data file holds shows when it is read: if ``load`` raises :class:`DamagedCheckpoint` or
-    :class:`StorageError` on any rank, all go on to the one before, and ``warn`` is called with the reason. Other errors
-    are raised, and so are those of ``check``, which looks at the checkpoint first, on the first rank alone.
+    Damage in a data file shows only when it is read: if ``load`` raises :class:`DamagedCheckpoint` or
+    :class:`StorageError` on any rank, all ranks try the checkpoint before, and ``warn`` is called with the reason. All
+    other errors are raised. ``check`` is called before ``load`` and on the first rank alone; its :class:`WeftError` is
+    raised on all ranks.
     """
     main = not dist.is_initialized() or dist.get_rank(group) == 0
     tried = candidates(*where, warn=warn)
@@ -201,10 +205,12 @@ def load_newest(
 def retained(
     found: Sequence[Storage], last: int, every: int = 0, scores: Mapping[int, float] | None = None
 ) -> list[Storage]:
-    """Which checkpoints (oldest first) a policy keeps: the ``last`` ones, every ``every`` steps, the best score.
+    """Which of the checkpoints ``found`` (oldest first) are kept: the ``last`` ones, one every ``every`` steps, and the
+    one with the best score.
 
-    ``scores``: by step, the lower the better. Of several checkpoints of one step, only the newest can be kept for its
-    step. What was committed last is always kept: a run that went back may save before what it had already reached.
+    ``scores``: by step; lower is better. Of several checkpoints of one step only the newest counts for ``every`` and
+    ``scores``. The one that was committed last is always kept: after a run has gone back to an earlier step, it is not
+    the one of the highest step.
     """
     newest = {step_of(p): p for p in found}
     kept = {*found[-last:], max(reversed(found), key=lambda p: p.modified(ROOT))} if found else set()
@@ -264,7 +270,10 @@ def prune(
 
 
 def _abandoned(place: Storage, found: Sequence[Storage]) -> bool:
-    """A save under way began after the last commit, as a run saves one checkpoint at a time."""
+    """Whether a folder without a root belongs to a save that has failed, and not to one under way.
+
+    A run saves one checkpoint at a time, so a save under way has written something since the last commit.
+    """
     try:
         return bool(found) and place.modified() < max(p.modified(ROOT) for p in found)
     except MissingObject:  # something is being written or deleted right now
@@ -311,7 +320,7 @@ def _check_head(checkpoint: StoredCheckpoint, file: str, blocks: Sequence[Stored
 
 
 def rewrite(source: StoredCheckpoint, target: Storage) -> None:
-    """Make the checkpoint again as one of a single rank: one data file with the blocks as they are, each verified."""
+    """Write a checkpoint again as if a single rank had saved it: one data file with the same blocks, each verified."""
     blocks = sorted(source.all_blocks(), key=lambda b: (b.tensor, b.box))
     meta = {k: v for k, v in source.meta.items() if k not in ("tensors", "places", "manifests", "files")}
     before = {"layout": meta.get("layout"), "world": meta.get("world")}
@@ -321,5 +330,6 @@ def rewrite(source: StoredCheckpoint, target: Storage) -> None:
 
 
 def first_problem(problem: str, group: dist.ProcessGroup | None = None) -> str:
-    """The problem of the first rank that has one, on all of ``group``, so that none goes on alone. Collective."""
+    """The problem of the first rank of ``group`` that has one, or "". Collective: all ranks get the same text, so that
+    none goes on alone."""
     return next(filter(None, from_all(problem, group)), "")

@@ -97,7 +97,8 @@ def shape_named(name: str) -> ModelShape:
 
 
 def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
-    """What a run of ``recipe`` begins with: given weights, and a new adapter beside them; None if all are drawn."""
+    """The parameters that a run of ``recipe`` begins with: the weights that it names, and a new adapter if it asks for
+    one. None if all parameters are random."""
     pretrained = None if recipe.model.origin is None else open_pretrained(recipe.model.origin)
     if pretrained is None or pretrained.values is None:
         return None
@@ -109,7 +110,7 @@ def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
 
 
 def _with_new_head(base: Values, seed: int) -> Values:
-    """``base`` but for the output layer, which is drawn: of a model that learns to score."""
+    """``base`` with a new random output layer in place of its own, for a model that learns to score."""
     drawn = seeded_values(seed)
     return lambda name, logical, box: (drawn if name == "head" else base)(name, logical, box)
 
@@ -157,7 +158,7 @@ def _of_peft(name: str, folder: Path) -> Pretrained:
 
 
 def _base(adapter: str, name: str) -> Values:
-    """The values of the model under an adapter."""
+    """The values of ``name``, the base model of ``adapter``. Raises :class:`WeftError` that names both."""
     try:
         values = open_pretrained(name).values
     except WeftError as error:
@@ -167,7 +168,7 @@ def _base(adapter: str, name: str) -> Values:
 
 
 def _beside(base: Values, adapter: Values, shape: ModelShape) -> Values:
-    """``base`` (as ``shape`` stores it), and what is beside its weights."""
+    """The values of a model with an adapter: those of ``base``, stored as ``shape`` says, and those of ``adapter``."""
     stored = with_adapter(base, shape, 0)
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.compressor_word import BLOCK
 from weft.errors import UsageError
 from weft.planner.engine import EngineConstants
 from weft.planner.finalists import Final, finalists
@@ -19,8 +20,8 @@ from weft.planner.machine import Cluster
 from weft.planner.search import Pin, search
 from weft.planner.shape import Shape
 
-#: Bytes per parameter of what is sent one way: float32, or codes and a bfloat16 scale for each block of 128.
-SENT = {"none": 4.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
+#: Bytes per parameter of what is sent one way: float32, or codes and a bfloat16 scale for each block.
+SENT = {"none": 4.0, "int8": 1 + 2 / BLOCK, "int4": 0.5 + 2 / BLOCK}
 #: Share of the time that agreements may take, and how rarely islands can agree with little loss (Charles et al. 2025).
 EXPOSED, EVERY = 0.05, (1, 5, 10, 20, 50, 100, 200, 500)
 

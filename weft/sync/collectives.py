@@ -1,4 +1,4 @@
-"""Sums over islands, made of messages between them. All islands that take part have the same bits afterwards."""
+"""Sums and means over islands, by messages over streams. All islands that take part get the same bits."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -6,7 +6,8 @@ from math import prod
 
 import torch
 
-from weft.sync.compress import BLOCK, Compressor, Payload, Spec, encoded
+from weft.compressor_word import BLOCK
+from weft.sync.compress import Compressor, Payload, Spec, encoded
 from weft.sync.streams import IslandLost, Streams
 
 T = torch.Tensor
@@ -22,16 +23,16 @@ def chunks(size: int, count: int, block: int = 1) -> list[tuple[int, int]]:
 
 
 def pieces(chunk: tuple[int, int], piece: int) -> Iterator[slice]:
-    """The parts of a chunk that travel by themselves, each of ``piece`` elements but the last."""
+    """The parts of a chunk that are sent as separate messages, of ``piece`` elements each but for the last."""
     for first in range(*chunk, piece):
         yield slice(first, min(first + piece, chunk[1]))
 
 
 def ring_sum(streams: Streams, flat: T, order: Sequence[int], tag: str, piece: int = PIECE) -> T:
-    """``flat`` of every island, added up in its place. ``order``: the islands of the ring, each once.
+    """Ring all-reduce: the sum of ``flat`` over all islands, in place. ``order``: the islands of the ring, each once.
 
-    Every island sends 2 (n - 1) / n of the elements to the next: a chunk goes round to be added up, where that ends is
-    its sum, which then goes round. Each piece is passed on as soon as it is here.
+    Each of the n islands sends 2 (n - 1) / n of the elements to the next one: first every chunk goes around the ring
+    and is added up on the way, then its sum goes around. Pieces of a chunk are passed on as they arrive.
     """
     count, me = len(order), list(order).index(streams.island)
     if count == 1:
@@ -54,7 +55,7 @@ def ring_sum(streams: Streams, flat: T, order: Sequence[int], tag: str, piece: i
 
 
 def from_islands(streams: Streams, mine: T, islands: Sequence[int], tag: str, control: bool = False) -> list[T]:
-    """What each of these islands gives, a few numbers, in their order."""
+    """All-gather of a small tensor: what each of ``islands`` gives as ``mine``, in their order."""
     for island in islands:
         if island != streams.island:
             streams.send(island, tag, mine, control)
@@ -66,12 +67,13 @@ def compressed_mean(
     streams: Streams, flat: T, there: Compressor, back: Compressor, tag: str, number: int,
     up: T | None = None, down: T | None = None, members: Sequence[int] = (),
 ) -> T:  # fmt: skip
-    """The mean over all islands, or ``members``, of ``flat``, by messages that are compressed on both ways.
+    """The mean of ``flat`` over ``members`` (default: all islands), by messages that are compressed in both directions.
 
-    Every island makes the mean of one chunk of what is sent ``there`` to it, and sends that ``back`` to all. So each
-    sends 2 (n - 1) / n of the payload of the whole, as in a ring, and nothing is compressed more than twice. ``up`` and
-    ``down`` are what earlier exchanges have left out on the two ways, fed back and changed in place (of ``down`` this
-    island's chunk); None: the compressor is unbiased. ``number`` of the exchange is the seed.
+    Every island receives one chunk from all (compressed by ``there``), computes its mean, and sends that to all
+    (compressed by ``back``). So each sends 2 (n - 1) / n of the payload of the whole, as in a ring, and nothing is
+    compressed more than twice. ``up`` and ``down`` are the residuals of the two directions, what earlier exchanges have
+    lost: they are fed back and updated in place (of ``down`` only this island's chunk). None: no feedback, for unbiased
+    compressors. ``number``: of the exchange, from which seeds follow.
     """
     me, every = streams.island, members or range(streams.islands)
     parts = dict(zip(every, (slice(lo, hi) for lo, hi in chunks(flat.numel(), len(every), BLOCK)), strict=True))
@@ -102,7 +104,7 @@ def compressed_mean(
 
 
 def fed_back(compressor: Compressor, x: T, error: T | None, part: slice, seed: int) -> Payload:
-    """The payload of a part of ``x``, with that of the ``error`` added, which becomes what it leaves out."""
+    """The payload of ``x[part]`` plus the residual ``error[part]``, which is then set to what the payload has lost."""
     if error is None or not x[part].numel():
         return encoded(compressor, x[part], seed)[0]
     payload, left = encoded(compressor.for_feedback, x[part], seed, error[part])
@@ -112,12 +114,15 @@ def fed_back(compressor: Compressor, x: T, error: T | None, part: slice, seed: i
 
 
 def seed_of(compressor: Compressor, number: int, island: int) -> int:
-    """Islands have seeds of their own where errors are random, so that these cancel."""
+    """The seed of an island in exchange ``number``: its own if errors are random, so that those of islands cancel."""
     return number * 1009 + island if compressor.unbiased else number
 
 
 def decoded(compressor: Compressor, came: T, shape: Sequence[int], seed: int, island: int, dtype: torch.dtype) -> T:
-    """What an island has sent of a tensor of this shape, of which every island knows how many bytes it takes."""
+    """Decompress the bytes ``came`` that ``island`` has sent of a tensor of this shape.
+
+    Raises :class:`IslandLost` if they are not as many as the compressor makes of that shape.
+    """
     specs = compressor.specs(shape, dtype)
     if came.numel() != (size := compressor.nbytes(shape, dtype)):
         raise IslandLost(
@@ -127,11 +132,12 @@ def decoded(compressor: Compressor, came: T, shape: Sequence[int], seed: int, is
 
 
 def join_bytes(payload: Payload) -> T:
-    """Its tensors one behind the other, as bytes."""
+    """A payload as one message: the bytes of its tensors one after the other, ``[bytes]``."""
     return torch.cat([tensor.flatten().view(torch.uint8) for tensor in payload])
 
 
 def split_bytes(came: T, specs: Sequence[Spec]) -> Payload:
+    """The payload that :func:`join_bytes` was given."""
     ends = accumulate((prod(shape) * dtype.itemsize for shape, dtype in specs), initial=0)
     return [
         came[lo:hi].clone().view(dtype).view(shape)  # a view of another type must begin where that may
@@ -143,7 +149,11 @@ def power_mean(
     streams: Streams, x: T, compressor: Compressor, tag: str, number: int, up: T, warm: T | None,
     members: Sequence[int] = (),
 ) -> Payload:  # fmt: skip
-    """The payload of the mean over all islands of ``x``, by a linear compressor over rings; the rest as above."""
+    """The payload of the mean of ``x`` over ``members``, by a linear compressor whose parts are summed over rings.
+
+    ``up``: this island's residual, updated in place; ``warm``: see :mod:`weft.sync.compress`; the rest is as in
+    :func:`compressed_mean`.
+    """
     turns, every = iter(range(4)), members or range(streams.islands)
 
     def average(mine: T) -> T:

@@ -32,7 +32,7 @@ from typing import ClassVar, Self
 import torch
 import torch.nn.functional as F
 
-from weft.compressor_word import compressor_word
+from weft.compressor_word import BLOCK, compressor_word
 from weft.errors import UsageError, WeftError
 from weft.memory.quantised import unpacked
 from weft.models.nf4 import packed
@@ -44,8 +44,6 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 #: The mean over islands of a plain tensor, the same on all of them to the last bit.
 Average = Callable[[T], T]
 
-#: Elements that share a scale.
-BLOCK = 128
 #: Cocktail's rounds until every element was in the mask once, and the share of the mask that is sent.
 COCKTAIL_ROUNDS, COCKTAIL_SHARE = 10, 0.2
 
@@ -91,8 +89,8 @@ class Compressor:
 
     @property
     def for_feedback(self) -> Self:
-        """The compressor to be used with a residual: the contractive one."""
-        return self
+        """The contractive compressor of the same kind, which is the one to use with a residual."""
+        return replace(self, unbiased=False)
 
     def check(self, name: str, shape: Sequence[int]) -> None:
         """Raise :class:`UsageError` if a tensor of this name and shape cannot be compressed so."""
@@ -148,10 +146,6 @@ class Rounded(Compressor):
         codes, scales = self._checked(payload, shape)
         whole = unpacked(codes).to(torch.int8) - 8 if self.bits == 4 else codes
         return spread(whole[: prod(shape)].float(), scales).view(*shape)
-
-    @property
-    def for_feedback(self) -> Self:
-        return replace(self, unbiased=False)
 
 
 @dataclass(frozen=True)
@@ -231,10 +225,6 @@ class RandomK(Compressor):
 
     def _chosen(self, count: int, seed: int) -> T:
         return shared_permutation(count, seed)[: kept_of(count, self.share)]
-
-    @property
-    def for_feedback(self) -> Self:
-        return replace(self, unbiased=False)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ The sum of a way's links, as in the travelling salesman's problem, is not what a
 over sums has no place for what is shared. So all orders are tried, which takes NumPy less than a second.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
@@ -147,10 +146,6 @@ def _moves(order: Orders) -> Orders:
         turned = np.roll(order, -first)
         for length in range(1, min(4, islands - 1)):
             run, rest = turned[:length], turned[length:]
-            found += [_joined(rest[:at], run, rest[at:]) for at in range(1, len(rest))]
-        found += [_joined(turned[:length][::-1], turned[length:]) for length in range(2, islands)]
+            found += [np.concatenate((rest[:at], run, rest[at:])) for at in range(1, len(rest))]
+        found += [np.concatenate((turned[:length][::-1], turned[length:])) for length in range(2, islands)]
     return np.array(found)
-
-
-def _joined(*parts: Sequence[int] | Orders) -> Orders:
-    return np.concatenate(parts)

@@ -21,10 +21,10 @@ WORTH = 1.3
 
 
 def measured_ring(streams: Streams, nbytes: float) -> str:
-    """Put the islands into the ring that sums ``nbytes`` soonest, on all of their ranks; what there is to say of it.
+    """Set ``streams.order`` on all ranks to the ring that sums ``nbytes`` soonest; returns what to tell the user.
 
-    The ranks of the first place measure every link in turn, the others wait for what the first island finds. If an
-    island is lost meanwhile, they stay in their order.
+    The ranks of place 0 measure all links, one after the other; the others wait for the result, which the first island
+    puts into the store. If an island is lost meanwhile, islands stay in the order of their numbers.
     """
     store, numbered = streams.shared, json.dumps((streams.order, 1.0))
     assert store is not None

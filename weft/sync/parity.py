@@ -26,9 +26,9 @@ def digest(tensors: Iterable[T]) -> T:
 def made_same(
     streams: Streams, mine: Mapping[str, T], members: Sequence[int], tag: str
 ) -> tuple[Mapping[str, T], list[int]]:
-    """What most of these islands have of flat tensors, by name, and which islands have something else.
+    """The flat tensors by name that most of ``members`` have, and the islands that had different ones.
 
-    Where as many have one thing as another, that of the first island counts.
+    ``mine``: this island's. In a tie the version counts that comes first in the order of ``members``.
     """
     found = from_islands(streams, digest(mine.values()), members, f"{tag}/hash", control=True)
     words = [bytes(one.numpy()) for one in found]

@@ -1,7 +1,7 @@
 """Which islands take part in an exchange, and that all of them end it in the same way.
 
-Exchanges have numbers, which rise by one from each to the next on every island. Here all islands take part in all of
-them, and one that is lost ends the run. :class:`weft.resilience.company.Company` lets islands come and go.
+Every island numbers its exchanges 0, 1, 2 and so on. Here all islands take part in all exchanges, and losing one ends
+the run. :class:`weft.resilience.company.Company` has the same methods and lets islands come and go.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,48 +13,47 @@ from weft.sync.streams import Streams
 
 R = TypeVar("R")
 
-#: What is done in an exchange with these islands; messages have tags that begin with its number.
+#: Does an exchange with these islands; its messages have tags that begin with the given text.
 Work = Callable[[Sequence[int], str], R]
-#: Of those who can take part in an exchange, this island among them, those with whom it does.
+#: Chooses, from the islands that are there, those with which this one exchanges, itself included.
 Draw = Callable[[Sequence[int]], Sequence[int]]
 
 
 class Presence:
-    """All islands, always. ``counts``: of how many islands the answers are that the state came with, if not of all."""
+    """All islands, always. ``counts``: for each fragment, of how many islands the answer is a mean that this island got
+    with its state; empty: of all."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.counts = streams, list[int]()
         self._news: Queue[str] = Queue()
 
     def begin(self, number: int) -> None:
-        """This island is about to send something in an exchange; who takes part in it does not change any more."""
+        """Fix who takes part in exchange ``number``, as this island is about to send its first message of it."""
 
     def exchange(self, number: int, draw: Draw, work: Work[R]) -> R:
-        """What ``work`` returns, once it has come to its end on all islands that take part."""
+        """The result of ``work``, once it has ended on all islands that take part in exchange ``number``."""
         return work(draw(range(self.streams.islands)), str(number))
 
     def newcomers(self, number: int) -> Sequence[int]:
-        """The islands to which this one hands its state after exchange ``number``, the last that they have no part in.
-
-        ``tokens`` are those that the run had counted by then.
-        """
+        """The islands that take part after exchange ``number`` for the first time, and get their state from this one."""
         return ()
 
     @property
     def tokens(self) -> int:
+        """The tokens that the run had counted before this island came."""
         return 0
 
     def wish(self, number: int) -> None:
-        """This island wishes the run to end with round ``number``."""
+        """Ask all islands to end the run with round ``number``."""
         self.streams.store.compare_set("weft/stop", "", str(number))
 
     def wished(self) -> int | None:
-        """The round that the run is to end with, if anybody wishes so."""
+        """The last round of the run, if an island has asked to end it."""
         store = self.streams.store
         return int(store.get("weft/stop")) if store.check(["weft/stop"]) else None
 
     def note_odd(self, odd: Sequence[int], step: int) -> None:
-        """These islands had another state than the others after a step, and have been mended."""
+        """Report that these islands had another state than the others after a step, and now have theirs."""
         for island in odd:
             self._news.put(
                 f"island {island} had another anchor or momentum than most after step {step} (their hashes differ): it "
@@ -62,7 +61,7 @@ class Presence:
             )
 
     def take_news(self) -> list[str]:
-        """Lines for whoever watches the run, since this was asked last."""
+        """The lines for the user that have come up since the last call."""
         found = []
         with suppress(Empty):
             while True:

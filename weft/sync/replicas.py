@@ -6,18 +6,19 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from weft.compressor_word import BLOCK
 from weft.layout.mesh import Mesh
 from weft.parallel.state import Held
-from weft.sync.compress import BLOCK
 
 T = torch.Tensor
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The ``count`` ranks of an island that hold the same, of which this is the one of this ``index``.
+    """The ``count`` ranks of an island that hold the same state; this rank has ``index`` among them.
 
-    They talk over ``group``, by tensors of ``device``. All is about flat tensors that they have alike.
+    ``group`` is their process group, which takes tensors of ``device``. Methods are about flat tensors of ``size``
+    elements, of which all these ranks have the same copy.
     """
 
     group: dist.ProcessGroup | None = None
@@ -26,16 +27,16 @@ class Replicas:
     device: torch.device | str = "cpu"
 
     def each(self, size: int) -> int:
-        """How many of so many elements a rank exchanges at most: whole blocks of what compressors scale together."""
+        """How many elements a rank exchanges at most, a multiple of a compressor's block."""
         return -(-size // (self.count * BLOCK)) * BLOCK
 
     def part(self, size: int) -> slice:
-        """The elements, of so many, that this rank exchanges."""
+        """The elements that this rank exchanges; fewer than :meth:`each` or none at the end of the tensor."""
         each = self.each(size)
         return slice(min(self.index * each, size), min((self.index + 1) * each, size))
 
     def whole(self, part: T, size: int) -> T:
-        """All elements, of which this rank has its part. Collective."""
+        """The whole tensor, gathered from every rank's ``part``. Collective."""
         if self.group is None:
             return part
         mine = torch.zeros(self.each(size), dtype=part.dtype, device=self.device)
@@ -46,7 +47,7 @@ class Replicas:
 
 
 def replicas_of(held: Sequence[Held], mesh: Mesh) -> Replicas:
-    """Who shares in exchanging these parameters: nobody, if different ranks have copies of different ones."""
+    """The ranks that share the exchange of these parameters: this one alone if their copies are on different ranks."""
     names = {mesh.sharing(h.logical)[0] for h in held}
     if len(names) != 1 or mesh.size(*names) == 1:
         return Replicas()

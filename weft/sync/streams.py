@@ -1,9 +1,9 @@
 """Streams between islands: messages from a rank to the one with the same place in another island.
 
-They are TCP connections of their own, made when there is something to send. No process group knows of them, so an
-island that is gone keeps nobody else. A message is a tag and bytes, sealed with a key that both ends make of the run's
-token and of what they say to each other first; nothing that comes is ever unpickled. Whoever sends what is not sealed
-so is named, and not heard any more; a stranger is not heard at all.
+They are TCP connections of their own, made when there is something to send, and not part of a process group, so that
+an island that is gone stops nobody else. A message is a tag and bytes, with a keyed hash (its *seal*). Both ends derive
+the key from the run's token and a handshake. Nothing that arrives is unpickled. If a seal is wrong, the connection is
+closed and the error names the island; a connection that fails the handshake is closed without a word.
 """
 
 import hashlib
@@ -29,27 +29,28 @@ from weft.layout.hangup import spare
 from weft.layout.mesh import Mesh
 from weft.layout.sockets import end, listen, own_address, read, send_at_once, serve_each
 
-#: Bytes of a seal and of a challenge, and of a message's fixed beginning; longest introduction and tag.
+#: Bytes of a seal and of a challenge, and of a message's fixed head; longest introduction and tag.
 SEAL, HEAD, LONGEST = 16, 18, 1024
-#: Seconds that a stranger gets to show that it is none, and that what is still to be sent gets at the end.
+#: Seconds for the handshake of a connection, and at the end of a run for the messages that are still to be sent.
 HELLO_S, END_S = 10.0, 30.0
-#: Seconds of one wait at most, as a thread's wait for ever is none that Python knows.
+#: Seconds of one wait at most: Python refuses to wait for as long as a ``limit`` may say.
 MOST_S = 3600.0
 
 
 class IslandLost(WeftError):
-    """Another island is gone, late, or sends what nobody of this run would; the message names it."""
+    """Another island is gone, late, or has sent a message with a wrong seal; the error names it."""
 
 
 class Streams:
-    """This rank's streams to the same place of all other islands. ``limit``: seconds that a message may take.
+    """This rank's streams to the rank with the same ``place`` in each other island.
 
-    The ``store`` says where each of them listens, and has the run's secret. Where islands come and go, messages belong
-    to an ``epoch``, in which the same islands are there: :meth:`break_off` ends what is done in one, and :meth:`begin`
-    starts the next, in which nothing is left of those before.
+    ``host``: the address to listen on; ``limit``: seconds that a message may take. The ``store`` holds the address of
+    every rank that listens, and the run's secret. Where islands come and go, time is divided into *epochs*, in which
+    the set of islands does not change: :meth:`break_off` ends the exchanges of an epoch, and :meth:`begin` starts the
+    next, which sees no message of an earlier one.
 
-    ``sent`` and ``received`` count the bytes of messages, ``around`` what is sent beside: seals, tags, introductions,
-    and short messages to ``control`` others.
+    ``sent`` and ``received`` count the bytes of messages' tensors. ``around`` counts the other bytes sent: seals, tags,
+    handshakes, and messages that are sent as ``control``.
     """
 
     def __init__(self, island: int, islands: int, place: int, store: dist.Store, host: str, limit: float) -> None:
@@ -80,7 +81,7 @@ class Streams:
         return [island for island in self.order if island in islands]
 
     def send(self, island: int, tag: str, tensor: torch.Tensor, control: bool = False) -> None:
-        """Send a flat tensor of the CPU, which must stay as it is until :meth:`flush` returns. Does not wait."""
+        """Send a flat tensor of the CPU, which must not change before :meth:`flush` returns. Does not wait."""
         if island not in self._outboxes:
             self._outboxes[island] = Queue()
             self._threads.append(Thread(target=self._deliver, args=(island,), name="weft-streams", daemon=True))
@@ -91,14 +92,17 @@ class Streams:
         self._outboxes[island].put(item)
 
     def flush(self) -> None:
-        """Wait until all that was to be sent has been sent, or nobody is there to read it."""
+        """Wait until all messages have been sent, or dropped because their island is lost."""
         with self._news:
             while self._waiting and not self._broken and not self._closed:
                 self._news.wait()
             self._check()
 
     def receive(self, island: int, tag: str, dtype: torch.dtype, limit: float = 0.0) -> torch.Tensor:
-        """The next message of this tag from an island, as a flat tensor; raises :class:`IslandLost`."""
+        """The next message with this tag from an island, as a flat tensor; raises :class:`IslandLost`.
+
+        ``limit``: seconds to wait, if they are not those of the streams.
+        """
         deadline = time.monotonic() + (limit or self.limit)
         with self._news:
             key = (self.epoch, island, tag)
@@ -125,13 +129,13 @@ class Streams:
             raise IslandLost(self._broken)
 
     def break_off(self, why: str) -> None:
-        """From now on all that waits here raises :class:`IslandLost`, until :meth:`begin`."""
+        """Make all calls that wait here raise :class:`IslandLost`, now and until :meth:`begin`."""
         with self._news:
             self._broken = why or "islands come or go"
             self._news.notify_all()
 
     def begin(self, epoch: int) -> None:
-        """A new epoch, with connections of its own: what is still under way in those before goes nowhere."""
+        """Start an epoch, with new connections: messages of earlier epochs that are under way are dropped."""
         with self._news:
             self.epoch, self._broken, self._waiting = epoch, "", 0
             for key in [key for key in self._came if key[0] < epoch]:
@@ -144,7 +148,7 @@ class Streams:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self, flush: bool = True) -> None:
-        """Send what is still to be sent, unless nobody would read it, and end all streams."""
+        """End all streams; with ``flush`` after the messages that are still to be sent."""
         for outbox in self._outboxes.values():
             outbox.put(None)
         for thread in self._threads:
@@ -161,7 +165,7 @@ class Streams:
             self._news.notify_all()
 
     def _deliver(self, island: int) -> None:
-        """Life of the thread that sends to one island. Where nobody is there to read, what is left is dropped."""
+        """The body of the thread that sends to one island. Once the island is lost, its messages are dropped."""
         outbox, connection, number = self._outboxes[island], None, 0
         key = b""
         while (item := outbox.get()) is not None:
@@ -215,7 +219,7 @@ class Streams:
         return connection
 
     def _introduce(self, connection: socket.socket, island: int, epoch: int) -> bytes:
-        """Say who this is, sealed with what the other end asks, and return the key of this connection."""
+        """The dialling end of the handshake: answer the other end's challenge, and return the connection's key."""
         challenge = read(connection, SEAL)
         hello = json.dumps({"from": self.island, "to": island, "place": self.place, "epoch": epoch}).encode()
         key = hashlib.blake2b(challenge + hello, key=self._key[:64]).digest()
@@ -229,7 +233,7 @@ class Streams:
         self._sockets.append(connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Life of the thread that reads one connection."""
+        """The body of the thread that reads one connection."""
         try:
             self._adopt(connection)
             connection.settimeout(HELLO_S)
@@ -275,14 +279,16 @@ class Streams:
 
 
 def _seal(key: bytes, number: int, head: bytes, payload: bytes | bytearray | memoryview) -> bytes:
-    """Of a connection's message ``number``, so that none can be left out, repeated or put in another's place."""
+    """The keyed hash of a message and of its ``number`` in its connection, so that no message can be left out, repeated
+    or exchanged for another."""
     found = hashlib.blake2b(struct.pack("!Q", number) + head, key=key, digest_size=SEAL)
     found.update(payload)
     return found.digest()
 
 
 def own_port(place: int) -> int:
-    """Any port; where tunnels and firewalls must know it, ``WEFT_STREAMS_PORT`` and on by the rank's place."""
+    """The port to listen on: 0, which is any, or ``WEFT_STREAMS_PORT`` plus the rank's place if that is set, as it must
+    be where tunnels or firewalls have to know it."""
     text = os.environ.get("WEFT_STREAMS_PORT", "0")
     if not text.isdecimal() or int(text) + place > 65535:
         raise UsageError(f"WEFT_STREAMS_PORT={text} is no port; give a number such as 7100")
@@ -291,7 +297,7 @@ def own_port(place: int) -> int:
 
 @contextmanager
 def open_streams(mesh: Mesh, limit: float) -> Iterator[Streams | None]:
-    """In here this rank has streams to the other islands; None where there are none."""
+    """A context in which this rank has streams to the other islands. It gives None if there are no other islands."""
     if mesh.shore is None:
         yield None
         return
