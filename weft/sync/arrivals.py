@@ -1,11 +1,11 @@
 """Collect coded results from the fastest ranks (:mod:`weft.sync.coded`): nobody waits for the slowest.
 
-Rank 0 of a group puts results together, in threads of its own, so that it is no worse off for being late itself. Every
-rank, this one too, has a connection to it. A round ends when the code says that enough have come; everybody then hears
-whose results these were, from which the next round's tasks follow, and at the end of a step the sum of all its jobs. So
-all ranks go on from the same bits. A rank that is late finds that word of its round's end is there before it is done,
-drops what it has, and goes on with the round that the others are in. Messages have the numbers of their step and round:
-those of an earlier one are dropped, too.
+Rank 0 of a group collects and decodes in threads of its own, so that it may be a late rank itself. Every rank, rank 0
+too, has a connection to these threads. A round ends when the code says that enough results have come. All ranks are
+then told whose results these were, from which the tasks of the next round follow, and at the end of a step the sum of
+all its jobs, so that all go on from the same bits. A late rank finds that message while it still computes: it drops its
+results and goes on with the round that the others are in. Messages carry the numbers of their step and round; those of
+an earlier one are dropped.
 """
 
 import os
@@ -29,7 +29,7 @@ from weft.layout.lost import PeerLost
 from weft.layout.sockets import send_at_once
 from weft.sync.coded import Code, CodedTask, Result
 
-#: Words of ended rounds that may wait for a late rank, whole gradients among them. Then all wait for it.
+#: Messages of ended rounds, with whole gradients among them, that may wait for a late rank. Then all wait for it.
 BEHIND = 4
 
 
@@ -41,7 +41,7 @@ class Sum(NamedTuple):
 
 
 class RoundMessage(NamedTuple):
-    """What a rank sends in a round: its sums, by job; ``flag`` is a wish of its own."""
+    """What a rank sends in a round: its sums, by job. ``flag``: whether it raises the run's common flag."""
 
     step: int
     round: int
@@ -50,9 +50,9 @@ class RoundMessage(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Word that a round is over: whose results came in time, and if it was the step's last, the sum of all jobs.
+    """The message that a round is over: whose results came in time, and after a step's last round the sum of all jobs.
 
-    ``flag``: whether anybody has raised one so far. ``failed``: why nothing more will come.
+    ``flag``: whether a rank has raised the flag so far. ``failed``: if no more messages will come, the reason.
     """
 
     arrived: frozenset[int] = frozenset()
@@ -63,7 +63,7 @@ class Ended(NamedTuple):
 
 @dataclass
 class Link:
-    """A rank's end of its connection. ``step`` counts those that it has taken."""
+    """A rank's end of its connection to rank 0. ``limit``: seconds of a wait; ``step``: the steps it has taken."""
 
     connection: Any
     rank: int
@@ -73,9 +73,10 @@ class Link:
     def take_step(
         self, code: Code, compute: Callable[[CodedTask, Callable[[], bool]], Sum | None], flag: bool
     ) -> Ended:
-        """Have a part in a step, and return its last word.
+        """Take part in a step, and return its last message.
 
-        ``compute`` returns what a task is about, or None if what it is given says meanwhile that the round is over.
+        ``compute(task, over)`` returns the sum that a task asks for. It may call ``over()``, and return None as soon as
+        that says that the round is over.
         """
         arrived: list[frozenset[int]] = []
         while True:
@@ -94,7 +95,7 @@ class Link:
     def _sums(
         self, tasks: Sequence[CodedTask], compute: Callable[[CodedTask, Callable[[], bool]], Sum | None]
     ) -> dict[int, Sum] | None:
-        """What all tasks of a round are about, by job; None if the round is over before they are done."""
+        """The sums of all tasks of a round, by job; None if the round is over before they are computed."""
         sums = {}
         for task in tasks:
             found = None if self.connection.poll() else compute(task, self.connection.poll)
@@ -104,7 +105,7 @@ class Link:
         return sums
 
     def _send(self, message: RoundMessage) -> None:
-        with suppress(OSError):  # whoever was to have it has said why, or is gone: the next word tells
+        with suppress(OSError):  # rank 0 is gone, or has said why it ended: the next read tells
             self.connection.send(message)
 
     def _next(self) -> Ended:
@@ -149,7 +150,7 @@ def send_without_delay(connection: Connection) -> None:
 
 @dataclass
 class Gathering:
-    """What rank 0 does beside its own work: it collects results, ends rounds, decodes, and tells everybody."""
+    """Rank 0's threads: they collect results, end rounds, decode, and tell all ranks."""
 
     code: Code
     patience: float
@@ -246,12 +247,13 @@ class Gathering:
                         left[job][Result(rank, number)] = found
 
     def duration(self, arrived: Sequence[set[int]], left: Iterable[int], first: float) -> float | None:
-        """How long the last of the rounds that have ``arrived`` may take; None if it is over.
+        """Seconds that the last of the rounds in ``arrived`` may take; None if it is over.
 
-        ``first``: after how long the first result was there, or 0. A round must last until every job that it is about
-        is known, or still can be if from now on nobody is late. Then it ends if all such jobs are known. Else there is
-        as much time as one has patience for: even if ranks are late in another way than the code is made for, when
-        the paper waits for all, as often enough nobody is late when that would cost something.
+        ``left``: the jobs that are not decoded yet; ``first``: seconds until the first result, 0 if there is none.
+        A round must last until each of its jobs is decoded, or can still be decoded in later rounds if nobody is late
+        in them. It then ends at once if all its jobs are decoded. Else late ranks get ``patience`` times ``first``
+        more, also where they are late in a way that the code is not made for (the paper then waits for all ranks):
+        often enough they are in time in the next rounds.
         """
         here = set(range(self.code.ranks)) - self.gone
         unknown = {job for job in left if self.code.decoding(job, arrived) is None}
@@ -279,7 +281,7 @@ def _listed(ranks: set[int]) -> str:
 
 
 def add_result(total: Sum | None, weights: dict[Result, float], found: dict[Result, Sum]) -> Sum:
-    """``total`` and the weighted results of a job."""
+    """``total`` plus the weighted results of a job; a ``total`` of None counts as zeros."""
     some: Sequence[Sum] = [found[result] for result in weights]
     vector, numbers = (np.zeros_like(x) for x in some[0]) if total is None else total
     for weight, one in zip(weights.values(), some, strict=True):

@@ -1,11 +1,10 @@
 """Gradients computed redundantly, so that the sum of all is known before the slowest ranks are done.
 
-A code is a table. A *job* is a gradient that is wanted: of so many samples, in so many *parts*. Time passes in
-*rounds*; round ``r`` is the first in which job ``r`` is worked on, and in round ``r + delay`` it must be known. The
-table says which parts of which jobs a rank adds up in a round, and with which coefficients (:meth:`Code.tasks`), and
-from which of the results that have come in time a job is decoded, and how (:meth:`Code.decoding`). Both depend on
-nothing but whose results have arrived in the rounds before. Nothing here computes gradients or sends them, as
-:mod:`weft.sync.arrivals` does.
+A *job* is a gradient that is wanted, the sum of the gradients of its *parts*, each of some samples. Time is divided
+into *rounds*: job ``r`` is worked on from round ``r`` on, and must be known by round ``r + delay``. A code says which
+parts of which jobs a rank adds up in a round, with which coefficients (:meth:`Code.tasks`), and how a job is decoded
+from the results that came in time (:meth:`Code.decoding`). Both follow from whose results came in time in earlier
+rounds, and from nothing else. Nothing here computes gradients or sends them; :mod:`weft.sync.arrivals` does.
 
 Ranks are those of ``dp``. Sources: Tandon et al. 2017 (gradient coding), Krishnan et al. 2023 (the sequential codes).
 """
@@ -22,18 +21,18 @@ import numpy as np
 
 from weft.recipe import Resilience
 
-#: Whose results came in time, by round.
+#: For each round so far, the ranks whose results came in time.
 Arrived = Sequence[Collection[int]]
 
-#: Codes of random numbers are drawn so often, and the one that is best on so many sets of arrivals is kept: a bad one
-#: multiplies rounding by thousands.
+#: Random coefficients are drawn so many times, and those are kept whose weights are smallest on so many sets of
+#: arrivals: bad ones multiply rounding errors by thousands.
 DRAWS, SETS = 100, 60
 #: Largest error of a decoded sum's coefficients.
 EXACT = 1e-8
 
 
 class CodedTask(NamedTuple):
-    """What a rank adds up for a job in a round: its gradients of some parts, each times a coefficient."""
+    """What a rank computes for a job in a round: the sum of some parts' gradients, each times a coefficient."""
 
     job: int
     parts: tuple[int, ...]
@@ -41,7 +40,7 @@ class CodedTask(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Who has sent what is to be used of a job, and in which round."""
+    """A result of a job, by who has sent it in which round."""
 
     rank: int
     round: int
@@ -49,7 +48,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Code(ABC):
-    """``ranks`` of which ``stragglers`` may be late, and the ``jobs`` of a step."""
+    """A code for so many ``ranks``, of which ``stragglers`` may be late, and so many ``jobs`` in a step."""
 
     ranks: int
     stragglers: int
@@ -58,7 +57,7 @@ class Code(ABC):
     @property
     @abstractmethod
     def parts(self) -> int:
-        """Of a job."""
+        """The number of parts of a job."""
 
     @property
     @abstractmethod
@@ -71,11 +70,11 @@ class Code(ABC):
 
     @abstractmethod
     def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
-        """What a rank does in round ``number``, after those that ``arrived`` is of; at most one task of each job."""
+        """A rank's tasks in round ``number``, at most one for each job. ``arrived``: of the rounds before."""
 
     @abstractmethod
     def decoding(self, job: int, arrived: Arrived) -> dict[Result, float] | None:
-        """By what to multiply the results whose sum is the job's gradient; None as long as too few have come."""
+        """The weights of the results whose sum is the job's gradient; None as long as too few have come."""
 
     @property
     @abstractmethod
@@ -114,7 +113,7 @@ class GradientCode(Code):
         return self._decoded(Result(rank, job) for rank in (arrived[job] if job < len(arrived) else ()))
 
     def _decoded(self, results: Iterable[Result]) -> dict[Result, float] | None:
-        """The coefficients of these results, one of a rank, if they are enough."""
+        """The weights of these results, at most one of each rank; None if they are too few."""
         found = sorted(results)
         weights = decoded(self.ranks, self.stragglers, tuple(result.rank for result in found))
         return None if weights is None else dict(zip(found, weights, strict=True))
@@ -222,7 +221,7 @@ class Multiplexed(Code):
         return tuple(part for task in tasks for part in task.parts)
 
     def slots(self, rank: int, job: int, arrived: Arrived) -> list[int | None]:
-        """Which of its own tasks of a job a rank does in each of the job's rounds; None: the round's coded one."""
+        """For each of a job's rounds, which of the rank's own tasks it does there; None: the round's coded task."""
         found: list[int | None] = list(range(self.window - 1))
         done = {which for which in range(self.window - 1) if in_time(rank, job + which, arrived)}
         for slot in range(self.window - 1, self.delay + 1):

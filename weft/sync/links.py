@@ -1,12 +1,13 @@
 """The order of islands in a ring, by what their links can carry.
 
-In a ring all-reduce everybody sends to the next one all the time, so the slowest link of the ring sets the pace, unless
-delays do; and links between two sites share what there is between these. :func:`ring_times` says how long an all-reduce
-takes in given orders, :func:`ring_order` finds the best of all for up to ten islands, and a good one for more. As links
-between sites share, it passes between two sites once in each direction: the two levels need no routine of their own.
+In a ring all-reduce every island sends to the next one all the time, so the slowest link of the ring sets the pace,
+unless latency does. Links between the same two sites share the bandwidth between these. :func:`ring_times` says how
+long an all-reduce takes for given orders; :func:`ring_order` finds the best order for up to ten islands, and a good one
+for more. Because of the shared bandwidth it passes between two sites once in each direction, so that a two-level
+all-reduce needs no code of its own.
 
-The sum of a way's links, as in the travelling salesman's problem, is not what a ring takes, and dynamic programming
-over sums has no place for what is shared. So all orders are tried, which takes NumPy less than a second.
+This is no travelling salesman's problem: the time is not a sum over links, and dynamic programming over sums cannot
+express shared bandwidth. So all orders are tried, which takes NumPy less than a second.
 """
 
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ Orders = NDArray[np.int64]
 EXACT = 10
 #: Links within a site are at least so many times as fast as those between sites.
 GAP = 3.0
-#: What the sum of all links counts beside the time, so that of orders that take equally long the one with less to carry
-#: is taken, and steps of the search that mend one of several slow links are seen as better.
+#: Weight of the way around the ring beside the time: it decides between orders that take equally long, and lets the
+#: search see a step as better that mends one of several slow links.
 TIE = 1e-3
 #: Bytes per second of a link that is down.
 SLOWEST = 1e-9
@@ -62,11 +63,11 @@ class IslandLinks:
 
 
 def ring_times(links: IslandLinks, orders: Orders, nbytes: float, pieces: int = 4) -> Numbers:
-    """Seconds of an all-reduce of so many bytes around each of the ``orders [count, islands]``.
+    """Seconds of an all-reduce of so many bytes around each of the ``orders [count, islands]``, ``[count]``.
 
-    Everybody's part goes ``2 (islands - 1)`` times from one to the next, in ``pieces`` that are passed on as they come.
-    That takes as long as the slowest link sends all its parts, or as one piece takes over so many links, delays
-    included, whichever is longer; what both take together at the beginning and the end is not counted.
+    Each island's part goes over ``2 (islands - 1)`` links in a row, in ``pieces`` that are passed on as they come. The
+    time is that in which the slowest link sends all parts, or that in which one piece passes over so many links,
+    latency included, whichever is longer. That these overlap only in part at the beginning and the end is left out.
     """
     slowest, around = _steps(links, orders, nbytes, pieces)
     return 2 * (orders.shape[1] - 1) * np.maximum(slowest, around)

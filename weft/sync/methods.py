@@ -1,9 +1,9 @@
 """How islands agree on one model: what each sends at the end of a round, and what it does with the result.
 
-Every method is a row of :data:`METHODS`, two functions on flat vectors. Parameters are ``theta``; what belongs to them
-and outlasts a round is in slots, as ``anchor``, the parameters that all had when the round began. The *difference* is
-how far an island has come from there, with the sign of a gradient. An answer is the mean of what was sent, over those
-who took part. :mod:`weft.train.islands` is the clock.
+Every method is a row of :data:`METHODS`: two functions on flat vectors. Parameters are ``theta``. What outlasts a round
+is in slots, such as ``anchor``, the parameters that all islands had when the round began. The *difference* is
+``anchor`` minus ``theta``: what the island has learned since, with the sign of a gradient. An *answer* is the mean of
+what was sent, over the islands that took part. :mod:`weft.train.islands` decides when rounds begin and end.
 """
 
 from collections import Counter
@@ -20,11 +20,12 @@ Slots = Mapping[str, T]
 
 
 class Method(NamedTuple):
-    """``sent`` of parameters and slots; ``applied`` makes the next parameters of these and the answer.
+    """``sent(theta, slots)`` is what an island sends at the end of a round; ``applied(theta, slots, answer, how,
+    islands)`` returns its next parameters.
 
-    It changes the ``slots``, which the method keeps, in place. The answer comes as many steps later as the recipe says;
-    that of a ``late`` method is applied when the next round begins, zeros in the first. With one that ``shares``, all
-    islands have the same anchor and momentum between two rounds.
+    ``slots`` names the slots that the method needs, which ``applied`` changes in place. The answer comes as many steps
+    later as the recipe says. That of a ``late`` method is applied when the next round ends; in the first it is zeros.
+    ``shares``: all islands have the same anchor and momentum between two rounds.
     """
 
     slots: tuple[str, ...]
@@ -35,6 +36,7 @@ class Method(NamedTuple):
 
 
 def difference(theta: T, slots: Slots) -> T:
+    """How far the parameters have come in this round, with the sign of a gradient."""
     return slots["anchor"] - theta
 
 
@@ -109,13 +111,16 @@ def begins(step: int, fragment: int, how: Sync) -> bool:
 
 
 def fragment_of(name: str, count: int) -> int:
-    """Which of so many fragments a parameter is of. Blocks take turns, so that each has early and late ones."""
+    """Which of ``count`` fragments a parameter is in. Blocks take turns: each fragment has early and late ones."""
     kind, _, rest = name.partition(".")
     return (int(rest.partition(".")[0]) + 1) % count if kind == "blocks" else 0
 
 
 def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[int]:
-    """With whom an island agrees in exchange ``number``, itself included; pairs are drawn alike by all of ``among``."""
+    """The islands with which ``island`` exchanges in exchange ``number``, itself included.
+
+    ``among``: the islands that are there. Random pairs follow from the number, so that all islands draw the same.
+    """
     count, me = len(among), list(among).index(island)
     if how.partner == "ring":
         return sorted({among[(me + step) % count] for step in (-1, 0, 1)})
@@ -129,10 +134,10 @@ def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[
 
 
 def shares(island: int, members: Sequence[int], how: Sync) -> list[float]:
-    """What an island takes of each of these when it averages with them; its own share is what is left.
+    """The weights of ``members`` in the mean that ``island``, one of them, computes; they add up to 1.
 
-    In a graph these are Metropolis' weights: both ends of an edge take as much of each other, so that the mean over all
-    islands stays where it is, however many edges each has (Xiao & Boyd 2004).
+    In a graph they are Metropolis weights: both ends of an edge give each other the same weight, so that the mean over
+    all islands does not change, however many edges each has (Xiao & Boyd 2004).
     """
     if how.partner != "graph":
         return [1 / len(members)] * len(members)

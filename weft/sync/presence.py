@@ -35,7 +35,7 @@ class Presence:
         return work(draw(range(self.streams.islands)), str(number))
 
     def newcomers(self, number: int) -> Sequence[int]:
-        """The islands that take part after exchange ``number`` for the first time, and get their state from this one."""
+        """The islands that first take part after exchange ``number``, and get their state from this one."""
         return ()
 
     @property
