@@ -23,14 +23,14 @@ def name_of(block: bytes | memoryview) -> bytes:
 
 
 class Shared(NamedTuple):
-    """A file as others know it: its size, and the name of its index."""
+    """A file as its peers announce it: its size in bytes, and the name of its index in hexadecimal."""
 
     size: int
     root: str
 
 
 def shared_from(said: Any) -> Shared | None:
-    """What another peer says of a file; ``None`` if that is malformed."""
+    """A file as another peer has announced it; ``None`` if that is malformed."""
     match said:
         case [int(size), str(root)] if size >= 0 and re.fullmatch("[0-9a-f]{64}", root):
             return Shared(size, root)
@@ -43,17 +43,12 @@ def is_inside(path: str) -> bool:
     return not pure.is_absolute() and pure.parts != () and ".." not in pure.parts and "\0" not in path
 
 
-class _Seen(NamedTuple):
-    size: int
-    modified: int
-
-
 class BlockShelf:
     """The blocks of all files in some folders. A file's path begins with the name of its folder."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self.folders, self.files = folders, dict[str, Shared]()
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, tuple[int, int]] = {}  # size and time of change when a file was hashed
         self._where: dict[bytes, tuple[Path, int, int]] = {}
         self._indices: dict[bytes, bytes] = {}
 
@@ -65,12 +60,12 @@ class BlockShelf:
         for path, file in found.items():
             with suppress(OSError):  # deleted just now
                 about = file.stat()
-                seen = _Seen(about.st_size, about.st_mtime_ns)
+                seen = about.st_size, about.st_mtime_ns
                 if self._seen.get(path) != seen:
                     self.files[path], self._seen[path] = self._hash(file), seen
 
     def read(self, name: bytes) -> bytes | None:
-        """A block. If its file has been written to since, these are other bytes: who gets them will see that."""
+        """A block, or None. Its receiver checks it: the file may have changed since it was hashed."""
         if name in self._indices:
             return self._indices[name]
         if name in self._where:
@@ -83,9 +78,7 @@ class BlockShelf:
     def _walk(self) -> Iterator[tuple[str, Path]]:
         for name, folder in self.folders.items():
             for parent, _, files in os.walk(folder):
-                for file in (
-                    Path(parent, f) for f in files if not f.startswith(".")
-                ):  # what begins so is not whole yet
+                for file in (Path(parent, f) for f in files if not f.startswith(".")):  # these are not whole yet
                     yield f"{name}/{file.relative_to(folder).as_posix()}", file
 
     def _hash(self, file: Path) -> Shared:

@@ -33,11 +33,11 @@ class Invitation:
 
     @property
     def token(self) -> str:
-        """What the relay knows its users by. The secret does not follow from it, so a relay cannot join."""
+        """Shows the relay that a peer is invited. The secret does not follow from it, so that a relay cannot join."""
         return self._keyed("relay").hex()
 
     def proof(self, prover: str, to: str) -> bytes:
-        """What only a member can say as ``prover`` to ``to``, both public keys: of no use to anybody else."""
+        """Shows the peer ``to`` that ``prover`` knows the secret, and is of no use to others. Both are public keys."""
         return self._keyed(f"{prover} to {to}")
 
     def _keyed(self, text: str) -> bytes:

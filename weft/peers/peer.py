@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from weft.peers.blocks import BLOCK, LONGEST, NAME, BlockShelf, Shared, is_inside, name_of, shared_from
 from weft.peers.invitation import Invitation
 from weft.peers.relay import PROTOCOL as MIRROR
-from weft.peers.table import SharedTable, as_json, from_json
+from weft.peers.table import Entry, SharedTable, as_json, from_json
 from weft.peers.transport import LIMIT, MEMBERS_HEAD, PIECE, PeerError, bind, cause, iroh, receive, send, within
 
 T = TypeVar("T")
@@ -35,7 +35,8 @@ REFUSED, BYE = 1, 0
 
 
 class ConnectedPeer(NamedTuple):
-    """Another peer as it is connected now. ``direct``: the address that packets go to; ``None``: over the relay."""
+    """Another peer as it is connected now. ``id``: its public key; ``name``: what it calls itself; ``direct``: the
+    address that packets go to, None if they go over the relay; ``milliseconds``: of a round trip."""
 
     id: str
     name: str
@@ -45,7 +46,8 @@ class ConnectedPeer(NamedTuple):
 
 @dataclass
 class _PeerLink:
-    """A connection with another peer; how many changes of the table it was ``told``, and whether it was ``heard``."""
+    """A connection with another peer. ``told``: how many changes of our table it has got; ``heard``: whether it has
+    sent its own table."""
 
     id: str
     connection: Any
@@ -54,10 +56,12 @@ class _PeerLink:
 
 
 class Peer:
-    """``share``: folders whose files others may have; ``name``: what others call this peer, besides its public key.
+    """This process as a peer, while it is a context.
 
-    ``key``: 32 bytes from which the public key follows, else it is new. All waiting has a limit. Methods are called
-    from any thread; the work is done in one of its own.
+    ``share``: folders whose files others may have; ``name``: by which others may call this peer instead of by its
+    public key; ``key``: 32 bytes of a private key, by default a new one; ``say``: is told what happens, a line each.
+    Methods may be called from any thread and wait for a limited time; an event loop in a thread of its own does the
+    work.
     """
 
     def __init__(
@@ -99,26 +103,26 @@ class Peer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LIMIT)
 
-    # What others see of this peer, and it of them.
+    # What this peer knows of the others.
 
     def members(self) -> list[ConnectedPeer]:
         return [self._member(link) for link in list(self._links.values())]
 
     def files(self) -> dict[str, Shared]:
-        """All files that anybody of the circle has shared and not taken back, by their paths."""
+        """All files that a peer of this invitation has shared and not taken back, by their paths."""
         found = {path: shared_from(about) for path, about in sorted(self.table.under("file/"))}
         return {path: shared for path, shared in found.items() if shared is not None and is_inside(path)}
 
     def holders(self, root: str) -> list[str]:
-        """The names of those who are there and have a file."""
+        """The names of the peers that are connected now, this one included, and have the file with this root."""
         return [self._name(peer) for peer, _ in self.table.under(f"has/{root}/") if peer in (self.id, *self._links)]
 
     def settle(self, limit: float = 2 * DIAL) -> None:
-        """Wait until all peers that the relay knows are connected; :class:`PeerError` if there are none."""
+        """Wait until all peers that the relay knows of are connected; :class:`PeerError` if there are none."""
         self._run(self._settle(), limit)
 
     def find(self, who: str, limit: float = 2 * DIAL) -> str:
-        """The public key of a peer that is there: of a name, or of the beginning of its key. Waits for it."""
+        """The public key of the peer that has this name, or whose key begins so. Waits until it is connected."""
         until = time.monotonic() + limit
         while True:
             found = {link for link in list(self._links) if self._name(link) == who or (who and link.startswith(who))}
@@ -150,7 +154,7 @@ class Peer:
             raise PeerError(f"cannot listen on 127.0.0.1:{port}: {error.strerror}") from None
 
     def connect(self, who: str, service: str, limit: float = 2 * DIAL) -> socket.socket:
-        """A socket to what ``who`` exposes, encrypted and authenticated on its way."""
+        """A socket whose other end is the ``service`` that ``who`` exposes, over an encrypted connection."""
         peer = self.find(who, limit)
         ours, theirs = socket.socketpair()
 
@@ -165,9 +169,10 @@ class Peer:
     # Blocks.
 
     def fetch(self, names: Iterable[bytes], holders: Iterable[str], longest: int = BLOCK) -> list[bytes]:
-        """Blocks, each from whichever of ``holders`` (public keys) has it whole.
+        """Blocks by their names, each from any of ``holders`` (public keys) and checked against its name.
 
-        Raises :class:`PeerError` that says of each one asked why it was not from it.
+        ``longest``: most bytes of a block. The :class:`PeerError` for a block that cannot be had says of each holder
+        why not.
         """
 
         async def all_() -> list[bytes]:
@@ -192,7 +197,7 @@ class Peer:
         return names
 
     def having(self, path: str, shared: Shared) -> list[str]:
-        """The public keys of those who have a file and are there; :class:`PeerError` names those who are not."""
+        """The public keys of the connected peers that have a file; if there are none, :class:`PeerError` says who has."""
         all_ = [peer for peer, _ in self.table.under(f"has/{shared.root}/")]
         there = [peer for peer in all_ if peer in self._links]
         if not there:
@@ -236,7 +241,7 @@ class Peer:
             raise PeerError(self.problem or f"nobody else is at the relay {self.invitation.where}")
 
     async def _ask_relay(self) -> None:
-        """Tell the relay again and again that this peer is here, and connect with those who are."""
+        """Tell the relay again and again that this peer is here, and connect with the peers that it answers with."""
         first = True
         while True:
             try:
@@ -304,7 +309,10 @@ class Peer:
         await send(stream.send(), {"proof": self.invitation.proof(self.id, peer).hex()})
 
     async def _greet(self, peer: str, connection: Any, stream: Any, first: bool = True) -> None:
-        """Hear the other's proof, and give one's own if that was not ``first``; nothing is told before. Then stay."""
+        """Check the other's proof, before anything else is said, and keep the connection.
+
+        ``first``: this peer has dialled, and has already sent its own proof; else it does so now.
+        """
         try:
             heard, _ = await receive(stream.recv())
             proof = bytes.fromhex(str(heard.get("proof")))
@@ -315,16 +323,13 @@ class Peer:
             raise PeerError(f"{error}") from None
         if not first:
             await self._prove(peer, stream)
-        known, link = (
-            peer in self._links,
-            _PeerLink(peer, connection),
-        )  # known: both have dialled; either does, and stays
+        known, link = peer in self._links, _PeerLink(peer, connection)  # known: both have dialled, and both links work
         self._links[peer] = link
         self._task(self._serve(link))
         self._task(self._tend(link, known))
 
     async def _tend(self, link: _PeerLink, known: bool) -> None:
-        """Tell the other what is new, and see that it is there; say when its packets go another way."""
+        """Send a peer what is new in the table until it is gone, and say so if its packets take another way."""
         try:
             while not link.heard:  # so its name is known
                 await self._tell(link)
@@ -343,7 +348,7 @@ class Peer:
                 self.say(f"{self._name(link.id)} is gone: {error}")
 
     async def _tell(self, link: _PeerLink) -> None:
-        """Exchange what is new, or just that both are there."""
+        """Send what is new in the table, if only to see that the other peer still answers."""
         changes = self.table.changes
         answer, _ = await self._request(link, {"table": as_json(self.table.since(link.told))})
         if "ok" not in answer:
@@ -421,7 +426,10 @@ class Peer:
         return await receive(stream.recv(), longest)
 
     async def _fetch(self, name: bytes, turn: int, holders: list[str], longest: int, bad: dict[str, str]) -> bytes:
-        """A block from the ``turn``-th of its holders, or else the next; ``bad``: whom not to ask, and why."""
+        """A block from the ``turn``-th of its holders, or else from the next ones.
+
+        ``bad``: the holders that have sent wrong bytes, with the reason; they are not asked, and new ones are added.
+        """
         why: dict[str, str] = {}
         for at in range(len(holders)):
             peer = holders[(turn + at) % len(holders)]
@@ -444,7 +452,7 @@ class Peer:
         raise PeerError(f"block {name.hex()[:10]} is not to be had ({said or 'nobody has it'})")
 
     async def _look(self) -> None:
-        """Notice what is new in the folders that are shared."""
+        """Look for changes in the shared folders every few seconds, and announce them."""
         while True:
             await asyncio.sleep(2 * PAUSE)
             with suppress(OSError):
@@ -467,10 +475,10 @@ class Peer:
             self.table.write(f"has/{shared.root}/{self.id}", True)
 
     def _name(self, peer: str) -> str:
-        entry = self.table.entries.get(f"peer/{peer}")
-        return (
-            str(entry.value["name"]) if entry and isinstance(entry.value, dict) and "name" in entry.value else peer[:10]
-        )
+        match self.table.entries.get(f"peer/{peer}"):
+            case Entry(value={"name": name}):
+                return str(name)
+        return peer[:10]
 
     def _member(self, link: _PeerLink) -> ConnectedPeer:
         path = next((p for p in link.connection.paths() if p.is_selected), None)

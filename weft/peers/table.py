@@ -1,8 +1,8 @@
-"""The table of who has what: replicated on all peers, and merged without conflict.
+"""The table of who has what: a replicated map that all peers write to and merge without conflict.
 
-A map whose entries are the last written ones. Every write has a stamp of a hybrid clock, greater than all stamps that
-its writer had seen; of two entries the one with the greater stamp stays. So merging is a maximum per key: in whatever
-order, however often and along whatever ways tables are merged, all end up the same.
+It is a last-writer-wins map. Every write has a stamp of a hybrid logical clock, greater than all stamps that its writer
+has seen, and of two entries for a key the one with the greater stamp stays. Merging is a maximum per key, so that all
+tables end up equal in whatever order, however often and by whatever route they are merged.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Stamp(NamedTuple):
-    """When something was written: milliseconds, a number within them, and by whom, so that no two are equal."""
+    """When something was written: milliseconds, a number within these, and the writer, so that no two are equal."""
 
     time: int
     number: int
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
     @property
     def rank(self) -> tuple[Stamp, str]:
-        """What decides between two; the value counts only if a writer has used a stamp twice."""
+        """The greater one wins. Values are compared only if a writer has used a stamp twice."""
         return self.stamp, json.dumps(self.value, sort_keys=True)
 
 
@@ -44,7 +44,7 @@ class SharedTable:
         self._writer, self._clock, self._last = writer, clock, Stamp(0, 0, "")
 
     def write(self, key: str, value: Any) -> None:
-        """Set a key. Nothing happens if it has that value already."""
+        """Set a key, unless it has that value already."""
         if key not in self.entries or self.entries[key].value != value:
             now, last = self._clock(), self._last
             stamp = Stamp(now, 0, self._writer) if now > last.time else Stamp(last.time, last.number + 1, self._writer)

@@ -1,4 +1,4 @@
-"""The little that Weft needs of iroh: endpoints without any public service, and messages on a stream."""
+"""What Weft needs of iroh: endpoints that use no public service, and messages on a stream."""
 
 import asyncio
 import ctypes
@@ -13,7 +13,7 @@ from weft.errors import UsageError, WeftError
 
 T = TypeVar("T")
 
-#: Seconds for an answer, and for every further piece of it, after which who should give it counts as gone.
+#: Seconds for an answer, and for every further piece of it, after which the peer counts as gone.
 LIMIT = 20.0
 #: Bytes of the head of a message, which is JSON, at most: from anybody, and from a member.
 HEAD, MEMBERS_HEAD = 1 << 20, 64 << 20
@@ -27,7 +27,7 @@ class PeerError(WeftError):
 
 @cache
 def iroh() -> Any:
-    """The package. Its bindings copy what is sent byte by byte in Python (a second a MiB), which is replaced here."""
+    """The package iroh. Its bindings copy what is sent byte by byte in Python (a second per MiB); this is replaced."""
     try:
         import iroh
         from iroh import iroh_ffi
@@ -73,7 +73,7 @@ def cause(error: BaseException) -> str:
 
 
 async def within(limit: float, awaitable: Awaitable[T]) -> T:
-    """Its result, or :class:`PeerError` after ``limit`` seconds or if the library gives up."""
+    """The result of ``awaitable``; :class:`PeerError` after ``limit`` seconds, or if iroh gives up."""
     try:
         return await asyncio.wait_for(awaitable, limit)
     except (TimeoutError, iroh().IrohError) as error:
@@ -81,7 +81,7 @@ async def within(limit: float, awaitable: Awaitable[T]) -> T:
 
 
 async def send(stream: Any, head: dict[str, Any], body: bytes | memoryview = b"") -> None:
-    """A message: length of the head, the head as JSON, and the body, whose size the head says."""
+    """Send a message: the length of its head, the head as JSON, and the body, whose size the head tells."""
     text = json.dumps(head | {"size": len(body)}).encode()
     whole = memoryview(struct.pack("!I", len(text)) + text + body)
     for at in range(0, len(whole), PIECE):
@@ -89,7 +89,7 @@ async def send(stream: Any, head: dict[str, Any], body: bytes | memoryview = b""
 
 
 async def receive(stream: Any, body: int = 0, head: int = HEAD) -> tuple[dict[str, Any], bytes]:
-    """A message with at most so many bytes of either part. Raises :class:`PeerError` for anything else."""
+    """The next message, with at most ``body`` and ``head`` bytes in its parts. Raises :class:`PeerError` for others."""
     (length,) = struct.unpack("!I", await _read(stream, 4))
     if length > head:
         raise PeerError(f"a message of {length} bytes is too long")
