@@ -197,7 +197,7 @@ class Peer:
         return names
 
     def having(self, path: str, shared: Shared) -> list[str]:
-        """The public keys of the connected peers that have a file; if there are none, :class:`PeerError` says who has."""
+        """The public keys of the connected peers that have a file; without any, :class:`PeerError` says who has it."""
         all_ = [peer for peer, _ in self.table.under(f"has/{shared.root}/")]
         there = [peer for peer in all_ if peer in self._links]
         if not there:
