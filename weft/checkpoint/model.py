@@ -30,9 +30,9 @@ def open_model(
 ) -> tuple[Transformer, dict[str, bytes]]:  # fmt: skip
     """The model of a run, a checkpoint or whatever ``model.from`` can name, and the files of its tokenizer.
 
-    ``ema``: with the averages of its parameters that its run has kept. ``warn`` hears of checkpoints that are damaged,
-    if an older one is taken instead. ``mesh``: where this rank's part of it stands, if that is not all on ``device``.
-    ``experts``: where experts rest that have no memory of their own.
+    ``ema``: take the averages of its parameters that its run has kept. ``warn`` is called for each damaged checkpoint
+    that was passed over for an older one. ``mesh``: of the ranks that share the model; by default this rank has all of
+    it on ``device``. ``experts``: keeps the experts' weights, if they are not to be in the device's memory.
     """
     mesh, where = mesh or Mesh.single(device), local_path(str(where))
 

@@ -1,8 +1,8 @@
 """Save without stopping: a rank copies its share into reserved memory, and a separate process writes it.
 
-Which rank writes which elements follows from the layout alone (:func:`weft.checkpoint.format.share`); before a save the
-ranks compare one digest of what they are about to write and tell each other how the last save went. The copy itself can
-go on beside the next forward and backward pass, as nothing changes before the optimizer's step (Maurya et al. 2024,
+Which rank writes which elements follows from the layout alone (:func:`weft.checkpoint.format.share`). Before a save the
+ranks compare a digest of what they are about to write, and tell each other how the last save went. The copy can overlap
+with the next forward and backward pass, as nothing changes before the optimizer's step (Maurya et al. 2024,
 DataStates-LLM).
 """
 

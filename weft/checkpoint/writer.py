@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def serve(pipe_handle: int, memory_handle: int) -> None:
-    """Do tasks until the pipe is closed, with what the rank has put into the memory before."""
+    """Do the tasks that come through the pipe until it is closed. The rank puts a task's data into the memory first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then waits for this process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)
@@ -75,7 +75,7 @@ def serve(pipe_handle: int, memory_handle: int) -> None:
     with suppress(EOFError, OSError):  # the rank has ended
         while True:
             task = pipe.recv()
-            if not isinstance(task, WriteTask):  # the word that gave the last save up
+            if not isinstance(task, WriteTask):  # the message by which the last save was given up
                 continue
             pipe.send(write(task, memory))
             if task.commit is not None:
@@ -159,7 +159,7 @@ def _blocks(
     memory: mmap.mmap,
     seconds: dict[str, float],
 ) -> Iterator[memoryview]:
-    """The bytes of each block, cut from the shares that lie in ``memory``; one may change as the next is made."""
+    """The bytes of each block, cut from the shares in ``memory``. A block may change once the next is asked for."""
     seconds["cut"], offset, scratch = 0.0, 0, np.empty(0, np.uint8)
     for name, outer, tiles in cuts:
         share = elements(memory, outer, tensors[name].itemsize, offset)
@@ -178,7 +178,7 @@ def _blocks(
 
 
 def finish(storage: Storage, wanted: Commit, abandoned: Callable[[], bool]) -> Report:
-    """Commit once all ranks have written, unless the save is ``abandoned`` before."""
+    """Commit the save once all ranks have written, unless it is ``abandoned`` before. Returns how that went."""
     begun = time.perf_counter()
     with _caught(Report()) as report:
         commit(storage, wanted, abandoned)

@@ -33,7 +33,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({},), "alpha_pattern": ({},), "layer_replication": (None,), "trainable_token_indices": (None,),
     "lora_bias": (False,), "target_parameters": (None, []), "alora_invocation_tokens": (None,), "use_qalora": (False,),
 }  # fmt: skip
-#: Weights that generation multiplies with others beforehand, so that nothing can be added to what they make.
+#: Weights that generation multiplies with others beforehand, so that an adapter's output cannot be added to theirs.
 ABSORBED = ("wkv_b",)
 
 
@@ -48,8 +48,11 @@ def peft_name(name: str) -> str:
 
 
 class PeftAdapter:
-    """An opened folder. ``adapter``: its settings, which target just what it has tensors for; ``base``: of which model
-    it says that it is. Raises :class:`WeftError` if the folder, or something in it, is not what Weft computes."""
+    """An adapter's folder, opened. Raises :class:`WeftError` if it is damaged or of a kind that Weft does not compute.
+
+    ``adapter``: its settings, whose targets are just the weights that it has tensors for; ``base``: the name of the
+    model that it is for, if it says so.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +74,7 @@ class PeftAdapter:
             raise WeftError(f"{folder / CONFIG} has no usable {str(error).splitlines()[0]}") from None
 
     def _targets(self) -> Iterator[str]:
-        """The weights that there are tensors for, each by its path."""
+        """The paths of the weights that the adapter has tensors for."""
         ours = {f"{module}.{theirs}": f"{module}.{ours}" for module, names in PROJECTIONS.items()
                 for ours, theirs in names.items()}  # fmt: skip
         for name in self.sizes:
@@ -88,7 +91,7 @@ class PeftAdapter:
             return file.get_tensor(name)
 
     def values(self, shape: ModelShape) -> Values:
-        """Of the adapter's parameters in ``shape``; :class:`WeftError` if it is for another model than that."""
+        """The values of the adapter's parameters in ``shape``; :class:`WeftError` if it is for another model."""
         wanted = {name: logical for name, logical in Transformer(shape, Mesh.single()).logical_parameters()
                   if ADAPTERS in name}  # fmt: skip
         named = {peft_name(name): name for name in wanted}
@@ -141,10 +144,10 @@ def write_adapter(
 
 
 def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
-    """The adapter that PEFT (or ``weft export``) wrote, for some texts of ``model`` beside others with another or none.
+    """Read an adapter that PEFT or ``weft export`` wrote, to use it for some rows of a batch of ``model``'s.
 
-    It is whole, whatever part of ``model`` this rank has (:func:`weft.models.row_adapters.own_part`).
-    :class:`WeftError` if it is not for ``model``.
+    It is the whole adapter, whatever part of ``model`` this rank has (:func:`weft.models.row_adapters.own_part` cuts
+    it). Raises :class:`WeftError` if it is not for ``model``.
     """
     if not is_adapter(folder):
         raise WeftError(f"{folder} has no adapter as PEFT writes it; write one with `weft export`")

@@ -1,8 +1,8 @@
 """Count which experts a task's texts choose, and write models whose experts are reordered or left out accordingly.
 
-Experts that no token chooses can be left out. And as a layer computes the same in whatever order its experts stand,
-those that follow each other on many tokens' ways can be put side by side, so that whoever spreads a layer's experts
-over ranks in turn, as ``weft generate`` does, has them on one rank.
+Experts that no token chooses can be left out. And as the order of a layer's experts does not change what it computes,
+experts of successive layers that the same tokens choose can be given close numbers, so that they are on one rank where
+a layer's experts are spread over ranks in their order, as ``weft generate`` does.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ TOKENS = 512
 
 @torch.inference_mode()
 def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
-    """Of each layer with experts, those that every token of a text chooses: ``[tokens, k]``."""
+    """For each layer with experts, the numbers of those that each token of a text chooses, ``[tokens, k]``."""
     found: dict[int, list[T]] = defaultdict(list)
 
     def keep(router: Router, given: object, choice: Choice) -> None:
@@ -47,7 +47,8 @@ def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
 
 
 def most_chosen(chosen: Sequence[np.ndarray], shape: ModelShape, keep: int) -> tuple[list[list[int]], str]:
-    """The ``keep`` experts of each layer that are chosen most, in their order; and how often others were."""
+    """The ``keep`` most chosen experts of each layer, in ascending order, and a line about what is lost without the
+    others."""
     counts = list(shape.mixtures.values())
     if not shape.experts_per_token <= keep <= min(counts):
         raise UsageError(f"--keep {keep} is not possible: layers have {min(counts)} experts, of which a token chooses "
@@ -66,7 +67,10 @@ def most_chosen(chosen: Sequence[np.ndarray], shape: ModelShape, keep: int) -> t
 def best_order(
     chosen: Sequence[np.ndarray], shape: ModelShape, ranks: int, level: float
 ) -> tuple[list[list[int]], str]:
-    """The experts of each layer in the order in which so many ranks are to have them; and what that brings."""
+    """The order of each layer's experts in which few tokens change between so many ranks, and a line about its effect.
+
+    ``level``: see :func:`weft.parallel.experts.affinity.place_experts`.
+    """
     counts = list(shape.mixtures.values())
     if ranks > min(counts):
         raise UsageError(f"--place {ranks} is more ranks than the {min(counts)} experts of a layer; give fewer")
@@ -81,7 +85,7 @@ def best_order(
 
 
 def with_experts(values: Mapping[str, T], experts: Mapping[int, Sequence[int]]) -> dict[str, T]:
-    """The parameters of a model with these experts of each layer, in this order."""
+    """A model's parameters ``values`` with only the given experts of each layer, in the given order."""
     found = dict(values)
     for layer, ids in experts.items():
         for name in values:
@@ -94,11 +98,10 @@ def export_for_texts(
     checkpoint: str, out: Path, texts: Path, warn: Callable[[str], None], ema: bool = False, keep: int = 0,
     ranks: int = 0, level: float = 0.0,
 ) -> str:  # fmt: skip
-    """Write a model as Hugging Face has it, for texts like those of a file; returns what there is to say about it.
+    """Write a model in Hugging Face's format, for texts like those of the file ``texts``; returns a line about it.
 
-    With so many experts of each layer to ``keep``, or in the best order for so many ``ranks``
-    (:func:`weft.parallel.experts.affinity.place_experts` has ``level``). Adapters are merged. ``ema``: see
-    :func:`weft.checkpoint.model.open_model`.
+    It has the ``keep`` most chosen experts of each layer, or all experts in the best order for so many ``ranks``
+    (``level``: see :func:`best_order`). Adapters are merged. ``ema``: see :func:`weft.checkpoint.model.open_model`.
     """
     if out.exists():
         raise WeftError(f"--out {out} exists already; choose another folder")

@@ -1,4 +1,4 @@
-"""The pattern table: what a foreign tensor's name means to Weft, and how its shards form the logical tensor."""
+"""The pattern table: which of Weft's tensors a foreign tensor's name stands for, and how shards form that tensor."""
 
 import re
 from collections import defaultdict
@@ -18,7 +18,7 @@ CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank stored of a tensor. ``read(lo, hi)``: rows of dimension 0; nothing is read before that."""
+    """What one rank stored of a tensor. ``read(lo, hi)`` reads rows of dimension 0, and nothing is read before."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,18 +40,18 @@ ShardLayout = Callable[[Sizes, ModelShape, int], Iterator[RowsCopy]]
 
 
 def replicated(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Every rank stored all of it, and the same."""
+    """Every rank stored the whole tensor, with equal values."""
     yield RowsCopy(0, 0, shards[0][0])
 
 
 def averaged(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Every rank stored all of it, but they drifted apart: the mean counts."""
+    """Every rank stored the whole tensor, with values that have drifted apart: their mean is used."""
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0])
 
 
 def column(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """The ranks' rows follow each other (the weight of a column-parallel layer)."""
+    """The ranks' rows one after the other (the weight of a column-parallel layer)."""
     at = 0
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (slice(at, at + size[0]),))
@@ -59,7 +59,7 @@ def column(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def row(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """The ranks' columns follow each other (the weight of a row-parallel layer)."""
+    """The ranks' columns one after the other (the weight of a row-parallel layer)."""
     at = 0
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (slice(None), slice(at, at + size[1])))
@@ -76,7 +76,10 @@ def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Part 0, 1 or 2 (q, k, v) of Megatron's fusion: by key/value head its query heads, its key and its value."""
+    """Part 0, 1 or 2 (q, k or v) of Megatron's fused weight.
+
+    For each key/value head its rows are those of its query heads, then its key's, then its value's.
+    """
     assert shape.kv_heads and shape.head_dim
     group = shape.heads // shape.kv_heads
     first, count = ((0, group), (group, 1), (group + 1, 1))[part]
@@ -90,7 +93,7 @@ def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Part 0 or 1 (gate, up) of a rank's rows: its share of the gate, then its share of up."""
+    """Part 0 or 1 (gate or up) of a fused weight, of which each rank has its share of gate, then its share of up."""
     at = 0
     for i, size in enumerate(shards):
         half = size[0] // 2
@@ -105,20 +108,21 @@ def expert(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """All experts of a layer, of each the rows of ``part`` (transformers 5 in memory); see :func:`_rows_of_experts`."""
+    """All experts of a layer in one tensor, with gate and up fused (transformers 5 in memory); see
+    :func:`_rows_of_experts`."""
     return replicated(shards, shape, part)
 
 
 def unknown_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Of a form that is not read."""
+    """Experts in a form that is not supported."""
     raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class NameRule:
-    """What a foreign tensor is whose name matches ``pattern``.
+    """How foreign tensors are read whose names match the regular expression ``pattern``.
 
-    ``names``: of the Weft tensors that are fused in it, usually one; ``layout`` says which elements belong to which.
+    ``names``: of Weft's tensors in it, one, or several that are fused; ``layout`` says where the elements of each are.
     ``pairs``: the rows of q or k are in Meta's order, where elements that rotate together are neighbours; in Hugging
     Face's and Weft's order they are half a head apart.
     """
@@ -254,7 +258,7 @@ def sources_by_name(stored: Mapping[str, Sequence[Shard]], averages: Sequence[st
 
 
 def _rows_of_experts(shard: Shard, part: int, parts: int) -> Shard:
-    """Of ``[experts, parts * rows, width]`` each expert's rows of one part."""
+    """One part of a tensor ``[experts, parts * rows, width]``, as ``[experts, rows, width]``."""
     count, rows, width = shard.shape
     first, size = part * rows // parts, rows // parts
     return Shard((count, size, width), shard.dtype, lambda lo, hi: shard.read(lo, hi)[:, first : first + size])
@@ -298,7 +302,8 @@ def logical_tensor(
 
 
 def _fill(target: torch.Tensor, shard: Shard, copy: RowsCopy, replicas: int) -> None:
-    """Read the rows of ``copy`` into ``target``, not all at once; of one of several ``replicas``, add its share."""
+    """Read the rows of ``copy`` into ``target``, some at a time; with several ``replicas`` add the rows' share of the
+    mean instead."""
     rows = max(1, CHUNK // max(1, prod(shard.shape[1:]) * shard.dtype.itemsize))
     for lo in range(copy.lo, copy.hi, rows):
         hi = min(lo + rows, copy.hi)

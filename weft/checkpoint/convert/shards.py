@@ -50,14 +50,14 @@ def stored(name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[Byte
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor, in memory that can be used again at once: glibc's posix_memalign, PyTorch's source of memory, does
-    not find room for 16 MiB where 16 MiB have just been freed, and grows by one tensor while one is read in pieces."""
-    size = prod(shape) * dtype.itemsize
-    return (
-        torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(tuple(shape))
-        if size
-        else torch.empty(*shape, dtype=dtype)
-    )
+    """A new tensor in NumPy's memory, which is reused as soon as it is freed.
+
+    PyTorch's comes from glibc's posix_memalign, which finds no room for 16 MiB where 16 MiB have just been freed: while
+    a tensor is read in pieces, the process would grow by that tensor's size.
+    """
+    if not (size := prod(shape) * dtype.itemsize):
+        return torch.empty(*shape, dtype=dtype)
+    return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(tuple(shape))
 
 
 def byte_range(runs: Sequence[ByteRun], lo: int, hi: int) -> tuple[ByteRun, ...]:
@@ -107,7 +107,7 @@ def _line(error: Exception) -> str:
 
 
 class Inert:
-    """Stands for an object of a class that Weft does not allow in: keeps what was stored of it and does nothing."""
+    """Stands in for an object of a class that is not allowed in a file: holds its stored state and does nothing."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args

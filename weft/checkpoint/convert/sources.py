@@ -1,4 +1,4 @@
-"""Foreign checkpoints, opened: which tensors they hold under Weft's names, each read when it is asked for."""
+"""Opens checkpoints of other programs: the tensors that they hold, by Weft's names, each read when it is asked for."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from weft.models.hf import INDEX, SINGLE, check_stored, hf_values, tokenizer_fil
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 
-#: The name of a moment: PyTorch's flattened optimizer state, with the parameter's name inside.
+#: The name of a moment in PyTorch's flattened optimizer state: it contains the parameter's name.
 MOMENT = r"(?:(?:optimizer|optim|optimizers|optimizer_state_dict)\.)?state\.(.+)\.(exp_avg|exp_avg_sq)"
 ZERO = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
 
@@ -36,8 +36,8 @@ Stores = dict[str, Sequence[Shard]]
 
 @dataclass
 class Foreign:
-    """An open checkpoint. ``made``: how each tensor is formed; ``moments``: the same of optimizer state, if there is
-    any; ``step``: the updates it has seen; ``files``: those of its tokenizer."""
+    """An open checkpoint. ``made``: where each parameter comes from; ``moments``: the same for each moment of the
+    optimizer's state, if there is any; ``step``: the number of updates; ``files``: the tokenizer's."""
 
     kind: str
     path: Path | Storage
@@ -92,7 +92,7 @@ def open_foreign(source: Where, kind: str | None = None, config: Path | None = N
 
 
 def kind_of(path: Path) -> str | None:
-    """Which program's checkpoint a file or a folder seems to be."""
+    """The kind of checkpoint that a file or folder seems to be, a key of :data:`OPENERS`; None if it is unknown."""
     folder = _tagged(path)
     if path.is_file():
         return "gguf" if path.suffix == ".gguf" else None
@@ -245,7 +245,10 @@ def _deepspeed(path: Path, config: Path | None) -> Foreign:
 
 
 def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
-    """ZeRO 1 to 3 (and 0): one partition of flat float32 groups per data rank, for each tensor-parallel rank."""
+    """The tensors of DeepSpeed's ZeRO 0 to 3, and the name patterns of those that are means over tensor-parallel ranks.
+
+    For each tensor-parallel rank every data rank has a file with its partition of the flat float32 groups.
+    """
     stores: dict[str, Stores] = {"fp32": {}, **{moment: {} for moment in MOMENTS}}
     grid: dict[int, dict[int, Path]] = {}
     for file in folder.glob("*_optim_states.pt"):

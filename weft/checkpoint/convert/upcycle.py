@@ -1,8 +1,9 @@
 """Give a dense checkpoint experts that at first compute the same (Komatsuzaki et al. 2022; He et al. 2024).
 
-A dense feed-forward is cut into as many parts as fit its width (the granularity), and these are repeated. A router
-draws a row for each repetition, shared by its parts, so that a token chooses whole copies of the dense layer. What they
-weigh together is made up for in ``down``: exactly for routers whose weights add up to one, else on average.
+The dense feed-forward is cut into parts of the experts' width (their number is the granularity), and these are
+repeated until there are enough experts. The parts of one repetition share a random row of the router, so that a token
+chooses whole copies of the dense layer. ``down`` is scaled so that their weighted sum is the dense layer's output:
+exactly for routers whose weights add up to one, else on average.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 from weft.validation import validated
 
-#: What can be said of the experts to be made; what is left out is as :class:`ModelShape` has it.
+#: The settings of the new experts that ``--upcycle`` takes; the others have the defaults of :class:`ModelShape`.
 SETTINGS = (
     "experts", "experts_per_token", "expert_ffn", "first_dense", "moe_every", "router", "router_norm", "router_scale",
     "bias_rate", "balance", "balance_loss", "z_loss",
@@ -87,7 +88,7 @@ ROUTER = NameRule("", (), replicated)
 
 
 def down_scale(shape: ModelShape, count: int) -> float:
-    """By what ``down`` grows, as the chosen experts weigh less (or more) together than the dense layers do."""
+    """The factor for ``down`` that makes up for the router's weights, which do not add up to 1 per dense copy."""
     assert shape.ffn and shape.expert_ffn
     k = shape.experts_per_token
     if shape.router == "post-softmax" or shape.router_norm:
@@ -100,7 +101,10 @@ def down_scale(shape: ModelShape, count: int) -> float:
 def _piece(
     dense: Callable[[], torch.Tensor], columns: bool, width: int, scale: float
 ) -> Callable[[int], Callable[[int, int], torch.Tensor]]:
-    """Of a dense weight, what reads rows of its part ``part``."""
+    """A function of a part's number, which returns the function that reads rows of that part of a dense weight.
+
+    Parts are ``width`` columns (of ``down``, times ``scale``) or rows.
+    """
 
     def of_part(part: int) -> Callable[[int, int], torch.Tensor]:
         first = part * width

@@ -1,4 +1,4 @@
-"""What an open checkpoint holds, written as Weft's, Hugging Face's or DCP's: one tensor in memory at a time."""
+"""Writes an open checkpoint in Weft's, Hugging Face's or DCP's format, with one tensor in memory at a time."""
 
 import json
 from collections.abc import Callable, Iterator
