@@ -22,7 +22,7 @@ COLUMNS = 200
 
 
 class Series(NamedTuple):
-    """One line: a value of one kind of record; ``smooth``: noisy, so that a mean is drawn over it."""
+    """One line of a chart: a value of one kind of record; ``smooth``: it is noisy, so that a mean is drawn over it."""
 
     kind: str
     value: str
@@ -32,12 +32,14 @@ class Series(NamedTuple):
 
 
 class Chart(NamedTuple):
+    """A chart of lines over steps, or over minutes since the start (``by_time``)."""
+
     title: str
     note: str
     ticks: str  # formats of the axis and of single values, in the language of d3
     form: str
     series: tuple[Series, ...]
-    by_time: bool = False  # over minutes since the start, not over steps
+    by_time: bool = False
 
 
 CHARTS = (
@@ -95,11 +97,9 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
         if traces:
             layout = frame(chart, traces, runs)
             found.append({"title": chart.title, "note": chart.note, "traces": traces, "layout": layout})
-    split = step_times(runs)
-    loads = expert_loads(runs[0].records.get("experts", [])) if not several else []
-    saved = saved_activations(runs[0].records.get("activations", [])) if not several else []
-    members = membership(runs[0].records) if not several else []
-    return found[:3] + split + members + found[3:] + loads + saved
+    single: Records = {} if several else runs[0].records  # for charts that show one run only
+    loads, saved = expert_loads(single.get("experts", [])), saved_activations(single.get("activations", []))
+    return found[:3] + step_times(runs) + membership(single) + found[3:] + loads + saved
 
 
 def expert_loads(records: list[Record]) -> list[Record]:
@@ -127,7 +127,8 @@ def expert_loads(records: list[Record]) -> list[Record]:
 
 
 def saved_activations(records: list[Record]) -> list[Record]:
-    """What a step takes by the bytes that blocks save, predicted from a profile for every number of blocks."""
+    """The predicted seconds of a step over the bytes of activations that blocks save, for every number of blocks that
+    are offloaded or recomputed."""
     if not records:
         return []
     last, colors = records[-1], {"offload": "--c1", "recompute": "--c4"}
@@ -145,7 +146,7 @@ def saved_activations(records: list[Record]) -> list[Record]:
 
 
 def membership(records: Records) -> list[Record]:
-    """The loss over time, and how many ranks there were, of a run that has lost or gained some."""
+    """The loss over time together with the number of ranks, for a run that has lost or gained ranks."""
     views, trained = records.get("view", []), records.get("train", [])
     if len(views) < 2 or not trained:
         return []
@@ -164,7 +165,7 @@ def membership(records: Records) -> list[Record]:
 
 
 def task_chart(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """The chart of the tasks that runs were asked, if there are any."""
+    """The chart of the accuracy on tasks, if any run was evaluated on some."""
     kinds = dict.fromkeys(kind for run in runs for kind in run.records if kind.startswith("task."))
     series = [
         Series(kind, "accuracy", color, kind.removeprefix("task."))
@@ -188,7 +189,7 @@ def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Re
 
 
 def checkpoint_charts(records: Records) -> list[Record]:
-    """Those of :func:`checkpoint_card`."""
+    """The charts about checkpoints: seconds by rank and stage, and how long training waited. Empty without any."""
     saved, made = records.get("saved", []), records.get("checkpoint", [])
     found = [heat] if (heat := checkpoints.heat_map(saved, records.get("loaded", []))) else []
     steps, stall = checkpoints.stalls(saved, made)

@@ -16,7 +16,7 @@ LOAD = ("plan", "read", "verify", "unpack")
 #: Stages in which a rank waits for others, or for its own writer: slow is then someone or something else.
 WAITING = ("stage", "wait", "commit")
 
-#: Up to so many ranks each have a row; of more, the slowest and quantiles of the others.
+#: Up to so many ranks have a row each; of more ranks, only so many slowest ones, and the others as quantiles.
 ROWS, SLOWEST = 24, 16
 #: From so many times the median on, a stage of a rank is called slow.
 SLOW = 1.3
@@ -57,12 +57,13 @@ def over_ranks(of: Times) -> dict[str, float]:
 
 
 def work(seconds: Mapping[str, float]) -> float:
-    """What a rank itself spends, without waiting."""
+    """The seconds that a rank spends on its own work, without the stages in which it waits."""
     return sum(v for stage, v in seconds.items() if stage not in WAITING)
 
 
 def ratio(seconds: float, middle: float, whole: float) -> float:
-    """Against the median, damped where both are a small part of the ``whole``, so that no colour shouts about 1 ms."""
+    """``seconds`` over the median ``middle``, drawn towards 1 where both are a small part of the ``whole``, so that a
+    difference of 1 ms is not coloured as a slow rank."""
     damp = NOISE * whole or 1e-9
     return (seconds + damp) / (middle + damp)
 
@@ -158,7 +159,10 @@ def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None
 def _slowest(
     lines: Sequence[tuple[str, list[float | None]]], by_time: Sequence[int]
 ) -> list[tuple[str, list[float | None]]]:
-    """The lines of the slowest ranks, and three that stand for all others; ``by_time``: all lines, slowest first."""
+    """The lines of the slowest ranks, and three lines of quantiles of all others.
+
+    ``by_time``: the indices of all lines, the slowest first.
+    """
     others = [lines[i][1] for i in by_time[SLOWEST:]]
     tails = [_tail([v for v in column if v is not None]) for column in zip(*others, strict=True)]
     labels = ("slowest tenth", "median", "fastest tenth")
@@ -167,7 +171,8 @@ def _slowest(
 
 
 def _heat_layout(names: Sequence[str], stages: Sequence[str], saves: int) -> Record:
-    """Plotly's layout: the columns are ``names``, shown as ``stages``, of which the first ``saves`` are of saves."""
+    """Plotly's layout of the heat map. Its columns are ``names``, labelled ``stages``; the first ``saves`` of them are
+    about saving, the rest about loading."""
     axis = {"type": "category", "showgrid": False, "ticks": ""}
     layout: Record = {"hovermode": "closest", "yaxis": axis, "margin": {"l": 48, "r": 8, "t": 42, "b": 4}}
     layout["xaxis"] = axis | {"side": "top", "tickangle": 0, "tickvals": names, "ticktext": stages}
@@ -181,6 +186,7 @@ def _heat_layout(names: Sequence[str], stages: Sequence[str], saves: int) -> Rec
 
 
 def _tail(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    """The ninth decile, the median and the first decile, as far as there are values for them."""
     if len(values) < 2:
         return (None, values[0] if values else None, None)
     cut = quantiles(values, n=10, method="inclusive")
@@ -188,7 +194,7 @@ def _tail(values: Sequence[float]) -> tuple[float | None, float | None, float | 
 
 
 def stalls(saved: Sequence[Record], checkpoints: Sequence[Record]) -> tuple[list[int], list[float]]:
-    """Steps, and for how many seconds training waited there: of the slowest rank, where that is known."""
+    """The steps with saves, and the seconds that training waited for each: the slowest rank's, where that is known."""
     found: dict[int, float] = {}
     for row in saved:
         seconds = numbers(row)
@@ -227,7 +233,7 @@ def facts(saved: Sequence[Record], loaded: Sequence[Record], checkpoints: Sequen
 
 
 def _bytes(rows: Sequence[Record]) -> float:
-    """Of all ranks, in the last step that has any."""
+    """The bytes of all ranks together, in the last step with any."""
     by_step: dict[int, float] = defaultdict(float)
     for row in rows:
         if isinstance(row.get("bytes"), (int, float)):

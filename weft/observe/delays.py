@@ -10,7 +10,8 @@ DRAWN = 32
 
 
 def periods(records: list[Record]) -> list[tuple[str, str]]:
-    """When and what: every verdict with the steps from the judgement that it is in to the one that it is not."""
+    """Every verdict with its steps, ``("steps 100 to 200", text)``: from the record that first has it to the first that
+    no longer has it."""
     found, begun = list[tuple[int, str, str]](), dict[str, tuple[int, str]]()
     for record in records:
         step, said = record["step"], {f"{v['kind']} {v['ranks']}": v["text"] for v in record["verdicts"]}
@@ -24,7 +25,10 @@ def periods(records: list[Record]) -> list[tuple[str, str]]:
 
 
 def card(records: list[Record]) -> Record:
-    """What the card shows; nothing if nobody was slow. Shares are of the longest step, heats from 0 to 100."""
+    """The values that the card's template needs; empty if no rank was slow.
+
+    ``compute`` and ``wait`` of a rank are percentages of the longest step; heats are from 0 to 100.
+    """
     telling = [record for record in records if record.get("verdicts")]
     if not telling:
         return {}

@@ -63,7 +63,7 @@ class Display:
             self._line()
 
     def note(self, text: str) -> None:
-        """Say something once, above the panel or between the lines."""
+        """Print a message above the panel, or between the lines."""
         self._console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True)
 
     def _line(self) -> None:

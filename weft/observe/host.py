@@ -41,7 +41,10 @@ def git_state() -> str:
 
 
 class HardwareLoad:
-    """Load of the main rank's machine, at most every ``interval`` seconds; its processor's since the sample before."""
+    """Samples the load of the main rank's machine, at most every ``interval`` seconds.
+
+    The processor's load is the mean since the sample before.
+    """
 
     def __init__(self, device: torch.device, interval: float = 5.0) -> None:
         self._device, self._interval, self._sampled = device, interval, time.monotonic()

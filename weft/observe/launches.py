@@ -1,9 +1,9 @@
-"""Whether a program waits for its launches or for its kernels, from traces of PyTorch's profiler.
+"""Whether a program is bound by launching kernels or by running them, from traces of PyTorch's profiler.
 
-A kernel that is launched while the device has nothing to do starts at once; one that is launched while others run
-queues. The time from launch to start, summed over all kernels, is TKLQT (SKIP, Vellaisamy et al. 2025, 2504.11750). It
-stays flat while the host is the slower of the two, and rises once kernels queue: with growing batches, the first one
-whose time per kernel is twice the least is bound by compute. Without a device there are no launches, and only the time
+A kernel that is launched while the device is idle starts at once; one that is launched while others run is queued. The
+time from launch to start, summed over all kernels, is TKLQT (SKIP, Vellaisamy et al. 2025, 2504.11750). It stays flat
+while the host is slower than the device, and rises once kernels queue: with growing batches, the first batch whose
+TKLQT per kernel is twice the least is bound by compute. A trace without a device has no launches, so that only the time
 in and between operators can be told.
 """
 

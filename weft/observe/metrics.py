@@ -1,4 +1,4 @@
-"""The record of a run: ``metrics.jsonl`` in its folder, and the same numbers for trackers."""
+"""The records of a run: ``metrics.jsonl`` in its folder, and the same numbers for trackers."""
 
 import errno
 import json
@@ -31,13 +31,13 @@ MANY = ("saved", "loaded")
 class Metrics:
     """Appends records to ``run/metrics.jsonl``, one flushed line each; with ``run = None`` (other ranks) does nothing.
 
-    ``trackers``: who gets the records besides, see :mod:`weft.observe.trackers`.
+    ``trackers``: names of those that get the records as well, see :mod:`weft.observe.trackers`.
 
-    Opening an existing file continues it, without the line that a crash may have torn. A ``run`` record at step s
+    Opening an existing file continues it; a last line that a crash has cut off is removed. A ``run`` record at step s
     supersedes what was recorded for steps after s. NaN and infinity are written as ``null``.
 
-    If the disk is full or fails, ``warn`` hears so once, and the run goes on: what could not be written is kept, up to
-    :data:`KEPT` bytes, and written with the next record that can be.
+    If the disk is full or fails, ``warn`` is called once and the run goes on. Records that could not be written are
+    kept, up to :data:`KEPT` bytes, and written before the next record.
     """
 
     def __init__(self, run: Path | None, trackers: Sequence[str] = (), warn: Callable[[str], None] = print) -> None:
@@ -70,7 +70,7 @@ class Metrics:
             self._track(kind, step, values)
 
     def forget(self, step: int) -> None:
-        """Take out what was recorded of steps after ``step``, which are taken again."""
+        """Remove the records of steps after ``step``, which are about to be repeated."""
         if self._run is None:
             return
         self._file.seek(0)
@@ -131,7 +131,7 @@ class RecordedRun:
 
     @property
     def head(self) -> Record:
-        """What the last attempt said of itself."""
+        """The ``run`` record of the last attempt."""
         return self.records.get("run", [{}])[-1]
 
     @property

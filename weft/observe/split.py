@@ -31,7 +31,7 @@ class TimeSplit:
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """What the split needs of one profiled event: times in seconds, ``kind`` as the profiler names activities."""
+    """A profiled event, as far as the split needs it: times in seconds; ``kind``: the profiler's name of its type."""
 
     name: str
     start: float
@@ -41,9 +41,10 @@ class TraceEvent:
 
 
 def profile_step(fn: Callable[[], T]) -> tuple[T, TimeSplit]:
-    """Run ``fn`` under :mod:`torch.profiler`, alone and on every rank at once, and say where its time went.
+    """Run ``fn`` under :mod:`torch.profiler`; returns its result and where its time went.
 
-    ``fn`` marks its phases with ``record_function("weft:data")`` and ``record_function("weft:optimizer")``.
+    It must run on all ranks at the same time, and not inside another profiler. ``fn`` marks its phases with
+    ``record_function("weft:data")`` and ``record_function("weft:optimizer")``.
     """
     with _profile() as profiler, _marked_waits(), record_function("weft:step"):
         result = fn()

@@ -120,7 +120,8 @@ def make_tracker(name: str, run: Path) -> Tracker:
 
 
 def remembered(run: Path, name: str, make: Callable[[], str]) -> str:
-    """What ``make`` gave this run when it was first asked, so that a resumed run goes on under the same name."""
+    """The result of the first call of ``make`` for this run and tracker. It is kept in the run's folder, so that a
+    resumed run continues under the same id."""
     path = run / "trackers.json"
     known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
     if name not in known:
