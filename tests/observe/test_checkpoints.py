@@ -180,6 +180,7 @@ def test_sizes() -> None:
     assert [size(n) for n in (0, 1023, 1 << 20, 3.5 * 2**30, 2.0**45)] == [
         "0 B", "0.999 KiB", "1 MiB", "3.5 GiB", "32 TiB"
     ]  # fmt: skip
+    assert [size(n) for n in (999.4 * 1024, 999.6 * 1024)] == ["999 KiB", "0.976 MiB"]
 
 
 @pytest.mark.slow

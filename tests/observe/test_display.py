@@ -76,4 +76,5 @@ def test_terminal_is_left_as_it_was(width: int) -> None:
 
 def test_numbers() -> None:
     assert [compact(n) for n in (0, 950, 12_345, 4.56e6, 7e9)] == ["0", "950", "12.3k", "4.56M", "7B"]
+    assert [compact(n) for n in (999.6, 999_400, 999_600, -999_600)] == ["1k", "999k", "1M", "-1M"]
     assert [clock(s) for s in (-1, 9, 61, 3661, 200_000)] == ["0:00", "0:09", "1:01", "1:01:01", "2d 7:33"]

@@ -73,7 +73,9 @@ def test_only_what_changed_is_news() -> None:
     assert dict(table.under("file/")) == {"y": 2}
 
 
-@pytest.mark.parametrize("data", [None, 3, [1], {"k": [1, 2]}, {"k": ["1", 0, "a", None]}, {"k": None}])
+@pytest.mark.parametrize(
+    "data", [None, 3, [1], {"k": [1, 2]}, {"k": ["1", 0, "a", None]}, {"k": None}, [[1, [1, 2, "a", None]]]]
+)
 def test_what_is_no_table_is_refused(data: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         from_json(data)

@@ -106,7 +106,7 @@ def size(count: float) -> str:
     """Bytes in binary units: 4.01 GiB."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if count < 1000:
+        if count < 999.5:  # from there on three digits would be 1e+03
             break
         count, unit = count / 1024, larger
     return f"{count:.3g} {unit}"

@@ -80,7 +80,8 @@ def from_json(data: Any) -> dict[str, Entry]:
     """Entries as another peer has sent them. Raises :class:`ValueError` if they are none."""
     entries = {}
     for key, (time_, number, writer, value) in dict(data).items():
-        if not (isinstance(time_, int) and isinstance(number, int) and isinstance(writer, str)):
-            raise ValueError("an entry's stamp is malformed")
+        kinds = isinstance(key, str), isinstance(time_, int), isinstance(number, int), isinstance(writer, str)
+        if not all(kinds):
+            raise ValueError("an entry's key or stamp is malformed")
         entries[key] = Entry(Stamp(time_, number, writer), value)
     return entries

@@ -96,7 +96,7 @@ async def receive(stream: Any, body: int = 0, head: int = HEAD) -> tuple[dict[st
     try:
         said = json.loads(await _read(stream, length))
         size = int(said["size"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         raise PeerError("a message is malformed") from None
     if not 0 <= size <= body:
         raise PeerError(f"a body of {size} bytes is too long")

@@ -103,7 +103,8 @@ class Streams:
 
         ``limit``: seconds to wait, if they are not those of the streams.
         """
-        deadline = time.monotonic() + (limit or self.limit)
+        limit = limit or self.limit
+        deadline = time.monotonic() + limit
         with self._news:
             key = (self.epoch, island, tag)
             while not (waiting := self._came[key]):
@@ -112,7 +113,7 @@ class Streams:
                 if self._closed:
                     raise IslandLost(f"island {self.island} has ended while it waited for island {island}")
                 if island in self._lost or left <= 0:
-                    why = self._lost.get(island) or f"has not answered for {self.limit:g} s"
+                    why = self._lost.get(island) or f"has not answered for {limit:g} s"
                     raise IslandLost(
                         f"island {island} {why}: island {self.island} waits for its {tag!r}; look at its ranks and the "
                         "link, then go on from the last checkpoint with --resume auto"
