@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from weft.errors import WeftError
-from weft.layout.dims import Box, Logical
+from weft.layout.dims import Box, Logical, extents, slices
 from weft.layout.mesh import Mesh
 from weft.model_config import config_from_shape, read_json, weight_blocks
 from weft.models.hf_names import fused_name, hf_names, norm_offset
@@ -97,7 +97,7 @@ class HuggingFaceFolder:
             return self._of_bytes(name, tensor, box)
         if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
             raise WeftError(f"{file}: {name} is stored as {tensor.get_dtype()}; quantized weights are not supported")
-        return tensor[tuple(slice(lo, hi) for lo, hi in box)]
+        return tensor[slices(box)]
 
     def _of_bytes(self, name: str, tensor: Any, box: Box) -> torch.Tensor:
         """The part ``box`` of a weight in 8 bits, whose blocks have a scale each (DeepSeek-V3), as float32."""
@@ -109,7 +109,7 @@ class HuggingFaceFolder:
         scale = self.read(name + SCALES, counts, blocks)
         for dim, ((lo, hi), (first, _), size) in enumerate(zip(box, blocks, sizes, strict=True)):
             scale = scale.repeat_interleave(size, dim).narrow(dim, lo - first * size, hi - lo)
-        return tensor[tuple(slice(lo, hi) for lo, hi in box)].to(torch.float32) * scale
+        return tensor[slices(box)].to(torch.float32) * scale
 
     def experts(self, name: str, names: Sequence[str], logical: Logical, box: Box) -> torch.Tensor:
         """The part ``box`` of all experts' ``name``, which have a tensor each, or as transformers holds them one."""
@@ -120,7 +120,7 @@ class HuggingFaceFolder:
             (lo, hi), first = box[1], part * rows
             return self.read(whole, (count, parts * rows, width), (box[0], (first + lo, first + hi), box[2]))
         found = [self.read(one, (rows, width), box[1:]) for one in names[slice(*box[0])]]
-        return torch.stack(found) if found else torch.empty([hi - lo for lo, hi in box])
+        return torch.stack(found) if found else torch.empty(extents(box))
 
 
 def hf_values(folder: Path, shape: ModelShape | None = None) -> Callable[[str, Logical, Box], torch.Tensor]:
@@ -130,7 +130,7 @@ def hf_values(folder: Path, shape: ModelShape | None = None) -> Callable[[str, L
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
         names = hf_names(name, shape)
         if not names:
-            return torch.zeros([hi - lo for lo, hi in box])
+            return torch.zeros(extents(box))
         if ".experts." in name:
             return stored.experts(name, names, logical, box)
         found = stored.read(names[0], logical.shape, box)

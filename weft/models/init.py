@@ -4,7 +4,7 @@ import zlib
 
 import torch
 
-from weft.layout.dims import Box, Logical
+from weft.layout.dims import Box, Logical, extents
 
 #: Elements drawn from one generator. A logical tensor is a stack of such blocks of rows.
 BLOCK = 1 << 18
@@ -12,7 +12,7 @@ BLOCK = 1 << 18
 
 def initial_values(name: str, logical: Logical, box: Box, seed: int) -> torch.Tensor:
     """The part ``box`` of parameter ``name``'s initial value, float32."""
-    shape = tuple(hi - lo for lo, hi in box)
+    shape = extents(box)
     if logical.std is None:
         return torch.ones(shape)
     if logical.std == 0 or 0 in shape:

@@ -17,7 +17,7 @@ from torch import nn
 
 from weft.data.batch import Batch
 from weft.errors import WeftError
-from weft.layout.dims import Box, Dim, Logical
+from weft.layout.dims import Box, Dim, Logical, slices
 from weft.layout.mesh import Mesh
 from weft.models.module import Module
 from weft.models.own_loss import TokenLoss
@@ -82,6 +82,6 @@ def own_values(shape: ModelShape, seed: int) -> Values:
         }
 
     def values(name: str, logical: Logical, box: Box) -> T:
-        return made[name][tuple(slice(lo, hi) for lo, hi in box)]
+        return made[name][slices(box)]
 
     return values

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.layout.dims import Logical
+from weft.layout.dims import Logical, extents
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Placement
 from weft.memory.resting import Tiers
@@ -87,7 +87,7 @@ class TableUnit(Unit):
         if self.apart:
             away = self.place != "device"
             place = torch.device("cpu") if away else full.device
-            rows = torch.zeros([hi - lo for lo, hi in f.placement.box], dtype=self.wide, device=place)
+            rows = torch.zeros(extents(f.placement.box), dtype=self.wide, device=place)
             shard = nn.Parameter(rows.pin_memory() if away and full.is_cuda else rows, self.learns)
         return Held(f.name, f.logical, f.placement, shard.detach(), shard)
 

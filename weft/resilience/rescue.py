@@ -11,7 +11,7 @@ from weft.checkpoint.levels import LevelStore
 from weft.checkpoint.reshard import redistribute
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import Storage
-from weft.layout.dims import Tensor
+from weft.layout.dims import Tensor, extents
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.model_parameters import learns, parameters
@@ -42,7 +42,7 @@ def save_copies(
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         box = share(tuple((0, size) for size in tensor.shape), tensor.itemsize, rank, world, number)
         if box is not None:
-            values = torch.empty([hi - lo for lo, hi in box], dtype=TORCH_DTYPES[tensor.dtype])
+            values = torch.empty(extents(box), dtype=TORCH_DTYPES[tensor.dtype])
             targets[name] = Part(values, box, tensor)
     redistribute([(name, part) for name, part in parts if name in tensors], targets, mesh.step_group)
     level: LevelStore = run.levels[-1]

@@ -23,7 +23,7 @@ import xxhash
 
 from weft.checkpoint.format import volume
 from weft.checkpoint.state import Progress
-from weft.layout.dims import Box, Tensor
+from weft.layout.dims import Box, Tensor, extents
 from weft.layout.lost import PeerLost
 from weft.layout.mesh import from_all
 from weft.layout.parts import TORCH_DTYPES, Part
@@ -163,7 +163,7 @@ class SnapshotCopy:
         for piece in self.segments[number].pieces:
             at = self.starts[number] + piece.start
             flat = self.memory[at : at + piece.size].view(TORCH_DTYPES[piece.tensor.dtype])
-            yield piece, flat.view([hi - lo for lo, hi in piece.box])
+            yield piece, flat.view(extents(piece.box))
 
 
 def digest(views: Iterable[memoryview]) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from weft.layout.dims import Tensor
+from weft.layout.dims import Tensor, slices
 from weft.layout.layout import MODEL_AXES
 from weft.layout.mesh import Mesh
 from weft.layout.parts import NAMES, Part
@@ -72,12 +72,12 @@ class RankSums:
     def whole(self, x: T, held: Held) -> T:
         """The logical tensor of which every rank has the part ``x``, shaped like what it holds of the parameter."""
         full = x.new_zeros(held.logical.shape)
-        full[tuple(slice(lo, hi) for lo, hi in held.box)] = x
+        full[slices(held.box)] = x
         return self.sum(full, held, *range(full.dim()))
 
     def mine(self, full: T, held: Held) -> T:
         """The part that this rank holds of ``full``, a logical tensor shaped like the parameter."""
-        return full[tuple(slice(lo, hi) for lo, hi in held.box)]
+        return full[slices(held.box)]
 
     def agreed(self, x: T) -> T:
         """Broadcast the first replica's ``x`` to all ranks that hold parts of the same parameters, in place.
