@@ -1,6 +1,6 @@
 """The checkpoints that a run makes: saved to its levels while training goes on, reported, and thinned out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, Self
 
@@ -60,10 +60,9 @@ class Checkpoints:
         """The newest checkpoint in the last level, which outlasts the run."""
         return self._levels[-1].last
 
-    @property
-    def wait_for_copy(self) -> Callable[[], None]:
-        """To be called before the state changes: returns when the save that is under way has its copy."""
-        return self._saver.wait_for_copy
+    def wait_for_copy(self) -> None:
+        """Wait until the save under way has its copy of the state, which must not change before."""
+        self._saver.wait_for_copy()
 
     def due(self, step: int) -> list[LevelStore]:
         """The levels to which the state after ``step`` is to be saved."""

@@ -227,7 +227,7 @@ class Company(Presence):
 
     def tell(self, text: str) -> None:
         """Say something; if the island that speaks is away, the first that is there does."""
-        self._news.put(text)
+        self._news.append(text)
         first = min((stay.island for stay in self.stays if stay.until is None), default=0)
         if first == self.island and self.island and not self.mine["place"]:
             print(f"weft: {text}", flush=True)

@@ -4,9 +4,8 @@ Every island numbers its exchanges 0, 1, 2 and so on. Here all islands take part
 the run. :class:`weft.resilience.company.Company` has the same methods and lets islands come and go.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from queue import Empty, Queue
 from typing import TypeVar
 
 from weft.sync.streams import Streams
@@ -25,7 +24,7 @@ class Presence:
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.counts = streams, list[int]()
-        self._news: Queue[str] = Queue()
+        self._news = deque[str]()
 
     def begin(self, number: int) -> None:
         """Fix who takes part in exchange ``number``, as this island is about to send its first message of it."""
@@ -55,15 +54,11 @@ class Presence:
     def note_odd(self, odd: Sequence[int], step: int) -> None:
         """Report that these islands had another state than the others after a step, and now have theirs."""
         for island in odd:
-            self._news.put(
+            self._news.append(
                 f"island {island} had another anchor or momentum than most after step {step} (their hashes differ): it "
                 "has taken theirs; if that comes again look for a faulty memory there"
             )
 
     def take_news(self) -> list[str]:
         """The lines for the user that have come up since the last call."""
-        found = []
-        with suppress(Empty):
-            while True:
-                found.append(self._news.get_nowait())
-        return found
+        return [self._news.popleft() for _ in range(len(self._news))]

@@ -84,14 +84,13 @@ def read_runs(runs: Sequence[ByteRun], name: str, out: torch.Tensor) -> None:
 
 
 def _slice_of(name: str, file: Path, info: Any) -> StoredShard:
-    """One of the tensors inside a file of DCP's."""
+    """A tensor at the place ``info`` in a file of DCP's, which holds many, each as :func:`torch.save` writes it."""
     if getattr(info, "transform_descriptors", None):
         raise WeftError(f"{file}: tensor {name} is transformed ({info.transform_descriptors}); save it plain")
     try:
         with file.open("rb") as stream:
-            return as_stored(
-                name, _fake(filesystem._create_file_view(stream, info.offset, info.length)), file, info.offset
-            )
+            view = filesystem._create_file_view(stream, info.offset, info.length)
+            return as_stored(name, _fake(view), file, info.offset)
     except FileNotFoundError:
         raise WeftError(f"{file} is missing (tensor {name})") from None
     except DAMAGE as error:

@@ -111,14 +111,11 @@ def kind_of(path: Path) -> str | None:
 
 def _tagged(path: Path) -> Path:
     """The folder of the newest save where ``path`` names it (DeepSpeed, Megatron), else ``path``."""
-    for file, name in (
-        ("latest_universal", "{}"),
-        ("latest", "{}"),
-        ("latest_checkpointed_iteration.txt", "iter_{:0>7}"),
-    ):
+    for file in ("latest_universal", "latest", "latest_checkpointed_iteration.txt"):
         if (path / file).is_file():
             tag = (path / file).read_text(errors="replace").strip()
-            return path / (tag if tag == "release" else name.format(tag))
+            numbered = file.endswith(".txt") and tag != "release"  # Megatron's
+            return path / (f"iter_{tag:0>7}" if numbered else tag)
     return path
 
 
@@ -239,9 +236,8 @@ def _deepspeed(path: Path, config: Path | None) -> Foreign:
         stores, averages = _zero(folder)
     moments = {moment: sources_by_name(stores[moment], averages) for moment in MOMENTS if stores[moment]}
     step = re.search(r"(\d+)(?:_universal)?$", folder.name)
-    return Foreign(
-        "deepspeed", path, shape, sources_by_name(stores["fp32"], averages), moments, int(step[1]) if step else 0
-    )
+    made = sources_by_name(stores["fp32"], averages)
+    return Foreign("deepspeed", path, shape, made, moments, int(step[1]) if step else 0)
 
 
 def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
@@ -293,16 +289,16 @@ def _unflatten(
         raise WeftError(
             f"{files[0].parent} has {len(parts)} of {count} partitions; an *_optim_states.pt file is missing"
         )
-    base, flats = "base_optimizer_state" if stage < 3 else "optimizer_state_dict", "single_partition_of_fp32_groups"
+    base, flats, groups = "base_optimizer_state", "single_partition_of_fp32_groups", about["param_shapes"]
+    if stage == 3:
+        base, flats = "optimizer_state_dict", "fp32_flat_groups"
+        groups = [{name: size for group in groups for name, size in group.items()}]
     found: dict[str, dict[str, StoredShard]] = {"fp32": {}}
-    groups = (
-        about["param_shapes"] if stage < 3 else [{k: v for group in about["param_shapes"] for k, v in group.items()}]
-    )
     for key in ("fp32", *MOMENTS):
         # of each rank, the flat tensors by group
         held: list[list[StoredShard]] = []
         for file, part in zip(files, parts, strict=True):
-            flat = part[flats if stage < 3 else "fp32_flat_groups"]
+            flat = part[flats]
             if key != "fp32":
                 state = part.get(base) or {}
                 state = state.get("state", {}) if isinstance(state, dict) else dict(enumerate(state))
@@ -314,9 +310,8 @@ def _unflatten(
             continue
         for i, group in enumerate(groups):
             at = 0
-            runs = [
-                [r for flat in flats for r in flat.runs] for flats in (held if stage == 3 else [[h[i]] for h in held])
-            ]
+            flat_of_ranks = held if stage == 3 else [[of_rank[i]] for of_rank in held]
+            runs = [[run for flat in of_rank for run in flat.runs] for of_rank in flat_of_ranks]
             dtype = held[0][i].dtype
             for name, size in group.items():
                 total = prod(size) * dtype.itemsize
