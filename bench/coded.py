@@ -110,7 +110,7 @@ def described(
     code = made(kind, words, ranks, jobs)
     times = [simulated(code, trace(ranks, jobs + 9, seed, host), PATIENCE) for seed in seeds]
     return {
-        **words, "load": round(code.load, 4), "delay": code.delay, "parts": code.parts,
+        **words, "load": round(len(code.parts_of(0)) / code.parts, 4), "delay": code.delay, "parts": code.parts,
         "simulated_s": round(float(np.mean(times)), 3),
     }  # fmt: skip
 

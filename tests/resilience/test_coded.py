@@ -48,6 +48,11 @@ def decode(code: Code, arrived: list[frozenset[int]], values: np.ndarray) -> dic
     return found
 
 
+def load_of(code: Code) -> float:
+    """The share of a job's samples that a rank computes, for each job."""
+    return len(code.parts_of(0)) / code.parts
+
+
 def values_of(code: Code) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((code.jobs, code.parts, SIZE))
 
@@ -57,7 +62,7 @@ def test_gradient_coding_from_every_set_of_ranks(ranks: int) -> None:
     for late in range(1, ranks):
         code = GradientCode(ranks, late)
         assert {len(code.parts_of(rank)) for rank in range(ranks)} == {late + 1}
-        assert code.load == (late + 1) / ranks
+        assert load_of(code) == (late + 1) / ranks
         values = values_of(code)
         for missing in (some for count in range(late + 1) for some in combinations(range(ranks), count)):
             arrived = [frozenset(range(ranks)) - set(missing)]
@@ -147,16 +152,16 @@ def test_loads_are_those_of_the_papers() -> None:
         multiplexed = code_of(Resilience(code="m-sgc", **words), ranks)
         assert repeated is not None and multiplexed is not None
         assert (repeated.delay, multiplexed.delay) == (burst, window - 2 + burst)
-        assert repeated.load == (-(-burst * late // (window - 1 + burst)) + 1) / ranks
+        assert load_of(repeated) == (-(-burst * late // (window - 1 + burst)) + 1) / ranks
         slots = window - 1 + burst
-        assert multiplexed.load == pytest.approx((late + 1) * slots / (ranks * (burst + (window - 1) * (late + 1))))
+        assert load_of(multiplexed) == pytest.approx((late + 1) * slots / (ranks * (burst + (window - 1) * (late + 1))))
         # What a rank computes, round by round, once all rounds have tasks of all jobs: as much in each.
         everybody = [frozenset(range(ranks))] * multiplexed.delay
         code = Multiplexed(ranks, late, multiplexed.delay + 1, burst, window)
         tasks = code.tasks(0, code.delay, everybody)
-        assert sum(len(task.parts) for task in tasks) == pytest.approx(code.load * code.parts)
-    assert Multiplexed(16, 4, 1, 1, 3).load == pytest.approx(15 / 176)
-    assert GradientCode(16, 4).load == 5 / 16
+        assert sum(len(task.parts) for task in tasks) == pytest.approx(load_of(code) * code.parts)
+    assert load_of(Multiplexed(16, 4, 1, 1, 3)) == pytest.approx(15 / 176)
+    assert load_of(GradientCode(16, 4)) == 5 / 16
 
 
 def test_bursts() -> None:

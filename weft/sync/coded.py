@@ -76,11 +76,6 @@ class Code(ABC):
     def decoding(self, job: int, arrived: Arrived) -> dict[Result, float] | None:
         """The weights of the results whose sum is the job's gradient; None as long as too few have come."""
 
-    @property
-    @abstractmethod
-    def load(self) -> float:
-        """The share of a job's samples that a rank computes, for each job."""
-
 
 @dataclass(frozen=True)
 class GradientCode(Code):
@@ -117,10 +112,6 @@ class GradientCode(Code):
         found = sorted(results)
         weights = decoded(self.ranks, self.stragglers, tuple(result.rank for result in found))
         return None if weights is None else dict(zip(found, weights, strict=True))
-
-    @property
-    def load(self) -> float:
-        return (self.stragglers + 1) / self.ranks
 
 
 @dataclass(frozen=True)
@@ -262,10 +253,6 @@ class Multiplexed(Code):
                 return None
             found |= weights
         return found
-
-    @property
-    def load(self) -> float:
-        return (self.delay + 1) * self.own / self.parts
 
 
 def in_time(rank: int, number: int, arrived: Arrived) -> bool:
