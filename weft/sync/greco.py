@@ -1,8 +1,8 @@
 """L-GreCo: how strongly to compress each tensor, for the smallest total size within a total error.
 
-Tensors differ in what compressing them costs: one loses little at rank 2, another needs 8. Given the squared error and
-the size of each tensor under each of a few candidates, a choice per tensor is wanted that adds up to the least bytes,
-with errors that add up to no more than those of one setting for all (Markov et al. 2024).
+Tensors differ in how much they lose when they are compressed: one loses little at rank 2, another needs rank 8. Given
+the squared error and the size of each tensor under each of a few candidates, one candidate per tensor is chosen, so
+that the bytes add up to the least, and the errors to no more than with one setting for all (Markov et al. 2024).
 :func:`allocate_compressors` does it all. It depends on nothing but its arguments, so islands that call it with tensors
 on which they have agreed need to say nothing to each other, and can call it again whenever the tensors have changed.
 """

@@ -1,9 +1,9 @@
 """Aggregate gradients of replicas of which some may send garbage, by rules that tolerate it.
 
-The gradients of ``p`` replicas are never all on one rank. Each rank gets a chunk of all of them (all_to_all), adds up
-what the chunk has to say to the ``p x p`` matrix of inner products (all_reduce), from which every rule but the
-coordinate-wise ones knows its weights, and gives everybody its chunk of the outcome (all_gather). So a rank sends as
-much as in a ring all-reduce, and ``p^2`` numbers.
+The gradients of ``p`` replicas are never all on one rank. Each rank gets one chunk of all gradients (all_to_all) and
+computes the chunk's part of the ``p x p`` matrix of inner products, which is summed over ranks (all_reduce). From that
+matrix follow the weights of every rule that is not coordinate-wise. The rank then applies the rule to its chunk and
+gives the outcome to all (all_gather). So a rank sends as much as in a ring all-reduce, and ``p^2`` numbers.
 
 A gradient with a number that is not finite is left out before any rule, and counts as one of the faulty.
 """
@@ -32,7 +32,7 @@ DIFFERENCES = 1.0
 
 @torch.no_grad()
 def aggregated(mine: T, rule: Rule, faulty: int, group: dist.ProcessGroup) -> tuple[T, list[bool]]:
-    """What ``rule`` makes of every rank's gradient ``mine`` ``[elements]``, and whose had a part in it. Collective.
+    """The outcome of ``rule`` for all ranks' gradients ``mine`` ``[elements]``, and which ranks' were used. Collective.
 
     The outcome is the same on all ranks to the last bit, and not a number if nobody's gradient was finite.
     """
@@ -58,7 +58,7 @@ def aggregated(mine: T, rule: Rule, faulty: int, group: dist.ProcessGroup) -> tu
 
 
 def weighted(weights: Callable[[T, int], T]) -> Rule:
-    """The rule that sums the gradients, by weights that follow from the inner products."""
+    """The rule that is a weighted sum of the gradients, by weights that follow from their inner products."""
 
     def rule(chunks: T, gram: T, faulty: int) -> T:
         return weights(gram, faulty).to(chunks) @ chunks
@@ -67,20 +67,21 @@ def weighted(weights: Callable[[T, int], T]) -> Rule:
 
 
 def squared_distances(gram: T) -> T:
-    """Between all pairs, ``[replicas, replicas]``."""
+    """The squared distances between all pairs of gradients, ``[replicas, replicas]``."""
     norms = gram.diag()
     return (norms[:, None] + norms[None] - 2 * gram).clamp(min=0)
 
 
 def krum_scores(distances: T, faulty: int) -> T:
-    """How far each is, squared, from as many of its nearest as are sure to be right (Blanchard et al. 2017)."""
+    """Krum's scores: for each gradient the sum of squared distances to its nearest ones, so many of them as are sure to
+    be right (Blanchard et al. 2017)."""
     near = max(1, len(distances) - faulty - 2)
     others = distances + torch.diag(torch.full((len(distances),), inf, dtype=distances.dtype))
     return others.sort(dim=1).values[:, :near].sum(1)
 
 
 def mean_of(chosen: T, count: int) -> T:
-    """Weights of the mean of the ``chosen`` ones of so many."""
+    """The weights, of ``count`` gradients, that make the mean of the ``chosen`` ones."""
     return torch.zeros(count, dtype=torch.float64).index_fill_(0, chosen, 1 / len(chosen))
 
 
