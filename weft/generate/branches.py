@@ -1,7 +1,8 @@
-"""Blocks for guesses of what a request will write (:mod:`weft.generate.speculation`).
+"""Cache blocks for the guesses of what a request will write (:mod:`weft.generate.speculation`).
 
-The first guess goes on in the request's own blocks. Others begin from copies of the last one, as all do where a block
-sums up its tokens, so that none of these can be taken back.
+The first guess is written behind the request's own tokens, in its own blocks; each other one has a table of its own,
+with a copy of the request's last block. Where blocks are recurrent states, which cannot forget a wrong token, the first
+guess gets a copy too.
 """
 
 from weft.generate.pool import BlockPool
@@ -9,9 +10,9 @@ from weft.generate.request import Branch, Request
 
 
 def branch(pool: BlockPool, request: Request, left: int, copies: list[tuple[int, int]]) -> int:
-    """Make branches of a request's drafts, as far as there is room for ``left`` tokens; returns how many these are.
+    """Turn a request's drafts into branches, for at most ``left`` tokens; returns the number of tokens that they take.
 
-    ``copies`` grows by the blocks that have to be copied first.
+    Pairs (from, to) of blocks that have to be copied first are appended to ``copies``.
     """
     begun, (drafts, request.drafts) = left, (request.drafts, ())  # each is drawn once
     for path in drafts:
@@ -33,7 +34,7 @@ def branch(pool: BlockPool, request: Request, left: int, copies: list[tuple[int,
 
 
 def merge(pool: BlockPool, request: Request, best: Branch | None, right: int) -> None:
-    """Let the first ``right`` guesses of ``best`` count as computed, if they can be kept without the wrong ones."""
+    """Count the first ``right`` tokens of ``best`` as computed, if they can be kept without the wrong ones behind."""
     if best and right and (best.table is request.table or not pool.states or right == len(best.path)):
         if best.table is not request.table:
             request.table[:], best.table[:] = list(best.table), list(request.table)
@@ -42,7 +43,7 @@ def merge(pool: BlockPool, request: Request, best: Branch | None, right: int) ->
 
 
 def release(pool: BlockPool, request: Request) -> None:
-    """Give back what branches alone own."""
+    """Give back the blocks that only branches own."""
     for one in request.branches:
         if one.table is not request.table:
             pool.release(one.table)

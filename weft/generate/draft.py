@@ -1,13 +1,13 @@
 """Guesses from a small model that reads the same texts (speculative decoding, 2211.17192 and 2302.01318).
 
-The small model has an engine of its own. Every time it is asked it goes on from a request's text as it then is: what
-it computed before is found in its cache by the text's beginning, and what was guessed wrong is never looked for. So
-nothing has to be taken back, whatever its layers are.
+The small model has an engine of its own. Each time it is asked, a request's text so far is a new prompt for it: its
+engine's prefix cache has what it computed before, and wrong guesses are just never looked up. So nothing has to be
+undone, whatever kinds of layers the model has.
 
-``ahead`` lets it go on in a thread while the large model checks its last guesses: from every position where these may
-turn out wrong, with the small model's likeliest other tokens there, and from their end (the branches of Mirror
-Speculative Decoding, 2510.13161, which takes them from an early layer of the large model). If one of these is what
-was written, its guesses are there at once. On a device of its own the small model then costs no time.
+With ``ahead``, a thread makes further guesses while the large model checks the last ones: for every position at which
+these may turn out wrong, behind the small model's likeliest other tokens there, and behind their end (the branches of
+Mirror Speculative Decoding, 2510.13161, which takes them from an early layer of the large model). If the text goes on
+in one of these ways, its next guesses are there at once. On a device of its own the small model then costs no time.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,11 @@ SHARED = 2**18
 
 
 def drafter_for(word: str, model: Transformer, warn: Callable[[str], None]) -> Drafter | None:
-    """What guesses for ``model``: ``text`` (a request's own), ``texts`` (also others'), or the small model so named."""
+    """The drafter that ``word`` names; None for "".
+
+    ``text`` guesses from a request's own text, ``texts`` also from other requests'; anything else names a small model,
+    which needs the vocabulary of ``model``. Raises :class:`UsageError`.
+    """
     if word in ("", "text", "texts"):
         return Lookup(shared=SHARED * (word == "texts")) if word else None
     small, _ = open_model(word, str(model.mesh.device), warn)
@@ -55,8 +59,8 @@ class Guessed(NamedTuple):
 class DraftModel:
     """Guesses of up to ``most`` tokens by ``model``, which must have the large model's vocabulary.
 
-    ``ahead``: for how many other tokens at a position it goes on while its guesses are checked, in a thread of its own
-    (0: in none). ``tokens``: room of its cache; longer texts are not guessed.
+    ``ahead``: how many other tokens at each position it guesses behind while its guesses are checked, in a thread of
+    its own (0: without a thread). ``tokens``: size of its cache; there are no guesses for longer texts.
     """
 
     def __init__(self, model: Transformer, most: int = 4, ahead: int = 0, tokens: int = 2**16) -> None:
@@ -76,7 +80,7 @@ class DraftModel:
             self._made = self._thread.submit(self._guess, outcomes)
 
     def _guess(self, texts: Sequence[tuple[Generation, Text]]) -> dict[Text, Guessed]:
-        """What the small model writes behind texts that requests have or may come to have."""
+        """The small model's guesses behind texts, each of which a request has or may come to have."""
         asked: dict[Text, Generation] = {}
         for one, text in texts:
             # Not by the numbers by which the large model draws.

@@ -1,7 +1,9 @@
-"""Many requests at once: a scheduler says which tokens are computed, one forward pass reads them, samplers choose.
+"""Generation for many requests at once (continuous batching).
 
-Whatever the budget, the policy, the size of the cache and the other requests are, a request gets the tokens that it
-gets alone. Model, cache and steps can be cut over several ranks (:mod:`weft.generate.ranks`).
+In each step the scheduler chooses which tokens of which requests are computed, one forward pass computes them, and
+samplers choose the next tokens. A request gets the same tokens as if it were alone, whatever the budget, the policy,
+the size of the cache and the other requests are. Model, cache and steps can be cut over several ranks
+(:mod:`weft.generate.ranks`).
 """
 
 from collections import deque
@@ -28,11 +30,15 @@ from weft.models.linear_attention import CHUNK
 from weft.models.row_adapters import HostAdapter
 from weft.models.transformer import Transformer
 
-#: Tokens of a block, unless layers keep a state in each, which weighs as much as the keys of more tokens.
+#: Tokens of a cache block; more where layers keep a recurrent state per block, which takes the memory of many keys.
 BLOCK = 16
 
-#: Tokens of a step: enough to be bound by compute and not by reading weights.
+#: Tokens of a step: so many that it is bound by compute, and not by reading the weights.
 BUDGET = 512
+
+
+#: A forward pass under way: the requests that get tokens from it, the rows of logits of each, and what waits for these.
+LaunchedPass = tuple[ScheduledStep, list[int], Callable[[], torch.Tensor]]
 
 
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
@@ -44,13 +50,14 @@ def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
 
 
 class Engine:
-    """Writes for many requests with ``model``.
+    """Generates tokens for many requests with ``model``.
 
-    ``tokens``: those that the cache has room for, all requests together (None: as many as memory holds); ``budget``:
-    those that are computed in a step, of at most ``limit`` requests; ``policy``: :mod:`weft.generate.policies`;
-    ``drafter``: guesses what will be written (:mod:`weft.generate.speculation`), which changes nothing but the speed;
-    ``invariant``: log-probabilities are to the last bit those of the whole text (:mod:`weft.models.invariant`);
-    ``ranks``: the model is cut over several, which follow this one (:mod:`weft.generate.ranks`).
+    ``tokens``: how many the cache has room for, of all requests together (None: as many as memory holds); ``budget``:
+    how many are computed in a step, of at most ``limit`` requests; ``policy``: see :mod:`weft.generate.policies`;
+    ``size``: tokens of a cache block (0: the usual number); ``drafter``: guesses what will be written
+    (:mod:`weft.generate.speculation`), which changes nothing but the speed; ``invariant``: log-probabilities are equal
+    to the last bit to those of a pass over the whole text (:mod:`weft.models.invariant`); ``ranks``: the model is cut
+    over several ranks, which follow this one (:mod:`weft.generate.ranks`).
     """
 
     def __init__(
@@ -68,18 +75,18 @@ class Engine:
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
         pool = BlockPool(blocks, self.reader.size, states)
         self.model, self.drafter, self.scheduler = model, drafter, Scheduler(pool, budget, limit, policy)
-        self.sent: deque[tuple[ScheduledStep, list[int], Callable[[], torch.Tensor]]] = (
-            deque()
-        )  # forward passes under way
+        self.sent: deque[LaunchedPass] = deque()  # the oldest first
 
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
         top: int | None = None, tenant: str = "", grammar: Grammar | None = None, adapter: str = "",
     ) -> list[Generation]:  # fmt: skip
-        """Ask for up to ``count`` tokens after ``ids``, ``n`` times with seeds that follow each other.
+        """Ask for up to ``count`` tokens after ``ids``, ``n`` times with consecutive seeds.
 
-        Ends at one of ``stops``, which is not written, or at one of ``grammar``. The prompt is read once. Errors:
-        prompts out of range, and those that the cache can never hold.
+        A text ends before one of the ids ``stops``, or of those of ``grammar``. The prompt is computed once for all.
+        ``top``: keep so many log-probabilities of each token. ``tenant``: requests of different tenants find no blocks
+        of each other. Raises :class:`UsageError` for ids that the model does not have, and prompts that the cache can
+        never hold.
         """
         check_prompt(self.model, ids)
         how = how or Sampling()
@@ -100,7 +107,7 @@ class Engine:
         return found
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> None:
-        """Let requests name ``adapter``. Needed ones are copied into the cache, and compete with texts for its room."""
+        """Let requests name ``adapter``. Adapters in use are copied into the cache, beside texts."""
         if isinstance(self.reader, PagedReader) and self.reader.alike:
             raise UsageError("what adapters add depends on the batch; leave out invariant")
         keys = self.scheduler.adapter_keys
@@ -111,12 +118,12 @@ class Engine:
         keys[name] = shelf_keys(name, self.reader.add_adapter(name, adapter))
 
     def probe(self) -> None:
-        """Read one token, so that it is known what a block weighs."""
+        """Compute one token, after which the bytes of a block are known."""
         self.submit([0], 1)
         self.run()
 
     def fit(self, memory: int) -> int:
-        """Let the cache have so many bytes at most; returns for how many tokens that is room."""
+        """Limit the cache to ``memory`` bytes; returns for how many tokens that is room."""
         self.probe()
         block = sum(pages.store[:, 0].nbytes for pages in self.reader.pages if pages.store is not None)
         if block:
@@ -124,7 +131,7 @@ class Engine:
         return self.scheduler.pool.blocks * self.reader.size
 
     def cancel(self, generation: Generation) -> None:
-        """Forget a request, wherever it stands."""
+        """End a request, whatever its state."""
         if left := [one for one in generation.siblings if not one.finished]:  # it was to read the prompt for them
             left[0].siblings, generation.siblings = left[1:], []
             self.scheduler.add(left[0])
@@ -134,7 +141,7 @@ class Engine:
 
     @contextmanager
     def holding(self, requests: Collection[Request]) -> Iterator[None]:
-        """Let ``requests``, to which more may be added in here, be computed; in the end all give their blocks back."""
+        """Schedule ``requests``, to which more may be added in here; at the end all give their blocks back."""
         for request in requests:
             self.scheduler.add(request)
         try:
@@ -145,13 +152,13 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Written]:
-        """Let as many forward passes set out as may be under way; returns what the first of them to come back wrote."""
+        """Launch as many forward passes as may be under way, and finish the oldest; returns what that one wrote."""
         while len(self.sent) < self.reader.depth and self._send():
             pass
         return self._receive(*self.sent.popleft()) if self.sent else []
 
     def _send(self) -> bool:
-        """Let the next forward pass set out, if there is something to compute."""
+        """Launch the next forward pass; returns whether there was anything to compute."""
         scheduler = self.scheduler
         if self.drafter is not None:
             others = (r for r in scheduler.running if r not in scheduler.due)
@@ -164,7 +171,7 @@ class Engine:
         return bool(step.work)
 
     def _receive(self, drawn: ScheduledStep, rows: list[int], logits: Callable[[], torch.Tensor]) -> list[Written]:
-        """What is written, in the order of each request's tokens, from so many ``rows`` of logits of each request."""
+        """Choose tokens from a pass's logits, of which each request has so many ``rows``; returns them in order."""
         self.scheduler.advance(drawn)
         found: list[Written] = []
         for request, of_request in zip(drawn.work, logits().cpu().split(rows), strict=True):
@@ -184,7 +191,10 @@ class Engine:
         return found
 
     def _write_on(self, request: Generation, row: torch.Tensor, guessed: list[list[torch.Tensor]]) -> list[Written]:
-        """Write from logits ``row``, and from those behind every guess, per branch in ``guessed``, that was right."""
+        """Write a token from logits ``row``, and further ones while guesses are right.
+
+        ``guessed[i]``: the logits behind each guessed token of the request's branch ``i``.
+        """
         found, right, best = list[Written](), 0, None
         live = list(zip(request.branches, guessed, strict=True))
         drawn = [Guess(*each) for b, _ in live[:1] for each in zip(b.path, request.odds, strict=False)]
@@ -223,7 +233,7 @@ class Engine:
         return Written(request, None if chosen in request.stops else chosen, said, request.finished)
 
     def stream(self, generation: Generation) -> Iterator[int]:
-        """The tokens of one request as they come, while the others go on too. Left early, it is cancelled."""
+        """The tokens of one request as they come, while others go on too. Ending early cancels it."""
         try:
             for at in count(generation.prompt):
                 while at == len(generation.ids) and not generation.finished:
@@ -240,14 +250,15 @@ class Engine:
             pass
 
     def close(self) -> None:
-        """Let other ranks go, if there are any."""
+        """Let the other ranks end, if there are any."""
         self.reader.close()
 
 
 def set_out(scheduler: Scheduler, step: ScheduledStep) -> ScheduledStep:
-    """``step`` is under way, and what is computed later comes behind it; returns the part that draws tokens.
+    """Count ``step`` as launched, so that later steps can be planned; returns the part of it that draws tokens.
 
-    Prompts can go on at once. Requests whose next token is drawn wait for it, until that part is advanced.
+    Prompts that are not at their end count as advanced at once. Requests that get a token are ``due``: they are not
+    scheduled again until the scheduler is told to advance the returned part.
     """
     drawn = {request: tokens for request, tokens in step.work.items() if tokens == request.wanted}
     scheduler.advance(ScheduledStep({r: tokens for r, tokens in step.work.items() if r not in drawn}, []))

@@ -1,8 +1,8 @@
 """Constrain a text by a JSON schema, a regular expression or a grammar, which says which tokens may follow.
 
-The automaton is llguidance's (Earley's algorithm over derivatives of regular expressions, and a trie of the tokens), of
-``pip install 'weft[serve]'``. Here it becomes a mask over a model's logits. Guesses need no way back: a text's grammar
-goes on by a token only when the sampler has chosen it.
+The automaton is llguidance's (Earley's algorithm over derivatives of regular expressions, and a trie of the tokens),
+from ``pip install 'weft[serve]'``; here it becomes a mask over a model's logits. A text's grammar advances only by
+tokens that the sampler has chosen, so that wrong guesses need not be undone.
 """
 
 from time import thread_time
@@ -14,23 +14,23 @@ import torch
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 
-#: Between two tokens of JSON stand so many blanks at most: models that are lost write them for ever.
+#: The blanks that may stand between two tokens of JSON: few, as a confused model would write them for ever.
 BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"
 
-#: Seconds that a grammar may take at first, and more for each token: ambiguous ones get slower with every token, and
-#: all other requests would wait.
+#: Seconds of processor time that a grammar may take, and more for each token. Ambiguous grammars get slower with every
+#: token, while all other requests wait.
 FIRST, EACH = 0.3, 0.002
 
 
 class Grammar:
-    """What may come next of one text. ``ends``: ids that end it, which are allowed where it is complete."""
+    """The grammar's state in one text. ``ends``: ids that end the text; they are allowed where it is complete."""
 
     def __init__(self, matcher: Any, vocab: int, ends: tuple[int, ...], left: float = FIRST) -> None:
         self._matcher, self._vocab, self.ends = matcher, vocab, ends
         self._left = left  # seconds that are not used yet
 
     def mask(self) -> torch.Tensor:
-        """Which ids can follow, bool ``[vocab]`` of the model, whose last ids a tokenizer may not have."""
+        """Which ids can follow: bool ``[vocab]``, also for ids of the model that the tokenizer does not have."""
         if self._left < 0:
             return torch.zeros(self._vocab, dtype=torch.bool).index_fill(0, torch.tensor(self.ends), True)
         began = thread_time()
@@ -39,14 +39,14 @@ class Grammar:
         return torch.from_numpy(np.unpackbits(bits, count=self._vocab, bitorder="little")).view(torch.bool)
 
     def accept(self, i: int) -> bool:
-        """Go on by one token that does not end the text; False, and nothing changes, if it cannot follow."""
+        """Advance by a token that does not end the text; returns False, with no change, if it cannot follow."""
         began = thread_time()
         accepted = self._left >= 0 and bool(self._matcher.try_consume_tokens([i]))
         self._left -= thread_time() - began
         return accepted
 
     def copy(self) -> "Grammar":
-        """Another one that stands where this does and goes its own way."""
+        """An independent grammar in the same state."""
         return Grammar(self._matcher.deep_copy(), self._vocab, self.ends, self._left)
 
     @property
@@ -74,7 +74,8 @@ class Grammars:
     def compile(self, kind: Literal["json", "regex", "lark"], text: str | dict[str, Any]) -> Grammar:
         """The grammar of a JSON schema, a regular expression or a grammar in Lark's notation.
 
-        Takes milliseconds to a second, without the lock of the interpreter. Errors: what cannot be read, or be met.
+        Takes milliseconds to a second, without the interpreter's lock. Raises :class:`UsageError` for one that cannot
+        be read, or that no text can meet.
         """
         try:
             if kind == "json":
@@ -91,7 +92,7 @@ class Grammars:
 
 
 class _Bytes:
-    """The tokenizer of bytes in the library's words."""
+    """The tokenizer of bytes, with the interface that llguidance expects."""
 
     bos_token_id = None
 

@@ -5,12 +5,15 @@ from hashlib import blake2b
 
 
 def root_key(version: int, adapter: str, tenant: str, context: int | None = None) -> bytes:
-    """What the keys of a text begin from: blocks of other weights, adapters, tenants or contexts are never found."""
+    """The key that a text's keys are chained to: blocks of other weights, adapters, tenants or contexts do not match.
+
+    ``version``: of the weights; ``context``: the number of a request that sees others, else None.
+    """
     return _key(repr((version, adapter, tenant, context)).encode())
 
 
 def chained_keys(root: bytes, ids: Sequence[int], size: int) -> Iterator[bytes]:
-    """The key of every full block of a text: a hash of its tokens and of the key before, and so of its position."""
+    """The key of every full block of a text: a hash of its tokens and of the key before, and so of all before it."""
     for at in range(0, len(ids) - size + 1, size):
         root = _key(root + repr(tuple(ids[at : at + size])).encode())
         yield root

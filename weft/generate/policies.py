@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from weft.errors import UsageError
 from weft.generate.request import Request
 
-#: Of (running, waiting, budget): the requests in the order in which they are served, with the most tokens for each.
+#: Takes (running, waiting, budget), and gives the requests in the order to serve them, with the most tokens for each.
 Policy = Callable[[Sequence[Request], Sequence[Request], int], Iterable[tuple[Request, int]]]
 
 

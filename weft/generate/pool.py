@@ -1,9 +1,9 @@
-"""Blocks of a cache by number: who owns each of them, and which of them hold the beginning of a text.
+"""The blocks of a paged cache, by number: who owns each of them, and which of them hold the beginning of a text.
 
 A block has room for the keys and values (or whatever else layers remember, :mod:`weft.models.paged`) of ``size``
-tokens. A request lists its blocks in its *table*; several requests may own one block, which nobody may then write to
-(PagedAttention, Kwon et al. 2023, 2309.06180). A block that is full can be found again by its *key*, after its owners
-have gone too: until it is needed for something else, the least recently used first (as in vLLM and RadixAttention).
+tokens. A request lists its blocks in its *table*. Several requests may own the same block, which nobody may then write
+to (PagedAttention, Kwon et al. 2023, 2309.06180). A full block can be found by its *key*, also when it has no owner any
+more, until it is used for something else: the least recently used goes first (as in vLLM and RadixAttention).
 """
 
 from collections import OrderedDict
@@ -12,15 +12,15 @@ from itertools import takewhile
 
 
 class BlockPool:
-    """``blocks`` blocks of ``size`` tokens each; ``states``: they sum up their tokens, none of which can be undone."""
+    """``blocks`` blocks of ``size`` tokens each. ``states``: they hold recurrent states, which forget no token."""
 
     def __init__(self, blocks: int, size: int, states: bool = False) -> None:
         self.blocks, self.size, self.states = blocks, size, states
-        self.owners: dict[int, int] = {}  # of every block that is in use, how many
-        self.known: dict[bytes, int] = {}  # blocks that can be found again
-        self.keys: dict[int, bytes] = {}  # and their keys
-        self._freed: OrderedDict[int, None] = OrderedDict()  # used before: first those to use again first
-        self._fresh = 0  # the first block that never was used, which as those behind it has no memory yet
+        self.owners: dict[int, int] = {}  # the number of owners of every block that has any
+        self.known: dict[bytes, int] = {}  # blocks that can be found, by key
+        self.keys: dict[int, bytes] = {}  # and their keys, by block
+        self._freed: OrderedDict[int, None] = OrderedDict()  # used before and free, in the order to use them again
+        self._fresh = 0  # the first block that was never used; from it on, blocks have no memory yet
 
     @property
     def free(self) -> int:
@@ -28,10 +28,7 @@ class BlockPool:
         return self.blocks - len(self.owners)
 
     def take(self, key: bytes | None = None) -> int:
-        """A block for one owner, whose contents nobody needs; ``key``: by which it is found from now on.
-
-        There must be one that is free.
-        """
+        """Take a block, of which one must be free, for one owner. ``key``: by which it can be found from now on."""
         if (not self._freed or next(iter(self._freed)) in self.keys) and self._fresh < self.blocks:
             block, self._fresh = self._fresh, self._fresh + 1
         else:
@@ -52,7 +49,7 @@ class BlockPool:
             self.owners[block] = self.owners.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take an owner from each of ``blocks``, a table or its end: the last tokens are the first to be forgotten."""
+        """Take an owner from each of ``blocks``, a table or its end; those at the end are used again first."""
         for block in reversed(blocks):
             self.owners[block] -= 1
             if not self.owners[block]:
@@ -61,10 +58,10 @@ class BlockPool:
                 self._freed.move_to_end(block, last=block in self.keys)  # else there is nothing to find in it
 
     def remember(self, block: int, key: bytes) -> None:
-        """Let a full block be found by ``key``, unless another one is, or it has one already."""
+        """Let a full block be found by ``key``, unless that or the block is known already."""
         if key not in self.known and block not in self.keys:
             self.known[key], self.keys[block] = block, key
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest beginning of ``keys`` that is known."""
+        """The blocks of the longest prefix of ``keys`` that is known."""
         return [self.known[key] for key in takewhile(self.known.__contains__, keys)]

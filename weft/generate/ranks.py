@@ -1,11 +1,11 @@
 """The engine over several ranks, each of which has a part of the model, of the cache and of every step.
 
-The first rank schedules and samples as one process would. Every step becomes a numbered ticket that it leaves for the
-others in the store that all ranks share, and each rank reads its part of the row: along ``tp`` its heads of all tokens,
-along ``cp`` its tokens (:mod:`weft.parallel.striped`), with ``ep`` its experts, along ``pp`` its layers. Stages need
-not wait for what they hand on: as many steps as there are stages are under way at once (EnergonAI, Du et al. 2022,
-2209.02341). Logits come home to the first rank. The model is that of training, laid out and loaded in the same way;
-nothing of it is cut along ``cp`` but experts.
+The first rank schedules and samples as a single process would. It describes every step in a numbered ticket, which the
+others get from the store that all ranks share. Each rank then computes its part: along ``tp`` its heads of all tokens,
+along ``cp`` its tokens (:mod:`weft.parallel.striped`), with ``ep`` its experts, along ``pp`` its layers. As many steps
+as there are stages are under way at once, so that no stage waits for a later one (EnergonAI, Du et al. 2022,
+2209.02341). The first rank receives the logits. The model is that of training, cut and loaded in the same way, except
+that along ``cp`` only experts are cut.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,10 +40,10 @@ from weft.train.ranks import noted_signals, stop_signals
 
 T = torch.Tensor
 
-#: What generation reads of a layout; all else is about training.
+#: The fields of a layout that generation uses; all others are for training.
 READ = ("tp", "cp", "pp", "ep", "dispatch", "order")
 
-#: The ways to experts on other ranks that take any number of tokens from each.
+#: The dispatchers to experts on other ranks that take a different number of tokens from each rank.
 SENDS = ("all-to-all", "per-rank")
 
 
@@ -62,20 +62,20 @@ def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
 
 
 def of_parameters(layout: Layout) -> Layout:
-    """What generation under ``layout`` is to a model's parameters, which are whole along ``cp``, but for experts."""
+    """The layout of the parameters under ``layout``, in which ``cp`` acts as ``dp``: it cuts only experts."""
     order = layout.order.replace("cp", "dp")
     return Layout(dp=layout.cp, tp=layout.tp, pp=layout.pp, ep=layout.ep, dispatch=layout.dispatch, order=order)
 
 
 def mesh_of_rank(layout: Layout, device: str) -> Mesh:
-    """Where this rank's model stands, among ranks that were started together."""
+    """The mesh of this rank's model. Raises :class:`UsageError` if the layout's ranks were not started together."""
     if layout.world > 1 and (not dist.is_initialized() or dist.get_world_size() != layout.world):
         raise UsageError(f"generation under {layout} needs {layout.world} ranks that are started together")
     return Mesh.create(of_parameters(layout), device) if layout.world > 1 else Mesh.single(device)
 
 
 class RankReader:
-    """Reads this rank's part of every step, in blocks of ``size`` tokens, or a few more."""
+    """Computes this rank's part of every step; cache blocks have ``size`` tokens, rounded up for ``cp``."""
 
     def __init__(self, model: Transformer, size: int) -> None:
         self.model, self.mesh, world, patience = model, model.mesh, dist.group.WORLD, limit()
@@ -98,7 +98,7 @@ class RankReader:
     def run(
         self, number: int, row: PackedRow, copies: Sequence[tuple[int, int]], loads: Sequence[tuple[str, list[int]]]
     ) -> tuple[Stripes, T]:
-        """This rank's part of step ``number``; how it is cut, and at the end of a model the logits that are wanted."""
+        """Compute this rank's part of step ``number``. Returns the cut over ``cp``, and on the last stage logits."""
         mesh, stripes = self.mesh, Stripes(row.spans, self.size, self.group)
         slots = torch.tensor(stripes.slots, dtype=torch.int64, device=mesh.device)
         own, whole = Reading(stripes.spans, slots), Reading(row.spans, slots)
@@ -123,9 +123,9 @@ class RankReader:
         return stripes, logits
 
     def through(self, number: int, row: T, ends: Sequence[int]) -> T:
-        """``row`` ``[ids and positions, tokens]``, padded for ``tp``, through this rank's layers, and on its way.
+        """Run ``row`` ``[ids and positions, tokens]``, padded for ``tp``, through this rank's layers, and send it on.
 
-        What the last ones make is normed.
+        On the last stage the final norm is applied. ``ends``: where texts end in the row.
         """
         model, row = self.model, F.pad(row, (0, -row.shape[1] % self.mesh.size("tp"))).to(self.mesh.device)
         documents = torch.tensor(sorted({*ends, row.shape[1]}), dtype=torch.int32)
@@ -140,9 +140,9 @@ class RankReader:
 
     @torch.inference_mode()
     def read_vector(self, number: int, ids: Sequence[int], last: bool) -> T:
-        """Of what the output layer reads of a text the mean, or what is ``last``: float32 ``[embed]``.
+        """The mean of a text's final hidden states, or the ``last`` one: float32 ``[embed]``.
 
-        Beside the cache; every rank along ``cp`` reads all of it.
+        It does not use the cache; every rank along ``cp`` computes all of it.
         """
         x = self.through(number, torch.tensor([ids, range(len(ids))]), [0, len(ids)])
         vector = torch.empty(self.model.shape.embed, device=x.device)
@@ -152,7 +152,7 @@ class RankReader:
         return vector
 
     def take_adapter(self, number: int, name: str, adapter: HostAdapter | None) -> int:
-        """Let requests name ``adapter``, which the first rank has; returns how many blocks it needs on any rank."""
+        """Receive ``adapter`` from the first rank; returns how many blocks it needs, on the rank that needs most."""
         sent = [adapter]
         dist.broadcast_object_list(sent, 0, device=self.mesh.device)
         assert sent[0] is not None
@@ -161,7 +161,7 @@ class RankReader:
         return int(blocks)
 
     def take(self, what: str, number: int, source: int) -> T:
-        """What another rank has sent of step ``number``."""
+        """Receive what another rank has sent for step ``number``."""
         self.wire.ask(Value(what, 0, number), source)
         found: T = self.wire.take(Value(what, 0, number), source, f"step {number}")
         return found
@@ -176,7 +176,7 @@ class Leader(RankReader):
         super().__init__(model, size)
 
     def start(self, step: ScheduledStep) -> Callable[[], T]:
-        """Let all ranks begin with a step; what is returned waits for the logits ``[rows of all parts, vocab]``."""
+        """Launch a step on all ranks; returns a function that waits for logits ``[rows of all parts, vocab]``."""
         work = row, *_ = pack(parts_of(step)), step.copies, step.loads
         with naming_lost_rank():
             stripes, own = self.run(number := self.tickets.give(("run", *work)), *work)
@@ -204,13 +204,13 @@ class Leader(RankReader):
             return self.take_adapter(self.tickets.give(("take_adapter", name, None)), name, adapter)
 
     def close(self) -> None:
-        """Let the others go."""
+        """Let the other ranks end."""
         self.tickets.give(None)
 
 
 @contextmanager
 def naming_lost_rank() -> Iterator[None]:
-    """In here the failed wait for another rank says which one it is."""
+    """Turn the failure of a wait for another rank, in here, into an error that names that rank."""
     try:
         yield
     except RuntimeError as error:
@@ -220,9 +220,9 @@ def naming_lost_rank() -> Iterator[None]:
 
 
 def follow(model: Transformer) -> RankReader:
-    """On every rank but the first: do what the engine of the first one says, until it ends; returns what has read.
+    """On every rank but the first: do what the first rank's engine says, until it ends; returns this rank's reader.
 
-    Ctrl-C is for the first rank, which may have answers to end.
+    Ctrl-C is left to the first rank, which may have answers to finish.
     """
     tickets = Tickets()
     with noted_signals(*stop_signals()):

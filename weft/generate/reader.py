@@ -1,7 +1,7 @@
 """Forward passes over pieces of many texts at once, with what came before kept in pages per layer.
 
-The pages (:mod:`weft.models.paged`) stand in for the layers' attention for the time of one pass. Their blocks are those
-that the scheduler's tables list (:mod:`weft.generate.pool`).
+During a pass, each layer's attention is replaced by that layer's pages (:mod:`weft.models.paged`). Their blocks are
+those that the scheduler's tables list (:mod:`weft.generate.pool`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +23,9 @@ T = torch.Tensor
 
 
 class TextSlice(NamedTuple):
-    """What is read of a text ``ids``: all from ``past`` on; logits behind its last ``rows`` tokens are wanted.
+    """The part of a text that a pass computes: ``ids[past:]``; logits of its last ``rows`` tokens are wanted.
 
-    The text begins at position ``offset``, behind ``context``.
+    ``table``: the text's blocks. It begins at position ``offset``, and attends to ``context`` as if that stood before.
     """
 
     ids: Sequence[int]
@@ -38,7 +38,7 @@ class TextSlice(NamedTuple):
 
 
 def parts_of(step: ScheduledStep) -> list[TextSlice]:
-    """What is read for a step: of every request its tokens and the guess in its own blocks, then its other guesses."""
+    """What a step computes: of every request its tokens with the guess in its own blocks, then its other guesses."""
     parts = []
     for request, tokens in step.work.items():
         own = [b.path for b in request.branches if b.table is request.table]
@@ -54,7 +54,7 @@ def parts_of(step: ScheduledStep) -> list[TextSlice]:
 
 
 def tiles_of(request: Request, step: ScheduledStep) -> list[PrefixTile]:
-    """What a request sees of others in a step, with the tokens that these have in it."""
+    """The tokens of other requests that ``request`` attends to in a step, counting those that are computed in it."""
     counts = [other.computed + step.work.get(other, 0) if n is None else n for other, n in request.context]
     ends = [sum(counts) - n for n in accumulate(counts, initial=0)] if request.turned else [0] * len(counts)
     views = zip(request.context, counts, ends, strict=False)
@@ -62,17 +62,17 @@ def tiles_of(request: Request, step: ScheduledStep) -> list[PrefixTile]:
 
 
 class PackedRow(NamedTuple):
-    """Pieces of texts behind one another, which one forward pass reads without padding."""
+    """Pieces of texts packed into one row, which a forward pass computes without padding."""
 
     ids: list[int]
     positions: list[int]
     spans: list[Span]
-    wanted: list[int]  # the places whose logits are wanted
+    wanted: list[int]  # the indices of tokens whose logits are wanted
     adapters: list[Lent | None]  # of the spans
 
 
 def pack(parts: Iterable[TextSlice]) -> PackedRow:
-    """The new tokens of all ``parts``."""
+    """A row with the new tokens of all ``parts``."""
     row = PackedRow([], [], [], [], [])
     for text, past, table, rows, offset, context, adapter in parts:
         first = len(row.ids)
@@ -90,17 +90,17 @@ def pooled(hidden: T, last: bool) -> T:
 
 
 class PagedReader:
-    """Reads pieces of many texts in one forward pass of ``model``, ``depth`` of which may be under way at once."""
+    """Computes pieces of many texts in one forward pass of ``model``; up to ``depth`` passes may be under way."""
 
     depth = 1
 
     def __init__(self, model: Transformer, size: int = 16, alike: bool = False) -> None:
-        """``alike``: every token is computed alike whatever is read beside it (:mod:`weft.models.invariant`)."""
+        """``alike``: a token's results do not depend on the rest of the batch (:mod:`weft.models.invariant`)."""
         self.model, self.size, self.pages, self.alike = model, size, layer_pages(model, size), alike
         self.shelf = AdapterShelf(model, self.pages)
 
     def start(self, step: ScheduledStep) -> Callable[[], T]:
-        """Begin with a step; what is returned waits for the logits ``[rows of all parts, vocab]``."""
+        """Launch a step; returns a function that waits for logits ``[rows of all parts, vocab]``."""
         found = self.read(parts_of(step), step.copies, step.loads)
         return lambda: found
 
@@ -109,12 +109,12 @@ class PagedReader:
         return self.shelf.add(name, adapter)
 
     def embed(self, ids: Sequence[int], last: bool) -> T:
-        """Of what the output layer reads of a text the mean, or what is ``last``: float32 ``[embed]``."""
+        """The mean of a text's final hidden states, or the ``last`` one: float32 ``[embed]``."""
         row, ends = torch.tensor([ids, range(len(ids))], device=self.model.mesh.device), torch.tensor([0, len(ids)])
         return pooled(self.model.hidden(row[:1], row[1:], ends.int())[0], last)
 
     def close(self) -> None:
-        """Nobody else has to know that it ends."""
+        """Nothing to do: no other ranks follow this one."""
 
     def read(
         self,

@@ -15,14 +15,14 @@ T = torch.Tensor
 
 
 class Branch(NamedTuple):
-    """A guess of the tokens behind a request's own, and the table of the blocks in which it is computed."""
+    """A guess of the tokens behind a request's own, and the table of blocks that it is computed in."""
 
     path: Sequence[int]
     table: list[int]
 
 
 class PrefixView(NamedTuple):
-    """What a request sees of another one: its first ``tokens`` tokens, or (None) all, as it grows."""
+    """What a request attends to of another one: its first ``tokens`` tokens, or (None) all, as it grows."""
 
     request: "Request"
     tokens: int | None
@@ -30,7 +30,7 @@ class PrefixView(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """A text that grows: its tokens so far, how many of these are computed, and the blocks that remember them."""
+    """A text that grows: its tokens so far, how many of them are computed, and the cache blocks that hold them."""
 
     ids: list[int]
     most: int  # tokens that it may come to have
@@ -44,16 +44,16 @@ class Request:
     hits: int = 0  # tokens that were found computed when it last began
     drafts: Sequence[Sequence[int]] = ()  # guesses of what follows, to be computed beside its next token
     branches: list[Branch] = field(default_factory=list)  # those of them that are computed in this step
-    context: Sequence[PrefixView] = ()  # others that it sees, all of them before its own tokens
+    context: Sequence[PrefixView] = ()  # others that it attends to, as if they stood before its own tokens
     offset: int = 0  # position of its first token
-    turned: bool = False  # what it sees stands side by side for it, though every text has been read from position 0
-    kept: bool = False  # others see it: when it ends, it stays with its blocks until it is removed
-    pinned: bool = False  # its tokens could not be computed again, as others grew with it: it never gives blocks back
+    turned: bool = False  # its context counts as one text, though each text in it was computed from position 0 on
+    kept: bool = False  # others attend to it: when it ends, it keeps its blocks until it is removed
+    pinned: bool = False  # never gives blocks back: its tokens depend on others that grew with it
     logits: T | None = None  # [vocab] behind its tokens, of a request that somebody else writes for
 
     @property
     def runs(self) -> bool:
-        """Whether it has begun: it then has a root key at least."""
+        """Whether it has begun; it then has at least a root key."""
         return bool(self.keys)
 
     @property
@@ -62,13 +62,13 @@ class Request:
 
     @property
     def ready(self) -> bool:
-        """Whether all that it sees has been computed."""
+        """Whether all that it attends to has been computed."""
         return all(view.request.computed >= (view.tokens or 0) for view in self.context)
 
 
 @dataclass(eq=False)
 class Generation(Request):
-    """A request and what is written for it."""
+    """A request for which tokens are sampled."""
 
     how: Sampling = field(default_factory=Sampling)
     stops: Collection[int] = ()
@@ -91,17 +91,17 @@ class Generation(Request):
 
     @property
     def may_guess(self) -> bool:
-        """Whether its next step, with nothing but the last token, can have guesses beside it."""
+        """Whether its next step computes only the last token, so that guesses can be checked with it."""
         return self.wanted == 1 and not (self.siblings or self.context or self.finished) and len(self.ids) < self.most
 
     @property
     def score(self) -> float:
-        """Mean log-probability of what is written, by which the best of several is found."""
+        """Mean log-probability of the written tokens, by which the best of several texts is found."""
         return sum(p for p, _ in self.log_probabilities) / max(1, len(self.log_probabilities))
 
 
 class Written(NamedTuple):
-    """What a step made of a request: its next token, or None where it ended without one."""
+    """What a step did for a request: its next token, or None where it ended without one."""
 
     request: Generation
     token: int | None

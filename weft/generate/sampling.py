@@ -1,4 +1,4 @@
-"""From logits to a token: pure functions of one row of logits, what has been written, and a number drawn from [0, 1).
+"""Sampling: pure functions from a row of logits, the text so far, and a random number in [0, 1) to a token.
 
 A row is processed in the order of transformers' processors: bias, penalties (on what was written; ``repetition`` on
 the prompt too, Keskar et al. 2019), what a grammar allows, temperature, then of the likeliest tokens the first
@@ -23,7 +23,7 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. As it stands, from what the model says."""
+    """How tokens are sampled; by default from the model's own probabilities."""
 
     temperature: float = 1.0  # 0 always takes the likeliest token
     top_k: int = 0  # 0: all
@@ -84,14 +84,14 @@ def candidates(row: T, how: Sampling) -> tuple[T, T]:
 
 
 def draw(probabilities: T, number: float) -> int:
-    """Where ``number``, from [0, 1), falls among ``probabilities`` one after the other."""
+    """The index at which the cumulative sum of ``probabilities`` passes ``number``, from [0, 1)."""
     ends = probabilities.double().cumsum(-1)
     place = int(torch.searchsorted(ends, number * ends[-1], right=True))
     return min(place, int(torch.searchsorted(ends, ends[-1])))  # the last one that is not zero
 
 
 class Guess(NamedTuple):
-    """A token that was drawn in place of the next one, and the chances ``[vocab]`` with which it was."""
+    """A token that a drafter has sampled in place of the next one, and the probabilities ``[vocab]`` that it used."""
 
     token: int
     odds: T
@@ -101,11 +101,11 @@ def choose(
     logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], stream: Random, guess: Guess | None = None,
     allowed: T | None = None,
 ) -> int:  # fmt: skip
-    """The token that follows, given ``logits`` ``[vocab]``; takes a number of ``stream``, if any.
+    """The next token, given ``logits`` ``[vocab]``; takes random numbers from ``stream`` unless the choice is greedy.
 
-    With a ``guess``, the token is as likely as without and the guess as often as can be: it stands if a number is below
-    the ratio of its chances, and otherwise the token is drawn from what the guess's chances leave (Leviathan et al.
-    2022, 2211.17192; Chen et al. 2023, 2302.01318).
+    With a ``guess``, every token is as likely as without, and the guess is taken as often as that allows (speculative
+    sampling; Leviathan et al. 2022, 2211.17192; Chen et al. 2023, 2302.01318): it is accepted with the ratio of its two
+    probabilities, and otherwise the token is sampled from what the guess's probabilities leave of the model's.
     """
     if how.temperature == 0:
         return int(penalised(logits, how, prompt, written, allowed).argmax())
@@ -119,7 +119,7 @@ def choose(
 
 
 def odds(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], allowed: T | None = None) -> T:
-    """The chance of every token ``[vocab]`` to be drawn, in float64."""
+    """The probability of every token ``[vocab]`` to be sampled, in float64."""
     ids, probabilities = candidates(penalised(logits, how, prompt, written, allowed), how)
     return torch.zeros(len(logits), dtype=torch.float64).index_put((ids,), probabilities.double())
 

@@ -23,26 +23,28 @@ from weft.generate.request import Branch, Request
 
 
 class ScheduledStep(NamedTuple):
-    work: dict[Request, int]  # tokens of each request, behind its computed ones
-    copies: list[tuple[int, int]]  # blocks whose contents are needed in another one before anything is written
-    loads: Sequence[tuple[str, list[int]]] = ()  # adapters, and the blocks that they are needed in, after that
+    """What a step computes, and what has to be done in the cache before: first the copies, then the loads."""
+
+    work: dict[Request, int]  # how many tokens of each request, from its computed ones on
+    copies: list[tuple[int, int]]  # pairs of blocks, from and to
+    loads: Sequence[tuple[str, list[int]]] = ()  # adapters, and the blocks that they go to
 
 
 class Scheduler:
-    """At most ``budget`` tokens of at most ``limit`` requests in a step; ``version`` numbers the weights."""
+    """Plans steps of at most ``budget`` tokens of at most ``limit`` requests. ``version``: a number of the weights."""
 
     def __init__(self, pool: BlockPool, budget: int, limit: int, policy: Policy = exact_fill) -> None:
         self.pool, self.budget, self.limit, self.policy = pool, budget, limit, policy
         self.running: list[Request] = []
         self.waiting: list[Request] = []
-        self.due: set[Request] = set()  # whose next token is under way
+        self.due: set[Request] = set()  # requests whose next token is being computed
         self.version = 0
         self.adapter_keys: dict[str, list[bytes]] = {"": []}  # of the blocks of an adapter, by its name
         self._loads: list[tuple[str, list[int]]] = []
         self.preemptions = 0  # times that a request gave its blocks back
 
     def add(self, request: Request) -> None:
-        """Let ``request`` wait for its turn; one that runs gives its blocks back, and is computed again then."""
+        """Queue ``request``. One that runs gives its blocks back, and is computed again when its turn comes."""
         size, beside = self.pool.size, len(self.adapter_keys[request.adapter])
         if -(-request.most // size) + beside > self.pool.blocks:
             adapter = f" beside the adapter's {beside * size}" if beside else ""
@@ -52,7 +54,7 @@ class Scheduler:
         insort(self.waiting, request, key=lambda r: r.arrival)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Let ``child``, which begins with all that ``parent`` has computed, go on from there with the same blocks."""
+        """Run ``child``, whose text begins with all that ``parent`` has computed, with the blocks of ``parent``."""
         if not parent.runs or len(self.running) == self.limit:
             return self.add(child)
         child.computed, child.table, child.keys = parent.computed, list(parent.table), list(parent.keys)
@@ -61,7 +63,7 @@ class Scheduler:
         self.running.append(child)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, if it is here; its blocks can be found until they are needed."""
+        """Remove a request, if it is here; its blocks can be found until they are used for something else."""
         queue = self.running if request.runs else self.waiting
         if request in queue:
             queue.remove(request)
@@ -76,9 +78,9 @@ class Scheduler:
             self.add(request)
 
     def plan(self, depth: int = 1) -> ScheduledStep:
-        """What to compute next, and blocks for it. Without any work if and only if there is no request that is not due.
+        """Plan the next step, and take blocks for it. It has no work only if there is no request, but such as are due.
 
-        Where ``depth`` steps may be under way at once, each has its share of the requests.
+        Where ``depth`` steps may be under way at once, each gets its share of the requests.
         """
         step, left, full = ScheduledStep({}, []), self.budget, False
         most = -(-min(self.limit, len(self.running) + len(self.waiting)) // depth)
@@ -88,7 +90,7 @@ class Scheduler:
                 break
             if not request.ready:
                 continue
-            if not request.runs:  # nobody overtakes, nor takes what was just taken away
+            if not request.runs:  # no request overtakes another, or takes blocks just taken from one
                 full = full or not left or len(self.running) == self.limit or not self._begin(request)
             if not left or not request.runs or not request.wanted:
                 continue
@@ -119,7 +121,7 @@ class Scheduler:
                 self._remember(request)
 
     def settle(self, request: Request, branch: Branch | None, right: int) -> None:
-        """The first ``right`` guesses of ``branch`` (None: of no one) are now tokens of ``request``."""
+        """Keep the first ``right`` tokens of ``branch`` (None: no branch), which were right; free all other blocks."""
         branches.merge(self.pool, request, branch, right)
         kept = -(-(request.most + 1 if request.pinned else request.computed) // self.pool.size)
         self.pool.release(request.table[kept:])
@@ -127,7 +129,7 @@ class Scheduler:
         self._remember(request)
 
     def _remember(self, request: Request) -> None:
-        """Let the blocks be found that are full of computed tokens."""
+        """Give full blocks of computed tokens their keys."""
         size = self.pool.size
         first, end = len(request.keys) - 1, request.computed // size
         for key in chained_keys(request.keys[-1], request.ids[first * size : end * size], size):
@@ -135,7 +137,7 @@ class Scheduler:
             request.keys.append(key)
 
     def _begin(self, request: Request) -> bool:
-        """Let a request run from what is known of its text, if there is room for what it wants first."""
+        """Start a request behind the part of its text that is in the cache; returns False if there is no room."""
         pool, last, seen = self.pool, len(request.ids) - 1, request.arrival if request.context else None
         root = root_key(self.version, request.adapter, request.tenant, seen)
         keys = [root, *chained_keys(root, request.ids[:last], pool.size)]  # one token is computed in any case
@@ -160,7 +162,7 @@ class Scheduler:
         return True
 
     def _reserve(self, request: Request, tokens: int, step: ScheduledStep) -> bool:
-        """Blocks for so many more tokens, which nobody else owns; False, and nothing changes, if there are too few."""
+        """Give a request blocks of its own for so many more tokens; False, without a change, if there are too few."""
         pool, table = self.pool, request.table
         new = max(0, -(-(request.computed + tokens) // pool.size) - len(table))
         shared = [at for at in range(request.computed // pool.size, len(table)) if pool.owners[table[at]] > 1]

@@ -1,7 +1,7 @@
 """Several texts for one prompt, of which one is wanted: beam search or a majority vote.
 
-Beams are requests like others: they share the blocks of what they have in common, are computed in the same steps as
-everybody else, and a beam that goes on in two ways is forked.
+Beams are requests like others: they share the blocks of their common prefix, are computed in the same steps as other
+requests, and a beam that goes on in two ways is forked.
 """
 
 from collections import Counter
@@ -34,15 +34,15 @@ class Beam(Request):
 
 
 def length_penalty(tokens: int, alpha: float) -> float:
-    """By what a log-probability is divided (GNMT, Wu et al. 2016, 1609.08144); 1 with ``alpha = 0``."""
+    """The divisor of a text's log-probability (GNMT, Wu et al. 2016, 1609.08144); 1 with ``alpha = 0``."""
     return ((5 + tokens) / 6) ** alpha
 
 
 class Search:
-    """A beam search of ``width`` beams for up to ``count`` tokens behind ``prompt``, to one of ``stops``.
+    """A beam search of ``width`` beams for up to ``count`` tokens behind ``prompt``, or to one of ``stops``.
 
-    ``alpha``: how much long texts are favoured. ``prune``: a token is dropped that is so much less likely than the best
-    one behind its beam, and a beam whose score is so far below the best text that has ended (3 in the paper).
+    ``alpha``: how much long texts are favoured. ``prune``: a token is dropped if its log-probability is so far below
+    that of its beam's best token, and a beam if its score is so far below that of the best ended text (3 in the paper).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Search:
         return sorted(self.ended, key=lambda one: -one.score)[: self.width]
 
     def _advance(self) -> None:
-        """Give every beam its next tokens, of all that there are the ``width`` likeliest."""
+        """Extend the beams by the ``width`` likeliest of all their next tokens."""
         rows = torch.stack([beam.logits for beam in self.beams if beam.logits is not None])  # [beams, vocab]
         local = rows.to(wide(rows.dtype)).log_softmax(-1)
         found = local + local.new_tensor([[beam.log_probability] for beam in self.beams])
@@ -94,7 +94,7 @@ class Search:
         self._continue([each for each in kept if each[2] >= least])
 
     def _continue(self, kept: Sequence[tuple[Beam, int, float]]) -> None:
-        """Let the beams go on as ``kept`` says: behind which of them, with which token, and how likely that is."""
+        """Let the beams go on as ``kept`` says: triples of a beam, its next token, and the text's log-probability."""
         scheduler, children = self.engine.scheduler, list[Beam]()
         for beam in self.beams:
             ways = [(token, chance) for parent, token, chance in kept if parent is beam]
@@ -117,10 +117,10 @@ def vote(
     engine: Engine, prompt: Sequence[int], count: int, how: Sampling, n: int, answer: Callable[[list[int]], Hashable],
     stops: Collection[int] = (),
 ) -> tuple[Hashable, Counter[Hashable]]:  # fmt: skip
-    """What most of ``n`` texts say (self-consistency, Wang et al. 2022, 2203.11171), and how many say what.
+    """The answer that most of ``n`` texts give, and the count of each (self-consistency, Wang et al. 2022, 2203.11171).
 
-    ``answer`` finds it in the ids of a text, None if there is none. Texts that cannot change the outcome any more are
-    not written to their end.
+    ``answer`` returns the answer in the ids of a text, None if there is none. Texts that cannot change the outcome any
+    more are cancelled.
     """
     texts = engine.submit(prompt, count, how, stops, n)
     said, left = Counter[Hashable](), set(texts)

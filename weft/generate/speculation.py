@@ -1,14 +1,14 @@
 """Speculative decoding: guesses of what a request will write, all checked by the pass that computes its next token.
 
 A guess is a path of tokens. The pass computes it behind the request's own tokens, and the sampler then chooses as it
-would have done without: at every position from the logits there, with penalties and grammar for what is written by
-then, with the request's next random number. While the choice is the guessed token, the logits behind it are there too.
-So what is written is the same, token by token, whatever is guessed; guesses only change how many passes it takes.
-Several paths that part somewhere are a tree (SpecInfer, Miao et al. 2023, 2305.09781); the sampler follows one of them.
+would without guesses: at each position from the logits there, with the penalties and the grammar's state of the text so
+far, and with the request's next random number. As long as it chooses the guessed token, the logits of the next position
+are there too. So the text is the same, token by token, whatever is guessed; guesses only change the number of passes.
+Several paths with a common beginning form a tree (SpecInfer, Miao et al. 2023, 2305.09781).
 
-Guesses come from texts, at no cost: what followed when a request's last tokens stood there before (n-gram, or prompt
-lookup), or what mostly followed them in all requests' texts (suffix decoding, Oliaro et al. 2024, 2411.04975); or from
-a small model (:mod:`weft.generate.draft`).
+Guesses come from texts, at almost no cost: what followed an earlier occurrence of a request's last tokens (n-gram, or
+prompt lookup), or what mostly followed them in all requests' texts (suffix decoding, Oliaro et al. 2024, 2411.04975);
+or from a small model (:mod:`weft.generate.draft`).
 """
 
 from collections import Counter, defaultdict, deque
@@ -18,31 +18,32 @@ from typing import Protocol
 
 from weft.generate.request import Generation
 
-#: Places that are looked at for each run of tokens, the latest ones.
+#: How many places of an n-gram are kept, the latest ones.
 PLACES = 32
 
-#: Tokens of a path at most, tokens of a text's end that are compared, and the least share of places that go on alike.
+#: Most tokens of a path, most tokens of a text's end that are compared, and the least share of places that must go on
+#: alike.
 MOST, DEPTH, FLOOR = 16, 24, 0.1
 
 
 class Drafter(Protocol):
     """Sets ``drafts``, a list of paths, of requests that are about to compute one token.
 
-    A path that was drawn at random is the only one, and ``odds`` are set too.
+    A path that was sampled must be the only one of its request, whose ``odds`` are then set too.
     """
 
     def propose(self, requests: Sequence[Generation]) -> None: ...
 
 
 class NgramIndex:
-    """Where every run of ``least`` tokens stands in a text that grows at its end."""
+    """An index of all n-grams of ``least`` tokens in a text that grows at its end."""
 
     def __init__(self, least: int) -> None:
         self.least, self.ids = least, list[int]()
         self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Add ``ids``. A run is known once a token stands behind it."""
+        """Append ``ids``. An n-gram is found once a token follows it."""
         start = max(self.least, len(self.ids))
         self.ids += ids
         for end in range(start, len(self.ids)):
@@ -51,7 +52,10 @@ class NgramIndex:
             del ends[:-PLACES]
 
     def find(self, tail: Sequence[int], depth: int) -> tuple[int, list[int]]:
-        """How many tokens of the end of ``tail`` stand here, up to ``depth``, and behind which places, latest first."""
+        """The length of the longest end of ``tail``, up to ``depth``, that is in this text, and the indices behind it.
+
+        The latest index comes first.
+        """
         longest, ends = 0, list[int]()
         for end in reversed(self._ends.get(tuple(tail[-self.least :]), ())):
             length = self.least
@@ -64,9 +68,10 @@ class NgramIndex:
         return longest, ends
 
     def follow(self, ends: Sequence[int], path: list[int], count: int, floor: float) -> list[int]:
-        """``path``, which stands behind all ``ends``, and what mostly follows: up to ``count`` tokens in all.
+        """Extend ``path``, which is in the text at all ``ends``, by what mostly follows, to up to ``count`` tokens.
 
-        It ends where less than a share ``floor`` of the places has it. Behind the text's end it is the path again.
+        It ends where fewer than a share ``floor`` of the ends go on alike. The path is taken to repeat itself behind
+        the text's end.
         """
         text, chance, path = self.ids, 1.0, list(path)
         while len(path) < count:
@@ -83,16 +88,16 @@ class NgramIndex:
 
 @dataclass
 class Trust:
-    """A request's text and how well it was guessed: rarely right, seldom guessed."""
+    """A request's text, and how well it was guessed: after wrong guesses there are fewer and shorter ones."""
 
     text: NgramIndex
     most: int = 4  # tokens of the next path
-    guessed: tuple[int, Sequence[Sequence[int]]] = (0, ())  # behind how many tokens, what
-    wrong: int = 0  # times in a row that nothing was right
+    guessed: tuple[int, Sequence[Sequence[int]]] = (0, ())  # the last guess: behind how many tokens, which paths
+    wrong: int = 0  # how many guesses in a row had no token right
     pause: int = 0  # steps without a guess
 
     def learn(self, ids: Sequence[int]) -> None:
-        """Look at what was written, and judge the last guess by it."""
+        """Add what was written to the text, and judge the last guess by it."""
         self.text.extend(ids[len(self.text.ids) :])
         place, paths = self.guessed
         self.guessed, self.pause = (0, ()), max(0, self.pause - 1)
@@ -107,8 +112,8 @@ class Trust:
 class Lookup:
     """Guesses from texts: a request's own, and the last ``shared`` tokens that other requests of its tenant wrote.
 
-    Paths have no more tokens than the end of the request's text that stands where they come from, which has ``least``
-    at least. ``width``: paths that begin with different tokens.
+    A path follows an occurrence of the last tokens of the request's text, of at least ``least``, and is no longer than
+    these. ``width``: how many paths there may be, which begin with different tokens.
     """
 
     def __init__(self, least: int = 2, shared: int = 0, width: int = 1) -> None:
@@ -138,7 +143,7 @@ class Lookup:
         ]
 
     def _keep(self, request: Generation, trust: Trust) -> None:
-        """What was written may help others. The older half is forgotten where there is too much."""
+        """Keep what was written, to guess other requests' texts. The older half is dropped where it gets too much."""
         if self.shared:
             kept = self._others[request.tenant, request.adapter]
             if not kept or len(kept[-1].ids) > self.shared // 2:

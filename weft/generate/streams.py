@@ -1,11 +1,11 @@
 """Several streams of tokens over one cache: workers that see each other write (Hogwild), and Multiverse's paths.
 
-**Hogwild! Inference** (Rodionov et al. 2025, 2504.06261): workers answer one prompt together. Each sees the prompt,
-what all others have written by now, and then its own text, as if these stood behind each other.
+**Hogwild! Inference** (Rodionov et al. 2025, 2504.06261): workers answer one prompt together. Each attends to the
+prompt, to what all others have written so far, and to its own text, as if these stood one behind the other.
 
-**Multiverse** (Yang et al. 2025, 2506.09991): the model says itself where its text parts. Paths begin at one position,
-do not see each other, and are requests like others; what concludes them begins behind the longest one and sees them
-all. Nothing is computed again or copied: a text sees others by their block tables.
+**Multiverse** (Yang et al. 2025, 2506.09991): the model itself says where its text forks into paths. These begin at the
+same position and do not attend to each other. The conclusion begins behind the longest path and attends to all of them.
+Nothing is computed twice or copied: a text attends to others through their block tables.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,7 +20,7 @@ from weft.models.paged import KeyValuePages
 
 
 def check_streams(engine: Engine, ids: Sequence[int]) -> None:
-    """Raises :class:`UsageError` where texts cannot see each other, or ``ids`` cannot be read."""
+    """Raises :class:`UsageError` where texts cannot attend to each other, or the model cannot read ``ids``."""
     check_prompt(engine.model, ids)
     if not all(isinstance(pages, KeyValuePages) for pages in engine.reader.pages):
         raise UsageError("streams see each other's keys, which linear attention does not keep; use one stream")
@@ -31,7 +31,7 @@ def check_streams(engine: Engine, ids: Sequence[int]) -> None:
 
 
 def check_room(engine: Engine, lengths: Collection[int]) -> None:
-    """Raises :class:`UsageError` if texts that come to have so many tokens cannot be in the cache all at once."""
+    """Raises :class:`UsageError` if texts of these ``lengths``, in tokens, cannot be in the cache at the same time."""
     pool, limit = engine.scheduler.pool, engine.scheduler.limit
     blocks = sum(-(-tokens // pool.size) for tokens in lengths)
     if blocks > pool.blocks or len(lengths) > limit:
@@ -66,7 +66,7 @@ def hogwild(
 
 
 class Tags(NamedTuple):
-    """The tokens by which a model says where its text parts: an outline for each path, and where they all begin."""
+    """The tokens by which a model forks its text: one before each path's outline, then ``split``."""
 
     outline: int
     split: int  # the paths begin behind it
@@ -77,7 +77,7 @@ class Tags(NamedTuple):
 
 @dataclass
 class Thread:
-    """A path, or the text that all begins with: pieces that follow each other, with paths between them."""
+    """A path, or the whole text: pieces that follow each other, between which it forks into paths and joins again."""
 
     pieces: list[Generation]
     paths: list["Thread"] = field(default_factory=list)  # those that are being written
@@ -90,7 +90,7 @@ class Thread:
 
     @property
     def seen(self) -> list[PrefixView]:
-        """Its text, as what follows sees it."""
+        """Its text, as what follows attends to it."""
         return [*self.pieces[-1].context, PrefixView(self.pieces[-1], len(self.pieces[-1].ids))]
 
 
@@ -98,9 +98,9 @@ def multiverse(
     engine: Engine, prompt: Sequence[int], tags: Tags, count: int, how: Sampling, stops: Collection[int] = (),
     opening: Callable[[int, list[int]], list[int]] = lambda number, outline: outline,
 ) -> Thread:  # fmt: skip
-    """A text behind ``prompt`` that parts where the model says so, each of its pieces of up to ``count`` tokens.
+    """A text behind ``prompt`` that forks where the model says so, in pieces of up to ``count`` tokens each.
 
-    ``opening``: what is put behind the tag of path ``number``, given the tokens of its outline.
+    ``opening(number, outline)``: the tokens to begin path ``number`` with, behind its tag, given those of its outline.
     """
     check_streams(engine, prompt)
     pieces: list[Generation] = []
@@ -145,7 +145,7 @@ def multiverse(
 
 
 def outlines_of(piece: Generation, tags: Tags) -> list[list[int]]:
-    """The tokens behind each tag of an outline, of those that were written in ``piece``."""
+    """The tokens of each outline in what was written in ``piece``."""
     written = piece.written[:-1]
     places = [i for i, token in enumerate(written) if token == tags.outline]
     return [written[a + 1 : b] for a, b in zip(places, [*places, len(written)][1:], strict=True)]

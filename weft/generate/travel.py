@@ -1,9 +1,9 @@
-"""A request that moves to another engine while it is being written (live migration as in Llumnix, 2406.03243).
+"""Moving a request to another engine while it is being written (live migration as in Llumnix, 2406.03243).
 
-Blocks that are full never change: they are sent in rounds while the request goes on, each round what was filled in the
-one before. When there is none any more, it stops for the block that is not full, and its state: tokens, sampler, random
-stream. What is sent is bytes, in the form of safetensors, and can take any way. Nothing is lost if it does not arrive:
-the first engine can go on with the request, and what the other one has taken it can drop.
+Full blocks never change. They are sent in rounds while the request goes on, in each round those that were filled during
+the one before. When there are none left, the request stops, and its last block and its state (tokens, sampler, random
+stream) are sent. Messages are bytes in the format of safetensors, and can be sent in any way. Nothing is lost if one
+does not arrive: the first engine can go on with the request, and the other one drops what it has taken.
 """
 
 import json
@@ -20,7 +20,7 @@ from weft.generate.keys import root_key
 from weft.generate.request import Generation, Request
 from weft.generate.sampling import Sampling
 
-#: What of a request moves as it is.
+#: The fields of a request that move unchanged.
 FIELDS = ("ids", "most", "tenant", "computed", "prompt", "top", "log_probabilities")
 
 
@@ -42,7 +42,7 @@ class Departure:
         return self._message(full, {}) if full > self.sent else None
 
     def leave(self) -> bytes:
-        """What is left, and its state. The engine forgets it: from now on it is whoever gets this message's."""
+        """The last blocks and the state. The engine forgets the request, which now belongs to whoever gets this."""
         request, engine = self.request, self.engine
         if not request.runs or request.finished or request in engine.scheduler.due:
             raise WeftError("the request does not run any more, or a step with it is under way; it stays")
@@ -53,7 +53,7 @@ class Departure:
         return message
 
     def stay(self) -> None:
-        """The last message was refused or lost: the request goes on here, from its tokens, which are read again."""
+        """Go on with the request here, as the last message was refused or lost; its tokens are computed again."""
         self.engine.scheduler.add(self.request)
 
     def _message(self, end: int, state: dict[str, Any]) -> bytes:
@@ -68,17 +68,17 @@ class Departure:
 class Arrival:
     """Takes what a :class:`Departure` sends into ``engine``, which then goes on with the request.
 
-    Until then the blocks are those of a request of nobody, from which the one that moves is forked.
+    Until then the blocks belong to a placeholder request, from which the one that moves is forked in the end.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.taken = engine, Request([], 0)
 
     def take(self, message: bytes) -> Generation | None:
-        """Keep the blocks of a message; of the last one the request, which runs here from now on.
+        """Keep the blocks of a message. Returns the request, which runs here from now on, if it is the last message.
 
-        Errors: :class:`WeftError` if there is no room, or the message is damaged or out of turn. What was taken is then
-        given back.
+        Raises :class:`WeftError` if there is no room, or the message is damaged or out of order; all that was taken is
+        then given back.
         """
         try:
             about, tensors = parse_message(message)
@@ -89,12 +89,12 @@ class Arrival:
         return self._adopt(about["state"]) if about["state"] else None
 
     def drop(self) -> None:
-        """Give back what was taken, as nothing more will come."""
+        """Give back all blocks, as nothing more will come."""
         self.engine.scheduler.remove(self.taken)
 
     @torch.inference_mode()
     def _put(self, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Put the blocks of a message behind those before, if there is room for them, and for the request at last."""
+        """Append the blocks of a message to those before, if there is room for them, and at the end for the request."""
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         table = self.taken.table
         if about["first"] != len(table) or about["size"] != pool.size:
