@@ -217,7 +217,7 @@ def test_what_comes_behind_a_stop_string_is_not_shown(tokenizer: Tokenizer) -> N
         async def cancel(self, index: int) -> None:
             self.cancelled.append(index)
 
-    watch = SimpleNamespace(saw=lambda event, generation: None)
+    watch = SimpleNamespace(record=lambda event, generation: None)
     answering = Answering(asked, tokenizer, "tiny", 1, None, watch)  # type: ignore[arg-type]
     chunks = asyncio.run(collected(answering._stream(Given())))  # type: ignore[arg-type]
     choices = [json.loads(c.removeprefix("data: "))["choices"][0] for c in chunks[:-1]]
@@ -238,13 +238,16 @@ def test_who_waits_for_an_engine_that_ends_is_told(tokenizer: Tokenizer) -> None
     async def wait() -> None:
         await service.call(lambda: None)  # the thread now takes a step
         stepping.wait(60)
+        gone = asyncio.create_task(service.call(lambda: "nobody waits for it"))
         waiting = asyncio.create_task(service.call(lambda: "done"))
+        await asyncio.sleep(0.1)
+        gone.cancel()
         await asyncio.sleep(0.1)
         closing = asyncio.create_task(asyncio.to_thread(service.close))
         await asyncio.sleep(0.1)
         go.set()
         with pytest.raises(WeftError, match="the engine has stopped"):
-            await asyncio.wait_for(waiting, 60)
+            await asyncio.wait_for(waiting, 20)
         await closing
 
     asyncio.run(wait())

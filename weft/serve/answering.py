@@ -20,7 +20,10 @@ from weft.serve.tools import CallFinder, CallForm, CallPiece
 
 
 class Answering:
-    """Writes the answers to ``asked`` as JSON. ``form``: of calls of tools, if the model may make some."""
+    """Writes the answers to the request ``asked`` as JSON. ``prompt``: tokens of its prompts, for the usage.
+
+    ``form``: how the model writes tool calls, if it may make some. ``watch``: times the answers.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class Answering:
         )
 
     async def respond(self, request: Request, context: Any, n: int) -> Response:
-        """The answers of ``context`` (:meth:`Service.answers`), of which there are ``n`` to each prompt."""
+        """The HTTP response with the answers of ``context`` (:meth:`Service.answers`), ``n`` to each prompt."""
         answers = await entered(context)
         if self.asked.stream:
             return EventStream(self._stream(answers), context)
@@ -63,7 +66,7 @@ class Answering:
         return JSONResponse(self.replies.whole(kept, usage))
 
     async def _pieces(self, answers: Answers) -> AsyncIterator[tuple[int, Answer]]:
-        """What is new of which answer: the text that can be shown now, and calls, whole ones if there is no stream."""
+        """Pairs of an answer's index and what is new of it: text that can be shown, and (parts of) tool calls."""
         writers = [Writer(self.tokenizer, self.asked.stops) for _ in answers.generations]
         finders = [CallFinder(self.form, self.asked.stream) if self.form else None for _ in writers]
         left = set(range(len(writers)))
@@ -104,7 +107,7 @@ class Answering:
     async def _stream(self, answers: Answers) -> AsyncIterator[str]:
         began: set[int] = set()
         written = 0
-        held: dict[int, list[TokenEvent]] = {}  # whose text is not shown yet
+        held: dict[int, list[TokenEvent]] = {}  # events whose text cannot be shown yet, by answer
         try:
             for event in self.replies.begun():
                 yield event_text(event)
@@ -125,7 +128,7 @@ class Answering:
 
 
 class EventStream(StreamingResponse):
-    """Events as they come. What is written for them is cancelled when the client goes away, also before the first."""
+    """A stream of server-sent events. When the client goes away, even before the first, ``context`` is left."""
 
     def __init__(self, chunks: AsyncIterator[str], context: Any) -> None:
         super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -139,7 +142,7 @@ class EventStream(StreamingResponse):
 
 
 async def entered(context: Any) -> Answers:
-    """What is being written; what cannot be is refused."""
+    """Enter ``context``; raises :class:`Refusal` for what cannot be written."""
     try:
         answers: Answers = await context.__aenter__()
     except WeftError as error:
@@ -147,15 +150,19 @@ async def entered(context: Any) -> Answers:
     return answers
 
 
-def refusal_of(error: WeftError, param: str | None = None) -> Refusal:
-    """An error as a client sees it: what it asked wrongly, too much at a time, or what is wrong here."""
+def refusal_of(error: Exception) -> Refusal:
+    """An error as a client sees it: its own mistake, too much at a time, or a fault of the server."""
+    if isinstance(error, Refusal):
+        return error
     if isinstance(error, Busy):
         return Refusal(429, str(error), "busy")
-    return Refusal(400 if error.exit_code == 2 else 500, str(error), param=param)
+    if isinstance(error, WeftError):
+        return Refusal(400 if error.exit_code == 2 else 500, str(error))
+    return Refusal(500, f"{type(error).__name__}: {error}")
 
 
 async def left(request: Request) -> None:
-    """Returns when the client has gone away."""
+    """Wait until the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -1,8 +1,8 @@
 """Requests for measuring a server or an engine, their arrival times, and statistics of their latencies.
 
-The words are those of ``vllm bench serve``, so that figures of both can stand side by side. TTFT is the time from a
-question to its answer's first token, TPOT the mean time of each further token, ITL the time between two events of a
-stream, E2EL the time from a question to its answer's end. Goodput counts the requests that meet all limits.
+The names are those of ``vllm bench serve``, so that the results of both can be compared. TTFT is the time from a
+request to its answer's first token, TPOT the mean time of each further token, ITL the time between two events of a
+stream, E2EL the time from a request to its answer's end. Goodput counts the requests that meet all limits.
 """
 
 import json
@@ -17,7 +17,7 @@ import numpy as np
 
 from weft.errors import UsageError
 
-#: Mean tokens of prompts and of answers in ShareGPT, and how far their logarithms spread.
+#: Of prompts and of answers in ShareGPT: mean tokens, and the standard deviation of their logarithm.
 SHAREGPT = ((161, 1.1), (338, 0.9))
 SHORTEST, LONGEST = 4, 1024
 
@@ -33,7 +33,7 @@ class LoadRequest(NamedTuple):
 
 @dataclass
 class RequestOutcome:
-    """What came of one question; times in seconds of one clock."""
+    """The result of one request; times in seconds of the same clock."""
 
     began: float
     times: list[float] = field(default_factory=list)  # when events with text came
@@ -44,7 +44,7 @@ class RequestOutcome:
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """By metric, what this one has to say about it."""
+        """This request's values of each metric, in seconds."""
         ttft, e2el = self.times[0] - self.began, self.end - self.began
         tpot = [(self.times[-1] - self.times[0]) / (self.written - 1)] if self.written > 1 else []
         gaps = [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
@@ -52,9 +52,9 @@ class RequestOutcome:
 
 
 def random_asks(count: int, prompt: int, answer: int, ratio: float, prefix: int, seed: int) -> list[LoadRequest]:
-    """Prompts of random ids below 256, which every vocabulary has, behind ``prefix`` that all share.
+    """Prompts of random ids below 256, which every vocabulary has, behind a common beginning of ``prefix`` tokens.
 
-    Lengths are uniform within ``ratio`` of ``prompt`` and ``answer``.
+    Lengths are uniform within the share ``ratio`` around ``prompt`` and ``answer``.
     """
     random = Random(seed)
 
@@ -67,7 +67,7 @@ def random_asks(count: int, prompt: int, answer: int, ratio: float, prefix: int,
 
 
 def sharegpt_asks(count: int, seed: int) -> list[LoadRequest]:
-    """Random ids, of lengths that are drawn as people's talks have them: log-normal with ShareGPT's means."""
+    """Random ids, with lengths as in people's conversations: log-normal with ShareGPT's means."""
     random = Random(seed)
 
     def length(mean: float, spread: float) -> int:
@@ -81,7 +81,7 @@ def sharegpt_asks(count: int, seed: int) -> list[LoadRequest]:
 
 
 def read_asks(path: Path, count: int, answer: int) -> list[LoadRequest]:
-    """A JSON object per line: ``prompt``, and perhaps ``output_tokens``."""
+    """The first ``count`` requests of a file of JSON lines: objects with ``prompt``, and perhaps ``output_tokens``."""
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()][:count]
         return [LoadRequest(row["prompt"], int(row.get("output_tokens", answer))) for row in rows]
@@ -92,7 +92,7 @@ def read_asks(path: Path, count: int, answer: int) -> list[LoadRequest]:
 def make_asks(
     dataset: str, count: int, path: Path | None, prompt: int, answer: int, ratio: float, prefix: int, seed: int
 ) -> list[LoadRequest]:
-    """The questions of a data set by its name; errors: unknown names, and a file that is missing."""
+    """The requests of the data set of that name. Raises :class:`UsageError` for unknown names and missing files."""
     if dataset == "random":
         return random_asks(count, prompt, answer, ratio, prefix, seed)
     if dataset == "sharegpt":
@@ -103,7 +103,7 @@ def make_asks(
 
 
 def read_limits(words: Sequence[str]) -> dict[str, float]:
-    """``METRIC:MS`` each."""
+    """Limits in milliseconds by metric, from words ``METRIC:MS``."""
     try:
         found = {name: float(limit) for name, limit in (word.split(":") for word in words)}
     except ValueError:
@@ -114,7 +114,7 @@ def read_limits(words: Sequence[str]) -> dict[str, float]:
 
 
 def read_percentiles(words: str) -> list[float]:
-    """Numbers of 0 to 100 with commas between them."""
+    """Percentiles, from a text of numbers from 0 to 100 with commas between them."""
     try:
         found = [float(word) for word in words.split(",")]
     except ValueError:
@@ -125,7 +125,7 @@ def read_percentiles(words: str) -> list[float]:
 
 
 def pauses(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds before each request: a gamma distribution, of Poisson's arrivals with ``burstiness`` 1."""
+    """Seconds before each request, gamma distributed; with ``burstiness`` 1 the arrivals are a Poisson process."""
     random = Random(seed)
     return [0.0 if math.isinf(rate) else random.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count)]
 
@@ -133,7 +133,7 @@ def pauses(count: int, rate: float, burstiness: float, seed: int) -> list[float]
 def summary(
     outcomes: Sequence[RequestOutcome], seconds: float, percentiles: Sequence[float], limits: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Figures by the names that vLLM gives them; times in milliseconds. ``limits``: of metrics, in milliseconds."""
+    """Statistics under vLLM's names, times in milliseconds. ``limits``: milliseconds by metric, for the goodput."""
     good = [one for one in outcomes if not one.error]
     prompt, written = sum(one.prompt for one in good), sum(one.written for one in good)
     found: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Which policy and budget answer a load best: a few requests are timed, and every candidate is simulated.
+"""Finds the policy and budget that answer a load best: a few requests are timed, and every candidate is simulated.
 
-Vidur's way (Agrawal et al. 2024), with the engine's own scheduler: what is compared is planned as it would be served.
+This is Vidur's method (Agrawal et al. 2024), with the engine's own scheduler in the simulation.
 """
 
 import math
@@ -16,15 +16,15 @@ from weft.serve.simulate import Curve, TimedRequest, measure, simulate
 
 POLICIES = ("exact-fill", "chunked:32", "chunked:128", "prompts-first")
 BUDGETS = (128, 512, 2048)
-#: The share of the requests that is to meet all limits, where it is asked how many may come.
+#: The share of the requests that must meet all limits, in the search for the most requests per second.
 SHARE = 0.9
 
-#: A new engine with that policy and budget; all of them have the same cache.
+#: Makes a new engine with a policy and a budget; the size of the cache is always the same.
 Build = Callable[[str, int], Engine]
 
 
 class Candidate(NamedTuple):
-    """One way to serve, and the figures that a load would have, as ``weft bench serve`` names them."""
+    """A policy and a budget, with the statistics that a load would have, as ``weft bench serve`` names them."""
 
     policy: str
     budget: int
@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
 def requests_of(
     asked: Sequence[LoadRequest], waits: Sequence[float], open_tokenizer: Callable[[], Tokenizer], first: int
 ) -> tuple[list[TimedRequest], list[TimedRequest]]:
-    """The ``first`` requests, to be timed, and the others, from when the first of those comes on.
+    """Split a load into its ``first`` requests, to be timed, and all others, whose times then begin at 0.
 
     The tokenizer is opened only where a prompt is text.
     """
@@ -49,7 +49,7 @@ def requests_of(
 
 
 def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
-    """The seconds of the engine's steps, from ``load`` one by one, all at once, and all at once in small pieces."""
+    """The curve of the engine's step times, fitted on ``load`` one by one, at once, and at once in small chunks."""
     measure(build("exact-fill", BUDGETS[1]), load[:1])  # the first steps of a process are slow
     samples = []
     for policy, budget, apart in (("exact-fill", 2048, 1e6), ("exact-fill", 512, 0.0), ("chunked:32", 128, 0.0)):
@@ -62,7 +62,7 @@ def play_candidate(
     build: Build, policy: str, budget: int, load: Sequence[TimedRequest], curve: Curve, percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> Candidate:  # fmt: skip
-    """``load`` as it would be served; ``limits`` are milliseconds of metrics."""
+    """Simulate ``load`` with that policy and budget. ``limits``: milliseconds by metric."""
     outcomes = simulate(build(policy, budget).scheduler, load, curve)
     return Candidate(policy, budget, summary(outcomes, max(one.end for one in outcomes), percentiles, limits))
 
@@ -70,9 +70,9 @@ def play_candidate(
 def compare(
     build: Build, load: Sequence[TimedRequest], curve: Curve, percentiles: Sequence[float], limits: Mapping[str, float]
 ) -> list[Candidate]:
-    """The candidates, the best first: by the requests per second within all limits, then by the time of an answer.
+    """The candidates, the best first: by requests per second within all limits, then by the mean time of an answer.
 
-    Of those that would do the same only the one with the smallest budget.
+    Of candidates with equal results only the one with the smallest budget is kept.
     """
     found: list[Candidate] = []
     for policy, budget in product(POLICIES, BUDGETS):
@@ -85,10 +85,10 @@ def compare(
 def most_requests(
     build: Build, best: Candidate, load: Sequence[TimedRequest], curve: Curve, limits: Mapping[str, float]
 ) -> float:
-    """Requests per second of which :data:`SHARE` still meets all limits, to 3 %.
+    """The most requests per second, to 3 %, of which a share of :data:`SHARE` still meets all limits.
 
-    0 if no request meets them when it is alone, and infinity where all of ``load`` may come at once.
-    They come in the same order and with the same relative pauses, faster or slower.
+    It is 0 if a request alone does not meet them, and infinity if all of ``load`` may come at once. The requests keep
+    their order and their relative pauses.
     """
     whole = load[-1].time
 

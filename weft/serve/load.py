@@ -13,7 +13,7 @@ from weft.serve.asks import LoadRequest, RequestOutcome
 
 
 class Target(NamedTuple):
-    """A server, and how it is asked."""
+    """A server, and the settings of requests to it."""
 
     url: str
     model: str | None = None
@@ -23,7 +23,7 @@ class Target(NamedTuple):
 
 
 async def send(client: httpx.AsyncClient, target: Target, ask: LoadRequest) -> RequestOutcome:
-    """One question, and the times of its events."""
+    """Send one request, and note the times of its events."""
     body: dict[str, Any] = {"model": target.model, "prompt": ask.prompt, "max_tokens": ask.tokens, "stream": True,
                             "temperature": target.temperature, "stream_options": {"include_usage": True}}  # fmt: skip
     if target.ignore_eos:
@@ -61,7 +61,10 @@ async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 async def run(
     target: Target, asks: Sequence[LoadRequest], waits: Sequence[float], most: int | None = None
 ) -> tuple[list[RequestOutcome], float]:
-    """Ask everything, ``most`` at a time; returns what came and the seconds that it took. Errors: nobody answers."""
+    """Send all requests, ``waits[i]`` seconds after the one before, at most ``most`` at a time.
+
+    Returns the results, and the seconds that all took. Raises :class:`WeftError` if the server does not answer.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     headers = {"authorization": f"Bearer {target.key}"} if target.key else {}
     gate = asyncio.Semaphore(most or len(asks))

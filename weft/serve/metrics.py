@@ -48,7 +48,7 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
     def counting(self, app: Any) -> Any:
-        """``app``, of ASGI, whose answers are counted by path and status, and that knows when questions came."""
+        """The ASGI application ``app``, with answers counted by path and status, and ``scope["began"]`` set."""
 
         async def counted(scope: Any, receive: Any, send: Any) -> None:
             async def watched(message: Any) -> None:
@@ -64,7 +64,7 @@ class ServerMetrics:
 
 
 class AnswerTimer:
-    """The times of the answers to one question, which has come when its clock says ``began``."""
+    """Times the answers to one request, which came at ``began`` (of ``time.perf_counter``)."""
 
     def __init__(self, metrics: ServerMetrics, prompt: int, began: float) -> None:
         self.metrics, self.began = metrics, began

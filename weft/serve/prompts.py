@@ -1,4 +1,4 @@
-"""From what is asked to ids and grammars. Long texts take seconds: the event loop goes on meanwhile."""
+"""Turns requests into ids and grammars, in threads: long texts take seconds, and the event loop must go on."""
 
 import asyncio
 import json
@@ -22,18 +22,18 @@ LARGEST_FORM = 2**18
 
 
 class Prompts:
-    """Prompts of a model with ``vocab`` ids; ``name`` says in errors whose chat template is missing.
+    """Encodes prompts and compiles grammars for a model with ``vocab`` ids, called ``name`` in errors.
 
-    One thread tokenizes, as tokenizers are not made for several, and another one compiles grammars.
+    One thread tokenizes, as tokenizers are not thread-safe, and another one compiles grammars.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, name: str) -> None:
         self.tokenizer, self.vocab, self.name = tokenizer, vocab, name
         self._tokenizing, self._compiling = (ThreadPoolExecutor(1, f"weft-{kind}") for kind in ("tokens", "grammars"))
-        self._compiled = lru_cache(64)(self._compile)
+        self._compiled = lru_cache(64)(lambda kind, text: self._grammars.compile(kind, text))
 
     async def texts(self, texts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Ids of texts that a model is to continue; what are ids stays as it is."""
+        """The ids of texts that a model is to continue; lists of ids stay as they are."""
         if not any(isinstance(text, str) for text in texts):
             return list(texts)  # type: ignore[arg-type]
         return await self._run(
@@ -41,7 +41,7 @@ class Prompts:
         )
 
     async def chat(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """Ids of a conversation up to where the assistant is to answer. Errors: what its template refuses."""
+        """The ids of a conversation, up to where the assistant is to answer. Raises what its template refuses."""
 
         def encode() -> list[int]:
             encoder = self._encoder
@@ -59,7 +59,7 @@ class Prompts:
         return await self._run(lambda: self._form)
 
     async def grammar(self, language: Language) -> Grammar:
-        """Errors: a language that cannot be read or met."""
+        """Compile a grammar. Raises :class:`UsageError` for one that cannot be read or met."""
         kind, text = language
         key = text if isinstance(text, str) else json.dumps(text)
         if len(key) > LARGEST_FORM:
@@ -89,11 +89,8 @@ class Prompts:
     def _grammars(self) -> Grammars:
         return Grammars(self.tokenizer, self.vocab)
 
-    def _compile(self, kind: Any, text: str) -> Grammar:
-        return self._grammars.compile(kind, text)
-
 
 def _joined(message: dict[str, Any]) -> str:
-    """The words of a message, which may come in parts."""
+    """The text of a message, whose content may be a list of parts."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)

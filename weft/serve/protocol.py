@@ -15,7 +15,7 @@ Several = Annotated[list[str] | list[Ids], Field(min_length=1, max_length=2048)]
 
 
 class Refusal(Exception):
-    """An answer that is no answer, with its status of HTTP."""
+    """An error that a client gets as JSON, with an HTTP status."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class Refusal(Exception):
 
 
 class Strict(BaseModel):
-    """An object in which nothing else may stand: a field that nobody reads would be a wish that nobody fulfils."""
+    """An object without other fields than those declared: a setting that is ignored would mislead its sender."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,7 +57,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's words for what a text may be; one of them."""
+    """vLLM's field for constrained generation; one of its ways."""
 
     json_: Schema | None = Field(None, alias="json")
     regex: str | None = None
@@ -71,14 +71,14 @@ class StructuredOutputs(Strict):
 
 
 class Language(NamedTuple):
-    """What a text may be, as :meth:`weft.generate.grammar.Grammars.compile` takes it."""
+    """A constraint on a text, as :meth:`weft.generate.grammar.Grammars.compile` takes it."""
 
     kind: Literal["json", "regex", "lark"]
     text: str | Schema
 
 
 class Modelled(Strict):
-    """What is asked of a model, by its name or of the only one."""
+    """A request to a model by its name, or to the only one."""
 
     model: str | None = None
     user: str | None = None
@@ -114,7 +114,7 @@ class SamplingRequest(Modelled):
 
     @property
     def language(self) -> Language | None:
-        """What the text is to be, if that is said."""
+        """The constraint on the text, if there is one."""
         if said := self.structured_outputs:
             if said.json_ is not None:
                 return Language("json", said.json_)
@@ -230,11 +230,7 @@ class ChatRequest(SamplingRequest):
 class Texts(Modelled):
     """``POST /v1/embeddings``. ``pooling``: of a text's tokens, the mean or the last one's vector."""
 
-    input: (
-        Annotated[str, Field(min_length=1)]
-        | Ids
-        | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=2048)]
-    )
+    input: Annotated[str, Field(min_length=1)] | Ids | Several
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Literal["mean", "last"] = "mean"
 
@@ -263,5 +259,5 @@ class Tokenized(Modelled):
 
 
 def several(given: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
-    """One text, or ids of one, as a list of one."""
+    """A list of texts or of lists of ids; a single one becomes a list of one."""
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given

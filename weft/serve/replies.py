@@ -14,7 +14,7 @@ Usage = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """What there is of one answer, or what is new of it."""
+    """One answer, or what is new of it in a stream."""
 
     text: str
     events: Sequence[TokenEvent]
@@ -23,7 +23,7 @@ class Answer(NamedTuple):
 
 
 class Replies:
-    """The JSON of answers to one question: whole, or chunk by chunk."""
+    """The JSON of the answers to one request: whole, or chunk by chunk."""
 
     last = "data: [DONE]\n\n"  # of a stream
 
@@ -101,13 +101,13 @@ class Replies:
 
 
 def usage_of(prompt: int, written: int, found: int = 0) -> Usage:
-    """``found``: tokens of prompts that were computed before."""
+    """The counts of tokens in an answer. ``found``: those of prompts that were in the cache."""
     counts = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
     return counts | {"prompt_tokens_details": {"cached_tokens": min(found, prompt)}}
 
 
 def call_fields(piece: CallPiece) -> dict[str, Any]:
-    """A call, or what is new of it."""
+    """The JSON of a tool call, or of what is new of it."""
     if piece.name is None:
         return {"function": {"arguments": piece.arguments}}
     said = {"name": piece.name, "arguments": piece.arguments}

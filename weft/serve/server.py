@@ -41,21 +41,20 @@ from weft.serve.tools import CallForm
 
 Q = TypeVar("Q", bound=Modelled)
 
-#: Bytes of a question at most, and of all questions that are being answered.
+#: Most bytes of a request, and of all requests that are being answered.
 LARGEST, ALL = 8 * 2**20, 64 * 2**20
 
-#: Seconds in which a question has to come.
+#: Seconds within which a request must have arrived completely.
 PATIENCE = 60
 
 PAGE = Path(__file__).with_name("page.html")
 
 
 class Server:
-    """One model, ``name``, and its ``adapters``, which are models by their names too.
+    """Serves one model under ``name``, and its ``adapters`` as models under their own names.
 
-    ``keys``: who has none of them is refused (none given: nobody is).
-
-    ``tokens``: an answer's at most, where a chat does not say.
+    ``keys``: API keys, one of which each request must have; without any, all are let in. ``tokens``: the most tokens of
+    an answer where a chat does not limit them.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Server:
         self.embedding = asyncio.Lock()
 
     def app(self) -> Any:
-        """What uvicorn runs; its end is the end of the engine's thread."""
+        """The ASGI application for uvicorn; when it ends, so does the engine's thread."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -92,17 +91,14 @@ class Server:
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {
-            Refusal: refused,
-            WeftError: failed,
-            HTTPException: no_route,
-            ClientDisconnect: client_gone,
-            Exception: broken,
-        }
+            Refusal: refused, WeftError: refused, Exception: refused,
+            HTTPException: no_route, ClientDisconnect: client_gone,
+        }  # fmt: skip
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
         return self.metrics.counting(self._weighing(app))
 
     def _weighing(self, app: Any) -> Any:
-        """``app``, of ASGI, that knows how many bytes of questions are in hand."""
+        """The ASGI application ``app``, with the bytes of requests that are being answered counted in ``held``."""
 
         async def weighed(scope: Any, receive: Any, send: Any) -> None:
             mine = 0
@@ -165,7 +161,7 @@ class Server:
             raise Refusal(400, str(error), param="messages") from None
 
     async def embeddings(self, request: Request) -> Response:
-        """Each text by itself and one at a time, so that steps of answers go on between them."""
+        """Each text is computed alone, so that steps of answers can go on between them."""
         asked = await self._question(request, Texts)
         if asked.model in self.adapters:
             raise Refusal(400, f"vectors are those of {self.name!r}; adapters make none", param="model")
@@ -197,7 +193,7 @@ class Server:
         return JSONResponse({"prompt": await self.prompts.decode(asked.tokens)})
 
     def _tenant(self, request: Request) -> str:
-        """Whose cached prefixes this may find: those of the same key."""
+        """The tenant that a request belongs to: prefixes in the cache are shared only within the same API key."""
         if not self.keys:
             return ""
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
@@ -237,7 +233,7 @@ class Server:
         self, request: Request, asked: SamplingRequest, prompts: Sequence[Sequence[int]], most: int, n: int,
         language: Language | None, form: CallForm | None = None,
     ) -> Response:  # fmt: skip
-        """Answers to ``prompts``, each with ``n`` of up to ``most`` tokens, in a ``language`` if there is one."""
+        """Answer ``prompts``, each ``n`` times with up to ``most`` tokens, constrained by ``language`` if given."""
         prompt = sum(map(len, prompts))
         watch = AnswerTimer(self.metrics, prompt, request.scope["began"])
         stops = [*([] if asked.ignore_eos else self.tokenizer.stops), *asked.stop_token_ids]
@@ -252,15 +248,11 @@ class Server:
         return await answering.respond(request, self.service.answers(wishes), n)
 
 
-async def refused(request: Request, refusal: Exception) -> Response:
-    assert isinstance(refusal, Refusal)
+async def refused(request: Request, error: Exception) -> Response:
+    """Answer with an error; of an unexpected one the server also writes down the traceback."""
+    refusal = refusal_of(error)
     headers = {"retry-after": "1"} if refusal.status == 429 else {}
     return JSONResponse(refusal.body, refusal.status, headers)
-
-
-async def failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, WeftError)
-    return await refused(request, refusal_of(error))
 
 
 async def no_route(request: Request, error: Exception) -> Response:
@@ -271,8 +263,3 @@ async def no_route(request: Request, error: Exception) -> Response:
 
 async def client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
-
-
-async def broken(request: Request, error: Exception) -> Response:
-    """A mistake of this program's, whose traceback the server writes down."""
-    return JSONResponse(Refusal(500, f"{type(error).__name__}: {error}").body, 500)

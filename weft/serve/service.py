@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from weft.generate.sampling import Sampling
 
 
 class Wish(NamedTuple):
-    """One prompt, and what :meth:`Engine.submit` is to do with it."""
+    """One prompt with the arguments of :meth:`Engine.submit`, in their order."""
 
     ids: Sequence[int]
     most: int
@@ -32,7 +33,7 @@ class Wish(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """What a step made of one answer: its next token, or none where it ended without one."""
+    """What a step did for one answer: its next token, or None where it ended without one."""
 
     number: int  # which of the answers that were asked for together
     token: int | None
@@ -41,9 +42,9 @@ class TokenEvent(NamedTuple):
 
 
 def add_adapters(engine: Engine, folder: Path, model: str) -> list[str]:
-    """Let requests name the adapters that are folders in ``folder``; returns their names, none of which is ``model``.
+    """Add every adapter that is a folder in ``folder``; returns their names, none of which may be ``model``.
 
-    Errors: a folder without any, and adapters of other models.
+    Raises :class:`UsageError` for a folder without adapters, and for adapters of other models.
     """
     if not folder.is_dir():
         raise UsageError(f"--adapters {folder} is no folder")
@@ -58,7 +59,7 @@ def add_adapters(engine: Engine, folder: Path, model: str) -> list[str]:
 
 
 class Busy(WeftError):
-    """So many answers are being written or waited for that no more are taken on."""
+    """Too many answers are being written to take on more."""
 
 
 class Service:
@@ -76,9 +77,9 @@ class Service:
 
     @asynccontextmanager
     async def answers(self, wishes: Sequence[Wish]) -> AsyncIterator["Answers"]:
-        """What is written for ``wishes``; whatever has not ended when this is left is cancelled.
+        """The answers to ``wishes``; those that have not ended when this context is left are cancelled.
 
-        Errors: :class:`Busy`, and those of :meth:`Engine.submit`, of any of the wishes.
+        Raises :class:`Busy`, and for any of the wishes what :meth:`Engine.submit` raises.
         """
         answers = Answers(self, asyncio.get_running_loop(), wishes)
         begun = asyncio.ensure_future(self.call(answers.begin))
@@ -90,7 +91,7 @@ class Service:
                 await asyncio.shield(asyncio.ensure_future(self.call(answers.end)))
 
     async def call(self, action: Callable[[], Any]) -> Any:
-        """Let the engine's thread do ``action`` between two steps."""
+        """Run ``action`` in the engine's thread, between two steps; returns its result."""
         future: Future[Any] = Future()
         with self._wake:
             if self.failure is not None or self._closed:
@@ -107,14 +108,15 @@ class Service:
         self._thread.join()
 
     def _serve(self) -> None:
-        """Steps, until the end; whoever still waits for an action then gets an error."""
+        """The engine's thread: take steps until the end. Actions that still wait then get an error."""
         try:
             self._take_steps()
         finally:
             with self._wake:
                 self._closed = True
                 for _, future in self._inbox:
-                    future.set_exception(WeftError("the engine has stopped"))
+                    if future.set_running_or_notify_cancel():
+                        future.set_exception(WeftError("the engine has stopped"))
 
     def _take_steps(self) -> None:
         while True:
@@ -143,7 +145,7 @@ class Service:
 
 
 class Answers:
-    """The events of answers that were asked for together, as they come."""
+    """The answers that were asked for together, and their events as they come."""
 
     def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, wishes: Sequence[Wish]) -> None:
         self.service, self.loop, self.wishes = service, loop, wishes
@@ -151,7 +153,7 @@ class Answers:
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
 
     def begin(self) -> None:
-        """In the engine's thread."""
+        """Submit all of them. Called in the engine's thread."""
         service = self.service
         count = sum(wish.answers for wish in self.wishes)
         if count > service.most:
@@ -160,12 +162,11 @@ class Answers:
             raise Busy(f"{len(service._tell)} answers are being written and no more are taken on; try again later")
         for wish in self.wishes:
             self.generations += service.engine.submit(*wish)
-        for index, one in enumerate(self.generations):
-            service._tell[one] = lambda written, index=index: self._pass_on(index, written)  # type: ignore[misc]
+        service._tell |= {one: partial(self._pass_on, index) for index, one in enumerate(self.generations)}
 
-    def end(self) -> None:
-        """In the engine's thread."""
-        for one in self.generations:
+    def end(self, generations: Sequence[Generation] | None = None) -> None:
+        """Stop ``generations`` (default: all) that have not ended. Called in the engine's thread."""
+        for one in self.generations if generations is None else generations:
             self.service._tell.pop(one, None)
             if not one.finished:
                 self.service.engine.cancel(one)
@@ -176,13 +177,7 @@ class Answers:
 
     async def cancel(self, index: int) -> None:
         """Stop one of them, whose text has ended."""
-        one = self.generations[index]
-
-        def stop() -> None:
-            self.service._tell.pop(one, None)
-            self.service.engine.cancel(one)
-
-        await self.service.call(stop)
+        await self.service.call(partial(self.end, [self.generations[index]]))
 
     async def next(self) -> TokenEvent:
         """The next event of any of them."""

@@ -1,8 +1,8 @@
 """Simulate when requests would get their tokens: the engine's own scheduler, with step times from a fitted curve.
 
-Nothing is computed, so that policies, cache sizes and loads can be compared in seconds. The curve is fitted to steps of
-a real engine. It is linear in what a step has to do: its tokens, its texts, the rows whose logits are wanted, the keys
-that are read, and the products of queries and keys.
+The model is not run, so that policies, cache sizes and loads are compared within seconds. The curve is fitted to steps
+of a real engine. It is linear in a step's work: its tokens, its texts, the rows of logits, the keys that are read, and
+the products of queries and keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from weft.serve.asks import RequestOutcome
 
 
 class TimedRequest(NamedTuple):
-    """A request of a load: when it comes, in seconds, and how many tokens it wants behind its prompt."""
+    """A request of a load: when it comes, in seconds, and how many tokens it asks for behind its prompt."""
 
     time: float
     prompt: Sequence[int]
@@ -28,7 +28,7 @@ class TimedRequest(NamedTuple):
 
 
 def work_of(step: ScheduledStep) -> list[float]:
-    """What a step has to do, as numbers that its time is linear in."""
+    """A step's work, as the numbers that its time is linear in."""
     ends = [(tokens, request.computed + tokens) for request, tokens in step.work.items()]
     rows = sum(tokens == request.wanted for request, tokens in step.work.items())
     tokens = sum(n for n, _ in ends)
@@ -36,12 +36,12 @@ def work_of(step: ScheduledStep) -> list[float]:
 
 
 class Curve:
-    """The seconds of a step, from ``samples``: what steps had to do, and how long they took."""
+    """The seconds of a step by its work, fitted to ``samples``: pairs of the work and the seconds of a step."""
 
     def __init__(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:
         work, seconds = np.array([each for each, _ in samples]), np.array([each for _, each in samples])
-        # Every step counts alike by its relative error, and nothing makes a step shorter. Steps that are short by
-        # chance weigh more in that, so that the sum of all is too short.
+        # Relative errors count, so that all steps weigh alike, and no rate is negative. Steps that are short by chance
+        # weigh more in that, so that the total would come out too short: it is scaled to the measured one.
         self.rates, _ = nnls(work / seconds[:, None], np.ones(len(seconds)))
         self.rates *= seconds.sum() / (work @ self.rates).sum()
 
@@ -52,7 +52,10 @@ class Curve:
 def play(
     load: Sequence[TimedRequest], add: Callable[[int], None], step: Callable[[], tuple[float, list[int]]]
 ) -> list[RequestOutcome]:
-    """Let requests come when ``load`` says. ``step`` returns its seconds and the numbers of those who got a token."""
+    """Add requests when they come, and take steps until all are done; returns the times of their tokens.
+
+    ``step()`` returns its seconds, and the indices of the requests that got a token.
+    """
     found = [RequestOutcome(each.time, prompt=len(each.prompt)) for each in load]
     order, clock, open_ = sorted(range(len(load)), key=lambda i: load[i].time), 0.0, set[int]()
     while order or open_:
@@ -75,7 +78,7 @@ def play(
 def simulate(
     scheduler: Scheduler, load: Sequence[TimedRequest], curve: Callable[[ScheduledStep], float]
 ) -> list[RequestOutcome]:
-    """What ``load`` would get of an engine with this scheduler, whose steps take what ``curve`` says."""
+    """The simulated times of ``load`` on an engine with this scheduler, whose steps take what ``curve`` says."""
     numbers: dict[Request, int] = {}
 
     def add(i: int) -> None:
@@ -100,9 +103,9 @@ def simulate(
 def measure(
     engine: Engine, load: Sequence[TimedRequest], clock: Callable[[], float] = perf_counter
 ) -> tuple[list[RequestOutcome], list[tuple[list[float], float]]]:
-    """What ``load`` gets of a real engine, and samples of its steps for a :class:`Curve`.
+    """The times of ``load`` on a real engine, and samples of its steps for a :class:`Curve`.
 
-    With ``time.thread_time`` as the clock of steps what else the machine does is left out, and other threads too.
+    ``clock`` times the steps; ``time.thread_time`` leaves out other programs, and other threads.
     """
     numbers: dict[Request, int] = {}
     samples: list[tuple[list[float], float]] = []

@@ -14,7 +14,7 @@ from weft.recipe import Generate
 
 
 class TextRequest(NamedTuple):
-    """What is to be written: up to ``most`` tokens behind ``ids``, to one of ``stops`` or of the strings ``until``."""
+    """A text to write: up to ``most`` tokens behind ``ids``, or to one of ``stops`` or of the strings ``until``."""
 
     ids: Sequence[int]
     most: int
@@ -26,7 +26,7 @@ class TextRequest(NamedTuple):
 def write_texts(
     engine: Engine, tokenizer: Tokenizer, asks: Sequence[TextRequest], done: Callable[[], object] = lambda: None
 ) -> list[str]:
-    """The texts that all of ``asks`` get, written side by side; ``done`` is called as each of them ends."""
+    """The texts for all of ``asks``, in their order; ``done`` is called as each of them ends."""
     writers = {engine.submit(a.ids, a.most, a.how, a.stops)[0]: Writer(tokenizer, a.until) for a in asks}
     texts, left = dict.fromkeys(writers, ""), {one for one in writers if not one.finished}
     while left:
@@ -44,9 +44,9 @@ def write_texts(
 
 
 def samples(where: Where, settings: Generate, warn: Callable[[str], None], ema: bool = False) -> list[str]:
-    """What the model at ``where`` writes after each prompt, or answers to it with ``settings.chat``.
+    """What the model at ``where`` writes after each prompt, or with ``settings.chat`` answers to it.
 
-    ``ema``: the model with the averages of its parameters.
+    ``ema``: use the moving averages of its parameters.
     """
     model, files = open_model(where, "cpu", warn, ema)
     tokenizer, how = tokenizer_of(files, where), Sampling(settings.temperature, settings.top_k)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from weft.data.chat.template import ChatTemplate, TemplateError
 from weft.generate.grammar import BLANKS
 
-#: A call whose words cannot be a template's own.
+#: An example of a call, whose words no template has itself.
 _NAME, _ARGUMENTS = "weft_example", {"weft_key": "weft_value"}
 _WRITTEN = re.compile(r'\{\s*"weft_key"\s*:\s*"weft_value"\s*\}')
 
@@ -22,7 +22,7 @@ class Call(NamedTuple):
 
 
 class CallPiece(NamedTuple):
-    """What is new of a call: its name as it begins, and more of its arguments."""
+    """What is new of a call: its name when it begins (else None), and more text of its arguments."""
 
     number: int
     name: str | None
@@ -31,9 +31,9 @@ class CallPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class CallForm:
-    """A call is JSON between ``opening`` and ``closing``, an object in which ``name`` and ``arguments`` are two keys.
+    """How a template writes calls: a JSON object with the keys ``name`` and ``arguments``, in ``opening``, ``closing``.
 
-    ``before`` and ``behind`` are all that stands around the arguments of a call of ``weft_example``.
+    ``before`` and ``behind``: all text around the arguments in a call of ``weft_example``.
     """
 
     opening: str
@@ -44,7 +44,7 @@ class CallForm:
     behind: str
 
     def grammar(self, tools: Sequence[dict[str, Any]]) -> str:
-        """A text that is one call of one of ``tools``, whose arguments meet its schema, in Lark's notation."""
+        """A grammar, in Lark's notation, of texts that call one of ``tools`` once, with arguments of its schema."""
         ways = []
         for number, tool in enumerate(tools):
             schema = (tool.get("parameters") or {"type": "object"}) | {"x-guidance": {"whitespace_pattern": BLANKS}}
@@ -60,18 +60,18 @@ class CallForm:
 
     @cached_property
     def between(self) -> re.Pattern[str]:
-        """What stands around and between calls."""
+        """Matches the text before, between and after calls."""
         return re.compile(rf"\s*(?:{re.escape(self.closing)})?[\s,;]*(?:{re.escape(self.opening)})?\s*")
 
     @cached_property
     def head(self) -> re.Pattern[str]:
-        """A call up to its arguments, if its name comes first."""
+        """Matches a call up to its arguments, if its name comes first."""
         name, arguments = (re.escape(json.dumps(key)) for key in (self.name, self.arguments))
         return re.compile(r"\{\s*" + name + r'\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*' + arguments + r"\s*:\s*(?=\{)")
 
 
 def call_form(template: ChatTemplate) -> CallForm | None:
-    """How ``template`` writes calls; None if it tells a model of no tools, or writes calls in another way than JSON."""
+    """How ``template`` writes calls; None if it does not show tools to the model, or does not write calls as JSON."""
     tool = {"type": "function", "function": {"name": _NAME, "description": "-", "parameters": {"type": "object"}}}
     call = {"id": "callcall1", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
     asked = {"role": "user", "content": "?"}
@@ -100,9 +100,9 @@ def call_form(template: ChatTemplate) -> CallForm | None:
 
 
 class CallFinder:
-    """Finds calls in a text that comes in pieces. All from the first sign of one on is kept back.
+    """Finds calls in a text that comes in pieces. All text from the beginning of the first call on is held back.
 
-    ``streams``: calls are given out as they come, once their names are known, and not when they are whole.
+    ``streams``: calls are given out in pieces, once their names are known, and not only when they are complete.
     """
 
     def __init__(self, form: CallForm, streams: bool = False) -> None:
@@ -112,7 +112,7 @@ class CallFinder:
         self._at = self._shown = 0  # where the last of them ends, and what was given out of the next one's arguments
 
     def add(self, piece: str) -> tuple[str, list[CallPiece]]:
-        """Of the text with ``piece`` what is no call, and what is new of calls."""
+        """Add ``piece``; returns the text that is no call, as far as it is certain, and what is new of calls."""
         self.kept += piece
         text = "" if self._found else self._before()
         return text, list(self._news()) if self.streams and self._found else []
@@ -136,13 +136,13 @@ class CallFinder:
         return text
 
     def _next(self) -> int:
-        """Where the next call begins, or what stands in its place."""
+        """The index at which the next call begins, if there is one."""
         found = self.form.between.match(self.kept, self._at)
         assert found is not None  # it can be nothing
         return found.end()
 
     def _value(self, start: int) -> tuple[Any, int]:
-        """The JSON that begins at ``start`` and where it ends; None if it is not whole."""
+        """The JSON value that begins at ``start``, and where it ends; None, and the text's end, if it is incomplete."""
         try:
             return json.JSONDecoder().raw_decode(self.kept, start)
         except ValueError:
@@ -168,7 +168,7 @@ class CallFinder:
             self._at, self._shown = end, 0
 
     def end(self, finish: str) -> tuple[str, list[CallPiece], str]:
-        """What is left of the text, and of calls; and why it ended, if ``finish`` is why no more was written."""
+        """The text has ended for the reason ``finish``: the rest of it, the rest of calls, and the reason to report."""
         pieces = list(self._news()) if self._found else []
         left = self.kept[self._next() if self.calls else 0 :]
         called = self.calls and (finish == "stop" or not left)

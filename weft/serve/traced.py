@@ -11,7 +11,7 @@ from weft.models.transformer import Transformer
 
 
 def record(model: Transformer, batch: int, prompt: int, steps: int, folder: Path) -> Path:
-    """A file: ``batch`` texts go on by ``steps`` tokens behind ``prompt``; prompts and first tokens are not in it."""
+    """Write a Chrome trace of ``steps`` steps of ``batch`` texts, without those of the ``prompt`` and first tokens."""
     engine = Engine(model, budget=max(512, batch), limit=batch)
     texts = [[(7 * number + i) % model.shape.vocab for i in range(prompt)] for number in range(batch)]
     written = [engine.submit(ids, steps + 1, GREEDY)[0] for ids in texts]
