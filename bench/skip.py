@@ -28,6 +28,7 @@ import torch
 from picture import FONT, INK, LINE, PAGE, SOFT, photograph, text
 
 from weft.errors import WeftError
+from weft.model_shape import shape_of
 from weft.observe.metrics import read_metrics
 from weft.recipe import load_recipe
 from weft.schedule.actions import Table, Value
@@ -35,7 +36,6 @@ from weft.schedule.build import BUILDERS, build
 from weft.schedule.build.greedy import list_schedule
 from weft.schedule.draw import ticks
 from weft.schedule.kinds import kind_of
-from weft.schedule.partition import layer_costs
 from weft.schedule.simulate import Costs, Simulation, simulate
 from weft.schedule.skip import plan_paths, stage_lengths
 from weft.schedule.stages import assign_stages, routes
@@ -210,7 +210,7 @@ def about(more: dict[str, Any]) -> dict[str, Any]:
     stages = assign_stages(shape, layout, layout.pp, length)
     paths = routes(shape, layout, recipe.rows_per_pass(layout)[1], length)
     mean = sum(map(len, paths)) / len(paths)
-    _, layer, head = layer_costs(shape, length)
+    _, layer, head = shape_of(shape).forward_flops(length)
     return {
         "layers_per_stage": [len(s.layers) for s in stages],
         "layers_skipped": round(1 - mean / shape.layers, 4),

@@ -7,8 +7,9 @@ from functools import cache
 import pytest
 
 from weft.layout.layout import Layout
+from weft.model_shape import shape_of
 from weft.recipe import ModelShape
-from weft.schedule.partition import layer_costs, partition
+from weft.schedule.partition import partition
 from weft.schedule.simulate import Simulation, simulate
 from weft.schedule.stages import make_table, modelled_costs
 
@@ -31,7 +32,7 @@ def spread(simulation: Simulation) -> float:
 
 def naive() -> float:
     """The same number of layers everywhere, the output layer with the last."""
-    _, layer, output = layer_costs(SHAPE, SEQ)
+    _, layer, output = shape_of(SHAPE).forward_flops(SEQ)
     busy = [4 * layer] * 7 + [4 * layer + output]
     return max(busy) * 8 / sum(busy)
 

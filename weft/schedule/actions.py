@@ -1,10 +1,10 @@
-"""A schedule is a table: for every rank its actions in program order, with what each reads and writes.
+"""A schedule is a table: for every rank its actions in the order of execution, with what each reads and writes.
 
 Kinds are open (:mod:`weft.schedule.kinds`). The passes of a pipeline, declared below, are ``F`` forward, ``B``
 backward, and, where backward is split (Qi et al. 2023), ``I`` the gradient of the input and ``W`` that of the weights.
 Builders (:mod:`weft.schedule.build`) give the order as plain ``(kind, stage, microbatch)`` triples; :func:`assemble`
-adds who reads what. Moves between ranks are not written down: :func:`weft.schedule.lower.lower` derives them, because a
-value that is read elsewhere must travel.
+adds what each reads and writes. Moves between ranks are not part of it: :func:`weft.schedule.lower.lower` derives them
+from values that are read on another rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from weft.schedule.kinds import KINDS, Duty, Flow, Kind, Visit, declare, kind_of
 
 
 class Value(NamedTuple):
-    """What one action hands to others.
+    """What one action makes for others.
 
     ``act``: output of a stage; ``grad``: gradient of a stage's input; ``saved``: what a stage's backward needs;
     ``tape``: what is left of that for the weight gradient. The last two never leave their rank.
@@ -35,7 +35,7 @@ LOCAL = ("saved", "tape")
 
 
 class Key(NamedTuple):
-    """What stands for an action in the dependencies of another: unique in a table before lowering."""
+    """Names an action in the dependencies of another one; unique in a table before lowering."""
 
     kind: str
     stage: int
@@ -54,7 +54,7 @@ Order = Sequence[Entry]
 
 @dataclass(frozen=True)
 class Action:
-    """One entry of a table. ``deps``: actions that must have ended although nothing is handed over."""
+    """One entry of a table. ``deps``: actions that must end before it, although it reads nothing from them."""
 
     rank: int
     kind: str
@@ -116,7 +116,7 @@ class ScheduleError(WeftError):
 
 
 def assemble(name: str, orders: Sequence[Order], stages: int, paths: Sequence[Sequence[int]]) -> Table:
-    """The table of these per-rank orders: what reads what follows from kinds and from each microbatch's path.
+    """The table with these orders, one per rank: what is read follows from kinds and from each microbatch's path.
 
     Raises :class:`ScheduleError` for a kind that is not declared with a flow, or a stage that is not on the
     microbatch's path.
@@ -142,7 +142,7 @@ def assemble(name: str, orders: Sequence[Order], stages: int, paths: Sequence[Se
 
 
 def forward_half(table: Table) -> Table:
-    """What evaluation runs of a table: no actions of the backward half, and nothing that only those would read."""
+    """The part of a table that evaluation runs: no actions of the backward half, nor values that only they read."""
     kept = [[a for a in actions if a.declared.forward] for actions in table.ranks]
     made = {value for actions in kept for a in actions for value in a.writes}
     read = {value for actions in kept for a in actions for value in a.reads}

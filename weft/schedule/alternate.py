@@ -1,8 +1,8 @@
 """Updates of units that alternate between host, where they rest, and device: their table and their split.
 
-While the host updates some units, another one's state comes to the device, is updated there and returns (Deep
+While the host updates some units, another unit's state is copied to the device, updated there and copied back (Deep
 Optimizer States, Maurya et al. 2024, 2410.21316). The table has three ranks: the host, which updates; the device, which
-updates beside what comes to it; and the way back.
+updates beside the copies to it; and the copies back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,24 +19,24 @@ ON_DEVICE = declare(Kind("ON_DEVICE", "a unit is updated on the device", "#15803
 BRING = declare(Kind("BRING", "a unit's state comes to the device", "#f0a021", clock=Clock.COMMUNICATION))
 RETURN = declare(Kind("RETURN", "a unit's state returns to the host", "#9333ea", clock=Clock.COMMUNICATION))
 
-#: How many units' states there is room for on the device: one comes, one is updated, one returns.
+#: For how many units' states the device has room: one that comes, one that is updated, one that returns.
 ROOMS = 3
 
 
 class DeviceSplit(NamedTuple):
-    """So many units are updated on the ``device``, evenly among the others; ``seconds`` of all updates."""
+    """How many units are updated on the ``device``, spread evenly among all, and the ``seconds`` of all updates."""
 
     device: int
     seconds: float
 
 
 def on_device(units: int, count: int) -> list[int]:
-    """Which ``count`` of so many units are updated on the device: with one in ``k`` every k-th."""
+    """Which ``count`` of all ``units`` are updated on the device: they are spread evenly."""
     return [(2 * i + 1) * units // (2 * count) for i in range(count)]
 
 
 def update_table(units: int, count: int) -> Table:
-    """The updates of so many units, ``count`` of them on the device."""
+    """The table of the updates of ``units`` units, ``count`` of them on the device."""
     away = on_device(units, count)
     there: list[Action] = []
     back: list[Action] = []
@@ -54,11 +54,11 @@ def _key(kind: str, unit: int) -> Entry:
 
 
 def simulated(count: int, sizes: Sequence[int], rates: Mapping[str, float]) -> Simulation:
-    """The updates of units of these sizes, in bytes, by the clock; ``rates``: seconds per byte of each kind."""
+    """The simulated updates of units of these sizes, in bytes; ``rates``: seconds per byte of each kind of action."""
     return simulate(update_table(len(sizes), count), Costs(lambda a: rates[a.kind] * sizes[a.stage]))
 
 
 def splits(sizes: Sequence[int], rates: Mapping[str, float]) -> list[DeviceSplit]:
-    """What every number of units on the device would take, the fastest first; of equals the one that moves least."""
+    """The time of every number of units on the device, the fastest first; of equal ones, the fewest units first."""
     found = [DeviceSplit(count, simulated(count, sizes, rates).elapsed) for count in range(len(sizes) + 1)]
     return sorted(found, key=lambda split: (split.seconds, split.device))

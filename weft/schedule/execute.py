@@ -1,4 +1,4 @@
-"""Run one rank's part of a lowered table: compute through a dictionary of operations, move values behind its back."""
+"""Runs one rank's part of a lowered table: actions are computed by a dictionary of operations, values are moved."""
 
 import time
 from collections import defaultdict, deque
@@ -20,9 +20,9 @@ Op = Callable[[Action, Sequence[Any]], Sequence[Any]]
 
 @dataclass
 class Executed:
-    """What a run saw. ``times``: of computing actions only, in seconds of ``time.perf_counter``.
+    """Measurements of a run. ``times``: of computing actions only, in seconds of ``time.perf_counter``.
 
-    ``peak``: most local values (``saved`` and ``tape``) alive at once.
+    ``peak``: the most local values (``saved`` and ``tape``) that were alive at once.
     """
 
     times: list[Timed] = field(default_factory=list)
@@ -77,7 +77,7 @@ def execute(table: Table, rank: int, ops: Mapping[str, Op], wire: Wire | None, *
 
 
 def _compute(a: Action, op: Op, there: dict[Value, Any]) -> Timed:
-    """Run one action on the values that are ``there``, to which its results are added; says when it ran."""
+    """Run one action on the values that are ``there``, and add its results to them; returns when it ran."""
     start = time.perf_counter()
     with record_function(f"weft:{a.kind}"):
         results = op(a, [there[value] for value in a.reads if not _empty(value)])

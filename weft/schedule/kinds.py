@@ -1,6 +1,6 @@
-"""The kinds of actions. Each is declared once, by the technique that brings it, with all that others ask about it.
+"""The kinds of actions. Each is declared once, by the technique that needs it, with all that others must know of it.
 
-Validation, lowering, the simulator, pictures and the executor know no list of kinds. A technique that needs a new one
+Validation, lowering, the simulator, pictures and the executor have no list of kinds. A technique that needs a new one
 (an exchange of experts, a copy to the host) declares it and puts such actions into tables; nothing here changes.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Duty(Flag):
-    """What must be done once for every microbatch and every stage on its path, on one rank."""
+    """What must be done exactly once for every microbatch and every stage on its path, on one rank."""
 
     NONE = 0
     FORWARD = auto()
@@ -35,7 +35,7 @@ class Clock(Enum):
 
 
 class Visit(NamedTuple):
-    """Where an action stands: its stage and microbatch, and the stages before and after on the microbatch's path."""
+    """A microbatch at a stage, and the stages before and after that one on its path (None at an end)."""
 
     stage: int
     microbatch: int
@@ -51,7 +51,7 @@ class Flow(NamedTuple):
 
 
 def duty_time(action: "Action", times: ModelTimes) -> float:
-    """What the duties that an action fulfils take on its stage: the cost of a kind that states no other."""
+    """The time of an action's duties on its stage: the cost of a kind that declares no other."""
     stage, (forward, inputs, weights) = times.stage(action.stage), action.declared.duties
     return forward * stage.forward + inputs * stage.backward_input + weights * stage.backward_weight
 
@@ -98,5 +98,5 @@ def declare(kind: Kind) -> str:
 
 
 def kind_of(name: str) -> Kind:
-    """The declaration of this kind; one that nobody has declared computes something, and no more is known of it."""
+    """The declaration of this kind. A kind that nobody has declared counts as some computation without duties."""
     return KINDS.get(name) or Kind(name)

@@ -1,4 +1,4 @@
-"""From what is computed to what is run: sends, receives, gathers, reductions and frees follow from the table."""
+"""Lowering: sends, receives, gathers, reductions and frees are derived from what a table computes."""
 
 from collections import defaultdict
 from collections.abc import Sequence

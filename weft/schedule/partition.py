@@ -7,8 +7,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from weft.errors import UsageError
-from weft.model_shape import shape_of
-from weft.recipe import ModelShape
 
 
 class _Split(NamedTuple):
@@ -76,8 +74,3 @@ def _least_largest(total: Sequence[float], speed: Sequence[float]) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
-
-
-def layer_costs(shape: ModelShape, seq_len: int) -> tuple[float, float, float]:
-    """Forward flops per token of the embedding, one layer and the output layer with its loss."""
-    return shape_of(shape).forward_flops(seq_len)

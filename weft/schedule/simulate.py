@@ -1,4 +1,4 @@
-"""The clock of a table: makespan, bubble, memory over time, or the deadlock that it runs into."""
+"""Simulates a table by the clock: makespan, bubble, memory over time, or the deadlock that it runs into."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Costs:
 
 
 def by_kind(times: ModelTimes) -> Callable[[Action], float]:
-    """What every action takes if its kind is asked."""
+    """A function that returns an action's time, as its kind computes it from ``times``."""
     return lambda a: a.declared.cost(a, times)
 
 

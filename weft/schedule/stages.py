@@ -1,15 +1,16 @@
-"""The schedule that a layout asks for: which part of a model a stage holds, and what its actions then take and keep."""
+"""The schedule that a layout asks for: which part of a model each stage holds, and the costs that follow from that."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.layout.layout import Layout
+from weft.model_shape import shape_of
 from weft.recipe import ModelShape
 from weft.schedule.actions import LOCAL, Table, Value, assemble
 from weft.schedule.build import build
 from weft.schedule.build.greedy import list_schedule
 from weft.schedule.build.interleaved import vertical
-from weft.schedule.partition import layer_costs, partition
+from weft.schedule.partition import partition
 from weft.schedule.simulate import Costs, by_kind
 from weft.schedule.skip import plan_paths, stage_lengths
 from weft.schedule.times import ModelTimes, Times
@@ -53,7 +54,7 @@ def cut_stages(
 
 def assign_stages(shape: ModelShape, layout: Layout, stages: int, seq_len: int) -> tuple[Stage, ...]:
     """Layers to stages by their flops. Where microbatches skip stages, those that none may skip are made shorter."""
-    first, layer, last = layer_costs(shape, seq_len)
+    first, layer, last = shape_of(shape).forward_flops(seq_len)
     speeds = stage_lengths(stages, layout.skip) if layout.skip else None
     ends = not (layout.vocab_barriers or layout.overlap)
     return cut_stages(shape.layers, stages, layer, first, last, ends=ends, speeds=speeds)
@@ -73,7 +74,7 @@ def stage_costs(times: ModelTimes, stages: Sequence[Stage], kept: float = 1.0, m
 def modelled_costs(shape: ModelShape, layout: Layout, table: Table, seq_len: int) -> Costs:
     """Flops per token of every action of ``table`` under this layout's stages; activations weigh by their layers."""
     stages = assign_stages(shape, layout, table.stages, seq_len)
-    look_up, layer, output = layer_costs(shape, seq_len)
+    look_up, layer, output = shape_of(shape).forward_flops(seq_len)
 
     def stage_times(stage: Stage) -> Times:
         whole = len(stage.layers) * layer + stage.embedding * look_up

@@ -1,4 +1,4 @@
-"""What the work of a model takes, as costs of kinds ask for it: per stage, and of the vocabulary where it is cut."""
+"""The times of a model's passes, from which kinds compute their cost: per stage, and of a vocabulary that is cut."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Times:
-    """Of one microbatch on one rank or stage, in any unit; ``move``: from one rank to the next.
+    """Times of one microbatch on one rank or stage, in any unit; ``move``: from one rank to the next.
 
-    As an argument of builders these are times of a rank, which spends ``forward / v`` on each of ``v`` stages.
-    ``dispatch`` and ``combine``: tokens to the experts of other ranks, and back, in forward; backward takes ``back``
-    times as long for that. ``routed``: the share of the computation that is between the two.
+    As an argument of builders they are a rank's, which spends ``forward / v`` on each of ``v`` stages. ``dispatch`` and
+    ``combine``: moving tokens to the experts of other ranks, and back, in forward; backward takes ``back`` times as
+    long for that. ``routed``: the share of the computation that the experts do, between the two.
     """
 
     forward: float = 1.0
@@ -38,10 +38,10 @@ NONE = Times(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class ModelTimes:
-    """Of one microbatch in a whole model, as what a :class:`weft.schedule.kinds.Kind` costs is computed from it.
+    """Times of one microbatch in a whole model, from which a :class:`weft.schedule.kinds.Kind` computes its cost.
 
-    ``stages[s]``: of stage ``s``. Where embedding and output layer are cut over all ranks instead of standing on the
-    first and last stage: ``embedding`` and ``output``, both whole, and ``shares``, the number of cuts.
+    ``stages[s]``: of stage ``s``. Where embedding and output layer are cut over all ranks, instead of being on the
+    first and last stage, ``embedding`` and ``output`` are the times of the whole layers, cut into ``shares``.
     """
 
     stages: Sequence[Times]
@@ -50,5 +50,5 @@ class ModelTimes:
     shares: int = 1
 
     def stage(self, stage: int) -> Times:
-        """Of ``stage``; nothing for what is none of the model's, such as a share of the vocabulary."""
+        """Times of ``stage``; zeros for a virtual stage, such as a share of the vocabulary."""
         return self.stages[stage] if 0 <= stage < len(self.stages) else NONE

@@ -1,4 +1,4 @@
-"""Proof that a table can run: everything exactly once, in a legal order, without a circle or an overrun buffer."""
+"""Proves that a table can run: all duties exactly once, in a legal order, without deadlock or overrun of buffers."""
 
 from collections import Counter, defaultdict, deque
 
