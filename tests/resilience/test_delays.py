@@ -166,7 +166,8 @@ def test_pairs_that_were_not_measured_are_no_evidence() -> None:
 
 
 def test_ranks_in_words() -> None:
-    assert ranks_text([3, 0, 1, 2, 7]) == "0-3, 7"
+    assert ranks_text([3, 0, 1, 2, 7]) == "ranks 0-3, 7"
+    assert ranks_text([5]) == "rank 5"
 
 
 def steps_of(folder: Path, fault: str, victim: int, count: int) -> tuple[Named, float, dict[str, Any], Digest]:
@@ -186,7 +187,8 @@ def steps_of(folder: Path, fault: str, victim: int, count: int) -> tuple[Named, 
         watch.look()
     last = digest(rings.read_ring(ring.path))
     trace.stop()
-    return named(watch.verdicts), watch.slowness(victim), watch.record(), last
+    slowness = next((v.factor for v in watch.verdicts if v.kind == "computer" and victim in v.ranks), 1.0)
+    return named(watch.verdicts), slowness, watch.record(), last
 
 
 @pytest.mark.sampled(2)

@@ -180,8 +180,11 @@ def test_rings_of_a_run_that_ended_badly_go_with_it_or_after_a_day(tmp_path: Pat
     for name, (pid, days, run) in cases.items():
         ring = trace.Ring(tmp_path / name / "0-0.ring", about | {"pid": pid, "run": run})
         os.utime(ring.path, (time.time() - days * 86400,) * 2)
+    for name, days in (("begun", 0), ("empty", 2)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - days * 86400,) * 2)
     trace._sweep(tmp_path / "mine")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["living", "new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "living", "new"]
 
 
 def test_without_room_for_a_ring_the_rank_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-"""How members agree on the next view: one member's side of it, as messages in and messages out.
+"""How members agree on the next view: one member's side of the protocol, without sockets and threads.
 
-The *leader* is the member with the lowest number among those that can go on together. It waits until all of them want
-the next view, proposes it under a higher epoch than any that they have acknowledged, and commits it when all have
-acknowledged. Nobody acknowledges twice under one epoch, nor what is no quorum of every view that it may be in. So a
-leader that comes late is refused, and whoever is leader next just starts over. What members say of themselves is said
-again with every heartbeat, and all that is said can be heard twice: no message needs to arrive.
+It is a two-phase commit. The *leader* is the member with the lowest number among those that can go on together. It
+waits until all of them have asked for the next view, proposes one under a higher epoch than any that they have
+acknowledged, and commits it when all have acknowledged it. A member acknowledges one proposal per epoch, and only if
+the proposed members are a quorum of every view that it may be in. So a late leader is refused, and the next leader
+starts over. Every heartbeat repeats a member's state, and a message may arrive twice: none needs to arrive at all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HOLD_S = 0.01, 0.04
 
 @dataclass
 class OtherMember:
-    """Another process, and what it said last of where it stands; nothing yet of this view: {}."""
+    """Another process. ``said``: the last ``stand`` message that it has sent, {} if there was none in this view."""
 
     member: Member
     said: Message = field(default_factory=dict)
@@ -56,7 +56,11 @@ class OtherMember:
 
 
 class Agreement:
-    """One member's part. ``send(address, message)`` may lose messages; :meth:`step` makes the next move."""
+    """One member's state in the protocol. ``send(address, message)`` may lose messages.
+
+    Whoever drives it calls :meth:`hear` with every message that comes, and :meth:`step` after that and from time to
+    time. Addresses are pairs (host, port).
+    """
 
     def __init__(
         self, me: Member, send: Callable[[Address, Message], None], clock: Callable[[], float] = time.monotonic
@@ -85,31 +89,27 @@ class Agreement:
         self._life = 0
         self._random = random.Random(str(me.address))
 
-    # What this member's own process and agent say.
+    # Called by this member's own process and agent.
 
     def begin(self, view: View) -> None:
+        """Be a member of the run's first view."""
         self._adopt(view)
         self.seen = view
 
     def start_over(self, contacts: Collection[Address]) -> None:
-        """From now on this is a process that wants to be let in."""
+        """Be a newcomer from now on, which asks those at ``contacts`` to be let in."""
         self._life += 1
-        self.me, self.view, self.seen, self._accepted, self._promised = (
-            replace(self.me, number=NEWCOMER),
-            None,
-            None,
-            [],
-            0,
-        )
+        self.me, self.view, self.seen = replace(self.me, number=NEWCOMER), None, None
+        self._accepted, self._promised = [], 0
         self.lost, self.why, self.noted, self.leaving, self.outcome = {}, "", False, False, None
         places = {*contacts} - {self.me.address}
         self.peers = {(host, port): OtherMember(Member(NEWCOMER, host, port, "", 0, 0.0)) for host, port in places}
 
     def want(self, facts: Message, limit: float, patience: float | None = None) -> None:
-        """The process wants the next view; it then finds it, or why there is none, in ``outcome``.
+        """Ask for the next view. Within ``limit`` seconds ``outcome`` is that view, or the error why there is none.
 
-        A view that can do no further step is left without those who are there, but have not come to agree within
-        ``patience`` seconds (default: half of ``limit``).
+        ``facts`` are handed to all members of that view. Where the present view is broken, members that are alive but
+        have not asked for the next one within ``patience`` seconds (default: half of ``limit``) are left out of it.
         """
         self._call += 1
         self._facts = json.loads(json.dumps(facts))  # as others will see them
@@ -120,21 +120,23 @@ class Agreement:
             self.outcome = None
 
     def take(self) -> View | Exception | None:
+        """The outcome of :meth:`want`, if there is one yet; ends the wish."""
         outcome, self.outcome, self._facts = self.outcome, None, None
         if isinstance(outcome, View):
             self.seen = outcome
         return outcome
 
     def break_view(self, why: str) -> None:
+        """The present view can do no further step; ``why`` in words."""
         if not self.why:
             self.why = why
             self.breaks.append(why)
 
     def lose(self, address: Address, why: str, proved: bool, witnessed: bool = False) -> None:
-        """That member is lost, as this one found, or another that was with it to the last (``witnessed``).
+        """Note that the member at ``address`` is lost. ``proved``: it certainly is gone, and not just silent.
 
-        A proof counts from who was: a member that was silent before, or took this one for lost, may have gone on
-        with others and died after that.
+        ``witnessed``: another member found it, which was in contact with it to the end. Without that, a proof does not
+        count if one of the two had taken the other for lost before: it may have gone on with others, and died later.
         """
         peer, known = self.peers[address], self.lost.get(address)
         if known and (known.proved or not witnessed):
@@ -154,24 +156,25 @@ class Agreement:
         return self._hold > self._clock()
 
     def wishes(self) -> bool:
+        """Whether somebody wants to join or to leave."""
         kept = self._kept()
         leaving = self.leaving or any(peer.said.get("leaving") for peer in self._others())
         return self.view is not None and (leaving or bool(self._joiners(kept)))
 
     @property
     def called(self) -> bool:
-        """Whether it is time to want the next view, as others do, or somebody joins or leaves."""
+        """Whether it is time to ask for the next view: another member has, or somebody wants to join or to leave."""
         return self.wishes() or any(peer.said.get("calls") for peer in self._others())
 
     @property
     def all_ended(self) -> bool:
-        """Whether nobody of this view is in the run's last steps any more: all have ended, are lost, or broken off."""
+        """Whether each other member of this view has ended the run, has asked for another view, or is lost."""
         return all(peer.said.get("ended") or peer.wants or peer.member.address in self.lost for peer in self._others())
 
-    # What it says to others, and hears.
+    # Messages to others, and from them.
 
     def stand(self) -> Message:
-        """Where this member stands."""
+        """The message that tells others this member's state."""
         return {
             "t": "stand", "epoch": self._epoch, "promised": self._promised, "call": self._call, "facts": self._facts,
             "lost": [[*address, loss.why, loss.proved] for address, loss in self.lost.items()], "broken": self.why,
@@ -182,14 +185,14 @@ class Agreement:
         }  # fmt: skip
 
     def repeat(self) -> None:
-        """Say again what may not have arrived."""
+        """Send the proposal again to those who have not acknowledged it."""
         if self._proposal:
             for member in self._proposal.members:
                 if member.address not in self._acked:
                     self.send(member.address, self._propose_message())
 
     def hear(self, address: Address, message: Message, reply: Send) -> None:
-        """A message from there; ``reply`` answers a process that is not connected with this one."""
+        """Take a message that came from ``address``; ``reply`` answers over the connection that it came by."""
         kind, number = message["t"], message["from"]
         if self.view is None:
             self.lost.pop(address, None)
@@ -235,7 +238,7 @@ class Agreement:
             self.break_view(message["broken"])
 
     def _greet(self, address: Address, message: Message, reply: Send) -> None:
-        """Somebody wants to be let in."""
+        """Answer a newcomer: tell it that it is let in already, or whom else it has to ask."""
         assert self.view is not None
         if self.view.at(address):
             if message["life"] > self.peers[address].life:  # it has found out before us that it was left out
@@ -251,7 +254,7 @@ class Agreement:
             reply({"t": "noted", "members": members})
 
     def _on_noted(self, members: list[Member]) -> None:
-        """A newcomer hears whom to ask."""
+        """This newcomer learns who the members are, all of which it then asks."""
         self.noted = True
         self.peers = {
             m.address: self.peers.get(m.address, OtherMember(m)) for m in members if m.address != self.me.address
@@ -261,7 +264,7 @@ class Agreement:
                 self.peers[member.address].member = member
 
     def _put_right(self, number: int, reply: Send) -> None:
-        """Tell a member of an older view of this one: that it is committed, or that it is left out."""
+        """Tell a member that is still in an older view that the present one is committed, or has left it out."""
         assert self.view is not None
         if self.view.rank(number) is not None:
             reply({"t": "commit", "epoch": self._epoch})
@@ -294,7 +297,7 @@ class Agreement:
         ]
 
     def _kept(self) -> list[Member]:
-        """The members that can go on together, as far as is known here."""
+        """The members of the present view that can go on together, as far as this one knows."""
         if self.view is None:
             return []
         number = {member.address: member.number for member in self.view.members}
@@ -320,12 +323,12 @@ class Agreement:
         return [peer for peer in self._newcomers() if fits(peer)]
 
     def _excused(self) -> set[Address]:
-        """Who goes on nowhere: proved to be gone, or about to leave by its own word."""
+        """Who certainly takes part in no other view: members proved to be gone, and those that want to leave."""
         gone = {address for address, loss in self.lost.items() if loss.proved and loss.why != STOPPED}
         return gone | {peer.member.address for peer in self._others() if peer.said.get("leaving")}
 
     def _stopped(self) -> set[Address]:
-        """Who is stopped, as this member or one that is with it sees at present."""
+        """Whose process is stopped (SIGSTOP), as this member sees, or one that it has not lost."""
         seen = [(*address, loss.why, loss.proved) for address, loss in self.lost.items()]
         for peer in self._others():
             if peer.member.address not in self.lost:
@@ -333,7 +336,7 @@ class Agreement:
         return {(host, port) for host, port, why, proved in seen if why == STOPPED and proved}
 
     def _has_quorum(self, kept: Collection[Address], excused: set[Address], stopped: set[Address]) -> bool:
-        """Of the view committed last and of all acknowledged since."""
+        """Whether ``kept`` are a quorum of the view committed last and of all that were acknowledged since."""
         views = [self.view, *self._accepted] if self.view else self._accepted
         return all(rules.is_quorum(view.members, kept, excused, stopped) for view in views)
 
@@ -353,7 +356,7 @@ class Agreement:
             self._lead(now)
 
     def _lose_absent(self, now: float) -> None:
-        """Who is there but does not come to agree, although the view is broken, is not waited for until the limit."""
+        """In a broken view, count members as lost that are alive, but have not asked for the next one in time."""
         if self.why and now - self._since > self._patience:
             for peer in self._others():
                 if not peer.wants and peer.member.address not in self.lost:
@@ -385,6 +388,7 @@ class Agreement:
             self._on_commit(proposal.epoch)
 
     def _propose(self, kept: list[Member], ready: list[OtherMember], joiners: list[OtherMember]) -> None:
+        """Propose a view of ``kept`` and ``joiners``; ``ready``: all of these but this member itself."""
         assert self.view is not None and self._facts is not None
         numbers = max(view.numbers for view in [self.view, *self._accepted])
         members = kept + [replace(peer.member, number=numbers + i) for i, peer in enumerate(joiners)]
@@ -402,6 +406,7 @@ class Agreement:
             self.repeat()
 
     def _reason(self, address: Address) -> str:
+        """Why that member is not in the next view, as this member or any other says."""
         accused = [(tuple(place), why) for peer in self._others() for *place, why, _ in peer.said.get("lost", ())]
         said = [why for place, why in accused if place == address]
         return self.lost[address].why if address in self.lost else said[0] if said else LEFT
@@ -467,7 +472,7 @@ class Agreement:
                 self.break_view("an agreement has come too late for this rank")
 
     def _adopt(self, view: View) -> None:
-        """From now on this is the view."""
+        """Make ``view`` the present one, and forget what belonged to the one before."""
         old, self.view = self.view, view
         me = view.at(self.me.address)
         assert me is not None

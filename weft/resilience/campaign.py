@@ -1,4 +1,4 @@
-"""A campaign of faults against one run: start it, disturb it, end it, and compare it with an undisturbed one."""
+"""A campaign of faults: start a run, inject faults, end it, and compare it with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from weft.observe.metrics import Record, read_metrics
 from weft.resilience.chaos import DisturbedRun, Fault, Hit, Injector
 from weft.resilience.hosts import Host, hosts
 
-#: Losses beside those of the undisturbed run: the largest difference, over the largest loss, that is rounding.
+#: The largest difference of losses from those of the undisturbed run, over the largest loss, that rounding explains.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
-#: Seconds that a run may take to its first step, from one step or fault to the next step, and to end when it is told to
-#: (less than launchers wait before they kill, so that its stacks can be seen).
+#: Seconds that a run may take to its first step, from one step or fault to the next step, and to end when told to (less
+#: than launchers wait before they kill it, so that its stacks can be dumped).
 STARTS, HANGS, ENDS = 180.0, 60.0, 45.0
 #: Seconds that processes get to write their stacks.
 DUMPS = 5.0
-#: Seconds after which all know whom a cable had cut off that is back.
+#: Seconds after the return of a cable within which all ranks find out who was cut off.
 SETTLED = 10.0
 #: Seconds between two looks.
 LOOK = 0.02
-#: What a view says of the time that it took.
+#: The parts of the time that a new view took, as its record names them.
 STAGES = ("part_s", "agree_s", "rebuild_s", "recover_s")
 #: Lines of a run's output that are shown if it does not start or ends.
 SHOWN = 12
@@ -58,7 +58,7 @@ def start_here(words: Sequence[str], log: Path) -> Processes:
 
 
 def start_on(hosts: Sequence[Host], words: Sequence[str], ranks: int, log: Path) -> Processes:
-    """So many ranks on hosts, the first ones on the first host, as Slurm starts them: without a launcher of ours."""
+    """``ranks`` processes on hosts, the first ones on the first host, started as by Slurm: without Weft's launcher."""
     where = [len(hosts) * rank // ranks for rank in range(ranks)]
     started = []
     for rank, host in enumerate(where):
@@ -75,9 +75,10 @@ def start_on(hosts: Sequence[Host], words: Sequence[str], ranks: int, log: Path)
 
 @dataclass(frozen=True)
 class Campaign:
-    """What is to be done to which run, for so many ``seconds``. With ``hosts`` it is on so many of them.
+    """A run, and the ``faults`` that it gets within ``seconds``. ``hosts``: simulated hosts that it runs on, if any.
 
-    ``reference`` is the folder of a run that nobody disturbed; else one is made, of one rank.
+    ``reference``: the folder of an undisturbed run; without it, one is made, of one rank. ``tolerance``: how far losses
+    may be from those, over the largest loss.
     """
 
     recipe: Path
@@ -94,7 +95,7 @@ class Campaign:
 
 @dataclass(frozen=True)
 class CampaignResult:
-    """A row for every fault that has happened, the middle of every column that holds seconds, and what is wrong."""
+    """A row for every fault that has happened, the median of every column of seconds, and what is wrong, in words."""
 
     rows: list[Record]
     medians: dict[str, float]
@@ -102,7 +103,7 @@ class CampaignResult:
 
 
 def carry_out(campaign: Campaign, say: Say) -> CampaignResult:
-    """Start a run in ``campaign.out``/run, disturb it, judge it, and write what was found to chaos.json beside it."""
+    """Start a run in ``campaign.out``/run, inject the faults, judge it, and write chaos.json beside it."""
     folder, log = campaign.out / "run", campaign.out / "output.txt"
     campaign.out.mkdir(parents=True)
     words = train_words(campaign.recipe, campaign.layout, campaign.overrides, folder)
@@ -132,10 +133,10 @@ def carry_out(campaign: Campaign, say: Say) -> CampaignResult:
 def disturb(
     run: DisturbedRun, campaign: Campaign, made: Sequence[Host], say: Say, log: Path, add: Add | None = None
 ) -> Injector:
-    """Inject the faults into a run that has been started, tell it to stop in time, and wait.
+    """Inject the faults into a run that has been started, tell it to stop, and wait for its end.
 
-    ``add`` starts new ranks for those that are lost. Raises :class:`WeftError` if the run does not start, hangs,
-    or does not end. Nothing of it is left then, either.
+    ``add`` starts new ranks in place of lost ones. Raises :class:`WeftError` if the run does not start, hangs, or does
+    not end; its processes are killed then, too.
     """
     try:
         _wait(run, STARTS, lambda: run.step > 0, "has not taken a step", log)
@@ -183,7 +184,7 @@ def tail(log: Path) -> str:
 
 
 def _end(run: DisturbedRun) -> None:
-    """Nothing that belongs to the run is left."""
+    """Kill all processes of a run that are left."""
     for process in _processes(run):
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -192,7 +193,7 @@ def _end(run: DisturbedRun) -> None:
 
 
 def _processes(run: DisturbedRun) -> list[psutil.Process]:
-    """All that belong to a run, those that others have started first."""
+    """All processes of a run, children first."""
     left = [psutil.Process(p.pid) for p in (*run.processes, *run.added) if p.poll() is None]
     return [child for p in left for child in p.children(recursive=True)] + left
 
@@ -212,7 +213,7 @@ def run_undisturbed(words: Sequence[str], folder: Path, steps: int, log: Path) -
 
 
 def wrong(run: DisturbedRun, injector: Injector, reference: Path, tolerance: float) -> list[str]:
-    """What is off about a run that was disturbed; nothing, if it came through as one that was not."""
+    """What is wrong with a disturbed run, in words; nothing if its records are those of the undisturbed one."""
     found = []
     trained = [r for r in run.records if r["kind"] == "train"]
     times = Counter(r["step"] for r in trained)
@@ -243,9 +244,9 @@ def _some(steps: Sequence[int]) -> str:
 
 
 def _ended_badly(run: DisturbedRun, injector: Injector) -> list[str]:
-    """Processes that failed, and members that were left out, although no fault had hit them.
+    """Processes that failed, and members that were left out, although no fault had hit them; and faults that are left.
 
-    Of a cable that is out, those at either end may be: half of the members go on, if the first of them is there.
+    While a cable is out, members on either side of it may be left out: half of them go on, if the first is among them.
     """
     cut = [(h.time, h.time + (h.fault.lasts or 0) + SETTLED) for h in injector.hits if h.fault.kind == "link"]
     numbers = {number for hit in injector.hits for number in hit.numbers}
@@ -266,10 +267,10 @@ def _ended_badly(run: DisturbedRun, injector: Injector) -> list[str]:
 
 
 def rows_of(run: DisturbedRun, hits: Sequence[Hit]) -> list[Record]:
-    """What became of every fault: the view that was agreed on without those whom it hit, and the first step after it.
+    """A row for every fault: the view that was agreed on without the ranks that it hit, and the first step after it.
 
-    ``stall_s``: from the fault to that step, of which ``detect_s`` until this was known; ``again``: finished steps that
-    were taken once more.
+    ``stall_s``: seconds from the fault to that step, of which ``detect_s`` passed until it was noticed; ``again``:
+    finished steps that were repeated.
     """
     begun = next(r["time"] for r in run.records if r["kind"] == "train")
     found = []
@@ -292,7 +293,7 @@ def rows_of(run: DisturbedRun, hits: Sequence[Hit]) -> list[Record]:
 
 
 def _without(hit: Hit, later: Sequence[Hit], records: Sequence[Record]) -> int | None:
-    """The place of the view that has lost the last of those whom this fault hit, if no later fault hit them too."""
+    """The index of the record of the view that lost the last rank hit by this fault, and by no later one."""
     found = None
     for where, view in enumerate(records):
         if view["kind"] == "view" and view["time"] > hit.time - 0.001:
@@ -303,7 +304,7 @@ def _without(hit: Hit, later: Sequence[Hit], records: Sequence[Record]) -> int |
 
 
 def medians(rows: Sequence[Record]) -> dict[str, float]:
-    """Of each column of seconds."""
+    """The median of each column of seconds."""
     names = ("detect_s", *STAGES, "recompute_s", "stall_s")
     columns = {name: [row[name] for row in rows if name in row] for name in names}
     return {name: median(values) for name, values in columns.items() if values}

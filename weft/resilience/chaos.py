@@ -1,21 +1,19 @@
-"""Faults on purpose: ranks of a run are killed, frozen, slowed and cut off at random instants.
+"""Fault injection: ranks of a run are killed, frozen, slowed and cut off at random instants.
 
-The run is ``weft train`` as a user starts it, and known by its files alone: ``ranks/members.json`` says who takes part
-(see :mod:`weft.resilience.membership`), ``metrics.jsonl`` what happens. :mod:`weft.resilience.campaign` judges it.
+The run is ``weft train`` as a user starts it, and observed by its files alone: ``ranks/members.json`` has the members
+(see :mod:`weft.resilience.roster`), ``metrics.jsonl`` what happens. :mod:`weft.resilience.campaign` judges it.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
 import os
+import sched
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -35,13 +33,13 @@ KINDS = {
     "link": "pulls the cable of a host for a while",
     "slow": "stops a rank half of the time, for a while",
 }
-#: So many ranks are always left alone.
+#: So many ranks always survive.
 LEAST = 2
-#: Seconds that a rank stays frozen, a cable out, a rank slow: any time between these.
+#: Seconds that a rank stays frozen, a cable out, a rank slow: at random between these.
 LASTS = {"freeze": (0.3, 6.0), "link": (0.5, 6.0), "slow": (2.0, 6.0)}
-#: Half of the time that a slow rank takes from one stop to the next, and the pause before a fault that cannot be yet.
+#: Seconds for which a slow rank is stopped, and then runs; and after which a fault that is not possible yet is retried.
 PULSE, PAUSE = 0.08, 0.5
-#: Seconds after which lost ranks are replaced: any time between these.
+#: Seconds after which lost ranks are replaced: at random between these.
 REPLACED = (0.5, 4.0)
 
 Member = Mapping[str, Any]
@@ -49,8 +47,9 @@ Member = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, ``at`` seconds after the run's first step. ``draw`` decides who is hit; it ``lasts`` seconds, if not
-    for ever.
+    """A fault (:data:`KINDS`), ``at`` seconds after the run's first step. It ``lasts`` so many seconds, or for ever.
+
+    ``draw``: the seed that decides who is hit.
     """
 
     kind: str
@@ -60,7 +59,7 @@ class Fault:
 
 
 def schedule(counts: Mapping[str, int], seconds: float, seed: int) -> list[Fault]:
-    """So many faults of each kind at random instants within ``seconds``; the same for the same seed."""
+    """``counts[kind]`` faults of each kind at random instants within ``seconds``; the same for the same seed."""
     draw = Random(seed)
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     draw.shuffle(kinds)
@@ -74,7 +73,7 @@ def schedule(counts: Mapping[str, int], seconds: float, seed: int) -> list[Fault
 
 @dataclass
 class Hit:
-    """A fault that has happened: when, to whom, of how many living ranks, and after which recorded step."""
+    """A fault that has happened: when, to which members (``who``) of how many living ones, after which step."""
 
     fault: Fault
     time: float
@@ -88,7 +87,7 @@ class Hit:
 
 
 class DisturbedRun:
-    """A run that goes on: its processes, the members of its view, and its records so far."""
+    """A run under way: its processes, the members of its view, and its records so far."""
 
     def __init__(self, folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         self.folder, self.processes = folder, list(processes)
@@ -97,15 +96,15 @@ class DisturbedRun:
         self._file = self._read = 0
 
     def members(self) -> list[Member]:
-        """Of the view that is in force; none before the first one."""
+        """The members of the present view; none before the first one."""
         with suppress(OSError, ValueError):
             return list(json.loads((self.folder / "ranks/members.json").read_text())["members"])
         return []
 
     def look(self) -> bool:
-        """Read what has been recorded since the last look; whether a step has.
+        """Read what has been recorded since the last call; returns whether there is a new step.
 
-        A run that goes back a step takes out of its file what it had recorded after that, and is read from the start.
+        A run that goes back to a step removes later records by writing the file anew; that is read from the start.
         """
         path = self.folder / FILE
         with suppress(OSError), path.open("rb") as file:
@@ -129,10 +128,10 @@ class DisturbedRun:
 
 
 class Injector:
-    """Does to a run what the faults say, and what each of them asks for later (thaw, put the cable back).
+    """Injects faults into a run, and ends those that last for a while (thaws a rank, puts a cable back).
 
-    ``add`` starts so many new ranks, in place of those that are lost. ``hits`` are the faults that have happened, and
-    ``last`` is when the last one did.
+    ``add(count, random)`` starts so many new ranks, in place of lost ones. ``hits``: the faults that have happened;
+    ``last``: when the last one did.
     """
 
     def __init__(
@@ -149,20 +148,19 @@ class Injector:
         self.processes: dict[int, psutil.Process] = {}  # by member
         self._gone: set[int] = set()  # members that were killed, or frozen for ever
         self._down: Host | None = None  # its cable is out
-        self._order = count()
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._agenda = sched.scheduler(time.monotonic)
         self._planned = len(faults)
         for fault in faults:
-            self._later(fault.at, partial(self._inject, fault))
+            self._later(fault.at, self._inject, fault)
 
     def work(self) -> None:
         """Do what is due."""
-        while self._due and self._due[0][0] <= time.monotonic():
-            heapq.heappop(self._due)[2]()
+        self._agenda.run(blocking=False)
 
     def restore(self) -> None:
-        """Put the cable back, thaw who was to thaw and end who was not: the run is about to end."""
-        self._due.clear()
+        """Before the run's end: put the cable back, thaw ranks that were to thaw, and kill those that were not."""
+        for event in self._agenda.queue:
+            self._agenda.cancel(event)
         if self._down:
             self._down.link(up=True)
         for number, process in self.processes.items():
@@ -174,16 +172,16 @@ class Injector:
         """Faults that have not happened."""
         return self._planned - len(self.hits)
 
-    def _later(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._order), what))
+    def _later(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+        self._agenda.enter(seconds, 0, action, arguments)
 
     def _inject(self, fault: Fault) -> None:
-        """Hit whom the fault's draw says, or look again soon if there are too few ranks."""
+        """Hit the ranks that the fault's seed chooses; if there are too few, try again soon."""
         living = self._living()
         who = self._victims(fault, living)
         for_good = fault.lasts is None
         if not who or (for_good and len(living) - len(who) < LEAST):
-            self._later(PAUSE, partial(self._inject, fault))
+            self._later(PAUSE, self._inject, fault)
             return
         numbers, self.last = [int(m["number"]) for m in who], time.monotonic()
         self.run.look()
@@ -197,12 +195,12 @@ class Injector:
             for number in numbers:
                 self._signal(number, "suspend" if fault.kind == "freeze" else "kill")
             if not for_good:
-                self._later(fault.lasts or 0, partial(self._signal, numbers[0], "resume"))
+                self._later(fault.lasts or 0, self._signal, numbers[0], "resume")
         if for_good:
             self._gone |= set(numbers)
             if self.add is not None:
                 draw = Random(fault.draw)
-                self._later(draw.uniform(*REPLACED), partial(self.add, len(numbers), draw))
+                self._later(draw.uniform(*REPLACED), self.add, len(numbers), draw)
 
     def _living(self) -> list[Member]:
         """Members that no fault has ended; their processes are remembered."""
@@ -231,7 +229,7 @@ class Injector:
     def _slow(self, number: int, until: float, stop: bool = True) -> None:
         self._signal(number, "suspend" if stop else "resume")
         if stop or time.monotonic() < until:
-            self._later(PULSE, partial(self._slow, number, until, not stop))
+            self._later(PULSE, self._slow, number, until, not stop)
 
     def _pull(self, host: Host, lasts: float) -> None:
         def back() -> None:

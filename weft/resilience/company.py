@@ -1,15 +1,15 @@
-"""Islands that come and go: who takes part in an exchange, agreed by all ranks of all islands.
+"""Islands that come and go: which of them take part in an exchange, agreed by all ranks of all islands.
 
-All ranks are members of one view (:mod:`.membership`), which follows another as soon as one of them is lost or comes,
-whatever their main threads do meanwhile: each has a thread that agrees. An island of which a rank is missing is away.
+All ranks are members of one view (:mod:`.membership`). A new view is agreed on as soon as a rank is lost or joins, by a
+thread of each rank and whatever its main thread does meanwhile. An island with a rank missing counts as absent.
 
-An exchange is over when all who take part have said, in the same epoch, that they have all they need for it. A rank
-that hears all say so goes on with the result. If somebody is lost before, the facts of the next view tell: if anybody
-has gone on, all have what they need, and go on too; else they do it again, without who is lost. What a rank says with
-its facts does not change until the next view is there, so that all come to the same.
+An exchange is over when all ranks that take part have published, in the same epoch, that they have received all they
+need for it. A rank that sees this from all of them goes on with the result. If a rank is lost before, the facts of the
+next view decide: if any rank has gone on, all have received what they need, and go on too; else they repeat the
+exchange without the lost island. A rank's facts do not change until the next view is there, so all decide alike.
 
-When islands join is agreed by number, too: from the next round on that nobody has begun. At its beginning one of
-those that are there hands over its state.
+Exchanges are numbered, and islands join from the first round on that no rank has begun. At its beginning one of the
+islands that are present hands over its state.
 """
 
 import os
@@ -32,11 +32,13 @@ from weft.train.ranks import LEFT_OUT
 R = TypeVar("R")
 Facts = dict[str, Any]
 
-#: How often an exchange is tried again before the run ends, as whatever fails then is no loss of islands.
+#: How often an exchange is tried before the run ends, as what fails so often is not the loss of islands.
 ATTEMPTS = 8
-#: Seconds between two looks at the others; for who is there, but does not come to agree; and at the end for the others.
+#: Seconds between two looks at the others; after which a rank is left out that is alive, but does not agree on the next
+#: view; and for which the others are waited for at the end of the run.
 LOOK_S, ABSENT_S, END_S = 0.05, 15.0, 60.0
-#: So many times ``detect``: within that it is known that an island is lost whose messages have ended.
+#: In multiples of ``resilience.detect``: how long it may take until the loss of an island is known by membership, after
+#: its messages have ended.
 KNOWN = 4
 
 
@@ -46,25 +48,32 @@ class IslandLeftOut(WeftError):
     exit_code = LEFT_OUT
 
 
-class Stay(NamedTuple):
-    """An island takes part in exchanges above ``after``, up to ``until`` if it has been lost since.
+#: One start of an island: its number, and a random word (its *life*), as an island that is started again has another.
+Start = tuple[int, str]
 
-    ``life`` tells apart the times that it was started.
-    """
+
+class Stay(NamedTuple):
+    """An island takes part in the exchanges numbered above ``after``, up to ``until`` if it has been lost since."""
 
     island: int
     life: str
     after: int
     until: int | None
 
+    @property
+    def start(self) -> Start:
+        return self.island, self.life
+
     def covers(self, number: int) -> bool:
         return self.after < number and (self.until is None or number <= self.until)
 
 
 class Company(Presence):
-    """The islands that are there at present. ``mine`` says which rank this is: ``island``, ``place``, ``life``, ``at``.
+    """The islands that are present. ``mine`` has this rank's ``island``, ``place`` in it, ``life``, and its streams'
+    address (``at``).
 
-    ``islands`` have ``ranks`` each. ``events`` are records of what has changed, for whoever takes them away.
+    There are ``islands`` of ``ranks`` each. ``events``: records (kind, values) of what has changed, for
+    :meth:`take_events`.
     """
 
     def __init__(
@@ -76,13 +85,13 @@ class Company(Presence):
         self.changed = membership.news  # guards all that follows
         self.view: View | None = None
         self.stays: list[Stay] = []
-        self.members: dict[int, dict[int, int]] = {}  # numbers, by island and place
-        self.known: dict[int, Facts] = {}  # what each member has said of itself, by number
-        self.waiting: list[Stay] = []  # those who have no state yet
-        self.giver = 0
-        self.begun = self.committed = -1
-        self.pending: tuple[int, Draw] | None = None  # an exchange that this rank has all it needs for
-        self.got: int | None = None
+        self.members: dict[int, dict[int, int]] = {}  # numbers of members, by island and place
+        self.known: dict[int, Facts] = {}  # the facts of each member, by its number
+        self.waiting: list[Stay] = []  # of islands that have no state yet
+        self.giver = 0  # the island that hands its state to those
+        self.begun = self.committed = -1  # numbers of the last exchange that was begun here, and that is over
+        self.pending: tuple[int, Draw] | None = None  # an exchange for which this rank has received all it needs
+        self.got: int | None = None  # the exchange after which this rank has got its state; None: not yet
         self.changing, self.closing, self.ended = False, False, False
         self.fatal: Exception | None = None
         self.progress = Progress()
@@ -91,10 +100,15 @@ class Company(Presence):
         self._since, self._group = 0.0, list[int]()
         self._told: set[tuple[int, int, int]] = set()
 
+    @property
+    def present(self) -> list[Stay]:
+        """The stays of the islands that are present."""
+        return [stay for stay in self.stays if stay.until is None]
+
     # --- views ---
 
     def begin_with(self, view: View, facts: Sequence[Facts]) -> None:
-        """The first view, in which all islands are there from the beginning."""
+        """Start with the run's first ``view``, in which all islands take part from the beginning."""
         lives = {int(one["island"]): one["life"] for one in facts}
         self.stays = [Stay(island, life, -1, None) for island, life in sorted(lives.items())]
         self.got = -1
@@ -150,17 +164,17 @@ class Company(Presence):
         }  # fmt: skip
 
     def _adopt(self, view: View, facts: Sequence[Facts]) -> None:
-        """Who is there, by what all have said: the same on all ranks."""
+        """Work out from the facts of all members which islands are present: the same on all ranks."""
         lost = {one.member.number: one.why for one in view.lost}
         self.view = view
-        found: dict[tuple[int, str], dict[int, Facts]] = {}
-        numbers: dict[tuple[int, str], dict[int, int]] = {}
+        found: dict[Start, dict[int, Facts]] = {}  # by place
+        numbers: dict[Start, dict[int, int]] = {}
         for member, fact in zip(view.members, facts, strict=True):
             self.known[member.number] = fact
-            who = (int(fact["island"]), str(fact["life"]))
-            found.setdefault(who, {})[int(fact["place"])] = fact
-            numbers.setdefault(who, {})[int(fact["place"])] = member.number
-        whole = {who: places for who, places in sorted(found.items()) if len(places) == self.ranks}
+            start = (int(fact["island"]), str(fact["life"]))
+            found.setdefault(start, {})[int(fact["place"])] = fact
+            numbers.setdefault(start, {})[int(fact["place"])] = member.number
+        whole = {start: places for start, places in sorted(found.items()) if len(places) == self.ranks}
         stays = next([Stay(*stay) for stay in fact["stays"]] for fact in facts if fact["stays"])
         begun = max(int(fact["begun"]) for fact in facts)
         if self.pending is not None:  # by those who took part in it with this one, as things were then
@@ -168,11 +182,11 @@ class Company(Presence):
             with_whom = draw(population(stays, number))
             if any(int(one["island"]) in with_whom and int(one["committed"]) >= number for one in facts):
                 self.committed = number
-        went = [stay for stay in stays if stay.until is None and stay[:2] not in whole]
+        before = [stay for stay in stays if stay.until is None]
+        went = [stay for stay in before if stay.start not in whole]
         lacks = [
-            stay for stay in stays
-            if stay.until is None and stay[:2] in whole
-            and any(fact["got"] != stay.after for fact in whole[stay[:2]].values())
+            stay for stay in before
+            if stay not in went and any(fact["got"] != stay.after for fact in whole[stay.start].values())
         ]  # fmt: skip
         stays = [stay._replace(until=begun) if stay in went else stay for stay in stays if stay not in lacks]
         here = {stay.island for stay in stays if stay.until is None}
@@ -180,33 +194,29 @@ class Company(Presence):
         self.waiting = [Stay(island, life, self._end_of_round(begun), None) for island, life in came.items()]
         self.giver = min(here, default=0)
         self.stays = stays + self.waiting
-        self.members = {
-            stay.island: numbers[stay[:2]] for stay in self.stays if stay.until is None
-        }  # fmt: skip
+        self.members = {stay.island: numbers[stay.start] for stay in self.present}
         place = int(self.mine["place"])
-        for stay in self.stays:
-            if stay.until is None:
-                at = whole[stay[:2]][place]["at"]
-                self.streams.store.set(f"weft/streams/{stay.island}/{place}", at)
+        for stay in self.present:
+            self.streams.store.set(f"weft/streams/{stay.island}/{place}", whole[stay.start][place]["at"])
         self.streams.begin(view.epoch)
         self._say(went, lacks, lost)
-        if (self.island, self.mine["life"]) not in whole:
-            others = [fact for who, places in found.items() if who[0] == self.island for fact in places.values()]
+        if self._start not in whole:
+            others = [fact for (island, _), places in found.items() if island == self.island for fact in places]
             if self.got is not None or len(others) >= self.ranks:
                 self.give_up(IslandLeftOut(f"island {self.island} cannot go on without all of its ranks"))
 
     def _end_of_round(self, begun: int) -> int:
-        """The last exchange that begins with the next round of the first fragment, after the one that has ``begun``."""
+        """The number of the last exchange at the beginning of the round that follows the one of exchange ``begun``."""
         count, every = self.how.fragments, self.how.every
         return count * (begun // count + 1) + sum(every * f // count == 0 for f in range(count)) - 1
 
     def _say(self, went: list[Stay], lacked: list[Stay], lost: dict[int, str]) -> None:
-        """Keep what has changed, for records and for who watches."""
+        """Report islands that went or came, as text and in ``events``; ``lost``: why members are lost, by number."""
         assert self.view is not None
         now, gone = time.time(), []
         for stay in went:
             ranks = {fact["place"]: why for number, why in lost.items() if (fact := self.known[number])
-                     and (fact["island"], fact["life"]) == stay[:2]}  # fmt: skip
+                     and (fact["island"], fact["life"]) == stay.start}  # fmt: skip
             place, why = min(ranks.items(), default=(0, GONE))
             who = f"island {stay.island}" + f" (its rank {place})" * (self.ranks > 1)
             self.tell(f"{who} {why}: the others go on without it; to bring it back: {self.way_back(stay.island)}")
@@ -215,7 +225,7 @@ class Company(Presence):
         for island in joined:
             self.tell(f"island {island} is back: it takes island {self.giver}'s state at the end of the next round")
         if gone or joined:
-            here = sorted(stay.island for stay in self.stays if stay.until is None)
+            here = sorted(stay.island for stay in self.present)
             self.events.append(("islands", {
                 "epoch": self.view.epoch, "here": here, "lost": gone, "joined": joined, "noticed": self._since,
                 "agreed": now,
@@ -226,16 +236,16 @@ class Company(Presence):
         return f"weft ranks add {self.folder or 'RUN'}{f'/island-{island}' if island else ''}"
 
     def tell(self, text: str) -> None:
-        """Say something; if the island that speaks is away, the first that is there does."""
+        """Show a line of text: where the run's first island is away, the first present one prints it."""
         self._news.append(text)
-        first = min((stay.island for stay in self.stays if stay.until is None), default=0)
+        first = min((stay.island for stay in self.present), default=0)
         if first == self.island and self.island and not self.mine["place"]:
             print(f"weft: {text}", flush=True)
 
     # --- exchanges ---
 
     def _steady(self) -> View:
-        """The present view, once there is one; with the lock."""
+        """The present view; waits while the next one is being agreed on. To be called with the lock."""
         while self.changing and self.fatal is None:
             self.changed.wait()
         if self.fatal is not None:
@@ -253,7 +263,7 @@ class Company(Presence):
         for _ in range(ATTEMPTS):
             with self.changed:
                 epoch = self._steady().epoch
-                here = {stay.island for stay in self.stays if stay.until is None and stay.covers(number)}
+                here = {stay.island for stay in self.present if stay.covers(number)}
                 group = [island for island in draw(population(self.stays, number)) if island in here]
             begun = time.monotonic()
             try:
@@ -270,7 +280,10 @@ class Company(Presence):
         raise error or IslandLost(f"exchange {number} between islands has failed {ATTEMPTS} times")
 
     def _await_change(self, epoch: int, why: str) -> None:
-        """Something has ended an exchange. If nobody is lost, all do it again over new connections."""
+        """Wait for the view after ``epoch``, as an exchange has failed for the reason ``why``.
+
+        If no member is found to be lost, this rank asks for that view: all repeat the exchange over new connections.
+        """
         with self.changed:
             changed = self.changed.wait_for(
                 lambda: self.changing or self.fatal or (self.view and self.view.epoch != epoch), KNOWN * self.detect
@@ -280,7 +293,10 @@ class Company(Presence):
                 self.changed.wait_for(lambda: self.changing or self.fatal, self.streams.limit)
 
     def _all_done(self, number: int, draw: Draw, epoch: int, group: Sequence[int]) -> bool:
-        """Say that this rank has all it needs for an exchange, and wait for the others to say so."""
+        """Publish that this rank has all it needs for exchange ``number``, and wait until all others have.
+
+        Returns whether the exchange is over; else it is to be repeated.
+        """
         with self.changed:
             if self._steady().epoch != epoch:
                 return False
@@ -324,16 +340,16 @@ class Company(Presence):
         return self.progress.tokens
 
     def come_in(self, take: Callable[[int, int], list[int]], all_say: Callable[[Any], list[Any]]) -> tuple[int, int]:
-        """Be handed the state by ``take``, from an island at the end of a round; the round's number, and its tokens.
+        """Receive the state from another island at the end of a round; returns the round's number, and its tokens.
 
-        ``all_say``: what every rank of this island says.
+        ``take(island, round)`` receives it. ``all_say(value)`` gathers a value from every rank of this island.
         """
         while True:
             with self.changed:
-                while not self._steady() or not any(stay[:2] == self._who for stay in self.waiting):
+                while not self._steady() or not any(stay.start == self._start for stay in self.waiting):
                     self.changed.wait()
                 epoch, giver = self._steady().epoch, self.giver
-                after = next(stay.after for stay in self.waiting if stay[:2] == self._who)
+                after = next(stay.after for stay in self.waiting if stay.start == self._start)
             tokens, done = 0, False
             try:
                 tokens, *rest = take(giver, after // self.how.fragments)
@@ -350,7 +366,7 @@ class Company(Presence):
                 return after // self.how.fragments, tokens
 
     @property
-    def _who(self) -> tuple[int, str]:
+    def _start(self) -> Start:
         return self.island, str(self.mine["life"])
 
     # --- wishes, and the end ---
@@ -401,7 +417,7 @@ class Company(Presence):
             return all(one.get("ended") or one.get("waits") for one in said)
 
     def end(self) -> None:
-        """This rank has come to the end of the run; returns when all others have, or it is known that they do not."""
+        """This rank has come to the end of the run; returns when all others have, or in :data:`END_S`."""
         deadline = time.monotonic() + END_S
         self.ended = True
         self.membership.publish(ended=True)
@@ -410,16 +426,16 @@ class Company(Presence):
 
     @property
     def first(self) -> bool:
-        """Whether this island is the first of those that are there."""
+        """Whether this island is the first of those that are present."""
         with self.changed:
-            return self.island == min(stay.island for stay in self.stays if stay.until is None)
+            return self.island == min(stay.island for stay in self.present)
 
     def close(self) -> None:
         self.closing = True
         self.membership.close()
 
     def on_break(self, why: str) -> None:
-        """In the agent's thread: somebody is lost to the view."""
+        """Called in the agent's thread: a member of the view is lost."""
         with self.changed:
             if self.membership.why:  # else the next one is there already
                 self.streams.break_off(why)
@@ -430,7 +446,7 @@ class Company(Presence):
                 self.give_up(IslandLeftOut(f"island {self.island} ends, as its {why}; the other islands go on"))
 
     def give_up(self, error: Exception) -> None:
-        """End this process: by the main thread, if it comes by, or else soon without it."""
+        """End this process with ``error``: the main thread raises it if it looks here in time."""
         if isinstance(error, LeftOut):
             back = self.way_back(self.island)
             error = IslandLeftOut(
@@ -453,5 +469,5 @@ class Company(Presence):
 
 
 def population(stays: Sequence[Stay], number: int) -> list[int]:
-    """The islands among which partners are drawn in an exchange, be they there still or not."""
+    """The islands among which the partners of exchange ``number`` are drawn, whether they are still present or not."""
     return sorted({stay.island for stay in stays if stay.covers(number)})

@@ -1,10 +1,10 @@
 """Find who makes the others wait: a slow computer, a slow sender or receiver, or a slow link.
 
-A rank's step is what it computes and what it waits for others. Who computes longer than those that do the same is a
-slow computer; durations alone tell that, so no two clocks need to agree. If even the rank that all wait for spends
-much of its steps in collectives, messages do: then every rank sends every other one a message, and the times are a
-matrix. A high row of it is a slow sender, a high column a slow receiver, a high cell a slow link (C4, Dong et al.
-2024).
+The time of a rank's step is what it computes plus what it waits for others. A rank that computes longer than the ranks
+that do the same work is a slow computer; durations alone tell that, so the ranks' clocks need not agree. If even the
+rank that waits least spends much of its step in collectives, messages are slow: then every rank sends a probe to every
+other one, and the times form a matrix. A high row of it is a slow sender, a high column a slow receiver, and a single
+high cell a slow link (C4, Dong et al. 2024).
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ import torch
 import torch.distributed as dist
 
 from weft.layout.mesh import from_all
-from weft.resilience.rings import STEP, Trace
+from weft.resilience.rings import Trace
 from weft.resilience.trace import Ring
 
-#: Steps that a judgement is about, how often there is one, and the fewest steps that allow it.
+#: Steps that a judgement looks at, steps from one judgement to the next, and the fewest steps that it needs.
 WINDOW, EVERY, FEWEST = 20, 10, 8
 #: One in so many judgements is recorded, even if nothing is new.
 RECORDED = 10
-#: A rank is slow if it makes a step so much longer, in most of them, and takes so many times as long as its like.
+#: A rank is slow if it lengthens a step by such a share of it, does so in such a share of the steps, and takes so many
+#: times as long as its like (the ranks that do the same work).
 COST, OFTEN, SLOWER = 0.1, 0.7, 1.5
-#: The same of one that nobody does the same as, against the others or its own best time; and of one that is slow just
-#: because other work has its processor, which on a machine with too much to do is now this rank and now that.
+#: The last of these for a rank without its like, which is compared with all others and its own best time; and for one
+#: that is slow because other programs have its processor: on a busy machine that hits now this rank and now that.
 UNLIKE, TAKEN = 2.0, 2.5
-#: Messages are worth a look if a step spends such a share on them, and again when that time changes by such a factor.
+#: Links are probed if a step spends such a share of its time on messages, and again when that changes by such a factor.
 SUSPECT, CHANGED = 0.2, 1.5
 #: Bytes of a probe, the most times that it is repeated, and the share of all time that probes may take.
 PROBE, REPEATS, PROBING = 1 << 18, 8, 0.02
-#: A pair of ranks is slow if it takes so many times as long as fast ones do. It is certain from so many times on that
-#: its usual time is at most so many times the least.
+#: A pair of ranks is slow if its probe takes so many times as long as fast pairs' do. That is certain once it has been
+#: repeated so many times, with a median of at most so many times the least.
 FAR, CERTAIN, STEADY = 3.0, 5, 1.5
-#: Seconds that a repeated probe is to take, if that needs at most so many times the bytes: long enough that what a
-#: message may wait for a processor, some milliseconds, is little beside it.
+#: A repeated probe is enlarged, by at most such a factor, to take so many seconds: the milliseconds that a message may
+#: wait for a processor are then little beside it.
 LONG, LARGEST = 0.025, 16
 SLOWLY = {
     "sender": "{} sends slowly to all others", "receiver": "{} receives slowly from all others",
@@ -54,7 +55,7 @@ Pair = tuple[int, int]
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a rank's step: in all, waited for others, and lost to other work on its processor."""
+    """Seconds of a rank's step: in all, spent waiting for others, and lost to other programs on its processor."""
 
     total: float
     waited: float
@@ -63,9 +64,9 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Digest:
-    """A rank's last steps, by number.
+    """A summary of a rank's last steps. ``steps``: their times, by number.
 
-    ``alike`` is equal for ranks that do the same, ``sent`` the bytes of a step's collectives and messages.
+    ``alike`` is equal for ranks that do the same work; ``sent``: bytes of a step's collectives and messages.
     """
 
     rank: int
@@ -85,9 +86,10 @@ class Digest:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``kind``: computer, sender, receiver, network (both of these), link, hang or mismatch.
+    """What is wrong with some ``ranks``, and in words (``text``).
 
-    ``factor``: how many times as long as usual it takes.
+    ``kind``: computer, sender, receiver, network (slow as both of these), link, hang or mismatch. ``factor``: how many
+    times as long as usual it takes; of a hang the seconds.
     """
 
     kind: str
@@ -101,10 +103,10 @@ class Verdict:
 
 
 def digest(found: Trace, window: int = WINDOW) -> Digest:
-    """What a ring says of its rank's last steps that are over."""
-    records, steps = found.records, dict[int, StepTimes]()
-    done = records[(records["kind"] == STEP) & (records["leave"] > 0)][-window:]
-    inside = records[np.isin(records["step"], done["sequence"]) & (records["kind"] != STEP)]
+    """A summary of the last ``window`` steps that have ended, from a rank's trace."""
+    steps = dict[int, StepTimes]()
+    done = found.steps[found.steps["leave"] > 0][-window:]
+    inside = found.calls[np.isin(found.calls["step"], done["sequence"])]
     waits = inside[(inside["begin"] > 0) & (inside["leave"] > 0)]
     for one in done:
         mine = waits[(waits["step"] == one["sequence"]) & (waits["enter"] >= one["enter"])]
@@ -121,17 +123,19 @@ def digest(found: Trace, window: int = WINDOW) -> Digest:
 
 
 def slow_computers(digests: Sequence[Digest], best: Mapping[int, float], shares: Mapping[int, float]) -> list[Verdict]:
-    """Who computes longer than its like, so that the others wait.
+    """A verdict on each rank that computes longer than its like, so that the others wait.
 
-    ``best``: the shortest time that each rank had earlier. ``shares``: of the work, where not all have as much.
+    ``best``: the shortest seconds of each rank in earlier judgements. ``shares``: of the work, relative to the mean, of
+    ranks that do not have as much as the others.
     """
     common = sorted(set.intersection(*(set(d.steps) for d in digests)))
     if len(common) < FEWEST or len(digests) < 2:
         return []
-    steps = np.array([[d.steps[s] for s in common] for d in digests])  # [rank, step, 3]
+    steps = np.array([[d.steps[s] for s in common] for d in digests])  # [rank, step, time]
     share = np.array([shares.get(d.rank, 1.0) for d in digests])[:, None]
-    length, compute = np.median(steps[..., 0], 0), (steps[..., 0] - steps[..., 1]) / share
-    own = np.maximum(compute - steps[..., 2] / share, 1e-9)
+    total, waited, lost = np.moveaxis(steps, -1, 0)
+    length, compute = np.median(total, 0), (total - waited) / share
+    own = np.maximum(compute - lost / share, 1e-9)
     found = []
     for i, one in enumerate(digests):
         like = [j for j, other in enumerate(digests) if j != i and other.alike == one.alike]
@@ -143,7 +147,7 @@ def slow_computers(digests: Sequence[Digest], best: Mapping[int, float], shares:
             costs = (times[i] - usual) * share[i] > COST * length
             if factor >= (least if like else max(least, UNLIKE)) and costs.mean() >= OFTEN:
                 whom = "its like" if like else "the others" if best_own == np.inf else "it did"
-                taken = f"; for {np.median(steps[i, :, 2]) * 1e3:.0f} ms of it other work had its processor"
+                taken = f"; for {np.median(lost[i]) * 1e3:.0f} ms of it other work had its processor"
                 found.append(Verdict(
                     "computer", (one.rank,), factor,
                     f"rank {one.rank} is a slow computer: it takes {factor:.1f} times as long as {whom}, "
@@ -155,11 +159,11 @@ def slow_computers(digests: Sequence[Digest], best: Mapping[int, float], shares:
 
 
 def slow_links(matrix: np.ndarray[Any, Any], digests: Sequence[Digest], size: int = PROBE) -> list[Verdict]:
-    """What stands out in a matrix of seconds from each rank (row) to each (column); those not measured are ``nan``.
+    """A verdict on each slow sender, receiver or link in a matrix of seconds.
 
-    If there are several machines, ranks of one share its network and count as one. What does not cost a step much is
-    left out, and so is a matrix whose slow cells make neither rows nor columns nor single links: that is a network with
-    far parts.
+    ``matrix[a, b]``: from rank a to rank b, ``nan`` if not measured. If there are several machines, the ranks of one
+    share its network and count as one. Slowness that does not cost a step much is left out. Nothing is said if the slow
+    cells form neither rows nor columns nor single links: then the network has distant parts.
     """
     machines = [d.machine for d in digests]
     keys: list[Any] = machines if len(set(machines)) > 1 else [d.rank for d in digests]
@@ -178,7 +182,7 @@ def slow_links(matrix: np.ndarray[Any, Any], digests: Sequence[Digest], size: in
 
     def verdict(kind: str, what: str, seconds: float, *who: int) -> Verdict:
         ranks = [[digests[i].rank for i in units[unit]] for unit in who]
-        text = what.format(*(f"rank{'s' * (len(r) > 1)} {ranks_text(r)}" for r in ranks))
+        text = what.format(*map(ranks_text, ranks))
         text += f": {size >> 10} KiB take {seconds * 1e3:.3g} ms, elsewhere {usual * 1e3:.3g} ms"
         return Verdict(kind, tuple(rank for some in ranks for rank in some), seconds / max(usual, 1e-9), text)
 
@@ -195,21 +199,21 @@ def _middle(cells: np.ndarray[Any, Any]) -> float:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``0-2, 5``"""
+    """Ranks in words: ``rank 5``, or ``ranks 0-2, 5``."""
     parts, ranks = list[list[int]](), sorted(ranks)
     for rank in ranks:
         if parts and parts[-1][-1] == rank - 1:
             parts[-1][1:] = [rank]
         else:
             parts.append([rank])
-    return ", ".join("-".join(map(str, part)) for part in parts)
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, part)) for part in parts)
 
 
 def rounds_of(size: int) -> list[list[Pair]]:
-    """Who sends to whom at the same time, so that each does so once: nobody has two messages at a time.
+    """Rounds of pairs that send at the same time; in a round nobody sends, or receives, two messages.
 
-    Of many ranks a part of the pairs: those whose ranks are a power of two apart. Two that would send to each other do
-    so one after the other: acknowledgements wait behind what is sent.
+    All pairs of up to 16 ranks are in it once; of more ranks, those whose numbers are a power of two apart. Two ranks
+    send to each other in different rounds, as acknowledgements would wait behind what is sent.
     """
     found = []
     for apart in (apart for apart in range(1, size) if size <= 16 or not apart & (apart - 1)):
@@ -223,7 +227,7 @@ def probe(
 ) -> np.ndarray[Any, Any]:
     """Seconds of :data:`PROBE` bytes from each rank (row) to each (column), ``nan`` where none are sent. Collective.
 
-    A message is so many times as large as ``parts`` say, and its time divided by that.
+    ``parts``: for some pairs, a factor by which their message is larger; its time is divided by that.
     """
     ranks, me = dist.get_process_group_ranks(group), group.rank()
     row = [float("nan")] * len(ranks)
@@ -252,8 +256,8 @@ def probe(
 def steady_matrix(group: dist.ProcessGroup, device: torch.device) -> tuple[np.ndarray[Any, Any], int]:
     """The least seconds between ranks, and the number of probes. Collective.
 
-    What is slow while all send is sent again by itself, as much as takes a slow wire :data:`LONG` seconds: a wire takes
-    as long for every byte, and every time, where a process that is late to answer does not. Pairs of which it stays
+    Pairs that are slow while all send are probed again one by one, with messages that take about :data:`LONG` seconds:
+    a slow wire takes as long for every byte and every time, while a process that answers late does not. Pairs that stay
     uncertain are ``nan``.
     """
     rounds, parts, again = rounds_of(group.size()), dict[Pair, int](), list[np.ndarray[Any, Any]]()
@@ -274,10 +278,10 @@ def steady_matrix(group: dist.ProcessGroup, device: torch.device) -> tuple[np.nd
 
 @dataclass
 class DelayWatch:
-    """Watches the ranks of ``group``, on each of which it is asked to :meth:`look` after every step.
+    """Watches the ranks of ``group``, each of which calls :meth:`look` after every step.
 
-    ``verdicts`` are equal on all ranks. ``shares``: how much of the work each rank has, where not all have as much.
-    ``probes`` and ``probe_s`` are what probing has cost.
+    ``verdicts`` are equal on all ranks; ``news``: lines about what has changed in them. ``shares``: see
+    :func:`slow_computers`. ``probes`` and ``probe_s``: how many probes there were, and their seconds.
     """
 
     ring: Ring
@@ -296,10 +300,7 @@ class DelayWatch:
         self._seen, self._begun, self._sending = 0, time.perf_counter(), 0.0
 
     def look(self) -> bool:
-        """Judge every :data:`EVERY` steps; whether there is something to record. Collective.
-
-        ``news`` is what is to be said now: of whom that was not slow, and of whom that is not any more.
-        """
+        """Judge every :data:`EVERY` steps; returns whether there is something to record. Collective."""
         self._seen += 1
         self.news = []
         if self._seen % EVERY:
@@ -319,7 +320,7 @@ class DelayWatch:
         return bool(self.news) or self._seen // EVERY % RECORDED == 1
 
     def _look_at_links(self) -> None:
-        """Probe if messages take much time and that has changed; it is the same decision on all ranks."""
+        """Probe the links if messages take much time and that has changed; all ranks decide alike."""
         length = median(d.compute + d.waited for d in self.digests)
         sending = min(d.waited for d in self.digests)
         suspect, before = sending > SUSPECT * length, self._sending
@@ -335,12 +336,8 @@ class DelayWatch:
         self.probes += times
         self.probe_s += time.perf_counter() - begun
 
-    def slowness(self, rank: int) -> float:
-        """How many times as long as its like a rank computes; 1 if it is not slow."""
-        return next((v.factor for v in self.verdicts if v.kind == "computer" and rank in v.ranks), 1.0)
-
     def record(self) -> dict[str, Any]:
-        """What a run keeps of it, and its page shows."""
+        """The last judgement, for the run's metrics and its report."""
         rows = [{"rank": d.rank, "machine": d.machine, "compute": d.compute, "wait": d.waited} for d in self.digests]
         matrix = None if self.matrix is None else self.matrix.tolist()
         return {"verdicts": [asdict(v) for v in self.verdicts], "ranks": rows, "matrix": matrix, "size": PROBE,

@@ -15,25 +15,18 @@ import numpy as np
 from weft.errors import WeftError
 from weft.observe.metrics import FILE, read_metrics
 from weft.resilience.delays import Verdict, digest, ranks_text, slow_computers
-from weft.resilience.rings import (
-    KINDS,
-    STEP,
-    Trace,
-    TracedGroup,
-    collective_text,
-    held_in,
-    newest,
-    process_of,
-    standing,
-)
+from weft.resilience.rings import KINDS, Trace, TracedGroup, collective_text, held_in, newest, process_of, standing
 
-#: A wait is none of a healthy run if it takes so many seconds, and so many times as long as a step.
+#: A wait shows that a run hangs if it takes more than so many seconds, and more than so many times as long as a step.
 STUCK_S, STUCK_STEPS = 5.0, 5.0
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank as it was found. ``process`` is running, stopped or gone; ``now`` what it is in, ``since`` in seconds."""
+    """One rank's state. ``process``: running, stopped or gone; ``now``: what it is in, for ``since`` seconds.
+
+    ``compute`` and ``wait``: seconds of a usual step, None before its first one.
+    """
 
     rank: int
     machine: str
@@ -48,7 +41,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Examination:
-    """What can be said of a run. ``record`` is the last one that the run itself has kept (kind ``delays``)."""
+    """The state of a run's ranks, and verdicts. ``record``: the last judgement in its metrics (kind ``delays``)."""
 
     rows: list[RankStatus]
     verdicts: list[Verdict]
@@ -60,7 +53,7 @@ class Examination:
 
 
 def examine(run: Path) -> Examination:
-    """Look at the rings of this machine, and at what the run has recorded. Raises :class:`WeftError` without either."""
+    """Diagnose a run by its traces on this machine and by its metrics. Raises :class:`WeftError` without either."""
     traces, now, recorded = newest(run), time.monotonic_ns(), (run / FILE).is_file()
     if not traces and not recorded:
         raise WeftError(f"{run} has no {FILE}, and no rank of it runs here; give the folder of a run that was started")
@@ -82,8 +75,7 @@ def examine(run: Path) -> Examination:
 def row_of(found: Trace, process: str, now: int) -> RankStatus:
     """A rank's row in the table."""
     about, short, inside = found.about, digest(found), held_in(found)
-    steps = found.records[found.records["kind"] == STEP]
-    last = found.records[-1] if len(found.records) else None
+    steps, last = found.steps, found.records[-1] if len(found.records) else None
     what = collective_text(found, inside) if inside is not None else "computes" if process == "running" else "-"
     since = inside["begin"] if inside is not None else max(last["enter"], last["leave"]) if last is not None else now
     return RankStatus(
@@ -93,9 +85,9 @@ def row_of(found: Trace, process: str, now: int) -> RankStatus:
 
 
 def standstill(traces: Mapping[int, Trace], states: Mapping[int, str], now: int) -> list[Verdict]:
-    """For whom ranks wait that wait too long, or have given up: who has not come to where they are, and where it is.
+    """A verdict on each rank for which others wait too long, or have given up waiting; none if the run does not hang.
 
-    Of a chain of ranks that each wait for the next, the last one is meant.
+    In a chain of ranks that each wait for the next, it is about the last one.
     """
     inside = {rank: one for rank, found in traces.items() if (one := held_in(found)) is not None}
     stuck = sorted(rank for rank, one in inside.items() if _is_stuck(traces[rank], states[rank], one, now))
@@ -114,13 +106,11 @@ def standstill(traces: Mapping[int, Trace], states: Mapping[int, str], now: int)
         waits = [rank for rank in sorted(inside) if root in missing[rank]]
         waits = [rank for rank in waits if _same(traces, inside, rank, waits[0])]
         how = {"gone": "is gone", "stopped": "is stopped (SIGSTOP or a debugger)"}.get(states[root], "hangs")
-        seconds, what = (
-            max(_seconds(inside[r], now) for r in waits),
-            collective_text(traces[waits[0]], inside[waits[0]]),
-        )
+        seconds = max(_seconds(inside[r], now) for r in waits)
+        what = collective_text(traces[waits[0]], inside[waits[0]])
         found.append(Verdict(
             "hang", (root,), seconds,
-            f"rank {root} {how}: it has not come to {what}, in which {_ranks(waits)} waited {seconds:.1f} s; "
+            f"rank {root} {how}: it has not come to {what}, in which {ranks_text(waits)} waited {seconds:.1f} s; "
             f"it {standing(traces[root], now)}",
         ))  # fmt: skip
     return found or _everyone_inside(traces, states, inside, stuck[0], now)
@@ -129,28 +119,23 @@ def standstill(traces: Mapping[int, Trace], states: Mapping[int, str], now: int)
 def _everyone_inside(
     traces: Mapping[int, Trace], states: Mapping[int, str], inside: Mapping[int, Any], rank: int, now: int
 ) -> list[Verdict]:
-    """The verdict on a wait of ``rank`` to which everybody has come who is known: who has ended or stopped in it."""
+    """The verdict on a collective of ``rank`` that all known ranks have entered: who has ended or stopped in it."""
     record, seconds = inside[rank], _seconds(inside[rank], now)
     what, peer = collective_text(traces[rank], record), int(record["peer"])
     ranks = traces[rank].groups[record["group"]].ranks if peer < 0 else (rank, peer)
     halted = [r for r in ranks if r in inside and states[r] != "running" and not inside[r]["leave"]]
     if unknown := [other for other in ranks if other not in traces]:
-        text = f"rank {rank} is in {what} for {seconds:.1f} s; of {_ranks(unknown)} the rings are on other machines"
+        text = f"rank {rank} is in {what} for {seconds:.1f} s; of {ranks_text(unknown)} the rings are on other machines"
     elif len(halted) == len(ranks):
         return []  # all of them were ended there
     elif halted:
         how = "stopped" if {states[r] for r in halted} == {"stopped"} else "ended"
         others = [r for r in ranks if r not in halted]
-        text = f"{_ranks(halted)} {how} in {what}, in which {_ranks(others)} waited {seconds:.1f} s"
+        text = f"{ranks_text(halted)} {how} in {what}, in which {ranks_text(others)} waited {seconds:.1f} s"
     else:
-        text = (
-            f"{_ranks(ranks)} are all in {what} for {seconds:.1f} s, and it does not end: a link between them is down"
-        )
+        text = f"{ranks_text(ranks)} are all in {what} for {seconds:.1f} s, and it does not end: "
+        text += "a link between them is down"
     return [Verdict("hang", tuple(halted or ranks), seconds, text)]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
 
 
 def _seconds(record: Any, now: int) -> float:
@@ -164,7 +149,7 @@ def _is_stuck(found: Trace, state: str, record: Any, now: int) -> bool:
 
 
 def _missing(traces: Mapping[int, Trace], rank: int, record: Any) -> list[int]:
-    """The ranks that have not come to what ``rank`` is in, of those whose rings are here."""
+    """The ranks, of those traced on this machine, that have not entered the collective or message ``rank`` is in."""
     other_end = {"send": "recv", "recv": "send"}.get(KINDS[record["kind"]])
     group = traces[rank].groups[record["group"]]
     others = [int(record["peer"])] if other_end else [other for other in group.ranks if other != rank]
@@ -172,33 +157,25 @@ def _missing(traces: Mapping[int, Trace], rank: int, record: Any) -> list[int]:
 
 
 def _come(found: Trace, group: TracedGroup, kind: str | None, peer: int) -> int:
-    """How many collectives of a group a rank has begun; or messages of this kind, to or from ``peer``."""
+    """How many collectives of a group a rank has begun; with a ``kind``, how many messages to or from ``peer``."""
     numbers = [number for number, one in enumerate(found.groups) if one.id == group.id]
-    mine = found.records[np.isin(found.records["group"], numbers) & (found.records["kind"] != STEP)]
-    mine = (
-        mine[mine["peer"] < 0] if kind is None else mine[(mine["kind"] == KINDS.index(kind)) & (mine["peer"] == peer)]
-    )
-    return int(mine["sequence"].max(initial=0))
+    calls = found.calls
+    same = calls["peer"] < 0 if kind is None else (calls["kind"] == KINDS.index(kind)) & (calls["peer"] == peer)
+    return int(calls["sequence"][same & np.isin(calls["group"], numbers)].max(initial=0))
 
 
 def _same(traces: Mapping[int, Trace], inside: Mapping[int, Any], rank: int, other: int) -> bool:
-    """Whether two ranks are in what has the same number in the same group, be it a collective or one's message."""
+    """Whether two ranks wait in the same collective, by its group and number there (its kind may differ)."""
     one, two = inside[rank], inside[other]
     group = traces[rank].groups[one["group"]].id == traces[other].groups[two["group"]].id
     return rank == other or bool(group and one["peer"] == two["peer"] == -1 and one["sequence"] == two["sequence"])
 
 
 def _differing(traces: Mapping[int, Trace], inside: Mapping[int, Any], stuck: Sequence[int]) -> Verdict | None:
-    """What is said of ranks of which one has called another collective than the rest, as the same by number."""
+    """The verdict on two ranks that called different collectives as the same number in their group; None if none."""
     for rank, other in product(stuck, inside):
         one, two = inside[rank], inside[other]
-        same = traces[rank].groups[one["group"]].id == traces[other].groups[two["group"]].id
-        if (
-            same
-            and max(one["peer"], two["peer"]) < 0
-            and one["sequence"] == two["sequence"]
-            and one["kind"] != two["kind"]
-        ):
+        if one["kind"] != two["kind"] and _same(traces, inside, rank, other):
             here, there = collective_text(traces[rank], one), collective_text(traces[other], two)
             text = f"rank {rank} is in {here}, and rank {other} in {there}: they took different ways"
             return Verdict("mismatch", (rank, other), 0.0, text)
@@ -206,7 +183,7 @@ def _differing(traces: Mapping[int, Trace], inside: Mapping[int, Any], stuck: Se
 
 
 def tables(found: Examination) -> list[tuple[list[str], list[list[str]]]]:
-    """Columns and rows of the ranks, and of the matrix of delays if messages were timed."""
+    """Headings and rows of the table of ranks, and of that of probe times, if links were probed."""
     made = []
     if found.rows:
         shown = [

@@ -1,9 +1,10 @@
 """Hooks through which every collective and message of this process passes, in eager and in compiled code.
 
-PyTorch has no public place for this. Its flight recorders live in the process and die with it; a backend of our own
-would stand between it and what it asks gloo and NCCL by name. So two private things are used, and only here: methods
-of ``ProcessGroup`` are replaced (Python calls them on every thread, autograd's too), and kernels of the
-functional collectives, which C++ calls, are put before PyTorch's own. Works with PyTorch 2.11 to 2.13.
+PyTorch has no public interface for this. Its flight recorder lives in the process and dies with it, and with a backend
+of our own PyTorch would no longer find gloo and NCCL by their names. So two private things are used, and only here:
+methods of ``ProcessGroup`` are replaced (Python code calls them on every thread, autograd's too), and
+kernels of the functional collectives, which C++ calls, are registered in front of PyTorch's own. Works with PyTorch
+2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
 
 
 class Recording(Protocol):
-    """Who is told. ``enter`` returns a number that ``wait`` and ``leave`` get."""
+    """What the hooks call. ``enter`` returns a number, with which ``wait`` and ``leave`` are called later."""
 
     def enter(self, kind: str, group: dist.ProcessGroup, tensors: Sequence[Any], peer: int | None) -> int: ...
     def wait(self, number: int) -> None: ...
@@ -42,7 +43,7 @@ class Recording(Protocol):
 
 
 def install(to: Recording) -> Callable[[], None]:
-    """Tell ``to`` of all that follows; what is returned ends that."""
+    """Call ``to`` for all collectives from now on. Returns a function that removes the hooks."""
     works = dict[int, int]()  # by identity: work that nobody waits for gives its entry to the next one at its address
     # As they stand in their classes, which the functions that one gets there are not: they would not bind.
     before = {name: vars(dist.ProcessGroup)[name] for name in METHODS if name in vars(dist.ProcessGroup)}
@@ -95,7 +96,7 @@ def _waited(to: Recording, number: int, wait: Callable[..., Any], *args: Any, **
 
 
 def _functional(to: Recording) -> torch.library.Library:
-    """Kernels that tell ``to`` and go on to PyTorch's. A result that is waited for is known by its memory."""
+    """Register kernels that call ``to`` and then PyTorch's own. A result's memory tells which call it belongs to."""
     library, results = torch.library.Library("_c10d_functional", "IMPL"), dict[int, int]()
     operators, key = torch.ops._c10d_functional, torch._C.DispatchKey.CompositeExplicitAutograd
 

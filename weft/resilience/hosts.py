@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces with an address each, joined by a switch whose cables can be pulled.
+"""Simulated hosts on one machine: network namespaces, each with an address, joined by a switch with cables to pull.
 
-What runs on a host sees its own loopback device and ``eth0``, and reaches the other hosts through nothing else. All
-share the machine's processes and files. Making them takes Linux, root and the command ``ip``.
+A process on a host sees that host's loopback device and ``eth0``, and reaches the other hosts only through the latter.
+All hosts share the machine's processes and files. Making them takes Linux, root and the command ``ip``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace, its address, and the port of the namespace ``switch`` that its cable is in."""
+    """A namespace, its address, and the port of the switch (a namespace too) that its cable is plugged into."""
 
     name: str
     address: str
@@ -35,7 +35,7 @@ class Host:
         return ["ip", "netns", "exec", self.name, "env", "GLOO_SOCKET_IFNAME=eth0", *words]
 
     def link(self, up: bool) -> None:
-        """Put the cable in, or pull it: what is sent is lost then, and nobody is told."""
+        """Put the cable in, or pull it: packets are then lost without an error."""
         _run("ip", "-n", self.switch, "link", "set", self.port, "up" if up else "down")
 
     def limit(self, rate: str) -> None:
@@ -44,24 +44,14 @@ class Host:
             bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
             _run("ip", "netns", "exec", space, "tc", "qdisc", "replace", "dev", device, "root", *bucket)
 
-    def limit_to(self, rates: Mapping[str, str]) -> None:
-        """Let no more than such rates go out to each of these addresses."""
-        tc = ("ip", "netns", "exec", self.name, "tc")
-        _run(*tc, "qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "htb")
-        for number, (address, rate) in enumerate(rates.items(), 1):
-            shape = ("htb", "rate", rate, "burst", "32kb", "cburst", "32kb", "quantum", "15000")
-            _run(*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", f"1:{number}", *shape)
-            match = ("u32", "match", "ip", "dst", f"{address}/32", "flowid", f"1:{number}")
-            _run(*tc, "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", "prio", "1", *match)
-
     def enter(self) -> None:
-        """Move this thread, and those that it starts, to this host; sockets that are open stay where they are."""
+        """Move this thread, and those that it starts, to this host; open sockets stay on the host they are on."""
         with open(f"/run/netns/{self.name}") as space:
             if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
                 raise WeftError(f"cannot enter the host {self.name}: {os.strerror(ctypes.get_errno())}")
 
     def processes(self) -> list[int]:
-        """Who runs on this host."""
+        """The numbers (pid) of the processes on this host."""
         return [int(pid) for pid in _run("ip", "netns", "pids", self.name).split()]
 
 

@@ -1,4 +1,4 @@
-"""A rank's life in a run of islands that come and go: it meets the others, or joins them later, and trains."""
+"""One rank's life in a run of islands that come and go: it meets the others, or joins them later, and trains."""
 
 import json
 import secrets
@@ -19,7 +19,6 @@ from weft.layout.mesh import Mesh, from_all
 from weft.layout.placement import island_ranks
 from weft.layout.sockets import own_address
 from weft.parallel.state import State
-from weft.plugins import PluginError
 from weft.recipe import Recipe, build_recipe
 from weft.resilience import trace
 from weft.resilience.company import Company, IslandLeftOut
@@ -28,7 +27,7 @@ from weft.resilience.membership import Membership
 from weft.resilience.roster import read_roster, write_roster
 from weft.resilience.watching import Watching
 from weft.sync.streams import Streams, own_port
-from weft.train.failure import is_secondary
+from weft.train.failure import cause_of, is_secondary
 from weft.train.islands import take_state
 from weft.train.loop import Outcome, train
 from weft.train.ranks import MEMBERS, backend_of, own_device, settle_in
@@ -36,14 +35,14 @@ from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run
 from weft.train.setup import Job, device_type, prepare
 
-#: Seconds within which it is known why a wait for a rank of this island has failed.
+#: Seconds within which it turns out why a collective with the ranks of this island has failed.
 VERDICT_S = 15.0
 
 
 def live(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome, bool]:
-    """Be one of the ranks that were started; how that ended, and whether this one concludes the run.
+    """Train as one of the ranks that were started. Returns the outcome, and whether this rank concludes the run.
 
-    A rank that is started again, at the place where all have met, asks the others to be let in.
+    A rank whose island is started again while the store of the first start still runs asks the others to be let in.
     """
     limit = timedelta(seconds=recipe.train.timeout)
     store, rank, _ = next(dist.rendezvous("env://", timeout=limit))
@@ -53,18 +52,17 @@ def live(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome,
     inside = dist.PrefixStore(f"weft/island-{island}/{again}", store)
     with Islander(recipe, out, resume, island, members.index(rank), token, inside, rank) as islander:
         mine = json.dumps({"member": asdict(islander.membership.me), "facts": islander.company.mine})
-        before = store.check(["weft/islands/met"])
-        contacts = [f"{MEMBERS}/{one}" for one in range(recipe.layout.world) if one not in members]
-        if before:
-            told = [json.loads(store.get(name)) for name in contacts if store.check([name])]
-            run = json.loads(store.get("weft/run"))
-            islander.folder = Path(run["folder"]) / f"island-{island}" if island else Path(run["folder"])
-            islander.contacts = [(one["member"]["host"], one["member"]["port"]) for one in told]
-            store.set(f"{MEMBERS}/{rank}", mine)
+        names = [f"{MEMBERS}/{one}" for one in range(recipe.layout.world)]
+        if store.check(["weft/islands/met"]):
+            others = [name for one, name in enumerate(names) if one not in members and store.check([name])]
+            found = [json.loads(store.get(name))["member"] for name in others]
+            base = Path(json.loads(store.get("weft/run"))["folder"])
+            islander.folder = base / f"island-{island}" if island else base
+            islander.contacts = [(one["host"], one["port"]) for one in found]
+            store.set(names[rank], mine)
             return islander.train(None)
-        store.set(f"{MEMBERS}/{rank}", mine)
-        all_ranks = range(recipe.layout.world)
-        met = [json.loads(store.get(f"{MEMBERS}/{one}")) for one in all_ranks]
+        store.set(names[rank], mine)
+        met = [json.loads(store.get(name)) for name in names]
         store.set("weft/islands/met", "")
         about = {"recipe": recipe.model_dump(mode="json"), "islands": True}
         view = islander.membership.begin([Member(**one["member"]) for one in met], about)
@@ -73,7 +71,7 @@ def live(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome,
 
 
 def come_back(folder: Path) -> tuple[Recipe, Outcome, bool]:
-    """Be a rank of the island of this folder, and join the others again; its recipe, and as of :func:`live`."""
+    """Join a run again, as a rank of the island of this folder. Returns the recipe, and what :func:`live` does."""
     roster = read_roster(folder)
     recipe = build_recipe(roster.about["recipe"])
     store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=recipe.train.timeout)))
@@ -87,7 +85,7 @@ def come_back(folder: Path) -> tuple[Recipe, Outcome, bool]:
 
 
 class Islander(Watching):
-    """One rank of an island. ``contacts``: where the others are, if it comes later; ``folder`` is its island's then."""
+    """One rank of an island. If it joins later, ``contacts`` are others' addresses, and ``folder`` is its island's."""
 
     presence: Company | None = None
 
@@ -121,7 +119,7 @@ class Islander(Watching):
         self.company.close()
 
     def train(self, shore: dist.Store | None) -> tuple[Outcome, bool]:
-        """Train from beginning to end. ``shore``: the store where all islands have met; None: this one comes later."""
+        """Train to the end. ``shore``: the store by which all islands have met; None: this one joins later."""
         recipe, limit = self.recipe, timedelta(seconds=self.recipe.train.timeout)
         layout = recipe.layout.inside
         backend, index = backend_of(self.device)
@@ -146,8 +144,8 @@ class Islander(Watching):
         return outcome, concludes
 
     def take_as_loss(self, error: Exception) -> None:
-        """If ``error`` comes from the loss of a rank of this island, end with that; the other islands go on."""
-        cause = error.__cause__ if isinstance(error, PluginError) and error.__cause__ is not None else error
+        """Raise :class:`IslandLeftOut` if ``error`` comes from the loss of a rank of this island."""
+        cause = cause_of(error)
         if isinstance(error, IslandLeftOut):
             time.sleep(VERDICT_S)  # the process is about to be ended
         if not is_secondary(cause):
@@ -202,7 +200,7 @@ class Islander(Watching):
         self.write(mesh.is_main)
 
     def write(self, main: bool) -> None:
-        """Keep where the others are, for this island to find them again."""
+        """Keep the members' addresses in the run's folder, by which this island finds them when it is started again."""
         view = self.company.view
         if main and view is not None and view.epoch != self.written:
             write_roster(self.folder, replace(view, about=view.about | {"island": self.island}), self.token)

@@ -1,18 +1,18 @@
 """Choose the layout for the ranks that are left, given the one in the recipe.
 
-With as many ranks as the wish has places, it is the wish. Otherwise:
+With as many ranks as the wish has, it is the wish. Otherwise:
 
-- ``dp`` and ``shard`` take what there is: they shrink first, and grow where there are more ranks than places.
-- ``pp``, ``tp``, ``cp`` and ``ep`` are at most what was wished. Fewer pipeline ranks are dealt the same layers anew, by
-  dynamic programming over their times (:mod:`weft.schedule.partition`); ``tp`` divides the heads, and ``ep`` the
-  experts, and folds over the data ranks.
-- No rank holds more of the state than if that of the lost ones were spread evenly, so ``dp`` takes nothing that would
-  not fit.
-- Settings that do not go with the new axes (an order, a schedule for an even number of ranks) are as if left out.
+- ``dp`` and ``shard`` shrink first, and grow where there are more ranks than the wish has.
+- ``pp``, ``tp``, ``cp`` and ``ep`` are at most those of the wish. Fewer pipeline ranks share the same layers, cut anew
+  by dynamic programming over their times (:mod:`weft.schedule.partition`). ``tp`` must divide the heads, and ``ep`` the
+  experts; ``ep`` folds over the data ranks.
+- No rank holds more of the state than if the lost ranks' parts were spread evenly over the others, so that what has fit
+  into memory still does.
+- Settings that the new axes do not allow (an order, a schedule for an even number of ranks) fall back to the default.
 
-Among all such layouts the planner's estimates say which use the ranks about as well as the wish does, or are about as
-fast as the fastest; of these the nearest to the wish is taken, where the least moves. Every rank comes to the same by
-itself.
+Of all such layouts those are kept that, by the planner's estimates, use the ranks about as well as the wish does or
+are about as fast as the fastest; of these the one nearest to the wish is taken, for which the least data moves. Every
+rank computes this by itself and comes to the same layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,11 +35,11 @@ from weft.planner.shape import vocab_of
 from weft.recipe import ModelShape, Optimizer, Recipe
 from weft.schedule.build import BUILDERS
 
-#: What takes at most so much longer, by the estimate, is about as fast.
+#: A layout is about as fast as another if, by the estimate, it takes at most so many times as long.
 NEAR = 1.25
-#: How far off the wish a layout is that has half as many ranks along an axis: what it moves, roughly.
+#: The distance from the wish of a layout with half as many ranks along an axis, roughly by what it moves.
 WEIGHTS = {"dp": 1, "shard": 1, "pp": 2, "cp": 3, FOLDED: 3, "tp": 4}
-#: What may be left out, in this order, where it does not go with other axes: none of it changes what is computed.
+#: Settings that may fall back to their default, in this order; none of them changes what is computed.
 SETTINGS = {
     "layout": ("order", "secondary", "ulysses", "virtual", "skip", "vocab_barriers", "overlap", "lsh_residual", "lsh",
                "dispatch", "placement", "schedule", "context"),
@@ -48,9 +48,10 @@ SETTINGS = {
 
 
 def recipe_for(recipe: Recipe, shape: ModelShape, ranks: int, cluster: Cluster | None = None) -> Recipe:
-    """``recipe`` for ``ranks`` ranks, with all of them, or as many as some layout of its model can use.
+    """``recipe`` with a layout for ``ranks`` ranks, or for as many of them as some layout of its model can use.
 
-    ``shape``: the complete shape of the model; ``cluster``: what the ranks run on, for the estimates.
+    ``shape``: the complete shape of the model; ``cluster``: the machine, for the estimates. Raises :class:`UsageError`
+    if there is no layout.
     """
     if ranks == recipe.layout.world:
         return recipe
@@ -73,7 +74,7 @@ def recipe_for(recipe: Recipe, shape: ModelShape, ranks: int, cluster: Cluster |
 
 
 def _axes(wish: Layout, shape: ModelShape, ranks: int) -> Iterator[dict[str, int]]:
-    """Every way to set up so many ranks along the axes."""
+    """The sizes of the axes in every layout of exactly ``ranks`` ranks."""
 
     def even(ep: int) -> bool:
         return not any(count % ep for count in shape.mixtures.values())
@@ -122,7 +123,7 @@ def _tried(recipe: Recipe, shape: ModelShape, trees: dict[str, dict[str, Any]]) 
 
 
 def _pieces(layout: Layout, shape: ModelShape) -> tuple[int, ...]:
-    """In how many different parts the ranks hold the state, and that of experts."""
+    """The number of different parts that the state is cut into; with experts, also that of theirs."""
     state = layout.size("pp", "shard", "cp", "tp")
     copies, _, _ = expert_sizes(layout)
     return (state, layout.world // copies) if shape.mixtures else (state,)
@@ -135,9 +136,9 @@ def _distance(wish: Layout, layout: Layout) -> float:
 
 
 def _seconds(recipes: Sequence[Recipe], shape: ModelShape, cluster: Cluster) -> list[float]:
-    """What a step takes under each, as the planner has it; zeros of a model that it does not know.
+    """The planner's estimate of a step's seconds under each recipe; zeros for a model that it does not know.
 
-    Ranks that have fewer rows than others wait for these, which a plan's batch says.
+    Ranks with fewer rows wait for the others, so that the batch counts as if all had as many.
     """
     columns: dict[str, list[float]] = {}
     for recipe in recipes:

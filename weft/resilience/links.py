@@ -1,7 +1,7 @@
-"""Streams of bytes from rank to rank, beside the process groups, which end as soon as any rank is lost.
+"""Streams of bytes from rank to rank. They do not depend on process groups, which break when any rank is lost.
 
-A message is a line of JSON, its head, and as many bytes as the head's ``size`` says; the receiver says with one byte
-whether it has kept them. Sending and receiving run in threads of their own and leave Python's lock to the others.
+A message is a head in JSON and then as many bytes as the head's ``size`` says. The receiver answers with one byte
+whether it has kept them. Sending and receiving run in threads of their own, most of the time without Python's lock.
 """
 
 import json
@@ -15,9 +15,9 @@ from weft.layout.sockets import end, family_of, listen, read, read_into, send_at
 
 Head = dict[str, Any]
 
-#: Bytes of a head, at most; of the first one, by which a rank shows that it is of this run, far fewer are enough.
+#: Most bytes of a head, and of a connection's first one, which has the run's token and the sender's rank.
 MOST, FIRST = 64 << 20, 4096
-#: Seconds that a stranger gets to show that it is none.
+#: Seconds within which a new connection must send its first head.
 HELLO_S = 10.0
 KEPT, REFUSED = b"+", b"-"
 
@@ -29,8 +29,8 @@ class LinkBroken(ConnectionError):
 class Inbox:
     """Listens on ``host`` for the streams of ranks that know ``token``.
 
-    ``place`` says where the bytes of a message go, by its sender and head; ``keep`` is called when they are there, and
-    says whether they are what was sent.
+    ``place(sender, head)`` returns the memory that the bytes of a message are read into. ``keep(sender, head)`` is
+    called when they are there, and returns whether they are what was sent.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ Address = tuple[str, int]
 
 #: The number of a process that is no member yet.
 NEWCOMER = -1
-#: Why a member is lost, if that is beyond doubt: nobody but itself could say so, or the kernel that ran it.
+#: Why a member is lost, where that is beyond doubt: it said so itself, or the kernel that it ran on.
 GONE, LEFT, STOPPED = "is gone", "left", "is stopped"
 
 
@@ -116,6 +116,7 @@ class View:
 
 
 def this_process(number: int, address: Address) -> Member:
+    """This process as the member ``number``, whose agent listens at ``address``."""
     return Member(number, *address, machine_id("pid", "net"), os.getpid(), _stat(f"/proc/{os.getpid()}")[2])
 
 
@@ -132,9 +133,9 @@ Sight = Literal["gone", "stopped", "works", "idle"]
 
 
 def look_at(member: Member, ticks: int) -> tuple[Sight, int]:
-    """How a process of this machine is, and its processor time in clock ticks. ``ticks``: that of the last look.
+    """The state of a process of this machine, and its processor time in clock ticks. ``ticks``: that of the last look.
 
-    A process that waits for a core works; it would, if the machine were less busy.
+    It works if it has used its processor since, or waits for one.
     """
     folder = f"/proc/{member.pid}"
     try:
@@ -152,9 +153,10 @@ def look_at(member: Member, ticks: int) -> tuple[Sight, int]:
 
 
 def without_quarrels(numbers: Iterable[int], accusations: Iterable[tuple[int, int]]) -> list[int]:
-    """The members that can go on together: of two of which one does not reach the other, one must go.
+    """The ``numbers`` of members that can go on together, sorted. An accusation (a, b) says that a does not reach b.
 
-    It is the one with most such quarrels, of several the one with the highest number; newcomers first.
+    Of each such pair one must go: first the member in most pairs, of several the one with the highest number, which
+    is the newest.
     """
     kept = set(numbers)
     pairs = {frozenset(pair) for pair in accusations if kept.issuperset(pair)}
@@ -169,11 +171,11 @@ def without_quarrels(numbers: Iterable[int], accusations: Iterable[tuple[int, in
 def is_quorum(
     view: Collection[Member], kept: Collection[Address], excused: Collection[Address], stopped: Collection[Address] = ()
 ) -> bool:
-    """Whether ``kept`` may go on from ``view``, so that no others of it can do so too.
+    """Whether ``kept`` may go on from ``view`` without any risk that other members of it do so too.
 
-    They are more than half of those that are not ``excused`` (which are known not to go on anywhere), or exactly half
-    with the lowest number among them. Members that are ``stopped`` may run again, and then go on with others that are
-    not kept; they are excused as well if there are no such others.
+    They must be more than half of those that are not ``excused`` (known not to go on anywhere), or exactly half with
+    the lowest number among them. ``stopped`` members may be continued, and then go on with others that are not kept;
+    where there are no such others, they are excused too.
     """
     gone = {member.address for member in view}.intersection(excused)
     if all(member.address in gone or member.address in kept or member.address in stopped for member in view):

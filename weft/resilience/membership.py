@@ -1,8 +1,9 @@
-"""The agent of a member: it watches the others beside whatever its process does, and agrees with them on views.
+"""The agent of a member: a thread that watches the other members and agrees with them on views.
 
-Every member has one, a thread with a port of its own; there is no central process. Each agent dials all others, says
-where it stands with every heartbeat, and finds out who is gone, stopped or silent. What follows from that is decided
-in :mod:`weft.resilience.agreement`; ``docs/resilience.md`` says what is promised.
+Every member has one, which listens on a port of its own and works beside whatever the process's main thread does;
+there is no central process. Each agent connects to all others, sends its state with every heartbeat, and finds out who
+is gone, stopped or silent. What follows from that is decided in :mod:`weft.resilience.agreement`;
+``docs/resilience.md`` says what is promised.
 """
 
 from __future__ import annotations
@@ -29,39 +30,41 @@ from weft.resilience.wires import Connection, WireCut, key_of
 
 #: Heartbeats in the time after which a silent member is lost.
 BEATS = 6
-#: How much longer a silent member of the same machine is waited for if its process works; any, before its first word.
+#: How many times longer a silent member is waited for if its process, on the same machine, works; also any member
+#: that has sent nothing yet.
 PATIENCE = 10
-#: Seconds between two looks whether to go on waiting.
+#: Seconds between two checks whether to go on waiting.
 LOOK_S = 0.2
-#: Seconds before a member is dialled again whose connection has ended, and one that was never reached.
+#: Seconds before a member is dialled again: one whose connection has ended, and one that was never reached.
 DIAL_S, PAUSE_S = 0.01, 0.05
-#: Seconds for which a newcomer tries places where nobody listens, and for which a member that is to end still waits.
+#: Seconds for which a newcomer tries addresses where nobody listens, and for which a process that has been told to
+#: end still waits for others.
 REFUSED_S, LEAVES_S = 5.0, 10.0
-#: Seconds that a stranger gets to say who it is, and that words of goodbye get to be sent.
+#: Seconds within which a new connection must say whose it is, and for which the last messages are sent at the end.
 HELLO_S, GOODBYE_S = 5.0, 1.0
 
 
 @dataclass
 class _Link:
-    """What this agent knows of the way to another process."""
+    """The connection to another process, and what is known of that process by it."""
 
     member: Member
-    heard: float  # when it said something last; before its first word: when it must
+    heard: float  # when its last message came; before the first one, a time in the future that allows for its start
     wire: Connection | None = None  # the connection that this agent dialled
     dialled: float = 0.0
     cut: bool = False  # a connection has ended since it was heard last
-    sure: bool = True  # it was heard since this process was away
+    sure: bool = True  # it was heard since this process itself did not run for a while
     refused: float = 0.0  # since when nobody listens there
     looked: float = 0.0
     ticks: int = -1
 
 
 class Membership:
-    """The agent of this process. ``on_break(why)`` is called from its thread when the view can do no further step.
+    """The agent of this process. ``detect``: seconds of silence after which a member counts as lost.
 
-    It must return soon, as no heartbeats are sent meanwhile. ``detect``: seconds of silence after which a member counts
-    as lost. ``token``: the run's secret. ``host``: the address at which the others reach this process. ``interrupted``:
-    whether the process is to end, so that it does not wait for others much longer.
+    ``on_break(why)`` is called from the agent's thread when the view can do no further step; it must return soon, as no
+    heartbeats are sent meanwhile. ``token``: the run's secret. ``host``: the address at which the others reach this
+    process. ``interrupted()``: whether the process is to end, so that it does not wait for others much longer.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class Membership:
         self.published: dict[int, dict[str, Any]] = {}
         self._detect, self._beat, self._key, self._on_break = detect, detect / BEATS, key_of(token), on_break
         self._interrupted = interrupted
-        self._lock = self.news = threading.Condition()  # guards all that follows; told whenever something may be new
+        self._lock = self.news = threading.Condition()  # guards all that follows; notified of anything that may be new
         self._agreement = Agreement(me, self._send_to)
         self._links: dict[Address, _Link] = {}
         self._incoming: set[Connection] = set()  # connections that others dialled
@@ -116,7 +119,7 @@ class Membership:
         return self._agreement.why
 
     def begin(self, members: Sequence[Member], about: dict[str, Any]) -> View:
-        """The first view of a run, whose members all call this with the same."""
+        """The first view of a run; all members call this with the same arguments."""
         numbers = max(member.number for member in members) + 1
         view = View(1, tuple(members), ({},) * len(members), (), json.loads(json.dumps(about)), numbers, {})
         with self._lock:
@@ -152,9 +155,9 @@ class Membership:
         raise outcome or Fatal(agreement.fatal or f"the agent of member {self.me.number} has ended")
 
     def _wait(self, done: Callable[[], object], limit: float) -> str:
-        """Wait with the lock until this is done; else why no longer, as words that follow a sentence."""
+        """Wait with the lock until ``done()``; returns "", or the end of a sentence that says why not."""
         begun = time.monotonic()
-        told = begun if self._agreement.view is None else math.inf  # who is in no view has nothing to wait for then
+        told = begun if self._agreement.view is None else math.inf  # a newcomer ends at once when it is to end
         while not self._lock.wait_for(done, LOOK_S):
             now = time.monotonic()
             if now > begun + limit:
@@ -173,7 +176,7 @@ class Membership:
 
     @property
     def called(self) -> bool:
-        """Whether others want the next view, or somebody to join or to leave: all should call :meth:`next`."""
+        """Whether all should call :meth:`next`: others have, or somebody wants to join or to leave."""
         with self._lock:
             return self._agreement.called
 
@@ -190,7 +193,7 @@ class Membership:
             return self._agreement.wishes()
 
     def report(self, text: str) -> None:
-        """The process met an error in a collective: this view can do no further step."""
+        """The process met the error ``text`` in a collective: this view can do no further step."""
         with self._lock:
             self._agreement.break_view(text)
         self._wake()
@@ -217,7 +220,7 @@ class Membership:
                     self._send_to(address, {"t": "remove"})
 
     def fatal(self, text: str) -> None:
-        """The run must end, at every member; waits for a moment so that all are told."""
+        """End the run at every member, for the reason ``text``; returns when that has been sent to all, or soon."""
         with self._lock:
             self._agreement.fatal = text
             self._send_to_all({"t": "fatal", "text": text})
@@ -234,7 +237,7 @@ class Membership:
             self._lock.wait_for(lambda: self._agreement.all_ended or not self._thread.is_alive(), limit)
 
     def publish(self, **facts: Any) -> None:
-        """Small facts that all others find in ``published`` under this member's number, as soon as may be."""
+        """Send small facts to all others, which soon find them in ``published`` under this member's number."""
         with self._lock:
             self._facts = {**self._facts, **facts}
         self._wake()
@@ -312,9 +315,10 @@ class Membership:
                 traceback.print_exc()
 
     def _note_absence(self, now: float) -> None:
-        """The time in which this process did not run says nothing about others, but they may have gone on.
+        """Do not count the time in which this process itself did not run as silence of others.
 
-        What they said meanwhile has been heard by now, unless it was lost on its way from another machine.
+        They may have gone on meanwhile. What they sent has been read by now, unless it was lost on its way from another
+        machine.
         """
         away = now - max(self._last, self._next_beat)
         if away > self._beat:
@@ -368,7 +372,7 @@ class Membership:
             self._send_to(address, message)
 
     def _tell(self, now: float) -> None:
-        """Say where this member stands, when that has changed and with every heartbeat."""
+        """Send this member's state to all, when it has changed and with every heartbeat."""
         said = {**self._agreement.stand(), "facts_published": self._facts}
         if said != self._said or now >= self._next_beat:
             self._said = said
@@ -378,7 +382,7 @@ class Membership:
             self._next_beat = now + self._beat
 
     def _cut(self, wire: Connection, error: Exception) -> None:
-        """A connection has ended. If that process then refuses a new one, it is gone."""
+        """Close a connection that has ended with ``error``. If its process then refuses a new one, it is gone."""
         wire.close()
         self._incoming.discard(wire)
         link = self._links.get(wire.address) if wire.address else None
@@ -392,13 +396,13 @@ class Membership:
             self._refused(link)
 
     def _refused(self, link: _Link) -> None:
-        """Nobody listens there. If its connections have ended as well, with all that was said over them, it is gone."""
+        """Nobody listens there. If all of the process's connections have ended too, and were read, it is gone."""
         link.refused = link.refused or time.monotonic()
         if link.cut and not any(wire.address == link.member.address for wire in self._incoming):
             self._lose(link, GONE, proved=link.sure)
 
     def _follow(self, now: float) -> None:
-        """Have a link to each process that the agreement is with, and no other."""
+        """Keep a link to each process that the agreement knows, and to no other."""
         peers = self._agreement.peers
         self._drop_links([address for address in self._links if address not in peers])
         for address, peer in peers.items():
@@ -413,7 +417,7 @@ class Membership:
                 link.wire.close()
 
     def _watch(self, now: float) -> None:
-        """Dial who is not connected, and find out who is lost."""
+        """Dial those that are not connected, and find out who is lost."""
         for link in list(self._links.values()):
             if self._is_gone(link):
                 continue
@@ -437,7 +441,7 @@ class Membership:
         self._send(wire, {**self._agreement.stand(), "facts_published": self._facts})
 
     def _look(self, link: _Link, now: float) -> None:
-        """It is silent: see what its process does if it is on this machine, and how long it may stay so."""
+        """Judge a member that is silent: by its process, if that is on this machine, and by how long it may be."""
         link.looked, limit = now, self._detect
         if link.member.machine and link.member.machine == self.me.machine:
             sight, link.ticks = look_at(link.member, link.ticks)

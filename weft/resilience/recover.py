@@ -1,7 +1,7 @@
 """From which copies the state is restored after a loss, and how it gets into the next view's layout.
 
-Every member says what it holds (:meth:`weft.resilience.snapshots.Snapshots.held`), and from that all work out the same:
-the newest step of which each part of the old layout is somewhere, and who gives it.
+Every member says which copies it holds (:meth:`weft.resilience.snapshots.Snapshots.held`). From that all members work
+out the same answer: the newest step of which some member has each part of the old layout, and which member gives it.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from weft.layout.parts import Part
 from weft.parallel.state import State
 from weft.resilience.snapshots import Snapshots
 
-#: What a member says of its copies, by its rank in the view to come, under this name: a list, one of each old view.
+#: The name, among a member's facts, of its list of copies: one entry for each view that it has copies of.
 FACT = "snapshots"
 
 Facts = Mapping[str, Any]
@@ -25,11 +25,11 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Recovery:
-    """All go back to the state after ``progress.step``, as the view of ``epoch`` had it.
+    """All ranks go back to the state after ``progress.step``, as the view of ``epoch`` (the *old* view) had it.
 
-    ``gives``: by rank in the view to come, the owners (ranks of the old view) and numbers of the segments it gives.
-    ``helpers``: which new rank gives parts of which old one that is lost. ``odd``: new ranks whose copies are not what
-    most others have of the same, and so are not used.
+    ``gives[rank]``: the segments that this rank of the new view gives, as pairs of an owner (a rank of the old view)
+    and a segment's number. ``helpers``: pairs of a new rank and an old rank that is lost, whose parts it gives.
+    ``odd``: new ranks whose copies differ from what most others have of the same parts; they are not used.
     """
 
     epoch: int
@@ -45,10 +45,10 @@ class Recovery:
 
 
 def newest(facts: Sequence[Facts]) -> Recovery | None:
-    """The newest state that the copies of all members hold whole, of the newest view that does; None if none is.
+    """The newest state that is complete in the copies of all members, of the newest view that has it; None if none is.
 
-    ``facts``: what every member says, by its rank in the view to come. Copies that differ although they are of the same
-    elements count if most of their owners agree, and else not at all.
+    ``facts``: those of every member, by its rank in the new view. Where copies of the same elements differ, the one
+    that most owners have counts; without a majority the state counts as incomplete.
     """
     views: dict[int, dict[int, Facts]] = {}
     for rank, fact in enumerate(facts):
@@ -68,7 +68,7 @@ def newest(facts: Sequence[Facts]) -> Recovery | None:
 
 
 def _recovery(epoch: int, step: int, progress: Progress, said: Mapping[int, Facts], world: int) -> Recovery | None:
-    """How the members bring back this step of this view, if they can. ``said``: what those say who were in it."""
+    """How members restore this step of view ``epoch``; None if they cannot. ``said``: facts of its members."""
     holders = next(iter(said.values()))["segments"]
     copies: dict[int, list[tuple[int, int, str]]] = {}  # by segment: new rank, owner, digest
     for rank, facts in said.items():
@@ -96,10 +96,10 @@ def _recovery(epoch: int, step: int, progress: Progress, said: Mapping[int, Fact
 def restore(
     recovery: Recovery, snapshots: Sequence[Snapshots], state: State, group: dist.ProcessGroup | None = None
 ) -> int:
-    """Fill ``state``, of whatever layout, with what ``recovery`` says. Collective over the ranks of the new view.
+    """Fill ``state``, of whatever layout, as ``recovery`` says. Collective over the ranks of the new view.
 
-    ``snapshots``: those that this rank has of views before, which it may have had no part in. Returns the bytes that
-    this rank sent to others.
+    ``snapshots``: this rank's copies of earlier views; none if it was in no view before. Returns the bytes that this
+    rank sent to others.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     sent = redistribute(list(parts_to_give(recovery, snapshots, rank)), state.tensors(), group)
@@ -108,7 +108,7 @@ def restore(
 
 
 def parts_to_give(recovery: Recovery, snapshots: Sequence[Snapshots], rank: int) -> Iterator[tuple[str, Part]]:
-    """What this rank gives to the others, by name."""
+    """The parts that this rank gives to the others, with their names."""
     for mine in snapshots:
         if mine.epoch == recovery.epoch:
             for owner, number in recovery.gives[rank]:

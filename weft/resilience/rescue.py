@@ -1,4 +1,4 @@
-"""Save a state that ranks have in memory, when those that are left cannot train on: too few, or too little memory."""
+"""Save the state that is left in the ranks' memory, when they are too few, or have too little memory, to train on."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,9 +24,10 @@ from weft.train.setup import Job
 def save_copies(
     recovery: Recovery, snapshots: Sequence[Snapshots], job: Job, run: Run, lease: Lease, mesh: Mesh
 ) -> Storage:
-    """Save what ``recovery`` says to the last level of the ``run``, each rank an equal share. Collective over ``mesh``.
+    """Save the state of ``recovery`` to the run's last checkpoint level. Collective over ``mesh``.
 
-    Nobody needs memory for more than that share and its part of the copies. Raises :class:`WeftError` if it fails.
+    Each rank saves an equal share, and needs no memory beyond that and its copies. Raises :class:`WeftError` if it
+    fails.
     """
     rank, world, about = mesh.rank("dp"), mesh.size("dp"), job.about
     parts = list(parts_to_give(recovery, snapshots, rank))

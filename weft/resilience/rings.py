@@ -1,9 +1,9 @@
 """Read the ring buffers of a run: their binary form, and what they say in words.
 
-A ring is a file: a head that says how many bytes of names there are; the names, a line of JSON each (whose ring it is,
-groups, lines of code); and records of 64 bytes, the oldest of which are written over. The rank writes without locks.
-Whoever reads takes the numbers of the records once more after the rest, and leaves out what has changed meanwhile.
-Times are nanoseconds of the machine's monotonic clock.
+A ring is a head, which has the number of bytes of names; the names, a line of JSON each (the rank, its groups, lines of
+code); and a ring buffer of records of 64 bytes. The rank writes without locks. Any process can read it at any time: it
+reads the numbers of the records twice, and leaves out those that have changed in between. Times are nanoseconds of the
+machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ KINDS = (
     "scatter", "barrier", "send", "recv",
 )  # fmt: skip
 STEP = 0
-#: ``number`` counts the rank's records from 1; ``sequence`` a group's collectives, or the messages of one rank to
-#: another in it. ``begin`` is when the rank began to wait, ``leave`` when it had what it waited for (0: not yet).
-#: ``step``: the one that the rank was in, or 0. ``size``: bytes. ``peer``: a rank of the world, or -1. ``group`` and
-#: ``place`` are numbers of names. Of a step, ``size`` is the time, in nanoseconds, that the main thread was ready to
-#: compute and had no processor.
+#: ``number`` counts the rank's records from 1; ``sequence`` counts a group's collectives, or its messages from one rank
+#: to another. ``enter``: time of the call; ``begin``: when a wait for its end begins; ``leave``: of that end (0: not
+#: yet). ``step``: the one that the rank was in, or 0. ``size``: bytes; of a step, the nanoseconds for which the main
+#: thread was ready to run and had no processor. ``peer``: a rank of the world, or -1. ``group`` and ``place`` are
+#: numbers of names.
 RECORD = np.dtype([
     ("number", "<i8"), ("enter", "<i8"), ("begin", "<i8"), ("leave", "<i8"), ("size", "<i8"), ("sequence", "<u4"),
     ("step", "<u4"), ("peer", "<i4"), ("group", "<u2"), ("place", "<u2"), ("kind", "u1"), ("failed", "u1"),
@@ -43,14 +43,14 @@ SIZE, TIME = HEAD + NAMES + RECORDS * RECORD.itemsize, struct.Struct("<q")
 
 
 def rings_of(run: Path) -> Path:
-    """The folder of this machine in which the ranks of the run in the folder ``run`` keep their rings."""
+    """The folder on this machine with the rings of the ranks of the run in the folder ``run``."""
     memory = Path("/dev/shm")
     base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     return base / f"weft-{os.getuid()}" / hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
 
 
 class TracedGroup(NamedTuple):
-    """A process group as a ring tells of it: the ranks that take part. ``id``: what all of them call it."""
+    """A process group by its name and ``ranks``. ``id``: its unique name, the same on all of them."""
 
     name: str
     id: str
@@ -58,16 +58,25 @@ class TracedGroup(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A ring as it was read. ``about`` is whose it is; ``records`` are in the order in which they began."""
+    """The content of a ring. ``about``: rank, epoch, process, machine; ``records``: in the order of their beginning."""
 
     about: dict[str, Any]
     groups: list[TracedGroup]
     places: list[str]
     records: np.ndarray[Any, Any]
 
+    @property
+    def steps(self) -> np.ndarray[Any, Any]:
+        return self.records[self.records["kind"] == STEP]
+
+    @property
+    def calls(self) -> np.ndarray[Any, Any]:
+        """Records of collectives, messages and other waits."""
+        return self.records[self.records["kind"] != STEP]
+
 
 def read_ring(path: Path) -> Trace:
-    """What is in a ring, also while its rank writes. Raises ``ValueError`` if the file is none."""
+    """Read a ring, also while its rank writes. Raises ``ValueError`` if the file is none."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as found:
         if found[: len(MAGIC)] != MAGIC or len(found) != SIZE:
             raise ValueError(f"{path} is not a ring")
@@ -75,7 +84,7 @@ def read_ring(path: Path) -> Trace:
 
 
 def parse(ring: mmap.mmap) -> Trace:
-    """What stands in the memory of a ring."""
+    """The content of a ring, from its memory."""
     records = np.frombuffer(ring[HEAD + NAMES :], RECORD)
     after = np.frombuffer(ring[HEAD + NAMES :], RECORD)["number"]
     names = ring[HEAD : HEAD + TIME.unpack_from(ring, len(MAGIC))[0]]
@@ -115,7 +124,7 @@ def process_of(found: Trace) -> str:
 
 
 def collective_text(found: Trace, record: Any) -> str:
-    """``all_reduce 812 of dp (weft/train/step.py:164)``"""
+    """A record in words, such as ``all_reduce 812 of dp (weft/train/step.py:164)``."""
     group, peer = found.groups[record["group"]], int(record["peer"])
     kind = KINDS[record["kind"]]
     way = {"send": f" to rank {peer}", "recv": f" from rank {peer}"}.get(kind, "")
@@ -123,24 +132,23 @@ def collective_text(found: Trace, record: Any) -> str:
 
 
 def held_in(found: Trace) -> Any:
-    """The record of what a rank waits in, or has given up waiting in; None if it computes."""
-    records = found.records[found.records["kind"] != STEP]
-    waits = records[(records["begin"] > 0) & ((records["leave"] == 0) | (records["failed"] > 0))]
+    """The record of the collective in which a rank waits, or has given up waiting; None if it computes."""
+    calls = found.calls
+    waits = calls[(calls["begin"] > 0) & ((calls["leave"] == 0) | (calls["failed"] > 0))]
     if not len(waits):
         return None
     last = waits[-1]
     # What came after a wait that failed is how the rank ends; after one that is still going on, other threads' doing.
-    return last if last["leave"] == 0 or not (records["enter"] > last["leave"] + 2e9).any() else None
+    return last if last["leave"] == 0 or not (calls["enter"] > last["leave"] + 2e9).any() else None
 
 
 def standing(found: Trace, now: int) -> str:
-    """Where a rank is or was last: what follows ``it``."""
-    records = found.records[found.records["kind"] != STEP]
+    """Where a rank is or was last, as the end of a sentence that begins with "it"."""
     ago = lambda ns: f"{max(0, now - int(ns)) / 1e9:.1f} s ago"  # noqa: E731
     if (inside := held_in(found)) is not None:
         return f"went into {collective_text(found, inside)} {ago(inside['begin'])}"
-    if not len(records):
+    if not len(found.calls):
         return "has been in no collective"
-    last = records[-1]
+    last = found.calls[-1]
     what, when = ("left", last["leave"]) if last["leave"] else ("began", last["enter"])
     return f"{what} {collective_text(found, last)} {ago(when)}, in step {last['step']}"

@@ -12,7 +12,7 @@ from weft.errors import UsageError
 from weft.resilience.members import Member, View
 
 FILE = "ranks/members.json"
-#: Has the numbers of members that are to leave, one a line. The first rank takes it away when it has told them.
+#: Lists the numbers of members that are to leave, one a line. The first rank reads and removes it.
 REMOVE = "ranks/remove"
 
 
@@ -27,7 +27,7 @@ class Roster:
 
 
 def write_roster(folder: Path, view: View, token: str) -> None:
-    """Keep a view with its run. Only the owner can read it: whoever has the token can take part."""
+    """Write the present view into the run's folder, readable by its owner only, as the token lets anybody take part."""
     members = [asdict(member) | {"rank": rank} for rank, member in enumerate(view.members)]
     path = folder / FILE
     draft = path.with_suffix(f".{os.getpid()}")
@@ -39,7 +39,7 @@ def write_roster(folder: Path, view: View, token: str) -> None:
 
 
 def read_roster(folder: Path) -> Roster:
-    """The view that the run in this folder was in last. Raises :class:`UsageError` if it has none."""
+    """The last view of the run in this folder. Raises :class:`UsageError` if there is none."""
     try:
         found = json.loads((folder / FILE).read_text())
         names = Member.__dataclass_fields__
@@ -54,13 +54,13 @@ def read_roster(folder: Path) -> Roster:
 
 
 def ask_to_leave(folder: Path, numbers: list[int]) -> None:
-    """Leave word that these members are to leave."""
+    """Ask, by a file in the run's folder, that these members leave."""
     with (folder / REMOVE).open("a") as file:
         file.write("".join(f"{number}\n" for number in numbers))
 
 
 def asked_to_leave(folder: Path) -> list[int]:
-    """Which members are to leave, by the word that was left; it is taken away."""
+    """The members that :func:`ask_to_leave` has named since the last call; removes its file."""
     path = folder / REMOVE
     if not path.exists():
         return []

@@ -1,8 +1,9 @@
-"""A rank's life in a run that survives the loss of others: view after view, until the run ends.
+"""One rank's life in a run that survives the loss of others: view after view, until the run ends.
 
-In each view it trains as one of the ranks of a layout (:func:`weft.train.loop.train`, which sees a :class:`Survivor` as
-its guard). When a rank is lost, all leave what they are in, agree on the next view (:mod:`.membership`), make new
-groups and a new model, and go on from copies of the state in memory (:mod:`.snapshots`, :mod:`.recover`).
+In each view it trains as one of the ranks of a layout (:func:`weft.train.loop.train`, whose guard is a
+:class:`Survivor`). When a rank is lost, all others break off their step, agree on the next view (:mod:`.membership`),
+make new process groups and a new model, and go on from copies of the state in memory (:mod:`.snapshots`,
+:mod:`.recover`).
 """
 
 import gc
@@ -37,7 +38,6 @@ from weft.layout.mesh import Mesh, from_all
 from weft.layout.placement import Place
 from weft.layout.sockets import own_address
 from weft.parallel.state import State
-from weft.plugins import PluginError
 from weft.recipe import Recipe, build_recipe
 from weft.resilience import trace
 from weft.resilience.layouts import recipe_for
@@ -48,7 +48,7 @@ from weft.resilience.rescue import save_copies
 from weft.resilience.roster import Roster, asked_to_leave, read_roster, write_roster
 from weft.resilience.snapshots import Snapshots, why_none
 from weft.resilience.watching import Watching
-from weft.train.failure import is_secondary, report_failure
+from weft.train.failure import cause_of, is_secondary, report_failure
 from weft.train.guard import Regroup
 from weft.train.loop import Outcome, train
 from weft.train.ranks import LEFT_OUT, MEMBERS, backend_of, noted_signals, own_device, settle_in, stop_signals
@@ -56,26 +56,26 @@ from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run, open_run
 from weft.train.setup import Job, check_memory, device_type, prepare
 
-#: Seconds between two looks of a rank that no layout has a place for.
+#: Seconds between two looks of a rank for which the layout has no place.
 LOOK_S = 0.1
-#: How long a rank tries to reach the store of a view; nothing can end that.
+#: How long a rank tries to reach the store of a view; nothing can interrupt that.
 CONNECT = timedelta(seconds=5)
-#: How often a step is tried again before the run ends, as whatever fails then is no loss of ranks.
+#: How often a step is tried before the run ends, as what fails so often is not the loss of ranks.
 ATTEMPTS = 8
-#: Copies of a rank's state on its machine, two of its own and two of another rank's; they may take so much of what is
-#: free.
+#: Copies of a rank's state on its machine (two of its own and two of another rank's), and the share of the free memory
+#: that they may take.
 COPIES, ROOM = 4, 0.8
-#: How many times as long as others a rank computes that is left out, if the recipe wants that, and by what share of
-#: that time it must have changed for the work to be shared out anew.
+#: A rank that computes so many times as long as others is left out, if the recipe wants that; and the work is shared
+#: out anew if that factor has changed by such a share.
 LEAVE_OUT, UNLIKE = 1.7, 0.3
-#: Who is there, but does not come to agree, is not waited for longer than so many steps take, and so many seconds:
-#: gloo may have lost the end of a wait, and who is left out by mistake comes back.
+#: A rank that is alive, but does not agree on the next view, is left out after the time of so many steps, and after so
+#: many seconds: gloo may never return from a collective, and a rank that is left out by mistake comes back.
 ABSENT, ABSENT_S = 3, 15.0
 #: The signal by which a scheduler takes a rank away.
 LEAVE = signal.SIGUSR2
-#: What a rank says that the others have gone on without, when it asks them to let it in again.
+#: The error of a rank that was left out and cannot reach the others to ask them to let it in again.
 ALONE = "the others have gone on without this rank, and cannot be reached any more"
-#: What the members are told when a run has ended as it should.
+#: What members are told (:meth:`Membership.fatal`) when a run has come to its regular end.
 ENDED = "the run has ended"
 
 
@@ -86,16 +86,16 @@ class RankLeftOut(WeftError):
 
 
 def survive(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome | None, bool]:
-    """Be one of the ranks that were started; how the run ended, and whether this is the one to conclude it.
+    """Train as one of the ranks that were started. Returns the outcome, and whether this rank is to conclude the run.
 
-    None if others have brought it to its end.
+    The outcome is None if others have brought the run to its end.
     """
     with survivor_of(recipe, out, resume) as survivor:
         return survivor.live(survivor.meet())
 
 
 def join(folder: Path) -> tuple[Recipe, Outcome | None, bool]:
-    """Be one more rank of the run in ``folder``; its recipe, and the rest as of :func:`survive`."""
+    """Join the run in ``folder`` as one more rank. Returns its recipe, and what :func:`survive` does."""
     roster = read_roster(folder)
     recipe = build_recipe(roster.about["recipe"])
     with survivor_of(recipe, folder) as survivor:
@@ -118,9 +118,9 @@ def survivor_of(recipe: Recipe, out: Path | None, resume: str | None = None) -> 
 class Survivor(Watching):
     """One rank, through all views that it is in.
 
-    ``run``, ``job`` and ``snapshots`` are kept from view to view: the folder, the open data, and copies of the state,
-    also those of the view before until the present one has its own. ``recovery`` is what the present view goes on from,
-    None if that is a checkpoint or the beginning. ``seconds`` has what the way into the view took.
+    Kept from view to view are ``run`` (the folder), ``job`` (the open data) and ``snapshots``, copies of the state:
+    those of the view before are kept until the present one has its own. ``recovery``: what the present view goes on
+    from; None for a checkpoint or the beginning. ``seconds``: what each part of the way into this view has taken.
     """
 
     def __init__(self, recipe: Recipe, out: Path | None, resume: str | None, received: list[int]) -> None:
@@ -135,21 +135,21 @@ class Survivor(Watching):
         self.snapshots: list[Snapshots] = []
         self.recovery: Recovery | None = None
         self.seconds: dict[str, float] = {}
-        self._known: set[int] = set()  # members so far
-        self.slow: dict[int, float] = {}  # how many times as long as others members compute, where that counts
-        self._rebalance = False
-        self.progress, self.attempts, self._last = Progress(), 0, 0
-        self._longest, self._stepped = 0.0, math.inf  # step so far, and when the last one ended
-        self._digests: object = None
-        self._seen: dict[int, float] = {}
-        self._looked = 0.0
+        self._known: set[int] = set()  # all members so far
+        self.slow: dict[int, float] = {}  # how many times as long as others slow members compute, by their number
+        self._rebalance = False  # the work is to be shared out anew
+        self.progress, self.attempts, self._last = Progress(), 0, 0  # at the latest step, and tries of the one after it
+        self._longest, self._stepped = 0.0, math.inf  # seconds of the longest step, and when the last one ended
+        self._digests: object = None  # that :meth:`act` has judged
+        self._seen: dict[int, float] = {}  # as ``slow``, at the last judgement
+        self._looked = 0.0  # when this rank last looked who is asked to leave
         self._hang_up: HangUp | None = None
         self._since = time.monotonic()
 
     # --- from view to view ---
 
     def meet(self) -> View:
-        """The first view: all ranks that were started tell each other where they are."""
+        """Return the first view: all ranks that were started exchange their addresses."""
         self.store, rank, world = next(dist.rendezvous("env://", timeout=self.limit))
         if rank == 0:
             self.store.set("weft/run", secrets.token_hex(16))
@@ -159,25 +159,21 @@ class Survivor(Watching):
         return self.membership.begin(members, {"recipe": self.recipe.model_dump(mode="json")})
 
     def appear(self, token: str, host: str, number: int = NEWCOMER) -> None:
-        """Have an agent, which watches the others and is watched by them."""
+        """Start this rank's agent, which watches the others and is watched by them."""
         self.token = token
         detect = self.recipe.resilience.detect
         self.membership = Membership(detect, token, self.on_break, host, number, lambda: self.received)
         lost.watch.append(lambda: self.membership.why)
-        signal.signal(LEAVE, lambda number, frame: self.leave())
+        signal.signal(LEAVE, lambda number, frame: self.membership.leave())  # after the present step
 
     def ask_in(self, roster: Roster) -> View | None:
-        """The first view of one who comes later; None if the run has ended meanwhile."""
+        """Return the first view of a rank that joins later; None if the run has ended meanwhile."""
         if "RANK" in os.environ:  # the launcher is to see that this rank is there
             store, rank, _ = next(dist.rendezvous("env://", timeout=self.limit))
             store.set(f"{MEMBERS}/{rank}", "")
         self.appear(roster.token, own_address(roster.members[0].host))
         self.membership.join([member.address for member in roster.members], self.limit.total_seconds())
         return self.next_view()
-
-    def leave(self) -> None:
-        """Go away after the present step, once the others have what this rank holds."""
-        self.membership.leave()
 
     def live(self, view: View) -> tuple[Outcome | None, bool]:
         """Train through all views, as :func:`survive` says."""
@@ -200,12 +196,12 @@ class Survivor(Watching):
             self.excuse(view)
 
     def excuse(self, view: View) -> None:
-        """Not count attempts that ended with the loss of ranks: the run may go back far then, and fail often."""
+        """Do not count attempts that ended with the loss of ranks: the run may go back far then, and fail often."""
         if view.lost:
             self.attempts = self._last = 0
 
     def attempt(self) -> tuple[Outcome, bool]:
-        """Train in the present view, to the end of the run or of the view."""
+        """Train in the present view, to the end of the run. Raises whatever ends the view before that."""
         if self.job is None:
             self.job = prepare(self.recipe)
         rank, first = self.view.members.index(self.membership.me), not self.view.facts[0]
@@ -222,13 +218,13 @@ class Survivor(Watching):
         except Regroup:
             self.hand_over(mesh)
             raise
-        self.membership.end(self.limit.total_seconds())  # who has come here has nothing more to do, whoever is lost
+        self.membership.end(self.limit.total_seconds())  # nobody that is lost from now on is needed any more
         self.membership.fatal(ENDED)
         trace.stop(everyone=mesh.is_main)
         return outcome, mesh.is_main
 
     def recipe_now(self) -> Recipe:
-        """The recipe for as many ranks as there are; if they are too few, save what they have and end the run."""
+        """The recipe for as many ranks as there are; if they are too few, save their state and raise the error."""
         assert self.job is not None
         count, least = len(self.view.members), self.recipe.resilience.min_ranks
         try:
@@ -247,7 +243,7 @@ class Survivor(Watching):
             ) from None
 
     def rescue(self) -> str:
-        """Save the state that the ranks have in memory; in words, where the run can go on from."""
+        """Save the state that the ranks have in memory; returns words that say where the run can go on from."""
         assert self.job is not None and self.run is not None
         if self.recovery is None:
             return "its last checkpoint is what there is"
@@ -261,11 +257,11 @@ class Survivor(Watching):
         return f"the state after step {self.recovery.progress.step} is saved in {place}"
 
     def speeds(self, world: int) -> tuple[float, ...]:
-        """How fast the ranks of this view are, by what its first one knew of them."""
+        """The relative speeds of the first ``world`` ranks of this view, as its first rank knew them."""
         return tuple(1 / self.slow.get(member.number, 1.0) for member in self.view.members[:world])
 
     def shares(self, layout: Layout) -> dict[int, float]:
-        """How much of the work each rank has, where not all have as much."""
+        """The share of the work of each rank, relative to the mean; {} where all have as much."""
         assert self.job is not None
         speeds = replace(self.job, speeds=self.speeds(layout.world)).batch_speeds(layout)
         if not speeds:
@@ -275,7 +271,7 @@ class Survivor(Watching):
         return {rank: counts[at] * len(counts) / sum(counts) for rank, at in enumerate(places)}
 
     def act(self) -> None:
-        """Do about slow ranks what the recipe says, if they have been slow twice; all ranks come to the same."""
+        """Do about slow ranks what the recipe says, if two judgements name them; all ranks decide alike."""
         assert self.watch is not None
         members, actions = self.view.members, self.recipe.resilience.actions
         slow = {members[v.ranks[0]].number: v.factor for v in self.watch.verdicts if v.kind == "computer"}
@@ -290,7 +286,7 @@ class Survivor(Watching):
             self.slow, self._rebalance = slow, True
 
     def hand_over(self, mesh: Mesh) -> None:
-        """Have a copy of the state of which those who leave keep nothing. Collective."""
+        """Make a copy of the present state, all of it held by ranks that stay. Collective."""
         goes = from_all(self.membership.leaving, mesh.step_group)
         if self.snapshots and any(goes):
             before, after = self.snapshots[-1], self.copies_of(mesh, [rank for rank, one in enumerate(goes) if one])
@@ -311,7 +307,7 @@ class Survivor(Watching):
         return next(filter(None, from_all(why, mesh.step_group)), "")
 
     def copies_of(self, mesh: Mesh, leaving: Sequence[int] = ()) -> Snapshots:
-        """Copies of the state, from now on those that are made; collective."""
+        """New copies of the state, which are made after steps from now on. Collective."""
         machines = [member.machine for member in self.view.members[: mesh.layout.world]]
         self.snapshots.append(Snapshots(
             self.state, machines, self.membership.me.host, self.token, 2 * self.view.epoch + bool(leaving),
@@ -342,16 +338,16 @@ class Survivor(Watching):
             self._hang_up.hang_up()
 
     def end_stuck(self) -> None:
-        """In another thread: end the process, as the wait that the main thread is in does not end."""
+        """Called in another thread: end the process, as the main thread waits in a collective that does not end."""
         mine = self.view.members.index(self.membership.me)
         error = RankLeftOut(f"rank {mine} is in a collective that the others have left, and that nothing ends")
         self.membership.close()
         os._exit(report_failure(error))
 
     def take_as_loss(self, error: Exception) -> None:
-        """Take ``error`` to come from the loss of others; raises what is this rank's own error, and ends the run."""
+        """Treat ``error`` as a loss of others. If it is this rank's own error, raises it and ends the run for all."""
         self._since = time.monotonic()
-        cause = error.__cause__ if isinstance(error, PluginError) and error.__cause__ is not None else error
+        cause = cause_of(error)
         own = isinstance(error, WeftError) or isinstance(cause, SystemExit)
         if own or not (self.membership.why or is_secondary(cause)):
             self.membership.fatal(f"{type(error).__name__}: {error}")
@@ -368,7 +364,7 @@ class Survivor(Watching):
                 one.__traceback__ = None
 
     def part(self, broken: bool) -> None:
-        """Leave the process groups; ``broken``: others may never come to the end of what they do in them."""
+        """Leave the process groups; ``broken``: others may never finish what they do in them."""
         hang_up, self._hang_up = self._hang_up, None
         trace.end()
         if broken and hang_up is not None:
@@ -382,7 +378,7 @@ class Survivor(Watching):
             torch._dynamo.reset()  # what was compiled knows the groups by names that will be given again
 
     def next_view(self) -> View | None:
-        """Agree on the next view, and on what it goes on from. None if the run has ended without this rank."""
+        """Agree on the next view and on the state that it goes on from; None if the run ends without this rank."""
         self._rebalance, out = False, False
         for copies in self.snapshots:
             copies.stop()

@@ -1,13 +1,13 @@
 """Copies of the state in memory, each part on two ranks, so that no part is lost with a rank.
 
-While step ``k + 1`` computes, the state is still that after step ``k``: beside it every rank copies its part into
-memory of its own, and from there to a *buddy*, a rank on another host if there is one. Both copies are whole before the
-rank gives its share to the sums of step ``k + 1``, so that nobody can have gone on from a state that could be lost. Of
-each copy there are two, in turns: the older one counts until all ranks have the newer.
+While step ``k + 1`` computes, the state is still that after step ``k``. Meanwhile every rank copies its part into
+memory of its own, and from there to its *buddy*, a rank on another host if there is one. Both copies are complete
+before the rank updates its state in step ``k + 1``, so that nobody can have gone on from a state that could be lost.
+Each copy has two places, used in turns: the older copy counts until all ranks have the newer one.
 
-What other ranks hold as well, on another host if there are several, is not sent anywhere. What never changes (frozen
-parameters) is sent once, and has no second copy on its own rank. (Gemini, Wang et al. 2023, has snapshots in the memory
-of other hosts; ElasWave, 2025, one for every step.)
+Parts that other ranks hold as well (on another host, if there are several) are not sent. Parts that never change
+(frozen parameters) are sent once, and are not copied on their own rank. (Gemini, Wang et al. 2023, keeps snapshots in
+the memory of other hosts; ElasWave, 2025, one for every step.)
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,17 +35,17 @@ T = torch.Tensor
 
 #: Tensors begin at multiples of so many bytes in a copy.
 ALIGNED = 64
-#: Seconds that an end of a view waits for a copy that is under way.
+#: Seconds for which the end of a view waits for a copy that is under way.
 STOP_S = 10.0
-#: In the place of a turn: what never changes.
+#: Stands in place of a turn (0 or 1) for parts that never change.
 FIXED = -1
 
-#: A rank's part of the state without its values: by name, what it is of, its box, and whether it never changes.
+#: A rank's part of the state without values: by name, the whole tensor, the box of it, and whether it never changes.
 Table = Mapping[str, tuple[Tensor, Box, bool]]
 
 
 def why_none(recipe: Recipe) -> str:
-    """Why the state of this recipe has no copies in memory; empty if it has."""
+    """Why the state of this recipe has no copies in memory; "" if it has."""
     away = [kind for kind in ("weights", "moments") if recipe.memory.place_of(kind) == "file"]
     if not away:
         return ""
@@ -53,10 +53,11 @@ def why_none(recipe: Recipe) -> str:
 
 
 def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]:
-    """For every rank, given its machine, the rank that keeps its part as well; of a rank alone, itself.
+    """The buddy of every rank: the rank that keeps a copy of its part. ``machines[rank]``: where each rank runs.
 
-    It is one of another machine, if there is one: the first rank of a machine has the first of the next, and so on. On
-    one machine it is the next rank. It is none of those that are ``leaving``, if others stay.
+    It is on another machine, if there is one: the first rank of a machine has the first one of the next machine, and so
+    on. On a single machine it is the next rank, and a single rank has itself. Ranks that are ``leaving`` are nobody's
+    buddy, if others stay.
     """
     order = sorted(range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank))
     found = [0] * len(machines)
@@ -70,7 +71,7 @@ def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]
 
 
 class TensorSlice(NamedTuple):
-    """Elements ``box`` of a tensor, and where they begin in the bytes of their segment."""
+    """The elements ``box`` of a tensor; they begin at byte ``start`` of their segment."""
 
     name: str
     box: Box
@@ -88,9 +89,10 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class SnapshotSegment:
-    """Parts that the same ranks hold, the ``holders``, in whose copies they lie alike; ``fixed``: they never change.
+    """The parts that the same ranks hold, the ``holders``, laid out alike in each of their copies.
 
-    ``sender``: the one of them that sends them to its buddy; -1 if losing any rank, or host, leaves another holder.
+    ``fixed``: they never change. ``sender``: the holder that sends them to its buddy; -1 if the loss of any rank, or
+    host, leaves another holder.
     """
 
     holders: tuple[int, ...]
@@ -106,7 +108,10 @@ class SnapshotSegment:
 def segments_of(
     tables: Sequence[Table], machines: Sequence[str], leaving: Collection[int] = ()
 ) -> list[SnapshotSegment]:
-    """The parts of all ranks, by who holds them; the same on every rank. What a rank holds that stays is not sent."""
+    """The parts of all ranks, grouped by who holds them; the same on every rank. ``tables`` and ``machines``: by rank.
+
+    With ``leaving`` ranks, only what none of the others holds is sent.
+    """
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, table in enumerate(tables):
         for name, (_, box, _) in table.items():
@@ -131,8 +136,8 @@ def segments_of(
 class SnapshotCopy:
     """Some ``segments`` of one rank, by number, one behind the other in ``memory``; ``starts``: where each begins.
 
-    They are as they were after ``step`` once the copy is ``whole``. ``rows``: of tensors whose rows are not those of
-    their box, which they are; ``digests``: of segments by number.
+    Once the copy is ``whole``, it has the values after ``step``. ``rows``: for tensors whose rows are not simply those
+    of their box (experts that were moved), which rows they are; ``digests``: hashes of segments by number.
     """
 
     segments: Mapping[int, SnapshotSegment]
@@ -151,7 +156,7 @@ class SnapshotCopy:
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
 
     def view(self, start: int = 0, stop: int | None = None) -> memoryview:
-        """Its bytes, from one place to another."""
+        """The bytes from ``start`` to ``stop``."""
         return self.memory.numpy()[start:stop].data
 
     def digest(self, number: int) -> str:
@@ -159,7 +164,7 @@ class SnapshotCopy:
         return digest([self.view(start, start + self.segments[number].size)])
 
     def values(self, number: int) -> Iterator[tuple[TensorSlice, T]]:
-        """Every piece of a segment, and its elements here."""
+        """Every piece of segment ``number``, with its elements in this copy."""
         for piece in self.segments[number].pieces:
             at = self.starts[number] + piece.start
             flat = self.memory[at : at + piece.size].view(TORCH_DTYPES[piece.tensor.dtype])
@@ -176,9 +181,9 @@ def digest(views: Iterable[memoryview]) -> str:
 class Snapshots:
     """The copies of one view: this rank's, and those that it keeps for others. Making it is collective over ``group``.
 
-    ``machines``: of every rank of the group; ``host``: where this one listens; ``token``: of the run. A copy is made
-    after every ``every``-th step; nobody waits longer than ``limit`` seconds for it. With ``leaving``, ranks that are
-    about to go on purpose, these hand what only they have to those that stay, who send nothing.
+    ``machines``: of every rank of the group; ``host``: the address at which this rank listens; ``token``: the run's
+    secret. A copy is made after every ``every``-th step, and waited for at most ``limit`` seconds. If there are ranks
+    ``leaving``, they send what only they have to those that stay, which send nothing.
     """
 
     def __init__(
@@ -216,13 +221,13 @@ class Snapshots:
 
     @property
     def sent(self) -> int:
-        """Bytes that go to the buddy after a step."""
+        """Bytes that are sent to the buddy after a step."""
         return sum(s.size for s in self.segments if s.sender == self.rank and not s.fixed)
 
     def begin(self, progress: Progress, now: bool = False) -> None:
-        """Begin to copy the state as it is after the step that ``progress`` says, if it is to be copied, or ``now``.
+        """Begin to copy the state after step ``progress.step``, if that step is to be copied, or in any case ``now``.
 
-        Until :meth:`complete` has returned nothing may change it. To be called when the sums of that step are known.
+        The state may not change until :meth:`complete` has returned. To be called when that step is over on all ranks.
         """
         if progress.step == self._begun or not (now or self._begun < 0 or progress.step % self.every == 0):
             return
@@ -239,11 +244,11 @@ class Snapshots:
             ready.record()
         self._done.clear()
         self._jobs.put(partial(self._copy, copy, pairs, ready, self._turn))
-        if copy.rows:  # who looks at the whole state brings them home, at any time
+        if copy.rows:  # such rows go home as soon as anybody looks at the whole state
             self.complete()
 
     def complete(self) -> None:
-        """Return when the copy that was begun last is whole, here and at the buddy: the state may change now.
+        """Return when the copy that was begun last is complete, here and at the buddy: the state may change then.
 
         Raises :class:`PeerLost` if the buddy is gone, or has not answered for :attr:`limit` seconds.
         """
@@ -253,7 +258,7 @@ class Snapshots:
             raise PeerLost(f"rank {self.buddy} has not kept the state of rank {self.rank}: {problem}")
 
     def stop(self) -> None:
-        """Send and take nothing more; what is whole here stays. May be called by any thread, and more than once."""
+        """Send and receive nothing more; complete copies stay. May be called by any thread, and more than once."""
         self._inbox.close()
         if self._outbox is not None:
             self._outbox.close()
@@ -261,9 +266,9 @@ class Snapshots:
         self._thread.join(STOP_S)
 
     def held(self) -> dict[str, Any]:
-        """What is whole here, as JSON: after which ``step`` (none: ever since) which segments of which rank, the
-        ``owner``, and their digests. Ends all copying, that of others to here, too: if a view ends on purpose, all
-        must have returned from :meth:`complete` before."""
+        """The complete copies on this rank, as JSON: each has an ``owner`` (whose part it is), a ``step`` (None: it
+        never changes), and the digests of its segments. Ends all copying, also that of others to this rank: where a
+        view ends on purpose, all ranks must have returned from :meth:`complete` before."""
         self.stop()
         fixed = {number: digest(self._bytes_of_fixed(number)) for number in self._segments_of(self.rank, fixed=True)}
         copies: list[dict[str, Any]] = [{"owner": self.rank, "step": None, "digests": _by_text(fixed)}]
@@ -275,7 +280,7 @@ class Snapshots:
         return {"epoch": self.epoch, "rank": self.rank, "world": self.world, "segments": segments, "copies": copies}
 
     def parts(self, step: int, owner: int, number: int) -> Iterator[tuple[str, Part]]:
-        """A segment of ``owner`` after ``step``, which must be whole here: its parts by name."""
+        """The named parts of segment ``number`` of ``owner`` after ``step``; its copy must be complete."""
         segment = self.segments[number]
         if segment.fixed and owner == self.rank:
             yield from ((p.name, Part(self._live[p.name], p.box, p.tensor)) for p in segment.pieces)
@@ -330,7 +335,7 @@ class Snapshots:
     # --- in the threads that receive ---
 
     def _place(self, sender: int, head: Head) -> memoryview:
-        """Room for what ``sender`` sends; what was there before is not whole any more."""
+        """Memory for what ``sender`` sends; the copy that was there before counts no more."""
         key = sender, int(head["turn"])
         if key not in self._held:
             self._held[key] = SnapshotCopy(self._segments_of(sender, fixed=key[1] == FIXED, sent=True))
@@ -338,7 +343,7 @@ class Snapshots:
         return self._held[key].view()
 
     def _keep(self, sender: int, head: Head) -> bool:
-        """Whether what came is what was sent; from then on it counts."""
+        """Whether what came is what was sent; if so, this copy counts from now on."""
         copy = self._held[sender, int(head["turn"])]
         copy.digests = {number: copy.digest(number) for number in copy.segments}
         copy.step, copy.progress, copy.rows = head["step"], head.get("progress", {}), head.get("rows", {})
@@ -348,12 +353,12 @@ class Snapshots:
     # --- both ---
 
     def _segments_of(self, owner: int, fixed: bool, sent: bool = False) -> dict[int, SnapshotSegment]:
-        """The segments of ``owner`` by number, those first that it sends, or those alone."""
+        """The segments of ``owner`` by number: first those that it sends, then (unless ``sent``) all others."""
         mine = [(n, s) for n, s in enumerate(self.segments) if owner in s.holders and s.fixed == fixed]
         return dict([pair for pair in mine if pair[1].sender == owner]) | ({} if sent else dict(mine))
 
     def _bytes_of_fixed(self, number: int) -> list[memoryview]:
-        """What never changes, as it is on this rank, laid out as in a copy."""
+        """The bytes of a fixed segment, from this rank's state, laid out as in a copy."""
         found = []
         for piece in self.segments[number].pieces:
             flat = self._live[piece.name].cpu().contiguous().view(-1).view(torch.uint8)
@@ -361,13 +366,13 @@ class Snapshots:
         return found
 
     def _all(self) -> list[tuple[int, SnapshotCopy]]:
-        """What is whole here, with whose it is."""
+        """All complete copies on this rank, each with its owner."""
         held = [(sender, copy) for (sender, _), copy in list(self._held.items())]
         return [(owner, copy) for owner, copy in [*((self.rank, copy) for copy in self._own), *held] if copy.whole]
 
 
 def _by_text(digests: Mapping[int, str]) -> dict[str, str]:
-    """With keys as JSON has them."""
+    """``digests`` with text for keys, as JSON has them."""
     return {str(number): found for number, found in digests.items()}
 
 

@@ -1,4 +1,4 @@
-"""When this process enters and leaves every collective, written into a ring (:mod:`.rings`) that outlives it."""
+"""Tracing: when this process enters and leaves every collective goes into a file (:mod:`.rings`) that outlives it."""
 
 from __future__ import annotations
 
@@ -24,24 +24,9 @@ import torch
 import torch.distributed as dist
 
 from weft.layout import lost
+from weft.resilience import rings
 from weft.resilience.hooks import install
-from weft.resilience.rings import (
-    HEAD,
-    KINDS,
-    MAGIC,
-    NAMES,
-    RECORD,
-    RECORDS,
-    SIZE,
-    TIME,
-    Trace,
-    newest,
-    parse,
-    process_of,
-    read_ring,
-    rings_of,
-    standing,
-)
+from weft.resilience.rings import HEAD, KINDS, MAGIC, NAMES, RECORD, RECORDS, SIZE, TIME, Trace
 
 _NEW, _KIND = struct.Struct("<qqqqIIiHHBB"), {name: number for number, name in enumerate(KINDS)}
 _BEGIN, _LEAVE, _SIZE, _FAILED = (RECORD.fields[name][1] for name in ("begin", "leave", "size", "failed"))  # type: ignore[index]
@@ -51,7 +36,7 @@ _WEFT, _TORCH = str(Path(_HERE).parent) + os.sep, str(Path(torch.__file__).paren
 
 
 class Ring:
-    """What a rank writes into. ``step`` is the one that it is in; ``path`` the file, which comes into being whole."""
+    """The writer of a rank's ring. ``step``: the present one, or 0; ``path``: the file."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path, self.step = path, 0
@@ -78,17 +63,17 @@ class Ring:
             new.replace(path)
 
     def read(self) -> Trace:
-        return parse(self._map)
+        return rings.parse(self._map)
 
     def enter(self, kind: str, group: dist.ProcessGroup, tensors: Sequence[Any], peer: int | None = None) -> int:
-        """A collective begins, or a message to or from the rank ``peer`` of the group; its number."""
+        """Record that a collective begins, or a message with rank ``peer`` of the group; returns its number."""
         index, ranks = self._group(group)
         sequence = next(self._sequences[index if peer is None else (index, kind, peer)])
         peer = -1 if peer is None else ranks[peer]
         return self.write(kind, index, max(map(_bytes, tensors[:2]), default=0), sequence, peer, self._place())
 
     def write(self, kind: str, group: int = 0, size: int = 0, sequence: int = 0, peer: int = -1, place: int = 0) -> int:
-        """A record of something that begins now; its number."""
+        """Record something that begins now; returns the record's number."""
         number, now = next(self._numbers), time.monotonic_ns()
         at = self._at(number)
         TIME.pack_into(self._map, at, 0)  # until the rest is there
@@ -97,13 +82,13 @@ class Ring:
         return number
 
     def wait(self, number: int) -> None:
-        """From now on the rank does nothing but wait for the end of this."""
+        """From now on the rank does nothing but wait for the end of record ``number``."""
         if threading.get_ident() == self._thread:
             self._since = self._delay()
         TIME.pack_into(self._map, self._at(number) + _BEGIN, time.monotonic_ns())
 
     def leave(self, number: int, failed: bool = False, size: int = -1) -> None:
-        """This has ended; or it has ``failed``, and the rank has given up."""
+        """Record ``number`` has ended, or has ``failed``. ``size``, if given, is stored with it."""
         if threading.get_ident() == self._thread and self._since:
             self._waking, self._since = self._waking + self._delay() - self._since, 0
         at = self._at(number)
@@ -119,11 +104,11 @@ class Ring:
             os.close(self._schedule)
 
     def starved(self) -> int:
-        """Nanoseconds so far that the main thread was ready to compute and had no processor."""
+        """Nanoseconds so far for which the main thread was ready to run and had no processor, but for ends of waits."""
         return self._delay() - self._waking
 
     def _delay(self) -> int:
-        """The same, also of the ends of waits."""
+        """The same with those at the ends of waits."""
         return int(os.pread(self._schedule, 64, 0).split()[1]) if self._schedule is not None else 0
 
     def _at(self, number: int) -> int:
@@ -140,7 +125,7 @@ class Ring:
         return found
 
     def _place(self) -> int:
-        """The number of the line of Weft that has come here; else of the line nearest to it outside PyTorch."""
+        """The number of the name of the line of Weft that makes this call; else of the nearest one outside PyTorch."""
         nearest = sys._getframe(3)
         frame: FrameType | None = nearest
         while frame is not None:
@@ -161,7 +146,7 @@ class Ring:
         return found
 
     def _name(self, kind: str, value: Any) -> int:
-        """Write a name; its number from 1, or 0 if there is no room for it."""
+        """Write a name; returns its number from 1, or 0 if there is no room for it."""
         line = json.dumps({kind: value}).encode() + b"\n"
         with self._naming:
             used = TIME.unpack_from(self._map, len(MAGIC))[0]
@@ -174,7 +159,7 @@ class Ring:
 
 
 def _bytes(given: Any) -> int:
-    """Of a tensor or of tensors, however nested; of anything else 0."""
+    """The bytes of a tensor, or of nested lists of tensors; 0 of anything else."""
     return sum(map(_bytes, given)) if isinstance(given, list) else getattr(given, "nbytes", 0)
 
 
@@ -183,13 +168,14 @@ _uninstall: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def start(folder: Path, rank: int, epoch: int = 0) -> Ring:
-    """Trace this process from now on, as ``rank`` of this view of the run in ``folder``; all its groups have been made.
+    """Trace this process from now on, as ``rank`` of the view ``epoch`` of the run in ``folder``.
 
-    The rings of the view before stay, as they tell how it ended; older ones are removed.
+    All process groups must have been made. The rings of the view before stay, as they tell how it ended; older ones are
+    removed.
     """
     global _ring, _uninstall
     end()
-    place, process = rings_of(folder), psutil.Process()
+    place, process = rings.rings_of(folder), psutil.Process()
     for old in place.glob("*-*.ring"):
         if old.name.partition("-")[0] not in (str(epoch - 1), str(epoch)):
             old.unlink(missing_ok=True)
@@ -204,15 +190,15 @@ def start(folder: Path, rank: int, epoch: int = 0) -> Ring:
 
 
 def _standings(run: Path, ranks: Sequence[int]) -> str:
-    """Where these ranks are, as far as their rings are on this machine."""
+    """Where these ranks are, in words, as far as their rings are on this machine."""
     with contextlib.suppress(Exception):  # whatever is wrong with them, what this is said of matters more
-        traces, now = newest(run), time.monotonic_ns()
-        return "; ".join(f"rank {rank} {standing(traces[rank], now)}" for rank in ranks if rank in traces)
+        traces, now = rings.newest(run), time.monotonic_ns()
+        return "; ".join(f"rank {rank} {rings.standing(traces[rank], now)}" for rank in ranks if rank in traces)
     return ""
 
 
 def end() -> None:
-    """Trace no longer. The ring stays."""
+    """Stop tracing. The ring stays."""
     global _ring, _uninstall
     if _ring is not None:
         _uninstall()
@@ -221,7 +207,7 @@ def end() -> None:
 
 
 def stop(everyone: bool = False) -> None:
-    """Trace no longer, and remove the ring, or those of all ranks of this machine: they have come to a good end."""
+    """Stop tracing at a run's good end, and remove the ring, or (``everyone``) those of all ranks of this machine."""
     path = _ring.path if _ring else None
     end()
     if path and everyone:
@@ -233,26 +219,27 @@ def stop(everyone: bool = False) -> None:
 
 
 def _sweep(place: Path) -> None:
-    """Remove the rings of runs that ended badly, and that are gone or have not been asked about for a day."""
+    """Remove the rings of runs that ended badly, and whose folder is gone or whose rings are older than a day."""
     for folder in place.parent.iterdir():
         with contextlib.suppress(OSError, ValueError):
-            rings = list(folder.glob("*-*.ring"))
-            late = all(time.time() - ring.stat().st_mtime > DAY_S for ring in rings)
-            traces = list(map(read_ring, rings))
-            here = any(Path(one.about.get("run", "/")).exists() for one in traces)
-            if (late or not here) and all(process_of(one) == "gone" for one in traces):
+            paths = list(folder.glob("*-*.ring"))
+            late = all(time.time() - path.stat().st_mtime > DAY_S for path in paths or [folder])
+            traces = list(map(rings.read_ring, paths))
+            # A folder without rings may be that of a run which is about to make them.
+            here = not traces or any(Path(one.about.get("run", "/")).exists() for one in traces)
+            if (late or not here) and all(rings.process_of(one) == "gone" for one in traces):
                 shutil.rmtree(folder)
 
 
 def machine() -> str:
-    """The name of this machine; of several network namespaces on it, each is one."""
+    """The name of this machine; each network namespace on it counts as a machine."""
     net = Path("/proc/self/ns/net")
     return f"{socket.gethostname()}/{net.stat().st_ino if net.exists() else 0}"
 
 
 @contextlib.contextmanager
 def step(number: int) -> Iterator[None]:
-    """In here the main thread takes step ``number`` (from 1)."""
+    """Record what is in here as step ``number`` (from 1) of the main thread."""
     if (ring := _ring) is None:
         yield
         return
@@ -268,7 +255,7 @@ def step(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """In here the rank waits for something else than a collective: its time is not that of computing."""
+    """Record what is in here as a wait for something other than a collective, which is not computing time."""
     ring, number = _ring, 0
     if ring is not None:
         ring.wait(number := ring.write("wait", place=ring._place()))

@@ -13,7 +13,7 @@ from weft.train.setup import Job
 
 
 class Watching(Guard):
-    """Traces a rank's collectives, and judges and records with the others who is slow."""
+    """Traces this rank's collectives; all ranks together find and record which of them are slow."""
 
     watch: DelayWatch | None = None
 
@@ -25,7 +25,7 @@ class Watching(Guard):
         self.watch_ranks(mesh, recorder)
 
     def watch_ranks(self, mesh: Mesh, recorder: Recorder, epoch: int = 0) -> None:
-        """From now on, in the groups of this view; the only rank left has nobody to watch."""
+        """Watch the ranks of the view ``epoch``, whose process groups ``mesh`` has; a single rank is not watched."""
         self.watch = None
         if mesh.step_group is not None and mesh.layout.world > 1:
             ring = trace.start(self.folder, mesh.step_group.rank(), epoch)

@@ -1,4 +1,4 @@
-"""Messages between agents: JSON in frames sealed with the run's token, over sockets that never block."""
+"""Messages between agents: JSON in frames that are signed with the run's token, over sockets that never block."""
 
 import hashlib
 import hmac
@@ -13,14 +13,14 @@ from weft.layout.hangup import spare
 from weft.layout.sockets import family_of, send_at_once
 from weft.resilience.members import Address
 
-#: Bytes of a frame's length, then of its seal.
+#: A frame is its length, a keyed hash as its seal, and the text; bytes of the first two.
 LENGTH, SEAL = 4, 16
-#: Longest frame, before and after the sender has said who it is; the long ones carry facts about a whole view.
+#: Most bytes of a text before and after the sender has said who it is; long ones carry facts about a whole view.
 FIRST, LONGEST = 1 << 14, 1 << 26
 
 
 class WireCut(Exception):
-    """The connection has ended, or says what no agent of this run would say."""
+    """The connection has ended, or brought something that no agent of this run would send."""
 
 
 def key_of(token: str) -> bytes:
@@ -84,7 +84,7 @@ class Connection:
         self._watch(bool(self._out))
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """The messages that have come; then :class:`WireCut` or OSError is raised if that were the last."""
+        """The messages that have come; raises :class:`WireCut` or OSError after the last one of a connection."""
         ended: Exception | None = None
         try:
             while ended is None and len(self._in) <= LONGEST + FIRST:

@@ -53,8 +53,8 @@ def report_failure(error: BaseException) -> int:
     In a rank that ``launch`` started, the record goes to the launcher, which prints one line for all ranks. Otherwise
     (one process, or ranks of torchrun or Slurm) the line is printed here. ``WEFT_DEBUG=1`` adds the traceback.
     """
-    cause = error.__cause__ if isinstance(error, PluginError) else None
-    if cause is not None and not isinstance(cause, SystemExit) and is_secondary(cause):
+    cause = cause_of(error)
+    if not isinstance(cause, SystemExit) and is_secondary(cause):
         error = cause  # another rank is gone, which is not the plugin's doing
     if isinstance(error, PermissionError) and isinstance(error.filename, str | os.PathLike):  # whoever opened it
         refused = WeftError(f"{error.filename}: {error.strerror}; give this user access to it, or name another")
@@ -88,6 +88,11 @@ def _line_with_rank(error: BaseException) -> str:
     from weft.layout.lost import PeerLost, peer_lost
 
     return str(error if isinstance(error, PeerLost) else peer_lost(error) or "")
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What a plugin's failure was raised from; any other error itself."""
+    return error.__cause__ if isinstance(error, PluginError) and error.__cause__ is not None else error
 
 
 def is_secondary(error: BaseException) -> bool:
