@@ -16,7 +16,7 @@ ORDER = (
     "rehearse", "generate", "serve", "rl", "cli",
 )  # fmt: skip
 #: What the two rooms beside that order may import; the planner simulates the tables that training executes.
-BESIDE: dict[str, set[str]] = {"observe": set(), "planner": {"observe", "schedule"}}
+BESIDE: dict[str, set[str]] = {"observe": set(), "planner": {"schedule"}}
 #: What every room may import beside the files that stand in no room: layouts, where ranks are in them, what cannot be
 #: combined, and a batch.
 OPEN = ("layout.layout", "layout.conflicts", "layout.placement", "data.batch")
@@ -85,9 +85,9 @@ def test_no_two_public_classes_share_a_name() -> None:
     assert not shared, "give all but one of these a more exact name"
 
 
-#: Who may name FSDP2 or DTensor: the backend of the state; what foreign checkpoints put before names; what the
-#: planner prices as other programs do.
-BACKENDS = {"parallel/sharded.py", "checkpoint/convert/rules.py"}
+#: Who may name FSDP2 or DTensor: the backend of the state; what foreign checkpoints put before names; rows of
+#: measurements, whose columns are those of published ones; what the planner prices as other programs do.
+BACKENDS = {"parallel/sharded.py", "checkpoint/convert/rules.py", "observe/measured.py"}
 
 
 def test_only_the_backend_knows_who_holds_the_state() -> None:

@@ -159,7 +159,7 @@ def parse(r: dict[str, str]) -> Measurement:
     if not recompute:
         assumed.append("recompute=none")
     schedule = next((name for name in _SCHEDULES if name in f"{framework} {notes}".lower()), "1f1b")
-    said = dict(re.findall(r"(\w+)=([\w-]+)", notes)) if family == "weft" else {}  # as weft.planner.own writes it
+    said = dict(re.findall(r"(\w+)=([\w-]+)", notes)) if family == "weft" else {}  # as weft.observe.measured writes it
     schedule = said["schedule"] if said.get("schedule") in SCHEDULES else schedule
     part = re.search(r"shard=(\d+)", sharding)  # copies of sharded groups
     shard = min(float(part[1]), data) if part else data if zero == 3 else 1.0

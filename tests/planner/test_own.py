@@ -11,10 +11,11 @@ import pytest
 from calibrate import main as calibrate
 from rows import read_rows
 
+from weft.observe.measured import FILE, append, row_of
 from weft.planner.cost import step_time
 from weft.planner.engine import ENGINES, stack
 from weft.planner.fit import columns
-from weft.planner.own import FILE, append, own_runs, read_own, row_of
+from weft.planner.own import own_runs, read_own
 from weft.recipe import build_recipe
 
 TREE: dict[str, Any] = {

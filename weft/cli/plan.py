@@ -87,11 +87,11 @@ def plan(
     from weft.planner.engine import ENGINES
     from weft.planner.explain import exchanges, layout_tree, recipe_tree, record, title, untrainable
     from weft.planner.finalists import finalists
-    from weft.planner.islands import islands_of
     from weft.planner.machine import load_cluster
     from weft.planner.shape import SHAPES, load_model
     from weft.recipe import build_recipe, load_recipe
     from weft.shipped import find_recipe
+    from weft.sync.price import islands_of
 
     if here:
         return _plan_here(model, method or [], batch, seq, tokens, as_json)
@@ -224,7 +224,7 @@ def _generating(model: str, cluster: "Cluster", asked: str, as_json: bool) -> in
     import numpy as np
 
     from weft.errors import UsageError
-    from weft.planner.generation import Workload, generating
+    from weft.generate.price import Workload, generating
     from weft.planner.shape import load_model
     from weft.shipped import find_recipe
 
@@ -350,9 +350,10 @@ def _plan_here(
 
 def _own_runs(path: Path | None, device: str, engine: str) -> "Own | None":
     """What calibrates a plan for ``device``: the file that is given, or the runs of this folder."""
+    from weft.observe.measured import FILE
     from weft.planner.engine import ENGINES
     from weft.planner.machine import find_device
-    from weft.planner.own import FILE, calibrated, own_runs
+    from weft.planner.own import calibrated, own_runs
     from weft.recipe import RUNS
 
     name = find_device(device).name

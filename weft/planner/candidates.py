@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.model_shape import Shape
-from weft.planner.cost import AWAY, FILE, SCHEDULES, ULYSSES, Plan
+from weft.planner.cost import AWAY, FILE, SCHEDULES, ULYSSES, Plan, Recompute
 from weft.planner.machine import Machine
 from weft.recipe import PLACES, Memory
 
@@ -23,7 +25,6 @@ ADDED = ("secondary", *AWAY)
 CHOSEN = (*FIRST, *ADDED)
 #: What the user sets; the data axes follow from these.
 SET = tuple(name for name in CHOSEN if name not in ("dp", "shard"))
-
 
 Mask = NDArray[np.bool_]
 
@@ -90,13 +91,18 @@ class Rules:
                 found.setdefault(broken[0], []).append(broken[1:])
         return [Refused(rule, len(cases), *cases[0]) for rule, cases in found.items()]
 
-    def candidates(self) -> Iterator[tuple[float, ...]]:
-        """Rows of :data:`FIRST`: everything that breaks no rule."""
-        for tp, pp, cp, data in self.ways():
-            if not self.broken(tp, pp, cp, data):
-                yield from self._filled(tp, pp, cp, data)
+    def candidates(self, bits: int) -> Plan:
+        """Everything that breaks no rule, of products of so many ``bits``. Raises :class:`UsageError` if all does."""
+        rows = [row for way in self.ways() if not self.broken(*way) for row in self._filled(*way)]
+        if not rows:
+            reasons = "; ".join(f"{r.rule} ({r.example}; nearest: {r.fix})" for r in self.refused())
+            raise UsageError(f"no layout of {self.count} devices is possible: {reasons}")
+        columns = dict(zip(FIRST, np.array(rows, dtype=float).T, strict=True))
+        columns |= {name: np.zeros(len(rows)) for name in ADDED}
+        return Plan(**columns, batch=self.batch, seq=self.seq, bits=bits)
 
     def _filled(self, tp: int, pp: int, cp: int, data: int) -> Iterator[tuple[float, ...]]:
+        """Rows of :data:`FIRST`: what else can be chosen."""
         share, ranks = self.batch // data, data * cp * tp
         micro = [b for b in (1, 2, 4, 8, 16, 32) if share % b == 0 and b * self.seq // cp <= 65536] or [1]
         contexts = [0, ULYSSES] if cp > 1 and max(1, int(self.shape.kv_heads) // tp) % cp == 0 else [0]
@@ -126,48 +132,47 @@ def _folds(ep: int, dp: int, shard: int, cp: int, tp: int) -> bool:
 
 def variants(
     plans: Plan, machine: Machine, fits: Mask, cheap: dict[str, Mask], wanted: dict[str, int], places: Sequence[int]
-) -> NDArray[np.float64]:
-    """Columns of :data:`CHOSEN`: plans with secondary partitions, and with something in one of ``places``.
+) -> Plan:
+    """Of ``plans`` those with secondary partitions, and those with something in one of ``places``.
 
     Both cost something, so that they are tried where they may help only: a secondary partition where ZeRO-3 gathers
     across the border of the fast links and memory is left, other places where memory is not enough. ``cheap``: plans
     that may win if the addition cost nothing. ``wanted``: what the user has fixed, which is tried everywhere.
     """
-    count = len(plans.tp)
-    table = np.stack([np.broadcast_to(getattr(plans, name), count) for name in CHOSEN])
-    row = {name: table[k] for k, name in enumerate(CHOSEN)}
-    found = [table[:, :0]]
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.
-    twice = (row["zero"] >= 3) & (row["pp"] == 1) & (row["ep"] == 1)
+    twice = (plans.zero >= 3) & (plans.pp == 1) & (plans.ep == 1)
     if "secondary" not in wanted:
-        twice &= (state * row["tp"] > machine.domain) & fits & cheap["secondary"]
-        near = nearby(state[twice], row["tp"][twice], machine)
+        twice &= (state * plans.tp > machine.domain) & fits & cheap["secondary"]
+        near = nearby(state[twice], plans.tp[twice], machine)
     else:
         near = np.full(int(twice.sum()), float(wanted["secondary"]))
     cut = (near > 1) & (near < state[twice]) & (state[twice] % np.maximum(near, 1) == 0)
-    if cut.any():
-        chosen = table[:, twice][:, cut]
-        chosen[CHOSEN.index("secondary")] = near[cut]
-        found.append(chosen)
+    found = [replace(take(take(plans, twice), cut), secondary=near[cut])]
     asked = any(wanted.get(kind) for kind in AWAY)
-    short = np.ones(count, dtype=bool) if asked else cheap["away"] & ~fits
-    bases = [table[:, short], *(found[1:] if asked else [])]
+    bases = [plans, *found] if asked else [take(plans, cheap["away"] & ~fits)]
     ways = [dict(zip(AWAY, way, strict=True)) for way in product((0, *places), repeat=len(AWAY)) if any(way)]
-    for base, way in product(bases, ways):
-        if all(wanted.get(kind, place) == place for kind, place in way.items()) and _can_rest(way):
-            # Hooks do not see what selective recomputation keeps.
-            fitting = (base[FIRST.index("recompute")] != 1) | (way["activations"] == 0)
-            # One stage after the other comes from a file, with all microbatches: a pipeline takes turns.
-            chosen = base[:, fitting & ((base[FIRST.index("pp")] == 1) | (way["weights"] != FILE))]
-            chosen[[CHOSEN.index(kind) for kind in way]] = np.array([*way.values()])[:, None]
-            found.append(chosen)
-            if way["weights"]:  # alone, a device can fetch its parameters block by block too
-                alone = (chosen[FIRST.index("zero")] == 0) & (chosen[FIRST.index("cp")] == 1)
-                fetching = chosen[:, alone & (chosen[FIRST.index("pp")] == 1)]
-                fetching[FIRST.index("zero")] = 3
-                found.append(fetching)
-    return np.concatenate(found, axis=1)
+    ways = [way for way in ways if all(wanted.get(kind, place) == place for kind, place in way.items())]
+    for base, way in product(bases, filter(_can_rest, ways)):
+        # Hooks do not see what selective recomputation keeps.
+        fitting = (base.recompute != Recompute.SELECTIVE) | (way["activations"] == 0)
+        # One stage after the other comes from a file, with all microbatches: a pipeline takes turns.
+        chosen = take(base, fitting & ((base.pp == 1) | (way["weights"] != FILE)))
+        found.append(replace(chosen, **{kind: np.full(len(chosen.tp), float(way[kind])) for kind in AWAY}))
+        if way["weights"]:  # alone, a device can fetch its parameters block by block too
+            alone = take(found[-1], (chosen.zero == 0) & (chosen.cp == 1) & (chosen.pp == 1))
+            found.append(replace(alone, zero=alone.zero + 3))
+    return join(found)
+
+
+def take(plans: Plan, which: Any) -> Plan:
+    """Those of many plans that a mask or their numbers say; :func:`weft.planner.search.search` says ``outer`` anew."""
+    return replace(plans, outer=0, **{name: getattr(plans, name)[which] for name in CHOSEN})
+
+
+def join(parts: Sequence[Plan]) -> Plan:
+    """The plans of all ``parts``."""
+    return replace(parts[0], outer=0, **{name: np.concatenate([getattr(p, name) for p in parts]) for name in CHOSEN})
 
 
 def _can_rest(way: dict[str, int]) -> bool:

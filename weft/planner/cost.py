@@ -385,17 +385,23 @@ def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
     return np.ceil(share), np.maximum(shape.layers - np.ceil(share * (plan.pp - 1)), 0)
 
 
+def stage_layers(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num, Num, Num]:
+    """Layers of a pipeline's first stage, of the fullest between the ends, and of the last; if it is cut by work."""
+    most = most_layers(shape, plan.pp)
+    ends = np.where(most == shape.layers / plan.pp, most, most - 1)
+    level = (engine.level > 0) & (plan.pp > 1)
+    first, last = by_work(shape, plan)
+    return np.where(level, first, ends), most, np.where(level, last, ends), level
+
+
 def step_time(shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants) -> Cost:
     """Time of one optimizer step, split by cause; of plans that offload, what they would take if they did not."""
     one = passes(shape, machine, plan, engine)
     layer = one.forward + one.backward
     # --- one stage, one microbatch
     stages = plan.pp
-    most = most_layers(shape, stages)
-    even = most == shape.layers / stages
-    last = np.where(even, most, most - 1)
-    level = (engine.level > 0) & (stages > 1)
-    most = np.where(level, by_work(shape, plan)[0], most)
+    first, most, last, level = stage_layers(shape, plan, engine)
+    most = np.where(level, first, most)
     tail = np.maximum(0, last * layer + one.head - most * layer) * (stages > 1) + one.head * (stages == 1)
     tail = np.where(level, 0.0, tail)
     m = plan.microbatches

@@ -1,12 +1,13 @@
 """How well a training program uses the machine: a few constants with a physical meaning each, per class of program."""
 
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from weft.model_shape import Num
-from weft.planner.presets import read_presets
+from weft.toml import read_toml
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,9 @@ class EngineConstants:
     attention reaches; ``flash``: 1 if attention is fused, 0 if scores are written to memory; ``elementwise``: bytes
     moved per token and unit of width in the forward of a layer, outside attention and feed-forward, ``inner`` inside
     (per element of their widths); ``kernels``: launches in the forward of a layer; ``exposed_dp``, ``exposed_cp``:
-    share of that communication that is never hidden; ``network``: share of its
-    nominal bandwidth;
-    ``buckets``: gradient scatters per layer under ZeRO-1; ``step``: seconds per step of everything else; ``jitter``:
-    share of time lost per doubling of ranks beyond a node; ``sequence``: 1 if norm regions are cut over tp as well;
+    share of that communication that is never hidden; ``network``: share of its nominal bandwidth; ``buckets``:
+    gradient scatters per layer under ZeRO-1; ``step``: seconds per step of everything else; ``jitter``: share of time
+    lost per doubling of ranks beyond a node; ``sequence``: 1 if norm regions are cut over tp as well;
     ``moe``: elementwise traffic of routing, in units of ``elementwise``; ``dispatch``: launches that routing adds, in
     units of ``kernels`` (with waits for the counts of tokens per expert); ``rough``: traffic of experts with biases and
     a clamped gate beyond that of others, in units of ``inner``; ``level``: 1 if pipelines are cut by work, the output
@@ -73,7 +73,7 @@ class EngineConstants:
 
 def _programs() -> dict[str, EngineConstants]:
     found = {"": EngineConstants()}
-    for name, differs in read_presets("programs").items():
+    for name, differs in read_toml(Path(__file__).with_name("programs.toml")).items():
         found[name] = replace(found[differs.pop("like", "")], **differs)
     del found[""]
     return found
@@ -85,11 +85,9 @@ ENGINES = _programs()
 
 def scaled(engine: EngineConstants, factors: dict[str, Num]) -> EngineConstants:
     """The engine with some constants multiplied; shares stay below one."""
-    new: dict[str, Any] = {}
-    for name, factor in factors.items():
-        value = getattr(engine, name) * factor
-        new[name] = np.minimum(value, 1.0) if name.startswith("exposed") else value
-    return replace(engine, **new)
+    new = {name: getattr(engine, name) * factor for name, factor in factors.items()}
+    shares = {name: np.minimum(value, 1.0) for name, value in new.items() if name.startswith("exposed")}
+    return replace(engine, **(new | shares))
 
 
 def stack(items: list[Any]) -> Any:

@@ -80,21 +80,14 @@ def _cause(name: str, first: Final, other: Final, more: bool) -> str:
     text = render(
         "planner/causes.txt", part=name, a=first.plan, b=other.plan, machine=other.machine,
         domain=float(other.machine.domain), layers=float(first.shape.layers), full=Recompute.FULL, schedule=_schedule,
-        most={"a": _most(first), "b": _most(other)}, ends_cut={"a": first.barriers, "b": other.barriers},
+        most={key: max(map(final.layers, range(len(final.ranks)))) for key, final in {"a": first, "b": other}.items()},
+        ends_cut={"a": first.barriers, "b": other.barriers},
     )  # fmt: skip
     return " ".join(text.split())
 
 
 def _schedule(plan: Any) -> str:
     return text_of("schedule", plan.schedule) + (f" v={plan.virtual:.0f}" if plan.virtual > 1 else "")
-
-
-def _most(final: Final) -> int:
-    """Layers of the fullest rank."""
-    run = final.simulation
-    if run is None:
-        return int(final.shape.layers)
-    return max(sum(len(final.stages[s].layers) for s in run.table.held(r)) for r in range(len(run.timeline)))
 
 
 @dataclass(frozen=True)
@@ -112,21 +105,19 @@ def best_alternatives(found: SearchResult, finals: Sequence[Final]) -> list[Alte
     first, limit = finals[0], found.order
     # What the simulator said about a schedule's closed form holds for its other layouts too, by and large.
     total = np.array(found.cost.total)
-    schedules = np.broadcast_to(found.plans.schedule, found.count)
     for schedule in {final.plan.schedule for final in finals if final.simulation}:
         ratios = [final.seconds / final.closed for final in finals if final.plan.schedule == schedule]
-        total[schedules == schedule] *= max(1.0, min(ratios))
+        total[found.plans.schedule == schedule] *= max(1.0, min(ratios))
     memory = np.asarray(found.memory.total) / 2**30
-    pp = np.broadcast_to(found.plans.pp, found.count)
     tables: dict[Any, Any] = {}
     result = []
     for axis in ("tp", "pp", "cp", "zero", "ep", "micro_batch", "recompute", *ADDED):
-        column = np.broadcast_to(getattr(found.plans, axis), found.count)
+        column = getattr(found.plans, axis)
         own = getattr(first.plan, axis)
         values = sorted(set(column) - {own}, key=lambda v: (abs(np.log((v + 0.5) / (own + 0.5))), v))[:3]
         for value in sorted(values):
             fit = limit[column[limit] == value]
-            if axis != "pp" and (quick := fit[pp[fit] <= DEEP]).size:
+            if axis != "pp" and (quick := fit[found.plans.pp[fit] <= DEEP]).size:
                 fit = quick
             if not len(fit):
                 result.append(Alternative(axis, text_of(axis, value), None, float(memory[column == value].min())))
@@ -143,9 +134,9 @@ def best_alternatives(found: SearchResult, finals: Sequence[Final]) -> list[Alte
 
 def record(final: Final) -> dict[str, Any]:
     """A layout with its seconds and GiB, split by cause."""
-    layout = {k: text_of(k, getattr(final.plan, k)) for k in CHOSEN}
+    layout = {name: getattr(final.plan, name) for name in CHOSEN}
     return {
-        "layout": {k: v if k in NAMES else int(v) for k, v in layout.items()},
+        "layout": {name: text_of(name, value) if name in NAMES else int(value) for name, value in layout.items()},
         "text": title(final),
         "vocabulary_barriers": final.barriers,
         "seconds": final.seconds,

@@ -68,6 +68,14 @@ class Final:
         """Of the fullest rank."""
         return max(self.ranks, key=lambda memory: float(memory.total))
 
+    def layers(self, rank: int) -> int:
+        """Of a pipeline rank."""
+        return sum(len(stage.layers) for stage in self.held(rank)) if self.simulation else int(self.shape.layers)
+
+    def held(self, rank: int) -> list[Stage]:
+        """What a pipeline rank computes; nothing is known of it where nothing was simulated."""
+        return [self.stages[s] for s in self.simulation.table.held(rank)] if self.simulation else []
+
     @property
     def gib(self) -> float:
         return float(self.memory.total) / 2**30
@@ -93,7 +101,7 @@ def finalists(found: SearchResult, count: int = 10, vocabulary: bool = False) ->
     ``vocabulary``: the program can cut embedding and output layer over all ranks of a pipeline (Yeung et al. 2024).
     """
     total = np.asarray(found.cost.total)
-    columns = np.stack([np.broadcast_to(getattr(found.plans, name), found.count) for name in FAMILY])
+    columns = np.stack([getattr(found.plans, name) for name in FAMILY])
     # One of each family, and of every schedule that is near: closed forms err, and not for all schedules alike.
     families: dict[tuple[float, ...], int] = {}
     for i in found.order[:4000]:

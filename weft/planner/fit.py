@@ -7,7 +7,7 @@ folds at once: a fold is a set of row weights.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,13 @@ def columns(rows: Sequence[Measurement]) -> tuple[Any, Any, Any, EngineConstants
     return shape, machine, plan, engine
 
 
+def times_of(rows: Sequence[Measurement], knobs: Sequence[Knob], masks: Array | None) -> Callable[[Array], Array]:
+    """Seconds of each row by the logarithms of the factors of ``knobs``; ``masks`` as in :func:`fit`."""
+    shape, machine, plan, engine = columns(rows)
+    where = np.ones((len(knobs), len(rows))) if masks is None else masks
+    return lambda theta: step_time(shape, machine, plan, scaled(engine, factors(knobs, theta, where))).total
+
+
 def factors(knobs: Sequence[Knob], theta: Array, masks: Array) -> dict[str, Array]:
     """Factor per engine constant and row. ``theta``: ``[..., knob]``, ``masks``: ``[knob, row]``."""
     logs: dict[str, Array] = {}
@@ -100,8 +107,7 @@ def fit(
     ``weights``: ``[fold, row]``, and then the result is ``[fold, knob]``; ``masks``: ``[knob, row]``, 1 where a knob is
     for a row, else 0.
     """
-    masks = np.ones((len(knobs), len(rows))) if masks is None else masks
-    shape, machine, plan, engine = columns(rows)
+    times = times_of(rows, knobs, masks)
     target = np.log(np.array([row.seconds for row in rows], dtype=float))
     # Rows of one shape err together: they count as the square root of their number.
     count = Counter(row.form for row in rows)
@@ -114,8 +120,7 @@ def fit(
     theta = np.zeros((len(weight), len(knobs)))
 
     def residual(theta: Array) -> Array:
-        time = step_time(shape, machine, plan, scaled(engine, factors(knobs, theta, masks))).total
-        return (np.log(time) - target) / NOISE
+        return (np.log(times(theta)) - target) / NOISE
 
     def loss(r: Array, theta: Array) -> Array:
         size = np.abs(r)
@@ -150,10 +155,7 @@ def predict(
     rows: Sequence[Measurement], theta: Array, knobs: Sequence[Knob] = KNOBS, masks: Array | None = None
 ) -> Array:
     """Seconds of each row by the roofline with fitted constants."""
-    masks = np.ones((len(knobs), len(rows))) if masks is None else masks
-    shape, machine, plan, engine = columns(rows)
-    total = step_time(shape, machine, plan, scaled(engine, factors(knobs, theta, masks))).total
-    return np.asarray(total, dtype=float)
+    return times_of(rows, knobs, masks)(theta)
 
 
 def constants(rows: Sequence[Measurement]) -> dict[str, float]:

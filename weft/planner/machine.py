@@ -4,14 +4,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from weft.errors import UsageError, WeftError, nearest
 from weft.model_shape import Num
-from weft.planner.presets import read_presets
 from weft.recipe import Section
 from weft.toml import read_toml
-from weft.validation import explain
+from weft.validation import validated
 
 #: Share of the 4-bit peak that a large product reaches.
 LEAST = 0.47
@@ -58,7 +57,7 @@ class Device(Hardware):
     low: float = 0.76
 
 
-_KNOWN = read_presets("devices")
+_KNOWN = read_toml(Path(__file__).with_name("devices.toml"))
 DEVICES = {name: Device(name, **fields) for name, fields in _KNOWN["devices"].items()}
 #: Clusters by name, for ``--cluster``; the count comes from ``--gpus``.
 CLUSTERS: dict[str, dict[str, Any]] = _KNOWN["clusters"]
@@ -88,9 +87,8 @@ class Cluster(Section):
     microseconds, peaks in TFLOP/s. ``domain``: devices that the fast links join (``per_node`` if left out).
     ``link_latency``: to start a collective or a message among them, however many take part.
     ``site``: devices of one site, with ``between`` GB/s per device among the sites. ``slowest_network``: the
-    slowest NIC, if they differ: a collective is as fast as its slowest member. ``host``, ``host_memory`` and
-    ``host_bandwidth``, ``disk_read``, ``disk_write`` (GB/s) and ``disk_bytes`` (GB): each device's share of its host
-    and that one's disk, for what rests there; no ``host_memory`` or ``disk_bytes``, 0, rules that out.
+    slowest NIC, if they differ: a collective is as fast as its slowest member. Of each device's share of its host and
+    disk see :class:`Hardware`.
     """
 
     device: str
@@ -152,15 +150,10 @@ def load_cluster(name: str, count: int | None = None) -> Cluster:
         tree = read_toml(Path(name))
     if count is not None:
         tree["count"] = count
-    try:
-        return Cluster.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "missing":
-            field = first["loc"][0]
-            hint = "e.g. count = 64" if field == "count" else f"one of: {', '.join(DEVICES)}"
-            raise UsageError(f"{name}: {field} is missing; {hint} (or use a preset: {', '.join(CLUSTERS)})") from None
-        raise UsageError(f"{name}: {explain(error, Cluster)}") from None
+    for field, hint in {"device": f"one of: {', '.join(DEVICES)}", "count": "e.g. count = 64"}.items():
+        if field not in tree:
+            raise UsageError(f"{name}: {field} is missing; {hint} (or use a preset: {', '.join(CLUSTERS)})")
+    return validated(Cluster, tree, name)
 
 
 @dataclass(frozen=True)

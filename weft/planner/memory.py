@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from weft.model_shape import Num, Shape
-from weft.planner.cost import FILE, Plan, Recompute, by_schedule, by_work, copies, expert_cut, most_layers
+from weft.planner.cost import FILE, Plan, Recompute, by_schedule, copies, expert_cut, stage_layers
 from weft.planner.engine import EngineConstants
 
 #: Bytes of both moments of a parameter, in float32, among what the optimizer keeps (``EngineConstants.master``).
@@ -142,10 +142,7 @@ def rank_memory(
 
 def peak_memory(shape: Shape, plan: Plan, engine: EngineConstants) -> RankMemory:
     """Memory of the fullest pipeline rank: the first two and the last are compared."""
-    most = most_layers(shape, plan.pp)
-    ends = np.where(most == shape.layers / plan.pp, most, most - 1)
-    first, final = by_work(shape, plan)
-    level = (engine.level > 0) & (plan.pp > 1)
+    first, most, last, _ = stage_layers(shape, plan, engine)
     kept = held_bytes(shape, plan, engine)
     logits = logit_bytes(shape, plan, engine)
 
@@ -154,11 +151,10 @@ def peak_memory(shape: Shape, plan: Plan, engine: EngineConstants) -> RankMemory
         return rank_memory(shape, plan, engine, copies(plan) * layers, copies(plan) * tables, held, out * logits)
 
     alone = plan.pp == 1
-    both = 2 - shape.tied
     candidates = [
-        at(0, np.where(level, first, ends), np.where(alone, both, 1.0), np.where(alone, 1.0, 0.0)),
+        at(0, first, np.where(alone, 2 - shape.tied, 1.0), np.where(alone, 1.0, 0.0)),
         at(np.minimum(1, plan.pp - 1), np.where(plan.pp > 2, most, 0), 0.0, 0.0),
-        at(plan.pp - 1, np.where(alone, 0, np.where(level, final, ends)), 1.0, 1.0),
+        at(plan.pp - 1, np.where(alone, 0, last), 1.0, 1.0),
     ]
 
     def column(name: str) -> list[Num]:

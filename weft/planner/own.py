@@ -1,13 +1,11 @@
-"""Measurements of your own runs: a row each, and the constants refitted to them within bounds.
+"""The model refitted, within its bounds, to the rows that runs of one's own have left (:mod:`weft.observe.measured`).
 
-A row has the header of every measured file (``bench/planner/evaluate.py`` reads it too), and the fit is the one that is
-made to published runs, drawn towards the presets: few runs move little.
+The fit is the one that is made to published runs, drawn towards the presets: few runs move little.
 """
 
 import csv
 import json
 import re
-import statistics
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,75 +15,19 @@ import numpy as np
 
 from weft.errors import UsageError, WeftError
 from weft.model_shape import Shape
-from weft.observe.metrics import read_metrics
 from weft.planner.cost import AWAY, CONTEXT, RECOMPUTE, SCHEDULES, Plan
 from weft.planner.engine import ENGINES, EngineConstants, scaled
 from weft.planner.fit import KNOBS, Measurement, constants, fit, predict
 from weft.planner.machine import find_device, machine_of
 from weft.recipe import PLACES
 
-#: The file of rows, beside the run folders.
-FILE = "measured.csv"
-#: The first steps of a run are slower, and fewer than these say little.
-WARM, LEAST = 3, 5
+#: What plans and shapes call the columns that they take as they are.
+PLAN = {"tp": "tp", "cp": "cp", "pp": "pp", "vpp": "virtual", "micro_batch": "micro_batch", "global_batch": "batch",
+        "seq_len": "seq"}  # fmt: skip
+SHAPE = {"layers": "layers", "hidden": "embed", "heads": "heads", "kv_heads": "kv_heads", "ffn": "ffn",
+         "vocab": "vocab", "tied_embeddings": "tied"}  # fmt: skip
 #: Rows that are looked at, the newest.
 NEWEST = 200
-
-
-def row_of(run: Path) -> dict[str, Any] | None:
-    """What the run in this folder measured, by column; None if it was too short or had what the model does not know."""
-    records = read_metrics(run)
-    if not records.get("run"):
-        return None
-    about = records["run"][-1]
-    since = [r for r in records.get("train", []) if r["step"] > about["step"]]
-    steps = [r for r in since if r.get("step_s")][WARM:]
-    recipe = about["recipe"]
-    model, layout, train = recipe["model"], recipe["layout"], recipe["train"]
-    memory = recipe["memory"] | {"moments": recipe["memory"]["moments"] or recipe["memory"]["weights"]}
-    partly = model.get("adapter") or train.get("freeze") or recipe["optimizer"].get("estimate") == "zeroth-order"
-    partly = partly or model.get("experts") or model.get("kv_rank")  # no columns for what they are
-    if len(steps) < LEAST or model["mixer"] != "softmax" or layout["balance"] or layout["skip"] or partly:
-        return None
-    count, _, device = about["device"].partition(" x ")
-    sharding = "none"
-    if layout["shard"] > 1:
-        sharding = f"{'FSDP' if layout['zero'] == 3 else 'ZeRO-1'} shard={layout['shard']}"
-    share = max(1, train["batch"] // (layout["dp"] * layout["shard"]))  # without micro_batch: all rows at once
-    seconds = statistics.median(r["step_s"] for r in steps)
-    return {
-        "id": f"{run.name} {about['started']}", "source": "runs of this machine", "model": recipe["name"],
-        "arch": "dense", "params_b": about["parameters"] / 1e9, "layers": model["layers"], "hidden": model["embed"],
-        "heads": model["heads"], "kv_heads": model["kv_heads"], "ffn": model["ffn"], "gated_mlp": 1,
-        "vocab": model["vocab"], "tied_embeddings": int(model["tied"]), "seq_len": recipe["data"]["seq_len"],
-        "hardware": device, "n_gpus": count, "gpus_per_node": about.get("per_node") or count, "tp": layout["tp"],
-        "pp": layout["pp"], "vpp": layout["virtual"] or 1, "dp": layout["dp"] * layout["shard"], "cp": layout["cp"],
-        "dp_sharding": sharding, "micro_batch": train["micro_batch"] or share,
-        "global_batch": train["batch"],
-        "recompute": train["recompute"], "precision": {"bfloat16": "bf16"}.get(train["dtype"], "fp32"),
-        "attention": "flash", "framework": "weft", "iter_time_s": round(seconds, 6),
-        "peak_mem": round(max(r["memory_gib"] for r in steps), 4), "peak_mem_unit": "GiB", "status": "ok",
-        "notes": " ".join([f"schedule={layout['schedule']} context={layout['context']}",
-                           *(f"{kind}={memory[kind]}" for kind in AWAY)]),
-    }  # fmt: skip
-
-
-def append(run: Path) -> Path | None:
-    """Add the row of this run to the file beside it; None where there is nothing to add."""
-    row = row_of(run)
-    if row is None:
-        return None
-    path = run.parent / FILE
-    try:
-        new = not path.exists()
-        with path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(row))
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
-    except OSError:  # a run is not to fail for this
-        return None
-    return path
 
 
 def read_own(path: Path) -> list[Measurement]:
@@ -99,33 +41,29 @@ def read_own(path: Path) -> list[Measurement]:
 
 
 def _row(cells: dict[str, str]) -> Measurement:
-    """One line as :func:`row_of` wrote it."""
+    """One line as :func:`weft.observe.measured.row_of` wrote it."""
     if cells["framework"] != "weft":
         raise ValueError("a row of another program")
-    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings", "seq_len", "n_gpus", "tp",
-             "gpus_per_node", "pp", "vpp", "dp", "cp", "micro_batch", "global_batch", "iter_time_s",
-             "peak_mem")  # fmt: skip
-    n = {name: float(cells[name]) for name in names}
     notes = dict(re.findall(r"(\w+)=([\w-]+)", cells["notes"]))
     if notes.get("offload", "none") != "none":
         raise ValueError("a row of before [memory]")
     sharding = cells["dp_sharding"]
     shard = float(sharding.partition("shard=")[2] or 1)
     plan = Plan(
-        dp=n["dp"] / shard, shard=shard, zero=3 if "FSDP" in sharding else int(sharding != "none"), tp=n["tp"],
-        cp=n["cp"], context=CONTEXT.index(notes["context"]) if notes["context"] in CONTEXT else 0, pp=n["pp"],
-        virtual=n["vpp"], schedule=SCHEDULES.index(notes["schedule"]), micro_batch=n["micro_batch"],
-        batch=n["global_batch"], seq=n["seq_len"], recompute=RECOMPUTE.index(cells["recompute"]),
-        bits=16 if cells["precision"] == "bf16" else 32, 
+        **{field: float(cells[column]) for column, field in PLAN.items()},
         **{kind: PLACES.index(notes.get(kind, "device")) for kind in AWAY},
+        dp=float(cells["dp"]) / shard, shard=shard, zero=3 if "FSDP" in sharding else int(sharding != "none"),
+        context=CONTEXT.index(notes["context"]) if notes["context"] in CONTEXT else 0,
+        schedule=SCHEDULES.index(notes["schedule"]), recompute=RECOMPUTE.index(cells["recompute"]),
+        bits=16 if cells["precision"] == "bf16" else 32,
     )  # fmt: skip
-    shape = Shape(n["layers"], n["hidden"], n["heads"], n["kv_heads"], n["hidden"] / n["heads"], n["ffn"], n["vocab"],
-                  tied=n["tied_embeddings"])  # fmt: skip
-    device = find_device(cells["hardware"])
-    rack = n["gpus_per_node"] < device.domain and device.domain > 8
-    machine = machine_of(device, int(plan.bits), domain=device.domain if rack else int(n["gpus_per_node"]))
+    sizes = {field: float(cells[column]) for column, field in SHAPE.items()}
+    shape = Shape(**sizes, head_dim=sizes["embed"] / sizes["heads"])
+    device, node = find_device(cells["hardware"]), int(cells["gpus_per_node"])
+    rack = node < device.domain and device.domain > 8
+    machine = machine_of(device, int(plan.bits), domain=device.domain if rack else node)
     return Measurement(cells["id"], cells["source"], "weft", "weft", device.name, int(plan.bits), shape, machine, plan,
-               ENGINES["weft"], n["iter_time_s"], n["peak_mem"])  # fmt: skip
+               ENGINES["weft"], float(cells["iter_time_s"]), float(cells["peak_mem"]))  # fmt: skip
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from weft.planner.memory import RankMemory
 from weft.planner.search import USABLE, SearchResult, describe
 from weft.schedule.draw import legend, svg
 from weft.schedule.exchange import Beside
-from weft.schedule.simulate import Simulation
 
 #: Boxes in the drawn timeline; longer ones are cut, for the eye as much as for the file.
 BOXES = 8000
@@ -125,7 +124,7 @@ def stages(first: Final, limit: float) -> Iterator[dict[str, Any]]:
     """A bar per pipeline rank, on the scale of the device's memory; alike neighbours share one."""
     ranks, run = list(first.ranks), first.simulation
     scale = max(limit, max(gib(m.total) for m in ranks))
-    for (held, _), alike in groupby(range(len(ranks)), lambda r: (label(first, run, r), len(ranks) <= 24 and r)):
+    for (held, _), alike in groupby(range(len(ranks)), lambda r: (label(first, r), len(ranks) <= 24 and r)):
         r, *others = alike
         span = f"ranks {r} to {others[-1]}" if others else f"rank {r}"
         yield {
@@ -135,11 +134,8 @@ def stages(first: Final, limit: float) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def label(first: Final, run: Simulation | None, rank: int) -> str:
-    if run is None:
-        return f"{float(first.shape.layers):.0f} layers"
-    held = [first.stages[s] for s in run.table.held(rank)]
-    parts = [f"{sum(len(s.layers) for s in held)} layers"]
+def label(first: Final, rank: int) -> str:
+    held, parts = first.held(rank), [f"{first.layers(rank)} layers"]
     parts += ["embedding"] * any(s.embedding for s in held) + ["head"] * any(s.head for s in held)
     return " + ".join(parts)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from weft.errors import UsageError, nearest
 from weft.model_shape import Shape
-from weft.planner.candidates import ADDED, CHOSEN, FIRST, SET, Refused, Rules, variants
+from weft.planner.candidates import ADDED, CHOSEN, FIRST, SET, Refused, Rules, join, take, variants
 from weft.planner.cost import AWAY, CONTEXT, FILE, HOST, RECOMPUTE, SCHEDULES, Cost, Plan, step_time
 from weft.planner.engine import EngineConstants
 from weft.planner.machine import Cluster, Machine
@@ -88,26 +88,19 @@ class SearchResult:
 
     def rejected(self, count: int) -> list["Rejected"]:
         """The fastest layouts that do not fit: what they lack and the nearest layout that has it."""
-        limit = float(self.machine.memory) * USABLE
         total = np.asarray(self.cost.total)
-        over = np.flatnonzero(np.asarray(self.memory.total) > limit)
-        if len(self.order):
-            over = over[total[over] < total[self.order[0]]]
+        large = np.asarray(self.memory.total) > float(self.machine.memory) * USABLE
+        over = np.flatnonzero(large & (total < total[self.order[0]]))
         return [self._rejected(int(i)) for i in over[np.argsort(total[over])][:count]]
 
     def _rejected(self, i: int) -> "Rejected":
-        split = at(self.memory, i)
-        largest = max((f.name for f in fields(split)), key=lambda name: float(getattr(split, name)))
-        limit = float(self.machine.memory) * USABLE / 2**30
-        rejected = Rejected(self.plan(i), self.gib(i), limit, largest, float(getattr(split, largest)) / 2**30)
-        if not len(self.order):
-            return rejected
-        columns = {name: np.broadcast_to(getattr(self.plans, name), self.count) for name in SET}
+        held, size = max(vars(at(self.memory, i)).items(), key=lambda part: part[1])
+        columns = {name: getattr(self.plans, name) for name in SET}
         changes = np.sum([column[self.order] != column[i] for column in columns.values()], axis=0)
         best = int(self.order[np.lexsort((np.asarray(self.cost.total)[self.order], changes))[0]])
         new = [f"{name}={text_of(name, column[best])}" for name, column in columns.items() if column[best] != column[i]]
-        slower = self.seconds(best) / self.seconds(i) - 1
-        return replace(rejected, fix=", ".join(new), fixed_gib=self.gib(best), slower=slower)
+        slower, limit = self.seconds(best) / self.seconds(i) - 1, float(self.machine.memory) * USABLE / 2**30
+        return Rejected(self.plan(i), self.gib(i), limit, held, size / 2**30, ", ".join(new), self.gib(best), slower)
 
 
 @dataclass(frozen=True)
@@ -120,9 +113,9 @@ class Rejected:
     limit: float
     largest: str
     held: float
-    fix: str = ""
-    fixed_gib: float = 0.0
-    slower: float = 0.0
+    fix: str
+    fixed_gib: float
+    slower: float
 
     def __str__(self) -> str:
         text = f"{describe(self.plan)}: the fullest rank needs {self.gib:.0f} of {self.limit:.0f} GiB: "
@@ -170,46 +163,39 @@ def search(
 ) -> SearchResult:
     """Score every layout. Raises :class:`UsageError` saying which demand rules out everything and what is nearest."""
     machine = cluster.machine(bits)
-    total = {"batch": batch, "seq": seq, "bits": bits}
     rules = Rules(shape, machine, cluster.count, batch, seq)
-    table = np.array(list(rules.candidates()), dtype=float).T
-    if not table.size:
-        raise UsageError(f"no layout of {cluster.count} devices is possible: " + "; ".join(
-            f"{r.rule} ({r.example}; nearest: {r.fix})" for r in rules.refused()))  # fmt: skip
     added = [pin for pin in pins if pin.field in ADDED]
     wanted = {pin.field: pin.value for pin in added if pin.sign == "="}
     asked = {wanted.get(kind, 0) for kind in AWAY} - {0}
     if FILE in asked and not machine.disk_bytes:  # who asks for files has a disk; nobody has told how large
         machine = replace(machine, disk_bytes=np.inf)
-    table = _pinned(table, [pin for pin in pins if pin.field in FIRST], FIRST)
-    table = np.vstack([table, np.zeros((len(ADDED), table.shape[1]))])
-    plans, cost, memory = _scored(shape, machine, engine, table, total)
+    plans = _pinned(rules.candidates(bits), [pin for pin in pins if pin.field in FIRST])
+    plans, cost, memory = _scored(shape, machine, engine, plans)
     limit = machine.memory * USABLE
     fits, seconds = np.asarray(memory.total) <= limit, np.asarray(cost.total)
     best = seconds[fits].min() if fits.any() else np.inf
     cheap = {"secondary": seconds - cost.dp <= WORTH["secondary"] * best, "away": seconds <= WORTH["weights"] * best}
     near, far = [HOST] * bool(machine.host_memory), [FILE] * bool(machine.disk_bytes)
-    more, enough = np.zeros((len(CHOSEN), 0)), False
+    more, enough = take(plans, []), False
     for places in (near, near + far):  # a disk is for what nothing else has room for
         if places is near or FILE in asked or not (fits.any() or enough):
             more = variants(plans, machine, fits, cheap, wanted, places)
-            more, enough = _leanest(shape, machine, engine, more, total) if more.shape[1] else (more, False)
-    if more.shape[1]:
-        taken = _scored(shape, machine, engine, more, total)[1].total
-        worth = np.ones(more.shape[1], dtype=bool)
+            more, enough = _leanest(shape, machine, engine, more)
+    if len(more.tp):
+        taken = _scored(shape, machine, engine, more)[1].total
+        worth = np.ones(len(more.tp), dtype=bool)
         for name in ADDED:
             if name not in wanted and not (name in AWAY and asked):
-                worth &= (more[CHOSEN.index(name)] == 0) | (taken <= WORTH[name] * best)
-        table = np.hstack([table, more[:, worth]])
-    if more.shape[1] or added:
-        plans, cost, memory = _scored(shape, machine, engine, _pinned(table, added, CHOSEN), total)
+                worth &= (getattr(more, name) == 0) | (taken <= WORTH[name] * best)
+        plans = join([plans, take(more, worth)])
+    if len(more.tp) or added:
+        plans, cost, memory = _scored(shape, machine, engine, _pinned(plans, added))
     fit = np.flatnonzero(np.asarray(memory.total) <= limit)
-    seconds = np.asarray(cost.total)
-    order = fit[np.argsort(seconds[fit], kind="stable")]
+    order = fit[np.argsort(np.asarray(cost.total)[fit], kind="stable")]
     found = SearchResult(shape, machine, engine, plans, cost, memory, order, rules.refused())
     if not len(fit):
         least = int(np.asarray(memory.total).argmin())
-        held = ", ".join(f"{f.name} {float(getattr(at(memory, least), f.name)) / 2**30:.0f}" for f in fields(memory))
+        held = ", ".join(f"{name} {float(size) / 2**30:.0f}" for name, size in vars(at(memory, least)).items())
         raise UsageError(
             f"memory rules out all {found.count} layouts: the leanest ({describe(found.plan(least))}) needs "
             f"{found.gib(least):.0f} of {machine.memory * USABLE / 2**30:.0f} GiB per rank ({held}); take more "
@@ -218,23 +204,20 @@ def search(
     return found
 
 
-def _pinned(table: NDArray[np.float64], pins: Sequence[Pin], names: Sequence[str]) -> NDArray[np.float64]:
-    """The plans (columns) of ``table`` that meet every pin."""
+def _pinned(plans: Plan, pins: Sequence[Pin]) -> Plan:
+    """Those that meet every pin."""
     for pin in pins:
-        column = table[names.index(pin.field)]
+        column = getattr(plans, pin.field)
         kept = pin.holds(column)
         if not kept.any():
             values = sorted({text_of(pin.field, v) for v in column}, key=lambda t: (len(t), t))
             raise UsageError(f"pin {pin} rules out every layout that is left; {pin.field} can be {', '.join(values)}")
-        table = table[:, kept]
-    return table
+        plans = take(plans, kept)
+    return plans
 
 
-def _scored(
-    shape: Shape, machine: Machine, engine: EngineConstants, table: NDArray[np.float64], total: dict[str, int]
-) -> tuple[Plan, Cost, RankMemory]:
-    """The plans in the columns of ``table`` (rows: :data:`CHOSEN`), their time and memory."""
-    plans = Plan(**dict(zip(CHOSEN, table, strict=True)), **total)
+def _scored(shape: Shape, machine: Machine, engine: EngineConstants, plans: Plan) -> tuple[Plan, Cost, RankMemory]:
+    """``plans``, with what crosses between sites (``outer``), their time and their memory."""
     turning = (plans.pp > 1) & (plans.dp > 1)
     if turning.any() and machine.site < np.max(plans.world):  # which of the two crosses between the sites
         turned = replace(plans, outer=1.0 * turning)
@@ -243,13 +226,10 @@ def _scored(
     return plans, planned_time(shape, machine, plans, engine), peak_memory(shape, plans, engine)
 
 
-def _leanest(
-    shape: Shape, machine: Machine, engine: EngineConstants, table: NDArray[np.float64], total: dict[str, int]
-) -> tuple[NDArray[np.float64], bool]:
+def _leanest(shape: Shape, machine: Machine, engine: EngineConstants, plans: Plan) -> tuple[Plan, bool]:
     """The plans that fit into the memory of device and host and on the disk; the leanest, if none does; and whether."""
-    plans = Plan(**dict(zip(CHOSEN, table, strict=True)), **total)
     held = np.asarray(peak_memory(shape, plans, engine).total)
     host, file = room_away(shape, plans, engine)
     room = np.asarray((host <= machine.host_memory * USABLE) & (file <= machine.disk_bytes * USABLE))
     fits = room & (held <= machine.memory * USABLE)
-    return table[:, fits if fits.any() else np.flatnonzero(room)[held[room].argsort()[:1]]], bool(fits.any())
+    return take(plans, fits if fits.any() else np.flatnonzero(room)[held[room].argsort()[:1]]), bool(fits.any())

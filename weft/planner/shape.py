@@ -11,7 +11,6 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.model_config import read_json
 from weft.model_config import shape_from_config as section_from_config
 from weft.model_shape import Shape, shape_from_config, shape_of
-from weft.planner.presets import members, read_presets
 from weft.recipe import ModelShape, Recipe, build_recipe
 from weft.toml import read_toml
 from weft.validation import validated
@@ -33,12 +32,18 @@ class Model:
     vocab: int = 0
 
 
-_KNOWN = read_presets("models")
+def _members(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The members of all ``families`` by name, each with what its family says of ``all``."""
+    found = {name: family["all"] | fields for family in families.values() for name, fields in family.items()}
+    return {name: fields for name, fields in found.items() if name != "all"}
+
+
+_KNOWN = {kind: _members(families) for kind, families in read_toml(Path(__file__).with_name("models.toml")).items()}
 #: Models that Weft trains.
-SECTIONS = {name: ModelShape(**fields) for name, fields in members(_KNOWN["trained"]).items()}
+SECTIONS = {name: ModelShape(**fields) for name, fields in _KNOWN["trained"].items()}
 #: Shapes by name: those, and models that it can plan for only.
 SHAPES = {name: shape_of(section) for name, section in SECTIONS.items()} | {
-    name: Shape(**fields) for name, fields in members(_KNOWN["planned"]).items()
+    name: Shape(**fields) for name, fields in _KNOWN["planned"].items()
 }
 #: What a recipe reads if nothing says better: text that every machine has.
 DATA: dict[str, Any] = {"sources": [{"kind": "stdlib"}], "tokenizer": "bytes"}

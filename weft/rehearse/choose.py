@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from weft.errors import UsageError
-from weft.layout.layout import AXES, Layout
+from weft.layout.layout import Layout
 from weft.layout.placement import rank_table
 from weft.memory.heap import keep_heap
 from weft.model_shape import Shape, shape_of
@@ -27,7 +27,7 @@ from weft.planner.memory import RankMemory
 from weft.planner.search import Pin, SearchResult, search
 from weft.planner.shape import vocab_of
 from weft.recipe import Recipe
-from weft.rehearse.clock import Prediction, predict
+from weft.rehearse.clock import Prediction, axes_along, predict
 from weft.rehearse.curves import ProbedMachine
 from weft.rehearse.journal import Event
 from weft.rehearse.links import WorkerLinks
@@ -43,10 +43,9 @@ KIND = ("tp", "pp", "cp", "dp", "shard", "zero", "context", "schedule", "virtual
 
 def shortlist(found: SearchResult, most: int) -> list[int]:
     """Candidates to rehearse: the best of every way to cut the model first, then the best kinds of all."""
-    columns = {name: np.broadcast_to(getattr(found.plans, name), found.count) for name in KIND}
     kinds: dict[tuple[float, ...], int] = {}
     for i in found.order:
-        kinds.setdefault(tuple(float(columns[name][i]) for name in KIND), int(i))
+        kinds.setdefault(tuple(float(getattr(found.plans, name)[i]) for name in KIND), int(i))
     ways: dict[tuple[float, ...], int] = {}
     for kind, i in kinds.items():
         ways.setdefault(kind[:3], i)
@@ -83,29 +82,21 @@ def place_ranks(layout: Layout, rehearsed: Sequence[Rehearsal], links: WorkerLin
 
 def traffic_of(events: Sequence[Event], rank: int, layout: Layout) -> dict[str, Traffic]:
     """What ``rank`` sends along every axis in a rehearsed step. Small sums over the world are left out."""
-    places = rank_table(layout)
-    at = np.argwhere(places == rank)[0]
-    lines = {}  # the ranks along an axis through this one
-    for i, axis in enumerate(AXES):
-        index = tuple(slice(None) if i == j else int(k) for j, k in enumerate(at))
-        lines[axis] = frozenset(map(int, places[index]))
-    found: dict[str, list[float]] = {}
+    found: dict[str, Traffic] = {}
     for e in events:
         if e.kind == "send":
-            axis = next((a for a in lines if layout.size(a) > 1 and e.ranks[0] in lines[a]), "")
-            sent, times = float(e.bytes), 1
-        elif e.kind == "collective":
-            axis = next((a for a in lines if layout.size(a) > 1 and set(e.ranks) == lines[a]), "")
-            n = max(1, len(e.ranks))
-            rounds = 2 if e.name == "reduce" else 1
-            sent, times = rounds * (n - 1) / n * e.bytes, rounds * (n - 1)
+            axis, *others = axes_along(layout, (rank, e.ranks[0]))
+            sent, times, whole = float(e.bytes), 1, True
+        elif e.kind == "collective" and len(e.ranks) > 1:
+            axis, *others = axes_along(layout, e.ranks)
+            n, rounds = len(e.ranks), 2 if e.name == "reduce" else 1
+            sent, times, whole = rounds * (n - 1) / n * e.bytes, rounds * (n - 1), n == layout.size(axis)
         else:
             continue
-        if axis:
-            total = found.setdefault(axis, [0.0, 0.0])
-            total[0] += sent
-            total[1] += times
-    return {axis: Traffic(*total) for axis, total in found.items()}
+        if whole and not others:
+            known = found.get(axis, Traffic(0.0, 0.0))
+            found[axis] = Traffic(known.bytes + sent, known.messages + times)
+    return found
 
 
 def held(layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction) -> Iterator[RankMemory]:

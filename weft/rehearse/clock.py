@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from weft.rehearse.step import Rehearsal
 class Do:
     """A piece of a rank's program: ``cpu`` seconds of work, after ``key`` has happened, before ``wait`` seconds.
 
-    ``kind``: ``work``, ``meet`` (with ``members``), ``post`` or ``take`` a message.
+    ``kind``: ``work``, ``meet`` (with ``members``), ``post`` or ``take`` a message. ``cause``: what it is for, a field
+    of :class:`weft.planner.cost.Cost`.
     """
 
     kind: str
@@ -32,6 +34,7 @@ class Do:
     wait: float = 0.0
     key: tuple[Any, ...] = ()
     members: tuple[int, ...] = ()
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,56 +77,33 @@ class Far:
         return 0.0 if speed[0, 0] >= self.links.shared else float(size / speed[0, 0] + delay[0, 0])
 
 
-def costs(
-    rank: int, events: Sequence[Event], setting: Setting, far: Far | None
-) -> Iterator[tuple[Event, float, float]]:
-    """``(event, cpu seconds, seconds besides)`` of everything that ``rank`` does."""
-    for e in events:
-        work, wait = e.seconds, 0.0
-        if e.kind == "collective":
-            work, wait = setting.collective(e)
-            wait = max(wait, far.collective(e) - work) if far else wait
-        elif e.kind in ("send", "recv"):
-            work, wait = setting.message(e.bytes)
-            ends = (rank, e.ranks[0]) if e.kind == "send" else (e.ranks[0], rank)
-            wait = max(wait, far.message(*ends, e.bytes)) if far else wait
-        yield e, work, wait
-
-
-def program(rank: int, events: Sequence[Event], setting: Setting, far: Far | None = None) -> list[Do]:
+def program(rank: int, events: Sequence[Event], setting: Setting, far: Far | None, layout: Layout) -> list[Do]:
     """What ``rank`` does in a step, with its costs."""
     found: list[Do] = []
-    cpu = 0.0
     met: dict[tuple[int, ...], int] = defaultdict(int)
     sent: dict[tuple[int, ...], int] = defaultdict(int)
     asked: dict[int, Do] = {}
-
-    def flush() -> None:
-        nonlocal cpu
-        if cpu:
-            found.append(Do("work", cpu))
-            cpu = 0.0
-
-    for e, work, wait in costs(rank, events, setting, far):
+    for e in events:
         if e.kind == "work":
-            cpu += work
+            found.append(Do("work", e.seconds, cause=e.name))
         elif e.kind == "collective":
-            flush()
+            work, wait = setting.collective(e)
+            wait = max(wait, far.collective(e) - work) if far else wait
             met[e.ranks] += 1
-            found.append(Do("meet", work, wait, (e.ranks, met[e.ranks]), e.ranks))
+            found.append(Do("meet", work, wait, (e.ranks, met[e.ranks]), e.ranks, axis_of(layout, e.ranks)))
         elif e.kind in ("send", "recv"):
             peer, tag = e.ranks
-            ends = (rank, peer, tag) if e.kind == "send" else (peer, rank, tag)
-            sent[ends] += 1
+            ends = (rank, peer) if e.kind == "send" else (peer, rank)
+            work, wait = setting.message(e.bytes)
+            wait = max(wait, far.message(*ends, e.bytes)) if far else wait
+            sent[*ends, tag] += 1
+            key, cause = (*ends, tag, sent[*ends, tag]), axis_of(layout, ends)
             if e.kind == "send":
-                flush()
-                found.append(Do("post", work, wait, (*ends, sent[ends])))
+                found.append(Do("post", work, wait, key, cause=cause))
             else:
-                asked[e.number] = Do("take", work, 0.0, (*ends, sent[ends]))
+                asked[e.number] = Do("take", work, 0.0, key, cause=cause)
         elif e.kind == "wait" and e.name == "recv" and e.number in asked:
-            flush()
             found.append(asked.pop(e.number))
-    flush()
     return found
 
 
@@ -202,42 +182,29 @@ def predict(
     world = len(rehearsed)
     setting, uneven = local.setting(world), local.uneven(world)
     far = Far.of(uneven, [seen.events for seen in rehearsed], workers or range(world)) if uneven else None
-    programs = [program(r, seen.events, setting, far) for r, seen in enumerate(rehearsed)]
+    programs = [program(r, seen.events, setting, far, layout) for r, seen in enumerate(rehearsed)]
     seconds = run(programs, local.cores, setting.threads)
     busy = tuple(sum(do.cpu for do in p) for p in programs)
     memory = tuple(setting.resident(layout, seen.peak) for seen in rehearsed)
     parts: dict[str, float] = defaultdict(float)
     side_by_side = max(1.0, min(world, local.cores / setting.threads))
-    for rank, seen in enumerate(rehearsed):
-        for cause, cpu, wait in time_by_cause(rank, seen.events, setting, far, layout):
-            parts[cause] += cpu / side_by_side + wait / world
+    for do in chain.from_iterable(programs):
+        parts[do.cause] += do.cpu / side_by_side + do.wait / world
     known = sum(parts.values())
     if known > seconds:  # some waited while others worked
         parts = defaultdict(float, {cause: s * seconds / known for cause, s in parts.items()})
     return Prediction(seconds, memory, busy, parts | {"bubble": max(0.0, seconds - known)})
 
 
-def time_by_cause(
-    rank: int, events: Sequence[Event], setting: Setting, far: Far | None, layout: Layout
-) -> list[tuple[str, float, float]]:
-    """``(cause, cpu seconds, seconds besides)`` of everything that ``rank`` does."""
-    found = []
-    for e, work, wait in costs(rank, events, setting, far):
-        if e.kind == "work":
-            found.append((e.name, work, 0.0))
-        elif e.kind == "collective":
-            found.append((axis_of(layout, e.ranks), work, wait))
-        elif e.kind in ("send", "recv"):
-            cause = axis_of(layout, (rank, e.ranks[0]))
-            found.append((cause, work, wait if e.kind == "recv" else 0.0))
-    return found
+def axes_along(layout: Layout, ranks: Sequence[int]) -> set[str]:
+    """The axes of ``layout`` along which these ranks lie."""
+    places = np.unravel_index(np.array(ranks, dtype=int), [layout.size(axis) for axis in layout.axis_order])
+    return {axis for axis, row in zip(layout.axis_order, places, strict=True) if len(set(row.tolist())) > 1}
 
 
 def axis_of(layout: Layout, ranks: Sequence[int]) -> str:
     """The field of :class:`weft.planner.cost.Cost` for traffic among ``ranks``: by the axes along which they lie."""
-    sizes = [layout.size(axis) for axis in layout.axis_order]
-    places = np.array(np.unravel_index(np.array(ranks, dtype=int), sizes))
-    along = {axis for axis, row in zip(layout.axis_order, places, strict=True) if len(set(row.tolist())) > 1}
+    along = axes_along(layout, ranks)
     if along & {"dp", "shard"}:
         return "dp" if not along & {"tp", "pp"} else "other"
     return along.pop() if len(along) == 1 else "other"

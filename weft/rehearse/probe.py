@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -198,22 +199,14 @@ def setting(ranks: int, quick: bool) -> dict[str, Any]:
         "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }  # fmt: skip
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            context = mp.start_processes(_worker, (threads, quick, folder), ranks, join=False, start_method="spawn")
-            until = time.monotonic() + PATIENCE_S
-            while not context.join(timeout=1):
-                if time.monotonic() > until:
-                    raise WeftError(f"the probe's {ranks} processes did not end in {PATIENCE_S} s")
-            found: dict[str, Any] = json.loads((Path(folder) / "0").read_text())
-            return found
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    with mock.patch.dict(os.environ, given), tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(_worker, (threads, quick, folder), ranks, join=False, start_method="spawn")
+        until = time.monotonic() + PATIENCE_S
+        while not context.join(timeout=1):
+            if time.monotonic() > until:
+                raise WeftError(f"the probe's {ranks} processes did not end in {PATIENCE_S} s")
+        found: dict[str, Any] = json.loads((Path(folder) / "0").read_text())
+        return found
 
 
 def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:

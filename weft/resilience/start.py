@@ -16,10 +16,11 @@ from weft.checkpoint.model import export_model
 from weft.checkpoint.store import model_of, open_checkpoint
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
+from weft.observe.measured import FILE, append
 from weft.observe.report import write_report
 from weft.planner.choose import choose, local_cluster
 from weft.planner.engine import ENGINES
-from weft.planner.own import FILE, append, own_runs
+from weft.planner.own import own_runs
 from weft.recipe import RUNS, Recipe, build_recipe
 from weft.resilience import trace
 from weft.resilience.islands import live

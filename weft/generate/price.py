@@ -37,19 +37,6 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class PassSeconds:
-    """``weights``, ``products`` and ``attention``: seconds of each pass on link, device and host."""
-
-    weights: Num
-    products: Num
-    attention: Num
-
-    @property
-    def seconds(self) -> Num:
-        return np.maximum(np.maximum(self.weights, self.products), self.attention)
-
-
-@dataclass(frozen=True)
 class Throughput:
     """New tokens per second, at most (``bound``) and for this job; ``together``: sequences under way at most.
 
@@ -80,18 +67,19 @@ def together(shape: Shape, machine: Machine, job: Workload) -> Num:
     return np.minimum(len(job.prompts), np.floor(room(shape, machine) / held))
 
 
-def passes(shape: Shape, machine: Machine, read: Num, scored: Num, written: Num, attended: Num) -> PassSeconds:
-    """Passes in which so many tokens of prompts are ``read`` and new ones ``written``, which see ``attended`` tokens.
+def passes(shape: Shape, machine: Machine, read: Num, scored: Num, written: Num, attended: Num) -> dict[str, Num]:
+    """Seconds of link, device and host in passes in which so many tokens of prompts are ``read`` and new ones
+    ``written``, which see ``attended`` tokens.
 
     Prompts attend on the device; ``scored`` are the squares of their lengths, added up.
     """
     inside = 2 * shape.layers * shape.heads * shape.score_dim / machine.peak16
     flops = 2 * shape.active_parameters / (machine.peak * machine.clock)
-    return PassSeconds(
-        streamed_bytes(shape, machine) / machine.host,
-        (read + written) * flops + scored * inside,
-        attended * shape.cache_bytes / machine.host_bandwidth,
-    )
+    return {
+        "link": streamed_bytes(shape, machine) / machine.host,
+        "device": (read + written) * flops + scored * inside,
+        "host": attended * shape.cache_bytes / machine.host_bandwidth,
+    }
 
 
 def generating(shape: Shape, machine: Machine, job: Workload) -> Throughput:
@@ -116,9 +104,9 @@ def generating(shape: Shape, machine: Machine, job: Workload) -> Throughput:
     under_way = np.convolve(begins, stay)
     seen = np.convolve(read, stay) + np.convolve(begins, np.r_[0, later])
     read, scored = (np.pad(one, (0, len(later))) for one in (read, scored))
-    each = passes(shape, machine, read, scored, under_way, seen)
-    seconds = float(each.seconds.sum()) + float(each.weights / shape.layers)  # before the first layer computes
-    parts = {"link": each.weights, "device": each.products, "host": each.attention}
-    slowest = np.argmax(np.stack([np.broadcast_to(part, under_way.shape) for part in parts.values()]), 0)
-    limits = {name: float(each.seconds[slowest == i].sum()) / seconds for i, name in enumerate(parts)}
-    return Throughput(most / float(steady.seconds), count * job.new / seconds, most, seconds, limits)
+    parts = passes(shape, machine, read, scored, under_way, seen)
+    each = np.stack(np.broadcast_arrays(*parts.values()))
+    longest, slowest = each.max(0), each.argmax(0)
+    seconds = float(longest.sum()) + float(parts["link"] / shape.layers)  # before the first layer computes
+    limits = {name: float(longest[slowest == i].sum()) / seconds for i, name in enumerate(parts)}
+    return Throughput(most / float(max(steady.values())), count * job.new / seconds, most, seconds, limits)

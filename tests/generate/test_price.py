@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import Command
+from weft.generate.price import BUFFERED, PAGE, Workload, generating, room, streamed_bytes, together
 from weft.model_shape import Shape
-from weft.planner.generation import BUFFERED, PAGE, Workload, generating, room, streamed_bytes, together
 from weft.planner.machine import DEVICES, Machine, machine_of
 
 Key = tuple[str | int, ...]

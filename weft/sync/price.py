@@ -15,6 +15,7 @@ import numpy as np
 from weft.compressor_word import BLOCK
 from weft.errors import UsageError
 from weft.planner.engine import EngineConstants
+from weft.planner.explain import record, title
 from weft.planner.finalists import Final, finalists
 from weft.planner.machine import Cluster
 from weft.planner.search import Pin, search
@@ -56,8 +57,6 @@ class Islands:
 
     def lines(self, together: float) -> list[str]:
         """In words, beside a layout over all sites that takes ``together`` seconds per step."""
-        from weft.planner.explain import title
-
         found = [f"{self.count} sites as islands of {title(self.inside)}; one layout over all: {together:.3g} s/step"]
         for way in self.ways:
             words = f"every = {way.every}" + (f', compress = "{way.compress}"' if way.compress != "none" else "")
@@ -69,8 +68,6 @@ class Islands:
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
-        from weft.planner.explain import record
-
         ways = [asdict(way) | {"exposed": way.exposed} for way in self.ways]
         return {"count": self.count, "inside": record(self.inside), "agreements": ways}
 
