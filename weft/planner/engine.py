@@ -31,7 +31,8 @@ class EngineConstants:
     context, communication buffers and fragmentation (measured, one number per class); ``saved``: bytes kept per
     token and unit of width outside attention and feed-forward; ``vocab``: bytes per logit, of at most ``chunk`` tokens
     at a time; ``gathered``: of ``saved``, bytes that tensor parallelism does not cut (inputs of products, gathered);
-    ``inside``: tensors of the feed-forward's inner width that are saved beyond gate, up and their product;
+    ``inside``: tensors of the feed-forward's inner width that are saved beyond gate, up and their product; ``remade``:
+    of those of experts, how many backward makes again instead;
     ``stream``: bytes per token and unit of width of a block's input; ``products``: 1 if selective recomputation keeps
     every other product, 0 if it keeps attention alone; ``undone``: bytes per token and inner width of what backward is
     at; ``table``: bytes per entry of the output layer's gradient, from loss to backward; ``single``: 1 if gradients of
@@ -64,6 +65,7 @@ class EngineConstants:
     chunk: Num = 1e12
     gathered: Num = 0.0
     inside: Num = 0.0
+    remade: Num = 0.0
     stream: Num = 2.0
     products: Num = 1.0
     undone: Num = 0.0

@@ -55,7 +55,8 @@ def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num,
     wide = 1 + (plan.bits == 32)  # float32 takes twice the room
     norms = ((engine.saved - engine.gathered) / cut + engine.gathered) * shape.embed
     attention = 2 * (shape.qkv_width + shape.heads * shape.head_dim) / plan.tp
-    inner = 2 * (2 + shape.gated + engine.inside) * ffn / plan.tp
+    remade = engine.remade * rows * shape.expert_ffn
+    inner = 2 * ((2 + shape.gated + engine.inside) * ffn - remade) / plan.tp
     scores = np.where(engine.flash > 0, 0.0, 5 * shape.heads * plan.seq / plan.tp)
     whole = norms + attention + inner + routed
     # Selective: scores where there are any; under fused attention all but inputs and every other product.
