@@ -315,6 +315,7 @@ def campaign(seed: int) -> None:
     """Kills, stops, thaws and newcomers at random instants, often while the last is still being agreed on."""
     chance = random.Random(seed)
     crew = Crew(chance.randint(4, 7), rejoins=True)
+    begun = {"pids": [one.pid for one in crew], "epoch": 0}  # who was stopped too shortly to be missed is still in it
     try:
         alive, stopped = list(crew), list[Process]()
         for _ in range(chance.randint(3, 6)):
@@ -338,8 +339,8 @@ def campaign(seed: int) -> None:
             for one in alive:
                 while not one.said.empty():
                     one.wait("view", "left_out", "error", "member")
-            last = [one.views[-1] if one.views else {} for one in alive]
-            if all({*view.get("pids", ())} == {one.pid for one in alive} for view in last):
+            last = [one.views[-1] if one.views else begun for one in alive]
+            if all({*view["pids"]} == {one.pid for one in alive} for view in last):
                 break
             assert time.monotonic() < deadline, [(one.pid, view) for one, view in zip(alive, last, strict=True)]
             time.sleep(0.02)
