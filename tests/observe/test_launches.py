@@ -82,7 +82,7 @@ def test_long_operators_are_compute(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    ([], "give traces to read, or --checkpoint"), (["none.json"], "none.json is no trace"),
+    ([], "give traces to read, or --checkpoint"), (["none.json"], "cannot read the trace none.json: No such file"),
     (["empty.json"], "has no operator and no kernel"), (["list.json"], "is no trace"),
     (["--checkpoint", "x", "--batches", "1,a"], "--batches 1,a"),
 ])  # fmt: skip
