@@ -26,11 +26,12 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 train: install
 	$(BIN)/weft train recipes/quickstart.toml
 
-# Two processes, each with whole files of tests and a pool of ranks: one alone leaves a core idle half of the time.
+# Three processes, each with whole files of tests and a pool of ranks, keep two cores busy: tests wait for files, limits and
+# each other's ranks.
 # Files begin in the order of tests/conftest.py. Hundreds of tests start processes, kill them and measure times, on cores
 # that others use too: what fails is tried a second time, and named among the last lines. `make soak` does not.
 # Each of those processes would compile Weft anew where the environment forbids it to keep what it has compiled.
-JOBS ?= 2
+JOBS ?= 3
 test test-quick soak: export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest tests -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 

@@ -262,6 +262,7 @@ def test_bytes_and_messages_of_each_dispatcher_are_those_of_its_formula(pool: An
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["eight experts", "qwen3", "two experts"])
 def test_bytes_of_each_option_are_those_that_were_counted(pool: Any, corpus: str, model: str) -> None:
     """Experts on equally many ranks, on unequally many, and cut in their width."""

@@ -71,6 +71,7 @@ def differing(values: dict[str, Any], folder: str, zero: int) -> list[str]:
     return [name for name in plain if not torch.equal(found[name], plain[name])]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout", [{"shard": 2}, {"shard": 2, "tp": 2}, {"cp": 2}, {"dp": 2, "shard": 2}, {"dp": 2}], ids=str

@@ -262,6 +262,7 @@ def test_a_model_of_a_plugin_equals_one_device(pool: Any, corpus: str, world: in
     assert found.ok, found
 
 
+@pytest.mark.slow
 def test_a_model_of_a_plugin_is_saved_goes_on_and_writes(
     pool: Any, command: Command, corpus: str, tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_an_exception_reaches_the_test_with_its_trace(pool: ProcessPool, kind: s
     assert len(pool.run(3, rank_sum, 0)) == 3
 
 
+@pytest.mark.slow
 def test_a_hang_names_the_ranks_and_the_pool_recovers(pool: ProcessPool) -> None:
     limits = iter((1, 4, 16))  # on a busy machine the others do not answer within a second either
 

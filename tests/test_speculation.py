@@ -127,6 +127,7 @@ LAYOUTS: list[tuple[dict[str, int | str], dict[str, str], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "memory", "change"),

@@ -152,6 +152,7 @@ def test_two_units_are_in_memory(corpus: str, tmp_path: Path) -> None:
     assert all(isinstance(g, RestingGroup) for groups in state.tiers.groups.values() for g in groups.values())
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_leaves_no_half_made_update_to_see(corpus: str, tmp_path: Path) -> None:
     """At points of three steps and the update after them: the folder is named, and nobody can look at the state."""
     settings = streamed(corpus, tmp_path, optimizer__kind="adamw")

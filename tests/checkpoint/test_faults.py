@@ -285,6 +285,7 @@ def test_flipped_bits_fall_back_to_the_checkpoint_before(root: Path, kind: str) 
     assert check(root, seeds, "step-000001") == "step-000002"
 
 
+@pytest.mark.slow
 def test_pruning_that_is_killed_leaves_whole_checkpoints(root: Path) -> None:
     for step in (2, 3, 4):
         assert not save(root / f"step-{step:06d}", step)

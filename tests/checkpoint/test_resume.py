@@ -93,6 +93,7 @@ def test_same_layout_is_bit_exact(pool: Any, corpus: str, whole_run: Path, tmp_p
     assert all(torch.equal(mine[name], reference[name]) for name in reference)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", [
     {}, {"tp": 4}, {"cp": 2}, {"dp": 2, "shard": 2, "zero": 1}, {"cp": 2, "tp": 2, "shard": 2, "context": "ulysses"},

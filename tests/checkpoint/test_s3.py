@@ -357,6 +357,7 @@ def test_every_request_may_fail_once(proxy: Proxy, bucket: str, what: str) -> No
     assert list(store.list()) == ["large-0", "root"] and proxy.left == 0
 
 
+@pytest.mark.slow
 def test_a_request_that_hangs_is_repeated(proxy: Proxy, bucket: str) -> None:
     store, done = behind(bucket, timeout=1.5), threading.Event()
     first = iter([True])
@@ -397,6 +398,7 @@ def test_a_server_that_stays_away_is_given_up_on(proxy: Proxy, bucket: str, save
         check(store, values)
 
 
+@pytest.mark.slow
 def test_the_memory_is_free_again_after_a_failed_upload(proxy: Proxy, bucket: str) -> None:
     """The writer closes its memory then, which fails while anyone has a view of it."""
     proxy.fault = lambda method, path: "503" if "partNumber" in path else ""

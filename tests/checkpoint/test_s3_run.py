@@ -90,6 +90,7 @@ def test_without_credentials_nothing_starts(
     assert "EXPIREDSECRET" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["warn", "stop"])
 def test_credentials_that_expire(
     pool: Any, corpus: str, bucket: str, env: dict[str, str], tmp_path: Path, proxy: Proxy, on_error: str

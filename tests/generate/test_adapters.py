@@ -55,6 +55,7 @@ def adapters(folder: Path, model: Transformer, ranks: list[int]) -> dict[str, Ho
     return {f"a{i}": read_adapter(write(folder / f"a{i}", model, rank, i), model) for i, rank in enumerate(ranks)}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("setting", ["chunks of 5", "exact fill", "two at once", "small"])
 @pytest.mark.parametrize("kind", ["softmax", "windows", "hybrid", "latent"])

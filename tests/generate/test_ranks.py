@@ -106,6 +106,7 @@ def test_tokens_are_those_of_each_request_alone(pool: Any, mixer: str, layout: s
     assert len({token for ids, _ in expected for token in ids}) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2", "tp=2,cp=2"])
 @pytest.mark.parametrize("mixer", ["softmax", "windows", "experts", "latent", "hybrid"])
@@ -188,6 +189,7 @@ def slept(name: str, pause: float) -> Any:
         return under("pp=2", "softmax", "float32", (name,), timed)
 
 
+@pytest.mark.slow
 def test_stages_work_at_the_same_time(pool: Any) -> None:
     """Two stages that take 0.1 s each: a step needs 0.2, and half of the requests are in each of two steps."""
     ((seconds, steps, most),), _ = pool.run(2, slept, "as it is", 0.1)
@@ -276,6 +278,7 @@ def adapted(engine: Engine, folder: str, names: list[str]) -> list[Any]:
     return [(one.written, one.log_probabilities) for one in found]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mixer", "layout"), [
     *((mixer, layout) for mixer in ("softmax", "windows", "hybrid", "latent") for layout in OF_ALL),
@@ -349,6 +352,7 @@ def guessed(engine: Engine) -> tuple[list[list[int]], int]:
     return [one.written for one in found], steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2"])
 def test_guesses_change_nothing(pool: Any, layout: str) -> None:
     ((expected, fewer),) = under("", "softmax", "float64", ("as it is",), guessed)

@@ -47,6 +47,7 @@ def every_text_of(mixer: str) -> tuple[Transformer, dict[Any, float]]:
     return model, every_text(model, PROMPTS[3], 2, {4, 9}, range(31))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("mixer", ["softmax", "hybrid"])
 def test_beams_that_hold_everything_find_the_best_of_all_texts(mixer: str, alpha: float) -> None:

@@ -90,6 +90,7 @@ SLOW: list[Case] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "case",

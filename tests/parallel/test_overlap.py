@@ -28,6 +28,7 @@ def values_of(corpus: str, case: Case) -> dict[str, Any]:
     return values | {"layout": layout, "model": values["model"] | {"layers": 4} | case.get("more", {})}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [
     {"layout": "pp=2,dp=2,ep=2", "overlap": "passes", "model": "qwen2", "schedule": "interleaved-1f1b"},

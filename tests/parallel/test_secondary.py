@@ -26,6 +26,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [
     {"layout": {"shard": 4, "secondary": 2}},
@@ -40,6 +41,7 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     assert found.ok, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp=2,shard=4,secondary=2", "pp=2,shard=4,secondary=2,schedule=interleaved-1f1b"])
 def test_pipelines_gather_nearby_from_the_second_time_on(pool: Any, corpus: str, layout: str) -> None:
     values = recipe(corpus, model__layers=4, train__batch=16, train__micro_batch=1)

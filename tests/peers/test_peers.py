@@ -71,6 +71,7 @@ def test_files_are_fetched_block_by_block_and_gone_on_with(joined: Join, folder:
         download(taker, "elsewhere", out)
 
 
+@pytest.mark.slow
 def test_a_damaged_block_is_named_and_taken_from_another(joined: Join, folder: Path, tmp_path: Path) -> None:
     good = tmp_path / "copy" / "run"
     good.mkdir(parents=True)

@@ -127,6 +127,7 @@ def test_other_tokens_and_a_short_reference_are_found(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_faults_that_would_leave_too_few_ranks_are_reported(tmp_path: Path) -> None:
     run, injector = disturbed(tmp_path, 1.5, ranks=4, kill=4)
     assert len(injector.hits) == 2

@@ -61,6 +61,7 @@ def test_what_becomes_of_a_layout(wish: str, model: dict[str, Any], expected: st
     assert str(found[1].layout) == "one device"
 
 
+@pytest.mark.slow
 def test_every_layout_runs() -> None:
     seen = set()
     for wish, model in [*((wish, model) for wish, model, _ in TABLE), *((wish, DENSE) for wish in SETTINGS)]:

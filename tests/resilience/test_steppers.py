@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "change"), [
     pytest.param(*case, id=name, marks=[] if name == "later" else pytest.mark.slow) for name, case in CASES.items()
