@@ -53,6 +53,9 @@ def held_by_all(layout: Layout, of: list[Dim], whole: bool, stages: tuple[int, .
 @example(layout=Layout(dp=4, ep=4), of=EXPERTS, whole=False, tied=False)
 @example(layout=Layout(dp=2, shard=2, cp=2, ep=2, order="cp dp shard"), of=EXPERTS, whole=False, tied=False)
 @example(layout=Layout(tp=3), of=[Dim("heads", 5), Dim("ffn", 7)], whole=False, tied=False)  # cut twice over one axis
+@example(  # pieces of an expert whose other dimension is cut as well
+    layout=Layout(shard=2, tp=2, ep=2), of=[Dim("expert", 1), Dim("vocab", 3), Dim("ffn", 5)], whole=False, tied=False
+)
 def test_boxes_tile_and_counts_follow(layout: Layout, of: list[Dim], whole: bool, tied: bool) -> None:
     assume(layout.world <= 64)
     stages = (0, layout.pp - 1) if tied and layout.pp > 1 else (0,)

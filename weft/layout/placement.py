@@ -86,12 +86,13 @@ class Place:
         """
         expert, piece = divmod(self.along(*cuts[0]), pieces)
         axes = [axis for axis in cuts[1 + _width(dims[1:])] if axis not in cuts[0]]
-        found = [(expert, expert + 1)]
+        found = [(expert * dims[0].unit, (expert + 1) * dims[0].unit)]
         for i, dim in enumerate(dims[1:]):
-            lo, hi = 0, dim.count
             if i == _width(dims[1:]):
                 lo, hi = part(dim.count, self.layout.size(*axes) * pieces, self.along(*axes) * pieces + piece)
-            found.append((lo * dim.unit, hi * dim.unit))
+                found.append((lo * dim.unit, hi * dim.unit))
+            else:
+                found.append(self._range(dim, cuts[1 + i]))
         return tuple(found)
 
     def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
