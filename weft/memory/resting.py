@@ -173,10 +173,8 @@ class Tiers:
         self.places, self.folder, self.timeout, self.room = places, Path(folder).expanduser(), timeout, room
         self.pool = BufferPool(pinned=device.type == "cuda")
         self.groups: dict[Hashable, dict[str, RestingGroup]] = defaultdict(dict)
-        self.order, self.trials = (
-            AccessOrder(),
-            AccessOrder(),
-        )  # of updates that stand, and of those that may be taken back
+        self.order = AccessOrder()  # of updates that stand
+        self.trials = AccessOrder()  # of those that may be taken back
         self.tried: list[RestingGroup] = []  # whose last version may be taken back
         self.leaving: deque[RestingGroup] = deque()
         self._file: TierFile | None = None
