@@ -29,8 +29,6 @@ from tests.generate.one_text import OneText
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.memory.experts import RestingExperts
-from weft.memory.records import Records
-from weft.memory.tiers import page_buffer
 from weft.models.init import initial_values
 from weft.models.paged import KeyValuePages, Reading
 from weft.models.spans import Span
@@ -42,6 +40,9 @@ from weft.recipe import ModelShape, Train
 T = torch.Tensor
 SHAPE = {"vocab": 512, "layers": 4, "embed": 512, "heads": 8, "kv_heads": 8, "ffn": 512, "experts": 32,
          "experts_per_token": 6, "expert_ffn": 384}  # fmt: skip
+
+#: Texts, in tokens, by which it is found how much longer a token takes behind a longer one.
+SHORT, LONG = 512, 4096
 
 
 class OnDemand(RestingExperts):
@@ -103,40 +104,20 @@ def timed(reader: OneText, ids: Collection[int]) -> tuple[float, list[T]]:
     return statistics.median(times), found
 
 
-def balanced(models: dict[str, Transformer], way: RestingExperts, some: Callable[[], list[int]]) -> int:
+def balanced(models: dict[str, Transformer], some: Callable[[], list[int]]) -> int:
     """How long a text has to be so that a token's compute takes as long as the reads of what it misses.
 
-    By processor time and the fastest reads, which others on the machine hardly change.
+    Reads are what a token takes longer that waits for all of them than one that needs none, in turns.
     """
-    reader = reader_behind(models["on demand"], 512)
-    timed(reader, some())  # slots fill
-    before, ids = way.slots.counts["read"], some()
-    timed(reader, ids)
-    reads = (way.slots.counts["read"] - before) / len(ids) * seconds_of_read(way.slots.records)
-    short, long = (computed(reader_behind(models["in memory"], n), some()) for n in (512, 4096))
-    each = max(1e-7, (long - short) / (4096 - 512))
-    return min(20_000, max(512, round(512 + (reads - short) / each)))
-
-
-def computed(reader: OneText, ids: Collection[int]) -> float:
-    """Processor seconds of a token (the median)."""
-    times = []
-    for i in ids:
-        begun = time.thread_time()
-        reader.read([i])
-        times.append(time.thread_time() - begun)
-    return statistics.median(times)
-
-
-def seconds_of_read(records: Records, count: int = 8) -> float:
-    """Seconds for a record where several are read at once, the fastest of some tries."""
-    buffers, times = [page_buffer(records.size) for _ in range(count)], []
-    for _ in range(8):
-        begun = time.perf_counter()
-        for coming in [records.read(i, buffer) for i, buffer in enumerate(buffers)]:
-            coming.wait()
-        times.append(time.perf_counter() - begun)
-    return min(times) / count
+    readers = [
+        reader_behind(models[name], past)
+        for name, past in (("on demand", SHORT), ("in memory", SHORT), ("in memory", LONG))
+    ]
+    timed(readers[0], some())  # slots fill
+    rounds = [[timed(reader, some())[0] for reader in readers] for _ in range(8)]
+    waiting, short, long = map(statistics.median, zip(*rounds, strict=True))
+    each = max(1e-7, (long - short) / (LONG - SHORT))
+    return min(20_000, max(16, round(SHORT + (waiting - 2 * short) / each)))
 
 
 @torch.inference_mode()
@@ -150,8 +131,7 @@ def compared(early: bool, folder: Path, turns: int, tokens: int) -> dict[str, An
     def some() -> list[int]:
         return [tokens_drawn.randrange(SHAPE["vocab"]) for _ in range(tokens)]
 
-    assert ways["on demand"] is not None
-    past = balanced(models, ways["on demand"], some)
+    past = balanced(models, some)
     readers = {name: reader_behind(model, past) for name, model in models.items()}
     for way in ways.values():
         if way is not None:
@@ -180,8 +160,9 @@ def summed_up(early: bool, past: int, ways: dict[str, Any], times: dict[str, lis
     ratios = sorted(b / a for a, b in zip(times["ahead"], times["on demand"], strict=True))
     found["ratio"] = statistics.median(ratios)
     found["quartiles"] = [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]]
-    reads = found["tokens"]["on demand"]["ms"] - found["tokens"]["in memory"]["ms"]
-    found["reads over compute"] = reads / found["tokens"]["in memory"]["ms"]
+    ahead, waiting, resident = (one["ms"] for one in found["tokens"].values())
+    found["reads over compute"] = (waiting - resident) / resident
+    found["over the longer of both"] = ahead / max(resident, waiting - resident)
     return found
 
 

@@ -35,6 +35,9 @@ PAGE = mmap.PAGESIZE
 #: Bytes of one call to the system, of which there are :data:`THREADS` at a time: more of either is not faster.
 PIECE, THREADS = 4 << 20, 2
 
+#: What is less than a piece for every thread is shared by them, so that it is there as soon as can be; not less each.
+SMALL = 512 << 10
+
 #: So many who need buffers of one size keep these.
 COMMON = 3
 
@@ -169,8 +172,9 @@ class Region:
 
     def _transfer(self, data: T, start: int, write: bool) -> Transfer:
         assert start + data.numel() <= self.size
-        move, at = self.store if write else self.load, range(0, data.numel(), PIECE)
-        return self.run([partial(move, data[i : i + PIECE], start + i) for i in at], data.numel(), write)
+        piece = min(PIECE, max(SMALL, whole_pages(-(-data.numel() // THREADS))))
+        move, at = self.store if write else self.load, range(0, data.numel(), piece)
+        return self.run([partial(move, data[i : i + piece], start + i) for i in at], data.numel(), write)
 
     def run(
         self, moves: Iterable[Callable[[], None]], size: int, write: bool, threads: ThreadPoolExecutor | None = None
