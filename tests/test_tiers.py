@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tests.cases import recipe, write_corpus
 from weft.layout.mesh import Mesh
 from weft.memory.resting import Tiers
-from weft.memory.tiers import PAGE, PIECE, BufferPool, TierError, TierFile, page_buffer, whole_pages
+from weft.memory.tiers import PAGE, PIECE, SMALL, THREADS, BufferPool, TierError, TierFile, page_buffer, whole_pages
 from weft.memory.transfer_threads import Threads
 from weft.parallel.state import State
 from weft.parallel.units import TableUnit
@@ -58,6 +58,22 @@ def test_a_region_is_a_file_and_memory(tmp_path: Path) -> None:
     region.read(part, start=PIECE).wait()
     assert torch.equal(part, back[PIECE : PIECE + PAGE])
     assert file.bytes == {"written": data.numel(), "read": back.numel() + PAGE}
+
+
+@pytest.mark.parametrize("size", [PAGE, SMALL, SMALL + PAGE, 3 * SMALL + PAGE, 2 * PIECE, 2 * PIECE + PAGE, 5 * PIECE])
+def test_a_transfer_is_shared_by_the_threads(tmp_path: Path, size: int) -> None:
+    """What is less than a piece for each comes in equal parts, and soonest; all of it comes once, and is compared."""
+    region, data, back = TierFile(tmp_path).region(size), page_buffer(size), page_buffer(size)
+    data.copy_(torch.randint(0, 256, data.shape, dtype=torch.uint8))
+    region.write(data).wait()
+    coming = region.read(back)
+    coming.wait()
+    assert torch.equal(back, data)
+    few = min(THREADS, -(-size // SMALL))
+    assert len(coming.pieces) == max(few, -(-size // PIECE))
+    region.memory[size - 1] ^= 1
+    with pytest.raises(TierError, match="damaged"):
+        region.read(back).wait()
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
