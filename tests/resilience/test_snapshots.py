@@ -19,7 +19,7 @@ from weft.layout.dims import Tensor
 from weft.layout.hangup import HangUp
 from weft.layout.lost import PeerLost
 from weft.layout.mesh import from_all
-from weft.resilience.links import Inbox, LinkBroken, Outbox
+from weft.resilience.links import CHALLENGE, KEPT, Inbox, LinkBroken, Outbox
 from weft.resilience.recover import FACT, newest, restore
 from weft.resilience.snapshots import Snapshots, buddies, segments_of, why_none
 
@@ -100,12 +100,44 @@ def test_what_is_refused_or_cut_short_raises() -> None:
     with pytest.raises(LinkBroken, match="not what was sent"):
         Outbox(inbox.address, "token", 0, 5).send({}, [memoryview(b"x")])
     inbox.close()
-    silent = socket.create_server(("127.0.0.1", 0))  # as a frozen rank: it takes what fits into its buffers
-    outbox = Outbox(silent.getsockname()[:2], "token", 0, 5)
-    threading.Timer(0.2, outbox.close).start()
+    for challenge in (b"", bytes(CHALLENGE)):
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # as a frozen rank: it takes what fits into its buffers
+            outbox = Outbox(silent.getsockname()[:2], "token", 0, 5)
+            sender = threading.Thread(target=fails, args=(outbox,))
+            sender.start()
+            with silent.accept()[0] as connection:
+                connection.sendall(challenge)
+                sender.join(0.2)
+                assert sender.is_alive()
+                outbox.close()
+                sender.join(5)
+            assert not sender.is_alive()
+
+
+def fails(outbox: Outbox) -> None:
     with pytest.raises(LinkBroken):
         outbox.send({}, [memoryview(bytearray(64 << 20))])
-    silent.close()
+
+
+def test_the_secret_stays_here_and_what_is_overheard_opens_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        outbox = Outbox(other.getsockname()[:2], "token", 0, 5)
+        sender = threading.Thread(target=outbox.send, args=({}, [memoryview(b"x")]))
+        sender.start()
+        with other.accept()[0] as overheard:
+            overheard.sendall(bytes(CHALLENGE))
+            size = overheard.recv(4, socket.MSG_WAITALL)
+            hello = size + overheard.recv(*struct.unpack("!I", size), socket.MSG_WAITALL)
+            message = overheard.recv(4096)
+            overheard.sendall(KEPT)
+        sender.join()
+    assert b"token" not in hello + message
+    inbox, memory = linked()
+    with socket.create_connection(inbox.address, 5) as stranger:
+        stranger.sendall(hello + message)
+        assert len(stranger.recv(CHALLENGE, socket.MSG_WAITALL)) == CHALLENGE and stranger.recv(1) == b""
+    assert not memory[0]
+    inbox.close()
 
 
 def keeps_two(tree: dict[str, Any]) -> None:

@@ -1,10 +1,14 @@
 """Streams of bytes from rank to rank. They do not depend on process groups, which break when any rank is lost.
 
 A message is a head in JSON and then as many bytes as the head's ``size`` says. The receiver answers with one byte
-whether it has kept them. Sending and receiving run in threads of their own, most of the time without Python's lock.
+whether it has kept them. A connection begins with the receiver's challenge, whose hash shows that the sender knows the
+run's secret. Sending and receiving run in threads of their own, most of the time without Python's lock.
 """
 
+import hashlib
+import hmac
 import json
+import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -15,11 +19,12 @@ from weft.layout.sockets import end, family_of, listen, read, read_into, send_at
 
 Head = dict[str, Any]
 
-#: Most bytes of a head, and of a connection's first one, which has the run's token and the sender's rank.
-MOST, FIRST = 64 << 20, 4096
+#: Most bytes of a head, and of a connection's first one, which has the sender's rank; bytes of a challenge.
+MOST, FIRST, CHALLENGE = 64 << 20, 4096, 16
 #: Seconds within which a new connection must send its first head.
 HELLO_S = 10.0
 KEPT, REFUSED = b"+", b"-"
+ENDED = "the connection has ended"
 
 
 class LinkBroken(ConnectionError):
@@ -60,10 +65,11 @@ class Inbox:
             self._open.add(connection)
         try:
             connection.settimeout(HELLO_S)
+            connection.sendall(challenge := secrets.token_bytes(CHALLENGE))
             hello = _read_head(connection, FIRST)
-            if hello["token"] == self._token:
+            if hmac.compare_digest(hello["seal"], _seal(self._token, challenge, hello["rank"])):
                 connection.settimeout(None)  # only so a read goes on until all is there
-                self._receive(connection, int(hello["rank"]))
+                self._receive(connection, hello["rank"])
         except (OSError, EOFError, ValueError, KeyError, TypeError):
             pass  # a stranger's bytes may be anything; who it was does not matter
         finally:
@@ -88,7 +94,7 @@ class Outbox:
     """
 
     def __init__(self, address: tuple[str, int], token: str, rank: int, limit: float) -> None:
-        self._address, self._hello, self._made = address, {"token": token, "rank": rank}, False
+        self._address, self._token, self._rank, self._made = address, token, rank, False
         self._socket = socket.socket(family_of(address[0]))
         self._socket.settimeout(limit)
 
@@ -99,20 +105,28 @@ class Outbox:
                 self._socket.connect(self._address)
                 self._socket.settimeout(None)
                 send_at_once(self._socket)
-                _send_head(self._socket, self._hello)
+                challenge = bytes(read(self._socket, CHALLENGE))
+                _send_head(self._socket, {"rank": self._rank, "seal": _seal(self._token, challenge, self._rank)})
                 self._made = True
             _send_head(self._socket, head | {"size": sum(map(len, payload))})
             for view in payload:
                 self._socket.sendall(view)
             answer = self._socket.recv(1)
+        except EOFError:
+            raise LinkBroken(ENDED) from None
         except OSError as error:
             raise LinkBroken(error.strerror or str(error)) from None
         if answer != KEPT:
-            raise LinkBroken("what came is not what was sent" if answer else "the connection has ended")
+            raise LinkBroken("what came is not what was sent" if answer else ENDED)
 
     def close(self) -> None:
         """End the stream; a :meth:`send` that waits in another thread raises."""
         end(self._socket)
+
+
+def _seal(token: str, challenge: bytes, rank: int) -> str:
+    """What only a rank that knows ``token`` can answer to this connection's challenge."""
+    return hashlib.blake2b(challenge + str(rank).encode(), key=token.encode()[:64]).hexdigest()
 
 
 def _send_head(connection: socket.socket, head: Head) -> None:
