@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +36,29 @@ def test_no_pytorch_for_what_needs_none(words: list[str], code: int) -> None:
     done = subprocess.run([sys.executable, "-c", RUN.format(words=words)], capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stderr
     assert done.stderr.splitlines()[-1] == "imported"
+
+
+EARLY = """
+import importlib, os, signal, sys, tomllib
+
+class Now:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Now())
+sys.argv = ["weft", "recipes"]
+with open({project!r}, "rb") as file:
+    module, function = tomllib.load(file)["project"]["scripts"]["weft"].split(":")
+getattr(importlib.import_module(module), function)()
+"""
+
+
+@pytest.mark.parametrize("module", ["weft.cli", "weft.train.failure", "weft.cli.app"])
+def test_ctrl_c_while_a_command_is_imported_costs_one_line(module: str) -> None:
+    """The first imports come before any command's own handling of Ctrl-C, but after the entry point's."""
+    project = str(Path(__file__).parents[2] / "pyproject.toml")
+    for rank, said in (("0", "weft: interrupted\n"), ("1", "")):
+        words = [sys.executable, "-c", EARLY.format(module=module, project=project)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=os.environ | {"RANK": rank})
+        assert (done.returncode, done.stderr) == (130, said)
