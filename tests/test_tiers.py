@@ -125,9 +125,14 @@ def test_what_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(TierError, match=r"memory.folder = .*file/under' cannot be used: Not a directory"):
         TierFile(tmp_path / "file" / "under")
     file = TierFile(tmp_path)
-    with pytest.raises(TierError, match=r"no room for .* bytes more in memory.folder .* choose another folder"):
+    with pytest.raises(TierError, match=r"no room for .* bytes in memory.folder = '\S+': .* choose another folder"):
         file.region(1 << 60)
     assert file.size == 0
+    kept = file.region(PAGE)
+    beside = rf"bytes more in memory.folder = '\S+', beside {PAGE:,} of its own: .* choose another folder"
+    with pytest.raises(TierError, match=beside):
+        file.region(1 << 60)
+    assert file.size == kept.size == PAGE
     opened = os.open
 
     def buffered(path: Any, flags: int, *mode: int) -> int:

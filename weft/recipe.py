@@ -876,6 +876,8 @@ def load_recipe(
         remedy = f"did you mean {alike[0]!r}?" if alike else "see 'weft recipes', or write one with 'weft new NAME'"
         raise WeftError(f"recipe {path} does not exist; {remedy}")
     tree = read_toml(file, str(path))
+    if not (tree or overrides or origin):  # nobody means to train what all defaults together give
+        raise UsageError(f"{path} is empty; 'weft new NAME' writes a recipe to edit, 'weft recipes' lists others")
     if origin is not None:
         tree["model"] = {"from": origin}
         tree["data"] = {key: value for key, value in tree.get("data", {}).items() if key != "tokenizer"}

@@ -142,6 +142,15 @@ def test_mistakes_cost_one_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_an_empty_recipe_is_a_mistake(tmp_path: Path) -> None:
+    """Nobody means to train what all defaults together give; with a value of its own it is a recipe."""
+    empty = tmp_path / "empty.toml"
+    empty.write_text("# to be written\n")
+    with pytest.raises(UsageError, match=r"empty\.toml is empty; 'weft new NAME' writes a recipe to edit"):
+        load_recipe(empty, layout="dp=2")
+    assert load_recipe(empty, ["train.steps=7"]).train.steps == 7
+
+
 def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "windows.toml"
     path.write_text("[train]\r\nsteps = 7\r\n", encoding="utf-8-sig", newline="")

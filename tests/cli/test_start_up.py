@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from rich.text import Text
+
+from weft.cli.app import app
 
 RUN = """
 import sys
@@ -62,3 +68,17 @@ def test_ctrl_c_while_a_command_is_imported_costs_one_line(module: str) -> None:
         words = [sys.executable, "-c", EARLY.format(module=module, project=project)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=os.environ | {"RANK": rank})
         assert (done.returncode, done.stderr) == (130, said)
+
+
+def test_help_says_all_that_it_is_given() -> None:
+    """Every parameter has a text, and none of them has brackets that rich takes for a style, which it does not show."""
+
+    def walk(command: Any, path: str) -> Iterator[tuple[str, str]]:
+        yield path, command.help or ""
+        yield from ((f"{path}: {one.name}", one.help or "") for one in command.params)
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from walk(inner, f"{path} {name}")
+
+    texts = dict(walk(typer.main.get_command(app), "weft"))
+    assert [where for where, text in texts.items() if not text] == []
+    assert [where for where, text in texts.items() if Text.from_markup(text).plain != text.replace("\\[", "[")] == []

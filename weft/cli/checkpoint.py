@@ -33,6 +33,7 @@ _newest = "A checkpoint, or a run: its newest one. A folder or s3://bucket/prefi
 OneCheckpoint = Annotated[str, typer.Argument(metavar="PATH", help=_newest)]
 _all = "A run or a checkpoint: a folder or s3://bucket/prefix."
 AllCheckpoints = Annotated[str, typer.Argument(metavar="PATH", help=_all)]
+_pattern = typer.Argument(metavar="PATTERN", help="Part of a name, or a pattern such as '*.norm'.")
 
 
 @app.command()
@@ -73,11 +74,7 @@ def ls(path: AllCheckpoints, as_json: AsJson = False) -> int:
 
 
 @app.command()
-def inspect(
-    path: OneCheckpoint,
-    pattern: Annotated[str | None, typer.Argument(help="Part of a name, or a pattern such as '*.norm'.")] = None,
-    as_json: AsJson = False,
-) -> int:
+def inspect(path: OneCheckpoint, pattern: Annotated[str | None, _pattern] = None, as_json: AsJson = False) -> int:
     """Show what a checkpoint holds: run, progress and tensors."""
     from weft.checkpoint.load import StoredCheckpoint
 

@@ -13,7 +13,7 @@ _from = typer.Option(
 _source = "A checkpoint of Weft's or of another program, or an id of the Hugging Face hub."
 _config = typer.Option(help="The model's config.json, if none lies beside SOURCE.")
 _upcycle = typer.Option(
-    metavar="SETTINGS", help='Give a dense model experts: "experts=8,experts_per_token=2", of [model].'
+    metavar="SETTINGS", help='Give a dense model experts: "experts=8,experts_per_token=2", of \\[model].'
 )
 _out = typer.Option(help="The folder to make; with --to weft also s3://...")
 

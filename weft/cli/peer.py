@@ -25,6 +25,7 @@ Given = Annotated[str | None, typer.Option("--invitation", "-i", metavar="LINE",
 _expose = "Let others connect to this port of this machine, under a name."
 _reach = "A port of this machine that leads to what a peer exposes."
 _key = "The file of this peer's private key, made if it is not there; else the key is new each time."
+_ticket = typer.Argument(metavar="TICKET", help="The ticket that weft peer invite has printed, or a file with it.")
 
 
 @app.command()
@@ -40,7 +41,7 @@ def invite(relay: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where
 
 @app.command("relay")
 def serve(
-    ticket: Annotated[str, typer.Argument(help="The ticket that weft peer invite has printed, or a file with it.")],
+    ticket: Annotated[str, _ticket],
     bind: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address alone.")] = "0.0.0.0",
 ) -> int:
     """Carry packets between peers that cannot reach each other, until stopped. It cannot read what is in them."""

@@ -49,7 +49,7 @@ _MEASURED = ("A100", "H100", "B200", "GB200")
 _check = "Run a step of our own modules on tensors without memory for the first K: what they hold."
 _own = "Rows that runs appended, or factors from bench/planner; runs/measured.csv if it is there."
 _hottest = "How often the busiest expert of a layer is chosen, over the mean (weft report shows it)."
-_sweep = "Fields of [model] to try all values of, such as experts=64,128; may be repeated. One line per model."
+_sweep = "Fields of \\[model] to try all values of, such as experts=64,128; may be repeated. One line per model."
 _generate = "One device writes, weights come from its host: PROMPTS of TOKENS, and NEW ones for each (1000x512+128)."
 _probe = "Really run K of the best on this machine for some steps each; the others' times are moved accordingly."
 

@@ -14,6 +14,7 @@ from weft.train.ranks import in_ranks
 
 app = typer.Typer(name="ranks", help="Show, add or remove the ranks of a run while it goes on.", no_args_is_help=True)
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run of several ranks.")]
+_members = typer.Argument(metavar="MEMBER...", help="Numbers of members, as weft ranks list shows them.")
 
 
 @app.command("list")
@@ -61,7 +62,7 @@ def add(
 
 
 @app.command()
-def remove(run: RunFolder, members: Annotated[list[int], typer.Argument(metavar="MEMBER...")]) -> None:
+def remove(run: RunFolder, members: Annotated[list[int], _members]) -> None:
     """Let members of a run leave after its present step; their numbers are those of weft ranks list."""
     from weft.errors import UsageError
     from weft.resilience.roster import ask_to_leave, read_roster

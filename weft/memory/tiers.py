@@ -275,10 +275,9 @@ class TierFile:
             os.posix_fallocate(self._file, self.size, room)  # a full disk is known now, not in the middle of a step
             memory = mmap.mmap(self._file, room, offset=self.size)
         except OSError as error:
-            raise TierError(
-                f"no room for {room:,} bytes more in {self.name}, beside {self.size:,}: "
-                f"{error.strerror or error}; free some, or choose another folder"
-            ) from None
+            more = f"more in {self.name}, beside {self.size:,} of its own" if self.size else f"in {self.name}"
+            why = error.strerror or error
+            raise TierError(f"no room for {room:,} bytes {more}: {why}; free some, or choose another folder") from None
         self.size += room
         return Region(self, self.size - room, room, torch.frombuffer(memory, dtype=torch.uint8))
 
