@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,16 @@ def test_what_cannot_be_is_said(corpus: str) -> None:
     with pytest.raises(UsageError, match=r"train: offload = 'all' is now memory.weights = 'host' and memory.act"):
         recipe(corpus, train__offload="all")
     assert recipe(corpus, train__offload="none") == recipe(corpus)
+
+
+@pytest.mark.parametrize(("memory", "said"), [
+    ({"folder": "s3://bucket/tier"}, "memory.folder = 's3://bucket/tier': it should be a folder of this computer"),
+    ({"moments": "nvme"}, "memory.moments = 'nvme' is not possible; choose from: device, host, file"),
+    ("file", "memory = 'file': it should be a section of keys"),
+], ids=str)  # fmt: skip
+def test_what_is_no_place_is_said(memory: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        build_recipe({"memory": memory})
 
 
 def test_what_rests_where() -> None:

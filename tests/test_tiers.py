@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cases import recipe, write_corpus
+from weft.checkpoint.staging import WriterProcess
 from weft.layout.mesh import Mesh
 from weft.memory.resting import Tiers
 from weft.memory.tiers import PAGE, PIECE, SMALL, THREADS, BufferPool, TierError, TierFile, page_buffer, whole_pages
@@ -122,8 +123,10 @@ def test_what_is_urgent_goes_first() -> None:
 
 def test_what_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TierError, match=r"memory.folder = .*file/under' cannot be used: Not a directory"):
+    with pytest.raises(TierError, match=r"memory.folder = .*file/under' cannot be used: Not a directory; choose a"):
         TierFile(tmp_path / "file" / "under")
+    with pytest.raises(TierError, match=r"memory.folder = .*file' cannot be used: it is a file; choose a folder"):
+        TierFile(tmp_path / "file")
     file = TierFile(tmp_path)
     with pytest.raises(TierError, match=r"no room for .* bytes in memory.folder = '\S+': .* choose another folder"):
         file.region(1 << 60)
@@ -148,6 +151,20 @@ def test_what_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
     region, data = slow.region(PAGE), page_buffer(PAGE).fill_(7)
     region.write(data).wait()
     assert (region.memory == 7).all()
+
+
+def test_a_checkpoint_has_its_room_on_the_disk_from_the_start(tmp_path: Path) -> None:
+    """Where a full disk is an error: later it is a signal that ends the rank in the middle of a save."""
+    writer = WriterProcess(64 * PAGE, pinned=False, folder=tmp_path / "tier")
+    try:
+        assert os.fstat(writer._file.fileno()).st_blocks * 512 >= 64 * PAGE
+    finally:
+        writer.close()
+    with pytest.raises(TierError, match=r"no room for .* bytes in memory.folder .* for what a checkpoint copies"):
+        WriterProcess(1 << 60, pinned=False, folder=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError, match=r"memory.folder = .*file' cannot be used: it is a file"):
+        WriterProcess(PAGE, pinned=False, folder=tmp_path / "file")
 
 
 def test_memory_that_is_not_there_is_said() -> None:
@@ -249,6 +266,19 @@ def test_tiers_change_no_bit(corpus: str, tmp_path: Path, memory: dict[str, str]
     wanted = resident.tensors()
     for name, part in state.tensors().items():
         assert torch.equal(part.values, wanted[name].values), name
+
+
+@pytest.mark.parametrize("memory", [{"moments": "file"}, EVERYTHING], ids="+".join)
+def test_what_a_disk_has_damaged_is_not_saved(corpus: str, tmp_path: Path, memory: dict[str, str]) -> None:
+    """A checkpoint copies from the file's memory, where nothing else compares it with what was written."""
+    _, state = run(corpus, {**memory, "folder": str(tmp_path)}, 2)
+    state.saved()
+    _, state = run(corpus, {**memory, "folder": str(tmp_path)}, 2)
+    group = next(groups["moments"] for groups in reversed(state.tiers.groups.values()))
+    assert group.region is not None
+    group.region.memory[9] ^= 1
+    with pytest.raises(TierError, match=rf"memory.folder = '{tmp_path}' failed: .* damaged"):
+        state.saved()
 
 
 def regions(state: State) -> dict[str, int]:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from weft.compressor_word import compressor_word
 from weft.errors import UsageError, WeftError
@@ -526,6 +526,13 @@ class Memory(Section):
     @property
     def offloads_activations(self) -> bool:
         return self.activations != "device"
+
+    @field_validator("folder")
+    @classmethod
+    def _local(cls, folder: str) -> str:
+        if "://" in folder:  # which would be a folder of that name, here
+            raise ValueError("it should be a folder of this computer, on a local disk")
+        return folder
 
     @model_validator(mode="after")
     def _together(self) -> Self:

@@ -16,6 +16,7 @@ KINDS = {
     "int_parsing": "a whole number", "int_type": "a whole number", "int_from_float": "a whole number",
     "float_parsing": "a number", "float_type": "a number", "string_type": "a text in quotes",
     "bool_parsing": "true or false", "bool_type": "true or false", "tuple_type": "a list",
+    "model_type": "a section of keys",
 }  # fmt: skip
 
 
@@ -42,6 +43,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         return f"unknown key {key!r}; {near}"
     if first["type"] == "literal_error":
         expected = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        expected = [choice for choice in expected if choice]  # "" is what is left out
         return f"{key} = {first['input']!r} is not possible; {nearest(str(first['input']), expected)}"
     # A union has an error for each of its kinds.
     kinds = [KINDS[e["type"]] for e in error.errors() if e["type"] in KINDS and _path(e) == path]

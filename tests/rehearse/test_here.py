@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_tried_with_files(monkeypatch: pytest.MonkeyPatch, 
 def test_the_command_says_all_and_its_recipe_is_valid(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     model = "[model]\nlayers = 2\nembed = 32\nheads = 2\nvocab = 300\n"
-    path.write_text(f"{model}[data]\nseq_len = 16\n[train]\nbatch = 4\n")
+    path.write_text(f"{model}[data]\nseq_len = 16\n[train]\nbatch = 4\n[memory]\nweights = 'file'\nbuffer = 7\n")
     code, out, err = command("plan", path, "--here", "--method", "galore", "--tokens", 6400, "--json")
     said = json.loads(out)
     assert code == 0 and said["recommended"] == "galore" and said["methods"][0]["fits"], err
@@ -161,7 +161,7 @@ def test_the_command_says_all_and_its_recipe_is_valid(command: Command, tmp_path
     assert words[:3] == ["weft", "train", str(path)]
     recipe = load_recipe(words[2], [w for w in words[3:] if w != "--set"])
     assert recipe.optimizer.kind == "galore" and recipe.optimizer.in_backward and recipe.adapter is None
-    assert recipe.train.micro_batch == 4
+    assert recipe.train.micro_batch == 4 and recipe.memory == Memory()  # as was estimated
     code, out, err = command("plan", path, "--here", "--method", "lora", "--method", "full")
     assert code == 0 and "lora" in out and "why   " in out and "run   weft train" in out, err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.conftest import Command
 from tests.measured import until_true
 from weft.errors import UsageError
 from weft.layout.layout import Layout
@@ -129,7 +131,12 @@ def test_measured_curves_are_a_cluster_file(tmp_path: Path) -> None:
 def test_a_disk_is_measured_through_the_tier_that_uses_it(tmp_path: Path) -> None:
     """Every transfer is of the stated size, in the tier's own file, of which nothing is left."""
     room, made = 16 << 20, list[TierFile]()
-    with mock.patch("weft.rehearse.transfers.TierFile", lambda folder: made.append(TierFile(folder)) or made[0]):
+
+    def noted(folder: Path, called: str) -> TierFile:
+        made.append(TierFile(folder, called=called))
+        return made[0]
+
+    with mock.patch("weft.rehearse.transfers.TierFile", noted):
         found = disk_curves(tmp_path, room)
     assert made[0].bytes == {"written": (1 + 3 * TURNS) * room, "read": 3 * TURNS * room}
     assert not list(tmp_path.iterdir())
@@ -137,6 +144,13 @@ def test_a_disk_is_measured_through_the_tier_that_uses_it(tmp_path: Path) -> Non
         assert [size for size, _ in found[name]] == list(SIZES) and all(seconds > 0 for _, seconds in found[name])
     with pytest.raises(TierError, match="cannot be used"):
         disk_curves(Path("/proc/nowhere"), room)
+
+
+def test_a_folder_that_cannot_be_used_is_said_before_anything_is_measured(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with mock.patch("weft.rehearse.probe.setting", side_effect=AssertionError("measured")):
+        code, _, err = command("probe", "--folder", tmp_path / "file", "--out", tmp_path / "probe.toml")
+    assert code == 1 and re.search(r"--folder = .*file.*cannot be used: it is a file", " ".join(err.split())), err
 
 
 def test_ranks_share_the_disk_that_was_measured(tmp_path: Path) -> None:

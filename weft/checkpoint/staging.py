@@ -17,7 +17,7 @@ from weft.checkpoint.format import share, volume
 from weft.checkpoint.writer import Report, WriteTask
 from weft.layout.dims import Box, extents
 from weft.layout.parts import TORCH_DTYPES, Part
-from weft.memory.tiers import nameless_file
+from weft.memory.tiers import nameless_file, reserve
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,14 @@ class WriterProcess:
     def __init__(self, size: int, pinned: bool, folder: Path | None = None) -> None:
         self.size, self._open = max(size, mmap.PAGESIZE), True
         if folder is not None:
-            self._file = os.fdopen(nameless_file(folder), "r+b")
-        elif sys.platform == "linux":
-            self._file = os.fdopen(os.memfd_create("weft-checkpoint"), "r+b")
+            name = f"memory.folder = {str(folder)!r}"
+            self._file = os.fdopen(nameless_file(folder, name), "r+b")
+            self.memory = reserve(self._file.fileno(), 0, self.size, f"in {name} for what a checkpoint copies")
         else:
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115
-        self._file.truncate(self.size)
-        self.memory = mmap.mmap(self._file.fileno(), self.size)
+            memory = os.memfd_create("weft-checkpoint") if sys.platform == "linux" else None
+            self._file = tempfile.TemporaryFile() if memory is None else os.fdopen(memory, "r+b")  # noqa: SIM115
+            self._file.truncate(self.size)
+            self.memory = mmap.mmap(self._file.fileno(), self.size)
         self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         if folder is None:  # touched now, and not while training waits for the first save
             self._bytes.zero_()

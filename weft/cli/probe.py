@@ -29,11 +29,11 @@ def probe(
     wanted = [n for n in (2**i for i in range(10)) if n < ranks] + [ranks]
     settings = []
     with Console(stderr=True).status("") as status:
+        status.update(f"measuring the disk of {folder.resolve()}")
+        moves = probe_storage(folder, quick)  # first: a folder that cannot be used is said at once
         for n in wanted:
             status.update(f"measuring with {n} process{'es' * (n > 1)} at once")
             settings.append(setting(n, quick))
-        status.update(f"measuring the disk of {folder.resolve()}")
-        moves = probe_storage(folder, quick)
     _write(settings, max(wanted), moves, out, time.perf_counter() - begun)
     return 0
 

@@ -303,6 +303,18 @@ class Tiers:
         self.leaving.clear()
         self.restart()
 
+    def check(self) -> None:
+        """Read what transfers have written to the file and compare it, as who looks at the memory does not.
+
+        Everything has settled. Raises :class:`weft.memory.tiers.TierError` where it is damaged or cannot be read.
+        """
+        written = [group for group in self._all() if group.region is not None and group.region.compared]
+        for group, following in zip(written, [*written[1:], None], strict=False):
+            group.fetch()
+            if following is not None:
+                following.fetch()
+            group.settle()
+
     def restart(self) -> None:
         """The next one to be updated is the first of a step."""
         self.order.last = self.trials.last = None

@@ -130,7 +130,7 @@ class Transfer:
         except FutureTimeout:
             raise TierError(f"{self.what} has taken {self.timeout:g} s: the disk does not answer") from None
         except OSError as error:
-            raise TierError(f"{self.what} failed: {error.strerror or error}") from None
+            raise TierError(f"{self.what} failed: {error.strerror or error}; choose a folder on another disk") from None
 
     @property
     def done(self) -> bool:
@@ -204,6 +204,11 @@ class Region:
         for place, start, size in runs:
             _whole(os.preadv, self.file.descriptor, into[place : place + size], self.offset + start)
 
+    @property
+    def compared(self) -> bool:
+        """Whether what is read next is compared with what was written."""
+        return bool(self._sums)
+
     def store(self, data: T, start: int) -> None:
         """Write bytes at once, likewise."""
         assert not start % PAGE
@@ -240,11 +245,7 @@ class TierFile:
         self.name = f"{called} = {str(folder)!r}"
         self.folder, self.timeout, self.size = folder, timeout, 0
         self.bytes: Counter[str] = Counter()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = nameless_file(folder)
-        except OSError as error:
-            raise TierError(f"{self.name} cannot be used: {error.strerror or error}") from None
+        self._file = nameless_file(folder, self.name)
         self.note, self.descriptor = "", self._file
         try:
             self.descriptor = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_DIRECT)
@@ -271,15 +272,24 @@ class TierFile:
     def region(self, size: int) -> Region:
         """New room in the file, zeros. Raises :class:`TierError` if the disk has none."""
         room = whole_pages(max(1, size))
-        try:
-            os.posix_fallocate(self._file, self.size, room)  # a full disk is known now, not in the middle of a step
-            memory = mmap.mmap(self._file, room, offset=self.size)
-        except OSError as error:
-            more = f"more in {self.name}, beside {self.size:,} of its own" if self.size else f"in {self.name}"
-            why = error.strerror or error
-            raise TierError(f"no room for {room:,} bytes {more}: {why}; free some, or choose another folder") from None
+        where = f"more in {self.name}, beside {self.size:,} of its own" if self.size else f"in {self.name}"
+        memory = reserve(self._file, self.size, room, where)
         self.size += room
         return Region(self, self.size - room, room, torch.frombuffer(memory, dtype=torch.uint8))
+
+
+def reserve(descriptor: int, start: int, size: int, where: str) -> mmap.mmap:
+    """So many bytes of a file from ``start`` on as memory of this process.
+
+    A full disk is known now: later it would be a signal that ends the process, wherever it writes to that memory.
+    """
+    try:
+        os.posix_fallocate(descriptor, start, size)
+        return mmap.mmap(descriptor, size, offset=start)
+    except OSError as error:
+        raise TierError(
+            f"no room for {size:,} bytes {where}: {error.strerror or error}; free some, or choose another folder"
+        ) from None
 
 
 def _close(descriptors: Iterable[int]) -> None:
@@ -294,11 +304,16 @@ def _kind_of(folder: Path) -> str:
     return next((mounted[place] for place in places if place in mounted), "")
 
 
-def nameless_file(folder: Path) -> int:
-    """A new file without a name, by its descriptor."""
+def nameless_file(folder: Path, name: str) -> int:
+    """A new file without a name, by its descriptor; the folder is made if there is none. ``name``: its, in errors."""
     try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except (OSError, AttributeError):  # some file systems and systems have no such thing
-        descriptor, name = tempfile.mkstemp(".weft-tier", dir=folder)
-        os.unlink(name)
-        return descriptor
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        except (OSError, AttributeError):  # some file systems and systems have no such thing
+            descriptor, path = tempfile.mkstemp(".weft-tier", dir=folder)
+            os.unlink(path)
+            return descriptor
+    except OSError as error:
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror or error
+        raise TierError(f"{name} cannot be used: {why}; choose a folder on a local disk") from None

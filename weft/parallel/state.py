@@ -322,7 +322,10 @@ class State:
         return found
 
     def saved(self) -> dict[str, Part]:
-        """Of :meth:`tensors` those that a checkpoint holds."""
+        """Of :meth:`tensors` those that a checkpoint holds; what a disk has damaged is no such thing."""
+        self.go_home()
+        self.settle()
+        self.tiers.check()
         frozen = {f"model.{h.name}" for h in self.held if self.base_elsewhere and not h.learns}
         return {name: part for name, part in self.tensors().items() if name not in frozen}
 

@@ -114,7 +114,7 @@ def estimates(
         for places in ({}, *FILED.get(method, ())):
             if places and not disk:
                 say("measuring the disk")
-                disk = disk_curves(Path(recipe.memory.folder), MEASURED)
+                disk = disk_curves(Path(recipe.memory.folder).expanduser(), MEASURED)
             tried += [
                 estimate(with_method(recipe, method, places, micro_batch=n, recompute=way), shape, method, block, ends,
                          runtime, available, disk)
@@ -243,8 +243,8 @@ def subject(model: str, batch: int | None, seq: int | None) -> tuple[Recipe, Mod
 
 def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
     """The command that trains so."""
-    of_recipe, sections = find_recipe(model) is not None, METHODS[chosen.method]
-    words = ["weft", "train", model if of_recipe else f"finetune --from {model}"]
+    file, sections = find_recipe(model), METHODS[chosen.method]
+    words = ["weft", "train", f"finetune --from {model}" if file is None else model]
     changed = with_method(recipe, chosen.method)
     values = {f"{s}.{k}": getattr(getattr(changed, s), k) for s, v in sections.items() for k in v}
     values |= {"train.batch": recipe.train.batch, "train.micro_batch": chosen.micro_batch}
@@ -252,6 +252,9 @@ def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
     kinds = {
         kind: place for kind, place in chosen.places.items() if kind == "weights" or "weights" not in chosen.places
     }
+    if file is not None:  # whose own places are none that the estimate has
+        given = load_recipe(file).memory.model_dump(exclude_defaults=True, exclude={"folder"})
+        values |= {f"memory.{key}": Memory.model_fields[key].default for key in given}
     values |= {f"memory.{kind}": place for kind, place in kinds.items()}
     if "adapter" not in sections:
         words.append("--set adapter=none")

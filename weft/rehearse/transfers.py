@@ -22,22 +22,20 @@ SIZES = (1 << 20, 4 << 20, 16 << 20)
 TURNS = 2
 
 
-def disk_curves(folder: Path, room: int = 128 << 20) -> dict[str, Any]:
+def disk_curves(folder: Path, room: int = 128 << 20, called: str = "memory.folder") -> dict[str, Any]:
     """``{"write": [[bytes, seconds]], "read": ...}`` of a file of ``room`` bytes in ``folder``, and its ``note``.
 
-    The file is gone afterwards. Raises :class:`weft.memory.tiers.TierError` where there can be none.
+    The file is gone afterwards. ``called``: what the user knows the folder by. Raises
+    :class:`weft.memory.tiers.TierError` where there can be none.
     """
-    file, buffers = TierFile(folder), [page_buffer(SIZES[-1]).random_() for _ in range(2)]
-    try:
-        region, found = file.region(room), dict[str, Any]()
-        _seconds(region.write, buffers, room, SIZES[-1])  # the first time a file system also marks what it has written
-        for name, move in (("write", region.write), ("read", region.read)):
-            region.forget_sums()  # of other pieces than are read
-            turns = [[_seconds(move, buffers, room, size) for size in SIZES] for _ in range(TURNS)]
-            found[name] = [[float(size), min(seen)] for size, seen in zip(SIZES, zip(*turns, strict=True), strict=True)]
-        return found | {"note": file.note}
-    finally:
-        file.close()
+    file, buffers = TierFile(folder, called=called), [page_buffer(SIZES[-1]).random_() for _ in range(2)]
+    region, found = file.region(room), dict[str, Any]()
+    _seconds(region.write, buffers, room, SIZES[-1])  # the first time a file system also marks what it has written
+    for name, move in (("write", region.write), ("read", region.read)):
+        region.forget_sums()  # of other pieces than are read
+        turns = [[_seconds(move, buffers, room, size) for size in SIZES] for _ in range(TURNS)]
+        found[name] = [[float(size), min(seen)] for size, seen in zip(SIZES, zip(*turns, strict=True), strict=True)]
+    return found | {"note": file.note}
 
 
 def _seconds(move: Callable[[torch.Tensor, int], Transfer], buffers: list[torch.Tensor], room: int, size: int) -> float:
