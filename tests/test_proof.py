@@ -139,22 +139,3 @@ def test_a_difference_of_parameters_is_as_exact_as_these(slot: str, off: float, 
         return StepTrace([5.0], [1e-12], [{"w": named["grad"]}], {"w": named["w"]}, {slot: kept})
 
     assert difference([trace(1e-12 + off)], trace(1e-12), "float64").ok is ok
-
-
-@pytest.mark.parametrize(("grad", "off", "gain", "ok"), [
-    (1e-17, 1e-9, 1e6, True),  # noise, as far as Adam takes it
-    (1e-17, 1e-9, 0.0, False),  # both sides were updated with the same gradients
-    (1e-17, 1e-6, 1e6, False),
-    (1e-3, 1e-9, 1e6, False),  # a gradient that is one
-])  # fmt: skip
-def test_noise_that_adam_enlarges_is_no_difference_of_parameters(
-    grad: float, off: float, gain: float, ok: bool
-) -> None:
-    def trace(moved: float) -> StepTrace:
-        values = {"w": torch.tensor([1.0], dtype=torch.float64), "b": torch.tensor([grad], dtype=torch.float64)}
-        grads = {name: Part(x, ((0, 1),), mock.Mock()) for name, x in values.items()}
-        params = {name: Part(torch.tensor([x], dtype=torch.float64), ((0, 1),), mock.Mock())
-                  for name, x in [("w", 1.0), ("b", moved)]}  # fmt: skip
-        return StepTrace([5.0], [1.0], [grads], params, {"anchor": params})
-
-    assert difference([trace(1e-3 + off)], trace(1e-3), "float64", gain=gain).ok is ok

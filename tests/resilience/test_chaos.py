@@ -6,6 +6,7 @@ The injector is tested on processes that do nothing and a file that says what a 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from tests.conftest import Command
 from tests.measured import until_true
 from weft.errors import WeftError
-from weft.resilience import campaign
+from weft.resilience import campaign, chaos
 from weft.resilience.campaign import STAGES, Campaign, disturb, rows_of, start_here, wrong
 from weft.resilience.chaos import KINDS, LASTS, DisturbedRun, Fault, Hit, Injector, schedule
 from weft.resilience.hosts import unavailable
@@ -112,6 +113,25 @@ def test_whoever_a_cable_cut_off_was_hit_by_it() -> None:
         view = {"kind": "view", "time": time, "step": 3, "lost": [{"number": 1, "rank": 1, "why": "is silent"}]}
         run = cast(DisturbedRun, SimpleNamespace(processes=[], records=[view]))
         assert len(campaign._ended_badly(run, injector)) == count
+
+
+def test_a_launcher_was_hit_if_all_of_its_ranks_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails with the last of them, although others that were added later go on."""
+    monkeypatch.setattr(chaos, "LEAST", 0)
+    ranks = [psutil.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(120)"]) for _ in range(2)]
+    members = [{"number": n, "rank": n, "pid": process.pid} for n, process in enumerate(ranks)]
+    launcher = SimpleNamespace(pid=os.getpid(), returncode=1)
+    run = SimpleNamespace(processes=[launcher], records=[], step=3, members=lambda: members, look=lambda: True)
+    try:
+        for count in (1, 2):
+            injector = Injector(cast(DisturbedRun, run), [Fault("kill", 0.0, 0)] * count)
+            injector.work()
+            found = campaign._ended_badly(cast(DisturbedRun, run), injector)
+            assert len(injector.hits) == count and bool(found) is (count == 1), found
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def test_other_tokens_and_a_short_reference_are_found(tmp_path: Path) -> None:

@@ -222,6 +222,32 @@ def test_islands_that_are_cut_are_what_one_process_simulates(
     assert [one.ok for one in found if one is not None] == [True], found
 
 
+def planted(values: dict[str, Any], where: str, off: float) -> Difference | None:
+    """On every rank: as :func:`difference`, with a relative error in one kind of what it has for the keys' adapters."""
+    asked = build_recipe(values)
+    mesh, job = Mesh.create(asked.layout, "cpu"), prepare(asked)
+    trace = run_layout(job, mesh, 2)
+    for name, part in (trace.params if where == "params" else trace.slots[where]).items():
+        if name.endswith(("wk.a", "wk.b")):
+            part.values.mul_(1 + off)
+    return compare(trace, job, mesh)
+
+
+#: Relative errors, and whether they are differences.
+PLANTED = [("params", 0.0, True), ("exp_avg", 1e-8, False), ("exp_avg_sq", 1e-8, False), ("params", 1e-8, False)]
+
+
+@pytest.mark.parametrize(("where", "off", "ok"), PLANTED)
+def test_rounding_is_no_difference_of_islands_but_little_more_is(
+    pool: Any, corpus: str, where: str, off: float, ok: bool
+) -> None:
+    """Only keys' adapters learn, and every query sees one key: gradients are rounding, which Adam enlarges."""
+    sizes = {"model__layers": 3, "data__seq_len": 1}
+    values = tree(corpus, "island=2,cp=2", adapter__kind="lora", adapter__targets=["wk"], **sizes)
+    found = pool.run(4, planted, values | {"sync": {"update": "co2"}}, where, off, timeout=200)
+    assert [one.ok for one in found if one is not None] == [ok], found
+
+
 def go(values: dict[str, Any], out: str, resume: str | None = None) -> int:
     """Train on this rank; how many ranks can be in any collective of it."""
     asked = build_recipe(values)

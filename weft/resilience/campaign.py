@@ -246,6 +246,8 @@ def _some(steps: Sequence[int]) -> str:
 def _ended_badly(run: DisturbedRun, injector: Injector) -> list[str]:
     """Processes that failed, and members that were left out, although no fault had hit them; and faults that are left.
 
+    A launcher fails with the last of its ranks, so one of which faults have ended all ranks has been hit.
+
     While a cable is out, members on either side of it may be left out: half of them go on, if the first is among them.
     """
     cut = [(h.time, h.time + (h.fault.lasts or 0) + SETTLED) for h in injector.hits if h.fault.kind == "link"]
@@ -253,7 +255,8 @@ def _ended_badly(run: DisturbedRun, injector: Injector) -> list[str]:
     pids = {int(m["pid"]) for hit in injector.hits for m in hit.who}
     found = []
     for process in run.processes:
-        if process.returncode not in (0, 128 + signal.SIGTERM) and process.pid not in pids:
+        failed = process.returncode not in (0, 128 + signal.SIGTERM) and process.pid not in pids
+        if failed and not injector.has_ended_all_of(process.pid):
             found.append(f"process {process.pid} ended with exit code {process.returncode}, and no fault had hit it")
     for view in (r for r in run.records if r["kind"] == "view"):
         if any(begin <= view["time"] <= end for begin, end in cut):

@@ -146,6 +146,7 @@ class Injector:
         self.hits: list[Hit] = []
         self.last = 0.0
         self.processes: dict[int, psutil.Process] = {}  # by member
+        self.launchers: dict[int, int] = {}  # by process: the process that has started it
         self._gone: set[int] = set()  # members that were killed, or frozen for ever
         self._down: Host | None = None  # its cable is out
         self._agenda = sched.scheduler(time.monotonic)
@@ -166,6 +167,11 @@ class Injector:
         for number, process in self.processes.items():
             with suppress(psutil.NoSuchProcess):
                 process.kill() if number in self._gone else process.resume()
+
+    def has_ended_all_of(self, launcher: int) -> bool:
+        """Whether faults have ended every rank that the process ``launcher`` had started."""
+        ranks = {pid for pid, started_by in self.launchers.items() if started_by == launcher}
+        return bool(ranks) and ranks <= {self.processes[number].pid for number in self._gone}
 
     @property
     def left(self) -> int:
@@ -208,7 +214,8 @@ class Injector:
         for member in members:
             if member["number"] not in self.processes:
                 with suppress(psutil.NoSuchProcess):
-                    self.processes[member["number"]] = psutil.Process(member["pid"])
+                    self.processes[member["number"]] = process = psutil.Process(member["pid"])
+                    self.launchers[process.pid] = process.ppid()
         return [m for m in members if m["number"] in self.processes and m["number"] not in self._gone]
 
     def _victims(self, fault: Fault, living: Sequence[Member]) -> list[Member]:

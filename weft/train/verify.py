@@ -38,6 +38,8 @@ OF_PARAMETERS = ("anchor", "outer", "own", "answer", "up", "down")
 
 #: The parts of tensors that a rank holds, by the tensors' names.
 Parts = dict[str, Part]
+#: Whole gradients by step, and there by the tensors' names.
+Gradients = list[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -183,39 +185,66 @@ def _against_simulated(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Dif
             "equal; verify with --set sync.compress=none"
         )
     alone = dataclasses.replace(Mesh.single(mesh.device), islands=mesh.islands)
+    limit = job.recipe.train.timeout
+    follow = _of_all_islands(_whole_gradients(traces), mesh, limit)
     job = dataclasses.replace(job, recipe=job.recipe.model_copy(update={"memory": Memory()}))
-    steps = len(traces[0].grads)
-    walks = [walk(job, dataclasses.replace(alone, island=i), steps) for i in range(mesh.islands)]
+    walks = [walk(job, dataclasses.replace(alone, island=i), len(own), follow=own) for i, own in enumerate(follow)]
     past: dict[str, Any] = {}
     for step, now in enumerate(zip(*walks, strict=True), 1):
         agree(dict(enumerate(state for state, _ in now)), step, job.recipe.sync, past)
         mine = now[mesh.island][1]
     mine.slots.pop("answer", None)  # a simulation need not wait for answers
-    sync, optimizer = job.recipe.sync, job.recipe.optimizer
-    gain = steps * optimizer.lr * (1 + sync.lr / (1 - min(sync.momentum, 0.99))) / optimizer.eps
-    return difference(traces, mine, job.recipe.train.dtype, gain=gain)
+    return difference(traces, mine, job.recipe.train.dtype, _apart(job))
+
+
+def _of_all_islands(mine: Gradients, mesh: Mesh, limit: float) -> list[Gradients]:
+    """The gradients of every island, by its number. ``mine``: those of this one. Collective over islands' first ranks.
+
+    They travel by streams of their own, as the addresses of those that the steps have used are still in the store.
+    """
+    if mesh.shore is None:
+        raise ValueError("this mesh has no store that islands share")
+    apart = dataclasses.replace(mesh, shore=dist.PrefixStore("weft/proof", mesh.shore))
+    sent = [(f"{step}/{name}", grad) for step, grads in enumerate(mine) for name, grad in grads.items()]
+    found = [mine] * mesh.islands
+    with open_streams(apart, limit) as streams:
+        assert streams is not None
+        others = [island for island in range(mesh.islands) if island != mesh.island]
+        for island in others:
+            for tag, grad in sent:
+                streams.send(island, tag, grad.flatten(), control=True)
+        for island in others:
+            found[island] = [
+                {
+                    name: streams.receive(island, f"{step}/{name}", own.dtype).view(own.shape)
+                    for name, own in grads.items()
+                }
+                for step, grads in enumerate(mine)
+            ]
+    return found
 
 
 def _against_one(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Difference:
-    mine = traces[0]
-    follow = [_whole([t.grads[step] for t in traces]) for step in range(len(mine.grads))]
+    follow = _whole_gradients(traces)
     plain = dataclasses.replace(job, recipe=job.recipe.model_copy(update={"memory": Memory()}))
     reference = run_layout(plain, Mesh.single(mesh.device), len(follow), follow=follow)
+    return difference(traces, reference, job.recipe.train.dtype, _apart(job))
+
+
+def _apart(job: Job) -> float | None:
+    """The distance of the two points from whose losses gradients are estimated; None if backward computes them."""
     optimizer = job.recipe.optimizer
-    apart = 2 * optimizer.epsilon if optimizer.estimate == "zeroth-order" else None
-    return difference(traces, reference, job.recipe.train.dtype, apart)
+    return 2 * optimizer.epsilon if optimizer.estimate == "zeroth-order" else None
 
 
-def difference(
-    traces: Sequence[StepTrace], reference: StepTrace, dtype: str, apart: float | None = None, gain: float = 0.0
-) -> Difference:
+def difference(traces: Sequence[StepTrace], reference: StepTrace, dtype: str, apart: float | None = None) -> Difference:
     """The differences of all ranks' traces from that of one device, relative to the size of each tensor.
 
     A gradient that is zero in exact arithmetic (that of keys' adapters where queries see one key, say) has rounding
     noise for a size. So gradients count relative to at least the smallest slope that shows above the rounding of the
     loss, over a distance as large as the norm of the parameters. ``apart``: that distance, where gradients are
-    estimated from losses at two points. ``gain``: the factor by which Adam may enlarge a gradient, where both sides
-    update with gradients of their own; parameters whose gradients are noise may differ by so many times the noise.
+    estimated from losses at two points. Parameters and slots need no such allowance, as both sides have updated with
+    the same gradients.
     """
 
     def relative(a: float, b: float) -> float:
@@ -230,11 +259,10 @@ def difference(
     norm = max(s * relative(a, b) for t in traces for s, a, b in zip(share, t.norms, reference.norms, strict=True))
     grads = [_worst([t.grads[i] for t in traces], whole, noise) for i, whole in enumerate(reference.grads)]
     grad = max((s * value, name) for s, (value, name) in zip(share, grads, strict=True))
-    moved = dict.fromkeys(_idle(reference, noise), gain * noise * max(reference.norms)) if gain else {}
-    param = _worst([t.params for t in traces], reference.params, noise, moved)
+    param = _worst([t.params for t in traces], reference.params, noise)
     slot = (0.0, "")
     for kind, whole in reference.slots.items():
-        scale = {n: max(own[n], moved.get(n, 0.0)) for n in own} if kind in OF_PARAMETERS else {}
+        scale = own if kind in OF_PARAMETERS else {}
         value, name = _worst([t.slots.get(kind, {}) for t in traces], whole, noise, scale)
         slot = max(slot, (value, f"{kind} of {name}"))
     ok = max(loss, norm, grad[0], param[0], slot[0]) <= limit
@@ -243,16 +271,6 @@ def difference(
 
 def _norm(whole: Part) -> float:
     return whole.values.double().norm().item()
-
-
-def _idle(reference: StepTrace, noise: float) -> set[str]:
-    """Tensors whose gradients are rounding noise in every step."""
-    idle = set(reference.params)
-    for grads in reference.grads:
-        norms = {name: _norm(whole) for name, whole in grads.items()}
-        least = noise * math.hypot(*norms.values())
-        idle &= {name for name, norm in norms.items() if norm < least}
-    return idle
 
 
 def _worst(
@@ -279,6 +297,11 @@ def _worst(
             value = float("inf")
         worst = max(worst, (value, name))
     return worst
+
+
+def _whole_gradients(traces: Sequence[StepTrace]) -> Gradients:
+    """Whole gradients, by step, from all ranks' traces."""
+    return [_whole([trace.grads[step] for trace in traces]) for step in range(len(traces[0].grads))]
 
 
 def _whole(ranks: Sequence[Parts]) -> dict[str, torch.Tensor]:
