@@ -260,6 +260,8 @@ def test_generate_writes_the_same(command: Command, tmp_path: Path, monkeypatch:
     assert "memory has room for 4 of 10" in err
     for more, said in (
         (("--experts-in", "host"), "is for models on a GPU"),
+        (("--resident", "0.4"), "--resident is for --experts-in"),
+        (("--experts-in", "s3://bucket/experts"), "s3://bucket/experts is no folder of this computer"),
         (("--experts-in", tmp_path, "--layout", "cp=2,ep=2"), "ranks that have all experts"),
         (("--experts-in", folder / "config.json"), "cannot be used"),
     ):

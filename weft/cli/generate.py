@@ -37,6 +37,7 @@ _paths = "Write at the same time the paths into which the model itself splits it
 Paths = Annotated[bool, typer.Option("--paths", help=_paths)]
 
 _rest = "Where a mixture's experts rest while they are not in use: a folder on a local disk, or host."
+_resident = "With --experts-in: the share of the experts kept in memory; half if left out."
 
 _min_p = "Drop what is less likely than this share of the likeliest."
 
@@ -68,7 +69,7 @@ def generate(
     draft: Draft = "",
     layout: Spread = None,
     experts_in: Annotated[str | None, typer.Option(metavar="WHERE", help=_rest)] = None,
-    resident: Annotated[float, typer.Option(min=0, max=1, help="The share of the experts kept in memory.")] = 0.5,
+    resident: Annotated[float | None, typer.Option(min=0, max=1, help=_resident)] = None,
 ) -> int:
     """Continue a text with a trained model, on one rank or on several."""
     import torch
@@ -94,6 +95,10 @@ def generate(
     several.check(temperature, draft, spread)
     if experts_in == "":
         raise UsageError("--experts-in is empty; give a folder on a local disk")
+    if resident is not None and not experts_in:
+        raise UsageError("--resident is for --experts-in, without which memory holds all experts")
+    if experts_in and "://" in experts_in:
+        raise UsageError(f"--experts-in {experts_in} is no folder of this computer; give one on a local disk")
     if experts_in and (spread.world > spread.cp or spread.ep > 1):
         raise UsageError("--experts-in is for ranks that have all experts; leave it out, or have cp alone in --layout")
     if experts_in == "host" and device == "cpu":
@@ -116,8 +121,9 @@ def generate(
         messages, tools = read_messages(text)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
+    share = 0.5 if resident is None else resident
     with as_rank(spread, device) as device:
-        resting = RestingExperts(None if experts_in == "host" else Path(experts_in), resident) if experts_in else None
+        resting = RestingExperts(None if experts_in == "host" else Path(experts_in), share) if experts_in else None
         if resting and resting.file and resting.file.note:
             warn(resting.file.note)
         model, files = open_model(checkpoint, device, warn, ema, mesh_of_rank(spread, device), resting)
