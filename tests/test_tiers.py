@@ -86,6 +86,23 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         region.read(data).wait()
 
 
+def test_a_disk_that_does_not_answer_keeps_no_process(tmp_path: Path) -> None:
+    """One that is no rank among others ends its threads by itself, and waited for the one that waits for the disk."""
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from weft.memory.tiers import PAGE, TierError, TierFile, page_buffer
+from weft.train.failure import report_failure
+os.preadv = lambda *ask: time.sleep(300)
+try:
+    TierFile(Path({str(tmp_path)!r}), timeout=0.2).region(PAGE).read(page_buffer(PAGE)).wait()
+except TierError as error:
+    sys.exit(report_failure(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "has taken 0.2 s: the disk does not answer" in done.stderr, done
+
+
 def test_a_system_that_does_less_is_asked_again(tmp_path: Path) -> None:
     file = TierFile(tmp_path)
     region, data, back = file.region(PIECE), page_buffer(PIECE), page_buffer(PIECE)

@@ -7,11 +7,13 @@ from collections.abc import Iterable
 class WeftError(Exception):
     """Something failed although the request was legal (missing file, damaged checkpoint). Exit code 1.
 
-    One that is ``secondary`` only passes on what another rank has said.
+    One that is ``secondary`` only passes on what another rank has said. After one that ``hangs`` a thread of this
+    process still waits for a device that does not answer, and nobody may wait for that thread.
     """
 
     exit_code = 1
     secondary = False
+    hangs = False
 
 
 class UsageError(WeftError):

@@ -185,6 +185,27 @@ def test_a_second_signal_ends_ranks_at_once(script: list[str], tmp_path: Path) -
     assert_gone(pids)
 
 
+def test_a_rank_that_the_kernel_does_not_let_end_is_believed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has said why it ends, but a thread of it waits for a dead disk: the launcher waited for it without a word."""
+    monkeypatch.setattr("weft.train.launch.END_S", 0.3)
+    path = tmp_path / "rank.py"
+    path.write_text(
+        textwrap.dedent("""
+        import json, os, time
+        failure = {"rank": 0, "message": "the disk does not answer", "exit_code": 1, "grade": 0, "when": time.time()}
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            json.dump({"weft": failure}, file)
+        time.sleep(30)
+    """)
+    )
+    begun = time.monotonic()
+    assert launch([], 1, [sys.executable, str(path)]) == 1
+    assert time.monotonic() - begun < 60
+    assert "weft: error: the disk does not answer" in capfd.readouterr().err
+
+
 def test_when_one_rank_ends_with_an_error_after_ctrl_c_the_others_do_not_have_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,12 @@ class TierError(WeftError):
     """A tier's file could not be made, read or written."""
 
 
+class DiskHangs(TierError):
+    """A transfer does not end."""
+
+    hangs = True
+
+
 def whole_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
@@ -128,7 +134,7 @@ class Transfer:
             for piece in self.pieces:
                 piece.result(self.timeout)
         except FutureTimeout:
-            raise TierError(f"{self.what} has taken {self.timeout:g} s: the disk does not answer") from None
+            raise DiskHangs(f"{self.what} has taken {self.timeout:g} s: the disk does not answer") from None
         except OSError as error:
             raise TierError(f"{self.what} failed: {error.strerror or error}; choose a folder on another disk") from None
 

@@ -76,7 +76,7 @@ def report_failure(error: BaseException) -> int:
             Path(path).write_text(json.dumps(record))
     if "WEFT_LAUNCHED" not in os.environ:
         show(failure, name_rank=int(os.environ.get("WORLD_SIZE", "1")) > 1)
-    leave(code)
+    leave(code, at_once=isinstance(error, WeftError) and error.hangs)
     return code
 
 
@@ -145,14 +145,14 @@ def show(failure: Failure, name_rank: bool = True) -> None:
     print(f"weft: error: {line}", file=sys.stderr, flush=True)
 
 
-def leave(code: int) -> None:
-    """End this process if it is a rank among others: what is buffered is written, and that is all.
+def leave(code: int, at_once: bool = False) -> None:
+    """End this process if it is a rank among others, or ``at_once``: what is buffered is written, and that is all.
 
     Taking the interpreter down beside the threads of process groups can hang or abort. A rank that was started alone
     is among others, too, if it has joined a run (``weft ranks add``).
     """
     others = "WEFT_LAUNCHED" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if "RANK" not in os.environ or not others:
+    if ("RANK" not in os.environ or not others) and not at_once:
         return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more

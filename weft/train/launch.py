@@ -89,15 +89,18 @@ def run_ranks(
                 # In a session of its own: a terminal's Ctrl-C comes to it through this process alone.
                 started.append(psutil.Popen([*entry, *command], env=env, start_new_session=True))
             met, running = False, time.monotonic()
-            while not received and not _over(started, met) and time.monotonic() - running <= patience:
+            stuck: list[int] = []
+            while not (received or stuck or _over(started, met)) and time.monotonic() - running <= patience:
                 time.sleep(LOOK_S)
                 if patience == math.inf or not any(map(_is_stopped, started)):
                     running = time.monotonic()
                 met = met or (survive and _have_met(store, ranks))
+                stuck = _stuck(Path(folder), started)
             if not received:
                 failed = {rank: Exit(p.returncode, time.time()) for rank, p in enumerate(started) if p.returncode}
                 if survive and 0 in (p.returncode for p in started):
                     failed = {rank: end for rank, end in failed.items() if not _is_lost(end.code)}
+                failed |= {rank: Exit(1, time.time()) for rank in stuck}
             if received or failed or time.monotonic() - running > patience:
                 stopped = _end(started, received)
         finally:
@@ -121,6 +124,12 @@ def _over(started: Sequence[psutil.Popen], survive: bool) -> bool:
     return (
         any(code and not _is_lost(code) for code in codes) or not left or (0 in codes and all(map(_is_stopped, left)))
     )
+
+
+def _stuck(folder: Path, started: Sequence[psutil.Popen]) -> list[int]:
+    """Ranks that said :data:`END_S` seconds ago why they end, and have not: the kernel waits for a device of theirs."""
+    said = {rank: folder / f"{rank}.json" for rank, process in enumerate(started) if process.poll() is None}
+    return [rank for rank, file in said.items() if file.is_file() and time.time() - file.stat().st_mtime > END_S]
 
 
 def _is_lost(code: int) -> bool:
