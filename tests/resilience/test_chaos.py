@@ -19,6 +19,7 @@ import pytest
 from tests.conftest import Command
 from tests.measured import until_true
 from weft.errors import WeftError
+from weft.recipe import load_recipe
 from weft.resilience import campaign, chaos
 from weft.resilience.campaign import STAGES, Campaign, disturb, rows_of, start_here, wrong
 from weft.resilience.chaos import KINDS, LASTS, DisturbedRun, Fault, Hit, Injector, schedule
@@ -177,6 +178,19 @@ def test_words_that_make_no_sense_are_refused(command: Command, tmp_path: Path) 
     assert code == 2 and "--link and --host are for hosts, which have cables; add --hosts 3" in err
     code, _, err = command("chaos", "quickstart", "--layout", "dp=1", "--kill", "1")
     assert code == 2 and "a run of one rank has nobody to go on without it" in err
+
+
+@pytest.mark.parametrize("name", ["islands", "skippipe", "robust"])
+def test_a_run_that_one_rank_does_not_compute_is_refused_before_it_starts(command: Command, name: str) -> None:
+    code, _, err = command("chaos", name, "--kill", "1", "--minutes", "0.05")
+    assert code == 2 and "which computes something else than ranks with" in err
+
+
+@pytest.mark.parametrize("name", ["zero-bubble", "secondary", "experts", "coded"])
+def test_one_rank_can_be_compared_with(name: str) -> None:
+    """Settings for several ranks, which change nothing of what is computed, are left out for it."""
+    path = Path(__file__).parents[2] / f"recipes/{name}.toml"
+    campaign.check_comparable(path, [], load_recipe(path))
 
 
 def came_through(weft: Command, tmp_path: Path, minutes: float, counts: dict[str, int], *words: str) -> None:

@@ -40,7 +40,7 @@ def chaos(
 ) -> int:
     """Train with faults: ranks killed, frozen, cut off, slowed. Then compare with an undisturbed run."""
     from weft.recipe import RUNS, load_recipe
-    from weft.resilience.campaign import TOLERANCE, Campaign, carry_out
+    from weft.resilience.campaign import TOLERANCE, Campaign, carry_out, check_comparable
     from weft.resilience.chaos import schedule
     from weft.resilience.hosts import unavailable
     from weft.resilience.start import with_planned_layout
@@ -56,6 +56,8 @@ def chaos(
         given, layout = with_planned_layout(given, ranks)[0], ""
     if given.layout.world < 2:
         raise UsageError("a run of one rank has nobody to go on without it; add --ranks 4, or --layout")
+    if reference is None:
+        check_comparable(recipe, values, given)
     counts = {"kill": kill, "leader": leader, "two": two, "host": host, "freeze": freeze, "link": link, "slow": slow}
     faults = schedule(counts, 54 * minutes, seed)
     tolerance = TOLERANCE.get(given.train.dtype, TOLERANCE["float32"])

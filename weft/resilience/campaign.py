@@ -18,13 +18,18 @@ from statistics import median
 
 import psutil
 
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.observe.metrics import Record, read_metrics
+from weft.recipe import Recipe, load_recipe
 from weft.resilience.chaos import DisturbedRun, Fault, Hit, Injector
 from weft.resilience.hosts import Host, hosts
 
 #: The largest difference of losses from those of the undisturbed run, over the largest loss, that rounding explains.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
+#: The layout of the undisturbed run, and its settings in the place of those that only several ranks can have. None of
+#: them changes what is computed.
+ONE_RANK = "dp=1,secondary=0"
+OF_ONE_RANK = ("resilience.survive=false", "optimizer.post_validation=false", "optimizer.pairs=false")
 #: Seconds that a run may take to its first step, from one step or fault to the next step, and to end when told to (less
 #: than launchers wait before they kill it, so that its stacks can be dumped).
 STARTS, HANGS, ENDS = 180.0, 60.0, 45.0
@@ -121,13 +126,31 @@ def carry_out(campaign: Campaign, say: Say) -> CampaignResult:
         reference = campaign.reference or campaign.out / "reference"
         if campaign.reference is None:
             say(f"the run was at step {run.step}; now one that nobody disturbs")
-            alone = train_words(campaign.recipe, "dp=1", [*campaign.overrides, "resilience.survive=false"], reference)
+            alone = train_words(campaign.recipe, ONE_RANK, [*campaign.overrides, *OF_ONE_RANK], reference)
             run_undisturbed(alone, reference, run.step, log)
     found = CampaignResult(
         rows := rows_of(run, injector.hits), medians(rows), wrong(run, injector, reference, campaign.tolerance)
     )
     (campaign.out / "chaos.json").write_text(json.dumps(asdict(found), indent=1) + "\n")
     return found
+
+
+def check_comparable(recipe: Path, overrides: Sequence[str], given: Recipe) -> None:
+    """Raise :class:`UsageError` if one undisturbed rank does not compute what the ranks of the recipe ``given`` do.
+
+    That would otherwise show only when the disturbed run has ended.
+    """
+    layout = given.layout
+    unlike = {
+        "layout.island": layout.island > 1, "layout.skip": layout.skip > 0, "layout.lsh": layout.lsh > 0,
+        "resilience.aggregate": given.resilience.aggregate != "mean",
+    }  # fmt: skip
+    if names := [name for name, is_set in unlike.items() if is_set]:
+        raise UsageError(
+            f"weft chaos compares a run with one rank that nobody disturbs, which computes something else than ranks "
+            f"with {' and '.join(names)}; leave that out (--layout, --set)"
+        )
+    load_recipe(recipe, [*overrides, *OF_ONE_RANK], ONE_RANK)
 
 
 def disturb(
