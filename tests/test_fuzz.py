@@ -34,8 +34,21 @@ def test_random_cases_equal_one_device(pool: Any) -> None:
 @pytest.mark.soak
 def test_a_campaign(pool: Any) -> None:
     for path in sorted(QUICKSTART.parent.glob("*.toml")):
+        if load_recipe(path).model.origin:  # a campaign draws small models, and refuses these
+            continue
         found = list(Fuzzer(path, pool).campaign(100, seed=1, ranks=8, minutes=None))
         assert [(c, v) for c, v in found if v.kind not in ("equal", "refused")] == [], path
+
+
+@pytest.mark.parametrize("layout", [{}, {"layout.shard": 2, "train.batch": 2}])
+def test_pairs_of_answers_are_drawn_for_a_recipe_that_learns_from_them(pool: Any, layout: Case) -> None:
+    path = QUICKSTART.with_name("preference.toml")
+    drawn = [fuzz.draw(load_recipe(path), random.Random(seed), 8) for seed in range(50)]
+    assert all(case.items() >= {k: v for k, v in fuzz.PAIRS.items() if k != "data.seq_len"}.items() for case in drawn)
+    assert min(case["data.seq_len"] for case in drawn) == 40
+    fuzz.write_corpus()
+    found = Fuzzer(path, pool).verdict_of(fuzz.PAIRS | layout)
+    assert found.kind == "equal", found
 
 
 class Judge(Fuzzer):

@@ -170,7 +170,7 @@ DRAWN: dict[str, Choices] = {
     "train.micro_batch": _any(1, 2, 3),
     "train.batch": _any(1, 2, 7),
     "train.loss_chunk": _any(1, 5),
-    "data.seq_len": _any(1, 2, 7, 33),
+    "data.seq_len": lambda recipe, case, rng: [40, 48, 57, 64] if recipe.loss.of_pairs else [1, 2, 7, 33],
     "model.heads": _any(2, 6),
     "model.kv_heads": _any(1, 2),
     "model.ffn": _any(9, 32),
@@ -244,6 +244,9 @@ SMALL: Case = {
     "layout.overlap": "",
 }  # fmt: skip
 
+#: What a case starts from if the recipe learns from pairs of answers. A row must have room for the longest pair.
+PAIRS: Case = {"data.path": str(FOLDER / "pairs.jsonl"), "data.form": "auto", "data.seq_len": 48}
+
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -267,7 +270,7 @@ class Summary:
 
 def draw(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
     """Sizes of the axes for at most so many ranks, and half a dozen features."""
-    case: Case = {}
+    case: Case = dict(PAIRS) if recipe.loss.of_pairs else {}
     left = rng.randint(2, ranks)
     for axis in rng.sample(AXES, len(AXES)):
         size = rng.choice([n for n in (1, 1, 2, 2, 3, 4) if n <= left])
@@ -283,6 +286,8 @@ def draw(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
 def words(case: Case) -> tuple[str, list[str]]:
     """The case as what follows ``--layout``, and each ``--set``."""
     settings = SMALL | case
+    if "data.path" in case:
+        del settings["data.sources"]
     layout = ",".join(f"{n.removeprefix('layout.')}={v}" for n, v in settings.items() if n.startswith("layout."))
     sets = []
     for name, value in settings.items():
@@ -301,16 +306,20 @@ def command(path: Path, case: Case, dtype: str, steps: int) -> str:
 
 
 def write_corpus() -> None:
-    """Documents of very unequal length, the same in every campaign."""
+    """Documents of very unequal length, and pairs of answers, the same in every campaign."""
     rng = random.Random(0)
     FOLDER.mkdir(exist_ok=True)
-    lines = []
-    for _ in range(60):
-        text = "".join(rng.choice("abcdefgh \n") for _ in range(rng.choice([1, 2, 3, 5, 8, 13, 21, 34, 55])))
-        lines.append(json.dumps({"text": text}) + "\n")
-    path = FOLDER / "corpus.jsonl"
-    if not path.exists() or path.read_text() != "".join(lines):
-        path.write_text("".join(lines))
+
+    def text(*lengths: int) -> str:
+        return "".join(rng.choice("abcdefgh \n") for _ in range(rng.choice(lengths)))
+
+    documents = [{"text": text(1, 2, 3, 5, 8, 13, 21, 34, 55)} for _ in range(60)]
+    answers = ("prompt", "chosen", "rejected")
+    pairs = [{name: rng.choice("abcdefgh") + text(0, 1, 4) for name in answers} for _ in range(60)]
+    for name, rows in ("corpus", documents), ("pairs", pairs):
+        path, lines = FOLDER / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
+        if not path.exists() or path.read_text() != lines:
+            path.write_text(lines)
 
 
 def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:
@@ -348,7 +357,8 @@ class Fuzzer:
     def shrunk(self, case: Case, kind: str) -> tuple[Case, CaseResult]:
         """The case without whatever it fails without."""
         verdict = self.verdict_of(case)
-        for name in list(case):
+        needed = PAIRS if "data.path" in case else {}
+        for name in [name for name in case if name not in needed]:
             smaller = {key: value for key, value in case.items() if key not in (name, "layout.order")}
             if name != "layout.order" and "layout.order" in case:
                 axes = [a for a in case["layout.order"].split() if f"layout.{a}" in smaller]
