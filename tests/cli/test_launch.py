@@ -226,6 +226,29 @@ def test_when_one_rank_ends_with_an_error_after_ctrl_c_the_others_do_not_have_a_
     assert_gone(wait_for(tmp_path, "pid-*", 2))
 
 
+def test_ctrl_c_waits_until_a_rank_has_started() -> None:
+    """Python would print a traceback if it came while the interpreter starts."""
+    words = [sys.executable, "-m", "weft", "recipes"]
+    env = os.environ | {"WEFT_LAUNCHED": "1", "RANK": "0"}
+    with ranks.ctrl_c_held_back():
+        process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process.send_signal(signal.SIGINT)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert (*process.communicate(timeout=240), process.returncode) == ("", "weft: interrupted\n", 130)
+
+
+def test_other_programs_get_ctrl_c_from_the_launcher_on() -> None:
+    code = "import signal, sys; sys.exit(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    assert launch([], 1, [sys.executable, "-c", code]) == 0
+
+
+def test_after_a_swallowed_ctrl_c_no_rank_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks.keyboard, "interrupted", True)
+    with pytest.raises(KeyboardInterrupt):
+        launch([], 1, ["/bin/sh", "-c", f"echo > {tmp_path}/started"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_ctrl_c_that_was_swallowed_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     keyboard = type(ranks.keyboard)()
     monkeypatch.setattr(ranks, "keyboard", keyboard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ def test_a_model_on_a_cpu(tmp_path: Path, command: Command, monkeypatch: Any) ->
     """Two batches of a tiny model: what is said is of operators alone. How long they take is the machine's."""
     from weft.serve import traced
 
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     files = [traced.record(build(), batch, 9, 4, tmp_path) for batch in (1, 3)]
+    assert os.environ["KINETO_LOG_LEVEL"] == "99"  # the profiler's library writes nothing into the table
     code, out, error = command("profile", *files, "--json")
     found = json.loads(out)
     assert code == 0, error
@@ -69,6 +72,8 @@ def test_a_model_on_a_cpu(tmp_path: Path, command: Command, monkeypatch: Any) ->
     assert all(one["mean"] > 0 and 0 < one["between"] < 1 and 0 < one["small"] <= 1 for one in found)
     code, out, _ = command("profile", *files)
     assert code == 0 and "no device in the trace" in out and "launch-bound" not in out
+    rows = [line.split("\t") for line in out.splitlines() if "\t" in line]  # into a pipe: whole names, no lines drawn
+    assert [row[0] for row in rows] == ["trace", "batch-1.json", "batch-3.json"] and {*map(len, rows)} == {7}
 
 
 def test_long_operators_are_compute(tmp_path: Path) -> None:

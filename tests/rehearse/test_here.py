@@ -164,6 +164,10 @@ def test_the_command_says_all_and_its_recipe_is_valid(command: Command, tmp_path
     assert recipe.train.micro_batch == 4 and recipe.memory == Memory()  # as was estimated
     code, out, err = command("plan", path, "--here", "--method", "lora", "--method", "full")
     assert code == 0 and "lora" in out and "why   " in out and "run   weft train" in out, err
+    code, out, err = command("plan", path, "--here", "--method", "full", "--json")  # a recipe trains so at its own rate
+    assert code == 0 and not {"optimizer.lr", "adapter"} & set(json.loads(out)["command"].replace("=", " ").split()), (
+        err
+    )
 
 
 @pytest.mark.parametrize(("words", "said"), [

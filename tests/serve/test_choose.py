@@ -13,6 +13,7 @@ import torch
 from tests.conftest import Command
 from tests.generate.test_many import build
 from tests.serve.running import build as with_bytes
+from weft.cli.bench import _show_candidates
 from weft.data.tokenizer import load_tokenizer
 from weft.generate.engine import Engine
 from weft.generate.policies import policy_of
@@ -94,6 +95,12 @@ def test_the_first_requests_are_timed_and_the_others_compared() -> None:
     few, load = requests_of(asked, [1.0, 0.5, 2.0], lambda: load_tokenizer("bytes"), 1)
     assert few == [TimedRequest(-0.5, list(load_tokenizer("bytes").encode("ab")), 3)]
     assert load == [TimedRequest(0.0, [5], 4), TimedRequest(2.0, list(load_tokenizer("bytes").encode("c")), 5)]
+
+
+def test_long_times_are_shown_without_powers_of_ten(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"output_throughput": 8.78712, "mean_ttft_ms": 104_517.3}
+    _show_candidates([Candidate("exact-fill", 128, figures)], 99)
+    assert capsys.readouterr().out.splitlines()[1] == "exact-fill\t128\t8.787\t104,517"
 
 
 def test_the_command(command: Command, tmp_path: Path) -> None:

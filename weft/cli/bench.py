@@ -157,7 +157,8 @@ def _show_candidates(found: "list[Candidate]", percentile: float) -> None:
     names |= {"mean_ttft_ms": "ttft ms", f"{last}_ttft_ms": last, "mean_itl_ms": "itl ms", f"{last}_itl_ms": last}
     names["mean_e2el_ms"] = "e2el ms"
     names = {name: head for name, head in names.items() if name in found[0].figures}
-    figures = [[f"{one.figures[name]:.4g}" for name in names] for one in found]
+    values = [[one.figures[name] for name in names] for one in found]
+    figures = [[f"{value:.4g}" if value < 1000 else f"{value:,.0f}" for value in its] for its in values]
     rows = [[one.policy, str(one.budget), *its] for one, its in zip(found, figures, strict=True)]
     print_table(["policy", "budget", *names.values()], rows)
 

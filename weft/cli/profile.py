@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from weft.cli.arguments import AsJson, ModelName
-from weft.cli.console import warn
+from weft.cli.console import print_table, warn
 from weft.errors import UsageError
 
 _traces = "Traces of torch.profiler (export_chrome_trace); several are of growing batch sizes."
@@ -45,11 +43,11 @@ def profile(
     if as_json:
         print(json.dumps([asdict(one) | {"verdict": one.verdict} for one in found]))
         return 0
-    table = Table("trace", "ms", "kernels", "TKLQT ms", "per kernel us", "kernel or operator us", "device busy")
+    rows = []
     for one in found:
         times = (f"{1e3 * one.seconds:.1f}", f"{one.kernels:,}", f"{one.waited / 1e3:.2f}", f"{one.queued:.1f}")
-        table.add_row(one.name, *times, f"{one.mean:.1f}", f"{one.busy:.0%}" if one.kernels else "-")
-    Console().print(table)
+        rows.append((one.name, *times, f"{one.mean:.1f}", f"{one.busy:.0%}" if one.kernels else "-"))
+    print_table(("trace", "ms", "kernels", "TKLQT ms", "per kernel us", "kernel or operator us", "device busy"), rows)
     for one in found:
         print(f"{one.name}: {one.verdict}")
     if len(found) > 1 and found[0].kernels:

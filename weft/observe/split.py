@@ -46,7 +46,7 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, TimeSplit]:
     It must run on all ranks at the same time, and not inside another profiler. ``fn`` marks its phases with
     ``record_function("weft:data")`` and ``record_function("weft:optimizer")``.
     """
-    with _profile() as profiler, _marked_waits(), record_function("weft:step"):
+    with quiet_profile() as profiler, _marked_waits(), record_function("weft:step"):
         result = fn()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -116,7 +116,7 @@ def trace(path: Path | None, steps: int) -> Iterator[Callable[[], bool]]:
     def schedule(number: int) -> ProfilerAction:
         return actions[number] if number <= steps else ProfilerAction.NONE
 
-    with _profile(schedule=schedule, on_trace_ready=lambda done: done.export_chrome_trace(str(path))) as profiler:
+    with quiet_profile(schedule=schedule, on_trace_ready=lambda done: done.export_chrome_trace(str(path))) as profiler:
 
         def step() -> bool:
             profiler.step()
@@ -125,8 +125,8 @@ def trace(path: Path | None, steps: int) -> Iterator[Callable[[], bool]]:
         yield step
 
 
-def _profile(**options: Any) -> profile:
-    # The profiler's library otherwise writes two lines to stderr every time, into the middle of the display.
+def quiet_profile(**options: Any) -> profile:
+    """PyTorch's profiler, whose library otherwise writes two lines to stderr into the middle of a display."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     devices = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []
     return profile(activities=[ProfilerActivity.CPU, *devices], **options)

@@ -245,6 +245,8 @@ def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
     """The command that trains so."""
     file, sections = find_recipe(model), METHODS[chosen.method]
     words = ["weft", "train", f"finetune --from {model}" if file is None else model]
+    if file is not None and chosen.method == "full" and recipe.adapter is None:
+        sections = {}  # as the recipe trains already, and at its own rate
     changed = with_method(recipe, chosen.method)
     values = {f"{s}.{k}": getattr(getattr(changed, s), k) for s, v in sections.items() for k in v}
     values |= {"train.batch": recipe.train.batch, "train.micro_batch": chosen.micro_batch}
@@ -256,7 +258,7 @@ def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
         given = load_recipe(file).memory.model_dump(exclude_defaults=True, exclude={"folder"})
         values |= {f"memory.{key}": Memory.model_fields[key].default for key in given}
     values |= {f"memory.{kind}": place for kind, place in kinds.items()}
-    if "adapter" not in sections:
+    if "adapter" not in sections and (file is None or recipe.adapter is not None):
         words.append("--set adapter=none")
     if chosen.method == "galore":
         values["optimizer.rank"] = changed.optimizer.rank

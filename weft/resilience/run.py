@@ -478,7 +478,7 @@ class Survivor(Watching):
         for one in lost:
             recorder.event(f"rank {one['rank']} {one['why']}")
         if joined and self._known:
-            recorder.event(f"{len(joined)} ranks have joined")
+            recorder.event(f"{len(joined)} ranks have joined" if len(joined) > 1 else "1 rank has joined")
         recorder.log(
             "view", epoch=view.epoch, ranks=len(view.members), layout=str(mesh.layout), lost=lost, joined=joined,
             **self.seconds,

@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
 from weft.models.transformer import Transformer
+from weft.observe.split import quiet_profile
 
 
 def record(model: Transformer, batch: int, prompt: int, steps: int, folder: Path) -> Path:
@@ -17,8 +15,7 @@ def record(model: Transformer, batch: int, prompt: int, steps: int, folder: Path
     written = [engine.submit(ids, steps + 1, GREEDY)[0] for ids in texts]
     while not all(one.written for one in written):
         engine.step()
-    device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    with profile(activities=[ProfilerActivity.CPU, *device]) as found:
+    with quiet_profile() as found:
         engine.run()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"batch-{batch}.json"

@@ -208,7 +208,8 @@ class Apart(Stepper):
 
     def summary(self) -> str:
         sent = (self.streams.sent + self.streams.around) / 2**20
-        said = f"islands agreed {self.steps // self.how.every} times; this rank has sent {sent:.3g} MiB to others"
+        times = self.steps // self.how.every
+        said = f"islands agreed {times} time{'s' * (times != 1)}; this rank has sent {sent:.3g} MiB to others"
         return "; ".join(filter(None, (self.inner.summary(), said)))
 
     def news(self) -> list[str]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from weft.train.failure import Exit, Failure, Grade, oom_kills, root_cause, show
-from weft.train.ranks import LEFT_OUT, MEMBERS, noted_signals, threads_per_rank
+from weft.train.ranks import LEFT_OUT, MEMBERS, ctrl_c_held_back, keyboard, noted_signals, threads_per_rank
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,9 +37,12 @@ LOOK_S = 0.05
 
 # What a rank runs before the command proper: the kernel is told to kill it when the launcher dies, whatever the cause
 # (PR_SET_PDEATHSIG survives exec). Elsewhere than on Linux, ranks of a killed launcher end with their next collective.
+# Ctrl-C is held back from weft itself until it is there (ctrl_c_held_back); others get it from here on.
 _ENTRY = """
-import ctypes, os, sys
+import ctypes, os, signal, sys
 parent, *command = sys.argv[1:]
+if command[1:3] != ["-m", "weft"]:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() != int(parent):
@@ -73,6 +76,8 @@ def run_ranks(
     """
     import torch.distributed as dist
 
+    if keyboard.interrupted:  # an import has swallowed the exception: nobody need be started for that
+        raise KeyboardInterrupt
     # Where the ranks meet: at a port that the store itself picks, so that no other run can have it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folders = tempfile.TemporaryDirectory(prefix="weft-ranks-", ignore_cleanup_errors=True)
@@ -87,7 +92,8 @@ def run_ranks(
                     "MASTER_PORT": str(store.port), "TORCHELASTIC_ERROR_FILE": f"{folder}/{rank}.json",
                 }  # fmt: skip
                 # In a session of its own: a terminal's Ctrl-C comes to it through this process alone.
-                started.append(psutil.Popen([*entry, *command], env=env, start_new_session=True))
+                with ctrl_c_held_back():
+                    started.append(psutil.Popen([*entry, *command], env=env, start_new_session=True))
             met, running = False, time.monotonic()
             stuck: list[int] = []
             while not (received or stuck or _over(started, met)) and time.monotonic() - running <= patience:

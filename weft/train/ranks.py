@@ -93,6 +93,19 @@ def noted_signals(numbers: Sequence[int], again: Callable[[int], None]) -> Itera
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def ctrl_c_held_back() -> Iterator[None]:
+    """A process that is started in here gets no Ctrl-C before it takes it (:func:`weft.__main__.main` does).
+
+    One that comes while an interpreter starts would end it with a traceback, before any code could see to it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def stop_signals() -> tuple[Sequence[int], Callable[[int], None]]:
     """SIGINT and SIGTERM ask a run to stop after the current step; another SIGINT ends it at once."""
 
