@@ -12,6 +12,7 @@ import pytest
 from tests.cases import recipe, write_corpus
 from tests.resilience.survivors import HUNG, losses, ranks, recorded_once
 from tests.resilience.trials import KINDS, trial
+from weft.checkpoint.state import Progress
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.lost import PeerLost
@@ -20,9 +21,10 @@ from weft.recipe import Recipe
 from weft.resilience.members import Lost, Member, View
 from weft.resilience.membership import Membership
 from weft.resilience.roster import ask_to_leave, read_roster
-from weft.resilience.run import ATTEMPTS, LEAVE, Survivor
+from weft.resilience.run import ATTEMPTS, FROM_START, LEAVE, Survivor
 from weft.resilience.start import be_rank
 from weft.train.loop import train
+from weft.train.runs import Resumed
 from weft.train.setup import prepare
 
 STEPS = 12
@@ -134,3 +136,17 @@ def test_attempts_count_while_nobody_is_lost(corpus: str) -> None:
         survivor.excuse(View(2, members[:1], ({},), lost, {}))
     with pytest.raises(PeerLost, match="connection"):
         survivor.take_as_loss(PeerLost("the connection is closed"))
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_that_begins_again_says_so(
+    corpus: str, later: bool, fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a rank and its buddy are lost together, and there is no checkpoint yet."""
+    monkeypatch.setattr("weft.train.guard.resume_run", lambda *given: Resumed(Progress(), ["resumed"]))
+    survivor = Survivor(job(corpus, ""), None, None, [])
+    survivor.view = cast(View, SimpleNamespace(facts=[{"store": ("here", 1)} if later else {}]))
+    given = cast(Any, SimpleNamespace(fresh=fresh, folder=Path()))
+    notes = survivor.fill(given, cast(Any, None), cast(Any, None), cast(Any, None)).notes
+    assert notes == ["resumed", *([FROM_START] if later and fresh else [])]

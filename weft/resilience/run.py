@@ -75,6 +75,11 @@ ABSENT, ABSENT_S = 3, 15.0
 LEAVE = signal.SIGUSR2
 #: The error of a rank that was left out and cannot reach the others to ask them to let it in again.
 ALONE = "the others have gone on without this rank, and cannot be reached any more"
+#: What is said where a rank is lost together with all copies of its state, before the first checkpoint.
+FROM_START = (
+    "back to the beginning, as no rank's memory has all of the state, and there is no checkpoint; checkpoint.every "
+    "makes some"
+)
 #: What members are told (:meth:`Membership.fatal`) when a run has come to its regular end.
 ENDED = "the run has ended"
 
@@ -449,7 +454,10 @@ class Survivor(Watching):
         self.run, begun = run, time.monotonic()
         self.seconds["rebuild_s"] = begun - self._since - sum(self.seconds.values())
         if self.recovery is None:
-            return super().fill(run, job, state, mesh)
+            resumed = super().fill(run, job, state, mesh)
+            if run.fresh and self.view.facts[0]:
+                resumed.notes.append(FROM_START)
+            return resumed
         self.seconds["bytes"] = restore(self.recovery, self.snapshots, state, mesh.step_group)
         self.seconds["recover_s"] = time.monotonic() - begun
         return Resumed(replace(self.recovery.progress), [str(self.recovery)])
