@@ -100,6 +100,8 @@ def test_schedules() -> None:
     wsd = Optimizer(lr=1.0, warmup=10, min_lr=0, schedule="wsd", decay=20)
     rates = [learning_rate(wsd, s, 100) for s in range(100)]
     assert set(rates[10:81]) == {1.0} and rates[90] == pytest.approx(0.5) and rates[-1] == pytest.approx(0.05)
+    rates = [learning_rate(wsd, s, 20) for s in range(20)]  # shorter than warm-up and decay
+    assert rates[9] == rates[10] == 1.0 and rates[15] == pytest.approx(0.5) and rates[-1] == pytest.approx(0.1)
     assert {learning_rate(Optimizer(lr=1.0, warmup=0, schedule="constant"), s, 9) for s in range(9)} == {1.0}
 
 

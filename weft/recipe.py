@@ -442,7 +442,9 @@ class Optimizer(Section):
     clip: float = Field(1.0, ge=0, description="global gradient norm; 0 turns clipping off")
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup: int = Field(100, ge=0)
-    decay: int = Field(0, ge=0, description="steps of the final decay of 'wsd'; 0 means a fifth of the run")
+    decay: int = Field(
+        0, ge=0, description="steps of the final decay of 'wsd', at most all after warm-up; 0: a fifth of all"
+    )
     min_lr: float = Field(0.1, ge=0, le=1, description="floor as a fraction of lr")
     post_validation: bool = Field(False, description="pipelines: update at once, check the global norm a step later")
 

@@ -122,6 +122,7 @@ def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
     if settings.schedule == "cosine":
         done = (step - settings.warmup) / max(1, steps - settings.warmup)
         return floor + (settings.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    decay = settings.decay or max(1, steps // 5)  # warm-up, stable, decay (Hu et al. 2024)
+    # Warm-up, stable, decay (Hu et al. 2024); in a short run decay is all that comes after warm-up.
+    decay = max(1, min(settings.decay or steps // 5, steps - settings.warmup))
     left = max(0.0, min(1.0, (steps - step) / decay))
     return floor + (settings.lr - floor) * left
