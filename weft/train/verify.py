@@ -242,9 +242,9 @@ def difference(traces: Sequence[StepTrace], reference: StepTrace, dtype: str, ap
 
     A gradient that is zero in exact arithmetic (that of keys' adapters where queries see one key, say) has rounding
     noise for a size. So gradients count relative to at least the smallest slope that shows above the rounding of the
-    loss, over a distance as large as the norm of the parameters. ``apart``: that distance, where gradients are
-    estimated from losses at two points. Parameters and slots need no such allowance, as both sides have updated with
-    the same gradients.
+    loss, over a distance as large as the norm of the parameters that learn. ``apart``: that distance, where gradients
+    are estimated from losses at two points. Parameters and slots need no such allowance, as both sides have updated
+    with the same gradients.
     """
 
     def relative(a: float, b: float) -> float:
@@ -253,7 +253,8 @@ def difference(traces: Sequence[StepTrace], reference: StepTrace, dtype: str, ap
     limit = TOLERANCE[dtype]
     noise = NOISE * torch.finfo(getattr(torch, dtype)).eps / limit
     own = {name: _norm(part) for name, part in reference.params.items()}
-    least = [noise * abs(loss) / (apart or math.hypot(*own.values()) or 1.0) for loss in reference.losses]
+    learns = [own[name] for name in reference.grads[0] if name in own] if reference.grads else []
+    least = [noise * abs(loss) / (apart or math.hypot(*learns) or 1.0) for loss in reference.losses]
     share = [1 / max(1.0, low / max(norm, 1e-300)) for low, norm in zip(least, reference.norms, strict=True)]
     loss = max(relative(a, b) for t in traces for a, b in zip(t.losses, reference.losses, strict=True))
     norm = max(s * relative(a, b) for t in traces for s, a, b in zip(share, t.norms, reference.norms, strict=True))
