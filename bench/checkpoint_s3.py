@@ -37,10 +37,13 @@ KEY, SECRET = "AKCKPT", "SKCKPTSECRET"
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of which the gRPC companions, 10,000 above, are free as well."""
+    """Ports of which the gRPC companions, 10,000 above, are free as well.
+
+    All are below those that systems give to connections (from 32,768 on Linux), which may be taken a moment later.
+    """
     found: list[int] = []
     while len(found) < count:
-        port = random.randrange(20_000, 45_000)
+        port = random.randrange(11_000, 22_000)
         try:
             for number in (port, port + 10_000):
                 with socket.socket() as probe:

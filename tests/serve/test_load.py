@@ -83,7 +83,8 @@ def test_times_are_those_of_the_server(server: Running, monkeypatch: Any) -> Non
         outcomes, seconds = asyncio.run(run(target, asks, [0.0] * 4, most))
         assert [(one.prompt, one.written, one.error) for one in outcomes] == [(4, 12, "")] * 4
         found[most] = summary(outcomes, seconds, [50], {})
-        assert found[most]["median_tpot_ms"] >= 30 and found[most]["mean_e2el_ms"] >= 12 * 30
+        assert found[most]["mean_e2el_ms"] >= 12 * 30
+        assert found[most]["median_tpot_ms"] >= 25  # less than 30 where a busy machine sees the first token late
     assert found[1]["duration"] > 2 * found[4]["duration"]  # four times as long where nothing else runs
     assert found[1]["mean_ttft_ms"] < found[1]["mean_e2el_ms"] / 2  # the clock of a question starts when it is sent
 
