@@ -228,6 +228,8 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_heap()
     found: dict[str, Any] = {"machine": machine()}
+    if given.folder is not None:
+        given.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         if given.only in (None, "places"):
             found["places"] = places(Path(folder), given.rounds, given.quick)
