@@ -22,8 +22,20 @@ from safetensors.torch import load_file
 from tests.cases import recipe, write_corpus
 from weft.checkpoint.staging import WriterProcess
 from weft.layout.mesh import Mesh
+from weft.memory import tiers
 from weft.memory.resting import Tiers
-from weft.memory.tiers import PAGE, PIECE, SMALL, THREADS, BufferPool, TierError, TierFile, page_buffer, whole_pages
+from weft.memory.tiers import (
+    COMMON,
+    PAGE,
+    PIECE,
+    SMALL,
+    THREADS,
+    BufferPool,
+    TierError,
+    TierFile,
+    page_buffer,
+    whole_pages,
+)  # fmt: skip
 from weft.memory.transfer_threads import Threads
 from weft.parallel.state import State
 from weft.parallel.units import TableUnit
@@ -218,6 +230,35 @@ def test_the_pool_has_slots_for_every_size() -> None:
 # --- tensors that rest
 
 
+def test_where_memory_ends_what_is_idle_makes_room() -> None:
+    pool = BufferPool()
+    for _ in range(COMMON):
+        pool.announce(PAGE)
+    pool.give(pool.take(PAGE))
+    with mock.patch.object(tiers, "page_buffer", side_effect=[TierError("no memory"), page_buffer(2 * PAGE)]):
+        assert pool.take(2 * PAGE).numel() == 2 * PAGE
+    assert pool.bytes == 2 * PAGE and pool.most == 2 * PAGE
+    with mock.patch.object(tiers, "page_buffer", side_effect=TierError("no memory")), pytest.raises(TierError):
+        pool.take(PAGE)
+    assert pool.bytes == 2 * PAGE
+
+
+def test_where_memory_ends_what_is_leaving_is_waited_for(tmp_path: Path) -> None:
+    """Its buffer makes room for the next."""
+    resting = Tiers({"weights": "file"}, str(tmp_path))
+    values = {name: torch.full((PAGE // 4 * (1 + i),), float(i)) for i, name in enumerate("ab")}
+    for name, tensor in values.items():
+        resting.rest(name, "weights", [tensor])
+    with resting.at_hand("a", "weights", changes=True):
+        values["a"].fill_(7)
+    assert resting.leaving and resting.pool.bytes == PAGE
+    with mock.patch.object(tiers, "page_buffer", side_effect=[TierError("no memory"), page_buffer(2 * PAGE)]):
+        resting.fetch("b", "weights")
+    assert not resting.leaving and resting.pool.bytes == 2 * PAGE
+    resting.settle()
+    assert (values["a"] == 7).all() and (values["b"] == 1).all()
+
+
 def test_tensors_come_and_go_and_keep_their_values(tmp_path: Path) -> None:
     tiers = Tiers({"moments": "file"}, str(tmp_path))
     owners = {name: [torch.randn(300), torch.randn(3, 5).double(), torch.randn(0)] for name in "abcd"}
@@ -392,7 +433,7 @@ def test_what_does_not_learn_has_no_gradients_anywhere(corpus: str, tmp_path: Pa
 def test_what_does_not_fit_in_memory_trains_from_a_file(
     tmp_path: Path, limit: int, share: float, model: dict[str, Any]
 ) -> None:
-    """With so many MiB for all that a process allocates: checkpoints as of one that has all it wants.
+    """With so many MiB for all that a process allocates: checkpoints as of one that has all it wants, bit by bit.
 
     ``share``: how many times the limit the training state is, 16 bytes for every parameter.
     """
@@ -427,7 +468,11 @@ def test_what_does_not_fit_in_memory_trains_from_a_file(
     found, wanted = written("file"), written("memory")
     assert sum(value.nbytes for value in wanted.values()) * 4 / 3 >= share * (limit << 20)
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    for key, value in wanted.items():
+        if model.get("tied"):  # whose two gradients of the embedding are added in another order
+            assert torch.linalg.vector_norm(found[key] - value) <= 1e-5 * torch.linalg.vector_norm(value), key
+        else:
+            assert torch.equal(found[key], value), key
 
 
 @contextmanager

@@ -4,10 +4,12 @@ A tensor object stays the same all the time, and what it refers to changes: a re
 the host) while it rests, and a buffer (or memory of the device) in between.
 """
 
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -156,6 +158,11 @@ class AccessOrder:
         return self.following.get(owner)
 
 
+def _let_all_leave(tiers: "weakref.ref[Tiers]") -> None:
+    if (found := tiers()) is not None:  # a cycle would keep the file of tiers that nobody needs any more
+        found._drain(0)
+
+
 class Tiers:
     """What rests outside the memory in which it is used, by its owner, a unit of the state, and its kind.
 
@@ -177,6 +184,7 @@ class Tiers:
         self.trials = AccessOrder()  # of those that may be taken back
         self.tried: list[RestingGroup] = []  # whose last version may be taken back
         self.leaving: deque[RestingGroup] = deque()
+        self.pool.when_short = partial(_let_all_leave, weakref.ref(self))
         self._file: TierFile | None = None
 
     @property

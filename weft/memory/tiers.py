@@ -88,11 +88,13 @@ class BufferPool:
     """Buffers by size, used again: a unit's shape has slots of its own, so that no room is lost to the largest.
 
     A size that fewer than :data:`COMMON` have :meth:`announced` is not kept: an embedding's, say, used twice a step.
-    ``bytes`` is how much there is of all, in use or not, and ``most`` how much there has been.
+    ``bytes`` is how much there is of all, in use or not, and ``most`` how much there has been. ``when_short`` is called
+    where memory ends, to give back buffers whose content is still on its way to the disk.
     """
 
     def __init__(self, pinned: bool = False) -> None:
         self.pinned, self.bytes, self.most = pinned, 0, 0
+        self.when_short: Callable[[], None] = lambda: None
         self._free: dict[int, list[T]] = defaultdict(list)
         self._users: Counter[int] = Counter()
 
@@ -106,12 +108,24 @@ class BufferPool:
         if self._free[room]:
             return self._free[room].pop()
         if room >= LARGE and not self.pinned:
-            self.bytes -= sum(size * len(buffers) for size, buffers in self._free.items())
-            self._free.clear()
-            give_heap_back()
+            self._let_go()
+        try:
+            found = page_buffer(room, self.pinned)
+        except TierError:  # what is idle may be all that lacks
+            if self.pinned:
+                raise
+            self.when_short()
+            self._let_go()
+            found = page_buffer(room, self.pinned)
         self.bytes += room
         self.most = max(self.most, self.bytes)
-        return page_buffer(room, self.pinned)
+        return found
+
+    def _let_go(self) -> None:
+        """Hand back what is idle, here and in the heap."""
+        self.bytes -= sum(size * len(buffers) for size, buffers in self._free.items())
+        self._free.clear()
+        give_heap_back()
 
     def give(self, buffer: T) -> None:
         if self._users[buffer.numel()] < COMMON and not self.pinned:
