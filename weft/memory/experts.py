@@ -88,7 +88,7 @@ class RestingExperts:
 
     def __init__(self, folder: Path | None, share: float, ahead: bool = True) -> None:
         self.share, self.ahead = share, ahead
-        self.file = None if folder is None else TierFile(folder.expanduser(), called="--experts-in")
+        self.file = None if folder is None else TierFile(folder, called="--experts-in")
 
     def lift(self, model: Transformer, values: Values) -> None:
         """Put slots in the place of the experts of a model that has no memory yet, and bring ``values`` to their rest.

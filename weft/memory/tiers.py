@@ -262,6 +262,7 @@ class TierFile:
     """
 
     def __init__(self, folder: Path, timeout: float = 600, called: str = "memory.folder") -> None:
+        folder = folder.expanduser()
         self.name = f"{called} = {str(folder)!r}"
         self.folder, self.timeout, self.size = folder, timeout, 0
         self.bytes: Counter[str] = Counter()

@@ -114,7 +114,7 @@ def estimates(
         for places in ({}, *FILED.get(method, ())):
             if places and not disk:
                 say("measuring the disk")
-                disk = disk_curves(Path(recipe.memory.folder).expanduser(), MEASURED)
+                disk = disk_curves(Path(recipe.memory.folder), MEASURED)
             tried += [
                 estimate(with_method(recipe, method, places, micro_batch=n, recompute=way), shape, method, block, ends,
                          runtime, available, disk)

@@ -251,6 +251,7 @@ def cores_here() -> int:
 
 def probe_storage(folder: Path, quick: bool) -> dict[str, Any]:
     """What rests away from memory: the ``disk`` of a folder, with its ``free`` bytes, and the ``link`` to a device."""
+    folder = folder.expanduser()
     disk = disk_curves(folder, (32 if quick else 128) << 20, called="--folder")
     return {"disk": disk | {"folder": str(folder), "free": shutil.disk_usage(folder).free}, "link": link_curves()}
 

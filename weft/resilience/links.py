@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Any
 
 from weft.layout.sockets import end, family_of, listen, read, read_into, send_at_once, serve_each
+from weft.resilience.wires import key_of
 
 Head = dict[str, Any]
 
@@ -126,7 +127,7 @@ class Outbox:
 
 def _seal(token: str, challenge: bytes, rank: int) -> str:
     """What only a rank that knows ``token`` can answer to this connection's challenge."""
-    return hashlib.blake2b(challenge + str(rank).encode(), key=token.encode()[:64]).hexdigest()
+    return hashlib.blake2b(challenge + str(rank).encode(), key=key_of(token)).hexdigest()
 
 
 def _send_head(connection: socket.socket, head: Head) -> None:

@@ -253,7 +253,7 @@ def difference(traces: Sequence[StepTrace], reference: StepTrace, dtype: str, ap
     limit = TOLERANCE[dtype]
     noise = NOISE * torch.finfo(getattr(torch, dtype)).eps / limit
     own = {name: _norm(part) for name, part in reference.params.items()}
-    learns = [own[name] for name in reference.grads[0] if name in own] if reference.grads else []
+    learns = [own[name] for name in reference.grads[0] if name in own]
     least = [noise * abs(loss) / (apart or math.hypot(*learns) or 1.0) for loss in reference.losses]
     share = [1 / max(1.0, low / max(norm, 1e-300)) for low, norm in zip(least, reference.norms, strict=True)]
     loss = max(relative(a, b) for t in traces for a, b in zip(t.losses, reference.losses, strict=True))
