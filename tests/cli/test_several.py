@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -12,6 +14,8 @@ from rich.control import strip_control_codes
 
 from tests.chats import TEMPLATES, save_tokenizer
 from tests.conftest import Command
+from tests.generate.test_draft import Counting
+from weft.generate.search import Hypothesis, Search
 from weft.generate.several import TAGS
 
 PROMPT = "def add"
@@ -70,6 +74,41 @@ def test_one_beam_is_the_likeliest_token_each_time(command: Command, folder: Pat
     assert len(found) == 4 and chances[0] == max(chances)
 
 
+def test_beam_search_takes_gnmt_s_settings(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for reaches the search, and pruning by nothing leaves the likeliest token at each place."""
+    searches: list[Search] = []
+    advance = Search.run
+
+    def noted(search: Search) -> list[Hypothesis]:
+        searches.append(search)
+        return advance(search)
+
+    monkeypatch.setattr(Search, "run", noted)
+    words = ("generate", "--from", folder, "--prompt", PROMPT, "--tokens", 6, "--beams", 4)
+    pruned = texts_of(command(*words, "--prune", 1e-9, "--length-penalty", 1.5)[1])
+    assert (searches[-1].alpha, searches[-1].prune) == (1.5, 1e-9)
+    assert [*pruned.values()] == [command(*words[:-2], "--temperature", 0)[1].removeprefix(PROMPT)[:-1]]
+    command(*words, "--length-penalty", 0)
+    assert (searches[-1].alpha, searches[-1].prune) == (0, math.inf)
+
+
+def test_a_small_model_runs_ahead(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text without guesses, by guesses that were there before they were asked for."""
+    drafters: list[Counting] = []
+
+    def counting(*given: Any, **settings: Any) -> Counting:
+        drafters.append(Counting(*given, **settings))
+        return drafters[-1]
+
+    monkeypatch.setattr("weft.generate.draft.DraftModel", counting)
+    words = ("generate", "--from", folder, "--prompt", PROMPT, "--tokens", 12, "--temperature", 0)
+    alone = command(*words)[1]
+    assert command(*words, "--draft", folder, "--ahead", 2)[1] == alone
+    assert drafters[-1].ahead == 2 and drafters[-1].ready
+    assert command(*words, "--draft", folder)[1] == alone
+    assert drafters[-1].ahead == 0 and not drafters[-1].ready
+
+
 def test_workers_see_each_other(command: Command, folder: Path) -> None:
     """The first one alone writes other tokens than with somebody whose text it sees."""
     words = ("generate", "--from", folder, "--prompt", PROMPT, "--tokens", 8, "--temperature", 0)
@@ -118,6 +157,10 @@ def test_a_model_that_parts_its_text(command: Command, tmp_path: Path) -> None:
         ("--beams 2 --draft text", "leave out --layout and --draft"),
         ("--workers 2 --layout tp=2", "leave out --layout and --draft"),
         ("--paths", "has no <Outline>"),
+        ("--prune 3", "give --beams"),
+        ("--length-penalty 0", "give --beams"),
+        ("--ahead 2", "there is no --draft"),
+        ("--ahead 2 --draft text", "give --draft MODEL"),
     ],
 )
 def test_what_cannot_be_is_one_line(command: Command, folder: Path, words: str, said: str) -> None:

@@ -50,6 +50,12 @@ _draft = (
 )
 Draft = Annotated[str, typer.Option("--draft", metavar="text|texts|MODEL", help=_draft)]
 
+_ahead = (
+    "With --draft MODEL: while its guesses are checked, the small model goes on behind this many other likely tokens "
+    "at each position, in a thread of its own (Mirror-SD)."
+)
+Ahead = Annotated[int, typer.Option("--ahead", min=0, help=_ahead)]
+
 _spread = 'Ranks for models and texts that are too large for one: "tp=2", "cp=4", "pp=2", "cp=4,ep=4", "tp=2,pp=2" ...'
 Spread = Annotated[str | None, typer.Option("--layout", help=_spread)]
 

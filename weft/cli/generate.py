@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.arguments import Draft, Ema, ModelName, Spread, Weights
+from weft.cli.arguments import Ahead, Draft, Ema, ModelName, Spread, Weights
 from weft.cli.console import plain_console, warn
 from weft.errors import UsageError
 
@@ -30,6 +30,12 @@ _answer = (
     "With --texts: a majority vote on what this matches last in each text (its first group, if it has one). Texts that "
     "cannot change the result any more are not finished."
 )
+_length = "With --beams: how much long texts are favoured; 0: not at all (GNMT's alpha, 0.2)."
+LengthPenalty = Annotated[float | None, typer.Option(min=0, help=_length)]
+_prune = (
+    "With --beams: drop tokens and beams whose log-probability is this far below the best (3 in GNMT). 0 drops none."
+)
+Prune = Annotated[float, typer.Option(min=0, help=_prune)]
 Answer = Annotated[str | None, typer.Option(metavar="REGEX", help=_answer)]
 _workers = "Number of texts that are written together, each of which sees the others as they grow (Hogwild)."
 Workers = Annotated[int, typer.Option(min=0, help=_workers)]
@@ -62,11 +68,14 @@ def generate(
     texts: Texts = 1,
     answer: Answer = None,
     beams: Beams = 0,
+    length_penalty: LengthPenalty = None,
+    prune: Prune = 0.0,
     workers: Workers = 0,
     paths: Paths = False,
     ema: Ema = False,
     weights: Weights = "float",
     draft: Draft = "",
+    ahead: Ahead = 0,
     layout: Spread = None,
     experts_in: Annotated[str | None, typer.Option(metavar="WHERE", help=_rest)] = None,
     resident: Annotated[float | None, typer.Option(min=0, max=1, help=_resident)] = None,
@@ -77,7 +86,7 @@ def generate(
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.data.chat.encode import prompt_ids, read_messages
     from weft.data.detokenizer import stream_text
-    from weft.generate.draft import drafter_for
+    from weft.generate.draft import check_ahead, drafter_for
     from weft.generate.engine import BUDGET, Engine
     from weft.generate.ranks import follow, mesh_of_rank
     from weft.generate.sampling import Sampling
@@ -91,8 +100,9 @@ def generate(
         raise UsageError("give either --prompt TEXT or --prompt-file FILE")
     how = Sampling(temperature, top_k, top_p, min_p, repetition, seed=seed)
     spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
-    several = Several(texts, beams, answer, workers, paths)
+    several = Several(texts, beams, answer, workers, paths, length_penalty, prune)
     several.check(temperature, draft, spread)
+    check_ahead(draft, ahead)
     if experts_in == "":
         raise UsageError("--experts-in is empty; give a folder on a local disk")
     if resident is not None and not experts_in:
@@ -134,7 +144,7 @@ def generate(
         tokenizer = tokenizer_of(files, checkpoint)
         ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)
         budget = CHUNK * spread.cp if spread.cp > 1 else BUDGET
-        drafter = drafter_for(draft, model, warn)
+        drafter = drafter_for(draft, model, warn, ahead)
         with closing(Engine(model, budget=budget, drafter=drafter, ranks=spread.world > 1)) as engine:
             clock = [time.perf_counter()]
             if several.asked:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.arguments import Draft, Ema, ModelName, Spread, Weights, read_keys
+from weft.cli.arguments import Ahead, Draft, Ema, ModelName, Spread, Weights, read_keys
 from weft.cli.console import warn
 from weft.errors import UsageError
 
@@ -50,6 +50,7 @@ def serve(
     weights: Weights = "float",
     invariant: Annotated[bool, typer.Option("--invariant", help=_invariant)] = False,
     draft: Draft = "",
+    ahead: Ahead = 0,
     layout: Spread = None,
 ) -> int:
     """Serve a trained model over HTTP as OpenAI's clients ask for it, with metrics and a chat page."""
@@ -57,7 +58,7 @@ def serve(
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
-    from weft.generate.draft import drafter_for
+    from weft.generate.draft import check_ahead, drafter_for
     from weft.generate.engine import Engine, check_prompt
     from weft.generate.policies import policy_of
     from weft.generate.ranks import follow, mesh_of_rank
@@ -76,6 +77,7 @@ def serve(
     spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
     if invariant and spread.world > 1:
         raise UsageError("--invariant is for a model on one rank; leave out --layout")
+    check_ahead(draft, ahead)
     order = policy_of(policy)
     if (code := launch_ranks(spread, checkpoint)) is not None:
         return code
@@ -87,7 +89,7 @@ def serve(
         if listening is None:
             follow(model)
             return 0
-        drafter = drafter_for(draft, model, warn)
+        drafter = drafter_for(draft, model, warn, ahead)
         engine = Engine(
             model, cache or None, budget, requests, order, drafter=drafter, invariant=invariant, ranks=spread.world > 1
         )

@@ -29,19 +29,27 @@ from weft.models.transformer import Transformer
 SHARED = 2**18
 
 
-def drafter_for(word: str, model: Transformer, warn: Callable[[str], None]) -> Drafter | None:
-    """The drafter that ``word`` names; None for "".
+def check_ahead(word: str, ahead: int) -> None:
+    """Raise :class:`UsageError` if ``--ahead`` is given without a small model to look ahead with."""
+    if ahead and word in ("", "text", "texts"):
+        draft = f"--draft {word} looks guesses up" if word else "there is no --draft"
+        raise UsageError(f"--ahead {ahead} is for a small model that guesses, and {draft}; give --draft MODEL")
+
+
+def drafter_for(word: str, model: Transformer, warn: Callable[[str], None], ahead: int = 0) -> Drafter | None:
+    """Build the drafter that ``word`` names; return None for "".
 
     ``text`` guesses from a request's own text, ``texts`` also from other requests'; anything else names a small model,
-    which needs the vocabulary of ``model``. Raises :class:`UsageError`.
+    which needs the vocabulary of ``model`` and takes ``ahead`` (see :class:`DraftModel`). Raises :class:`UsageError`.
     """
+    check_ahead(word, ahead)
     if word in ("", "text", "texts"):
         return Lookup(shared=SHARED * (word == "texts")) if word else None
     small, _ = open_model(word, str(model.mesh.device), warn)
     if small.shape.vocab != model.shape.vocab:
         raise UsageError(f"{word} has {small.shape.vocab} ids and the model {model.shape.vocab}; a small model that "
                          "guesses needs the same tokenizer")  # fmt: skip
-    return DraftModel(small)
+    return DraftModel(small, ahead=ahead)
 
 
 #: A text: ids from its first token on.

@@ -17,6 +17,9 @@ from weft.generate.request import Request
 from weft.generate.sampling import Sampling
 from weft.models.attention import wide
 
+#: The exponent of the length penalty, unless it is given.
+LENGTH_PENALTY = 0.2
+
 
 class Hypothesis(NamedTuple):
     """A text that has ended, without the token that ended it."""
@@ -47,7 +50,7 @@ class Search:
 
     def __init__(
         self, engine: Engine, prompt: Sequence[int], count: int, width: int, stops: Collection[int] = (),
-        alpha: float = 0.2, prune: float = inf,
+        alpha: float = LENGTH_PENALTY, prune: float = inf,
     ) -> None:  # fmt: skip
         check_prompt(engine.model, prompt)
         self.engine, self.prompt, self.count, self.width = engine, len(prompt), count, width

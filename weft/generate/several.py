@@ -1,5 +1,6 @@
 """``weft generate`` with several texts: several answers, beam search, a majority vote, and streams."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 from weft.generate.engine import Engine
 from weft.generate.sampling import Sampling
-from weft.generate.search import Search, vote
+from weft.generate.search import LENGTH_PENALTY, Search, vote
 from weft.generate.streams import Tags, hogwild, multiverse
 from weft.layout.layout import Layout
 
@@ -25,6 +26,8 @@ class Several:
     answer: str | None = None
     workers: int = 0
     paths: bool = False
+    length_penalty: float | None = None
+    prune: float = 0.0
 
     @property
     def asked(self) -> bool:
@@ -45,6 +48,9 @@ class Several:
             raise UsageError(f"{given[0]} writes its own number of texts; leave out --texts")
         if self.beams and self.texts > self.beams:
             raise UsageError(f"--beams {self.beams} finds {self.beams} texts, and --texts asks for {self.texts}")
+        if not self.beams and (self.prune or self.length_penalty is not None):
+            name = "--prune" if self.prune else "--length-penalty"
+            raise UsageError(f"{name} is about beam search; give --beams, or leave it out")
         if self.texts > 1 and not self.beams and temperature == 0:
             raise UsageError("with --temperature 0 all texts are the same; give another, or --beams for the likeliest")
         if given and given != ["--answer"] and (draft or spread.world > 1):
@@ -66,7 +72,9 @@ class Several:
             return None if not found else found[-1][1 if found[-1].re.groups else 0]
 
         if self.beams:
-            best = Search(engine, ids, count, self.beams, tokenizer.stops).run()[: self.texts]
+            alpha = LENGTH_PENALTY if self.length_penalty is None else self.length_penalty
+            search = Search(engine, ids, count, self.beams, tokenizer.stops, alpha, self.prune or math.inf)
+            best = search.run()[: self.texts]
             yield from ((f"log-probability {one.log_probability:.2f}", text_of(one.ids)) for one in best)
         elif self.answer is not None:
             most, said = vote(engine, ids, count, how, self.texts, answer_of, tokenizer.stops)
