@@ -331,7 +331,8 @@ class Chat(Section):
 
 
 class Data(Section):
-    """What is read and in which order. ``epochs = 0`` repeats for ever; otherwise the run ends with the data.
+    """What is read and in which order. ``epochs = 0`` repeats for ever; otherwise the run ends with the data, or after
+    ``train.steps`` if these are given and fewer.
 
     Keys of a source may stand here themselves, where there is one source only.
 
@@ -405,7 +406,12 @@ class ParameterGroup(Section):
 
 
 class Optimizer(Section):
-    """How parameters are updated; learning rates have a warm-up and a cosine or warm-up-stable-decay schedule.
+    """How parameters are updated.
+
+    The learning rate rises to ``lr`` in ``warmup`` steps, or in that share of the run if it is below 1. Left out, the
+    warm-up takes a tenth of the run, and at most 100 steps. After it, ``schedule``: ``cosine``, ``linear``, ``wsd``
+    (stable, and a linear decay at the end; Hu et al. 2024) or ``constant``. Both end where the run does: at
+    ``train.steps``, or where ``data.epochs`` are over.
 
     ``estimate``: how gradients are computed; ``zeroth-order`` estimates them from the losses at two points, ``epsilon``
     times a random direction away, without backward and unclipped (MeZO, Malladi et al. 2023). ``pairs``: each of two
@@ -440,19 +446,32 @@ class Optimizer(Section):
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(0.1, ge=0)
     clip: float = Field(1.0, ge=0, description="global gradient norm; 0 turns clipping off")
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup: int = Field(100, ge=0)
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    warmup: int | float | None = Field(None, ge=0)
     decay: int = Field(
         0, ge=0, description="steps of the final decay of 'wsd', at most all after warm-up; 0: a fifth of all"
     )
     min_lr: float = Field(0.1, ge=0, le=1, description="floor as a fraction of lr")
     post_validation: bool = Field(False, description="pipelines: update at once, check the global norm a step later")
 
+    @field_validator("warmup")
+    @classmethod
+    def _steps_or_share(cls, warmup: int | float | None) -> int | float | None:
+        if not isinstance(warmup, float) or 0 < warmup < 1:
+            return warmup
+        if not warmup.is_integer():
+            raise ValueError("it should be a whole number of steps, or a share of the run below 1")
+        return int(warmup)
+
 
 class Train(Section):
-    """One training run. ``batch`` counts sequences per step over all ranks; ``micro_batch`` per rank and pass."""
+    """One training run.
 
-    steps: PositiveInt = 100
+    ``steps``: the run ends after so many; left out, 100, or where ``data.epochs`` are over. Of the two the earlier end
+    counts. ``batch`` counts sequences per step over all ranks; ``micro_batch`` per rank and pass.
+    """
+
+    steps: int = Field(100, ge=0, description="0: as many as data.epochs need")
     batch: int = Field(8, gt=0, le=10_000_000)
     micro_batch: int | None = Field(None, gt=0, le=10_000_000)
     dtype: Dtype = "float32"
@@ -816,6 +835,15 @@ class Recipe(Section):
             check("model.kind", "model", self.model.kind, self.model.settings)
         for source in self.data.sources:
             check("data.kind", "dataset", source.kind, source.settings, SOURCES)
+        return self
+
+    @model_validator(mode="after")
+    def _length(self) -> Self:
+        """Where ``data.epochs`` alone says how long the run is, it has no other limit."""
+        if self.data.epochs and "steps" not in self.train.model_fields_set:
+            object.__setattr__(self, "train", self.train.model_copy(update={"steps": 0}))
+        if not (self.train.steps or self.data.epochs):
+            raise ValueError("train.steps = 0 is as many as data.epochs need, and these are 0; set one of the two")
         return self
 
     @model_validator(mode="after")

@@ -78,3 +78,24 @@ def test_numbers() -> None:
     assert [compact(n) for n in (0, 950, 12_345, 4.56e6, 7e9)] == ["0", "950", "12.3k", "4.56M", "7B"]
     assert [compact(n) for n in (999.6, 999_400, 999_600, -999_600)] == ["1k", "999k", "1M", "-1M"]
     assert [clock(s) for s in (-1, 9, 61, 3661, 200_000)] == ["0:00", "0:09", "1:01", "1:01:01", "2d 7:33"]
+
+
+def test_a_validation_is_said_once_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(9, "run", interval=0.0) as display:
+        display.update(1, loss=1.0, validation=2.0)
+        for step in (2, 3):
+            display.update(step, loss=1.0)
+        display.update(3, validation=1.5)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert ["validation" in line for line in lines] == [True, False, False, True]
+
+
+def test_a_step_that_takes_long_shows_its_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(9, "run", interval=60.0, slow=5.0) as display, mock.patch("weft.observe.display.time") as time:
+        time.monotonic.return_value = 100.0
+        display.update(1, loss=1.0)
+        for done in range(1, 65):
+            time.monotonic.return_value = 100.0 + done
+            display.passes(done, 64)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "pass" in line]
+    assert lines == [f"step 2/9  pass {done} of 64 after 0:{done:02}" for done in (5, 10, 20, 40)]

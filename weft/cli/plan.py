@@ -313,6 +313,9 @@ def _plan_here(
         raise UsageError(f"--method {unknown[0]!r} is not known; {nearest(unknown[0], METHODS)}")
     recipe, shape = subject(model, batch, seq)
     step = recipe.train.batch * recipe.data.seq_len
+    if not (tokens or recipe.train.steps):
+        raise UsageError(f"{model} trains for data.epochs = {recipe.data.epochs}, and how many steps these are is not "
+                         "planned; say --tokens")  # fmt: skip
     steps = -(-tokens // step) if tokens else recipe.train.steps
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

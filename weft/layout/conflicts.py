@@ -403,7 +403,7 @@ RULES: tuple[Rule, ...] = (
          "sync.allocate chooses the ranks of powersgd, and sync.compress is {0.recipe.sync.compress!r}",
          "leave it out, or set sync.compress = 'powersgd:4'"),
     Rule("islands that never agree", "layout train recipe",
-         lambda a: a.layout.island > 1 and a.recipe.sync.every > a.train.steps,
+         lambda a: a.layout.island > 1 and a.recipe.sync.every > a.train.steps > 0,
          "sync.every = {0.recipe.sync.every} is beyond the run's train.steps = {0.train.steps}, so that islands would "
          "never agree", "lower sync.every"),
     Rule("tp above heads", "layout shape", lambda a: a.shape.heads < a.layout.tp,

@@ -202,6 +202,9 @@ class Transformer(Module):
     A pipeline rank makes the blocks ``layers`` only, and embedding, final norm or head only if ``ends`` names them.
     """
 
+    #: Called after each pass of a training step: how many of its passes are done, and how many it has.
+    passed: Callable[[int, int], None] | None = None
+
     def __init__(
         self,
         shape: ModelShape,

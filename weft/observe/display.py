@@ -22,14 +22,21 @@ CELLS = {
 }
 
 
+#: Seconds after which a step counts as one that takes long, so that its passes are shown.
+SLOW_S = 10.0
+
+
 class Display:
     """Context manager that shows progress up to ``total_steps``; silent with ``enabled=False`` (other ranks).
 
-    Off a terminal (CI, Slurm logs) it prints one line every ``interval`` seconds, and at the end.
+    Off a terminal (CI, Slurm logs) it prints one line every ``interval`` seconds, and at the end. Of a step that takes
+    longer than ``slow`` seconds the passes are shown as well: off a terminal ever more rarely.
     """
 
-    def __init__(self, total_steps: int, title: str, enabled: bool = True, interval: float = 5.0) -> None:
-        self._title, self._enabled, self._interval = title, enabled, interval
+    def __init__(
+        self, total_steps: int, title: str, enabled: bool = True, interval: float = 5.0, slow: float = SLOW_S
+    ) -> None:
+        self._title, self._enabled, self._interval, self._slow = title, enabled, interval, slow
         self._console = Console(highlight=False, quiet=not enabled)
         # Never started: it counts, estimates the time left and draws the bar. Fifteen minutes allow for slow steps.
         columns = (BarColumn(None), MofNCompleteColumn(), TextColumn("[dim]{task.fields[eta]}"))
@@ -39,6 +46,7 @@ class Display:
         self._live: Live | None = None
         self._news, self._shown_at = False, float("-inf")
         self._values: dict[str, float] = {}
+        self.restart_clock()
 
     def __enter__(self) -> Self:
         self._console.print(Text(self._title, "bold"), soft_wrap=True)
@@ -58,9 +66,25 @@ class Display:
         self._values |= {name: v for name, v in values.items() if v is not None and name in CELLS}
         self._progress.update(self._task.id, completed=step)
         left, self._news = self._task.time_remaining, True
+        self.restart_clock()
         self._task.fields["eta"] = f"eta {clock(left)}" if left else ""
         if not self._live and time.monotonic() - self._shown_at >= self._interval:
             self._line()
+
+    def restart_clock(self) -> None:
+        """Begin to measure the present step."""
+        self._pass, self._stepped_at, self._patience = "", time.monotonic(), self._slow
+
+    def passes(self, done: int, of: int) -> None:
+        """So many passes of the present step are done, of all that it has."""
+        spent = time.monotonic() - self._stepped_at
+        if done == of or spent < self._patience:
+            return
+        self._pass = f"{done} of {of}"
+        if not self._live:
+            self._patience = 2 * spent
+            step = f"step {self._task.completed + 1:>{len(str(self._task.total))}}/{self._task.total}"
+            self._console.print(f"{step}  pass {self._pass} after {clock(spent)}", markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """Print a message above the panel, or between the lines."""
@@ -72,9 +96,11 @@ class Display:
         cells = [f"{label} {value:>{width}}" for label, width, value in self._cells()]
         line = "  ".join([count, *cells, self._task.fields["eta"]]).rstrip()
         self._console.print(line, markup=False, soft_wrap=True)
+        self._values.pop("validation", None)  # said once, on the first line after it
 
     def _panel(self) -> Group:
-        cells = [Text.assemble((f"{label} ", "dim"), f"{value:<{width}}") for label, width, value in self._cells()]
+        shown = self._cells() + ([("pass", len(self._pass), self._pass)] if self._pass else [])
+        cells = [Text.assemble((f"{label} ", "dim"), f"{value:<{width}}") for label, width, value in shown]
         return Group(self._progress, Columns(cells, padding=(0, 2)))
 
     def _cells(self) -> list[tuple[str, int, str]]:

@@ -125,7 +125,7 @@ def run_facts(run: RecordedRun) -> dict[str, str]:
     # A pause between two attempts is no time of the run: each attempt lasts until its last record that counts.
     starts = [r["time"] for r in runs if "time" in r] + [float("inf")]
     spent = sum(max((t for t in every if a <= t < b), default=a) - a for a, b in pairwise(starts))
-    planned = run.recipe.get("train", {}).get("steps")
+    planned = head.get("steps") or run.recipe.get("train", {}).get("steps")
     skipped = sum(bool(r.get("skipped")) for r in train)
     facts = {
         "Layout": head.get("layout"),

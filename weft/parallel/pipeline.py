@@ -96,6 +96,8 @@ class Pipeline:
         self.ropes: dict[int, tuple[T, T]] = {}
         self.seen: dict[int, RouterPass] = {}
         self.losses: dict[int, T] = {}  # by microbatch
+        self.backward: list[Action] = []  # of this rank in the present table, and how many of them are done
+        self.behind = 0
         self.points: Sequence[Point] = ()
         self.visit: Callable[[Unit], None] = lambda unit: None
         self.fetch: Callable[[Unit], None] = lambda unit: None
@@ -244,6 +246,8 @@ class Pipeline:
         gathers = [a for a in table.ranks[self.rank] if a.kind == GATHER]
         self.turns = turns(gathers, self._weights_of, self.tiers.room)
         self.tiers.restart()
+        self.backward = [a for a in table.ranks[self.rank] if Duty.INPUT_GRADIENT in a.declared.duty]
+        self.behind = 0
         ops = self._ops(table)
         self.last = execute(table, self.rank, ops, self.wire)
         for unit in self.units:
@@ -333,12 +337,18 @@ class Pipeline:
         return []
 
     def _then_fold(self, op: Op) -> Op:
-        """``op``, after which the gradients that it leaves behind are added up in the wide type."""
+        """``op``, after which the gradients that it leaves behind are added up in the wide type.
+
+        What is done of the step is passed on as passes: the share of this rank's actions that is behind it.
+        """
 
         def folded(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
             made = op(a, reads)
             for unit in self._units_of(a.stage):
                 unit.fold()
+            self.behind += Duty.INPUT_GRADIENT in a.declared.duty
+            if self.model.passed is not None and self.backward:
+                self.model.passed(self.behind * len(self.batches) // len(self.backward), len(self.batches))
             return made
 
         return folded

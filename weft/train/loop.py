@@ -23,7 +23,7 @@ from weft.train.callbacks import Callbacks, Running
 from weft.train.evaluation import Evaluation
 from weft.train.guard import Guard, Regroup
 from weft.train.islands import put_in_ring
-from weft.train.optim import learning_rate
+from weft.train.optim import learning_rate, short_of_warmup
 from weft.train.recorder import Recorder
 from weft.train.reference import with_cached_reference
 from weft.train.runs import checkpoint_size, open_for_island
@@ -70,16 +70,18 @@ def train(
             values = starting_values(recipe, job.shape)
         model, state = assemble(job.shape, mesh, recipe, values)
         resumed = guard.fill(run, job, state, mesh)
-        about = job.about
+        steps = job.steps(resumed.progress)
+        about = job.about | {"steps": steps}
         mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
         signals = stack.enter_context(guard.signals())
         recorder = stack.enter_context(Recorder(job, mesh, run.folder, resumed.progress, about))
         resumed.report(recorder)
+        model.passed = recorder.passes
         if model.saved is not None:
             model.saved.report = recorder.activations
         if state.alternating is not None:
             state.alternating.report = recorder.alternating
-        for note in (*noted, state.tiers.note):
+        for note in (*noted, state.tiers.note, short_of_warmup(recipe.optimizer, steps)):
             if note:
                 recorder.event(note)
         checkpoints = stack.enter_context(Checkpoints(
@@ -104,9 +106,11 @@ def train(
         running = Running(recipe, run.folder, mesh, model, state, resumed.progress, recorder)
         callbacks = Callbacks(recipe.callbacks, running)
         guard.begin(state, mesh, resumed, recorder)
+        if resumed.progress.step >= steps and not (run.fresh or run.in_memory):
+            recorder.event(nothing_left(job, resumed.progress.step))
         loop = Loop(
-            job, mesh, stepper, resumed.progress, recorder, checkpoints, evaluation, callbacks, signals, lease, guard,
-            again=run.in_memory,
+            job, mesh, steps, stepper, resumed.progress, recorder, checkpoints, evaluation, callbacks, signals, lease,
+            guard, again=run.in_memory,
         )  # fmt: skip
         loop.run()
     loop.check_fruitful()
@@ -114,17 +118,26 @@ def train(
     return Outcome(run.folder, checkpoints.last, resumed.progress, evaluation.validations, interrupted)
 
 
+def nothing_left(job: Job, step: int) -> str:
+    """What to say of a run that is resumed after its last step."""
+    train, data = job.recipe.train, job.recipe.data
+    limit = f"train.steps = {train.steps}" if step >= train.steps > 0 else f"data.epochs = {data.epochs}"
+    more = f"raise {limit.partition(' ')[0]} to train on"
+    return f"the run is complete: it has taken {step} steps, and {limit} asks for no more; {more}"
+
+
 @dataclass
 class Loop:
     """Data, step, agree, record, save: over and over, until the recipe is done, the data ends or a rank wants to stop.
 
-    ``begun`` counts the steps that have begun; those whose results are final are in ``progress``. ``fruitless`` counts
-    how many of the last steps in a row were skipped. ``again``: the run goes on from the memory of ranks, and the
-    evaluation and the checkpoint that were due after its last step may not have been made.
+    ``steps``: of the whole run. ``begun`` counts the steps that have begun; those whose results are final are in
+    ``progress``. ``fruitless`` counts how many of the last steps in a row were skipped. ``again``: the run goes on from
+    the memory of ranks, and the evaluation and the checkpoint that were due after its last step may not have been made.
     """
 
     job: Job
     mesh: Mesh
+    steps: int
     stepper: Stepper
     progress: Progress
     recorder: Recorder
@@ -140,7 +153,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         corpus, recipe = self.job.corpus, self.job.recipe
-        self.steps, self.batch, self.begun = recipe.train.steps, recipe.train.batch, self.progress.step
+        self.batch, self.first, self.begun = recipe.train.batch, self.progress.step, self.progress.step
         self.loader = self.job.loader(corpus.train, self.mesh)
 
     def run(self) -> None:
@@ -156,9 +169,6 @@ class Loop:
             self.lease.check()
             with self.guard.step(self.begun + 1):
                 results = self.recorder.watch(self.begun, self.take_step)
-            if results is None:
-                self.recorder.event(f"the data ended after {self.position:,} samples")
-                break
             self.begun += 1
             to_save, to_evaluate = self.checkpoints.due(self.begun), self.evaluation.due(self.begun)
             self.stopped = any(result.stop for result in results)
@@ -178,12 +188,11 @@ class Loop:
                 self.recorder.restart_clock()
         self.end()
 
-    def take_step(self) -> list[StepResult] | None:
-        """Fetch the next batches and take a step with them; the results that are final now, or None past the end."""
+    def take_step(self) -> list[StepResult]:
+        """Fetch the next batches and take a step with them; the results that are final now."""
         with self.recorder.fetching():
             batches = self.loader.step(self.position)
-        if batches is None:
-            return None
+        assert batches is not None  # the run has no more steps than its data
         lr = learning_rate(self.job.recipe.optimizer, self.begun, self.steps)
         return self.stepper.step(batches, lr, self.wants_to_stop)
 
@@ -228,6 +237,8 @@ class Loop:
             who = signal.Signals(self.signals[-1]).name if self.signals else "another rank"
             self.recorder.event(f"stopped by {who}")
         else:
+            if self.first < self.begun == self.steps != self.job.recipe.train.steps:
+                self.recorder.event(f"the data ended after {self.job.corpus.train.total:,} samples")
             self.evaluate(self.evaluation.missing(self.progress.step))
         # A broken model must not push a whole one out.
         self.checkpoints.finish(save=self.fruitless < FRUITLESS)

@@ -112,17 +112,66 @@ class RuleOptimizer:
             torch._foreach_lerp_(averages, [h.local for h in held], 1 - self.settings.ema)
 
 
+#: Steps of warm-up at most, where the recipe does not say how many.
+LONGEST_WARMUP = 100
+
+
+def warmup_steps(settings: Optimizer, steps: int) -> int:
+    """How many of a run's ``steps`` are its warm-up: as set, as that share of them, or a tenth of them, at most 100."""
+    if settings.warmup is None:
+        return min(LONGEST_WARMUP, steps // 10)
+    return round(settings.warmup * steps) if isinstance(settings.warmup, float) else settings.warmup
+
+
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
-    """Rate of step ``step`` (from 0) of ``steps``: linear warm-up, then cosine, constant, or stable and decay."""
-    if step < settings.warmup:
-        return settings.lr * (step + 1) / settings.warmup
+    """Rate of step ``step`` (from 0) of ``steps``: linear warm-up, and then what ``schedule`` says."""
+    warmup = warmup_steps(settings, steps)
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
     floor = settings.lr * settings.min_lr
     if settings.schedule == "constant":
         return settings.lr
     if settings.schedule == "cosine":
-        done = (step - settings.warmup) / max(1, steps - settings.warmup)
+        done = (step - warmup) / max(1, steps - warmup)
         return floor + (settings.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    # Warm-up, stable, decay (Hu et al. 2024); in a short run decay is all that comes after warm-up.
-    decay = max(1, min(settings.decay or steps // 5, steps - settings.warmup))
+    # Warm-up, stable, decay: in a short run decay is all that comes after warm-up, as it is of "linear" in any run.
+    after = steps - warmup
+    decay = max(1, after if settings.schedule == "linear" else min(settings.decay or steps // 5, after))
     left = max(0.0, min(1.0, (steps - step) / decay))
     return floor + (settings.lr - floor) * left
+
+
+def short_of_warmup(settings: Optimizer, steps: int) -> str:
+    """What to say of a run that ends before its warm-up does; nothing of others."""
+    warmup = warmup_steps(settings, steps)
+    if warmup <= steps:
+        return ""
+    highest = learning_rate(settings, steps - 1, steps)
+    return (
+        f"optimizer.warmup = {warmup} steps is longer than the run, which has {steps}: the learning rate gets to "
+        f"{highest:.2g} of {settings.lr:.2g}; leave it out for a tenth of the run, or set a share such as 0.1"
+    )
+
+
+#: Settings that the learning rate of a step follows from.
+RATE = ("lr", "schedule", "warmup", "decay", "min_lr")
+
+
+def jump(before: Optimizer, after: Optimizer, step: int, planned: int, steps: int) -> str:
+    """What to say of a learning rate that is not what it would have been: nothing if it differs by less than 1%.
+
+    ``before`` and ``after`` are the settings up to step ``step`` and from it on; ``planned`` is how long the run was to
+    be, and ``steps`` how long it is now.
+    """
+    if step >= steps:
+        return ""
+    due, rate = learning_rate(before, step, planned), learning_rate(after, step, steps)
+    if abs(due - rate) <= 0.01 * max(due, rate):
+        return ""
+    causes = [f"optimizer.{name}" for name in RATE if getattr(before, name) != getattr(after, name)]
+    causes += [f"a run of {steps} steps instead of {planned}"] if steps != planned else []
+    since = f"from {learning_rate(before, step - 1, planned):.3g} in step {step} " if step else ""
+    return (
+        f"the learning rate jumps {since}to {rate:.3g} in step {step + 1}, where {due:.3g} was due, because of "
+        f"{' and '.join(causes)}"
+    )

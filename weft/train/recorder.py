@@ -57,7 +57,7 @@ class Recorder:
         }  # fmt: skip
         size = f"{parameters / 1e6:.1f}M parameters" + f" ({learning / 1e6:.2f}M learn)" * (learning != parameters)
         title = f"{job.recipe.name}: {size} on {job.recipe.layout}, {device}"
-        self._display = Display(job.recipe.train.steps, title, enabled=mesh.speaks)
+        self._display = Display(job.steps(progress), title, enabled=mesh.speaks)
         self._hardware = HardwareLoad(mesh.device)
         self._stack, self._tracing = ExitStack(), job.recipe.observe.trace > 0
         self._begun, self._seconds, self._data_s = time.perf_counter(), 0.0, 0.0
@@ -96,6 +96,10 @@ class Recorder:
         self.log("validation", loss=loss)
         self._display.update(self._progress.step, validation=loss)
 
+    def passes(self, done: int, of: int) -> None:
+        """Show how many passes of the present step are done, if it takes long."""
+        self._display.passes(done, of)
+
     def task(self, name: str, answered: Answered) -> None:
         """Record and print how the model has done at a task."""
         self.log(f"task.{name}", accuracy=answered.accuracy, loss=answered.loss, questions=answered.questions)
@@ -129,7 +133,7 @@ class Recorder:
             yield
         self._data_s = time.perf_counter() - begun
 
-    def watch(self, number: int, take_step: Callable[[], Results | None]) -> Results | None:
+    def watch(self, number: int, take_step: Callable[[], Results]) -> Results:
         """Take step ``number`` (from 0), every so often (``observe.split_every``) under the profiler; its results."""
         every = self._recipe.observe.split_every
         if self._tracing or not every or number % every != min(2, every - 1):
@@ -142,6 +146,7 @@ class Recorder:
     def restart_clock(self) -> None:
         """Begin to measure the time of the next steps: what was done before now belongs to none."""
         self._begun = time.perf_counter()
+        self._display.restart_clock()
 
     def lap(self, results: Sequence[StepResult]) -> None:
         """Give the time since the clock was restarted to these steps, in equal parts, and restart it."""

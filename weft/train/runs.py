@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from weft.checkpoint.checkpoints import Listener
 from weft.checkpoint.lease import FOLDER, Lease
@@ -25,8 +26,8 @@ from weft.layout.mesh import Mesh, from_all
 from weft.model_parameters import learns, parameters
 from weft.observe.metrics import FILE
 from weft.parallel.state import State
-from weft.recipe import RUNS, Recipe
-from weft.train.optim import slot_bytes
+from weft.recipe import RUNS, Optimizer, Recipe
+from weft.train.optim import jump, slot_bytes
 from weft.train.setup import Job, prepare
 
 
@@ -168,10 +169,22 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
     notes.append(f"resumed from {checkpoint} at step {progress.step}")
     differences = other_differences(checkpoint, job.recipe, job.corpus.fingerprint)
     notes += [f"resumed with {difference}" for difference in differences]
+    notes += filter(None, [_jump_of_rate(checkpoint, job, progress)])
     for level in run.levels:
         level.resume_from(checkpoint.storage)
     stages = {f"{stage}_s": spent for stage, spent in checkpoint.seconds.items()}
     return Resumed(progress, notes, from_all({"bytes": checkpoint.bytes_read, **stages}, mesh.step_group))
+
+
+def _jump_of_rate(checkpoint: StoredCheckpoint, job: Job, progress: Progress) -> str:
+    """What to say if the learning rate is not what the run had planned when ``checkpoint`` was saved."""
+    recorded = checkpoint.meta["recipe"]
+    planned = checkpoint.meta.get("steps") or recorded["train"]["steps"]
+    try:
+        before = Optimizer.model_validate(recorded["optimizer"])
+    except ValidationError:  # settings of another version, which other lines name
+        return ""
+    return jump(before, job.recipe.optimizer, progress.step, planned, job.steps(progress))
 
 
 def checkpoint_size(job: Job) -> int:

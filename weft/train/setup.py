@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from weft.checkpoint.same import base_of_run
+from weft.checkpoint.state import Progress
 from weft.data.balance import costs_of
 from weft.data.gguf_tokenizer import NO_TOKENIZER
 from weft.data.loader import Corpus, Loader, open_data, shares_of
@@ -96,6 +97,17 @@ class Job:
         return tuple(
             min(s for s, at in zip(self.speeds, ranks, strict=True) if at == one) for one in sorted(set(ranks))
         )
+
+    def steps(self, progress: Progress) -> int:
+        """How many steps the run has: ``train.steps``, or fewer where its data ends first.
+
+        ``progress``: how far it is. The rest of the data is taken in steps of the recipe's batch.
+        """
+        asked, total = self.recipe.train.steps, self.corpus.train.total
+        if total is None:
+            return asked
+        end = progress.step + -(-max(0, total - progress.position) // self.recipe.train.batch)
+        return min(asked or end, end)
 
     @property
     def about(self) -> dict[str, Any]:

@@ -168,6 +168,8 @@ def accumulate(
             before_last(torch.stack(shares).sum())
         if share.requires_grad:  # not so of a route without the blocks that learn
             share.backward()
+        if model.passed is not None:
+            model.passed(i + 1, len(batches))
     model.route = None
     share_pass(model, None)
     return torch.stack(shares).sum()
