@@ -33,11 +33,11 @@ LATENT = {
 }  # fmt: skip
 
 
-def refuse(path: Path, field: str, value: Any, supported: str) -> NoReturn:
+def refuse(path: Path | str, field: str, value: Any, supported: str) -> NoReturn:
     raise WeftError(f"{path}: {field} = {str(value)[:60]!r} is not supported; Weft supports {supported}")
 
 
-def _number(path: Path, config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+def _number(path: Path | str, config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     """The whole number that stands under one of ``names``."""
     given = [name for name in names if config.get(name) is not None]
     name = given[0] if given else names[0]
@@ -51,7 +51,7 @@ def _number(path: Path, config: Mapping[str, Any], *names: str, default: int | N
     return value
 
 
-def mixture_settings(path: Path, name: str, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def mixture_settings(path: Path | str, name: str, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """The settings of :class:`ModelShape` about experts and latent attention that a configuration stands for."""
     width = "intermediate_size" if name.startswith("Mixtral") else "moe_intermediate_size"
     tree: dict[str, Any] = {
@@ -77,7 +77,7 @@ def mixture_settings(path: Path, name: str, config: Mapping[str, Any], layers: i
     return tree
 
 
-def _qwen(path: Path, name: str, config: Mapping[str, Any], layers: int, tree: dict[str, Any]) -> dict[str, Any]:
+def _qwen(path: Path | str, name: str, config: Mapping[str, Any], layers: int, tree: dict[str, Any]) -> dict[str, Any]:
     if config.get("use_sliding_window"):
         refuse(path, "use_sliding_window", True, "False")
     every, dense = _number(path, config, "decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
@@ -100,7 +100,7 @@ def _qwen(path: Path, name: str, config: Mapping[str, Any], layers: int, tree: d
     return found
 
 
-def _deepseek(path: Path, name: str, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def _deepseek(path: Path | str, name: str, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     third = name.startswith("DeepseekV3")
     way = config.get("topk_method") or ROUTERS[name][1][0]
     if config.get("moe_layer_freq", 1) != 1:

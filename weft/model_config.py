@@ -48,6 +48,9 @@ ONLY = {
     "truncate": True,
 }  # fmt: skip
 
+#: The context length of a model of which nobody has said one: transformers needs a number.
+UNKNOWN_LENGTH = 8192
+
 #: Settings of yarn, which have the same names in :class:`weft.recipe.RopeScaling`.
 YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 
@@ -75,7 +78,11 @@ def lacking(fields: Mapping[str, Any]) -> str:
 def shape_from_config(path: Path) -> ModelShape:
     """The model that a ``config.json`` (or its folder) describes; refuses what Weft would compute differently."""
     path = path / "config.json" if path.is_dir() else path
-    config = read_json(path, "give a Hugging Face config.json or a folder with one")
+    return shape_from_fields(read_json(path, "give a Hugging Face config.json or a folder with one"), path)
+
+
+def shape_from_fields(config: Mapping[str, Any], path: Path | str) -> ModelShape:
+    """:func:`shape_from_config` of the fields themselves; ``path`` says in errors where they stand."""
     kinds = {kind: architecture for architecture, (kind, _) in ARCHITECTURES.items()}
     name = next(iter(config.get("architectures") or ()), kinds.get(config.get("model_type", "")))
     scores = str(name).endswith(SCORES)
@@ -134,7 +141,7 @@ def shape_from_config(path: Path) -> ModelShape:
         raise WeftError(f"{path}: {explain(error, ModelShape).replace(key, FIELDS.get(key, key), 1)}") from None
 
 
-def weight_blocks(path: Path, config: Mapping[str, Any]) -> list[int]:
+def weight_blocks(path: Path | str, config: Mapping[str, Any]) -> list[int]:
     """Rows and columns of a block of weights that share a scale, where weights are stored in 8 bits; else none."""
     given = config.get("quantization_config")
     if not given:
@@ -146,7 +153,7 @@ def weight_blocks(path: Path, config: Mapping[str, Any]) -> list[int]:
     refuse(path, "quantization_config", given, "quant_method 'fp8' with a weight_block_size of two numbers")
 
 
-def _rope(path: Path, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _rope(path: Path | str, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rotary embedding of layers that see all tokens, and of windowed ones, each as one flat set of fields.
 
     transformers 5 writes ``rope_parameters``, of Gemma 3 a set per kind of layer; 4 wrote ``rope_scaling`` beside
@@ -168,7 +175,7 @@ def _rope(path: Path, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     return {"rope_theta": theta, **given}, local
 
 
-def _windows(path: Path, name: str, config: dict[str, Any], layers: int) -> dict[str, Any]:
+def _windows(path: Path | str, name: str, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """``window`` and ``full_every`` of the layers; refuses an order of layers that these two cannot say."""
     window, kinds = config.get("sliding_window", 4096), list(config.get("layer_types") or ())
     if name.startswith("Mixtral"):
@@ -231,11 +238,12 @@ def _scoring(name: str) -> str:
 
 
 def config_from_shape(
-    shape: ModelShape, dtype: object = "float32", tokens: Mapping[str, Any] | None = None, max_positions: int = 8192
-) -> dict[str, Any]:
+    shape: ModelShape, dtype: object = "float32", tokens: Mapping[str, Any] | None = None,
+    max_positions: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The ``config.json`` with which transformers (4 and 5) computes the same model.
 
-    ``tokens``: ids by name (``eos_token_id`` ...); ``max_positions`` is a hint.
+    ``tokens``: ids by name (``eos_token_id`` ...); ``max_positions``: the context length, if one is known.
     """
     name = architecture(shape)
     scores = shape.output == "score"
@@ -246,14 +254,15 @@ def config_from_shape(
             names = ("low_freq_factor", "high_freq_factor") if given.kind == "llama3" else YARN
             rope |= {key: value for key, value in given.model_dump(include=set(names)).items() if value}
             rope["original_max_position_embeddings"] = given.original_max_position
-            max_positions = round(given.factor * given.original_max_position)
+    if given and given.kind == "yarn":  # transformers 4 takes the quotient of the two lengths for the factor
+        max_positions = round(given.factor * given.original_max_position)
     activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == shape.activation)
     config = {
         "architectures": [_scoring(name) if scores else name],
         "model_type": ARCHITECTURES[name][0],
         **{theirs: getattr(shape, ours) for ours, theirs in FIELDS.items()},
         "hidden_act": activation,
-        "max_position_embeddings": max_positions,
+        "max_position_embeddings": max_positions or UNKNOWN_LENGTH,
         "rope_theta": shape.rope_theta,
         "rope_scaling": rope if given else None,
         "rope_parameters": {**rope, "rope_theta": shape.rope_theta},

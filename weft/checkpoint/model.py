@@ -10,14 +10,14 @@ from weft.checkpoint.convert.peft import write_adapter
 from weft.checkpoint.hub import local_path
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import Where
-from weft.checkpoint.store import load_newest, stored_files
+from weft.checkpoint.store import learned_length, load_newest, stored_files
 from weft.checkpoint.weights import AVERAGE, base_name, is_foreign, of_checkpoint, open_pretrained, stored_name
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.memory.experts import RestingExperts
 from weft.models.adapters import base_of, merged_parameters
-from weft.models.hf import export
+from weft.models.hf import export, exported_dtype
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.parallel.build import parallelize
@@ -34,6 +34,14 @@ def open_model(
     that was passed over for an older one. ``mesh``: of the ranks that share the model; by default this rank has all of
     it on ``device``. ``experts``: keeps the experts' weights, if they are not to be in the device's memory.
     """
+    return _opened(where, device, warn, ema, mesh, experts)[:2]
+
+
+def _opened(
+    where: Where, device: str, warn: Callable[[str], None], ema: bool = False, mesh: Mesh | None = None,
+    experts: RestingExperts | None = None,
+) -> tuple[Transformer, dict[str, bytes], int | None]:  # fmt: skip
+    """:func:`open_model`, and the context length that a run has learned with (:func:`learned_length`)."""
     mesh, where = mesh or Mesh.single(device), local_path(str(where))
 
     def made(shape: ModelShape, values: Values) -> Transformer:
@@ -46,7 +54,7 @@ def open_model(
             raise WeftError(f"{where} is a configuration without weights; give the folder that has them")
         if ema:
             raise WeftError(f"{where} is no checkpoint of a run of Weft's, which alone have averages; leave out --ema")
-        return made(found.shape, found.values), dict(found.files)
+        return made(found.shape, found.values), dict(found.files), None
 
     def load(checkpoint: StoredCheckpoint) -> Transformer:
         found = of_checkpoint(checkpoint, ema=ema)
@@ -63,7 +71,7 @@ def open_model(
                             "or leave out --ema")  # fmt: skip
 
     checkpoint, model = load_newest([where], load, warn, check)
-    return model, stored_files(checkpoint)
+    return model, stored_files(checkpoint), learned_length(checkpoint)
 
 
 def tokenizer_of(files: dict[str, bytes], where: Where) -> Tokenizer:
@@ -72,21 +80,25 @@ def tokenizer_of(files: dict[str, bytes], where: Where) -> Tokenizer:
 
 
 def export_model(
-    checkpoint: str, out: Path, warn: Callable[[str], None], merge: bool = False, ema: bool = False
-) -> None:
+    checkpoint: str, out: Path, warn: Callable[[str], None], merge: bool = False, ema: bool = False,
+    dtype: str | None = None,
+) -> None:  # fmt: skip
     """Write the model under Hugging Face names, with its tokenizer and chat template, into the new folder ``out``.
 
     Of a model with an adapter that alone, as PEFT has it; with ``merge`` the model with the adapter merged into it.
-    ``ema``: see :func:`open_model`.
+    ``ema``: see :func:`open_model`. ``dtype``: of the weights; None is that of the model that the run started from.
     """
     if out.exists():
         raise WeftError(f"--out {out} exists already; choose another folder")
-    model, files = open_model(checkpoint, "cpu", warn, ema)
+    model, files, length = _opened(checkpoint, "cpu", warn, ema)
     if model.shape.kind:
         raise WeftError(f"{checkpoint} is of a plugin's model ({model.shape.kind}), which no other program knows")
     if merge and model.shape.adapter is None:
         raise WeftError(f"{checkpoint} has no adapter; leave out --merge")
     if merge or model.shape.adapter is None:
-        export(merged_parameters(model), base_of(model.shape), out, files=files)
+        export(merged_parameters(model), base_of(model.shape), out, exported_dtype(dtype, files), files, length)
+    elif dtype is not None:
+        raise WeftError(f"{checkpoint} is an adapter, which is small and stays as it has learned; leave out --dtype, "
+                        "or give --merge")  # fmt: skip
     else:
         write_adapter(dict(model.named_parameters()), model.shape, base_name(checkpoint), out, files)

@@ -52,6 +52,15 @@ def stored_files(checkpoint: StoredCheckpoint) -> dict[str, bytes]:
     return {Path(name).name: checkpoint.file(name, *about) for name, about in checkpoint.meta["files"].items()}
 
 
+def learned_length(checkpoint: StoredCheckpoint) -> int | None:
+    """The ``data.seq_len`` of a run that began its weights anew; None of other runs, and of what no run has saved."""
+    recipe = checkpoint.meta.get("recipe", {})
+    if "data" not in checkpoint.meta or recipe.get("model", {}).get("from"):
+        return None
+    length: int | None = recipe.get("data", {}).get("seq_len")
+    return length
+
+
 def places(where: Where) -> list[Storage]:
     """The places that may hold checkpoints of the run in the folder ``where``: its ``checkpoints``, the folder itself,
     and those that the run has listed in :data:`PLACES`."""

@@ -20,7 +20,7 @@ from weft.layout.dims import Box, Logical, Tensor, extents, slices
 from weft.layout.parts import NAMES, TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
 from weft.model_parameters import ADAPTERS
-from weft.models.hf import check_stored, hf_values, tokenizer_files
+from weft.models.hf import check_stored, files_beside, hf_values
 from weft.models.hf_names import hf_names
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.recipe import ModelShape, Recipe
@@ -31,7 +31,7 @@ AVERAGE = "optimizer.ema."
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What ``model.from`` names, opened: the model, and the files of its tokenizer.
+    """What ``model.from`` names, opened: the model, and its files beside the weights.
 
     ``values`` are those of its parameters; None where a ``config.json`` alone is named.
     """
@@ -64,7 +64,7 @@ def open_pretrained(name: Where) -> Pretrained:
     where = local_path(str(name))
     place, path = open_storage(where), Path(where)
     if path.suffix == ".json":
-        return Pretrained(str(name), shape_from_config(path), None, tokenizer_files(path.parent))
+        return Pretrained(str(name), shape_from_config(path), None, files_beside(path))
     if is_adapter(path):
         return _of_peft(str(name), path)
     kind = kind_of(path) if isinstance(place, LocalStorage) else "weft"
@@ -75,7 +75,7 @@ def open_pretrained(name: Where) -> Pretrained:
     if kind == "hf":
         shape = shape_from_config(path)
         check_stored(path, shape)
-        return Pretrained(str(name), shape, hf_values(path, shape), tokenizer_files(path))
+        return Pretrained(str(name), shape, hf_values(path, shape), files_beside(path / "config.json"))
     foreign = open_foreign(where, kind)
     return Pretrained(str(name), foreign.model, _boxes(foreign), foreign.files)
 

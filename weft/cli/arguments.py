@@ -35,6 +35,9 @@ _named = (
 )
 ModelName = typer.Option("--checkpoint", "--from", metavar="MODEL", help=_named)
 
+#: Types in which weights are written for other programs.
+DTYPES = ("float32", "bfloat16", "float16")
+
 _from = "Start from this model (a folder, a GGUF file, an id of the hub) and its tokenizer, not from the recipe's."
 FromModel = Annotated[str | None, typer.Option("--from", metavar="MODEL", help=_from)]
 

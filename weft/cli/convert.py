@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.arguments import DTYPES
 from weft.errors import UsageError, nearest
 
 _from = typer.Option(
@@ -33,10 +34,9 @@ def convert(
 
     from weft.checkpoint.convert import convert as write
 
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype is not None and dtype not in dtypes:
-        raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, dtypes)}")
-    found = write(source, out, kind, to, config, dtypes[dtype] if dtype else None, optimizer, upcycle)
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, DTYPES)}")
+    found = write(source, out, kind, to, config, getattr(torch, dtype) if dtype else None, optimizer, upcycle)
     count = sum(logical.numel for logical in found.logical.values())
     moments = ", with optimizer state" if found.moments and optimizer and to != "hf" else ""
     typer.echo(f"{out}: {len(found.logical)} tensors, {count:,} parameters from {found.kind}{moments}")

@@ -5,7 +5,6 @@ rest is llama.cpp's code. Of that name Weft knows what the models that it has us
 be another tokenizer, without a word.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from enum import IntEnum
@@ -13,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from weft.carried_files import as_json
 from weft.errors import WeftError, nearest
 
 G = "tokenizer.ggml."
@@ -93,11 +93,6 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> dict[str, bytes]:
     stops = [fields[f"{G}{one}_token_id"] for one in ("eos", "eot", "eom") if f"{G}{one}_token_id" in fields]
     files = {"tokenizer.json": model.to_str().encode(), "tokenizer_config.json": as_json(config)}
     return files | ({"generation_config.json": as_json({"eos_token_id": list(dict.fromkeys(stops))})} if stops else {})
-
-
-def as_json(content: Any) -> bytes:
-    """The content of a JSON file."""
-    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _add_ends(model: Tokenizer, tokens: list[str], bos: str | None, eos: str | None) -> None:

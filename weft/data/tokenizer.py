@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from weft.carried_files import GENERATION, as_json
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.corpora import documents, fingerprint
-from weft.data.gguf_tokenizer import NO_TOKENIZER, as_json
+from weft.data.gguf_tokenizer import NO_TOKENIZER
 from weft.errors import UsageError, WeftError
 from weft.recipe import Source
 
@@ -19,9 +20,6 @@ _EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[EOS
 
 #: Where a chat template stands by itself, beside ``tokenizer.json``.
 TEMPLATE_FILE = "chat_template.jinja"
-
-#: Where the ids at which generated text ends stand, among others.
-GENERATION = "generation_config.json"
 
 #: Training text of ``train:N``: at most this many characters, in pieces spread over the whole corpus.
 _SAMPLE, _PIECE = 8_000_000, 8192

@@ -11,10 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from weft.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json, carried_dtype, exported_config
 from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, extents, slices
 from weft.layout.mesh import Mesh
-from weft.model_config import config_from_shape, read_json, weight_blocks
+from weft.model_config import read_json, weight_blocks
 from weft.models.hf_names import fused_name, hf_names, norm_offset
 from weft.models.transformer import Transformer
 from weft.new_folder import new_folder
@@ -26,9 +27,7 @@ TYPICAL = "blocks.0.attention.wo"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: What the scales of a weight in 8 bits are called after it.
 SCALES = "_scale_inv"
-GENERATION = "generation_config.json"
 TOKENIZER_FILES = rf".*token.*\.json|tokenizer\.model|vocab\.json|merges\.txt|chat_template\.jinja|{GENERATION}"
-TOKEN_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
@@ -40,8 +39,19 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     if GENERATION not in found and (folder / "config.json").is_file():
         config = read_json(folder / "config.json", AGAIN)
         if tokens := {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}:
-            found[GENERATION] = (json.dumps(tokens, indent=2) + "\n").encode()
+            found[GENERATION] = as_json(tokens)
     return found
+
+
+def files_beside(config: Path, folder: Path | None = None) -> dict[str, bytes]:
+    """The model's files that are no weights, by name: its ``config`` and those of the tokenizer in ``folder``.
+
+    That is by default the folder of ``config``.
+    """
+    try:
+        return tokenizer_files(folder or config.parent) | {CONFIG: config.read_bytes()}
+    except OSError as error:
+        raise WeftError(f"cannot read {error.filename}: {error.strerror}; {AGAIN}") from None
 
 
 def as_hf(name: str, values: torch.Tensor, shape: ModelShape) -> torch.Tensor:
@@ -161,29 +171,36 @@ def check_stored(folder: Path, shape: ModelShape) -> None:
             stored.find(names[0], logical.shape)
 
 
+def exported_dtype(asked: str | None, files: Mapping[str, bytes]) -> torch.dtype | None:
+    """The type of exported weights: the one that is ``asked`` for, or that of the model's ``config.json``; None if
+    neither says one: they are written as they are stored."""
+    name = asked or carried_dtype(files)
+    return getattr(torch, name) if name in ("float64", "float32", "bfloat16", "float16") else None
+
+
 def export(
     values: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor], shape: ModelShape, folder: Path,
     dtype: torch.dtype | None = None, files: Mapping[str, bytes] | None = None,
-    max_positions: int = 8192, max_file_bytes: int = 4 << 30,
+    max_positions: int | None = None, max_file_bytes: int = 4 << 30,
 ) -> None:  # fmt: skip
     """Write ``folder`` (new or empty) as transformers reads it; it appears when complete, or not at all.
 
     ``values`` gives whole tensors by Weft's names; ``dtype`` None keeps theirs. ``files``: those of the tokenizer,
-    which come along; ids of special tokens are those of their ``generation_config.json``. Tensors of one file
-    (``max_file_bytes``) are held at a time. Raises :class:`WeftError` if the folder cannot be written.
+    which come along, and the ``config.json`` that came with the model (:func:`weft.carried_files.exported_config`,
+    also for ``max_positions``). Tensors of one file (``max_file_bytes``) are held at a time. Raises
+    :class:`WeftError` if the folder cannot be written.
     """
     with new_folder(folder) as draft:
         get = values.__getitem__ if isinstance(values, Mapping) else values
+        config = exported_config(shape, dtype or get(TYPICAL).dtype, files or {}, max_positions)
         files = {GENERATION: b"{}\n"} | {n: c for n, c in (files or {}).items() if re.fullmatch(TOKENIZER_FILES, n)}
-        tokens = {key: value for key, value in json.loads(files[GENERATION]).items() if key in TOKEN_IDS}
-        config = config_from_shape(shape, dtype or get(TYPICAL).dtype, tokens, max_positions)
         try:
             _write_tensors(get, shape, draft, dtype, max_file_bytes)
         except SafetensorError as error:
             raise WeftError(f"cannot write {folder.absolute()}: {error}") from None
-        for name, content in (files | {"config.json": (json.dumps(config, indent=2) + "\n").encode()}).items():
+        for name, content in (files | {CONFIG: as_json(config)}).items():
             (draft / name).write_bytes(content)
-        mode = (draft / "config.json").stat().st_mode
+        mode = (draft / CONFIG).stat().st_mode
         for file in draft.iterdir():
             file.chmod(mode)  # safetensors makes its files readable for their owner only
 

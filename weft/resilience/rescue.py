@@ -52,7 +52,7 @@ def save_copies(
     try:
         step, meta = recovery.progress.step, {"progress": asdict(recovery.progress), **about}
         place = level.next_place(step)
-        saver.save(place, step, targets, meta, job.corpus.tokenizer.files())
+        saver.save(place, step, targets, meta, job.files)
         saver.finish()
     finally:
         saver.close()

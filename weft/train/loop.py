@@ -54,7 +54,7 @@ def train(
     ``guard`` (default: one for ``out`` and ``resume``) opens the run and is told of every step; with one that survives
     the loss of ranks, :class:`Regroup` may be raised.
     """
-    recipe, tokenizer, guard = job.recipe, job.corpus.tokenizer, guard or Guard(out, resume)
+    recipe, guard = job.recipe, guard or Guard(out, resume)
     if mesh.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     with ExitStack() as stack:
@@ -85,7 +85,7 @@ def train(
             if note:
                 recorder.event(note)
         checkpoints = stack.enter_context(Checkpoints(
-            run.levels, state, resumed.progress, about, tokenizer.files(), job.shape, mesh, recorder,
+            run.levels, state, resumed.progress, about, job.files, job.shape, mesh, recorder,
             strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
         ))  # fmt: skip
 

@@ -1,14 +1,16 @@
 """From a recipe to a :class:`Job`: data, model and shape are looked up and checked before a rank starts."""
 
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
+from weft.carried_files import files_of_run
 from weft.checkpoint.same import base_of_run
 from weft.checkpoint.state import Progress
 from weft.data.balance import costs_of
@@ -50,7 +52,8 @@ LEARNING = ("balance", "balance_loss", "z_loss", "bias_rate")
 class Job:
     """A recipe with everything looked up: open data, and the complete shape of the model.
 
-    ``notes`` are lines to print. ``speeds``: relative speeds of all ranks, where they are not all alike.
+    ``notes`` are lines to print. ``speeds``: relative speeds of all ranks, where they are not all alike. ``files``:
+    what goes into checkpoints beside the state: the tokenizer, and what came with the model to start from.
     """
 
     recipe: Recipe
@@ -59,6 +62,7 @@ class Job:
     notes: tuple[str, ...] = ()
     tasks: tuple[OpenTask, ...] = ()
     speeds: tuple[float, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def loader(self, order: Order, mesh: Mesh) -> Loader:
         """This rank's loader of the samples in ``order``, which are either those to train on or to evaluate on."""
@@ -149,7 +153,8 @@ def prepare(recipe: Recipe) -> Job:
             build_compressor(recipe.sync.compress).check(p.name, p.shape)
     tasks = open_tasks(recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer")
     reference_model(recipe, corpus.tokenizer)
-    return Job(recipe, shape, corpus, _tokenizer_notes(recipe, own, corpus.tokenizer), tasks)
+    notes, files = _tokenizer_notes(recipe, own, corpus.tokenizer), _files(pretrained, own, corpus.tokenizer)
+    return Job(recipe, shape, corpus, notes, tasks, files=files)
 
 
 def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None) -> tuple[Transformer, State]:
@@ -293,6 +298,13 @@ def _tokenizer_notes(recipe: Recipe, own: Tokenizer | None, tokenizer: Tokenizer
         f"data.tokenizer = {recipe.data.tokenizer!r} ({tokenizer.vocab} entries) is not the tokenizer of "
         f"{recipe.model.origin!r} ({own.vocab}), whose ids meant other text; leave it out to take theirs",
     )
+
+
+def _files(pretrained: "Pretrained | None", own: Tokenizer | None, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """What checkpoints hold beside the state; ``own``: the tokenizer of the model to start from."""
+    files = tokenizer.files()
+    carried = {} if pretrained is None else {n: c for n, c in pretrained.files.items() if n != NO_TOKENIZER}
+    return files_of_run(carried, files, same=own is not None and own.files() == files)
 
 
 def state_bytes(shape: ModelShape, recipe: Recipe) -> float:

@@ -15,7 +15,7 @@ import torch
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.errors import UsageError, WeftError
 from weft.models.adapters import base_of, merged_parameters
-from weft.models.hf import export
+from weft.models.hf import export, exported_dtype
 from weft.models.router import Choice, Router
 from weft.models.transformer import Transformer
 from weft.parallel.experts import affinity
@@ -96,12 +96,13 @@ def with_experts(values: Mapping[str, T], experts: Mapping[int, Sequence[int]]) 
 
 def export_for_texts(
     checkpoint: str, out: Path, texts: Path, warn: Callable[[str], None], ema: bool = False, keep: int = 0,
-    ranks: int = 0, level: float = 0.0,
+    ranks: int = 0, level: float = 0.0, dtype: str | None = None,
 ) -> str:  # fmt: skip
     """Write a model in Hugging Face's format, for texts like those of the file ``texts``; returns a line about it.
 
     It has the ``keep`` most chosen experts of each layer, or all experts in the best order for so many ``ranks``
-    (``level``: see :func:`best_order`). Adapters are merged. ``ema``: see :func:`weft.checkpoint.model.open_model`.
+    (``level``: see :func:`best_order`). Adapters are merged. ``ema`` and ``dtype``: see
+    :func:`weft.checkpoint.model.export_model`.
     """
     if out.exists():
         raise WeftError(f"--out {out} exists already; choose another folder")
@@ -124,5 +125,5 @@ def export_for_texts(
     if keep:
         listed = shape.experts if isinstance(shape.experts, tuple) else ()
         shape = shape.model_copy(update={"experts": tuple(keep * bool(n) for n in listed) or keep})
-    export(values, shape, out, files=files)
+    export(values, shape, out, exported_dtype(dtype, files), files)
     return said

@@ -1,5 +1,6 @@
 """Opens checkpoints of other programs: the tensors that they hold, by Weft's names, each read when it is asked for."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from weft.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json
 from weft.checkpoint.convert.gguf_file import gguf_shape, read_gguf
 from weft.checkpoint.convert.rules import LAYER, Shard, TensorSource, logical_tensor, rule_and_names, sources_by_name
 from weft.checkpoint.convert.shards import Inert, Reader, StoredShard, as_stored, byte_range, load_tree, stored
@@ -16,14 +18,14 @@ from weft.checkpoint.format import MOMENTS, ROOT
 from weft.checkpoint.hub import local_path
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import LocalStorage, Storage
-from weft.checkpoint.store import candidates, model_of, open_checkpoint, stored_files
+from weft.checkpoint.store import candidates, learned_length, model_of, open_checkpoint, stored_files
 from weft.data.gguf_tokenizer import NO_TOKENIZER, gguf_tokenizer
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Logical, whole_box
 from weft.layout.mesh import Mesh
 from weft.layout.parts import TORCH_DTYPES, Part
-from weft.model_config import shape_from_config
-from weft.models.hf import INDEX, SINGLE, check_stored, hf_values, tokenizer_files
+from weft.model_config import config_from_shape, shape_from_config
+from weft.models.hf import INDEX, SINGLE, check_stored, files_beside, hf_values, tokenizer_files
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 
@@ -37,7 +39,8 @@ Stores = dict[str, Sequence[Shard]]
 @dataclass
 class Foreign:
     """An open checkpoint. ``made``: where each parameter comes from; ``moments``: the same for each moment of the
-    optimizer's state, if there is any; ``step``: the number of updates; ``files``: the tokenizer's."""
+    optimizer's state, if there is any; ``step``: the number of updates; ``files``: those beside the weights;
+    ``length``: the context that it has learned with, where a run began its weights anew."""
 
     kind: str
     path: Path | Storage
@@ -46,6 +49,7 @@ class Foreign:
     moments: Mapping[str, Mapping[str, TensorSource]] = field(default_factory=dict)
     step: int = 0
     files: Mapping[str, bytes] = field(default_factory=dict)
+    length: int | None = None
 
     def __post_init__(self) -> None:
         self.logical: dict[str, Logical] = dict(Transformer(self.model, Mesh.single()).logical_parameters())
@@ -119,12 +123,24 @@ def _tagged(path: Path) -> Path:
     return path
 
 
-def _shape(path: Path, config: Path | None) -> ModelShape:
+def _config(path: Path, config: Path | None) -> Path:
+    """The ``config.json`` of the model that lies at ``path``."""
     folders = [path, path.parent] if path.is_dir() else [path.parent]
     found = config or next((f / "config.json" for f in folders if (f / "config.json").is_file()), None)
     if found is None:
         raise WeftError(f"{path} has no config.json that says which model it is of; give one with --config")
-    return shape_from_config(found)
+    return found
+
+
+def _shape(path: Path, config: Path | None) -> ModelShape:
+    return shape_from_config(_config(path, config))
+
+
+def _files(path: Path, config: Path | None) -> dict[str, bytes]:
+    """The model's files beside the weights at ``path``; ``config``: its ``config.json``, if it lies elsewhere."""
+    found = _config(path, config)
+    found = found / CONFIG if found.is_dir() else found
+    return files_beside(found) | (tokenizer_files(path) if path.is_dir() else {})
 
 
 def _hf(path: Path, config: Path | None) -> Foreign:
@@ -139,7 +155,7 @@ def _hf(path: Path, config: Path | None) -> Foreign:
     check_stored(path, shape)
     names = dict(Transformer(shape, Mesh.single()).logical_parameters())
     made = sources_by_name({name: [shard(name, one)] for name, one in names.items()})
-    return Foreign("hf", path, shape, made, files=tokenizer_files(path))
+    return Foreign("hf", path, shape, made, files=_files(path, config))
 
 
 def _weft(where: Where, config: Path | None) -> Foreign:
@@ -167,7 +183,8 @@ def _weft(where: Where, config: Path | None) -> Foreign:
     moments = {moment: found for moment in MOMENTS if (found := under(f"optimizer.{moment}."))}
     step = int(checkpoint.meta.get("progress", {}).get("step", 0))
     files = stored_files(checkpoint)
-    return Foreign("weft", checkpoint.storage, model_of(checkpoint), under("model."), moments, step, files)
+    return Foreign("weft", checkpoint.storage, model_of(checkpoint), under("model."), moments, step, files,
+                   learned_length(checkpoint))  # fmt: skip
 
 
 def _dcp(path: Path, config: Path | None) -> Foreign:
@@ -179,7 +196,7 @@ def _dcp(path: Path, config: Path | None) -> Foreign:
             found["model"][name] = [shard]
     model, *moments = (sources_by_name(stores) for stores in found.values())
     kept = {moment: made for moment, made in zip(MOMENTS, moments, strict=True) if made}
-    return Foreign("dcp", path, _shape(path, config), model, kept, files=tokenizer_files(path))
+    return Foreign("dcp", path, _shape(path, config), model, kept, files=_files(path, config))
 
 
 def _megatron(path: Path, config: Path | None) -> Foreign:
@@ -211,12 +228,14 @@ def _megatron(path: Path, config: Path | None) -> Foreign:
             except KeyError:
                 raise WeftError(f"{folder}: tensor {name} of stage {stage} is not on every rank") from None
         first += len(blocks)
-    return Foreign("megatron", path, _shape(path if folder == path else folder, config), sources_by_name(shards))
+    made, about = sources_by_name(shards), (path if folder == path else folder, config)
+    return Foreign("megatron", path, _shape(*about), made, files=_files(*about))
 
 
 def _deepspeed(path: Path, config: Path | None) -> Foreign:
     folder = _tagged(path)
-    shape = _shape(path, config) if config or not (folder / "config.json").is_file() else _shape(folder, None)
+    about = path if config or not (folder / CONFIG).is_file() else folder
+    shape = _shape(about, config)
     if (folder / "zero").is_dir():
         logical = dict(Transformer(shape, Mesh.single()).logical_parameters())
         stores: dict[str, Stores] = {"fp32": {}, **{moment: {} for moment in MOMENTS}}
@@ -237,7 +256,8 @@ def _deepspeed(path: Path, config: Path | None) -> Foreign:
     moments = {moment: sources_by_name(stores[moment], averages) for moment in MOMENTS if stores[moment]}
     step = re.search(r"(\d+)(?:_universal)?$", folder.name)
     made = sources_by_name(stores["fp32"], averages)
-    return Foreign("deepspeed", path, shape, made, moments, int(step[1]) if step else 0)
+    number = int(step[1]) if step else 0
+    return Foreign("deepspeed", path, shape, made, moments, number, _files(about, config))
 
 
 def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
@@ -335,6 +355,12 @@ def _gguf(path: Path, config: Path | None) -> Foreign:
     except (WeftError, KeyError, ValueError, IndexError, TypeError) as error:
         # The weights are good without it; whoever needs the tokenizer says that there is none.
         files = {NO_TOKENIZER: str(error).encode()}
+    if config:
+        files = dict(files) | {CONFIG: files_beside(config)[CONFIG]}
+    elif length := fields.get(f"{fields['general.architecture']}.context_length"):
+        stored = next(iter(tensors["blk.0.attn_output.weight"])).dtype
+        tokens = {key: value for key, value in json.loads(files.get(GENERATION, b"{}")).items() if key in TOKEN_IDS}
+        files = dict(files) | {CONFIG: as_json(config_from_shape(shape, stored, tokens, int(length)))}
     return Foreign("gguf", path, shape, sources_by_name(tensors), files=files)
 
 

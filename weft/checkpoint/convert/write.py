@@ -1,6 +1,5 @@
 """Writes an open checkpoint in Weft's, Hugging Face's or DCP's format, with one tensor in memory at a time."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -12,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from weft.carried_files import CONFIG, as_json, carried_config, exported_config
 from weft.checkpoint.convert.rules import CHUNK
 from weft.checkpoint.convert.sources import Foreign, open_foreign
 from weft.checkpoint.convert.upcycle import upcycled
@@ -23,8 +23,7 @@ from weft.checkpoint.writer import write_whole
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Tensor, slices, whole_box
 from weft.layout.parts import NAMES, TORCH_DTYPES
-from weft.model_config import config_from_shape
-from weft.models.hf import TYPICAL, as_hf, export
+from weft.models.hf import TYPICAL, as_hf, export, exported_dtype
 from weft.models.hf_names import hf_names
 from weft.new_folder import new_folder
 from weft.recipe import Recipe
@@ -107,10 +106,13 @@ def _meta(foreign: Foreign, out: Storage) -> dict[str, Any]:
 
 def write_hf(foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool) -> None:
     """A Hugging Face folder (without optimizer state, which has no place there)."""
+    if foreign.kind == "weft" or "quantization_config" in carried_config(foreign.files):
+        # A run keeps float32 of what began in 16 bits, and 8 bits are read as float32.
+        dtype = dtype or exported_dtype(None, foreign.files)
     itemsize = (dtype or foreign.made[TYPICAL].dtype).itemsize
     largest = max(logical.numel for logical in foreign.logical.values()) * itemsize
-    export(lambda name: foreign.read(name, dtype), foreign.model, out, dtype, foreign.files,
-           max_file_bytes=max(FILE_BYTES, largest))  # fmt: skip
+    export(lambda name: foreign.read(name, dtype), foreign.model, out, dtype, foreign.files, foreign.length,
+           max(FILE_BYTES, largest))  # fmt: skip
 
 
 class _Lazy(dcp.DefaultSavePlanner):
@@ -165,12 +167,12 @@ def export_dcp(foreign: Foreign, out: Path, dtype: torch.dtype | None = None, op
         output, expert = wanted[theirs]
         return whole(output) if expert is None else experts(output)[expert]
 
-    config = config_from_shape(foreign.model, dtype or foreign.made[TYPICAL].dtype)
+    config = exported_config(foreign.model, dtype or foreign.made[TYPICAL].dtype, foreign.files, foreign.length)
     try:
         with new_folder(out) as draft:
             writer = dcp.FileSystemWriter(draft, thread_count=1, per_thread_copy_ahead=0)
             dcp.save(empty, storage_writer=writer, planner=_Lazy(make), no_dist=True)
-            (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            (draft / CONFIG).write_bytes(as_json(config))
     except dcp.api.CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise first if isinstance(first, WeftError) else WeftError(f"cannot write {out}: {first}") from None
