@@ -7,7 +7,7 @@ The operators are private to PyTorch, which has no public name for products with
 (torch.compile and torchao call the same ones); no other file knows them.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ mkldnn, onednn, aten = torch.ops.mkldnn, torch.ops.onednn, torch.ops.aten
 
 #: Weights of a row that share a scale in four bits.
 GROUP = 32
+
+#: Rows of a weight that become float32 together, and products of two codes that float32 adds up exactly.
+TILE_OUT, EXACT = 256, 1024
 
 
 class Packed(nn.Module):
@@ -44,13 +47,62 @@ class Packed(nn.Module):
         return times(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 
+class KernelOfBytes:
+    """oneDNN's product of bytes, which stand for themselves less 128, and a weight of signed bytes ``[out, in]``."""
+
+    def __init__(self, codes: T) -> None:
+        self.codes = onednn.qlinear_prepack(codes, None)
+        self.ones, self.zeros = torch.ones(len(codes)), torch.zeros(len(codes), dtype=torch.int32)
+
+    def __call__(self, rows: T) -> T:
+        """``[rows, in]`` to ``[rows, out]`` in float32."""
+        made: T = onednn.qlinear_pointwise(
+            rows, 1.0, 128, self.codes, self.ones, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return made
+
+
+def times_codes(rows: T, codes: T) -> T:
+    """What :class:`KernelOfBytes` computes, on any CPU: the weight becomes float32 a tile at a time.
+
+    Products of two such numbers are below 2^14 and a tile adds :data:`EXACT` of them up, so that each sum is a whole
+    number below 2^24, which float32 holds whatever the order of its additions.
+    """
+    signed = rows.float().sub_(128)
+    made = torch.empty(len(rows), len(codes))
+    for out in range(0, len(codes), TILE_OUT):
+        tile, total = codes[out : out + TILE_OUT], torch.zeros(0)
+        for first in range(0, codes.shape[1], EXACT):
+            part = signed[:, first : first + EXACT] @ tile[:, first : first + EXACT].float().t()
+            total = part.int() if not first else total.add_(part.int())
+        made[:, out : out + TILE_OUT] = total
+    return made
+
+
+@cache
+def has_kernel_of_bytes() -> bool:
+    """Whether oneDNN multiplies bytes without an overflow here, as it does where the CPU has VNNI and nothing masks it.
+
+    Elsewhere it adds pairs of products in 16 bits, and PyTorch's own answer knows of no mask: so ask by multiplying.
+    """
+    codes = torch.full((64, 64), 127, dtype=torch.int8)
+    codes[1::2] = -127
+    rows = torch.full((33, 64), 255, dtype=torch.uint8)
+    try:
+        kernel = KernelOfBytes(codes)
+        return all(torch.equal(kernel(rows[:n]), times_codes(rows[:n], codes)) for n in (1, 3, 33))
+    except (RuntimeError, AttributeError, NotImplementedError):  # a PyTorch without oneDNN, or of another kind of CPU
+        return False
+
+
 class Int8(nn.Module):
     """A weight as whole numbers up to 127 and one scale per row; what it multiplies has two such numbers each.
 
     With one, as in LLM.int8 and ZeroQuant, the few large numbers of a token leave the others no room: SmolLM2-135M's
     perplexity grew by 4 %. A second for what the first leaves costs a second row, but no second reading of the weight.
     Sums of whole numbers are exact, so that a row's result does not depend on others. The kernel is not given the
-    scales: by the number of rows it is another one, which multiplies by them in another order.
+    scales: by the number of rows it is another one, which multiplies by them in another order. A CPU without such a
+    kernel adds up the same whole numbers in float32 (:func:`times_codes`), so that it comes to the same bits.
     """
 
     def __init__(self, weight: T) -> None:
@@ -58,8 +110,8 @@ class Int8(nn.Module):
         scales = weight.float().abs().amax(1).clamp_min(1e-30) / 127
         codes = (weight.float() / scales[:, None]).round().to(torch.int8)
         self.nbytes = codes.nbytes + scales.nbytes
-        self.codes, self.scales = onednn.qlinear_prepack(codes, None), scales / 127
-        self.ones, self.zeros = torch.ones(len(scales)), torch.zeros(len(scales), dtype=torch.int32)
+        self.scales = scales / 127
+        self.times = KernelOfBytes(codes) if has_kernel_of_bytes() else partial(times_codes, codes=codes)
         self.first, self.second = torch.tensor(128.5), torch.tensor(1.5)
 
     def forward(self, x: T) -> T:
@@ -70,10 +122,7 @@ class Int8(nn.Module):
         # it cuts off, less that half, is the second number.
         first = torch.addcdiv(self.first, rows, largest, value=127)
         both = torch.cat((first, torch.add(self.second, first.frac(), alpha=254))).to(torch.uint8)
-        made = onednn.qlinear_pointwise(
-            both, 1.0, 128, self.codes, self.ones, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        coarse, fine = made.tensor_split(2)
+        coarse, fine = self.times(both).tensor_split(2)
         return coarse.add_(fine, alpha=1 / 254).mul_(largest).mul_(self.scales).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
@@ -123,8 +172,6 @@ def read_only(model: Transformer, word: str = "float") -> int:
         raise UsageError(
             f"weights in {word} are for dense models with plain attention on the CPU; leave them as they are"
         )
-    if word == "int8" and not torch.cpu._is_vnni_supported():  # others' sums of two products overflow
-        raise UsageError("weights in int8 need a CPU with the instructions VNNI; give int4, or leave them as they are")
     if model.mesh.device.type != "cpu" or model.shape.kind:
         return 0
     size = 0
