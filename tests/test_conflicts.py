@@ -89,7 +89,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "a graph for nobody": ("island=2", "sync.graph=[[0,1]]"),
     "compressed neighbours": ("island=2", "sync.compress=int8 sync.update=noloco"),
     "a way back without one there": ("island=2", "sync.compress_back=int8"),
-    "ranks for what has none": ("island=2", "sync.allocate=2 sync.compress=int8"),
+    "settings for what has none": ("island=2", "sync.allocate=2 sync.compress=sign"),
     "islands that never agree": ("island=2", "sync.every=1000"),
     "tp above heads": ("tp=5", ""),
     "tp above ffn": ("tp=3", "model.ffn=2"),

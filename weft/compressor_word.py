@@ -6,9 +6,12 @@ from weft.errors import UsageError, nearest
 
 #: Every compressor with an example of what may stand behind its colon; without one, nothing may.
 COMPRESSORS = {
-    "none": "", "int8": "random", "int4": "random", "topk": "0.01", "randk": "0.1", "powersgd": "4", "sign": "",
-    "cocktail": "",
+    "none": "", "int8": "random", "int7": "random", "int6": "random", "int5": "random", "int4": "random",
+    "topk": "0.01", "randk": "0.1", "powersgd": "4", "sign": "", "cocktail": "",
 }  # fmt: skip
+
+#: Compressors without a rank, a share or a number of bits that could differ from tensor to tensor.
+UNSETTABLE = ("none", "sign", "cocktail")
 
 #: Elements of a tensor that share a scale, which is a bfloat16.
 BLOCK = 128
@@ -34,7 +37,7 @@ def compressor_word(word: str) -> CompressorWord:
     example = COMPRESSORS[name]
     if not example and colon:
         raise UsageError(f"compressor {word!r} takes nothing after its name; write {name!r}")
-    if name in ("int8", "int4"):
+    if name.startswith("int"):
         if colon and argument != "random":
             raise UsageError(
                 f"compressor {word!r} rounds to the nearest, or at random; write {name!r} or '{name}:random'"

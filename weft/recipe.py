@@ -706,10 +706,11 @@ class Sync(Section):
     differences of the last round (``eager``, ``co2``); or in pairs (``noloco``). Where all average in every step they
     exchange gradients, and compute exactly what one island would.
 
-    ``compress``: the compressor of what is sent: ``int8``, ``int4``, ``topk:0.01``, ``randk:0.1``, ``powersgd:4``,
+    ``compress``: the compressor of what is sent: ``int8`` to ``int4``, ``topk:0.01``, ``randk:0.1``, ``powersgd:4``,
     ``sign`` or ``cocktail`` (:mod:`weft.sync.compress`); ``compress_back`` is that of what comes back, if it differs.
-    The error of a message is added to the next one. With ``allocate`` PowerSGD has a rank for each matrix, chosen anew
-    every that many rounds for the smallest total size with no more error than one rank for all (L-GreCo).
+    The error of a message is added to the next one. With ``allocate`` each tensor has a rank, share or number of
+    bits of its own, chosen anew every that many rounds for the smallest total size with no more error than one setting
+    for all (L-GreCo).
 
     Sums go around a ring of the islands: in the order measured to be fastest, or as numbered.
 

@@ -34,7 +34,7 @@ def _be(
 ) -> None:  # fmt: skip
     os.environ |= rank_environment(rank, world, 1)
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_ERROR_FILE": f"{out}.{rank}.json"}
-    _pass_as_told(row_s, None if joins else gate, Path(f"{out}.gate"))
+    _pass_as_told(row_s, None if joins else gate, Path(f"{out}.gate"), Path(f"{out}.{rank}.rows"))
     with open(f"{out}.{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -58,15 +58,18 @@ def _be(
     os._exit(0)
 
 
-def _pass_as_told(row_s: float, gate: int | None, opened: Path) -> None:
+def _pass_as_told(row_s: float, gate: int | None, opened: Path, rows: Path) -> None:
     """From now on a forward pass of this process sleeps so long for every row, as if it computed on its own cores.
 
-    ``gate``: after so many passes this process waits until somebody has ``opened`` the gate.
+    ``gate``: after so many passes this process waits until somebody has ``opened`` the gate. ``rows`` gets a line for
+    each pass: how many rows it had.
     """
     plain, passes = step.pass_loss, itertools.count(1)
 
     def told(model: Any, batch: Any, *rest: Any) -> Any:
         time.sleep(row_s * batch.tokens.shape[0])
+        with rows.open("a") as lines:
+            lines.write(f"{batch.tokens.shape[0]}\n")
         number = next(passes)
         while gate is not None and number > gate and not opened.exists():
             time.sleep(0.01)
@@ -123,6 +126,10 @@ class Ranks:
             lines = (self.out / FILE).read_text().rpartition("\n")[0].splitlines()  # the last may not be whole
             return [record for line in lines if (record := json.loads(line))["kind"] == kind]
         return []
+
+    def rows(self, rank: int) -> list[int]:
+        """The rows of each forward pass of a rank so far."""
+        return [int(line) for line in Path(f"{self.out}.{rank}.rows").read_text().splitlines()]
 
     def wait_for(self, done: Callable[[], bool], seconds: float = HUNG) -> None:
         deadline = time.monotonic() + seconds

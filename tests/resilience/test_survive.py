@@ -107,6 +107,29 @@ def test_too_few_ranks_save_what_they_have(corpus: str, tmp_path: Path, whole: d
     assert losses(out) == pytest.approx(whole, rel=1e-10) and step < STEPS
 
 
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("actions", ["rebalance", "leave-out"])
+def test_a_slow_rank_gets_less_to_do_or_is_left_out(corpus: str, tmp_path: Path, actions: str) -> None:
+    """A rank that takes three times as long: who stays, who has how many rows, and the losses of one device."""
+    out, alone, steps = tmp_path / "run", tmp_path / "alone", 60
+    change = {"train__steps": steps, "train__batch": 16, "train__micro_batch": 16, "validation__every": 0}
+    train(prepare(job(corpus, "", **change)), Mesh.single(), alone)
+    with ranks(job(corpus, "dp=4", **change, resilience__actions=actions), out, (0.02, 0.02, 0.06, 0.02)) as run:
+        run.end(lost=[2] if actions == "leave-out" else [])
+        views, rows = run.records("view"), [run.rows(rank) for rank in range(4)]
+    assert losses(out) == pytest.approx(losses(alone), rel=1e-10)
+    assert recorded_once(out) == list(range(1, steps + 1))
+    assert len(views) > 1
+    if actions == "leave-out":
+        assert (views[-1]["ranks"], views[-1]["layout"]) == (3, "dp=3")
+        assert [(gone["number"], gone["why"]) for view in views for gone in view["lost"]] == [(2, "left")]
+        return
+    assert all(view["ranks"] == 4 and not view["lost"] for view in views)
+    assert all(own[0] == 4 for own in rows)
+    # By speeds of 3, 3, 1 and 3 of 10 its share is one or two rows of 16, which it has in one pass.
+    assert rows[2][-1] <= 2 and all(sum(rows[2]) < 0.8 * sum(rows[rank]) for rank in (0, 1, 3))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(20))

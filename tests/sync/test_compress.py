@@ -18,10 +18,10 @@ from weft.errors import UsageError, WeftError
 from weft.sync.compress import Compressor, PowerSGD, TopK, build_compressor, encoded
 
 T = torch.Tensor
-WORDS = ("none", "int8", "int4", "int8:random", "int4:random", "topk:0.01", "topk:0.3", "randk:0.1", "randk:0.5",
-         "powersgd:1", "powersgd:4", "sign", "cocktail")  # fmt: skip
+WORDS = ("none", "int8", "int7", "int6", "int5", "int4", "int8:random", "int5:random", "int4:random", "topk:0.01",
+         "topk:0.3", "randk:0.1", "randk:0.5", "powersgd:1", "powersgd:4", "sign", "cocktail")  # fmt: skip
 #: Those whose errors are as declared for every single seed; of the others it is the mean over seeds.
-SURE = ("none", "int8", "int4", "topk:0.01", "topk:0.3", "sign")
+SURE = ("none", "int8", "int7", "int6", "int5", "int4", "topk:0.01", "topk:0.3", "sign")
 SHAPES = ((1,), (7,), (128,), (300,), (12, 31), (33, 5, 4))
 
 
@@ -96,7 +96,7 @@ def bytes_of(word: str, shape: Sequence[int], width: int) -> int:
     def positions(k: int, n: int) -> int:
         return min(4 * k, ceil(n / 8))
 
-    if name in ("int8", "int4"):
+    if name.startswith("int"):
         return ceil(n * int(name[3:]) / 8) + 2 * blocks
     if name == "sign":
         return ceil(n / 8) + 2 * blocks

@@ -82,7 +82,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, T]:
     return found
 
 
-@pytest.mark.parametrize("word", ["topk:0.01", "topk:0.1", "powersgd:4", "randk:0.1", "int8", "none"])
+@pytest.mark.parametrize("word", ["topk:0.01", "topk:0.1", "powersgd:4", "randk:0.1", "int6", "int8", "none"])
 def test_a_transformer_s_gradients_become_smaller(gradients: dict[str, T], word: str) -> None:
     """At least 1.3x where there are candidates; all within the error of the same setting for all."""
     usual = build_compressor(word).for_feedback

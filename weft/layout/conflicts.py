@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weft.compressor_word import UNSETTABLE, compressor_word
 from weft.errors import UsageError, nearest
 from weft.layout.dims import part
 
@@ -398,10 +399,10 @@ RULES: tuple[Rule, ...] = (
          and (a.recipe.sync.compress == "none" or "powersgd" in (a.recipe.sync.compress + a.recipe.sync.compress_back)),
          "sync.compress_back is about the answer to what sync.compress = {0.recipe.sync.compress!r} has made small, "
          "and 'none' and 'powersgd' have none of its own", "leave it out"),
-    Rule("ranks for what has none", "recipe",
-         lambda a: a.recipe.sync.allocate > 0 and "powersgd" not in a.recipe.sync.compress,
-         "sync.allocate chooses the ranks of powersgd, and sync.compress is {0.recipe.sync.compress!r}",
-         "leave it out, or set sync.compress = 'powersgd:4'"),
+    Rule("settings for what has none", "recipe",
+         lambda a: a.recipe.sync.allocate > 0 and compressor_word(a.recipe.sync.compress).name in UNSETTABLE,
+         "sync.allocate chooses ranks, shares or bits, and sync.compress = {0.recipe.sync.compress!r} has none",
+         "leave it out, or set sync.compress = 'powersgd:4', 'topk:0.01' or 'int6'"),
     Rule("islands that never agree", "layout train recipe",
          lambda a: a.layout.island > 1 and a.recipe.sync.every > a.train.steps > 0,
          "sync.every = {0.recipe.sync.every} is beyond the run's train.steps = {0.train.steps}, so that islands would "

@@ -79,18 +79,18 @@ def compressed_mean(
     parts = dict(zip(every, (slice(lo, hi) for lo, hi in chunks(flat.numel(), len(every), BLOCK)), strict=True))
     kept: dict[int, T] = {}  # what is sent must stay until it has been
     for i in every:
-        payload = fed_back(there, flat, up, parts[i], seed_of(there, number, me))
+        payload = fed_back(there.cut(parts[i]), flat, up, parts[i], seed_of(there, number, me))
         kept[i] = join_bytes(payload)
         if i != me:
             streams.send(i, f"{tag}/there", kept[i])
-    shape = (parts[me].stop - parts[me].start,)
+    shape, own_there, own_back = (parts[me].stop - parts[me].start,), there.cut(parts[me]), back.cut(parts[me])
     mean = flat.new_zeros(shape)
     for i in every:
         came = kept[me] if i == me else streams.receive(i, f"{tag}/there", torch.uint8)
-        mean += decoded(there, came, shape, seed_of(there, number, i), i, flat.dtype)
+        mean += decoded(own_there, came, shape, seed_of(there, number, i), i, flat.dtype)
     mean /= len(every)
     own = down[parts[me]] if down is not None else None
-    sent = join_bytes(fed_back(back, mean, own, slice(None), seed_of(back, number, me)))
+    sent = join_bytes(fed_back(own_back, mean, own, slice(None), seed_of(back, number, me)))
     answer = torch.empty_like(flat)
     for i in every:
         if i != me:
@@ -98,7 +98,7 @@ def compressed_mean(
     for i in every:
         came = sent if i == me else streams.receive(i, f"{tag}/back", torch.uint8)
         shape = (parts[i].stop - parts[i].start,)
-        answer[parts[i]] = decoded(back, came, shape, seed_of(back, number, i), i, flat.dtype)
+        answer[parts[i]] = decoded(back.cut(parts[i]), came, shape, seed_of(back, number, i), i, flat.dtype)
     streams.flush()
     return answer
 

@@ -95,6 +95,10 @@ class Compressor:
     def check(self, name: str, shape: Sequence[int]) -> None:
         """Raise :class:`UsageError` if a tensor of this name and shape cannot be compressed so."""
 
+    def cut(self, part: slice) -> "Compressor":
+        """The compressor of the elements ``part`` of a flat tensor that this one is for."""
+        return self
+
     def _checked(self, payload: Payload, shape: Sequence[int]) -> Payload:
         float_type = next((x.dtype for x in payload if x.dtype in (torch.float32, torch.float64)), torch.float32)
         wanted, found = self.specs(shape, float_type), [(tuple(x.shape), x.dtype) for x in payload]
@@ -105,7 +109,7 @@ class Compressor:
 
 @dataclass(frozen=True)
 class Rounded(Compressor):
-    """Integers of 4 or 8 bits and a scale for each block of 128 elements.
+    """Integers of 4 to 8 bits and a scale for each block of 128 elements.
 
     Scales are bfloat16, rounded up so that no element is cut off. To the nearest is contractive; at random, up or down
     with such probability that the mean is right, is unbiased.
@@ -121,7 +125,7 @@ class Rounded(Compressor):
 
     def specs(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Spec]:
         count = prod(shape)
-        codes = ((count,), torch.int8) if self.bits == 8 else ((-(-count // 2),), torch.uint8)
+        codes = ((count,), torch.int8) if self.bits == 8 else ((-(-count * self.bits // 8),), torch.uint8)
         return [codes, ((-(-count // BLOCK),), torch.bfloat16)]
 
     def error(self, shape: Sequence[int]) -> float:
@@ -140,11 +144,17 @@ class Rounded(Compressor):
         codes = codes.clamp(-self.levels, self.levels).nan_to_num().to(torch.int8).flatten()[: x.numel()]
         if self.bits == 4:
             codes = packed(F.pad((codes + 8).to(torch.uint8), (0, codes.numel() % 2)))
+        elif self.bits < 8:
+            codes = codes_packed(codes + 2 ** (self.bits - 1), self.bits)
         return [codes, scales]
 
     def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
         codes, scales = self._checked(payload, shape)
-        whole = unpacked(codes).to(torch.int8) - 8 if self.bits == 4 else codes
+        whole = codes
+        if self.bits == 4:
+            whole = unpacked(codes).to(torch.int8) - 8
+        elif self.bits < 8:
+            whole = codes_unpacked(codes, self.bits, prod(shape)) - 2 ** (self.bits - 1)
         return spread(whole[: prod(shape)].float(), scales).view(*shape)
 
 
@@ -321,15 +331,59 @@ class Cocktail(Compressor):
         return shared_permutation(count, seed // COCKTAIL_ROUNDS)[first : first + size]
 
 
+@dataclass(frozen=True)
+class PerTensor(Compressor):
+    """A compressor for each of several tensors that lie end to end in a flat one: pairs of a size and a compressor."""
+
+    unbiased: bool = False
+    pieces: tuple[tuple[int, Compressor], ...] = ()
+    linear: ClassVar[bool] = False
+
+    def specs(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Spec]:
+        assert prod(shape) == sum(size for size, _ in self.pieces)
+        return [spec for size, compressor in self.pieces for spec in compressor.specs((size,), dtype)]
+
+    def error(self, shape: Sequence[int]) -> float:
+        return max((compressor.error((size,)) for size, compressor in self.pieces), default=0.0)
+
+    def encode(self, x: T, seed: int, warm: T | None = None) -> Payload:
+        parts = x.flatten().split([size for size, _ in self.pieces])
+        payloads = [c.encode(part, seed) for part, (_, c) in zip(parts, self.pieces, strict=True)]
+        return [tensor for payload in payloads for tensor in payload]
+
+    def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
+        rest = iter(self._checked(payload, shape))
+        parts = []
+        for size, compressor in self.pieces:
+            own = [next(rest) for _ in compressor.specs((size,))]
+            parts.append(compressor.decode(own, (size,), seed))
+        return torch.cat(parts).view(*shape) if parts else torch.zeros(*shape)
+
+    @property
+    def for_feedback(self) -> Self:
+        return replace(self, unbiased=False, pieces=tuple((size, c.for_feedback) for size, c in self.pieces))
+
+    def cut(self, part: slice) -> Compressor:
+        kept: list[tuple[int, Compressor]] = []
+        start = 0
+        for size, compressor in self.pieces:
+            inside = min(start + size, part.stop) - max(start, part.start)
+            if inside > 0:
+                kept.append((inside, compressor))
+            start += size
+        return replace(self, pieces=tuple(kept))
+
+
 def build_compressor(word: str) -> Compressor:
     """The compressor that a recipe names, such as ``topk:0.01``."""
     name, share, rank, random = compressor_word(word)
-    made: dict[str, Compressor] = {
-        "none": Compressor(), "int8": Rounded(unbiased=random), "int4": Rounded(unbiased=random, bits=4),
-        "topk": TopK(share=share), "randk": RandomK(share=share), "powersgd": PowerSGD(rank=rank), "sign": Sign(),
-        "cocktail": Cocktail(),
+    if name.startswith("int"):
+        return Rounded(unbiased=random, bits=int(name[3:]))
+    compressors: dict[str, Compressor] = {
+        "none": Compressor(), "topk": TopK(share=share), "randk": RandomK(share=share), "powersgd": PowerSGD(rank=rank),
+        "sign": Sign(), "cocktail": Cocktail(),
     }  # fmt: skip
-    return made[name]
+    return compressors[name]
 
 
 def encoded(
@@ -422,6 +476,21 @@ def positions_found(sent: T, kept: int, count: int) -> T:
     if found.numel() != kept or (kept and not bool(((found >= 0) & (found < count)).all())):
         raise WeftError(f"a compressed tensor names positions that are not {kept} among {count}")
     return found
+
+
+def codes_packed(codes: T, bits: int) -> T:
+    """Numbers ``[n]`` of so many ``bits`` each, below 8, one after the other in bytes."""
+    eights = F.pad(codes.to(torch.int64), (0, -codes.numel() % 8)).view(-1, 8)
+    words = (eights << torch.arange(0, 8 * bits, bits, device=codes.device)).sum(1)  # [n / 8], 8 x bits of 64 are used
+    return words.view(torch.uint8).view(-1, 8)[:, :bits].flatten()[: -(-codes.numel() * bits // 8)].contiguous()
+
+
+def codes_unpacked(sent: T, bits: int, count: int) -> T:
+    """The first so many of the numbers that :func:`codes_packed` was given, int8."""
+    groups = F.pad(sent, (0, -sent.numel() % bits)).view(-1, bits)
+    words = F.pad(groups, (0, 8 - bits)).contiguous().view(torch.int64)  # [n / 8, 1]
+    codes = words >> torch.arange(0, 8 * bits, bits, device=sent.device) & (2**bits - 1)
+    return codes.flatten()[:count].to(torch.int8)
 
 
 def bits_packed(bits: T) -> T:

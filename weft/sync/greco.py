@@ -45,7 +45,7 @@ def candidates(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
     elif isinstance(default, TopK | RandomK):
         found += [replace(default, share=min(1.0, default.share * factor)) for factor in FACTORS]
     elif isinstance(default, Rounded):
-        found += [replace(default, bits=bits) for bits in (4, 8)]
+        found += [replace(default, bits=bits) for bits in range(4, 9)]
     return list(dict.fromkeys(found))
 
 

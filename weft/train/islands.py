@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
@@ -14,8 +14,8 @@ from weft.layout.mesh import from_all
 from weft.parallel.state import Held, State
 from weft.recipe import Sync
 from weft.sync.collectives import compressed_mean, from_islands, power_mean, ring_sum
-from weft.sync.compress import Compressor, PowerSGD, build_compressor
-from weft.sync.greco import allocate_compressors
+from weft.sync.compress import Compressor, PerTensor, PowerSGD, build_compressor
+from weft.sync.greco import allocate_compressors, candidates
 from weft.sync.measure import measured_ring
 from weft.sync.methods import begins, fragment_of, method_of, partners, shared_slots, shares
 from weft.sync.parity import made_same
@@ -158,6 +158,8 @@ class Apart(Stepper):
         self.there, self.back = compressors(self.how)
         #: By parameter: the factor of PowerSGD from the last round.
         self.warm: dict[str, T] = {}
+        #: By parameter: the compressor that L-GreCo has chosen, if this island is the one that chooses.
+        self.allocated: dict[str, Compressor] = {}
         self.fragments = [[h for h in self.state.learning if fragment_of(h.name, count) == f] for f in range(count)]
         #: The replicas of this island that each exchange a part of a fragment; PowerSGD's matrices are not cut so.
         alone = isinstance(self.there, PowerSGD)
@@ -323,45 +325,65 @@ class Apart(Stepper):
         """The mean over these islands by compressed messages; what these leave out is in the result's ``kept``."""
         left: dict[str, T] = {name: self.flat(held, name)[here] for name in ("up", "down") if name in held[0].slots}
         if not isinstance(self.there, PowerSGD):
+            there, back = self.there, self.back
+            if self.how.allocate:
+                wanted = mine + left["up"] if "up" in left else mine
+                there = self.per_tensor(held, wanted, here, tag, number, members)
+                back = back if self.how.compress_back else there
             answer = compressed_mean(
-                self.streams, mine, self.there, self.back, tag, number, left.get("up"), left.get("down"), members
+                self.streams, mine, there, back, tag, number, left.get("up"), left.get("down"), members
             )
             return Exchanged(answer, len(members), left)
         answer, kept, sizes = torch.empty_like(mine), dict[str, T](), [h.local.numel() for h in held]
         flats = (mine, left["up"], answer)
         parts = [[f.view(h.local.shape) for h, f in zip(held, flat.split(sizes), strict=True)] for flat in flats]
-        ranks = self.ranks(held, [x + up for x, up, _ in zip(*parts, strict=True)], tag, number, members)
+        messages = {h.name: x + up for h, x, up, _ in zip(held, *parts, strict=True)}
+        chosen = self.allocation(messages, tag, number, members)
         ring = self.streams.ring(members)
-        for h, rank, x, up, out in zip(held, ranks, *parts, strict=True):
-            there, warm = replace(self.there, rank=rank), self.warm.get(h.name)
+        for h, x, up, out in zip(held, *parts, strict=True):
+            there, warm = chosen[h.name], self.warm.get(h.name)
             payload = power_mean(self.streams, x, there, f"{tag}/{h.name}", number, up, warm, ring)
             if (warm := there.warm(payload)) is not None:
                 kept[h.name] = warm
             out.copy_(there.decode(payload, x.shape, number))
         return Exchanged(answer, len(members), left, kept)
 
-    def ranks(
-        self, held: Sequence[Held], wanted: Sequence[T], tag: str, number: int, members: Sequence[int]
-    ) -> list[int]:
-        """PowerSGD's rank for each parameter, whose message is ``wanted``: one for all, or those that L-GreCo chose.
+    def allocation(
+        self, wanted: Mapping[str, T], tag: str, number: int, members: Sequence[int]
+    ) -> Mapping[str, Compressor]:
+        """The compressor of each tensor, of which ``wanted`` is the message: one for all, or those that L-GreCo chose.
 
-        The first member chooses, anew every ``how.allocate`` rounds. It sends the ranks in each round, so that members
+        The first member chooses, anew every ``how.allocate`` rounds. It sends its choice in each round, so that members
         need not have taken part in the one before.
         """
-        there, allocate = self.there, self.how.allocate
-        assert isinstance(there, PowerSGD)
-        found = [self.warm[h.name].shape[1] if h.name in self.warm else there.rank for h in held]
-        if not allocate or len(members) == 1:
-            return found
+        if not self.how.allocate or len(members) == 1:
+            return dict.fromkeys(wanted, self.there)
+        options = {name: candidates(self.there, x.shape) for name, x in wanted.items()}
         if self.mesh.island != members[0]:
-            return [int(rank) for rank in self.streams.receive(members[0], f"{tag}/ranks", torch.int32)]
-        if number % allocate == 0 or not self.warm.keys() & {h.name for h in held}:
-            chosen = allocate_compressors({h.name: x for h, x in zip(held, wanted, strict=True)}, there, number)
-            found = [one.rank if isinstance(one, PowerSGD) else there.rank for one in chosen.values()]
+            indices = self.streams.receive(members[0], f"{tag}/allocation", torch.int32).tolist()
+            return {name: options[name][i] for name, i in zip(wanted, indices, strict=True)}
+        if number % self.how.allocate == 0 or not wanted.keys() <= self.allocated.keys():
+            self.allocated |= allocate_compressors(wanted, self.there, number)
+        indices = [options[name].index(self.allocated[name]) for name in wanted]
         for other in members[1:]:
-            self.streams.send(other, f"{tag}/ranks", torch.tensor(found, dtype=torch.int32))
+            self.streams.send(other, f"{tag}/allocation", torch.tensor(indices, dtype=torch.int32))
         self.streams.flush()
-        return found
+        return {name: self.allocated[name] for name in wanted}
+
+    def per_tensor(
+        self, held: Sequence[Held], wanted: T, here: slice, tag: str, number: int, members: Sequence[int]
+    ) -> PerTensor:
+        """The compressors of what of each parameter is in this rank's part ``here``, whose message is ``wanted``."""
+        parts: dict[str, T] = {}
+        start = 0
+        for h in held:
+            first, last = (min(max(at, here.start), here.stop) for at in (start, start + h.local.numel()))
+            if first < last:
+                parts[h.name] = wanted[first - here.start : last - here.start]
+            start += h.local.numel()
+        chosen = self.allocation(parts, tag, number, members)
+        pieces = tuple((x.numel(), chosen[name]) for name, x in parts.items())
+        return PerTensor(self.there.unbiased, pieces)
 
     def hand_over(self, island: int, tokens: int) -> None:
         """Send an island that joins, or comes back, the state that it goes on from."""
