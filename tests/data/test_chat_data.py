@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests import chats
 from tests.conftest import Command
 from weft.data.batch import IGNORE, Batch
-from weft.data.chat.conversation import ConversationError
 from weft.data.chat.forms import read_record
 from weft.data.chat.source import open_chats
+from weft.data.chat.turns import ConversationError
 from weft.data.loader import Loader, open_data
 from weft.data.order import Order, Stream, packed
 from weft.data.tokenizer import load_tokenizer
@@ -136,11 +136,12 @@ MISTAKES: list[tuple[Any, str]] = [
     ({"messages": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "part"),
     ({"messages": [USER, ASSISTANT | {"weight": -1}]}, "weight"),
     ({"messages": [USER, ASSISTANT | {"weight": "big"}]}, "weight"),
-    ({"messages": [USER, ASSISTANT | {"train": 1}]}, "train"),
+    ({"messages": [USER, ASSISTANT | {"train": 2}]}, "train"),
     ({"messages": [USER, ASSISTANT], "weight": float("nan")}, "weight"),
     ({"messages": [USER, ASSISTANT], "tools": "[{"}, "tools"),
     ({"messages": [USER, ASSISTANT], "tools": [1]}, "tools"),
-    ({"messages": [USER, {"role": "assistant", "tool_calls": []}]}, "list of calls"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": []}]}, "empty"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": 7}]}, "list of calls"),
     ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "names no function"),
     ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "arguments"),
     ({"messages": [USER | {"tool_calls": [CALL]}, ASSISTANT]}, "only the assistant"),

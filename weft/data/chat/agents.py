@@ -9,9 +9,17 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from weft.data.chat.conversation import Conversation, ConversationError, Message, conversation
+from weft.data.chat.fields import Fields
+from weft.data.chat.turns import ConversationError, Message
 
 T = TypeVar("T", bound=BaseModel)
+
+
+#: What validation errors call the kinds of a union.
+_BRANCHES = (
+    "str", "list[_Part]", "api_action", "code_action", "message_action", "text_observation", "image_observation",
+    "web_observation",
+)  # fmt: skip
 
 
 class _Strict(BaseModel):
@@ -111,9 +119,12 @@ class _Trajectory(_Strict):
     details: dict[str, Any] = {}
 
 
-def from_adp(record: Mapping[str, Any]) -> Conversation:
-    """A trajectory of the Agent Data Protocol. A ``tool_call_id`` is answered exactly once, after the call."""
-    trajectory = _validated(_Trajectory, {k: v for k, v in record.items() if k not in ("weight", "tools")})
+def from_adp(fields: Fields) -> tuple[list[Message], list[str]]:
+    """A trajectory of the Agent Data Protocol as messages, and the fields of it that are not used.
+
+    A ``tool_call_id`` is answered exactly once, after the call.
+    """
+    trajectory = _validated(_Trajectory, _taken(fields, _Trajectory))
     messages: list[Message] = []
     open_calls: dict[str, int] = {}
     closed: set[str] = set()
@@ -137,7 +148,8 @@ def from_adp(record: Mapping[str, Any]) -> Conversation:
     if open_calls:
         link, index = next(iter(open_calls.items()))
         raise ConversationError(f"content[{index}] has the tool_call_id {link!r}, which nothing answers")
-    return conversation(messages, record.get("tools"), record.get("weight"))
+    rewards = any(isinstance(item, _Action) and item.reward is not None for item in trajectory.content)
+    return messages, [*(["details"] if trajectory.details else []), *(["content[].reward"] if rewards else [])]
 
 
 def _observed(messages: list[Message], item: _Observation) -> Message:
@@ -201,6 +213,10 @@ class _Step(BaseModel):
     is_copied_context: bool | None = None
 
 
+#: What ATIF says of a step beside its words.
+_ABOUT_STEPS = {"timestamp", "model_name", "metrics", "extra", "reasoning_effort", "llm_call_count"}
+
+
 class _Agent(BaseModel):
     tool_definitions: list[dict[str, Any]] | None = None
 
@@ -211,9 +227,13 @@ class _Atif(BaseModel):
     steps: list[_Step] = Field(min_length=1)
 
 
-def from_atif(record: Mapping[str, Any]) -> Conversation:
-    """A trajectory of ATIF 1.x. Steps count from 1; what was copied from another trajectory is not learned again."""
-    trajectory = _validated(_Atif, record)
+def from_atif(fields: Fields) -> tuple[list[Message], list[str]]:
+    """A trajectory of ATIF 1.x as messages, and the fields of its steps that are not used.
+
+    Steps count from 1; what was copied from another trajectory is not learned again.
+    """
+    given = _taken(fields, _Atif)
+    trajectory = _validated(_Atif, given)
     messages: list[Message] = []
     for number, step in enumerate(trajectory.steps, 1):
         if step.step_id != number:
@@ -235,8 +255,10 @@ def from_atif(record: Mapping[str, Any]) -> Conversation:
                 raise ConversationError(f"step {number} has a result of the call {link!r}, which it does not make")
             role = "tool" if asked else "user"
             messages.append({"role": role, "content": _text_of(result.content), "tool_call_id": link})
-    tools = record.get("tools") or trajectory.agent.tool_definitions
-    return conversation(messages, tools, record.get("weight"))
+    if trajectory.agent.tool_definitions and fields.name("tools") is None:
+        fields.record["tools"] = trajectory.agent.tool_definitions
+    known = set(_Step.model_fields) | _ABOUT_STEPS
+    return messages, sorted({f"steps[].{key}" for step in given["steps"] for key in step.keys() - known if step[key]})
 
 
 def _text_of(content: _Content | None) -> str:
@@ -247,10 +269,17 @@ def _text_of(content: _Content | None) -> str:
     return content or ""
 
 
+def _taken(fields: Fields, kind: type[BaseModel]) -> dict[str, Any]:
+    """What a record has of the fields of ``kind``."""
+    return {name: value for name in kind.model_fields if (value := fields.take(name)) is not None}
+
+
 def _validated(kind: type[T], record: Mapping[str, Any]) -> T:
     try:
         return kind.model_validate(record)
     except ValidationError as error:
         first = error.errors()[0]
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        # A union names the branch that it tried, which the data does not have.
+        steps = [part for part in first["loc"] if part not in _BRANCHES]
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in steps).lstrip(".")
         raise ConversationError(f"{where}: {first['msg']}") from None

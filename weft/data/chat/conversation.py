@@ -1,23 +1,18 @@
 """A conversation as chat templates take it, checked when it is read."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.data.chat.marks import cleaned
-from weft.errors import WeftError, nearest
+from weft.data.chat.masks import take_weight, weight_of
+from weft.data.chat.turns import ROLES, ConversationError, Message, from_text, plain_turn, shown
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 #: A message's reasoning under any of its names; templates read the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-
-Message = dict[str, Any]
-
-
-class ConversationError(WeftError):
-    """A record that holds no conversation to learn from; the message says why."""
+#: What messages are known to have; anything else is a template's to use.
+_KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", *_REASONING}
 
 
 @dataclass(frozen=True)
@@ -25,12 +20,16 @@ class Conversation:
     """``messages`` and ``tools`` as templates take them.
 
     ``weights``: of every message, 1 unless the data says otherwise (0: not learned). ``weight``: of the whole sample.
+    ``unread``: fields of its record that are not used; those of messages, as ``messages[].name``, are handed to the
+    template. ``marked``: the messages that the data itself marks as learned.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] | None
     weights: tuple[float, ...]
     weight: float = 1.0
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    marked: tuple[int, ...] = field(default=(), compare=False)
 
     def learned(self, learn: str | Sequence[str]) -> tuple[float, ...]:
         """The weight of every message when ``learn`` ("assistant", "last", "all", or roles) is learned from."""
@@ -40,17 +39,26 @@ class Conversation:
         return tuple(self.weight * own * (i in chosen) for i, own in enumerate(self.weights))
 
 
-def conversation(messages: Any, tools: Any = None, weight: Any = None) -> Conversation:
+def conversation(messages: Any, tools: Any = None, weight: Any = None, unread: Sequence[str] = ()) -> Conversation:
     """Check ``messages`` (a list of objects with a role and words) and bring them into the form templates expect.
 
-    Arguments of tool calls become objects if they are JSON text, ``null`` is as good as nothing. A message may say
-    ``weight`` or ``train``. Raises :class:`ConversationError`.
+    What exporters write in other ways is understood (:mod:`weft.data.chat.turns`), and masks of messages are obeyed
+    (:mod:`weft.data.chat.masks`). ``unread``: fields of the record that nobody uses. Raises
+    :class:`ConversationError`.
     """
     checked = check_messages(messages)
-    weights = tuple(_message_weight(message, number) for number, message in enumerate(checked, 1))
+    weights, marked = [], []
+    for number, message in enumerate(checked, 1):
+        weight_here, is_marked = take_weight(message, f"message {number}")
+        weights.append(weight_here)
+        marked += [number - 1] if is_marked else []
     if not any(m["role"] == "assistant" for m in checked):
         raise ConversationError("it has no turn of the assistant's to learn from; leave it out")
-    return Conversation(tuple(checked), _tools(tools), weights, weight_of(weight, "its 'weight'"))
+    more = {f"messages[].{key}" for message in checked for key in message.keys() - _KNOWN if message[key]}
+    return Conversation(
+        tuple(checked), _tools(tools), tuple(weights), weight_of(weight, "its 'weight'"),
+        (*unread, *sorted(more)), tuple(marked),
+    )  # fmt: skip
 
 
 def as_messages(given: Any, role: str = "user") -> Any:
@@ -59,50 +67,34 @@ def as_messages(given: Any, role: str = "user") -> Any:
 
 
 def unlearned(messages: Sequence[Any]) -> list[Any]:
-    """The messages with a note that they are not learned from."""
-    return [message | {"train": False} if isinstance(message, dict) else message for message in messages]
+    """The messages with a note that they are not learned from, whatever else they say of that."""
+    return [message | {"weight": 0} if isinstance(message, dict) else message for message in messages]
 
 
 def check_messages(messages: Any) -> list[Message]:
     """``messages`` in the form templates expect, of a conversation that may also be one to go on with."""
+    messages = from_text(messages)
     if not isinstance(messages, list) or not messages:
-        raise ConversationError(f"a conversation is a list of messages, not {_shown(messages)}")
+        raise ConversationError(f"a conversation is a list of messages, not {shown(messages)}")
     checked = [_message(cleaned(message), number) for number, message in enumerate(messages, 1)]
     _check_answers(checked)
     return checked
 
 
-def weight_of(value: Any, name: str) -> float:
-    """A weight of the data's as a number: 1 where there is none."""
-    if value is None:
-        return 1.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConversationError(f"{name} is {_shown(value)}; a weight is a number of at least 0")
-    return float(value)
-
-
-def _message(message: Any, number: int) -> Message:
-    name = f"message {number}"
-    if not isinstance(message, Mapping):
-        raise ConversationError(f"{name} is {_shown(message)}; a message is an object with 'role' and 'content'")
-    message = {key: value for key, value in message.items() if value is not None}
-    role = message.get("role")
-    if role not in ROLES:
-        lacks = "has no 'role'" if role is None else f"has the unknown role {_shown(role)}"
-        raise ConversationError(f"{name} {lacks}; {nearest(str(role), ROLES)}")
-    content = message.get("content")
+def _message(turn: Any, number: int) -> Message:
+    message, name = plain_turn(turn, number)
+    role, content = message["role"], message.get("content")
     if not isinstance(content, (str, list, type(None))):
-        raise ConversationError(f"{name} ({role}) has {_shown(content)} as 'content'; words are a text")
+        raise ConversationError(f"{name} ({role}) has {shown(content)} as 'content'; words are a text")
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ConversationError(f"{name} ({role}) has the part {_shown(part)}; only parts of type 'text' are read")
+            raise ConversationError(f"{name} ({role}) has the part {shown(part)}; only parts of type 'text' are read")
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
-            raise ConversationError(f"{name} ({role}) has {_shown(reasoning)} as its reasoning; that is a text")
+            raise ConversationError(f"{name} ({role}) has {shown(reasoning)} as its reasoning; that is a text")
         message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}
     if "tool_calls" in message:
-        message["tool_calls"] = _calls(message["tool_calls"], f"{name} ({role})")
         if role != "assistant":
             raise ConversationError(f"{name} ({role}) calls tools; only the assistant does")
     elif content is None or (role == "assistant" and not _text(content).strip() and not reasoning):
@@ -114,27 +106,6 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 
 
-def _calls(calls: Any, name: str) -> list[Message]:
-    if not isinstance(calls, list) or not calls:
-        raise ConversationError(f"{name} has {_shown(calls)} as 'tool_calls', which is a list of calls")
-    checked = []
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ConversationError(f"{name} has the tool call {_shown(call)}, which names no function")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                arguments = None
-        if not isinstance(arguments, dict):
-            raise ConversationError(f"{name} calls {function['name']!r} with arguments that are not a JSON object")
-        rest = {key: value for key, value in call.items() if value is not None and key not in ("name", "arguments")}
-        checked.append({"type": "function"} | rest | {"function": dict(function) | {"arguments": arguments}})
-    return checked
-
-
 def _check_answers(messages: Sequence[Message]) -> None:
     """What a tool answers must have been asked, where both have an id."""
     asked: set[str] = set()
@@ -142,15 +113,7 @@ def _check_answers(messages: Sequence[Message]) -> None:
         asked |= {call["id"] for call in message.get("tool_calls", ()) if isinstance(call.get("id"), str)}
         answered = message.get("tool_call_id")
         if answered is not None and answered not in asked:
-            raise ConversationError(f"message {number} (tool) answers the call {_shown(answered)}, which nobody made")
-
-
-def _message_weight(message: Message, number: int) -> float:
-    """Take ``weight`` and ``train`` out of ``message``."""
-    train = message.pop("train", message.pop("training", True))
-    if not isinstance(train, bool):
-        raise ConversationError(f"message {number} has {_shown(train)} as 'train', which is true or false")
-    return weight_of(message.pop("weight", None), f"the 'weight' of message {number}") * train
+            raise ConversationError(f"message {number} (tool) answers the call {shown(answered)}, which nobody made")
 
 
 def _tools(tools: Any) -> tuple[Message, ...] | None:
@@ -161,12 +124,8 @@ def _tools(tools: Any) -> tuple[Message, ...] | None:
             raise ConversationError("its 'tools' are a text that is not JSON") from None
     if tools is None or tools == []:
         return None
+    if isinstance(tools, list):
+        tools = [from_text(tool) for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ConversationError(f"its 'tools' are {_shown(tools)}, not a list of JSON schemas")
+        raise ConversationError(f"its 'tools' are {shown(tools)}, not a list of JSON schemas")
     return tuple(cleaned([dict(tool) for tool in tools]))
-
-
-def _shown(value: Any) -> str:
-    """A JSON value as an error shows it."""
-    text = "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 40 else f"{text[:37]}..."

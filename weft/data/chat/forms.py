@@ -1,92 +1,93 @@
 """The formats in which conversations are published, each converted to the one that chat templates take."""
 
-import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, NamedTuple
 
 from weft.data.chat.agents import from_adp, from_atif
-from weft.data.chat.conversation import Conversation, ConversationError, as_messages, conversation, unlearned
+from weft.data.chat.conversation import Conversation, as_messages, unlearned
+from weft.data.chat.fields import NAMES, Fields, finished, messages_of
+from weft.data.chat.turns import ConversationError
 from weft.errors import nearest
 
-#: Names of speakers in ShareGPT's form. ``function_call`` is the assistant's, as JSON.
-_SPEAKERS = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
+
+class Form(NamedTuple):
+    """``name`` of a form, the fields by which a record is known to have it, and what reads such a record."""
+
+    name: str
+    needed: tuple[str, ...]
+    read: Callable[[Fields], Conversation]
 
 
-def _messages(record: Mapping[str, Any], field: str) -> Conversation:
-    return conversation(record[field], record.get("tools"), record.get("weight"))
+def _adp(fields: Fields) -> Conversation:
+    messages, unread = from_adp(fields)
+    return finished(fields, messages, unread)
 
 
-def _prompt(record: Mapping[str, Any]) -> Conversation:
-    """``prompt`` and ``completion``: texts, or lists of messages of which the completion alone is learned."""
-    asked, answered = as_messages(record["prompt"]), as_messages(record["completion"], "assistant")
-    if not isinstance(asked, list) or not isinstance(answered, list):
-        raise ConversationError("'prompt' and 'completion' are each a text or a list of messages")
-    return conversation(unlearned(asked) + answered, record.get("tools"), record.get("weight"))
+def _atif(fields: Fields) -> Conversation:
+    messages, unread = from_atif(fields)
+    return finished(fields, messages, unread)
 
 
-def _sharegpt(record: Mapping[str, Any]) -> Conversation:
-    turns = record["conversations"]
+def _messages(fields: Fields, field: str = "messages") -> Conversation:
+    return finished(fields, messages_of(fields.needed(field, "messages")))
+
+
+def _sharegpt(fields: Fields) -> Conversation:
+    turns = messages_of(fields.needed("conversations", "sharegpt"))
     if not isinstance(turns, list):
         raise ConversationError("'conversations' is not a list of turns")
-    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, Mapping) or "from" not in turn or "value" not in turn:
-            raise ConversationError(f"turn {number} of 'conversations' is not an object with 'from' and 'value'")
-        speaker = str(turn["from"])
-        if speaker not in _SPEAKERS:
-            raise ConversationError(f"turn {number} is from the unknown {speaker!r}; {nearest(speaker, _SPEAKERS)}")
-        rest = {key: value for key, value in turn.items() if key in ("weight", "train")}
-        if speaker == "function_call":
-            messages.append(rest | {"role": "assistant", "tool_calls": _parsed_calls(turn["value"], number)})
-        else:
-            messages.append(rest | {"role": _SPEAKERS[speaker], "content": turn["value"]})
-    return conversation(messages, record.get("tools"), record.get("weight"))
+    return finished(fields, turns)
 
 
-def _parsed_calls(value: Any, number: int) -> list[Any]:
-    try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        raise ConversationError(f"turn {number} (function_call) is not JSON") from None
-    return calls if isinstance(calls, list) else [calls]
+def _prompt(fields: Fields, asked: str = "prompt", answered: str = "completion") -> Conversation:
+    """A question and its answer: texts, or lists of messages of which the answer's alone are learned.
+
+    ``history`` are pairs of what was said before.
+    """
+    first, second = (messages_of(fields.needed(name, "prompt")) for name in (asked, answered))
+    before, after = as_messages(first), as_messages(second, "assistant")
+    if not isinstance(before, list) or not isinstance(after, list):
+        names = f"{fields.name(asked)!r} and {fields.name(answered)!r}"
+        raise ConversationError(f"{names} are each a text or a list of messages")
+    return finished(fields, _earlier(fields, hidden=True) + unlearned(before) + after, hidden=True)
 
 
-def _alpaca(record: Mapping[str, Any]) -> Conversation:
+def _alpaca(fields: Fields) -> Conversation:
     """``instruction``, perhaps ``input``, and ``output``; ``history`` are pairs of what was said before."""
-    earlier = record.get("history") or []
-    if not isinstance(earlier, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in earlier):
-        raise ConversationError("'history' is not a list of pairs of an instruction and an answer")
-    asked = [record["instruction"], *([record["input"]] if record.get("input") else [])]
+    further = fields.take("input")
+    asked = [fields.needed("instruction", "alpaca"), *([further] if further else [])]
+    answer = fields.needed("output", "alpaca")
     if not all(isinstance(text, str) for text in asked):
         raise ConversationError("'instruction' and 'input' are texts")
-    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    for question, answer in [*earlier, ["\n".join(asked), record["output"]]]:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return conversation(messages, record.get("tools"), record.get("weight"))
+    turn = [{"role": "user", "content": "\n".join(asked)}, {"role": "assistant", "content": answer}]
+    return finished(fields, _earlier(fields) + turn)
 
 
-#: What a record of each form has, and what reads it; of those that fit a record the first counts.
-_FORMS: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Conversation]]] = {
-    "atif": (("steps",), from_atif),
-    "adp": (("content", "id"), from_adp),
-    "messages": (("messages",), lambda record: _messages(record, "messages")),
-    "sharegpt": (("conversations",), _sharegpt),
-    "prompt": (("prompt", "completion"), _prompt),
-    "docstrings": (("prompt", "completion"), _prompt),
-    "alpaca": (("instruction", "output"), _alpaca),
-}
+def _earlier(fields: Fields, hidden: bool = False) -> list[Any]:
+    """The turns of ``history``, pairs of an instruction and its answer."""
+    pairs = fields.take("history") or []
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise ConversationError("'history' is not a list of pairs of an instruction and an answer")
+    turns = [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    return unlearned(turns) if hidden else turns
+
+
+#: Of the forms that fit a record the first counts; those that have a field under its first name come before others.
+FORMS = (
+    Form("atif", ("steps", "schema_version"), _atif),
+    Form("adp", ("content", "id"), _adp),
+    Form("messages", ("messages",), _messages),
+    Form("sharegpt", ("conversations",), _sharegpt),
+    Form("prompt", ("prompt", "completion"), _prompt),
+    Form("alpaca", ("instruction", "output"), _alpaca),
+    Form("prompt", ("input", "output"), lambda fields: _prompt(fields, "input", "output")),
+    Form("prompt", ("prompt", "output"), lambda fields: _prompt(fields, "prompt", "output")),
+)
 
 
 def read_record(record: Any, form: str = "auto", field: str | None = None) -> Conversation:
@@ -96,19 +97,62 @@ def read_record(record: Any, form: str = "auto", field: str | None = None) -> Co
     """
     if not isinstance(record, Mapping):
         raise ConversationError(f"expected a JSON object, got {type(record).__name__}")
+    fields = Fields(record)
     if field is not None:
         if field not in record:
-            raise ConversationError(f"no field {field!r}; set the source's 'field', {nearest(field, record)}")
-        return _messages(record, field)
-    keys = {name: needed for name, (needed, _) in _FORMS.items()}
-    if form == "auto":
-        form = next((name for name, needed in keys.items() if all(key in record for key in needed)), form)
-    if form == "auto":
-        known = "; ".join(" and ".join(needed) for needed in keys.values())
-        found = ", ".join(map(str, record)) or "no keys"
-        raise ConversationError(f"a record with {found[:60]} has none of the known forms, which have {known}")
-    if lacking := [key for key in keys[form] if key not in record]:
-        raise ConversationError(
-            f"no field {lacking[0]!r}, which a record of form {form!r} has; set the source's 'form'"
-        )
-    return _FORMS[form][1](record)
+            raise ConversationError(f"no field {field!r}; set the source's 'field', {nearest(field, map(str, record))}")
+        return _messages(fields, field)
+    form = "prompt" if form == "docstrings" else form
+    fitting = [known for known in FORMS if form in ("auto", known.name)]
+    if known := form_of(fields, fitting):
+        return known.read(fields)
+    if form != "auto":
+        return fitting[0].read(fields)  # which says what is missing
+    raise _unknown(fields)
+
+
+def form_of(fields: Fields, forms: tuple[Form, ...] | list[Form] = FORMS) -> Form | None:
+    """The form that a record has; None if it has none that is known."""
+    exact = (known for known in forms if all(fields.record.get(name) is not None for name in known.needed))
+    alike = (known for known in forms if fields.has(*known.needed))
+    found = [known for known in (*exact, *alike) if known.name != "adp" or _is_list(fields)]
+    trajectory = any(known.name == "atif" for known in forms) and fields.has("steps")
+    return found[0] if found else FORMS[0] if trajectory else None
+
+
+def _is_list(fields: Fields) -> bool:
+    return isinstance(fields.record.get("content"), list)
+
+
+def _unknown(fields: Fields) -> ConversationError:
+    """Why a record has none of the forms, with the nearest."""
+    keys = [str(key) for key in fields.record]
+    shown = ", ".join(keys) or "no keys"
+    has = f"a record with {shown if len(shown) <= 60 else f'{shown[:57]}...'} has none of the known forms"
+    if fields.has("chosen", "rejected"):
+        return ConversationError(f"{has}, but is a pair of answers; set data.kind = 'preference'")
+    for form in FORMS:  # one of which something is there, but empty
+        lacking = [name for name in form.needed if not fields.has(name)]
+        if lacking and all(any(key in fields.record for key in NAMES.get(name, (name,))) for name in lacking):
+            return ConversationError(f"its {lacking[0]!r} is empty; leave the record out, or write something there")
+    if (near := _nearest(fields, keys)) is not None:
+        return ConversationError(f"{has}; {near}")
+    every = "; ".join(" and ".join(form.needed) for form in FORMS if form.needed[-1] not in ("schema_version", "id"))
+    plain = "plain text is read by kind = 'jsonl' with its 'field'"
+    return ConversationError(f"{has} ({every}); others are named by data.columns, and {plain}")
+
+
+def _nearest(fields: Fields, keys: list[str]) -> str | None:
+    """The form that a record nearly has, with what to write so that it has it; None if none is near."""
+    best, line = 0.0, None
+    for form in FORMS:
+        if form.name in ("atif", "adp"):
+            continue
+        near = {name: get_close_matches(name, keys, n=1, cutoff=0.7) for name in form.needed if not fields.has(name)}
+        close = sum(0.9 for match in near.values() if match)
+        score = (len(form.needed) - len(near) + close) / len(form.needed)
+        if score > best:
+            best = score
+            meant = ", ".join(f'{match[0] if match else "NAME"} = "{name}"' for name, match in near.items())
+            line = f"the nearest is {' and '.join(form.needed)}: data.columns = {{ {meant} }}"
+    return line

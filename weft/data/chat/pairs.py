@@ -2,10 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from weft.data.chat.conversation import Conversation, ConversationError, as_messages, conversation, unlearned, weight_of
+from weft.data.chat.conversation import Conversation, as_messages, conversation, unlearned
+from weft.data.chat.fields import Fields, messages_of, tools_of, weight_of_record, with_system
+from weft.data.chat.masks import HIDDEN, LEARNED
+from weft.data.chat.turns import ConversationError, from_text, role_of
 
 
 class AnswerPair(NamedTuple):
@@ -23,19 +27,31 @@ class AnswerPair(NamedTuple):
 def read_pair(record: Any) -> AnswerPair:
     """The pair in ``record``: ``chosen`` and ``rejected``, each a text or a list of messages, and perhaps ``prompt``.
 
-    Without a prompt, or if the answers are conversations and it is a text, what both begin with is the prompt. Raises
-    :class:`ConversationError`.
+    Without a prompt, or if the answers are conversations and it is a text, what both begin with is the prompt. A
+    ``system`` beside them begins it. Raises :class:`ConversationError`.
     """
     if not isinstance(record, Mapping):
         raise ConversationError(f"expected a JSON object, got {type(record).__name__}")
-    if lacking := [key for key in ("chosen", "rejected") if record.get(key) is None]:
-        raise ConversationError(f"no {lacking[0]!r}; a pair of answers has 'chosen', 'rejected' and perhaps 'prompt'")
-    prompt, chosen, rejected = (record.get(key) for key in ("prompt", "chosen", "rejected"))
+    fields = Fields(record)
+    if lacking := [key for key in ("chosen", "rejected") if not fields.has(key)]:
+        raise ConversationError(
+            f"no {lacking[0]!r}; a pair of answers has 'chosen', 'rejected' and perhaps 'prompt': name yours by "
+            f'data.columns = {{ NAME = "{lacking[0]}" }}'
+        )
+    chosen, rejected = (_answer(fields.take(key)) for key in ("chosen", "rejected"))
+    asked_by = next((name for name in ("prompt", "instruction", "conversations", "messages") if fields.has(name)), "")
+    prompt = messages_of(fields.take(asked_by)) if asked_by else None
+    if asked_by == "instruction" and isinstance(further := fields.take("input"), str) and further:
+        prompt = f"{prompt}\n{further}"
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         if not (isinstance(chosen, list) and isinstance(rejected, list)):
             raise ConversationError("'chosen' and 'rejected' are each a text, or each a list of messages")
         asked = [message for message, _ in _alike(chosen[:-1], rejected[:-1])]
-        if not isinstance(prompt, list) and asked:
+        if isinstance(prompt, list) and prompt == asked[: len(prompt)]:  # which both answers repeat
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        elif not isinstance(prompt, list) and asked:
+            if asked_by and not any(_says(message, prompt) for message in asked):
+                fields.taken.discard(str(fields.name(asked_by)))  # another text than what was asked: said as not read
             prompt, chosen, rejected = asked, chosen[len(asked) :], rejected[len(asked) :]
     elif prompt is None:
         # The prompt ends with a word, so that no token of an answer is cut.
@@ -47,9 +63,30 @@ def read_pair(record: Any) -> AnswerPair:
     prompt = as_messages(prompt)
     if not isinstance(prompt, list):
         raise ConversationError("'prompt' is a text or a list of messages")
-    sides = [_side(prompt, answer, name, record) for answer, name in ((chosen, "chosen"), (rejected, "rejected"))]
-    weight = weight_of(record.get("weight"), "its 'weight'")
-    return AnswerPair(sides[0], sides[1], weight, _margin(record.get("margin")))
+    prompt = with_system(prompt, fields.take("system"))
+    weight, margin, tools = weight_of_record(fields), _margin(fields.take("margin")), tools_of(fields)
+    if of_turns := next((key for key in (*LEARNED, *HIDDEN) if fields.has(key)), None):
+        raise ConversationError(f"its {of_turns!r} is a list; masks of a pair's turns stand in the turns themselves")
+    sides = [
+        _side(prompt, answer, name, tools, fields.unread())
+        for answer, name in ((chosen, "chosen"), (rejected, "rejected"))
+    ]
+    return AnswerPair(sides[0], sides[1], weight, margin)
+
+
+def _answer(given: Any) -> Any:
+    """An answer as a text or a list of messages, of which some exporters write the only one without a list."""
+    given = messages_of(given)
+    alone = from_text(given)
+    if isinstance(alone, Mapping) and ("role" in alone or "from" in alone):
+        return [alone]
+    return given
+
+
+def _says(message: Any, text: Any) -> bool:
+    """Whether a message has ``text`` in its words."""
+    words = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
+    return isinstance(words, str) and isinstance(text, str) and text.strip() in words
 
 
 def _alike(chosen: Sequence[Any], rejected: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
@@ -63,19 +100,22 @@ def with_garbled(record: Mapping[str, str]) -> dict[str, str]:
     return {"prompt": record["prompt"], "chosen": answer, "rejected": " ".join(reversed(answer.split()))}
 
 
-def _side(prompt: Sequence[Any], answer: Any, name: str, record: Mapping[str, Any]) -> Conversation:
+def _side(prompt: Sequence[Any], answer: Any, name: str, tools: Any, unread: Sequence[str]) -> Conversation:
     answers = as_messages(answer, "assistant")
-    if not any(isinstance(m, dict) and m.get("role") == "assistant" for m in answers):
+    if not any(role_of(turn) == "assistant" for turn in answers):
         raise ConversationError(f"{name!r} has no turn of the assistant's")
     try:
-        return conversation([*unlearned(prompt), *answers], record.get("tools"))
+        return conversation([*unlearned(prompt), *answers], tools, unread=unread)
     except ConversationError as error:
         raise ConversationError(f"prompt and {name!r}: {error}") from None
 
 
 def _margin(value: Any) -> float:
-    if value is None:
+    if value in (None, ""):
         return 0.0
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ConversationError(f"its 'margin' is {str(value)[:40]!r}, which is no number")
     return float(value)

@@ -17,11 +17,12 @@ import numpy as np
 
 from weft.data.batch import Pairs
 from weft.data.cache import build_once, cache_root, digest
-from weft.data.chat.conversation import Conversation, ConversationError
+from weft.data.chat.conversation import Conversation
 from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.forms import read_record
 from weft.data.chat.pairs import AnswerPair, read_pair, with_garbled
 from weft.data.chat.template import ChatTemplate, TemplateError
+from weft.data.chat.turns import ConversationError
 from weft.data.corpora import files, fingerprint, reading, records
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokens import Tokens, read_tokens, write_documents
@@ -96,7 +97,7 @@ def open_chats(source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path
 
     written = [template.source, template.variables, settings.learn, settings.control]
     date = settings.date or str(datetime.now().date()) if template.writes_date else ""
-    key = digest(1, fingerprint(source), source.form, tokenizer.fingerprint, written, date)
+    key = digest(2, fingerprint(source), source.form, tokenizer.fingerprint, written, date)
     return read_tokens(build_once(cache_root(cache) / f"chats-{key}", build))
 
 

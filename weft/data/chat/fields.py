@@ -1,0 +1,157 @@
+"""The fields of a record: the names under which programs publish them, which of them are read, and which are not."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.data.chat.conversation import Conversation, conversation
+from weft.data.chat.masks import HIDDEN, LEARNED, flag, weight_of
+from weft.data.chat.turns import ConversationError, from_text, role_of, shown
+
+#: A field, and the other names that it has in published data; of several that a record has the first is read.
+NAMES: dict[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "question", "query"),
+    "completion": ("completion", "response", "answer"),
+    "instruction": ("instruction",),
+    "input": ("input", "context"),
+    "output": ("output", "response", "answer", "completion"),
+    "system": ("system", "system_prompt"),
+    "messages": ("messages",),
+    "conversations": ("conversations", "conversation"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+    "history": ("history",),
+    "tools": ("tools",),
+    "functions": ("functions",),
+    "weight": ("weight",),
+    "margin": ("margin",),
+}
+#: What a record says about learning under a name whose meaning is not known.
+_UNCLEAR = ("mask", "masks", "weights", "loss_masks", "loss_weights", "loss_weight")
+#: Every name that means something in a record.
+KNOWN = {name for names in NAMES.values() for name in names} | {*LEARNED, *HIDDEN}
+
+
+class Fields:
+    """A record whose fields are taken one by one; what nobody has taken at the end is :meth:`unread`."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self.record = dict(record)
+        for key in [key for key in self.record if isinstance(key, str) and key not in KNOWN]:
+            plain = key.strip().lower()  # exports of tables have Question and Answer
+            if plain in KNOWN and plain not in self.record:
+                self.record[plain] = self.record.pop(key)
+        self.taken: set[str] = set()
+
+    def name(self, field: str) -> str | None:
+        """Under which of its names the record has ``field``, and something in it."""
+        return next((name for name in NAMES.get(field, (field,)) if self.record.get(name) is not None), None)
+
+    def has(self, *fields: str) -> bool:
+        return all(self.name(field) is not None for field in fields)
+
+    def take(self, field: str) -> Any:
+        """What the record has as ``field``, or None."""
+        name = self.name(field)
+        if name is None:
+            return None
+        self.taken.add(name)
+        return self.record[name]
+
+    def needed(self, field: str, form: str) -> Any:
+        """What the record has as ``field``. Raises :class:`ConversationError` if that is nothing."""
+        name = self.name(field)
+        if name is None and any(key in self.record for key in NAMES.get(field, (field,))):
+            raise ConversationError(f"its {field!r} is empty; leave the record out, or write something there")
+        if name is None:
+            others = ", ".join(map(repr, NAMES.get(field, ())[1:]))
+            named = f" (or {others})" if others else ""
+            raise ConversationError(
+                f"no field {field!r}{named}, which a record of form {form!r} has; set the source's 'form', or name "
+                f'yours: data.columns = {{ NAME = "{field}" }}'
+            )
+        return self.take(field)
+
+    def unread(self) -> tuple[str, ...]:
+        """The fields that hold something and were not taken."""
+        return tuple(str(k) for k, v in self.record.items() if k not in self.taken and v not in (None, "", [], {}))
+
+
+def messages_of(value: Any) -> Any:
+    """A text that is a list of turns, as JSON or as Python writes it, as that list; anything else as it is."""
+    meant = from_text(value)
+    if isinstance(meant, Mapping) and meant and all(isinstance(column, list) for column in meant.values()):
+        # A list of objects as a table of columns, which is how some libraries keep it.
+        rows = zip(*meant.values(), strict=False)
+        meant = [dict(zip(meant, row, strict=True)) for row in rows]
+    turns = isinstance(meant, list) and all(isinstance(m, Mapping) and ("role" in m or "from" in m) for m in meant)
+    return meant if meant and turns else value
+
+
+def finished(fields: Fields, messages: Any, unread: Sequence[str] = (), hidden: bool = False) -> Conversation:
+    """The conversation of ``messages`` with what stands beside them: system, tools, weight and masks.
+
+    ``hidden``: what the system says is not learned, as it is part of a prompt.
+    """
+    messages = with_system(messages, fields.take("system"), hidden)
+    tools, weight = tools_of(fields), weight_of_record(fields)
+    for key in (*LEARNED, *HIDDEN):
+        if (values := fields.take(key)) is not None:
+            messages = _masked(messages, key, from_text(values))
+    return conversation(messages, tools, weight, (*fields.unread(), *unread))
+
+
+def tools_of(fields: Fields) -> Any:
+    """The tools of a record, in the old form of ``functions`` as well."""
+    tools, functions = fields.take("tools"), from_text(fields.take("functions"))
+    if tools or not functions or not isinstance(functions, list):
+        return tools
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def weight_of_record(fields: Fields) -> float:
+    """How much a record counts, by its weight and its masks but those of single messages.
+
+    Raises :class:`ConversationError` for a mask whose meaning is not known.
+    """
+    weight = weight_of(fields.take("weight"), "its 'weight'")
+    for key in (*LEARNED, *HIDDEN):
+        value = from_text(fields.record.get(key))
+        if value is not None and not isinstance(value, list):
+            fields.take(key)
+            del fields.record[key]
+            weight *= flag(value, key, "the record") == (key in LEARNED)
+    if unclear := next((key for key in _UNCLEAR if fields.record.get(key) is not None), None):
+        raise ConversationError(
+            f"it has {unclear!r}, which says something about learning that is not known; known are "
+            f"{', '.join((*LEARNED, *HIDDEN))} and weight: rename it by data.columns, or leave it out: "
+            f'data.columns = {{ {unclear} = "" }}'
+        )
+    return weight
+
+
+def with_system(messages: Any, system: Any, hidden: bool = False) -> Any:
+    """``messages`` after a turn of the ``system`` that stood beside them, unless they begin with the same."""
+    if system in (None, ""):
+        return messages
+    if not isinstance(system, str):
+        raise ConversationError(f"its 'system' is {shown(system)}; words are a text")
+    messages = messages_of(messages)
+    if not isinstance(messages, list):
+        return messages  # which is said where they are checked
+    first: Any = messages[0] if messages else None
+    if role_of(first) in ("system", "developer"):
+        if first.get("content", first.get("value")) == system:
+            return messages
+        raise ConversationError(
+            "it has a system turn, and another text as 'system' beside it; leave one out: "
+            'data.columns = { system = "" } drops the latter'
+        )
+    return [{"role": "system", "content": system} | ({"weight": 0} if hidden else {}), *messages]
+
+
+def _masked(messages: Any, key: str, values: list[Any]) -> Any:
+    """``messages`` with one mask each, from a list beside them."""
+    messages = messages_of(messages)
+    if not isinstance(messages, list) or len(messages) != len(values):
+        raise ConversationError(f"its {key!r} is a list of {len(values)}, which is not one for each message")
+    return [m | {key: v} if isinstance(m, dict) else m for m, v in zip(messages, values, strict=True)]

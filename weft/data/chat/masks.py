@@ -1,0 +1,74 @@
+"""Masks of turns: what the data itself says about which turns are learned, under the names that programs give it."""
+
+import math
+import re
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from weft.data.chat.turns import ConversationError, Message, shown
+
+#: True, or 1, where a turn is learned; and where it is not.
+LEARNED = ("train", "training", "trainable", "loss", "loss_mask")
+HIDDEN = ("masked",)
+WEIGHTS = ("weight", "loss_weight")
+#: A key with one of these words is about what is learned, and nobody wants it ignored.
+_WORDS = re.compile(r"(?:^|_)(?:masks?|masked|loss|train(?:ed|ing|able)?|weights?|learn(?:ed)?)(?:_|$)")
+
+
+class TurnWeight(NamedTuple):
+    """How much a turn counts, by its masks. ``marked``: one of them says that it is learned."""
+
+    weight: float
+    marked: bool
+
+
+def take_weight(message: Message, name: str) -> TurnWeight:
+    """Take the masks and weights out of ``message``, which errors call ``name``.
+
+    Raises :class:`ConversationError` for masks that contradict each other, are neither true nor false, or have a name
+    that is not known.
+    """
+    weight = 1.0
+    said: dict[str, bool] = {}
+    marked = False
+    for key in [key for key in message if _WORDS.search(_plain(key))]:
+        plain, value = _plain(key), message.pop(key)
+        if plain in WEIGHTS:
+            weight *= weight_of(value, f"the {key!r} of {name}")
+        elif plain in LEARNED or plain in HIDDEN:
+            said[key] = flag(value, key, name) == (plain in LEARNED)
+            marked = marked or (plain in LEARNED and said[key])
+        else:
+            raise ConversationError(
+                f"{name} has {key!r}, which says something about learning that is not known; known are "
+                f"{', '.join((*LEARNED, *HIDDEN, *WEIGHTS))}: rename it by data.columns, or leave it out: "
+                f'data.columns = {{ "messages.{key}" = "" }}'
+            )
+    if len(set(said.values())) > 1:
+        raise ConversationError(f"{name} is learned and not learned: {' and '.join(said)} contradict each other")
+    return TurnWeight(weight * all(said.values()), marked)
+
+
+def weight_of(value: Any, name: str) -> float:
+    """A weight of the data's as a number: 1 where there is none. A number may be a text, as in CSV."""
+    if value is None or value == "":
+        return 1.0
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConversationError(f"{name} is {shown(value)}; a weight is a number of at least 0")
+    return float(value)
+
+
+def flag(value: Any, key: str, name: str) -> bool:
+    """A mask's value as true or false."""
+    known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    if isinstance(value, (bool, int, float, str)) and (meant := known.get(str(value).lower())) is not None:
+        return meant
+    raise ConversationError(f"{name} has {shown(value)} as {key!r}, which is true or false")
+
+
+def _plain(key: str) -> str:
+    """A key as ``snake_case``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).replace("-", "_").lower()

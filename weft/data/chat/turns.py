@@ -1,0 +1,152 @@
+"""One turn of a conversation as exporters write it, brought into the form that chat templates take.
+
+Programs that save conversations write the same turn in many ways: ``from`` and ``value`` for ``role`` and ``content``,
+``gpt`` for ``assistant``, an empty list for no calls, arguments as text, objects as what a tool has answered. Each has
+one meaning, so each becomes the one form.
+"""
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from weft.errors import WeftError, nearest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+#: Names of speakers, in lower case.
+SPEAKERS = {
+    **{role: role for role in ROLES},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),  # whose words are the call, as JSON
+    **dict.fromkeys(("function", "observation", "ipython", "tool_response", "function_response"), "tool"),
+}
+_CALLING = ("function_call", "tool_call")
+#: What is as good as left out where it is empty.
+_EMPTY = ("name", "tool_calls", "tool_call_id", "function_call")
+
+Message = dict[str, Any]
+
+
+class ConversationError(WeftError):
+    """A record that holds no conversation to learn from; the message says why."""
+
+
+def plain_turn(turn: Any, number: int) -> tuple[Message, str]:
+    """A turn as a message with ``role``, ``content`` and ``tool_calls``; and what errors call it.
+
+    ``null`` is as good as nothing. Raises :class:`ConversationError` for an unknown role, and calls that are none.
+    """
+    turn = from_text(turn)
+    if not isinstance(turn, Mapping):
+        raise ConversationError(f"message {number} is {shown(turn)}; a message is an object with 'role' and 'content'")
+    name = f"message {number}" if "role" in turn or "from" not in turn else f"turn {number}"
+    given = {key: value for key, value in turn.items() if value is not None}
+    given = {key: value for key, value in given.items() if key not in _EMPTY or value not in ("", [], {})}
+    other = {"from": "role", "value": "content"}
+    message = {key if (new := other.get(key, key)) in given else new: value for key, value in given.items()}
+    if (speaker := message.get("role")) is None:
+        keys = f" (it has {', '.join(map(str, given))})" if given else ""
+        raise ConversationError(f"{name} has no 'role'{keys}; {_naming(given)}")
+    known = str(speaker).strip().lower()
+    if not isinstance(speaker, str) or known not in SPEAKERS:
+        near = nearest(str(speaker), ROLES if name.startswith("message") else SPEAKERS)
+        own = f'or say whose it is: data.roles = {{ "{speaker}" = "user" }}'
+        raise ConversationError(f"{name} has the unknown role {shown(speaker)}; {near}; {own}")
+    role = message["role"] = SPEAKERS[known]
+    if known in _CALLING:
+        message["tool_calls"] = _called(message.pop("content", None), f"{name} ({known})")
+    elif role == "tool":
+        message["content"] = _answer(message.get("content"))
+    if "function_call" in message:
+        calls = _called(message.pop("function_call"), f"{name} ({role})")
+        message["tool_calls"] = message.get("tool_calls", calls)
+    if calls := from_text(message.get("tool_calls")):
+        message["tool_calls"] = _calls(calls, f"{name} ({role})")
+    else:
+        message.pop("tool_calls", None)
+    return message, name
+
+
+def _naming(given: Mapping[str, Any]) -> str:
+    """How to name who speaks in turns that call it otherwise."""
+    key = next((str(key) for key in given if key not in ("content", "value")), "NAME")
+    return f'name yours: data.columns = {{ "messages.{key}" = "role" }}'
+
+
+def role_of(turn: Any) -> str | None:
+    """The role of whoever speaks in a turn; None if that is nobody who is known."""
+    speaker = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+    return SPEAKERS.get(str(speaker).strip().lower())
+
+
+def from_text(value: Any) -> Any:
+    """A text that is a list or an object in JSON, or as Python writes it, as what it means; anything else as it is."""
+    if not isinstance(value, str) or value.strip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        pass
+    try:  # as pandas writes it to CSV
+        meant = ast.literal_eval(value.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value
+    return meant if isinstance(meant, (list, dict)) else value
+
+
+def shown(value: Any) -> str:
+    """A JSON value as an error shows it."""
+    text = "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _answer(content: Any) -> Any:
+    """What a tool has answered as a text: nothing as an empty one, objects and numbers as JSON."""
+    if content is None:
+        return ""
+    parts = content if isinstance(content, list) else [None]
+    if isinstance(content, str) or (parts and all(isinstance(p, Mapping) and p.get("type") == "text" for p in parts)):
+        return content
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _called(value: Any, name: str) -> Any:
+    """The calls that a turn's words, or its ``function_call``, are."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ConversationError(f"{name} is not JSON") from None
+    return calls if isinstance(calls, list) else [calls]
+
+
+def _calls(calls: Any, name: str) -> list[Message]:
+    """Calls of tools with their arguments as objects."""
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    if not isinstance(calls, list):
+        raise ConversationError(f"{name} has {shown(calls)} as 'tool_calls', which is a list of calls")
+    checked = []
+    for call in map(from_text, calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ConversationError(f"{name} has the tool call {shown(call)}, which names no function")
+        arguments = _arguments(function.get("arguments"))
+        if not isinstance(arguments, dict):
+            raise ConversationError(f"{name} calls {function['name']!r} with arguments that are not a JSON object")
+        rest = {key: value for key, value in call.items() if value is not None and key not in ("name", "arguments")}
+        if rest.get("id") == "":
+            del rest["id"]
+        checked.append({"type": "function"} | rest | {"function": dict(function) | {"arguments": arguments}})
+    return checked
+
+
+def _arguments(given: Any) -> Any:
+    """Arguments of a call: an object, or JSON text of one, or such text once more as text; nothing is an empty one."""
+    for _ in range(2):
+        if isinstance(given, str):
+            try:
+                given = json.loads(given) if given.strip() else {}
+            except ValueError:
+                return None
+    return {} if given is None else given
