@@ -22,6 +22,7 @@ from weft.train.verify import run_layout
 KINDS = ["lora", "dora", "qlora"]
 #: What each kind is tried under; the first three are the quick ones.
 CASES: list[Case] = [
+    {"layout": {"shard": 2, "cp": 2, "tp": 2}, "adapter__dropout": 0.4, "adapter__rank_pattern": {"wq": 2, "down": 5}},
     {"layout": {"shard": 2, "tp": 2}, "layout__zero": 3},
     {"layout": {"pp": 2, "shard": 2}, "layout__schedule": "zb-h1", "layout__zero": 2},
     {"layout": {"cp": 2, "tp": 2}, "train__recompute": "selective", "adapter__rank": 1},
@@ -31,11 +32,15 @@ CASES: list[Case] = [
     {"layout": {"dp": 2, "shard": 2}, "layout__zero": 2, "train__micro_batch": 1},
     {"layout": {"pp": 2, "tp": 2}, "layout__schedule": "zb-v", "train__recompute": "full", "model__layers": 4},
     {"layout": {"pp": 2, "cp": 2}, "layout__schedule": "dualpipe", "model__layers": 4},
+    {"layout": {"pp": 2, "tp": 2}, "layout__schedule": "zb-v", "train__recompute": "full", "model__layers": 4,
+     "adapter__dropout": 0.4, "adapter__alpha_pattern": {"w*": 2}},
+    {"layout": {"shard": 3, "tp": 2}, "layout__balance": "greedy", "layout__zero": 1, "adapter__dropout": 0.5},
+    {"layout": {"pp": 2, "shard": 2}, "train__micro_batch": 1, "memory__activations": "host", "adapter__dropout": 0.5},
     {"layout": {"pp": 2}, "layout__vocab_barriers": 1, "adapter__targets": ["blocks.1.*"]},
     {"layout": {"shard": 2}, "memory__weights": "host", "memory__activations": "host"},
     {"layout": {"pp": 2, "dp": 2}, "memory__weights": "host", "optimizer__post_validation": True},
 ]  # fmt: skip
-QUICK = 3
+QUICK = 4
 
 
 @pytest.fixture(scope="session")
@@ -69,6 +74,28 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case, kind: str) -> N
 def test_types(corpus: str, kind: str, layout: Layout) -> None:
     shape = prepare(adapted(corpus, kind, {})).shape
     assert check_types(shape, layout, Train()) is None
+
+
+def test_dropout_is_for_learning_alone(corpus: str) -> None:
+    """Losses of steps change by it; a loss without a gradient does not. Resuming with another share is said."""
+    plain, drops = (adapted(corpus, "lora", {"adapter__dropout": share, "optimizer__lr": 0.1}) for share in (0.0, 0.5))
+    losses = {}
+    for settings in (plain, drops):
+        job, mesh = prepare(settings), Mesh.single()
+        model, state = assemble(job.shape, mesh, settings)
+        for h in state.learning:  # else the second factor is zero, and there is nothing to drop
+            h.local += 0.1
+        (batch, *_) = job.loader(job.corpus.train, mesh).step(0) or []
+        assert (batch.draws is None) == (settings is plain)
+        again = [model(batch.tokens, batch.positions, batch.cu_seqlens, batch).item() for _ in range(2)]
+        assert again[0] == again[1]
+        with torch.no_grad():
+            silent = model(batch.tokens, batch.positions, batch.cu_seqlens, batch).item()
+        losses[settings.adapter and settings.adapter.dropout] = again[0], silent
+        assert job.corpus.validation is not None
+        (held, *_) = job.loader(job.corpus.validation, mesh).step(0) or []
+        assert held.draws is None
+    assert losses[0.0][0] == losses[0.0][1] == losses[0.5][1] != losses[0.5][0]
 
 
 def logits(settings: Recipe, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
@@ -165,6 +192,8 @@ def learned(values: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(("change", "said"), [
     ({"adapter__targets": ["q_prj"]}, "'q_prj' matches no weight of this model; did you mean 'q_proj'"),
     ({"adapter__targets": ["blocks.7.*"]}, "adapter.targets: 'blocks.7.*' matches no weight"),
+    ({"adapter__rank_pattern": {"q_prj": 4}}, "adapter.rank_pattern: 'q_prj' matches no weight that has an adapter"),
+    ({"adapter__alpha_pattern": {"up": 4}, "adapter__targets": ["w*"]}, "alpha_pattern: 'up' matches no weight"),
     ({"train__freeze": ["embeding.*"]}, "train.freeze: 'embeding.*' matches no parameter"),
     ({"train__freeze": ["*"]}, "train.freeze leaves nothing to learn"),
 ])  # fmt: skip

@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from weft.plugins import made_model
-from weft.recipe import ModelShape
+from weft.recipe import Adapter, ModelShape
 
 #: The weights that can have an adapter, by module, and what Hugging Face calls them; those of latent attention last.
 PROJECTIONS = {
@@ -58,6 +58,22 @@ def is_target(pattern: str, path: str) -> bool:
     """
     module, name = path.split(".")[-2:]
     return any(fnmatchcase(known, pattern) for known in (name, PROJECTIONS[module][name], path))
+
+
+def adapter_rank(adapter: Adapter, path: str) -> int:
+    """The rank of the adapter of the weight ``path``."""
+    return next((rank for p, rank in adapter.rank_pattern.items() if is_target(p, path)), adapter.rank)
+
+
+def adapter_alpha(adapter: Adapter, path: str) -> float:
+    """The ``alpha`` of the adapter of the weight ``path``."""
+    return next((alpha for p, alpha in adapter.alpha_pattern.items() if is_target(p, path)), adapter.alpha)
+
+
+def adapter_scale(adapter: Adapter, path: str) -> float:
+    """What the output of the adapter of the weight ``path`` is multiplied by."""
+    rank = adapter_rank(adapter, path)
+    return adapter_alpha(adapter, path) / (rank**0.5 if adapter.rank_stabilised else rank)
 
 
 def projections(shape: ModelShape) -> Iterator[str]:
@@ -190,7 +206,7 @@ def _projected(
         else:
             yield Parameter(f"{path}.{name}", (out, into), first, out * into)
         if adapter is not None and any(is_target(target, f"{path}.{name}") for target in adapter.targets):
-            low, beside = adapter.rank, f"{path}{ADAPTERS}{name}"
+            low, beside = adapter_rank(adapter, f"{path}.{name}"), f"{path}{ADAPTERS}{name}"
             yield Parameter(f"{beside}.a", (low, into), first, low * into)
             yield Parameter(f"{beside}.b", (out, low), second, low * out)
             if adapter.kind == "dora":

@@ -70,6 +70,8 @@ class Adapter(Section):
     or ``qlora``: beside weights in four bits (Dettmers et al. 2023).
     ``targets`` are weights by name (``wq`` or ``q_proj``, ``*``) or path (``blocks.3.attention.*``). What an adapter
     adds is multiplied by ``alpha / rank``, or by ``alpha / sqrt(rank)`` if ``rank_stabilised`` (Kalajdzievski 2023).
+    ``rank_pattern`` and ``alpha_pattern``: other values for weights by name or path, of which the first that fits
+    counts. ``dropout``: this share of what an adapter reads is set to zero while it learns.
     """
 
     kind: Literal["lora", "dora", "qlora"] = "lora"
@@ -77,14 +79,16 @@ class Adapter(Section):
     alpha: PositiveFloat = 16.0
     targets: tuple[str, ...] = Field(("*",), min_length=1)
     rank_stabilised: bool = False
+    rank_pattern: dict[str, PositiveInt] = {}
+    alpha_pattern: dict[str, PositiveFloat] = {}
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
 
     @property
     def quantizes(self) -> bool:
         return self.kind == "qlora"
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
 
 
 class ModelShape(Section):

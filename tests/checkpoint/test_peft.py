@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.checkpoint.convert.peft import CONFIG, TENSORS, PeftAdapter, write_adapter
+from weft.checkpoint.convert.peft import CONFIG, TENSORS, PeftAdapter, read_adapter, write_adapter
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.models.adapters import merged_parameters
@@ -27,6 +27,8 @@ ADAPTERS = [
     Adapter(rank=4, rank_stabilised=True, targets=("q_proj", "down")),
     Adapter(kind="dora", rank=2, targets=("wq", "wv", "wo", "up")),
     Adapter(rank=2, targets=("blocks.1.attention.*",)),
+    Adapter(rank=2, rank_pattern={"q_proj": 5, "blocks.1.ffn.*": 1}, alpha_pattern={"wq": 3, "down": 40}, dropout=0.1),
+    Adapter(kind="dora", rank=2, rank_stabilised=True, rank_pattern={"blocks.0.*": 3}, alpha_pattern={"up": 2.5}),
 ]
 
 
@@ -74,6 +76,35 @@ def test_peft_loads_ours_and_we_load_theirs(adapter: Adapter, base: Path, tmp_pa
     assert torch.equal(logits(again), logits(ours))
 
 
+@pytest.mark.parametrize("pattern", [
+    {"q_proj": 5}, {"model.layers.0.self_attn.q_proj": 3, ".*down_proj": 1}, {"layers.1.*": 4, "^model.layers.0.*": 2},
+])  # fmt: skip
+def test_patterns_that_peft_has_made_are_read(pattern: dict[str, int], base: Path, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = peft.LoraConfig(
+        r=2, lora_alpha=9, target_modules="all-linear", rank_pattern=pattern, lora_dropout=0.25,
+        alpha_pattern={key: 3 * rank + 1 for key, rank in pattern.items()}, init_lora_weights=False,
+    )  # fmt: skip
+    llama = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = peft.get_peft_model(llama, config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    found = PeftAdapter(tmp_path / "theirs")
+    assert found.adapter.dropout == 0.25 and len(set(found.adapter.rank_pattern.values()) | {2}) > 1
+    shape = SHAPE.model_copy(update={"adapter": found.adapter})
+    mine, adapted = hf_values(base), found.values(shape)
+    again, _ = parallelize(shape, Mesh.single(), Train(), lambda n, logical, box: (
+        adapted if ".adapters." in n else mine)(n, logical, box))  # fmt: skip
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+    assert (logits(again) - expected).abs().max() < 1e-5 * expected.abs().max().clamp(1)
+    # As the server adds it to a row.
+    plain, _ = parallelize(SHAPE, Mesh.single(), Train(), mine)
+    for number, form in enumerate(read_adapter(tmp_path / "theirs", plain).forms):
+        assert {factors.rank for factors in form} == {
+            again.blocks[str(number)].get_submodule(f.module).adapters[f.name].a.shape[0] for f in form
+        }
+
+
 @pytest.mark.parametrize("adapter", [*ADAPTERS, Adapter(kind="qlora", rank=3)], ids=str)
 def test_merged_equals_unmerged(adapter: Adapter, base: Path) -> None:
     model = trained(adapter, base)
@@ -96,7 +127,6 @@ def test_adapters_for_another_model_are_refused_in_one_line(base: Path, tmp_path
 @pytest.mark.parametrize(("change", "said"), [
     ({"bias": "all"}, "bias = 'all' is not supported; 'none' is"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
     ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
     ({"r": "three"}, "has no usable"),
     ({"r": None}, "has no usable"),

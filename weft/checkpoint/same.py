@@ -44,6 +44,9 @@ SETTINGS = ("steps", "batch", "dtype")
 
 def model_differences(stored: ModelShape, needed: ModelShape) -> list[str]:
     """The fields by which two models differ, as ``model.layers = 4, the recipe 3``."""
+    if stored.adapter and needed.adapter:  # dropout is of the run, not of the model
+        kept = stored.adapter.model_copy(update={"dropout": needed.adapter.dropout})
+        stored = stored.model_copy(update={"adapter": kept})
     pairs = [(name, getattr(stored, name), getattr(needed, name)) for name in ModelShape.model_fields]
     return [
         f"model.{name} = {_shown(a)}, the recipe {_shown(b)}" for name, a, b in pairs if a != b and name not in ORIGIN
@@ -95,6 +98,8 @@ def other_differences(checkpoint: StoredCheckpoint, recipe: Recipe, fingerprint:
     stored, mine = checkpoint.meta.get("recipe", {}), recipe.model_dump(mode="json")
     found = _differing("optimizer", stored, mine, Optimizer.model_fields)
     found += _differing("train", stored, mine, SETTINGS)
+    if stored.get("adapter") and recipe.adapter:
+        found += _differing("adapter", stored, mine, ("dropout",))
     if checkpoint.meta["data"] != fingerprint:
         position = f"{checkpoint.meta['progress']['position']:,}"
         data = _differing("data", stored, mine, ("sources", "seq_len", "seed", "validation"))

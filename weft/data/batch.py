@@ -84,6 +84,7 @@ class Batch:
     ``documents``: int64 ``[rows, seq/cp]``, the segment of each token, -1 for padding; None if it is not needed.
     ``weights``: float32 ``[rows, seq/cp]``, how much the loss of each label counts; None where all count alike.
     ``paired``: the pairs, where rows hold pairs of documents to compare.
+    ``draws``: int64 ``[rows, seq/cp]``, a random number of each token, which dropout follows; None: nothing drops.
     ``samples``: the numbers of the samples in these rows; on one only of the ranks that have a part of a row.
     """
 
@@ -96,6 +97,7 @@ class Batch:
     documents: torch.Tensor | None = None
     paired: PairedRows | None = None
     samples: tuple[int, ...] = ()
+    draws: torch.Tensor | None = None
 
     @property
     def real_tokens(self) -> int:
@@ -117,6 +119,6 @@ class Batch:
         return self.tokens.numel() if self.documents is None else int((self.documents >= 0).sum())
 
     def to(self, device: torch.device) -> Self:
-        names = ("tokens", "labels", "positions", "weights", "documents")
+        names = ("tokens", "labels", "positions", "weights", "documents", "draws")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
         return replace(self, **{name: x.to(device, non_blocking=True) for name, x in given.items()})

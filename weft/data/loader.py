@@ -20,6 +20,7 @@ from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import open_source
 from weft.layout.layout import BATCH_AXES, DATA_AXES, Layout
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
+from weft.models.dropout import token_draws
 from weft.recipe import Data
 
 
@@ -95,7 +96,7 @@ class Loader:
 
     ``ends``: the only labels are the last tokens of documents, where a reward model's score is read. ``joined``: all
     rows of a pass are joined into one, as long as the longest of any rank; as documents do not see each other, this
-    only removes padding.
+    only removes padding. ``draws``: a seed, where tokens have random numbers for dropout to follow.
     """
 
     order: Order | Listed
@@ -111,6 +112,7 @@ class Loader:
     joined: bool = False
     more: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()
+    draws: int | None = None
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
@@ -165,7 +167,8 @@ class Loader:
 
     def _assemble(self, dealt: list[range], place: int, count: int) -> Batch:
         """The batch of one ``place`` in a pass: its samples in ``count`` rows. ``dealt``: those of every place."""
-        rows = [self._row(sample) for sample in dealt[place]]
+        numbered = {sample: self._row(sample) for sample in dealt[place]}
+        rows = list(numbered.values())
         longest = self.seq_len
         lines = [[row] for row in rows] + [[] for _ in range(count - len(rows))]
         if self.joined:
@@ -176,10 +179,12 @@ class Loader:
         labels = np.full_like(tokens, IGNORE)
         weights = np.ones(tokens.shape, np.float32)
         starts, padding = [], []
+        draws, samples = np.zeros_like(tokens), iter(numbered)
         for r, line in enumerate(lines):
             filled = 0
             for row in line:
                 here = slice(filled, filled + len(row.tokens))
+                draws[r, here] = self._drawn(next(samples), row)
                 tokens[r, here], labels[r, here] = row.tokens, row.labels
                 if row.weights is not None:
                     weights[r, here] = row.weights
@@ -207,11 +212,17 @@ class Loader:
         return Batch(
             mine(tokens), mine(labels), mine(positions), cu, weights=mine(weights) if weighted else None,
             documents=mine(documents), paired=paired, samples=() if self.cp_rank else tuple(dealt[place]),
+            draws=None if self.draws is None else mine(draws),
         )  # fmt: skip
 
     @property
     def of_pairs(self) -> bool:
         return isinstance(self.order, Order) and self.order.streams[0].pairs is not None
+
+    def _drawn(self, sample: int, row: Row) -> np.ndarray:
+        """Random numbers of a sample's tokens; zeros where nothing follows them."""
+        count = len(row.tokens)
+        return np.zeros(count, np.int64) if self.draws is None else token_draws(self.draws, sample, count).numpy()
 
     def _row(self, sample: int) -> Row:
         row = self.order.row(sample)
@@ -244,21 +255,23 @@ class Loader:
         number = zlib.crc32(repr(plan).encode())
         mine = plan[self.batch_rank * self.layout.cp + self.cp_rank]
         firsts = dict(zip(np.searchsorted(edges, sizes[:-1]).tolist(), samples, strict=True))  # documents: their sample
-        return [self._batch_of_pass(p, number, together, firsts) for p in mine]
+        drawn = np.concatenate([self._drawn(sample, row) for sample, row in zip(samples, rows, strict=True)])
+        return [self._batch_of_pass(p, number, together, firsts, drawn) for p in mine]
 
-    def _batch_of_pass(self, p: Pass, plan: int, step: Row, firsts: dict[int, int]) -> Batch:
+    def _batch_of_pass(self, p: Pass, plan: int, step: Row, firsts: dict[int, int], drawn: np.ndarray) -> Batch:
         """This rank's blocks of a pass: its documents, joined and padded until all have the same number of tokens.
 
         ``step``: all tokens of the step; its ``starts`` have the end of the last document as well. ``firsts``: the
-        documents that stand for their samples, whose first ones they are.
+        documents that stand for their samples, whose first ones they are. ``drawn``: random numbers of all tokens.
         """
         edges = step.starts
         at = np.concatenate([np.empty(0, int), *(np.arange(edges[d], edges[d + 1]) for d in p.documents)])
         ranks, tp = len(p.peers), self.layout.tp
         each = -(-max(1, len(at)) // (ranks * tp)) * tp
-        whole = np.zeros((4, ranks * each), np.int64)
+        whole = np.zeros((5, ranks * each), np.int64)
         whole[1] = IGNORE
         whole[:2, : len(at)] = step.tokens[at], step.labels[at]
+        whole[4, : len(at)] = drawn[at]
         cu = np.unique(np.cumsum([0, *(edges[d + 1] - edges[d] for d in p.documents), whole.shape[1] - len(at)]))
         whole[2] = np.arange(whole.shape[1]) - np.repeat(cu[:-1], np.diff(cu))
         whole[3] = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
@@ -269,7 +282,7 @@ class Loader:
         index = p.peers.index(self.batch_rank * self.layout.cp + self.cp_rank)
         ends = np.cumsum(lengths)
         columns = np.concatenate([np.arange(ends[b] - lengths[b], ends[b]) for b in owners[index]])
-        tokens, targets, positions, documents = (torch.from_numpy(row[columns][None]) for row in whole)
+        tokens, targets, positions, documents, draws = (torch.from_numpy(row[columns][None]) for row in whole)
         weights = None
         if step.weights is not None:
             padded = np.append(step.weights[at], np.zeros(whole.shape[1] - len(at), np.float32))
@@ -277,4 +290,5 @@ class Loader:
         group = PassGroup(plan, p.peers, index, lengths)
         samples = tuple(firsts[d] for d in p.documents if d in firsts and not index)
         cu_seqlens = torch.from_numpy(cu.astype(np.int32))
-        return Batch(tokens, targets, positions, cu_seqlens, group, weights, documents, samples=samples)
+        return Batch(tokens, targets, positions, cu_seqlens, group, weights, documents, samples=samples,
+                     draws=None if self.draws is None else draws)  # fmt: skip

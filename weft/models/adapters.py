@@ -17,7 +17,8 @@ from torch import nn
 from weft.layout.boundary import own, total_of_shares
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
-from weft.model_parameters import ADAPTERS, QUANTIZED, is_target
+from weft.model_parameters import ADAPTERS, QUANTIZED, adapter_rank, adapter_scale, is_target
+from weft.models.dropout import current_draws, dropped
 from weft.models.fused import project
 from weft.models.module import Module
 from weft.models.nf4 import Quantized
@@ -35,10 +36,10 @@ class LowRank(Module):
     ``b`` is zero at the start, and the magnitude that of the weight, so that nothing changes.
     """
 
-    def __init__(self, adapter: Adapter, out: Dim, into: Dim, whole: bool, mesh: Mesh) -> None:
+    def __init__(self, adapter: Adapter, path: str, out: Dim, into: Dim, whole: bool, mesh: Mesh) -> None:
         super().__init__(mesh)
-        rank = Dim("rank", adapter.rank)
-        self.scale = adapter.scale
+        rank = Dim("rank", adapter_rank(adapter, path))
+        self.scale = adapter_scale(adapter, path)
         # The variance of the uniform values that LoRA and PEFT begin with.
         self.weight("a", rank, into, std=(3 * into.size) ** -0.5, whole=whole)
         self.weight("b", out, rank, std=0, whole=whole)
@@ -72,7 +73,7 @@ class Projections(Module):
         if own_rows is not None:
             self.own_rows[name] = own_rows
         if self.adapter is not None and any(is_target(p, f"{self.path}.{name}") for p in self.adapter.targets):
-            self.adapters[name] = LowRank(self.adapter, out, into, whole, self.mesh)
+            self.adapters[name] = LowRank(self.adapter, f"{self.path}.{name}", out, into, whole, self.mesh)
 
     def merged(self, name: str) -> T:
         """The weight ``name`` with what its adapter adds, of a model on one device."""
@@ -108,12 +109,15 @@ class Projections(Module):
         dense = [name for name in names if name not in self.quantized]
         adapted = [name for name in names if name in self.adapters]
         weights = [self.own(name, getattr(self, name)) for name in dense]
-        made = project(x, *weights, *(self._adapter(name).a for name in adapted)) if dense or adapted else ()
+        draws = current_draws() if self.adapter is not None and self.adapter.dropout else None
+        together = [self._adapter(name).a for name in adapted] if draws is None else []
+        made = project(x, *weights, *together) if weights or together else ()
         found = dict(zip(dense, made, strict=False))
         for name in names:
             if name in self.quantized:
                 found[name] = self._project_quantized(name, x)
-        for name, low in zip(adapted, made[len(dense) :], strict=True):
+        lows = made[len(dense) :] if draws is None else [self._project_dropped(name, x, draws) for name in adapted]
+        for name, low in zip(adapted, lows, strict=True):
             found[name] = self._adapt(name, found[name], low)
         return tuple(found[name] for name in names)
 
@@ -121,6 +125,13 @@ class Projections(Module):
         first, _ = self.own_rows.get(name, (0, 0))
         y: T = self._stored(name).project(x, lambda values: self.own(name, values), first)
         return y
+
+    def _project_dropped(self, name: str, x: T, draws: T) -> T:
+        """What the first factor of an adapter makes of ``x``, of which some is dropped."""
+        assert self.adapter is not None
+        adapter = self._adapter(name)
+        first, _ = adapter.logical["a"].box[1]
+        return project(dropped(x, self.adapter.dropout, draws, f"{self.path}.{name}", first), adapter.a)[0]
 
     def _adapter(self, name: str) -> Any:
         return self.adapters[name]

@@ -70,9 +70,9 @@ class LatentAttention(Projections):
         self.window = (shape.window_of(layer),) if shape.window_of(layer) else ()
         self.base = int(bool(shape.window_theta and shape.window_of(layer)))
 
-    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T) -> T:
+    def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
         """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
-        cos, sin = (each[self.base] for each in rope)
+        cos, sin = (each[self.base] for each in rope[:2])
         q, rotated = self._queries(x).split([self.plain, self.rope_dim], -1)  # [batch, seq, heads/tp, ...]
         rotated = rotate(rotated, cos, sin, self.interleaved) * self.rotated_scale
         latent, key = self.project(x, "wkv_a")[0].split([self.kv_rank, self.rope_dim], -1)

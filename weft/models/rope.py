@@ -68,11 +68,14 @@ def score_scales(shape: ModelShape) -> tuple[float, float]:
     return width**-0.5 * everywhere**2, (scaling.attention_factor or derived) ** 2
 
 
-def angles(positions: torch.Tensor, freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine ``[bases, batch, seq, 1, rotated / 2]`` for ``positions`` ``[batch, seq]``."""
+def angles(positions: T, freq: T, dtype: torch.dtype, draws: T | None = None) -> tuple[T, ...]:
+    """Cosine and sine ``[bases, batch, seq, 1, rotated / 2]`` for ``positions`` ``[batch, seq]``.
+
+    What else blocks know of the tokens comes after them: ``draws``, if they have any (:mod:`weft.models.dropout`).
+    """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     theta = positions[..., None, None].to(wide) * freq.to(wide)[:, None, None, None]
-    return theta.cos(), theta.sin()
+    return (theta.cos(), theta.sin(), *(() if draws is None else (draws,)))
 
 
 def rotate(x: T, cos: T, sin: T, interleaved: bool = False) -> T:

@@ -21,6 +21,7 @@ from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
 from weft.models.adapters import Projections
 from weft.models.attention import Attend, local_attention
+from weft.models.dropout import drawing
 from weft.models.experts import EarlyMixture, Mixture, feed_forward
 from weft.models.fused import Tape, current_tape, deferred, project
 from weft.models.invariant import is_invariant
@@ -105,7 +106,7 @@ class Attention(Projections):
             self.attend = linear_mixer(mesh, self.decay)
             self.o_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh)
 
-    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T) -> T:
+    def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
         """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
         q, k, v = self.project(x, "wq", "wk", "wv")
         if self.bias:
@@ -113,7 +114,7 @@ class Attention(Projections):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [batch, seq, heads/tp, head_dim]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = (x[self.base] for x in rope)
+        cos, sin = (x[self.base] for x in rope[:2])
         q, k = (rotate(each, cos, sin, self.interleaved) for each in (q, k))
         if self.query_scale != 1:
             q = q * self.query_scale
@@ -143,7 +144,7 @@ class Block(Module):
         self.recompute = "none"
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
-    def forward(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: RouterPass | None = None) -> T:
+    def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None = None) -> T:
         """``[batch, seq/tp, embed]`` to the same. ``seen``: what routers count, if they do."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._body(x, rope, cu_seqlens, seen)
@@ -157,26 +158,32 @@ class Block(Module):
             kept = {"context_fn": partial(create_selective_checkpoint_contexts, self.kept_ops)}
         return checkpoint(self._body, x, rope, cu_seqlens, seen, use_reentrant=False, preserve_rng_state=False, **kept)
 
-    def _body(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: RouterPass | None) -> T:
+    def _body(self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None) -> T:
         x, early = self._attended(x, rope, cu_seqlens, seen)
-        return self._added(x, self.ffn(self.ffn_norm(x), seen, early))
+        with drawing(rope[2:]):
+            return self._added(x, self.ffn(self.ffn_norm(x), seen, early))
 
-    def steps(self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: RouterPass | None) -> Steps:
+    def steps(self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None) -> Steps:
         """:meth:`forward` without recomputation, which may be left where a mixture may be."""
         x, early = self._attended(x, rope, cu_seqlens, seen)
         before, normed = current_part(), self.ffn_norm(x)
         mixes = isinstance(self.ffn, Mixture)
-        y = (yield from self.ffn.steps(normed, seen, early)) if mixes else self.ffn(normed)
+        if mixes:
+            y = yield from self.ffn.steps(normed, seen, early)
+        else:
+            with drawing(rope[2:]):
+                y = self.ffn(normed)
         return self._added(read(x, before), y)
 
     def _attended(
-        self, x: T, rope: tuple[T, T], cu_seqlens: T, seen: RouterPass | None
+        self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
     ) -> tuple[T, EarlyMixture | None]:
         """``x`` with what attention adds to it, and what the feed-forward begins before that."""
         normed = self.attention_norm(x)
         y = gather_tokens(normed, self.mesh)
         early = self.ffn.early(normed, y, seen)
-        y = scatter_tokens(self.attention(y, rope, cu_seqlens), self.mesh)
+        with drawing(rope[2:]):
+            y = scatter_tokens(self.attention(y, rope, cu_seqlens), self.mesh)
         return x + (y if self.attention_out_norm is None else self.attention_out_norm(y)), early
 
     def _added(self, x: T, y: T) -> T:
@@ -248,7 +255,7 @@ class Transformer(Module):
         model that scores there is one logit. ``only``: logits of these positions of each row; the output layer computes
         nothing else. ``seen``: see :class:`Block`.
         """
-        hidden = self.hidden(tokens, positions, cu_seqlens, seen)
+        hidden = self.hidden(tokens, positions, cu_seqlens, seen, None if learned is None else learned.draws)
         return self.loss(hidden, learned) if learned is not None else self.scores(hidden, only)
 
     def scores(self, hidden: T, only: slice | T | None = None) -> T:
@@ -266,15 +273,17 @@ class Transformer(Module):
             logits = project(hidden, self.output)[0] if is_invariant() else F.linear(hidden, self.output)
         return gather_vocab(logits, sizes, self.mesh)
 
-    def hidden(self, tokens: T, positions: T, cu_seqlens: T, seen: RouterPass | None = None) -> T:
-        """What the output layer reads: ``[batch, seq/tp, embed]``, normed."""
+    def hidden(
+        self, tokens: T, positions: T, cu_seqlens: T, seen: RouterPass | None = None, draws: T | None = None
+    ) -> T:
+        """What the output layer reads: ``[batch, seq/tp, embed]``, normed. ``draws``: see :class:`Batch`."""
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
-        rope = angles(positions, self.freq, x.dtype)
+        rope = angles(positions, self.freq, x.dtype, draws)
         for i in range(len(self.blocks)) if self.route is None else self.route:
             x = self.run_block(i, x, rope, cu_seqlens, seen)
         return self.norm(x)
 
-    def run_block(self, i: int, x: T, rope: tuple[T, T], cu_seqlens: T, seen: RouterPass | None = None) -> T:
+    def run_block(self, i: int, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None = None) -> T:
         """Block ``i`` of ``[batch, seq/tp, embed]``."""
         block = self.blocks[str(i)]
         with nullcontext() if self.saved is None else self.saved.block(block, x, *rope, cu_seqlens):

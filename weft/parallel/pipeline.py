@@ -93,7 +93,7 @@ class Pipeline:
         self.tables: dict[tuple[int, bool], Table] = {}
         self.batches: Sequence[Batch] = ()
         self.total: Callable[[], T] = lambda: torch.ones(())
-        self.ropes: dict[int, tuple[T, T]] = {}
+        self.ropes: dict[int, tuple[T, ...]] = {}
         self.seen: dict[int, RouterPass] = {}
         self.losses: dict[int, T] = {}  # by microbatch
         self.backward: list[Action] = []  # of this rank in the present table, and how many of them are done
@@ -294,7 +294,7 @@ class Pipeline:
         whole = ImmediateTape() if self.wire else None
         return ([] if (a.stage, a.microbatch) in split else whole) if torch.is_grad_enabled() else None
 
-    def _entered(self, a: Action, reads: Sequence[Any]) -> tuple[T, T | None, tuple[T, T], RouterPass | None]:
+    def _entered(self, a: Action, reads: Sequence[Any]) -> tuple[T, T | None, tuple[T, ...], RouterPass | None]:
         """What a stage computes with: its input, also as the leaf that this is, angles, and what routers count in."""
         batch, training = self.batches[a.microbatch], torch.is_grad_enabled()
         if not reads:
@@ -315,9 +315,9 @@ class Pipeline:
             self.losses[a.microbatch] = x.detach()
         return x
 
-    def _rope(self, microbatch: int, batch: Batch, dtype: torch.dtype) -> tuple[T, T]:
+    def _rope(self, microbatch: int, batch: Batch, dtype: torch.dtype) -> tuple[T, ...]:
         if microbatch not in self.ropes:
-            self.ropes[microbatch] = angles(batch.positions, self.model.freq, dtype)
+            self.ropes[microbatch] = angles(batch.positions, self.model.freq, dtype, batch.draws)
         return self.ropes[microbatch]
 
     def _seen(self, microbatch: int, batch: Batch) -> RouterPass | None:

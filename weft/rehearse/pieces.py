@@ -127,12 +127,12 @@ def _longer(small: ModelShape, length: int, wanted: int) -> float:
     return (flops_per_token(small, 0, wanted) - table) / (flops_per_token(small, 0, length) - table)
 
 
-def _block(model: Transformer, x: T, batch: Batch, rope: tuple[T, T]) -> T:
+def _block(model: Transformer, x: T, batch: Batch, rope: tuple[T, ...]) -> T:
     found: T = model.blocks["0"](x, rope, batch.cu_seqlens)
     return found
 
 
-def _ends(model: Transformer, x: T, batch: Batch, rope: tuple[T, T]) -> T:
+def _ends(model: Transformer, x: T, batch: Batch, rope: tuple[T, ...]) -> T:
     """The loss, if ``x`` is what the blocks have added to the embedding."""
     return model.loss(model.norm(model.embedding(batch.tokens) + x), batch)
 

@@ -1,7 +1,7 @@
 """From a recipe to a :class:`Job`: data, model and shape are looked up and checked before a rank starts."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -33,7 +33,7 @@ from weft.observe.flops import parameter_count
 from weft.parallel.alternating import Alternating
 from weft.parallel.build import check_fits, parallelize
 from weft.parallel.state import State
-from weft.recipe import ModelShape, Recipe, Train
+from weft.recipe import Adapter, ModelShape, Recipe, Train
 from weft.sync.coded import code_of
 from weft.sync.compress import build_compressor
 from weft.train.early import early_units
@@ -91,6 +91,7 @@ class Job:
             # A compiled model asks for one shape. Rows that are cut from a stream are full anyway.
             joined=any(s.rows_of != "tokens" for s in order.streams) and not self.recipe.train.compile,
             more=tuple(ranks[1:]), speeds=speeds,
+            draws=self.recipe.train.seed if trains and self.shape.adapter and self.shape.adapter.dropout else None,
         )  # fmt: skip
 
     def batch_speeds(self, layout: Layout) -> tuple[float, ...]:
@@ -179,7 +180,8 @@ def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | Non
 
 def check_names(shape: ModelShape, train: Train) -> None:
     """Refuse targets of adapters and patterns of ``train.freeze`` that match nothing, or leave nothing to learn."""
-    for pattern in shape.adapter.targets if shape.adapter else ():
+    adapter = shape.adapter
+    for pattern in adapter.targets if adapter else ():
         if not any(is_target(pattern, path) for path in projections(shape)):
             paths = {tuple(path.split(".")[-2:]) for path in projections(shape)}
             known = [name for module, ours in sorted(paths) for name in (ours, PROJECTIONS[module][ours])]
@@ -187,6 +189,8 @@ def check_names(shape: ModelShape, train: Train) -> None:
                 f"adapter.targets: {pattern!r} matches no weight of this model; {nearest(pattern, known)}, or a path "
                 "such as blocks.0.attention.*"
             )
+    if adapter:
+        _check_patterns(adapter, [p for p in projections(shape) if any(is_target(t, p) for t in adapter.targets)])
     if not train.freeze:
         return
     names = [p.name for p in parameters(shape)]
@@ -195,6 +199,17 @@ def check_names(shape: ModelShape, train: Train) -> None:
             raise UsageError(f"train.freeze: {pattern!r} matches no parameter; {nearest(pattern, names)}")
     if not any(learns(name, shape, train.freeze) for name in names):
         raise UsageError("train.freeze leaves nothing to learn; leave out a pattern")
+
+
+def _check_patterns(adapter: Adapter, adapted: Sequence[str]) -> None:
+    """Refuse ranks and alphas for weights that are not among those ``adapted``."""
+    names = sorted({path.rpartition(".")[2] for path in adapted})
+    for setting in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(adapter, setting):
+            if not any(is_target(pattern, path) for path in adapted):
+                raise UsageError(
+                    f"adapter.{setting}: {pattern!r} matches no weight that has an adapter; {nearest(pattern, names)}"
+                )
 
 
 def pretrained_of(recipe: Recipe) -> "Pretrained | None":

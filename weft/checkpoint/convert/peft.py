@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,15 @@ from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, slices
 from weft.layout.mesh import Mesh
 from weft.model_config import read_json
-from weft.model_parameters import ADAPTERS, PROJECTIONS, is_target, projections
+from weft.model_parameters import (
+    ADAPTERS,
+    PROJECTIONS,
+    adapter_alpha,
+    adapter_rank,
+    adapter_scale,
+    is_target,
+    projections,
+)
 from weft.models.adapters import base_weight
 from weft.models.hf import TOKENIZER_FILES
 from weft.models.hf_names import hf_name
@@ -30,7 +38,7 @@ PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitud
 #: Settings of PEFT's that change what an adapter computes, and the values with which it is one of ours.
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False,), "modules_to_save": (None, []),
-    "rank_pattern": ({},), "alpha_pattern": ({},), "layer_replication": (None,), "trainable_token_indices": (None,),
+    "layer_replication": (None,), "trainable_token_indices": (None,),
     "lora_bias": (False,), "target_parameters": (None, []), "alora_invocation_tokens": (None,), "use_qalora": (False,),
 }  # fmt: skip
 #: Weights that generation multiplies with others beforehand, so that an adapter's output cannot be added to theirs.
@@ -64,17 +72,24 @@ class PeftAdapter:
         try:
             with safe_open(folder / TENSORS, "pt") as file:
                 self.sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            targets, rank, alpha = self._targets(), config["r"], config["lora_alpha"]
+            ranks = {path: self.sizes[name][0] for path, name in targets.items()}
+            alphas = {path: _of_pattern(config.get("alpha_pattern"), name, alpha) for path, name in targets.items()}
             self.adapter = Adapter(
-                kind="dora" if config.get("use_dora") else "lora", rank=config["r"], alpha=config["lora_alpha"],
-                rank_stabilised=bool(config.get("use_rslora")), targets=tuple(self._targets()),
+                kind="dora" if config.get("use_dora") else "lora", rank=rank, alpha=alpha,
+                rank_stabilised=bool(config.get("use_rslora")), targets=tuple(targets),
+                rank_pattern={path: own for path, own in ranks.items() if own != rank},
+                alpha_pattern={path: own for path, own in alphas.items() if own != alpha},
+                dropout=config.get("lora_dropout") or 0.0,
             )  # fmt: skip
         except (OSError, SafetensorError) as error:
             raise WeftError(f"{folder / TENSORS} is missing or damaged ({error}); save the adapter again") from None
         except (KeyError, ValueError) as error:
             raise WeftError(f"{folder / CONFIG} has no usable {str(error).splitlines()[0]}") from None
 
-    def _targets(self) -> Iterator[str]:
-        """The paths of the weights that the adapter has tensors for."""
+    def _targets(self) -> dict[str, str]:
+        """The paths of the weights that the adapter has tensors for, each with the name of the first factor."""
+        found = {}
         ours = {f"{module}.{theirs}": f"{module}.{ours}" for module, names in PROJECTIONS.items()
                 for ours, theirs in names.items()}  # fmt: skip
         for name in self.sizes:
@@ -83,7 +98,8 @@ class PeftAdapter:
                 known = ours.get(f"{MODULES.get(module)}.{theirs}")
                 if known is None:
                     raise WeftError(f"{self.folder / TENSORS} adapts {theirs}, which Weft has no adapter for")
-                yield f"blocks.{layer}.{known}"
+                found[f"blocks.{layer}.{known}"] = name
+        return found
 
     def tensor(self, name: str) -> torch.Tensor:
         """What is stored under PEFT's ``name``."""
@@ -110,6 +126,13 @@ class PeftAdapter:
         return values
 
 
+def _of_pattern(pattern: Mapping[str, Any] | None, name: str, usual: Any) -> Any:
+    """What PEFT's ``pattern`` (``alpha_pattern``) gives for the tensor ``name``: of the first expression that fits."""
+    module = name.removeprefix("base_model.model.").removesuffix("." + PARTS["a"])
+    fitting = (value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(fitting, usual)
+
+
 def write_adapter(
     tensors: Mapping[str, torch.Tensor], shape: ModelShape, base: str | None, folder: Path,
     files: Mapping[str, bytes] | None = None,
@@ -121,16 +144,20 @@ def write_adapter(
     adapter = shape.adapter
     assert adapter is not None
     paths = [p for p in projections(shape) if any(is_target(t, p) for t in adapter.targets)]
+    named = {path: hf_name(path).removesuffix(".weight") for path in paths}
     short = {p.rpartition(".")[2] for p in paths}
     if sum(p.rpartition(".")[2] in short for p in projections(shape)) == len(paths):
         modules = sorted({hf_name(p).split(".")[-2] for p in paths})
     else:  # not in every layer
-        modules = [hf_name(p).removesuffix(".weight") for p in paths]
+        modules = list(named.values())
     config: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": modules, "bias": "none", "lora_dropout": 0.0,
-        "use_rslora": adapter.rank_stabilised, "use_dora": adapter.kind == "dora", "fan_in_fan_out": False,
-        "init_lora_weights": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+        "r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": modules,
+        "bias": "none", "lora_dropout": adapter.dropout, "use_rslora": adapter.rank_stabilised,
+        "use_dora": adapter.kind == "dora", "fan_in_fan_out": False,
+        "init_lora_weights": True, "modules_to_save": None,
+        "rank_pattern": {n: rank for p, n in named.items() if (rank := adapter_rank(adapter, p)) != adapter.rank},
+        "alpha_pattern": {n: alpha for p, n in named.items() if (alpha := adapter_alpha(adapter, p)) != adapter.alpha},
     }  # fmt: skip
     found = {
         peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if ADAPTERS in name
@@ -171,7 +198,7 @@ def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
                     raise WeftError(f"{folder} is an adapter for another model: {names[0]} and its partner are "
                                     f"{sizes}, and the weight is {tuple(logical.shape)} here")  # fmt: skip
                 a, b = (peft.tensor(each) for each in names)
-                factors.append((module, name, a, b * peft.adapter.scale))
+                factors.append((module, name, a, b * adapter_scale(peft.adapter, f"blocks.{number}.{module}.{name}")))
         found.append(laid_out(factors))
     if unread:
         raise WeftError(

@@ -1,0 +1,59 @@
+"""Dropout whose random numbers follow the sample, the place in it, the weight and the channel, and nothing else.
+
+A mask is a function of these alone (Salmon et al. 2011, counters in place of a state): every layout draws the same,
+whichever rank has a token or a part of its channels, and recomputation draws again what the first pass drew.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+T = torch.Tensor
+
+#: The finalizer of SplitMix64 (Steele et al. 2014) and its step, as int64; products wrap around.
+STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+#: Random numbers have this many bits, as many as a float32 has for a fraction.
+BITS = 24
+
+_draws: ContextVar[T | None] = ContextVar("draws", default=None)
+
+
+def token_draws(seed: int, sample: int, tokens: int) -> T:
+    """A random number for every token of a sample: int64 ``[tokens]``."""
+    place = torch.arange(tokens) + (sample << 32)
+    return _mixed(_mixed(torch.tensor(seed) * STEP) + place * STEP)
+
+
+@contextmanager
+def drawing(draws: Sequence[T]) -> Iterator[None]:
+    """In here weights with dropout drop by the numbers of the tokens, if ``draws`` has them; else they drop nothing."""
+    token = _draws.set(draws[0] if draws else None)
+    try:
+        yield
+    finally:
+        _draws.reset(token)
+
+
+def current_draws() -> T | None:
+    """Numbers of the tokens that are being computed; None where nothing is dropped (no gradient, no learning)."""
+    return _draws.get() if torch.is_grad_enabled() else None
+
+
+def dropped(x: T, share: float, draws: T, name: str, first: int) -> T:
+    """``x`` ``[batch, seq, channels]`` with this ``share`` of its elements zero, and the others larger for it.
+
+    ``name``: of the weight that reads it; ``first``: the number of the first channel that is here.
+    """
+    channels = (torch.arange(first, first + x.shape[-1], device=x.device) + 1) * STEP
+    numbers = _mixed(draws[..., None] + channels ^ zlib.crc32(name.encode()) * STEP % (1 << 62))
+    gone = (numbers & ((1 << BITS) - 1)) < int(share * (1 << BITS))
+    return x.masked_fill(gone, 0) * (1 / (1 - share))
+
+
+def _mixed(x: T) -> T:
+    for shift, factor in ((30, FIRST), (27, SECOND)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+    return x ^ (x >> 31 & (1 << 33) - 1)
