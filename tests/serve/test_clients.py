@@ -123,12 +123,12 @@ def test_responses_that_call_functions(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(("asked", "said"), [
-    ({"store": True}, "store: nothing is kept here"),
+    ({"background": True}, "background: nothing is kept here"), ({"truncation": "auto"}, "only 'disabled'"),
     ({"previous_response_id": "resp_1"}, "previous_response_id: nothing is kept here"),
-    ({"input": [{"type": "computer_call"}]}, "an item of type 'computer_call'"),
+    ({"input": [{"type": "computer_call"}]}, 'its item 0 is {"type": "computer_call"}'),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
     ({"tools": [{"type": "web_search"}]}, "tools.0"), ({"n": 2}, "n: "), ({"input": 3}, "input"),
-    ({"input": [3]}, "input"), ({"text": 5}, "text"), ({"reasoning": {"effort": "low"}}, "reasoning"),
+    ({"input": [3]}, "input"), ({"text": 5}, "text"), ({"reasoning": "low"}, "reasoning"),
 ])  # fmt: skip
 def test_mistakes_in_responses(client: openai.OpenAI, asked: Any, said: str) -> None:
     with pytest.raises(openai.BadRequestError, match=said):

@@ -171,7 +171,7 @@ def test_a_named_call_streams_and_is_understood_when_it_comes_back(server: Runni
 @pytest.mark.parametrize(("asked", "said"), [
     ({"tool_choice": "required"}, "there are no tools"),
     ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "'x', which is none"),
-    ({"tools": [TIME], "response_format": {"type": "json_object"}}, "leave out tools or response_format"),
+    ({"tools": [TIME], "structured_outputs": {"grammar": "start: /a/"}}, "leave out tools or structured_outputs"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "strin"}}}],
       "tool_choice": "required"}, "Invalid type: strin"),

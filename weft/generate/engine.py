@@ -79,11 +79,12 @@ class Engine:
 
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
-        top: int | None = None, tenant: str = "", grammar: Grammar | None = None, adapter: str = "",
+        top: int | None = None, tenant: str = "", grammar: Grammar | None = None, adapter: str = "", least: int = 0,
     ) -> list[Generation]:  # fmt: skip
         """Ask for up to ``count`` tokens after ``ids``, ``n`` times with consecutive seeds.
 
-        A text ends before one of the ids ``stops``, or of those of ``grammar``. The prompt is computed once for all.
+        A text ends before one of the ids ``stops``, or of those of ``grammar``, none of which comes before ``least``
+        tokens are written, unless the grammar lets nothing else follow. The prompt is computed once for all.
         ``top``: keep so many log-probabilities of each token. ``tenant``: requests of different tenants find no blocks
         of each other. Raises :class:`UsageError` for ids that the model does not have, and prompts that the cache can
         never hold.
@@ -98,7 +99,7 @@ class Engine:
         found = [
             Generation(list(ids), len(ids) + count - 1, adapter, tenant, how=replace(how, seed=how.seed + i),
                        stops={*stops, *grammar.ends} if grammar else stops, prompt=len(ids), top=top,
-                       grammar=grammar and grammar.copy(), finished="" if count > 0 else "length")
+                       grammar=grammar and grammar.copy(), least=least, finished="" if count > 0 else "length")
             for i in range(n)
         ]  # fmt: skip
         if count > 0:
@@ -213,6 +214,8 @@ class Engine:
         """Choose the next token of ``request`` from the logits ``row`` ``[vocab]``."""
         prompt, written, said = request.ids[: request.prompt], request.written, None
         allowed = request.grammar.mask() if request.grammar else None
+        if len(written) < request.least:
+            allowed = without_ends(allowed, request.stops, len(row))
         chosen = choose(row, request.how, prompt, written, request.stream, guess, allowed)
         if chosen in request.stops:
             request.finished = "error" if request.grammar and request.grammar.failure else "stop"
@@ -252,6 +255,14 @@ class Engine:
     def close(self) -> None:
         """Let the other ranks end, if there are any."""
         self.reader.close()
+
+
+def without_ends(allowed: torch.Tensor | None, ends: Collection[int], vocab: int) -> torch.Tensor:
+    """``allowed`` ids, bool ``[vocab]`` (None: all), less ``ends``; or as they are, if no other is allowed."""
+    every = torch.ones(vocab, dtype=torch.bool) if allowed is None else allowed.clone()
+    rest = every.clone()
+    rest[[i for i in ends if 0 <= i < vocab]] = False
+    return rest if rest.any() else every
 
 
 def set_out(scheduler: Scheduler, step: ScheduledStep) -> ScheduledStep:

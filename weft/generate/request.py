@@ -73,6 +73,7 @@ class Generation(Request):
     how: Sampling = field(default_factory=Sampling)
     stops: Collection[int] = ()
     prompt: int = 0  # tokens of the prompt
+    least: int = 0  # tokens before any of its stops
     top: int | None = None  # log-probabilities of so many likeliest tokens are kept; None: of none, nor the chosen one
     grammar: Grammar | None = None  # what the text may be
     stopped: int | None = None  # which of its stops came

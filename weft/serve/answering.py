@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Collection
+from typing import Any, NamedTuple
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -13,16 +13,63 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.serve.metrics import AnswerTimer
 from weft.serve.protocol import Refusal, SamplingRequest
+from weft.serve.reasoning import ReasoningFinder, Thoughts
 from weft.serve.replies import Answer, Replies, Usage, usage_of
 from weft.serve.responses import ResponseReplies, ResponsesRequest
 from weft.serve.service import Answers, Busy, TokenEvent
 from weft.serve.tools import CallFinder, CallForm, CallPiece
 
 
+class AnswerForm(NamedTuple):
+    """What an answer may have beside text: calls of the tools ``names``, at most so many, and reasoning."""
+
+    calls: CallForm | None = None
+    names: Collection[str] = ()
+    most: int | None = None
+    thoughts: Thoughts | None = None
+
+
+#: An answer that is nothing but text.
+PLAIN = AnswerForm()
+
+
+class AnswerReader:
+    """Reads one answer from its tokens: reasoning, text and calls of tools."""
+
+    def __init__(self, asked: SamplingRequest, tokenizer: Tokenizer, form: AnswerForm) -> None:
+        self.asked, self.writer = asked, Writer(tokenizer)
+        self.calls = CallFinder(form.calls, asked.stream, form.names, form.most) if form.calls else None
+        self.reasoning = ReasoningFinder(form.thoughts) if form.thoughts else None
+        self.count = self.thinking = 0  # tokens so far, and those of reasoning
+
+    def read(self, event: TokenEvent) -> Answer:
+        """What is new of the answer; its ``finish`` says whether it has ended, even if the engine goes on."""
+        writer, thought, calls = self.writer, "", list[CallPiece]()
+        self.count += event.token is not None
+        if self.count > self.asked.min_tokens:  # nothing before ends the answer
+            writer.stops = self.asked.stop
+        text = "" if event.token is None else writer.add(event.token)
+        if event.finished and not writer.stopped:
+            text += writer.end()
+        finish = "stop" if writer.stopped else event.finished
+        if self.reasoning:
+            self.thinking += self.reasoning.inside and event.token is not None
+            thought, text = self.reasoning.add(text)
+            if finish:
+                last_thought, last_text = self.reasoning.end()
+                thought, text = thought + last_thought, text + last_text
+        if self.calls:
+            text, calls = self.calls.add(text)
+            if finish or self.calls.full:
+                last_text, last_calls, finish = self.calls.end(finish)
+                text, calls = text + last_text, calls + last_calls
+        return Answer(text, [event], calls, finish, thought)
+
+
 class Answering:
     """Writes the answers to the request ``asked`` as JSON. ``prompt``: tokens of its prompts, for the usage.
 
-    ``form``: how the model writes tool calls, if it may make some. ``watch``: times the answers.
+    ``form``: what it may write beside text. ``watch``: times the answers.
     """
 
     def __init__(
@@ -31,7 +78,7 @@ class Answering:
         tokenizer: Tokenizer,
         model: str,
         prompt: int,
-        form: CallForm | None,
+        form: AnswerForm,
         watch: AnswerTimer,
     ) -> None:
         self.asked, self.tokenizer, self.prompt, self.form, self.watch = asked, tokenizer, prompt, form, watch
@@ -49,14 +96,14 @@ class Answering:
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not writing.done():
                 raise ClientDisconnect
-            found = writing.result()
+            found, thinking = writing.result()
         except WeftError as error:
             raise refusal_of(error) from None
         finally:
             writing.cancel()
             leaving.cancel()
             await context.__aexit__(None, None, None)
-        usage = self._usage(answers, sum(event.token is not None for one in found for event in one.events))
+        usage = self._usage(answers, sum(event.token is not None for one in found for event in one.events), thinking)
         kept = list[Answer]()
         for first in range(0, len(found), n):  # the best of each prompt's
             order = list(range(first, first + n))
@@ -65,44 +112,35 @@ class Answering:
             kept += [found[i] for i in order[: self.asked.n]]
         return JSONResponse(self.replies.whole(kept, usage))
 
-    async def _pieces(self, answers: Answers) -> AsyncIterator[tuple[int, Answer]]:
+    def _readers(self, answers: Answers) -> list[AnswerReader]:
+        return [AnswerReader(self.asked, self.tokenizer, self.form) for _ in answers.generations]
+
+    async def _pieces(self, answers: Answers, readers: list[AnswerReader]) -> AsyncIterator[tuple[int, Answer]]:
         """Pairs of an answer's index and what is new of it: text that can be shown, and (parts of) tool calls."""
-        writers = [Writer(self.tokenizer, self.asked.stops) for _ in answers.generations]
-        finders = [CallFinder(self.form, self.asked.stream) if self.form else None for _ in writers]
-        left = set(range(len(writers)))
+        left = set(range(len(readers)))
         while left:
             event = await answers.next()
-            index, writer, finder = event.number, writers[event.number], finders[event.number]
+            index = event.number
             if index not in left:
                 continue  # written after its stop string had come
             self.watch.record(event, answers.generations[index])
-            text = "" if event.token is None else writer.add(event.token)
-            if event.finished and not writer.stopped:
-                text += writer.end()
-            finish, calls = "stop" if writer.stopped else event.finished, list[CallPiece]()
-            if writer.stopped and not event.finished:
-                await answers.cancel(index)
-            if finder:
-                text, calls = finder.add(text)
-                if finish:
-                    rest, more, finish = finder.end(finish)
-                    text, calls = text + rest, calls + more
-            if finish:
-                left.discard(index)
-            yield index, Answer(text, [event], calls, finish)
-
-    def _usage(self, answers: Answers, written: int) -> Usage:
-        return usage_of(self.prompt, written, sum(one.hits for one in answers.generations))
-
-    async def _collect(self, answers: Answers) -> list[Answer]:
-        texts, events = ["" for _ in answers.generations], [list[TokenEvent]() for _ in answers.generations]
-        found: dict[int, Answer] = {}
-        async for index, new in self._pieces(answers):
-            texts[index] += new.text
-            events[index] += new.events
+            new = readers[index].read(event)
             if new.finish:
-                found[index] = new._replace(text=texts[index], events=events[index])
-        return [found[index] for index in range(len(texts))]
+                left.discard(index)
+                if not event.finished:
+                    await answers.cancel(index)
+            yield index, new
+
+    def _usage(self, answers: Answers, written: int, thinking: int) -> Usage:
+        return usage_of(self.prompt, written, sum(one.hits for one in answers.generations), thinking)
+
+    async def _collect(self, answers: Answers) -> tuple[list[Answer], int]:
+        """The whole answers, and how many tokens of them are reasoning."""
+        readers = self._readers(answers)
+        whole = [Answer("", [], [], "") for _ in readers]
+        async for index, new in self._pieces(answers, readers):
+            whole[index] = whole[index].joined(new)
+        return whole, sum(reader.thinking for reader in readers)
 
     async def _stream(self, answers: Answers) -> AsyncIterator[str]:
         began: set[int] = set()
@@ -111,16 +149,17 @@ class Answering:
         try:
             for event in self.replies.begun():
                 yield event_text(event)
-            async for index, new in self._pieces(answers):
+            readers = self._readers(answers)
+            async for index, new in self._pieces(answers, readers):
                 events = held.setdefault(index, [])
                 events += new.events
                 written += sum(event.token is not None for event in new.events)
-                if new.text or new.calls or new.finish:
+                if new.text or new.thought or new.calls or new.finish:
                     new = new._replace(events=held.pop(index))
                     for event in self.replies.chunks(index, new, index not in began):
                         yield event_text(event)
                     began.add(index)
-            for event in self.replies.ended(self._usage(answers, written)):
+            for event in self.replies.ended(self._usage(answers, written, sum(reader.thinking for reader in readers))):
                 yield event_text(event)
         except WeftError as error:
             yield event_text(self.replies.failed(refusal_of(error)))

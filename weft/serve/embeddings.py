@@ -14,13 +14,19 @@ from weft.generate.engine import Engine, check_prompt
 LONGEST = 8192
 
 
-def embed(engine: Engine, ids: Sequence[int], pooling: Literal["mean", "last"]) -> torch.Tensor:
-    """A vector of length 1, float32 ``[embed]``: of the normed hidden states the mean, or the last one."""
+def embed(
+    engine: Engine, ids: Sequence[int], pooling: Literal["mean", "last"], size: int | None = None
+) -> torch.Tensor:
+    """A vector of length 1, float32 ``[embed]``: of the normed hidden states the mean, or the last one.
+
+    ``size``: its first numbers only, as models are trained for that have Matryoshka representations (Kusupati et al.
+    2022, 2205.13147).
+    """
     check_prompt(engine.model, ids)
     if len(ids) > LONGEST:
         raise UsageError(f"a text of {len(ids)} tokens is too long for one vector; give {LONGEST} at most")
     with torch.inference_mode():
-        return F.normalize(engine.reader.embed(ids, pooling == "last"), dim=0).cpu()
+        return F.normalize(engine.reader.embed(ids, pooling == "last")[:size], dim=0).cpu()
 
 
 def encoded(vector: torch.Tensor, packed: bool) -> str | list[float]:

@@ -1,17 +1,20 @@
 """Requests and errors of OpenAI's HTTP interface."""
 
+import json
 import random
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import Field, PlainValidator, StrictInt, model_validator
 
 from weft.generate.sampling import Sampling
+from weft.serve.fields import Fields
 
 Schema: TypeAlias = dict[str, Any]
-Stop = Annotated[str, Field(max_length=256)]
-Ids = Annotated[list[StrictInt], Field(min_length=1)]
-Several = Annotated[list[str] | list[Ids], Field(min_length=1, max_length=2048)]
+Texts: TypeAlias = Sequence[str | list[int]]
+
+#: At most so many stop strings, characters of each, and texts of a request.
+MOST_STOPS, LONGEST_STOP, MOST_TEXTS = 16, 256, 2048
 
 
 class Refusal(Exception):
@@ -28,35 +31,70 @@ class Refusal(Exception):
         }  # fmt: skip
 
 
-class Strict(BaseModel):
-    """An object without other fields than those declared: a setting that is ignored would mislead its sender."""
+def read_texts(given: Any) -> Texts:
+    """The texts and lists of ids in ``given``, which is one or a list of either. Raises ValueError."""
+    if isinstance(given, str):
+        return [given]
+    if _are_ids(given):
+        return [given]
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"give a text, ids, or a list of either, not {shown(given)}")
+    if len(given) > MOST_TEXTS:
+        raise ValueError(f"at most {MOST_TEXTS} texts are taken, not {len(given)}")
+    for number, item in enumerate(given):
+        if not isinstance(item, str) and not _are_ids(item):
+            raise ValueError(f"give a text, ids, or a list of either; its item {number} is {shown(item)}")
+    return given
 
-    model_config = ConfigDict(extra="forbid")
+
+def _are_ids(given: Any) -> bool:
+    return isinstance(given, list) and set(map(type, given)) == {int}
 
 
-class StreamOptions(Strict):
+def read_stops(given: Any) -> list[str]:
+    """The stop strings in ``given``, which is one or a list of them. Raises ValueError."""
+    stops = [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError(f"give a text, or a list of texts, not {shown(given)}")
+    if len(stops) > MOST_STOPS:
+        raise ValueError(f"at most {MOST_STOPS} stops are taken, not {len(stops)}")
+    longest = max(map(len, stops), default=0)
+    if longest > LONGEST_STOP:
+        raise ValueError(f"a stop has at most {LONGEST_STOP} characters, not {longest}")
+    return [stop for stop in stops if stop]
+
+
+def shown(value: Any) -> str:
+    """A value of JSON as an error shows it."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+class StreamOptions(Fields):
     include_usage: bool = False
+    include_obfuscation: bool = False  # padding against those who count bytes; a server of one's own needs none
+    continuous_usage_stats: Literal[False] = False
 
 
-class NamedSchema(Strict):
+class NamedSchema(Fields):
     name: str
     description: str | None = None
     schema_: Schema = Field({}, alias="schema")
     strict: bool | None = None  # it always is
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
     @model_validator(mode="after")
     def _has_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to the type json_schema, which needs one")
+            raise ValueError("json_schema: json_schema belongs to the type json_schema, which needs one")
         return self
 
 
-class StructuredOutputs(Strict):
+class StructuredOutputs(Fields):
     """vLLM's field for constrained generation; one of its ways."""
 
     json_: Schema | None = Field(None, alias="json")
@@ -65,7 +103,7 @@ class StructuredOutputs(Strict):
 
     @model_validator(mode="after")
     def _has_one(self) -> "StructuredOutputs":
-        if sum(one is not None for one in (self.json_, self.regex, self.grammar)) != 1:
+        if sum(way is not None for way in (self.json_, self.regex, self.grammar)) != 1:
             raise ValueError("give one of json, regex and grammar")
         return self
 
@@ -77,11 +115,22 @@ class Language(NamedTuple):
     text: str | Schema
 
 
-class Modelled(Strict):
-    """A request to a model by its name, or to the only one."""
+class Modelled(Fields):
+    """A request to a model by its name, or to the only one.
+
+    ``NAMES``: the fields that a client knows by other names, with these. ``IDLE``: more fields, with the values under
+    which they change nothing.
+    """
+
+    NAMES: ClassVar[dict[str, str]] = {}
+    IDLE: ClassVar[dict[str, Any]] = {}
 
     model: str | None = None
-    user: str | None = None
+
+    @classmethod
+    def prepared(cls, given: Schema) -> Schema:
+        """``given`` as the declared fields have it."""
+        return given
 
 
 class SamplingRequest(Modelled):
@@ -94,22 +143,23 @@ class SamplingRequest(Modelled):
     repetition_penalty: float = Field(1.0, gt=0.01, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field({})
     seed: int | None = None
     n: int = Field(1, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    stop_token_ids: list[int] = []
+    stop: Annotated[list[str], PlainValidator(read_stops)] = Field([])
+    stop_token_ids: list[int] = Field([])
+    min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _can_end(self) -> "SamplingRequest":
         if self.language and self.ignore_eos:
-            raise ValueError("a text that has a form ends where it is complete; leave out ignore_eos")
+            raise ValueError("ignore_eos: a text that has a form ends where it is complete; leave out ignore_eos")
         return self
 
     @property
@@ -125,9 +175,9 @@ class SamplingRequest(Modelled):
         return Language("json", asked.schema_ if asked else {"type": "object"})
 
     @property
-    def stops(self) -> list[str]:
-        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [stop for stop in found if stop]
+    def form_field(self) -> str:
+        """The field that :attr:`language` is from."""
+        return "structured_outputs" if self.structured_outputs else "response_format"
 
     @property
     def most(self) -> int | None:
@@ -143,53 +193,105 @@ class SamplingRequest(Modelled):
         seed = random.getrandbits(31) if self.seed is None else self.seed
         return Sampling(
             self.temperature, max(0, self.top_k), self.top_p, self.min_p, self.repetition_penalty,
-            self.presence_penalty, self.frequency_penalty, self.logit_bias or {}, seed,
+            self.presence_penalty, self.frequency_penalty, self.logit_bias, seed,
         )  # fmt: skip
 
 
 class CompletionRequest(SamplingRequest):
-    """``POST /v1/completions``."""
+    """``POST /v1/completions``. A ``prompt`` that is null begins a text."""
 
-    prompt: Annotated[str | Ids | list[str] | list[Ids], Field(min_length=1)]
+    IDLE: ClassVar[dict[str, Any]] = {"add_special_tokens": True}
+
+    prompt: Annotated[Texts, PlainValidator(read_texts)]
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1, le=128)
+
+    @classmethod
+    def prepared(cls, given: Schema) -> Schema:
+        return given | {"prompt": ""} if given.get("prompt", ...) is None else given
 
     @property
     def top(self) -> int | None:
         return 0 if self.logprobs is None and self.best_of else self.logprobs
 
-    @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        return several(self.prompt)
 
-
-class Function(Strict):
+class Function(Fields):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: Schema | None = None
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(Fields):
     type: Literal["function"] = "function"
     function: Function
 
 
-class ChosenName(Strict):
-    name: str
+class ToolChoice(NamedTuple):
+    """Whether the answer may or has to call tools, and which of them (None: any)."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] | None = None
 
 
-class Chosen(Strict):
-    type: Literal["function"] = "function"
-    function: ChosenName
+def read_choice(given: Any) -> ToolChoice:
+    """The choice in ``given``: a mode, a function, or a mode and functions. Raises ValueError."""
+    if given in ("none", "auto", "required"):
+        return ToolChoice(given)
+    modes = "none, auto, required, a function, or allowed_tools"
+    if not isinstance(given, dict):
+        raise ValueError(f"give {modes}, not {shown(given)}")
+    kind, inside = given.get("type", "function"), given
+    if kind == "function":
+        return ToolChoice("required", (_name_of(given),))
+    if kind == "allowed_tools":
+        inside = given.get("allowed_tools", given)
+        mode, tools = (inside.get("mode"), inside.get("tools")) if isinstance(inside, dict) else (None, None)
+        if mode in ("auto", "required") and isinstance(tools, list):
+            return ToolChoice(mode, tuple(map(_name_of, tools)))
+    raise ValueError(f"give {modes}, not {shown(given)}")
 
 
-class ChatRequest(SamplingRequest):
+def _name_of(tool: Any) -> str:
+    """The name of a function, which chats nest and responses do not."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise ValueError(f"it names no function: {shown(tool)}")
+    return name
+
+
+class Conversing(Modelled):
+    """What requests say of a conversation and of how the chat template writes it; names are OpenAI's and vLLM's."""
+
+    messages: Annotated[list[Any], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Schema = Field({})
+    reasoning_effort: str | None = None
+
+    @model_validator(mode="after")
+    def _opens_or_continues(self) -> "Conversing":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("add_generation_prompt: a new turn begins, or the last one goes on; choose one of both")
+        if taken := self.chat_template_kwargs.keys() & {"messages", "tools", "documents", "add_generation_prompt"}:
+            raise ValueError(f"chat_template_kwargs: {min(taken)!r} is no variable of the user's")
+        return self
+
+    @property
+    def opens(self) -> bool:
+        """Whether the assistant's next turn is begun."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+
+class ChatRequest(SamplingRequest, Conversing):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Chosen = "auto"
+    IDLE: ClassVar[dict[str, Any]] = {"add_special_tokens": False}
+
+    tools: list[Tool] = Field([])
+    tool_choice: Annotated[ToolChoice, PlainValidator(read_choice)] = ToolChoice()
     parallel_tool_calls: bool = True
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -197,26 +299,28 @@ class ChatRequest(SamplingRequest):
 
     @model_validator(mode="after")
     def _tools_are_there(self) -> "ChatRequest":
-        names = [tool.function.name for tool in self.offered]
-        if self.offered and self.language:
-            raise ValueError("a text cannot be a call and have another form; leave out tools or response_format")
-        if isinstance(self.tool_choice, Chosen) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is none of the tools")
-        if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice is 'required', but there are no tools")
+        names = [tool.function.name for tool in self.tools]
+        for name in self.tool_choice.names or ():
+            if name not in names:
+                raise ValueError(f"tool_choice: it names {name!r}, which is none of the tools")
+        if self.tool_choice.mode == "required" and not self.offered:
+            raise ValueError("tool_choice: it is 'required', but there are no tools")
+        if self.offered and self.language and self.language.kind == "lark":
+            raise ValueError("structured_outputs: a grammar stands alone; leave out tools or structured_outputs")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: they stand beside log-probabilities; set logprobs to true")
         return self
 
     @property
     def offered(self) -> list[Tool]:
         """Tools that the model may call."""
-        return (self.tools or []) if self.tool_choice != "none" else []
+        mode, names = self.tool_choice
+        return [] if mode == "none" else [t for t in self.tools if names is None or t.function.name in names]
 
     @property
-    def forced(self) -> list[Schema]:
-        """Functions one of which the answer has to call."""
-        found = [tool.function.model_dump() for tool in self.offered if self.tool_choice != "auto"]
-        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, Chosen) else None
-        return [function for function in found if chosen in (None, function["name"])]
+    def forced(self) -> bool:
+        """Whether the answer has to call one of those that are offered."""
+        return self.tool_choice.mode == "required"
 
     @property
     def top(self) -> int | None:
@@ -227,28 +331,27 @@ class ChatRequest(SamplingRequest):
         return self.max_completion_tokens or self.max_tokens
 
 
-class Texts(Modelled):
+class EmbeddingRequest(Modelled):
     """``POST /v1/embeddings``. ``pooling``: of a text's tokens, the mean or the last one's vector."""
 
-    input: Annotated[str, Field(min_length=1)] | Ids | Several
+    IDLE: ClassVar[dict[str, Any]] = {"add_special_tokens": True}
+
+    input: Annotated[Texts, PlainValidator(read_texts)]
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Literal["mean", "last"] = "mean"
-
-    @property
-    def texts(self) -> Sequence[str | list[int]]:
-        return several(self.input)
+    dimensions: int | None = Field(None, ge=1)
 
 
-class Untokenized(Modelled):
+class Untokenized(Conversing):
     """``POST /tokenize``: a text, or a conversation."""
 
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Annotated[list[Any], Field(min_length=1)] = Field([])
 
     @model_validator(mode="after")
     def _has_one(self) -> "Untokenized":
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages")
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("prompt: give prompt or messages")
         return self
 
 
@@ -256,8 +359,3 @@ class Tokenized(Modelled):
     """``POST /detokenize``."""
 
     tokens: list[Annotated[StrictInt, Field(ge=0)]]
-
-
-def several(given: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
-    """A list of texts or of lists of ids; a single one becomes a list of one."""
-    return [given] if isinstance(given, str) or isinstance(given[0], int) else given

@@ -3,10 +3,10 @@
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from weft.data.tokenizer import Tokenizer
-from weft.serve.protocol import ChatRequest, Refusal, SamplingRequest, StreamOptions
+from weft.serve.protocol import ChatRequest, Refusal, SamplingRequest
 from weft.serve.service import TokenEvent
 from weft.serve.tools import CallPiece
 
@@ -20,6 +20,14 @@ class Answer(NamedTuple):
     events: Sequence[TokenEvent]
     calls: Sequence[CallPiece]
     finish: str  # why it ended, or "" if it goes on
+    thought: str = ""  # the reasoning before the text
+
+    def joined(self, new: "Answer") -> "Answer":
+        """This answer with what is new of it."""
+        events, calls = cast(list[TokenEvent], self.events), cast(list[CallPiece], self.calls)
+        events += new.events
+        calls += new.calls
+        return Answer(self.text + new.text, events, calls, new.finish, self.thought + new.thought)
 
 
 class Replies:
@@ -29,7 +37,7 @@ class Replies:
 
     def __init__(self, question: SamplingRequest, model: str, tokenizer: Tokenizer) -> None:
         self.chat = isinstance(question, ChatRequest)
-        self.include_usage = bool((question.stream_options or StreamOptions()).include_usage)
+        self.include_usage = question.stream_options.include_usage
         self.kind = "chat.completion.chunk" if self.chat else "text_completion"  # of a chunk
         self.logs = question.top is not None and (self.chat or getattr(question, "logprobs", None) is not None)
         self.tokenizer = tokenizer
@@ -51,7 +59,8 @@ class Replies:
             calls = [{"index": piece.number} | call_fields(piece) for piece in new.calls]
             choice["delta"] = (
                 ({"role": "assistant"} if first else {})
-                | ({"content": new.text} if new.text or (first and not calls) else {})
+                | ({"reasoning_content": new.thought} if new.thought else {})
+                | ({"content": new.text} if new.text or (first and not calls and not new.thought) else {})
                 | ({"tool_calls": calls} if calls else {})
             )
         else:
@@ -61,8 +70,10 @@ class Replies:
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """All of the answers."""
         choices = []
-        for index, (text, events, calls, finish) in enumerate(answers):
+        for index, (text, events, calls, finish, thought) in enumerate(answers):
             message: dict[str, Any] = {"role": "assistant", "content": text}
+            if thought:
+                message["reasoning_content"] = thought
             if calls:
                 message |= {"content": text or None, "tool_calls": [call_fields(call) for call in calls]}
             said = {"message": message} if self.chat else {"text": text}
@@ -100,10 +111,11 @@ class Replies:
         return {"token": text, "logprob": p, "bytes": list(text.encode())}
 
 
-def usage_of(prompt: int, written: int, found: int = 0) -> Usage:
-    """The counts of tokens in an answer. ``found``: those of prompts that were in the cache."""
+def usage_of(prompt: int, written: int, hits: int = 0, thinking: int = 0) -> Usage:
+    """The counts of tokens in an answer: ``hits`` of prompts that were in the cache, ``thinking`` of its reasoning."""
     counts = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
-    return counts | {"prompt_tokens_details": {"cached_tokens": min(found, prompt)}}
+    details = {"completion_tokens_details": {"reasoning_tokens": thinking}} if thinking else {}
+    return counts | {"prompt_tokens_details": {"cached_tokens": min(hits, prompt)}} | details
 
 
 def call_fields(piece: CallPiece) -> dict[str, Any]:

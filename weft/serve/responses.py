@@ -6,75 +6,103 @@ Nothing is kept between questions: whoever goes on with a conversation sends all
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import Field
 
-from weft.serve.protocol import ChatRequest, Refusal, Schema
+from weft.serve.messages import text_of
+from weft.serve.protocol import ChatRequest, Refusal, Schema, shown
 from weft.serve.replies import Answer, Usage, call_fields
 
-#: What would have to be kept.
-KEPT = ("store", "previous_response_id", "conversation", "background")
-TEXTS = ("input_text", "output_text", "text")
+#: What may be included in an answer, beside what would come from tools that are not here.
+_LOGS = "message.output_text.logprobs"
 
 
 class ResponsesRequest(ChatRequest):
     """The chat that a question asks for."""
 
+    NAMES: ClassVar[dict[str, str]] = {
+        "max_completion_tokens": "max_output_tokens", "response_format.json_schema": "text.format",
+        "response_format": "text.format", "messages": "input", "reasoning_effort": "reasoning.effort",
+    }  # fmt: skip
+
     n: Literal[1] = 1
     instructions: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, str] = Field({})
 
-    @model_validator(mode="before")
     @classmethod
-    def _as_chat(cls, asked: Any) -> Any:
-        try:
-            return as_chat(asked)
-        except (TypeError, AttributeError, KeyError) as error:
-            raise ValueError(f"input, text, tools and tool_choice are not as OpenAI's are ({error})") from None
+    def prepared(cls, given: Schema) -> Schema:
+        return as_chat(given)
 
 
 def as_chat(asked: Schema) -> Schema:
-    """The fields of a chat that asks the same."""
-    if named := [name for name in KEPT if asked.get(name)]:
-        raise ValueError(f"{named[0]}: nothing is kept here; leave it out, and send the whole conversation")
-    found = {key: value for key, value in asked.items() if key not in (*KEPT, "input", "text", "max_output_tokens")}
-    found |= {"messages": [*messages(asked)], "max_completion_tokens": asked.get("max_output_tokens")}
-    if form := dict(dict(asked.get("text") or {}).get("format") or {}):
+    """The fields of a chat that asks the same. Raises ValueError, with the field's name before a colon."""
+    moved = ("input", "text", "reasoning", "include", "max_output_tokens", "top_logprobs")
+    chat = {key: value for key, value in asked.items() if key not in moved}
+    chat |= {"messages": messages_of(asked), "max_completion_tokens": asked.get("max_output_tokens")}
+    text = _object(asked, "text")
+    chat |= {"verbosity": text.get("verbosity"), "reasoning_effort": _object(asked, "reasoning").get("effort")}
+    if form := dict(_object(text, "format", "text.format")):
         kind = form.pop("type", "text")
-        found["response_format"] = {"type": kind} | ({"json_schema": form} if form else {})
+        chat["response_format"] = {"type": kind} | ({"json_schema": form} if form else {})
+    if asked.get("top_logprobs") or _LOGS in _included(asked):
+        name = "top_logprobs" if asked.get("top_logprobs") else "include"
+        raise ValueError(f"{name}: log-probabilities are those of /v1/chat/completions")
     if isinstance(tools := asked.get("tools"), list):
-        found["tools"] = [nested(tool) for tool in tools] or None
-    if isinstance(choice := asked.get("tool_choice"), dict):
-        found["tool_choice"] = nested(choice)
-    return found
+        chat["tools"] = [nested(tool) for tool in tools]
+    return chat
 
 
-def nested(function: Any) -> Any:
+def _object(given: Schema, name: str, path: str = "") -> Schema:
+    """The object in the field ``name``, empty where there is none."""
+    value = given.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{path or name}: give an object, not {shown(value)}")
+    return value or {}
+
+
+def _included(asked: Schema) -> list[Any]:
+    include = asked.get("include") or []
+    if not isinstance(include, list):
+        raise ValueError(f"include: give a list, not {shown(include)}")
+    return include
+
+
+def nested(tool: Any) -> Any:
     """A tool as chats have it."""
-    return {"type": function.pop("type", None), "function": function} if isinstance(function, dict) else function
+    if not isinstance(tool, dict):
+        return tool
+    function = {key: value for key, value in tool.items() if key not in ("type", "defer_loading")}
+    return {"type": tool.get("type"), "function": function}
 
 
-def messages(asked: Schema) -> Iterator[Schema]:
+def messages_of(asked: Schema) -> list[Schema]:
     """What is said in a chat in the place of instructions and items."""
+    said = list[Schema]()
     if asked.get("instructions"):
-        yield {"role": "system", "content": asked["instructions"]}
-    items, calls = asked["input"], list[Schema]()  # which are made together
-    for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
-        kind = item.get("type", "message")
-        if kind == "function_call":
+        said.append({"role": "system", "content": asked["instructions"]})
+    items, reasoning = asked.get("input"), ""
+    if not isinstance(items, str | list) or items == []:
+        raise ValueError(f"input: give a text, or a list of items, not {shown(items)}")
+    for number, item in enumerate([{"role": "user", "content": items}] if isinstance(items, str) else items):
+        kind = item.get("type") or "message" if isinstance(item, dict) else None
+        if kind == "reasoning":
+            reasoning += text_of(item.get("content") or item.get("summary"), f"input: its item {number}")
+        elif kind == "function_call":
+            if not said or said[-1]["role"] != "assistant":
+                said.append({"role": "assistant", "content": ""})
             function = {key: item.get(key) for key in ("name", "arguments")}
-            calls.append({"id": item.get("call_id"), "type": "function", "function": function})
-            if len(calls) == 1:
-                yield {"role": "assistant", "content": "", "tool_calls": calls}
-        elif kind in ("message", "function_call_output"):
-            said, calls = item.get("content", item.get("output")), []
-            if isinstance(said, list):
-                said = [part | {"type": "text"} if part.get("type") in TEXTS else part for part in said]
-            of_tool = {"role": "tool", "tool_call_id": item.get("call_id")}
-            yield (of_tool if kind != "message" else {"role": item.get("role")}) | {"content": said}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            said[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            said.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif kind == "message":
+            said.append({"role": item.get("role"), "content": item.get("content")})
         else:
-            raise ValueError(f"input has an item of type {kind!r}; give messages, function_call and its output")
+            raise ValueError(f"input: its item {number} is {shown(item)}; give messages, function_call and its output")
+        if reasoning and said and said[-1]["role"] == "assistant":
+            said[-1]["reasoning_content"], reasoning = reasoning, ""
+    return said
 
 
 class ResponseReplies:
@@ -84,13 +112,12 @@ class ResponseReplies:
 
     def __init__(self, asked: ResponsesRequest, model: str) -> None:
         said = asked.model_dump(include={"instructions", "metadata", "temperature", "top_p", "parallel_tool_calls"})
-        tools = [{"type": "function", **tool.function.model_dump()} for tool in asked.tools or []]
-        choice = asked.tool_choice if isinstance(asked.tool_choice, str) else "required"
+        tools = [{"type": "function", **tool.function.model_dump()} for tool in asked.tools]
         self.output: list[Schema] = []
         self.response: Schema = said | {
             "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()), "model": model,
             "status": "in_progress", "output": self.output, "store": False, "error": None, "incomplete_details": None,
-            "tools": tools, "tool_choice": choice, "max_output_tokens": asked.most,
+            "tools": tools, "tool_choice": asked.tool_choice.mode, "max_output_tokens": asked.most,
         }  # fmt: skip
         self.number = 0
 
@@ -100,8 +127,15 @@ class ResponseReplies:
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[Schema]:
         """What is new of the answer."""
+        if new.thought:
+            if not self.output:
+                thought: Schema = {"type": "reasoning_text", "text": ""}
+                yield from self._begin("reasoning", summary=[], content=[thought])
+                yield self._of_item("content_part.added", content_index=0, part=thought)
+            self.output[-1]["content"][0]["text"] += new.thought
+            yield self._of_item("reasoning_text.delta", content_index=0, delta=new.thought)
         if new.text:
-            part = {"type": "output_text", "text": "", "annotations": []}
+            part: Schema = {"type": "output_text", "text": "", "annotations": []}
             if not self.output or self.output[-1]["type"] != "message":
                 yield from self._begin("message", role="assistant", content=[part])
                 yield self._of_item("content_part.added", content_index=0, part=part)
@@ -119,9 +153,10 @@ class ResponseReplies:
             yield from self._end(self.response["status"])
 
     def ended(self, usage: Usage) -> Iterator[Schema]:
+        details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
         self.response["usage"] = {
             "input_tokens": usage["prompt_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens": usage["completion_tokens"], "output_tokens_details": details,
             "total_tokens": usage["total_tokens"],
         }  # fmt: skip
         yield self._event(self.response["status"], response=self.response)
@@ -145,7 +180,7 @@ class ResponseReplies:
     def _begin(self, kind: str, **about: Any) -> Iterator[Schema]:
         yield from self._end()
         self.output.append({"id": f"item_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **about})
-        item = self.output[-1] | ({"content": []} if kind == "message" else {})
+        item = self.output[-1] | ({"content": []} if "content" in about else {})
         yield self._of_item("output_item.added", item=item)
 
     def _end(self, status: str = "completed") -> Iterator[Schema]:
@@ -156,6 +191,10 @@ class ResponseReplies:
         if item["type"] == "message":
             (part,) = item["content"]
             yield self._of_item("output_text.done", content_index=0, text=part["text"], logprobs=[])
+            yield self._of_item("content_part.done", content_index=0, part=part)
+        elif item["type"] == "reasoning":
+            (part,) = item["content"]
+            yield self._of_item("reasoning_text.done", content_index=0, text=part["text"])
             yield self._of_item("content_part.done", content_index=0, part=part)
         else:
             yield self._of_item("function_call_arguments.done", name=item["name"], arguments=item["arguments"])

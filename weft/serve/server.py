@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -19,25 +18,26 @@ from starlette.routing import Route
 
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
-from weft.serve.answering import Answering, refusal_of
+from weft.serve.answering import PLAIN, AnswerForm, Answering, refusal_of
 from weft.serve.embeddings import embed, encoded
 from weft.serve.metrics import AnswerTimer, ServerMetrics
-from weft.serve.prompts import Prompts
+from weft.serve.prompts import ChatPrompt, Prompts
 from weft.serve.protocol import (
     ChatRequest,
     CompletionRequest,
+    Conversing,
+    EmbeddingRequest,
     Language,
     Modelled,
     Refusal,
     SamplingRequest,
-    Texts,
     Tokenized,
     Untokenized,
 )
+from weft.serve.reading import RequestReader
 from weft.serve.replies import usage_of
 from weft.serve.responses import ResponsesRequest
 from weft.serve.service import Service, Wish
-from weft.serve.tools import CallForm
 
 Q = TypeVar("Q", bound=Modelled)
 
@@ -63,6 +63,7 @@ class Server:
     ) -> None:  # fmt: skip
         self.service, self.tokenizer, self.name, self.keys, self.tokens = service, tokenizer, name, keys, tokens
         self.adapters = adapters
+        self.reader = RequestReader()
         self.prompts = Prompts(tokenizer, service.engine.model.shape.vocab, name)
         self.metrics = ServerMetrics(service.engine)
         self.begun = int(time.time())
@@ -83,6 +84,7 @@ class Server:
             Route("/health", self.health),
             Route("/metrics", self.measures),
             Route("/v1/models", self.models),
+            Route("/v1/models/{id:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
@@ -129,16 +131,29 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         self._tenant(request)
-        made: dict[str, Any] = {"object": "model", "created": self.begun, "owned_by": "weft"}
-        adapters = [{"id": name, "parent": self.name} | made for name in self.adapters]
-        return JSONResponse({"object": "list", "data": [{"id": self.name, "parent": None} | made, *adapters]})
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in (self.name, *self.adapters)]})
+
+    async def model(self, request: Request) -> Response:
+        self._tenant(request)
+        name = request.path_params["id"]
+        if name not in (self.name, *self.adapters):
+            raise Refusal(404, f"there is no model {name!r} here, but {self.name!r}", "model_not_found", "model")
+        return JSONResponse(self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        """What clients can know of a model."""
+        shape = self.service.engine.model.shape
+        return {
+            "id": name, "object": "model", "created": self.begun, "owned_by": "weft",
+            "parent": None if name == self.name else self.name, "max_model_len": getattr(shape, "context", None),
+        }  # fmt: skip
 
     async def completions(self, request: Request) -> Response:
         asked = await self._question(request, CompletionRequest)
         if asked.stream and asked.best_of is not None:
             raise Refusal(400, "best_of cannot be streamed; leave out one of them", param="best_of")
         n = max(asked.n, asked.best_of or 0)
-        prompts = await self.prompts.texts(asked.prompts)
+        prompts = await self.prompts.texts(asked.prompt)
         return await self._answer(request, asked, prompts, asked.most or 16, n, asked.language)
 
     async def chat(self, request: Request) -> Response:
@@ -149,29 +164,38 @@ class Server:
 
     async def _talk(self, request: Request, asked: ChatRequest) -> Response:
         tools = [tool.model_dump(exclude_none=True) for tool in asked.offered]
-        ids = await self._conversation(asked.messages, tools)
-        form = await self.prompts.form() if tools else None
-        language = Language("lark", form.grammar(asked.forced)) if form and asked.forced else asked.language
-        return await self._answer(request, asked, [ids], asked.most or self.tokens, asked.n, language, form)
+        prompt = await self._conversation(asked, tools)
+        calls, language = await self.prompts.form() if tools else None, asked.language
+        functions = [tool["function"] for tool in tools]
+        if calls and (asked.forced or language):
+            language = Language("lark", calls.grammar(functions, None if asked.forced else language))
+        # A form holds from the first token on, so that such an answer has no reasoning before it.
+        thoughts, most = None if language else prompt.thoughts, None if asked.parallel_tool_calls else 1
+        form = AnswerForm(calls, [function["name"] for function in functions], most, thoughts)
+        return await self._answer(request, asked, [prompt.ids], asked.most or self.tokens, asked.n, language, form)
 
-    async def _conversation(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+    async def _conversation(self, asked: Conversing, tools: Sequence[dict[str, Any]] = ()) -> ChatPrompt:
         try:
-            return await self.prompts.chat(messages, tools)
+            return await self.prompts.chat(asked, tools)
         except WeftError as error:
-            raise Refusal(400, str(error), param="messages") from None
+            field = asked.NAMES.get("messages", "messages")
+            raise Refusal(400, f"{field}: {error}", param=field) from None
 
     async def embeddings(self, request: Request) -> Response:
         """Each text is computed alone, so that steps of answers can go on between them."""
-        asked = await self._question(request, Texts)
+        asked = await self._question(request, EmbeddingRequest)
         if asked.model in self.adapters:
             raise Refusal(400, f"vectors are those of {self.name!r}; adapters make none", param="model")
-        texts = await self.prompts.texts(asked.texts)
         engine, data = self.service.engine, list[dict[str, Any]]()
+        if asked.dimensions and asked.dimensions > engine.model.shape.embed:
+            said = f"a vector has {engine.model.shape.embed} numbers, not {asked.dimensions}"
+            raise Refusal(400, f"dimensions: {said}", param="dimensions")
+        texts = await self.prompts.texts(asked.input)
         for index, ids in enumerate(texts):
             async with self.embedding:
                 if await request.is_disconnected():
                     raise ClientDisconnect
-                vector = await self.service.call(partial(embed, engine, ids, asked.pooling))
+                vector = await self.service.call(partial(embed, engine, ids, asked.pooling, asked.dimensions))
             data.append(
                 {"object": "embedding", "index": index, "embedding": encoded(vector, asked.encoding_format == "base64")}
             )
@@ -181,7 +205,7 @@ class Server:
     async def tokenize(self, request: Request) -> Response:
         asked = await self._question(request, Untokenized)
         if asked.messages:
-            found = await self._conversation(asked.messages)
+            found, _ = await self._conversation(asked)
         else:
             (found,) = await self.prompts.texts([asked.prompt or ""])
         return JSONResponse({"tokens": found, "count": len(found)})
@@ -219,19 +243,14 @@ class Server:
                 body = await self._body(request)
         except TimeoutError:
             raise Refusal(408, f"the request was not whole after {PATIENCE} seconds") from None
-        try:
-            asked = kind.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-            raise Refusal(400, f"{where}: {why}" if where else why, param=where or None) from None
+        asked = self.reader.read(kind, body)
         if asked.model not in (None, self.name, *self.adapters):
             raise Refusal(404, f"there is no model {asked.model!r} here, but {self.name!r}", "model_not_found", "model")
         return asked
 
     async def _answer(
         self, request: Request, asked: SamplingRequest, prompts: Sequence[Sequence[int]], most: int, n: int,
-        language: Language | None, form: CallForm | None = None,
+        language: Language | None, form: AnswerForm = PLAIN,
     ) -> Response:  # fmt: skip
         """Answer ``prompts``, each ``n`` times with up to ``most`` tokens, constrained by ``language`` if given."""
         prompt = sum(map(len, prompts))
@@ -240,10 +259,14 @@ class Server:
         tenant = self._tenant(request)
         try:
             grammar = None if language is None else await self.prompts.grammar(language)
-            how, adapter = asked.sampling, asked.model if asked.model in self.adapters else ""
-            wishes = [Wish(ids, most, how, stops, n, asked.top, tenant, grammar, adapter or "") for ids in prompts]
         except WeftError as error:
-            raise Refusal(400, str(error)) from None
+            field = asked.form_field if asked.language else "tools"
+            raise Refusal(400, f"{field}: {error}", param=field) from None
+        adapter = asked.model if asked.model in self.adapters else ""
+        wishes = [
+            Wish(ids, most, asked.sampling, stops, n, asked.top, tenant, grammar, adapter or "", asked.min_tokens)
+            for ids in prompts
+        ]
         answering = Answering(asked, self.tokenizer, asked.model or self.name, prompt, form, watch)
         return await answering.respond(request, self.service.answers(wishes), n)
 

@@ -30,6 +30,7 @@ class Wish(NamedTuple):
     tenant: str
     grammar: Grammar | None
     adapter: str = ""
+    least: int = 0
 
 
 class TokenEvent(NamedTuple):

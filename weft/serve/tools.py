@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from weft.data.chat.template import ChatTemplate, TemplateError
 from weft.generate.grammar import BLANKS
+from weft.serve.protocol import Language
 
 #: An example of a call, whose words no template has itself.
 _NAME, _ARGUMENTS = "weft_example", {"weft_key": "weft_value"}
@@ -43,20 +44,29 @@ class CallForm:
     before: str
     behind: str
 
-    def grammar(self, tools: Sequence[dict[str, Any]]) -> str:
-        """A grammar, in Lark's notation, of texts that call one of ``tools`` once, with arguments of its schema."""
-        ways = []
+    def grammar(self, tools: Sequence[dict[str, Any]], form: Language | None = None) -> str:
+        """A grammar, in Lark's notation, of texts that call one of ``tools`` once, with arguments of its schema.
+
+        A text of the language ``form`` is as good, if it is given.
+        """
+        ways, starts = [], [f"call{number}" for number in range(len(tools))]
         for number, tool in enumerate(tools):
-            schema = (tool.get("parameters") or {"type": "object"}) | {"x-guidance": {"whitespace_pattern": BLANKS}}
             before, behind = (
                 json.dumps(text.replace(_NAME, tool["name"]), ensure_ascii=False) if text else ""
                 for text in (self.before, self.behind)
             )
             ways += [
                 f"call{number}: {before} arguments{number} {behind}",
-                f"arguments{number}: %json {json.dumps(schema)}",
+                f"arguments{number}: {_as_lark(tool.get('parameters') or {'type': 'object'})}",
             ]
-        return "\n".join([f"start: {' | '.join(f'call{i}' for i in range(len(tools)))}", *ways])
+        if form is not None:
+            starts.append("form")
+            ways.append(f"form: {_as_lark(form.text)}")
+        return "\n".join([f"start: {' | '.join(starts)}", *ways])
+
+    def begun(self, name: str, arguments: str) -> str:
+        """What the model had written of a call when it was cut in its arguments."""
+        return self.before.replace(_NAME, name) + arguments
 
     @cached_property
     def between(self) -> re.Pattern[str]:
@@ -68,6 +78,13 @@ class CallForm:
         """Matches a call up to its arguments, if its name comes first."""
         name, arguments = (re.escape(json.dumps(key)) for key in (self.name, self.arguments))
         return re.compile(r"\{\s*" + name + r'\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*' + arguments + r"\s*:\s*(?=\{)")
+
+
+def _as_lark(form: str | dict[str, Any]) -> str:
+    """A regular expression or a JSON schema in Lark's notation."""
+    if isinstance(form, str):
+        return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", form).replace("\n", "\\n") + "/"
+    return f"%json {json.dumps(form | {'x-guidance': {'whitespace_pattern': BLANKS}})}"
 
 
 def call_form(template: ChatTemplate) -> CallForm | None:
@@ -103,10 +120,13 @@ class CallFinder:
     """Finds calls in a text that comes in pieces. All text from the beginning of the first call on is held back.
 
     ``streams``: calls are given out in pieces, once their names are known, and not only when they are complete.
+    ``names``: what can be called (None: anything); with another name a text is no call. ``most``: calls at most.
     """
 
-    def __init__(self, form: CallForm, streams: bool = False) -> None:
-        self.form, self.streams, self.kept = form, streams, ""
+    def __init__(
+        self, form: CallForm, streams: bool = False, names: Collection[str] | None = None, most: int | None = None
+    ) -> None:
+        self.form, self.streams, self.names, self.most, self.kept = form, streams, names, most, ""
         self.calls: list[Call] = []  # those that are whole
         self._begun = self._found = False
         self._at = self._shown = 0  # where the last of them ends, and what was given out of the next one's arguments
@@ -115,7 +135,7 @@ class CallFinder:
         """Add ``piece``; returns the text that is no call, as far as it is certain, and what is new of calls."""
         self.kept += piece
         text = "" if self._found else self._before()
-        return text, list(self._news()) if self.streams and self._found else []
+        return text, list(self._news()) if self._found and (self.streams or self.most) else []
 
     def _before(self) -> str:
         """The text before the first call, as far as it can be told."""
@@ -130,6 +150,14 @@ class CallFinder:
             return self._release(len(self.kept) - held)
         self._found = True
         return self._release(at)
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many calls as there can be."""
+        return len(self.calls) == self.most
+
+    def _is_callable(self, name: Any) -> bool:
+        return isinstance(name, str) and (self.names is None or name in self.names)
 
     def _release(self, count: int) -> str:
         text, self.kept = self.kept[:count], self.kept[count:]
@@ -150,17 +178,22 @@ class CallFinder:
 
     def _news(self) -> Iterator[CallPiece]:
         """What is new of calls."""
-        while self.kept.startswith("{", start := self._next()):
+        while not self.full and self.kept.startswith("{", start := self._next()):
             value, end = self._value(start)
-            if head := self.form.head.match(self.kept, start) if self.streams else None:
+            head = self.form.head.match(self.kept, start) if self.streams else None
+            if head and not self._is_callable(_read(head[1])):
+                return
+            if head:
                 _, last = self._value(head.end())
                 more = self.kept[head.end() + self._shown : last]
                 if more:
-                    yield CallPiece(len(self.calls), None if self._shown else json.loads(head[1]), more)
+                    yield CallPiece(len(self.calls), None if self._shown else _read(head[1]), more)
                 self._shown += len(more)
-            if not isinstance(value, dict) or not isinstance(value.get(self.form.name), str):
+            if not isinstance(value, dict) or not self._is_callable(value.get(self.form.name)):
                 return
-            arguments = json.dumps(value.get(self.form.arguments, {}), ensure_ascii=False)
+            given = value.get(self.form.arguments, {})
+            is_text = isinstance(given, str) and isinstance(_read(given), dict)  # as confused models write objects
+            arguments = given if is_text else json.dumps(given, ensure_ascii=False)
             call = Call(value[self.form.name], arguments)
             if not head:
                 yield CallPiece(len(self.calls), *call)
@@ -170,6 +203,16 @@ class CallFinder:
     def end(self, finish: str) -> tuple[str, list[CallPiece], str]:
         """The text has ended for the reason ``finish``: the rest of it, the rest of calls, and the reason to report."""
         pieces = list(self._news()) if self._found else []
+        if self.full:  # what stands behind the last call is left out
+            return "", pieces, "tool_calls"
         left = self.kept[self._next() if self.calls else 0 :]
         called = self.calls and (finish == "stop" or not left)
         return "" if self._shown else left, pieces, "tool_calls" if called else finish
+
+
+def _read(text: str) -> Any:
+    """The value that ``text`` is in JSON; None if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

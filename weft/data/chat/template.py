@@ -147,12 +147,14 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> Marked:
         """The text of a conversation, up to where the assistant's next turn begins if it is a ``prompt``.
 
-        Raises :class:`TemplateError` if the template refuses it, fails, or writes tokens that the tokenizer lacks.
+        ``variables``: more of the user's, for this text. Raises :class:`TemplateError` if the template refuses it,
+        fails, or writes tokens that the tokenizer lacks.
         """
-        given: dict[str, Any] = {"messages": list(messages), "tools": tools, "documents": None}
+        given: dict[str, Any] = dict(variables or {}) | {"messages": list(messages), "tools": tools, "documents": None}
         values = self.variables | {"add_generation_prompt": prompt} | protected(given, self.protected)
         try:
             shown = read_marks(self.compiled.render(values))

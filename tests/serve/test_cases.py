@@ -1,0 +1,39 @@
+"""Requests that were answered wrong (``requests.jsonl``, one a line): a status, or words on what is right."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.inprocess import InProcess, serving
+from tests.serve.test_tools import HERMES
+
+CASES = [json.loads(line) for line in Path(__file__).with_name("requests.jsonl").read_text().splitlines()]
+
+#: Cases whose words are checked beside their status: what the answer says, by the case's id.
+SAYS = {"too-many-stops": "stop: at most 16 stops are taken, not 17", "model-by-id": '"max_model_len":'}
+
+#: Cases whose mending is to come.
+AHEAD = {"foreign-host", "foreign-origin", "beyond-context", "bearer-case"}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[InProcess]:
+    with serving(HERMES) as served:
+        yield served
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case["id"] not in AHEAD], ids=lambda case: case["id"])
+def test_cases_are_answered_right(served: InProcess, case: dict[str, Any]) -> None:
+    path, headers = case["path"].replace("{id}", "tiny"), case.get("headers", {})
+    if "body" in case:
+        answer = served.client.post(path, json=case["body"], headers=headers)
+    else:
+        answer = served.client.get(path, headers=headers)
+    assert str(answer.status_code) in re.findall(r"\b\d{3}\b", str(case["expect"])), answer.text
+    assert SAYS.get(case["id"], "") in answer.text

@@ -1,0 +1,58 @@
+"""Reads the JSON of requests; what it is refused for is a field, and what is not needed of it is logged once."""
+
+import logging
+from typing import TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from weft.errors import WeftError
+from weft.serve.fields import explained, take_idle
+from weft.serve.protocol import Modelled, Refusal
+
+Q = TypeVar("Q", bound=Modelled)
+
+log = logging.getLogger("weft.serve")
+
+
+class RequestReader:
+    """Reads requests, and remembers which fields the log has named."""
+
+    def __init__(self) -> None:
+        self.logged: set[str] = set()
+
+    def read(self, kind: type[Q], body: bytes) -> Q:
+        """The request of this kind in ``body``. Raises :class:`Refusal`, which names the field that is wrong."""
+        try:
+            given = from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise Refusal(400, f"Invalid JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise Refusal(400, "a request should be an object of JSON")
+        try:
+            fields, idle = take_idle(kind.prepared(given), kind.fields(), kind.IDLE)
+            request = kind.model_validate(fields)
+        except ValidationError as error:
+            where, why = explained(error, fields, kind.fields())
+            raise _named(kind, where, why) from None
+        except (ValueError, WeftError) as error:
+            field, _, why = str(error).partition(": ")
+            raise _named(kind, field, why) from None
+        self.note(idle)
+        return request
+
+    def note(self, names: list[str]) -> None:
+        """Say in the log that these fields are not needed, of those that it has not named before."""
+        fresh = sorted(set(names) - self.logged)
+        self.logged.update(fresh)
+        if fresh:
+            log.warning("requests have fields that change nothing here: %s", ", ".join(fresh))
+
+
+def _named(kind: type[Modelled], where: str, why: str) -> Refusal:
+    """A refusal that names a field as the client does."""
+    for name, outside in kind.NAMES.items():
+        if where == name or where.startswith(f"{name}."):
+            where = outside + where.removeprefix(name)
+            break
+    return Refusal(400, f"{where}: {why}" if where else why, param=where or None)

@@ -1,0 +1,76 @@
+"""Parts a thinking model's text into its reasoning and its answer, as the text comes."""
+
+from typing import NamedTuple
+
+#: What templates write around reasoning.
+TAGS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
+
+
+class Thoughts(NamedTuple):
+    """Where the reasoning of an answer is: between two tags, of which the prompt may have written the first."""
+
+    opening: str
+    closing: str
+    begun: bool = False
+
+
+def thoughts_of(template: str) -> Thoughts | None:
+    """The tags that a chat template's text has; None if it does not know of reasoning."""
+    return next((Thoughts(*tags) for tags in TAGS if tags[1] in template), None)
+
+
+def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> bool:
+    """Whether what follows ``prompt``, which ends with the answer's first words ``continued``, is reasoning."""
+    if continued:
+        return continued.rfind(thoughts.opening) > continued.rfind(thoughts.closing)
+    return prompt.rstrip().endswith(thoughts.opening)
+
+
+class ReasoningFinder:
+    """Finds reasoning at the beginning of a text that comes in pieces."""
+
+    def __init__(self, thoughts: Thoughts) -> None:
+        self.thoughts, self.inside, self.over = thoughts, thoughts.begun, False
+        self._kept = ""  # what may belong to a tag, or is white space around one
+        self._shown = False  # whether any of the reasoning, or of the answer behind it, was given out
+
+    def add(self, piece: str) -> tuple[str, str]:
+        """Add ``piece``; returns what is new of the reasoning and of the answer, as far as it is certain."""
+        self._kept += piece
+        if not self.inside and not self.over:
+            self._begin()
+        thought = self._think() if self.inside else ""
+        return thought, self._release(len(self._kept)) if self.over else ""
+
+    def end(self) -> tuple[str, str]:
+        """The text has ended: the rest of the reasoning, and of the answer."""
+        rest, self._kept = self._kept, ""
+        return (rest.rstrip(), "") if self.inside else ("", rest)
+
+    def _begin(self) -> None:
+        """Whether the text begins with reasoning, if that can be told."""
+        opening, text = self.thoughts.opening, self._kept.lstrip()
+        if text.startswith(opening):
+            self.inside, self._kept = True, text.removeprefix(opening)
+        elif not opening.startswith(text):
+            self.over = self._shown = True  # an answer without reasoning keeps its white space
+
+    def _think(self) -> str:
+        closing, text = self.thoughts.closing, self._kept
+        at = text.find(closing)
+        if at >= 0:
+            self._kept = text[at + len(closing) :]
+            self.inside, self.over = False, True
+            thought = text[:at].rstrip()
+            thought = thought if self._shown else thought.lstrip()
+            self._shown = False
+            return thought
+        begun = max((n for n in range(1, len(closing)) if text.endswith(closing[:n])), default=0)
+        return self._release(len(text[: len(text) - begun].rstrip()))
+
+    def _release(self, count: int) -> str:
+        """The first ``count`` characters that are kept, without white space before the first that is shown."""
+        text, self._kept = self._kept[:count], self._kept[count:]
+        text = text if self._shown else text.lstrip()
+        self._shown = self._shown or bool(text)
+        return text
