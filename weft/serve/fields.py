@@ -52,7 +52,7 @@ IDLE: Mapping[str, tuple[Sequence[Any], str]] = {
 }
 
 
-class Fields(BaseModel):
+class RequestFields(BaseModel):
     """An object with the declared fields only, as a setting that is ignored would mislead its sender.
 
     A field that is null has its default. Numbers are finite.

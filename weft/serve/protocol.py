@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 from pydantic import Field, PlainValidator, StrictInt, model_validator
 
 from weft.generate.sampling import Sampling
-from weft.serve.fields import Fields
+from weft.serve.fields import RequestFields
 
 Schema: TypeAlias = dict[str, Any]
 Texts: TypeAlias = Sequence[str | list[int]]
@@ -70,20 +70,20 @@ def shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-class StreamOptions(Fields):
+class StreamOptions(RequestFields):
     include_usage: bool = False
     include_obfuscation: bool = False  # padding against those who count bytes; a server of one's own needs none
     continuous_usage_stats: Literal[False] = False
 
 
-class NamedSchema(Fields):
+class NamedSchema(RequestFields):
     name: str
     description: str | None = None
     schema_: Schema = Field({}, alias="schema")
     strict: bool | None = None  # it always is
 
 
-class ResponseFormat(Fields):
+class ResponseFormat(RequestFields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
@@ -94,7 +94,7 @@ class ResponseFormat(Fields):
         return self
 
 
-class StructuredOutputs(Fields):
+class StructuredOutputs(RequestFields):
     """vLLM's field for constrained generation; one of its ways."""
 
     json_: Schema | None = Field(None, alias="json")
@@ -115,7 +115,7 @@ class Language(NamedTuple):
     text: str | Schema
 
 
-class Modelled(Fields):
+class Modelled(RequestFields):
     """A request to a model by its name, or to the only one.
 
     ``NAMES``: the fields that a client knows by other names, with these. ``IDLE``: more fields, with the values under
@@ -216,14 +216,14 @@ class CompletionRequest(SamplingRequest):
         return 0 if self.logprobs is None and self.best_of else self.logprobs
 
 
-class Function(Fields):
+class Function(RequestFields):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: Schema | None = None
     strict: bool | None = None
 
 
-class Tool(Fields):
+class Tool(RequestFields):
     type: Literal["function"] = "function"
     function: Function
 
