@@ -77,8 +77,12 @@ def test_activations(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_placement(tmp_path: Path) -> None:
     """Static and sharded experts report the same losses (asserted there), and the latter even out the ranks' loads."""
-    found = figures_of("placement", tmp_path, "--rounds", "2", "--ranks", "4", "--slow", "5")["4 ranks"]
-    assert found["static"]["max_over_mean"] > 1.5 and found["sharded"]["max_over_mean"] < 1.1 and found["ratio"] > 0
+    words = ("--rounds", "2", "--ranks", "4", "--slow", "5", "--trained", "14")
+    found = figures_of("placement", tmp_path, *words)["4 ranks"]
+    fixed, real = found["zipf"], found["trained without a balance loss"]
+    assert fixed["static"]["max_over_mean"] > 1.5 and fixed["sharded"]["max_over_mean"] < 1.1 and fixed["ratio"] > 0
+    assert fixed["prediction error"] == 0 < real["prediction error"] < real["drift"] < 1
+    assert real["sharded"]["max_over_mean"] < real["static"]["max_over_mean"]
 
 
 @pytest.mark.soak
